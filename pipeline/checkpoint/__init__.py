@@ -11,6 +11,7 @@ and cover it, whoever wrote them; any range of it can be read and verified alone
 
 
 
+
 """
 
 from __future__ import annotations

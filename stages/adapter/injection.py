@@ -208,10 +208,9 @@ def _whole_modules(model: nn.Module, names: Collection[str]) -> list[str]:
     for owner in owners:
         parameters = model.get_submodule(owner).named_parameters(recurse=False)
         own = {f"{owner}.{leaf}" for leaf, _ in parameters}
-        reason = "in part" if own - set(names) else "and shares its weight with another module"
         if own - set(names) or own & shared:
             raise StageError(
-                f"{owner} was trained {reason}, which an adapter cannot express",
+                f"{owner}: an adapter cannot express training in part or of a shared weight",
                 hint="export.safetensors merges it into the model",
             )
     return owners

@@ -83,9 +83,7 @@ class Lora:
             hint = "pip install 'pipetrain[bitsandbytes]'"
             yield Problem(key="quantize", message="needs bitsandbytes", hint=hint)
         if self.targets == "all-linear" and not any("expert" in name for name in self.train_also):
-            from stages.adapter.experts import skipped_experts
-
-            yield from skipped_experts(plan)
+            yield from _skipped_experts(plan)
         if self.targets == ():
             yield Problem(key="targets", message="names no layer", hint="write all-linear")
         if self.start_from is not None:
@@ -104,6 +102,22 @@ class Lora:
 
         base = model if self.quantize is None else PackedSource(model, self.quantize)
         return AdaptedSource(self, base, seed=seed)
+
+
+def _skipped_experts(plan: PlanView) -> Iterator[Problem]:
+    """Yield a warning if the recipe's model has experts, by its config."""
+    from stages.model.hf import HfModel
+    from stages.model.read import config_at_hand
+
+    model = plan.find(HfModel)
+    config = (model and config_at_hand(model)) or {}
+    if any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
+        yield Problem(
+            key="targets",
+            message="all-linear leaves out experts that are one tensor, which get no update",
+            hint="train_also: ['*.experts.*'] trains them as a whole",
+            warning=True,
+        )
 
 
 def differences(stage: Lora, folder: Path) -> Iterator[tuple[str, str]]:

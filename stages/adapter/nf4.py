@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from pipeline import TensorReader, TensorSpec
 from pipeline.checkpoint import CHUNK
@@ -14,8 +15,6 @@ from stages.adapter.compat import bitsandbytes
 from stages.weights.views import ComputedReader
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from stages.adapter.lora import QuantType
 
 

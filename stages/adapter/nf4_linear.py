@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline import ModelSource, StageError, TensorReader
 from stages.adapter.compat import bitsandbytes
@@ -18,8 +18,6 @@ from stages.model.block_changes import linear_layers
 from stages.model.declared import DerivedSource, outline
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from stages.adapter.lora import QuantType
 
 

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline import ModelSource, StageError, TensorReader, Weights
-from stages.adapter.experts import HINT, SKIPPED, expert_share
-from stages.adapter.initial_values import InitialValues, saved_updates
 from stages.adapter.injection import Layer, inject, layers, save_config
 from stages.adapter.lora import AdaptedModel
-from stages.adapter.merging import MergedWeights
-from stages.model.declared import logical_numel, outline, ties
+from stages.adapter.updates import InitialValues, MergedWeights, saved_updates
+from stages.model.declared import outline, ties
 from stages.weights.change import renamed
 from stages.weights.converted import ConvertedReader
 from stages.weights.views import JoinedReader
@@ -50,15 +48,10 @@ class AdaptedSource(AdaptedModel):
         """The module with updates, on the meta device."""
         return outline(self)
 
-    @functools.cached_property
-    def _sharing(self) -> Collection[str]:
-        """Modules of the model that share a weight."""
-        shared = ties(outline(self.base))
-        return {name.rpartition(".")[0] for name in (*shared, *shared.values())}
-
     def tie(self, model: nn.Module) -> None:
+        shared = ties(outline(self.base))
         for layer in layers(model):
-            if layer.name in self._sharing:
+            if layer.weight in {*shared, *shared.values()}:
                 raise StageError(
                     f"adapter.lora: {layer.name} shares its weight with another module, so an "
                     "update of it cannot be merged",
@@ -80,27 +73,13 @@ class AdaptedSource(AdaptedModel):
         return [name for name, one in self.outline.named_parameters() if one.requires_grad]
 
     def log_summary(self, log: logging.Logger) -> None:
-        """Log the numbers of trained parameters and of weights in 4 bits. Raises StageError for
-        names that match nothing in the model."""
-        known = logical_numel(self.outline)
-        sizes = {n: known.get(n) or p.numel() for n, p in self.outline.named_parameters()}
-        trained = sum(sizes[name] for name in self.trained)
+        """Log the number of trained parameters. Raises StageError for names that match nothing in
+        the model."""
+        parameters = dict(self.outline.named_parameters())
+        trained = sum(parameters[name].numel() for name in self.trained)
         log.info(
             "%d layers get updates; %s parameters are trained", len(self.layers), f"{trained:,}"
         )
-        experts = expert_share(outline(self.base), self.trained)
-        if experts and self.stage.targets == "all-linear":
-            log.warning(
-                "%.0f %% of the model's parameters are %s; %s", 100 * experts, SKIPPED, HINT
-            )
-        if known:
-            packed = sum(known.values()) / (sum(sizes.values()) - trained)
-            log.log(
-                logging.INFO if packed > 0.5 else logging.WARNING,
-                "%.0f %% of the model's weights are held in 4 bits: those of linear layers but the "
-                "head, not embeddings, nor experts that are one tensor",
-                100 * packed,
-            )
 
     def save_config(self, folder: Path) -> None:
         save_config(self.stage, folder, self.outline, base=self.location, revision=self.revision)
@@ -128,13 +107,13 @@ class AdaptedSource(AdaptedModel):
             new = f"{owner}.base_layer.{leaf}" if owner in adapted else name
             changes.append(renamed(name, new))
         # Parameters that were trained as a whole come from the saved adapter, not from the model.
-        return JoinedReader(self._updates(base), ConvertedReader(base, changes))
+        return JoinedReader(self._updates(), ConvertedReader(base, changes))
 
-    def _updates(self, base: TensorReader) -> TensorReader:
+    def _updates(self) -> TensorReader:
         if self.stage.start_from is None:
             return InitialValues(self.layers, self.base.inference_view.weights, seed=self._seed)
         folder = Path(self.stage.start_from).expanduser()
-        return saved_updates(folder, self.outline, self.trained, self.layers, base)
+        return saved_updates(folder, self.outline, self.trained, self.layers)
 
     @property
     def fingerprint(self) -> str:

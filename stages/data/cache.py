@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_64_intdigest
 
-from pipeline import StageError
+from pipeline import Context, StageError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from pipeline import Context
 
 
 FORMAT = 4
@@ -34,7 +32,6 @@ BLOCK = 1 << 16
 """Bytes that share a checksum: no more than operating systems read ahead anyway."""
 SUMS = ".sums"
 """Suffix of the file with the checksums (64 bits each, little-endian) of another file's blocks."""
-_ABANDONED_AFTER = 24 * 3600.0
 
 Counts = dict[str, int]
 Build = Callable[[Path], Counts]
@@ -48,14 +45,10 @@ class Entry:
     folder: Path
     key: str
     counts: Counts
-    reused: bool
 
     def array(self, name: str, dtype: str) -> VerifiedArray:
         """Open one of the entry's arrays."""
         return VerifiedArray(self.folder / name, dtype)
-
-    def __str__(self) -> str:
-        return f"{'cached in' if self.reused else 'tokenised into'} {self.folder}"
 
 
 def digest(parts: object) -> str:
@@ -98,45 +91,34 @@ def prepare(ctx: Context, folder: Path, make_key: Callable[[], str], build: Buil
             )
         return build(partial)
 
-    key, reused = "", True
+    key = ""
     with ctx.dist.rank0_first() as main:
         if main:
             key = make_key()
-            reused = _ensure(folder, key, build)
+            prepare_locally(folder, key, build)
     key = ctx.dist.broadcast_str(key if main else None)
     if not main and ctx.dist.local_rank == 0:
-        reused = _ensure(folder, key, build_same)
+        prepare_locally(folder, key, build_same)
     ctx.dist.barrier()
-    return _open(folder, key, reused=reused)
+    return prepare_locally(folder, key, build_same)
 
 
 def prepare_locally(folder: Path, key: str, build: Build) -> Entry:
     """Return the entry of a key, and build it in this process if it is absent."""
-    return _open(folder, key, reused=_ensure(folder, key, build))
-
-
-def _open(folder: Path, key: str, *, reused: bool) -> Entry:
+    if _complete(folder / key) is None:
+        with cache_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            _sweep(folder)
+            partial = Path(tempfile.mkdtemp(prefix=f"{key[:16]}-", suffix=".partial", dir=folder))
+            try:
+                _fill(partial, build)
+                _publish(partial, folder / key)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
     counts = _complete(folder / key)
     if counts is None:
         raise StageError(f"the cache entry {folder / key} is gone", hint="is the disk full?")
-    return Entry(folder=folder / key, key=key, counts=counts, reused=reused)
-
-
-def _ensure(folder: Path, key: str, build: Build) -> bool:
-    """Build the entry if it is absent. Returns whether it existed."""
-    final = folder / key
-    if _complete(final) is not None:
-        return True
-    with cache_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
-        partial = Path(tempfile.mkdtemp(prefix=f"{key[:16]}-", suffix=".partial", dir=folder))
-        try:
-            _fill(partial, build)
-            _publish(partial, final)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    return False
+    return Entry(folder=folder / key, key=key, counts=counts)
 
 
 def _fill(partial: Path, build: Build) -> None:
@@ -182,7 +164,7 @@ def _sweep(folder: Path) -> None:
     for partial in folder.glob("*.partial"):
         with contextlib.suppress(FileNotFoundError):  # its process has finished it meanwhile
             written = [path.stat().st_mtime for path in (partial, *partial.iterdir())]
-            if time.time() - max(written) > _ABANDONED_AFTER:
+            if time.time() - max(written) > 24 * 3600:
                 shutil.rmtree(partial, ignore_errors=True)
 
 

@@ -65,10 +65,11 @@ class ChatData(Selection):
     def check(self, plan: PlanView) -> Iterator[Problem]:
         """Yield mistakes in the date, the files, the sources and the tokenizer that show without
         reading more than first rows."""
-        if not _is_date(self.today):
-            yield Problem(
-                message=f"{self.today!r} is not a date", key="today", hint="write it as YYYY-MM-DD"
-            )
+        try:
+            datetime.datetime.strptime(self.today, "%Y-%m-%d")
+        except ValueError:
+            message = f"{self.today!r} is not a date"
+            yield Problem(message=message, key="today", hint="write it as YYYY-MM-DD")
         yield from problems(self)
         yield from tokenizer_problems(plan, template=self._needs_template())
 
@@ -86,11 +87,3 @@ class ChatData(Selection):
         from stages.data.prepare import chat_data
 
         return chat_data(self, ctx, model)
-
-
-def _is_date(text: str) -> bool:
-    """Whether `text` is a day as YYYY-MM-DD."""
-    try:
-        return datetime.date.fromisoformat(text).isoformat() == text
-    except ValueError:
-        return False

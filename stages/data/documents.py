@@ -2,70 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pipeline import DataError, ModelSource
+from pipeline import Context, DataError, ModelSource
 from stages.data import tokenize
 from stages.data.cache import KEYS, Counts, Entry, digest
-from stages.data.rows import TEXT, Reading, read_text, require_text
+from stages.data.rows import TEXT, read_text, require_text
 from stages.data.samples import STARTS, TOKENS, TokenBlocks
 from stages.data.sources import Opened, Part
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from pipeline import Context
     from stages.data.fields import DocumentSettings
 
+
 Unit = Literal["file", "line"]
-OnBlank = Callable[[Part], None]
+_BATCH = 256
+"""Documents per call of the tokenizer."""
 _LARGEST_CALL = 4_000_000
 """Characters per call of the tokenizer, unless one document has more."""
 
 
-def _refuse_blank(part: Part) -> None:
-    raise DataError("no text in this file", file=part.name)
-
-
 def read_documents(
-    parts: Iterable[Part],
-    reading: Reading,
-    *,
-    text_key: str,
-    unit: Unit,
-    on_blank: OnBlank = _refuse_blank,
+    parts: Iterable[Part], *, text_key: str, unit: Unit, blank: bool = False
 ) -> Iterator[str]:
     """Yield every document that is not blank, in the order of parts and rows.
 
-    `unit` is the extent of a document in a plain text file. `on_blank` is called behind a part
-    without text. Raises DataError for a row without text and for a file that cannot be read.
+    `unit` is the extent of a document in a plain text file. Raises DataError for a row without
+    text, for a file that cannot be read and, unless `blank`, for a part without text.
     """
     for part in parts:
-        blank = True
-        for text in _texts(part, reading, text_key, unit):
+        found = False
+        for text in _texts(part, text_key, unit):
             if text.strip():
-                blank = False
+                found = True
                 yield text
-        if blank:
-            on_blank(part)
+        if not (found or blank):
+            raise DataError("no text in this file", file=part.name)
 
 
-def _texts(part: Part, reading: Reading, key: str, unit: Unit) -> Iterator[str]:
+def _texts(part: Part, key: str, unit: Unit) -> Iterator[str]:
     if not str(part.name).endswith(TEXT):
-        for row in part.rows(reading, [key]):
+        for row in part.rows([key]):
             if key not in row.value:
                 hint = "set `text_key`"
                 raise row.error(f"no key {key!r}; it has {sorted(row.value)}", hint=hint)
             yield require_text(row, row.value[key], f"{key!r}")
     elif unit == "line":
-        for row in part.rows(reading):
+        for row in part.rows():
             yield row.value["text"]
     else:
         yield read_text(Path(part.name)).replace("\r\n", "\n")
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for document in documents:
+        size += len(document)
+        if batch and (len(batch) == _BATCH or size > _LARGEST_CALL):
+            yield batch
+            batch, size = [], len(document)
+        batch.append(document)
+    if batch:
+        yield batch
 
 
 class Documents:
@@ -83,13 +87,21 @@ class Documents:
         self.end = []
         if settings.append_eos:
             self.end = [tokenize.required_id(self.tokenizer, "eos_token", "append_eos")]
-        names = ("text_key", "documents", "append_eos")
-        making: list[Any] = [getattr(settings, name) for name in names]
+        making: list[Any] = [settings.text_key, settings.documents, settings.append_eos]
         making.append(bool(settings.prepend_bos))
         if settings.prepend_bos is None and self.start:
             making.append(self.start)
         self.settings_digest = digest([self.tokenizer_identity, making])
         """Digest of everything that decides which tokens a document becomes."""
+        self.identity: dict[str, str | int] = {
+            "tokenizer": self.tokenizer_identity,
+            "sequence_length": settings.sequence_length,
+            "append_eos": settings.append_eos,
+            "prepend_bos": bool(self.start),
+            "documents": settings.documents,
+            "documents_apart": settings.documents_apart,
+        }
+        """Everything that decides the samples of a text, for the identity of the data."""
 
     def key(self, opened: Opened) -> str:
         """Return the cache key of a source."""
@@ -97,16 +109,10 @@ class Documents:
 
     def build(self, opened: Opened, folder: Path) -> Counts:
         """Tokenise a source into a folder. Raises DataError if it has no target."""
-        reading = opened.reading()
-        counts = self.write(folder, self.read(opened.parts, reading), reading)
+        counts = self.write(folder, self.read(opened.parts))
         if counts["tokens"] < 2:
             raise DataError("fewer than two tokens of text", file=str(opened.source))
         return counts
-
-    def describe(self, entry: Entry) -> str:
-        """Return the entry's counts in words."""
-        counts = "{documents} documents, {tokens} tokens".format(**entry.counts)
-        return f"{counts}, {self.size(entry)} samples"
 
     def samples(self, entry: Entry, first: int = 0, count: int | None = None) -> TokenBlocks:
         """Open some blocks of an entry, all by default."""
@@ -118,24 +124,20 @@ class Documents:
         """Return the number of blocks of an entry."""
         return len(self.samples(entry))
 
-    def read(
-        self, parts: Iterable[Part], reading: Reading, on_blank: OnBlank = _refuse_blank
-    ) -> Iterator[str]:
+    def read(self, parts: Iterable[Part], *, blank: bool = False) -> Iterator[str]:
         """Yield the documents of a source's parts, as `read_documents` does."""
         key, unit = self.settings.text_key, self.settings.documents
-        return read_documents(parts, reading, text_key=key, unit=unit, on_blank=on_blank)
+        return read_documents(parts, text_key=key, unit=unit, blank=blank)
 
-    def write(self, folder: Path, documents: Iterable[str], reading: Reading) -> Counts:
+    def write(self, folder: Path, documents: Iterable[str]) -> Counts:
         """Write the ids of all documents as one stream, and the place of the first token of each
         document that has one. Returns `documents`, `tokens` and `largest` (id).
 
         The memory needed is bounded by the longest documents.
         """
         counts = {"documents": 0, "tokens": 0, "largest": 0}
-        progress = tokenize.ProgressLog(log=self.ctx.log, reading=reading, unit="documents")
-        batches = tokenize.chunks(
-            documents, self.settings.batch_documents, cost=len, most=_LARGEST_CALL
-        )
+        progress = tokenize.ProgressLog(log=self.ctx.log, unit="documents")
+        batches = _batches(documents)
         with (folder / TOKENS).open("wb") as tokens, (folder / STARTS).open("wb") as starts:
             for _, (ids, lengths) in tokenize.map_batches(self._encode, batches, self.workers):
                 ids.tofile(tokens)

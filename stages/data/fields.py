@@ -96,8 +96,6 @@ class DocumentSettings:
     prepend_bos: bool | None = None
     """Put the tokenizer's start token before every document. Null does the same as the tokenizer
     does when it is called with a text: the tokenizers of Llama and Gemma put it there."""
-    batch_documents: Annotated[int, Field(ge=1)] = 256
-    """Documents per call of the tokenizer. Changes memory and speed, not the tokens."""
 
 
 def problems(selection: Selection) -> Iterator[Problem]:
@@ -111,11 +109,10 @@ def problems(selection: Selection) -> Iterator[Problem]:
     if selection.heldout_files:
         yield from file_problems("heldout_files", selection.heldout_files)
     yield from _source_problems("heldout_sources", selection.heldout_sources)
-    held = [key for key in ("heldout_files", "heldout_sources") if getattr(selection, key)]
-    if len(held) == 2:
-        yield _excludes(held[1], held[0])
-    if selection.heldout_fraction and held:
-        yield _excludes("heldout_fraction", held[0])
+    keys = ("heldout_files", "heldout_sources", "heldout_fraction")
+    held = [key for key in keys if getattr(selection, key)]
+    for key in held[1:]:
+        yield _excludes(key, held[0])
     yield from _duplicates(selection)
 
 
@@ -147,15 +144,9 @@ def _hub_source(source: Source) -> Iterator[Problem]:
             key="dataset",
             hint="local files are named under `files`",
         )
-    elif not source.allow_floating_revision and source.revision is None:
-        yield Problem(
-            message=f"the hub data set {source.dataset} needs `revision`, the commit to use",
-            key="dataset",
-            hint="set `revision` to 40 hexadecimal digits, or `allow_floating_revision: true`",
-        )
     elif not source.allow_floating_revision and not COMMIT.fullmatch(source.revision or ""):
         yield Problem(
-            message=f"{source.revision!r} is not a commit (40 hexadecimal digits)",
+            message=f"{source.dataset} needs a commit (40 hexadecimal digits)",
             key="revision",
             hint="give the commit, or set `allow_floating_revision: true`",
         )
@@ -171,11 +162,10 @@ def _duplicates(selection: Selection) -> Iterator[Problem]:
                 yield Problem(message=f"{name} is in {seen[content]} already", key=key)
             seen.setdefault(content, f"sources[{index}]")
     trained = {content for source in selection.trained_on() for content, _ in _contents(source)}
-    held = [("heldout_files", Source(files=selection.heldout_files))]
-    held += [(f"heldout_sources.{i}", each) for i, each in enumerate(selection.heldout_sources)]
-    for key, source in held:
+    for index, source in enumerate(selection.held_out()):
         for content, name in _contents(source):
             if content in trained:
+                key = "heldout_files" if selection.heldout_files else f"heldout_sources.{index}"
                 yield Problem(message=f"{name} is also trained on", key=key)
 
 

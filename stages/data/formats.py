@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pipeline import NO_TARGET, StageError
 from stages.data import messages
 from stages.data.messages import Conversation, checked, conversation
-from stages.data.rows import JSON_LINES, Reading, Row, kind, require, require_text, rows
+from stages.data.rows import JSON_LINES, Row, kind, require, require_text, rows
 from stages.data.sources import Part
 
 Format = Literal["messages", "sharegpt", "prompt/completion", "alpaca", "text", "input_ids"]
@@ -61,9 +61,7 @@ class Tokens:
 Example = Conversation | Completion | Tokens
 
 
-def rows_with_formats(
-    parts: Iterable[Part], reading: Reading, given: Format | None
-) -> Iterator[tuple[Format, Row]]:
+def rows_with_formats(parts: Iterable[Part], given: Format | None) -> Iterator[tuple[Format, Row]]:
     """Yield every row with its format: the `given` one, or else the one that its keys fit.
 
     Raises DataError for a row that fits no format or several, or lacks the keys of the given one,
@@ -71,7 +69,7 @@ def rows_with_formats(
     """
     for part in parts:
         first: Format | None = None
-        for row in part.rows(reading):
+        for row in part.rows():
             found = _format(row, given)
             first = first or found
             if found != first:
@@ -87,7 +85,7 @@ def first_format(path: Path) -> Format | None:
     if not path.name.endswith(JSON_LINES):
         return None
     try:
-        first = next(rows(path, Reading()), None)
+        first = next(rows(path), None)
         return _format(first) if first else None
     except (StageError, OSError):
         return None  # the run reports it
@@ -98,15 +96,10 @@ def _format(row: Row, given: Format | None = None) -> Format:
     fits = [format for format, needed in KEYS.items() if keys.issuperset(needed)]
     if given in fits or (given is None and len(fits) == 1):
         return given or fits[0]
-    if given:
-        raise row.error(
-            f"has {sorted(keys)}, which is not a row of form {given!r}",
-            hint=f"such a row has {_quoted(given)}; without `form` the keys decide",
-        )
-    if fits:
+    if fits and given is None:
         raise row.error(f"could be of form {' or '.join(map(repr, fits))}", hint="set `form`")
-    hint = f"a row has one of: {'; '.join(map(_quoted, KEYS))}"
-    raise row.error(f"has {sorted(keys)}", hint=hint)
+    wanted = "; ".join(map(_quoted, KEYS if given is None else [given]))
+    raise row.error(f"has {sorted(keys)}", hint=f"a row has one of: {wanted}")
 
 
 def _quoted(format: Format) -> str:
@@ -123,7 +116,7 @@ def read(
     """
     match format:
         case "messages":
-            return messages.read_messages(row, roles)
+            return conversation(row, checked(row, row.value["messages"], "messages", roles))
         case "sharegpt":
             return messages.read_sharegpt(row, roles)
         case "prompt/completion":
@@ -195,8 +188,8 @@ def _tokens(row: Row, vocab_size: int) -> Tokens:
         raise row.error("`input_ids` is empty")
     for index, token in enumerate(ids):
         if not 0 <= token < vocab_size:
-            limit = f"the model embeds {vocab_size} tokens"
-            raise row.error(f"`input_ids[{index}]` is {token}, but {limit}")
+            limit = f"but the model embeds {vocab_size} tokens"
+            raise row.error(f"`input_ids[{index}]` is {token}, {limit}")
     if row.value.get("attention_mask") is not None and 0 in _integers(row, "attention_mask"):
         raise row.error("`attention_mask` hides tokens", hint="give the row without its padding")
     return Tokens(row=row, ids=ids, trained=_trained(row, ids))

@@ -47,18 +47,11 @@ class Conversation:
         return [index for index, each in enumerate(self.messages) if each["role"] == "assistant"]
 
 
-def read_messages(row: Row, roles: Sequence[str]) -> Conversation:
-    """Read a row with `messages`. Raises DataError for a mistake in it."""
-    return conversation(row, checked(row, row.value["messages"], "messages", roles))
-
-
 def read_sharegpt(row: Row, roles: Sequence[str]) -> Conversation:
     """Read a row with `conversations`, a list of {from, value}, and optionally a `system` text.
     Entries of {role, content} are accepted as messages. Raises DataError for a mistake in it."""
     entries = row.value["conversations"]
-    if isinstance(entries, list) and any(
-        isinstance(entry, dict) and ("from" in entry or "value" in entry) for entry in entries
-    ):
+    if isinstance(entries, list):
         known = (*_SHAREGPT_ROLES, _CALL, *ROLES, *roles)
         entries = [
             _from_sharegpt(row, entry, f"conversations[{index}]", known)
@@ -71,7 +64,7 @@ def read_sharegpt(row: Row, roles: Sequence[str]) -> Conversation:
 def system_message(row: Row) -> list[dict[str, Any]]:
     """Return the row's `system` text as a list of one message; an empty list without one."""
     given = row.value.get("system")
-    if given is None or given == "":
+    if given in (None, ""):
         return []
     return [{"role": "system", "content": require_text(row, given, "`system`")}]
 
@@ -109,16 +102,20 @@ def _message(row: Row, message: Any, where: str, known: Sequence[str]) -> dict[s
     if given.get("tool_calls"):
         if role != "assistant":
             raise row.error(f"`{where}` calls a tool, but its role is {role!r}, not 'assistant'")
-        given["tool_calls"] = _calls(row, given["tool_calls"], f"{where}.tool_calls")
+        calls = require(row, given["tool_calls"], list, f"`{where}.tool_calls`")
+        given["tool_calls"] = [
+            _call(row, call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)
+        ]
         if "content" not in given:
             return given
     given["content"] = _content(row, given.get("content"), f"{where}.content")
     return given
 
 
-def _from_sharegpt(row: Row, entry: Any, where: str, known: Sequence[str]) -> dict[str, Any]:
+def _from_sharegpt(row: Row, entry: Any, where: str, known: Sequence[str]) -> Any:
     """Return a ShareGPT entry as a message; a `function_call` is JSON, a call or a list of them."""
-    require(row, entry, dict, f"`{where}`")
+    if not isinstance(entry, dict) or "from" not in entry:
+        return entry
     name = _role(row, entry.get("from"), f"{where}.from", known)
     text = require_text(row, entry.get("value"), f"`{where}.value`")
     kept = {key: entry[key] for key in ("train", "weight") if entry.get(key) is not None}
@@ -149,11 +146,6 @@ def _content(row: Row, content: Any, where: str) -> str:
             raise row.error(f"`{where}[{index}]` is of type {found!r}; only 'text' can be read")
         texts.append(require_text(row, part.get("text"), f"`{where}[{index}].text`"))
     return "".join(texts)
-
-
-def _calls(row: Row, calls: Any, where: str) -> list[dict[str, Any]]:
-    found = require(row, calls, list, f"`{where}`")
-    return [_call(row, call, f"{where}[{index}]") for index, call in enumerate(found)]
 
 
 def _call(row: Row, call: Any, where: str) -> dict[str, Any]:
@@ -187,9 +179,8 @@ def _is_trained(row: Row, message: Mapping[str, Any], index: int) -> bool:
 
 
 def _template_arguments(row: Row) -> dict[str, Any]:
-    extra = {
-        key: row.value[key] for key in ("tools", "documents") if row.value.get(key) is not None
-    }
+    given = ("tools", "documents")
+    extra = {key: row.value[key] for key in given if row.value.get(key) is not None}
     if "tools" in extra:
         extra["tools"] = require(row, _parsed(row, extra["tools"], "tools"), list, "`tools`")
     more = row.value.get("chat_template_kwargs") or {}

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import Data, ModelSource, Samples, StageError
+from pipeline import Context, Data, ModelSource, Samples, StageError
 from stages.data import tokenize
 from stages.data.cache import KEYS, Counts, Entry, cache_folder, digest, prepare
 from stages.data.documents import Documents
 from stages.data.encode import RowEncoder
 from stages.data.formats import rows_with_formats
-from stages.data.samples import FORM, MaskedSamples, SampleWriter
+from stages.data.samples import FORM, MaskedSamples, write_samples
 from stages.data.sources import Opened, open_source
-from stages.data.tokenize import ProgressLog, TextTokenizer, chunks
+from stages.data.tokenize import ProgressLog, TextTokenizer
 from stages.data.views import PackedSamples, pack_key, train_and_heldout, write_packs
 
 if TYPE_CHECKING:
-    from pipeline import Context
     from stages.data.chat import ChatData
     from stages.data.fields import Source
     from stages.data.text import TextData
+
 
 _BATCH = 64
 """Rows that a process encodes at a time."""
@@ -48,7 +49,8 @@ def source_entry(work: Documents | Rows, source: Source, cache: str | None) -> E
     )
     tokenize.check_ids(work.model, entry.counts["largest"])
     seconds = time.monotonic() - started
-    work.ctx.log.info("%s: %s, %.1f s (%s)", source, work.describe(entry), seconds, entry)
+    counts = ", ".join(f"{count} {name}" for name, count in entry.counts.items() if count)
+    work.ctx.log.info("%s: %s, %.1f s (%s)", source, counts, seconds, entry.folder)
     return entry
 
 
@@ -73,7 +75,6 @@ def _data(
         pad_id=tokenize.pad_id(work.tokenizer),
         packed=packed,
         identity={
-            "tokenizer": work.tokenizer_identity,
             "weights": json.dumps([source.weight for source in stage.trained_on()]),
             "heldout_fraction": stage.heldout_fraction,
             **identity,
@@ -85,13 +86,8 @@ def text_data(stage: TextData, ctx: Context, model: ModelSource) -> Data:
     """Return the data of `data.text` (collective)."""
     work = Documents(stage, stage.workers, ctx, model)
     entries = _entries(stage, work)
-    names = ("sequence_length", "append_eos", "documents", "documents_apart")
-    identity = {
-        "stage": "data.text",
-        "contents": digest([entry.key for entry in entries]),
-        "prepend_bos": bool(work.start),
-        **{name: getattr(stage, name) for name in names},
-    }
+    contents = digest([entry.key for entry in entries])
+    identity = {"stage": "data.text", "contents": contents, **work.identity}
     return _data(stage, work, entries, stage.documents_apart, identity)
 
 
@@ -103,6 +99,7 @@ def chat_data(stage: ChatData, ctx: Context, model: ModelSource) -> Data:
         "stage": "data.chat",
         "contents": digest([work.content(entry) for entry in entries]),
         "packing": stage.packing,
+        "tokenizer": work.tokenizer_identity,
         **({"prepend_bos": True} if any(map(work.has_start, entries)) else {}),
         **work.settings,
     }
@@ -148,31 +145,18 @@ class Rows:
         return rest + _START + digest(self.start)[:16] if self.start else rest
 
     def build(self, opened: Opened, folder: Path) -> Counts:
-        reading, log = opened.reading(), self.ctx.log
+        log = self.ctx.log
         encoder = RowEncoder(
             stage=self.stage,
             tokens=TextTokenizer(self.tokenizer),
             vocab_size=self.model.vocab_size,
             start=self.start,
         )
-        rows = chunks(rows_with_formats(opened.parts, reading, self.stage.form), _BATCH)
-        progress = ProgressLog(log=log, reading=reading, unit="rows")
-        return SampleWriter(dtype=self.dtype, log=log, progress=progress).write(
-            folder, tokenize.map_batches(encoder.batch, rows, self.stage.workers)
-        )
-
-    def describe(self, entry: Entry) -> str:
-        counts = entry.counts
-        formats = ", ".join(
-            f"{count} {name.removeprefix(FORM)}"
-            for name, count in counts.items()
-            if name.startswith(FORM)
-        )
-        return (
-            f"{counts['rows']} rows ({formats}), {counts['dropped']} dropped, "
-            f"{counts['long']} too long, {counts['samples']} samples, {counts['tokens']} tokens, "
-            f"{counts['targets']} targets"
-        )
+        rows = rows_with_formats(opened.parts, self.stage.form)
+        batches = iter(lambda: list(itertools.islice(rows, _BATCH)), [])
+        progress = ProgressLog(log=log, unit="rows")
+        results = tokenize.map_batches(encoder.batch, batches, self.stage.workers)
+        return write_samples(folder, results, self.dtype, progress)
 
     def samples(self, entry: Entry, first: int, count: int) -> Samples:
         """Open some rows of an entry as samples (collective)."""

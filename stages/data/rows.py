@@ -7,11 +7,12 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from pipeline import DataError, StageError
+from pipeline import DataError
+from pipeline.utils import optional
 
 TEXT = (".txt", ".txt.gz")
 JSON_LINES = (".jsonl", ".jsonl.gz")
@@ -38,43 +39,21 @@ class Row:
         return DataError(message, file=self.file, row=self.number, hint=hint)
 
 
-@dataclass(kw_only=True)
-class Reading:
-    """Position of a reader in its source. Sizes are bytes of files, or rows of a hub data set."""
-
-    total: int = 0
-    """Size of the whole source; 0 if it is unknown."""
-    _before: int = field(default=0, init=False)
-    _size: int = field(default=0, init=False)
-    _position: Callable[[], int] = field(default=lambda: 0, init=False)
-
-    def enter(self, size: int, position: Callable[[], int]) -> None:
-        """Begin a part of this size; `position` returns how much of it has been read."""
-        self._before += self._size
-        self._size, self._position = size, position
-
-    def fraction(self) -> float | None:
-        """Return the share that has been read, 0 to 1; None if the total is unknown."""
-        if not self.total:
-            return None
-        return min(1.0, (self._before + self._position()) / self.total)
-
-
-def rows(path: Path, reading: Reading, columns: list[str] | None = None) -> Iterator[Row]:
+def rows(path: Path, columns: list[str] | None = None) -> Iterator[Row]:
     """Yield the rows of a file of any known kind as dicts; a line of a .txt file as {"text": line}.
 
     `columns` limits what is read of a Parquet file. Raises DataError for a row that is not an
     object, and for a file that cannot be read.
     """
     if path.name.endswith(PARQUET):
-        yield from _parquet_rows(path, reading, columns)
+        yield from _parquet_rows(path, columns)
     elif path.name.endswith(TEXT):
-        for line in _lines(path, reading):
+        for line in _lines(path):
             yield Row(file=path, number=line.number, value={"text": line.value})
     elif path.name.endswith(JSON) and _is_array(path):
-        yield from _elements(path, reading)
+        yield from _elements(path)
     else:
-        for line in _lines(path, reading):
+        for line in _lines(path):
             with _json_errors(line):
                 value = json.loads(line.value)
             yield Row(file=path, number=line.number, value=_require_object(line, value))
@@ -82,28 +61,26 @@ def rows(path: Path, reading: Reading, columns: list[str] | None = None) -> Iter
 
 def read_text(path: Path) -> str:
     """Return the whole text of a UTF-8 file. Raises DataError if it cannot be read or decoded."""
-    with _opened(path, lambda: None) as (_, file):
+    with _opened(path, lambda: None) as file:
         content = file.read()
     return _decode(content, path, 1)
 
 
 @contextlib.contextmanager
-def _opened(path: Path, row: Callable[[], int | None]) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """Open a file: as it is, and decompressed. Raises DataError, which names the current row, for
-    a failing disk or a damaged .gz file."""
+def _opened(path: Path, row: Callable[[], int | None]) -> Iterator[IO[bytes]]:
+    """Open a file, decompressed. Raises DataError, which names the current row, for a failing disk
+    or a damaged .gz file."""
     try:
-        with path.open("rb") as raw:
-            file = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
-            yield raw, file  # type: ignore[misc]
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            yield file  # type: ignore[misc]
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot be read: {error}", file=path, row=row()) from error
 
 
-def _lines(path: Path, reading: Reading) -> Iterator[Row]:
+def _lines(path: Path) -> Iterator[Row]:
     """Yield the lines of a UTF-8 file that are not blank, without their line ends."""
     number = 0
-    with _opened(path, lambda: number + 1) as (raw, file):
-        reading.enter(path.stat().st_size, raw.tell)
+    with _opened(path, lambda: number + 1) as file:
         while line := file.readline(LARGEST_LINE + 1):
             number += 1
             if len(line) > LARGEST_LINE:
@@ -148,79 +125,36 @@ def _require_object(row: Row, value: Any) -> dict[str, Any]:
 
 def _is_array(path: Path) -> bool:
     """Whether a JSON file is one array rather than an object a line."""
-    with _opened(path, lambda: None) as (_, file):
+    with _opened(path, lambda: None) as file:
         return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
-def _elements(path: Path, reading: Reading) -> Iterator[Row]:
-    """Yield the elements of a JSON array. The text is in memory, parsed one element at a time."""
-    text = read_text(path)
-    size, decoder = path.stat().st_size, json.JSONDecoder()
-    at, number = _skip(text, text.index("[") + 1), 0
-    reading.enter(size, lambda: size * at // max(len(text), 1))
-    while not (text.startswith("]", at) and number == 0):
-        number += 1
-        row = Row(file=path, number=number, value=None)
-        with _json_errors(row):
-            value, at = decoder.raw_decode(text, at)
-        yield Row(file=path, number=number, value=_require_object(row, value))
-        at = _skip(text, at)
-        if text.startswith("]", at):
-            break
-        if not text.startswith(",", at):
-            raise row.error("the array is cut off behind this element")
-        at = _skip(text, at + 1)
-    if _skip(text, at + 1) != len(text):
-        raise Row(file=path, number=number, value=None).error("more text behind the array")
+def _elements(path: Path) -> Iterator[Row]:
+    """Yield the elements of a JSON array, which is in memory as a whole."""
+    with _json_errors(Row(file=path, number=1, value=None)):
+        values = json.loads(read_text(path))
+    for number, value in enumerate(values, 1):
+        row = Row(file=path, number=number, value=value)
+        _require_object(row, value)
+        yield row
 
 
-def _skip(text: str, at: int) -> int:
-    """Return the index of the next character that is not white space."""
-    while at < len(text) and text[at] in " \t\r\n":
-        at += 1
-    return at
-
-
-def _parquet_rows(path: Path, reading: Reading, columns: list[str] | None) -> Iterator[Row]:
+def _parquet_rows(path: Path, columns: list[str] | None) -> Iterator[Row]:
     """Yield the rows of a Parquet file. Raises DataError if it cannot be read, lacks a column, or
     holds a value that Python cannot represent."""
-    try:
+    with optional(f"{path}: reading Parquet needs pyarrow", hint="pip install 'pipetrain[data]'"):
         import pyarrow
         import pyarrow.parquet as parquet
-    except ImportError as error:
-        raise StageError(
-            f"{path}: reading Parquet needs pyarrow", hint="pip install 'pipetrain[data]'"
-        ) from error
     number = 0
-    size = path.stat().st_size
     try:
         with parquet.ParquetFile(path) as table:
             require_columns(path, table.schema_arrow.names, columns)
-            count = max(table.metadata.num_rows, 1)
-            reading.enter(size, lambda: size * number // count)
             for batch in table.iter_batches(batch_size=1024, columns=columns):
-                names = batch.schema.names
-                values = [
-                    _column(path, *each, number) for each in zip(names, batch.columns, strict=True)
-                ]
-                for value in zip(*values, strict=True):
+                for value in batch.to_pylist():
                     number += 1
-                    row = without_nulls(dict(zip(names, value, strict=True)))
-                    yield Row(file=path, number=number, value=row)
-    except (pyarrow.ArrowException, OSError) as error:
+                    yield Row(file=path, number=number, value=without_nulls(value))
+    except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(f"unreadable Parquet file: {error}", file=path, row=number + 1) from error
-
-
-def _column(path: Path, name: str, column: Any, before: int) -> list[Any]:
-    """Return the values of one column of a batch that begins behind row `before`."""
-    try:
-        values: list[Any] = column.to_pylist()
-    except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date out of range
-        place = f"in rows {before + 1} to {before + len(column)}"
-        hint = "correct the values, or leave the column out of the file"
-        message = f"column {name!r} cannot be read {place}: {error}"
-        raise DataError(message, file=path, hint=hint) from error
-    return values
 
 
 def require_columns(file: str | Path, known: list[str], columns: list[str] | None) -> None:
@@ -233,15 +167,13 @@ def require_columns(file: str | Path, known: list[str], columns: list[str] | Non
 def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
     """Return a table's row without the nulls within its values: tables give every object of a
     column all the keys that any row has."""
-    return {key: _without_nulls(value) for key, value in row.items()}
 
+    def cleaned(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: cleaned(child) for key, child in value.items() if child is not None}
+        return [cleaned(child) for child in value] if isinstance(value, list) else value
 
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(child) for key, child in value.items() if child is not None}
-    if isinstance(value, list):
-        return [_without_nulls(child) for child in value]
-    return value
+    return {key: cleaned(value) for key, value in row.items()}
 
 
 def require(row: Row, value: Any, kind_: type, what: str, words: str = "") -> Any:

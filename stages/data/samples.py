@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from array import array
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline import NO_TARGET, Sample, Samples, StageError
 from stages.data.cache import Counts, Entry, VerifiedArray
@@ -19,15 +21,13 @@ from stages.data.rows import Row
 from stages.data.tokenize import ProgressLog
 
 if TYPE_CHECKING:
-    import logging
+    pass
 
-    from numpy.typing import NDArray
 
 TOKENS, STARTS = "tokens.bin", "starts.bin"
 _TRAINED, _OFFSETS, _TARGETS = "trained.bin", "offsets.bin", "targets.bin"
 FORM = "form "
 """Prefix of the counts of an entry's rows by format."""
-_ROWS_SHOWN = 5
 
 
 def require_within(indices: NDArray[np.int64], count: int) -> NDArray[np.int64]:
@@ -50,7 +50,7 @@ class CountedSamples(Samples):
 
 
 class MaskedSamples(CountedSamples):
-    """Samples `first` ... `first` + `count` - 1 of a cache entry that SampleWriter wrote."""
+    """Samples `first` ... `first` + `count` - 1 of a cache entry that write_samples wrote."""
 
     def __init__(self, entry: Entry, dtype: str, first: int, count: int) -> None:
         self._tokens = entry.array(TOKENS, dtype)
@@ -72,81 +72,59 @@ class MaskedSamples(CountedSamples):
         return int(self.target_counts[require_within(indices, len(self))].sum())
 
 
-@dataclass
-class DroppedRows:
-    """The number of rows that were dropped for one reason, and the first of them."""
-
-    count: int = 0
-    first: list[str] = field(default_factory=list)
-    """Places as file:row."""
-
-    def add(self, row: Row) -> None:
-        """Count one more row."""
-        self.count += 1
-        if len(self.first) < _ROWS_SHOWN:
-            self.first.append(f"{row.file}:{row.number}")
-
-    def __str__(self) -> str:
-        return ", ".join([*self.first, "..."] if self.count > len(self.first) else self.first)
-
-
-@dataclass(kw_only=True)
-class SampleWriter:
-    """Writes encoded rows as the files of MaskedSamples."""
-
-    dtype: str
-    log: logging.Logger
-    progress: ProgressLog
-
-    def write(
-        self,
-        folder: Path,
-        batches: Iterable[tuple[Sequence[tuple[Format, Row]], Sequence[Encoded | Dropped]]],
-    ) -> Counts:
-        """Write batches of rows with their tokens. Returns `rows`, `samples`, `tokens`, `targets`,
-        `largest` (id), `long` (rows that were truncated or dropped), `dropped`, and the rows of
-        each format.
-
-        Raises StageError if every row is dropped.
-        """
-        names = ("rows", "samples", "tokens", "targets", "largest", "long", "dropped")
-        counts, dropped = dict.fromkeys(names, 0), defaultdict[str, DroppedRows](DroppedRows)
-        offsets, targets = array("q", [0]), array("i")
-        with (folder / TOKENS).open("wb") as tokens, (folder / _TRAINED).open("wb") as trained:
-            for batch, results in batches:
-                for (format, row), result in zip(batch, results, strict=True):
-                    counts["rows"] += 1
-                    counts["long"] += result.long
-                    counts[FORM + format] = counts.get(FORM + format, 0) + 1
-                    if isinstance(result, Dropped):
-                        dropped[result.why].add(row)
-                        continue
-                    tokens.write(result.ids.astype(self.dtype).tobytes())
-                    trained.write(result.trained.astype("u1").tobytes())
-                    counts["tokens"] += len(result.ids)
-                    counts["largest"] = max(counts["largest"], int(result.ids.max()))
-                    offsets.append(counts["tokens"])
-                    targets.append(int(result.trained[1:].sum()))
-                self.progress.update(counts["rows"], counts["tokens"])
-        np.array(offsets, "<i8").tofile(folder / _OFFSETS)
-        np.array(targets, "<i4").tofile(folder / _TARGETS)
-        counts |= {"samples": len(targets), "targets": sum(targets)}
-        counts["dropped"] = counts["rows"] - counts["samples"]
-        self._report(counts, dropped)
-        return counts
-
-    def _report(self, counts: Counts, dropped: Mapping[str, DroppedRows]) -> None:
-        reasons = {f"{rows.count} rows {why}": rows for why, rows in dropped.items()}
-        if not counts["samples"]:
-            raise StageError(
-                f"no token to train on in {counts['rows']} rows: {'; '.join(reasons)}",
-                hint="check `loss`, the roles of the messages, the chat template and "
-                "`sequence_length`",
-            )
-        for reason, rows in reasons.items():
-            self.log.warning("dropped %s: %s", reason, rows)
+def write_samples(
+    folder: Path,
+    batches: Iterable[tuple[Sequence[tuple[Format, Row]], Sequence[Encoded | Dropped]]],
+    dtype: str,
+    progress: ProgressLog,
+) -> Counts:
+    """Write batches of rows with their tokens as the files of MaskedSamples. Returns `rows`,
+    `samples`, `tokens`, `targets`, `largest` (id), `long` (rows that were truncated or dropped),
+    `dropped`, and the rows of each format. Raises StageError if every row is dropped.
+    """
+    names = ("rows", "samples", "tokens", "targets", "largest", "long", "dropped")
+    counts, dropped = dict.fromkeys(names, 0), Counter[str]()
+    first: dict[str, Row] = {}
+    offsets, targets = array("q", [0]), array("i")
+    with (folder / TOKENS).open("wb") as tokens, (folder / _TRAINED).open("wb") as trained:
+        for batch, results in batches:
+            for (format, row), result in zip(batch, results, strict=True):
+                counts["rows"] += 1
+                counts["long"] += result.long
+                counts[FORM + format] = counts.get(FORM + format, 0) + 1
+                if isinstance(result, Dropped):
+                    dropped[result.why] += 1
+                    first.setdefault(result.why, row)
+                    continue
+                tokens.write(result.ids.astype(dtype).tobytes())
+                trained.write(result.trained.astype("u1").tobytes())
+                counts["tokens"] += len(result.ids)
+                counts["largest"] = max(counts["largest"], int(result.ids.max()))
+                offsets.append(counts["tokens"])
+                targets.append(int(result.trained[1:].sum()))
+            progress.update(counts["rows"], counts["tokens"])
+    np.array(offsets, "<i8").tofile(folder / _OFFSETS)
+    np.array(targets, "<i4").tofile(folder / _TARGETS)
+    counts |= {"samples": len(targets), "targets": sum(targets)}
+    counts["dropped"] = counts["rows"] - counts["samples"]
+    _report(progress.log, counts, dropped, first)
+    return counts
 
 
+def _report(
+    log: logging.Logger, counts: Counts, dropped: Mapping[str, int], first: Mapping[str, Row]
+) -> None:
+    reasons = {f"{count} rows {why}": first[why] for why, count in dropped.items()}
+    if not counts["samples"]:
+        raise StageError(
+            f"no token to train on in {counts['rows']} rows: {'; '.join(reasons)}",
+            hint="check `loss`, the roles of the messages, the chat template and `sequence_length`",
+        )
+    for reason, row in reasons.items():
+        log.warning("dropped %s, the first: %s:%d", reason, row.file, row.number)
+
+
+@dataclass(frozen=True, eq=False)
 class TokenBlocks(CountedSamples):
     """Windows of `length` + 1 tokens with stride `length`: every token but the first is a target
     once.
@@ -156,48 +134,40 @@ class TokenBlocks(CountedSamples):
     documents apart: positions begin anew with each, and nothing predicts its first token.
     """
 
-    def __init__(
-        self,
-        tokens: NDArray[Any] | VerifiedArray,
-        length: int,
-        first: int = 0,
-        count: int | None = None,
-        *,
-        starts: NDArray[Any] | None = None,
-    ) -> None:
-        self._tokens = tokens
-        self._length = length
-        self._first = first
-        self._count = block_count(len(tokens), length) - first if count is None else count
-        self._starts = starts
+    tokens: NDArray[Any] | VerifiedArray
+    length: int
+    first: int = 0
+    count: int | None = None
+    starts: NDArray[Any] | None = field(default=None, kw_only=True)
 
     def __len__(self) -> int:
-        return self._count
+        rest = block_count(len(self.tokens), self.length) - self.first
+        return rest if self.count is None else self.count
 
     def __getitem__(self, index: int) -> Sample:
         start, stop = map(int, self._bounds(self.checked(index)))
-        window = np.asarray(self._tokens[start:stop], dtype=np.int64)
+        window = np.asarray(self.tokens[start:stop], dtype=np.int64)
         inputs, labels = window[:-1], window[1:]
-        if self._starts is None:
+        if self.starts is None:
             return Sample(input_ids=inputs, labels=labels)
-        begin, end = np.searchsorted(self._starts, [start + 1, stop])
-        borders = np.asarray(self._starts[begin:end], dtype=np.int64) - start
+        begin, end = np.searchsorted(self.starts, [start + 1, stop])
+        borders = np.asarray(self.starts[begin:end], dtype=np.int64) - start
         labels = labels.copy()
         labels[borders - 1] = NO_TARGET
         return Sample(input_ids=inputs, labels=labels, positions=_positions(len(inputs), borders))
 
     def total_targets(self, indices: NDArray[np.int64]) -> int:
-        starts, stops = self._bounds(require_within(indices, self._count))
+        starts, stops = self._bounds(require_within(indices, len(self)))
         total = int((stops - starts - 1).sum())
-        if self._starts is not None:  # the first tokens of documents are no targets
-            begin, end = np.searchsorted(self._starts, [starts + 1, stops])
+        if self.starts is not None:  # the first tokens of documents are no targets
+            begin, end = np.searchsorted(self.starts, [starts + 1, stops])
             total -= int((end - begin).sum())
         return total
 
     def _bounds(self, indices: Any) -> tuple[Any, Any]:
         """Return the start and end in the stream of one window, or of an array of them."""
-        starts = (self._first + indices) * self._length
-        return starts, np.minimum(starts + self._length + 1, len(self._tokens))
+        starts = (self.first + indices) * self.length
+        return starts, np.minimum(starts + self.length + 1, len(self.tokens))
 
 
 def _positions(length: int, borders: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import DataError, Problem, StageError
-from pipeline.utils import replace_text
+from pipeline.utils import optional, replace_text
 from stages.data.cache import cache_folder, digest
-from stages.data.rows import KNOWN, Reading, Row, require_columns, rows, without_nulls
+from stages.data.rows import KNOWN, Row, require_columns, rows, without_nulls
 from stages.model.files import COMMIT
 
 if TYPE_CHECKING:
@@ -104,10 +104,7 @@ def file_digests(paths: Sequence[Path]) -> list[str]:
 
 def _stamp(path: Path) -> Stamp:
     """Return a file's size, times (ns) and inode."""
-    try:
-        found = path.stat()
-    except OSError as error:
-        raise DataError(f"cannot be read: {error.strerror}", file=path) from error
+    found = path.stat()
     return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino]
 
 
@@ -137,14 +134,9 @@ class LocalFile:
 
     name: Path
 
-    @property
-    def size(self) -> int:
-        """Size in bytes."""
-        return self.name.stat().st_size
-
-    def rows(self, reading: Reading, columns: list[str] | None = None) -> Iterator[Row]:
+    def rows(self, columns: list[str] | None = None) -> Iterator[Row]:
         """Yield every row, or its `columns`. Raises DataError for a row that cannot be read."""
-        return rows(self.name, reading, columns)
+        return rows(self.name, columns)
 
 
 @dataclass(frozen=True)
@@ -155,17 +147,10 @@ class HubSplit:
     table: Any
     """A `datasets.Dataset`."""
 
-    @property
-    def size(self) -> int:
-        """Number of rows."""
-        return len(self.table)
-
-    def rows(self, reading: Reading, columns: list[str] | None = None) -> Iterator[Row]:
+    def rows(self, columns: list[str] | None = None) -> Iterator[Row]:
         """Yield every row, or its `columns`. Raises DataError if a column is missing."""
         require_columns(self.name, self.table.column_names, columns)
         table = self.table.select_columns(columns) if columns else self.table
-        number = 0
-        reading.enter(self.size, lambda: number)
         for number, value in enumerate(table, 1):
             yield Row(file=self.name, number=number, value=without_nulls(value))
 
@@ -192,10 +177,6 @@ class Opened:
             total.update(f"{''.join(path.suffixes[-2:])}:{content}\n".encode())
         return total.hexdigest()
 
-    def reading(self) -> Reading:
-        """Return a new measure of progress through the source."""
-        return Reading(total=sum(part.size for part in self.parts))
-
 
 def open_source(source: Source) -> Opened:
     """Find the files of a source, or download its split. Raises StageError if there is nothing that
@@ -208,15 +189,14 @@ def open_source(source: Source) -> Opened:
 
 
 def _hub_split(source: Source) -> HubSplit:
-    try:
+    needed = f"{source}: a hub data set needs the datasets library"
+    with optional(needed, hint="pip install 'pipetrain[data]'"):
         import datasets
-    except ImportError as error:
-        raise StageError(
-            f"{source}: a hub data set needs the datasets library",
-            hint="pip install 'pipetrain[data]'",
-        ) from error
+        from huggingface_hub import HfApi
     try:
-        commit = _commit(source)
+        commit = source.revision or ""
+        if not COMMIT.fullmatch(commit):
+            commit = str(HfApi().dataset_info(str(source.dataset), revision=source.revision).sha)
         table = datasets.load_dataset(
             source.dataset, source.config, split=source.split, revision=commit
         )
@@ -224,13 +204,3 @@ def _hub_split(source: Source) -> HubSplit:
         words = " ".join(str(error).split()) or type(error).__name__
         raise StageError(f"cannot get {source} from the hub: {words}") from error
     return HubSplit(f"{source}@{commit}", table)
-
-
-def _commit(source: Source) -> str:
-    """Return the commit of the source's branch, tag or commit."""
-    if source.revision is not None and COMMIT.fullmatch(source.revision):
-        return source.revision
-    from huggingface_hub import HfApi
-
-    assert source.dataset is not None
-    return str(HfApi().dataset_info(source.dataset, revision=source.revision).sha)

@@ -17,17 +17,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline import ModelSource, StageError
 from pipeline.hardware import cores_each
 from pipeline.utils import die_with
 from stages.data.cache import digest
-from stages.data.rows import Reading
 
 if TYPE_CHECKING:
     import logging
-
-    from numpy.typing import NDArray
 
 
 T = TypeVar("T")
@@ -118,10 +116,8 @@ def id_dtype(tokenizer: Any, vocab_size: int = 0) -> str:
 
 def pad_id(tokenizer: Any) -> int:
     """Return the padding token's id, else the end token's, else 0."""
-    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
-        if token is not None:
-            return int(token)
-    return 0
+    known = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return next(int(token) for token in known if token is not None)
 
 
 def required_id(tokenizer: Any, name: str, field: str) -> int:
@@ -193,30 +189,19 @@ def _forked(function: Callable[[T], R], batches: Iterator[T], count: int) -> Ite
         count, multiprocessing.get_context("fork"), _begin, (function, os.getpid())
     )
     under_way: deque[tuple[T, Future[R]]] = deque()
-    stopped: list[StageError] = []
     try:
-        for batch in _until_error(batches, stopped):
+        for batch in batches:
             under_way.append((batch, pool.submit(_call, batch)))
             if len(under_way) >= count * _AHEAD:
                 first, future = under_way.popleft()
                 yield first, future.result()
-        for first, future in under_way:  # their errors come before the one that ended `batches`
+        for first, future in under_way:
             yield first, future.result()
     except BrokenProcessPool as error:
         message = "a process that tokenises was killed"
         raise StageError(message, hint="if memory was short, set fewer `workers`") from error
     finally:
         pool.shutdown(cancel_futures=True)
-    if stopped:
-        raise stopped[0]
-
-
-def _until_error(batches: Iterator[T], stopped: list[StageError]) -> Iterator[T]:
-    """Yield the batches; append the error that ends them to `stopped`."""
-    try:
-        yield from batches
-    except StageError as error:
-        stopped.append(error)
 
 
 def _begin(function: Callable[[Any], Any], parent: int) -> None:
@@ -231,50 +216,20 @@ def _call(batch: Any) -> Any:
     return _function(batch)
 
 
-def chunks(
-    items: Iterable[T], size: int, *, cost: Callable[[T], int] = lambda item: 0, most: int = 0
-) -> Iterator[list[T]]:
-    """Yield `items` in lists of at most `size`, with a total cost of at most `most` unless a single
-    item has more. An error of `items` is raised after the items before it have been yielded, so
-    that earlier mistakes are found first."""
-    chunk: list[T] = []
-    total = 0
-    try:
-        for item in items:
-            if len(chunk) == size or (chunk and total + cost(item) > most):
-                yield chunk
-                chunk, total = [], 0
-            chunk.append(item)
-            total += cost(item)
-    except StageError:
-        if chunk:
-            yield chunk
-        raise
-    if chunk:
-        yield chunk
-
-
 @dataclass(kw_only=True)
 class ProgressLog:
-    """Logs every few seconds how much has been tokenised."""
+    """Logs every ten seconds how much has been tokenised."""
 
     log: logging.Logger
-    reading: Reading
     unit: str
     """Plural of what is counted: `rows`, `documents`."""
-    seconds: float = 10.0
     _began: float = field(init=False, default_factory=lambda: time.monotonic())
-    _logged: float | None = field(init=False, default=None)
+    _logged: float = field(init=False, default_factory=lambda: time.monotonic())
 
     def update(self, count: int, tokens: int) -> None:
         """Log, if it is time, that `count` units with `tokens` tokens are done."""
         now = time.monotonic()
-        if now - (self._logged or self._began) < self.seconds:
-            return
-        self._logged = now
-        fraction, rate = self.reading.fraction(), count / max(now - self._began, 1e-9)
-        read = "" if fraction is None else f", {fraction:.0%} read"
-        self.log.info(
-            "tokenising: %d %s, %d tokens, %.0f %s/s%s",
-            count, self.unit, tokens, rate, self.unit, read,
-        )  # fmt: skip
+        if now - self._logged >= 10:
+            self._logged, rate = now, count / (now - self._began)
+            words = "tokenising: %d %s, %d tokens, %.0f a second"
+            self.log.info(words, count, self.unit, tokens, rate)

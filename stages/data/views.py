@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pipeline import Sample, Samples, StageError
 from stages.data.cache import KEYS, Counts, Entry, digest
 from stages.data.samples import CountedSamples, MaskedSamples, require_within
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from stages.data.fields import Selection
+
 
 _ROWS, _OFFSETS, _TARGETS = "rows.bin", "offsets.bin", "targets.bin"
 
@@ -106,9 +106,6 @@ class Mixture(CountedSamples):
     """
 
     def __init__(self, parts: Sequence[Samples], counts: Sequence[int]) -> None:
-        for part, count in zip(parts, counts, strict=True):
-            if count < len(part):
-                raise ValueError(f"{count} places for {len(part)} samples")
         self._parts = parts
         self._starts = list(itertools.accumulate(counts, initial=0))
 
@@ -131,24 +128,17 @@ class Mixture(CountedSamples):
 def shares(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
     """Return the samples of each set in an epoch: proportional to the weights, rounded, and the
     fewest that hold every sample of every set."""
-    scale = max(size / weight for size, weight in zip(sizes, weights, strict=True))
-    return [
-        max(size, round(scale * weight)) for size, weight in zip(sizes, weights, strict=True)
-    ]  # fmt: skip
+    pairs = list(zip(sizes, weights, strict=True))
+    scale = max(size / weight for size, weight in pairs)
+    return [max(size, round(scale * weight)) for size, weight in pairs]
 
 
-def mixed(parts: Sequence[Samples], weights: Sequence[float]) -> Samples:
-    """Return the sets mixed by weight."""
+def mixed(parts: Sequence[Samples], weights: Sequence[float] | None = None) -> Samples:
+    """Return the sets mixed by weight; without weights, one behind the other."""
     if len(parts) == 1:
         return parts[0]
-    return Mixture(parts, shares([len(part) for part in parts], weights))
-
-
-def joined(parts: Sequence[Samples]) -> Samples | None:
-    """Return the sets one behind the other; None if there are none."""
-    if len(parts) <= 1:
-        return parts[0] if parts else None
-    return Mixture(parts, [len(part) for part in parts])
+    sizes = [len(part) for part in parts]
+    return Mixture(parts, sizes if weights is None else shares(sizes, weights))
 
 
 def train_and_heldout(
@@ -171,7 +161,7 @@ def train_and_heldout(
     else:
         held = [(entry, 0) for entry in entries[len(weights) :]]
     heldout = [samples(entry, first, size(entry) - first) for entry, first in held]
-    return mixed(train, weights), joined(heldout)
+    return mixed(train, weights), mixed(heldout) if heldout else None
 
 
 def _train_count(count: int, fraction: float) -> int:

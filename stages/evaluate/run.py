@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import Context, ExportedModel, ModelSource, StageError
+import numpy as np
+import torch
+
+from pipeline import NO_TARGET, Context, ExportedModel, ModelSource, Sample, StageError
 from pipeline.utils import optional
 from stages.data import tokenize
 from stages.data.documents import read_documents
 from stages.data.fields import Source
 from stages.data.sources import open_source
 from stages.evaluate.lm import FILE, WINDOW, EvaluatedModel
-from stages.evaluate.perplexity import measure
-from stages.export.logits import loading
+from stages.export.proof import loading
 from stages.model import compat
 from stages.model.declared import outline
+from stages.train.batches import collate
+from stages.train.loss import SummedLoss
 
 if TYPE_CHECKING:
     from stages.evaluate.lm import EvaluateLm
@@ -97,9 +103,7 @@ def _text(config: EvaluateLm, model: Any, source: ModelSource, most: int | None)
         return start + ids
 
     opened = open_source(Source(files=config.files))
-    documents = read_documents(
-        opened.parts, opened.reading(), text_key=config.text_key, unit=config.documents
-    )
+    documents = read_documents(opened.parts, text_key=config.text_key, unit=config.documents)
     return measure(config, model, documents, encode, window, most)
 
 
@@ -133,3 +137,64 @@ def _numbers(facts: Mapping[str, Any]) -> dict[str, float | None]:
     """The numbers among a task's facts, under lm-eval's names (`METRIC,FILTER`)."""
     found = {name: value for name, value in facts.items() if isinstance(value, int | float)}
     return {name: value if math.isfinite(value) else None for name, value in found.items()}
+
+
+def measure(
+    config: EvaluateLm,
+    model: Any,
+    documents: Iterable[str],
+    encode: Callable[[str], list[int]],
+    window: int,
+    most: int | None,
+) -> dict[str, Any]:
+    """Score the documents, `batch_size` windows at a time, and no more than `most` windows of all
+    of them; the results as JSON. Raises StageError if nothing was scored, or the model returns NaN
+    or infinity."""
+    totals, nats = Counter[str](), 0.0
+    stride = min(config.stride or window // 2, window)
+
+    def samples() -> Iterator[Sample]:
+        for document in documents:
+            totals["documents"] += 1
+            totals["bytes"] += len(document.encode())
+            yield from windows(encode(document), window, stride)
+
+    left = itertools.islice(samples(), most)
+    loss = SummedLoss(model)
+    device = model.get_input_embeddings().weight.device
+    while batch := list(itertools.islice(left, config.batch_size)):
+        with torch.no_grad():
+            nats += float(loss(collate(batch, 0, device)))
+        totals["tokens"] += sum(int((sample.labels != NO_TARGET).sum()) for sample in batch)
+    if not totals["tokens"]:
+        raise StageError("no document has two tokens", hint="set prepend_bos: true")
+    mean = nats / totals["tokens"]
+    if not math.isfinite(mean):
+        raise StageError(f"the model's mean loss is {mean}")
+    results = {
+        "perplexity": math.exp(mean) if mean < math.log(1e300) else None,
+        "loss": mean,
+        "tokens": totals["tokens"],
+        "documents": totals["documents"],
+    }
+    if config.prepend_bos and most is None:
+        results["bits_per_byte"] = nats / math.log(2) / totals["bytes"]
+    return results
+
+
+def windows(ids: Sequence[int], window: int, stride: int) -> Iterator[Sample]:
+    """The windows of a document, `stride` apart, each of at most `window` input tokens.
+
+    A window's labels are the tokens that no earlier window has. So each token but the first is a
+    label once, and a token beyond the first window has at least `window - stride` before it.
+    """
+    tokens = np.asarray(ids, dtype=np.int64)
+    scored = 0
+    for start in range(0, max(len(tokens) - 1, 0), stride):
+        stop = min(start + window, len(tokens) - 1)
+        labels = tokens[start + 1 : stop + 1].copy()
+        labels[: scored - start] = NO_TARGET
+        yield Sample(input_ids=tokens[start:stop], labels=labels)
+        scored = stop
+        if stop == len(tokens) - 1:
+            return

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pipeline import ExportError, ModelSource, StageError, TensorReader, Weights, torch_dtype
 from stages.adapter.compat import WEIGHTS, name_in_file
-from stages.export.logits import loaded, logits, reference, with_adapter
 from stages.export.manifest import Proof
 from stages.export.plan import ExportPlan, digest, make_plan
-from stages.export.proof import compare, record, token_ids
+from stages.export.proof import compare, loaded, logits, record, reference, token_ids, with_adapter
 from stages.export.weight_files import Shard
 from stages.model import compat
 from stages.model.assets import save_tokenizer
@@ -92,19 +91,18 @@ class AdapterContents:
     @property
     def usage(self) -> str:
         """Python that loads the adapter."""
-        imports, options, place = "AutoModelForCausalLM", 'dtype="auto"', self.source.location
+        imports, options = "from peft import AutoPeftModelForCausalLM\n", 'dtype="auto"'
         if self.source.quantize is not None:
-            imports += ", BitsAndBytesConfig"
+            imports += "from transformers import BitsAndBytesConfig\n"
             bits = f'load_in_4bit=True, bnb_4bit_quant_type="{self.source.quantize}"'
             options += f", quantization_config=BitsAndBytesConfig({bits})"
-        if self.source.revision is not None:
-            options += f', revision="{self.source.revision}"'
-        load = f'AutoModelForCausalLM.from_pretrained("{place}", {options})'
-        return (
-            f"from peft import PeftModel\nfrom transformers import {imports}\n\n"
-            f"base = {load if place else f'...  # {self.source.name}, loaded with {options}'}\n"
-            'model = PeftModel.from_pretrained(base, "path/to/this/folder")'
-        )
+        if self.source.location is None:
+            imports = imports.replace("AutoPeftModelForCausalLM", "PeftModel")
+            load = 'PeftModel.from_pretrained(base, "path/to/this/folder")'
+            base = f"base = ...  # {self.source.name}, loaded with {options}"
+            return f"{imports}\n{base}\nmodel = {load}"
+        load = f'AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder", {options})'
+        return f"{imports}\nmodel = {load}"
 
     def plan(self, beside: str) -> ExportPlan:
         """The tensors and their file; `beside` is a digest of all else. Raises StageError."""
@@ -138,8 +136,7 @@ class AdapterContents:
         base = self.source.export_view
         with contextlib.closing(base.weights()) as own:
             found = logits(with_adapter(base, own, folder), ids)
-        proof = record(ids, found, expected)
-        return proof.model_copy(update={"quantize": self.source.quantize})
+        return record(ids, found, expected)
 
     def _cast(self, reader: TensorReader) -> TensorReader:
         """Tensors in the dtype of the file."""

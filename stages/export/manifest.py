@@ -3,22 +3,21 @@ model card."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from xxhash import xxh3_64_hexdigest
 
-from pipeline import ENGINE_FILE, ENVIRONMENT_FILE, EXPORT_MANIFEST, ExportError
+from pipeline import ENGINE_FILE, EXPORT_MANIFEST, Context, ExportError, ModelSource, TrainedRun
 from pipeline.utils import human, replace_text
 from stages.adapter.lora import QuantType
 
 if TYPE_CHECKING:
-    from pipeline import Context, ModelSource, TrainedRun
     from stages.export.plan import ExportPlan
+
 
 NAME = EXPORT_MANIFEST
 CARD = "README.md"
@@ -61,7 +60,7 @@ class Proof(_Strict):
     difference: float
     """Largest difference of any logit to the trained model's when the export was made."""
     quantize: QuantType | None = None
-    """The 4-bit type of the linear layers below an adapter; None if they are not quantized."""
+    """The 4-bit type of the layers below an adapter in earlier versions; read, not written."""
 
 
 class Manifest(_Strict):
@@ -101,8 +100,11 @@ def load(folder: Path) -> Manifest | None:
 
     Raises ExportError when it is one of ours, but damaged.
     """
-    content = _json(folder / NAME)
-    if content.get("writer") not in WRITERS:
+    try:
+        content = json.loads((folder / NAME).read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(content, dict) or content.get("writer") not in WRITERS:
         return None
     try:
         return Manifest.model_validate(content)
@@ -135,12 +137,6 @@ def facts_of(
         counts = {"steps": done.step, "samples": done.samples, "target tokens": done.tokens}
         facts |= {name: f"{count:,}" for name, count in counts.items()}
         facts |= {name: f"{value:.6g}" for name, value in done.metrics.items()}
-    with contextlib.suppress(KeyError):
-        engine = _json(run and run / ENGINE_FILE)
-        facts["strategy"] = f"{engine['engine']} on {engine['world_size']} processes"
-    with contextlib.suppress(KeyError):
-        packages = _json(run and run / ENVIRONMENT_FILE)["packages"]
-        facts["made with"] = ", ".join(f"{name} {version}" for name, version in packages.items())
     return facts
 
 
@@ -149,14 +145,6 @@ def _training_run(ctx: Context, trained: TrainedRun | None) -> Path | None:
     None if that is not known."""
     folders = [ctx.run_dir] + ([Path(trained.checkpoint).parent.parent] if trained else [])
     return next((folder for folder in folders if (folder / ENGINE_FILE).is_file()), None)
-
-
-def _json(file: Path | None) -> dict[str, Any]:
-    """The object in a JSON file; empty if there is none that can be read."""
-    with contextlib.suppress(OSError, ValueError):
-        content = json.loads(file.read_text("utf-8")) if file else None
-        return content if isinstance(content, dict) else {}
-    return {}
 
 
 def write_card(folder: Path, facts: Mapping[str, str], library: str, usage: str) -> None:
@@ -175,6 +163,6 @@ pipeline_tag: text-generation
 {usage}
 ```
 
-`pipe verify` proves again that the files are whole and compute what they did.
+`pipe verify` proves again that the files are whole, and that a model computes what it did.
 """
     (folder / CARD).write_text(text, encoding="utf-8")

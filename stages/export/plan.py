@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from pipeline import (
     Context,
@@ -33,9 +34,8 @@ from stages.weights.converted import ConvertedReader
 from stages.weights.views import CastReader
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from stages.export.safetensors import ExportSafetensors
+
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -110,11 +110,6 @@ def names_to_read(outline: nn.Module, weights: Weights) -> dict[str, str]:
               for kept, name in found.items()}  # fmt: skip
     misshapen = [misfit(name, has, needs) for name, (has, needs) in shapes.items() if has != needs]
     extra = given - expected.keys()
-    if any(".lora_" in name for name in extra):
-        raise StageError(
-            "the checkpoint holds an adapter (LoRA), without the model that it changes",
-            hint="export the run that saved it: its recipe says what is merged, and how",
-        )
     refuse_differences("the checkpoint", outline, missing, extra, misshapen)
     return {name: found[name] for name in expected if name in found}
 

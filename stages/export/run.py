@@ -12,7 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import ExportedModel, ExportError, ModelSource, StageError, TrainedRun, in_words
+from pipeline import (
+    Context,
+    ExportedModel,
+    ExportError,
+    ModelSource,
+    StageError,
+    TrainedRun,
+    in_words,
+)
 from pipeline.utils import Throughput, human, replace_text
 from stages.export import target
 from stages.export.manifest import Manifest, WeightFile, facts_of, write_card
@@ -20,7 +28,6 @@ from stages.export.plan import INDEX, index
 from stages.export.weight_files import Shard, check, prove_files, write
 
 if TYPE_CHECKING:
-    from pipeline import Context
     from stages.export.contents import Contents
     from stages.export.plan import ExportPlan
 
@@ -92,8 +99,6 @@ def _exported(
         begun = _from_main(ctx, lambda: target.claim(folder, plan.digest, held))
         assert begun is not None
         if ctx.dist.is_main:
-            left = plan.total - sum(file.size for file in begun.weights.values())
-            target.require_space(partial, left)
             ctx.log.info(
                 "writing %s in %d file(s) to %s", human(plan.total), len(plan.parts), folder
             )

@@ -139,7 +139,4 @@ def parse_size(text: str) -> int:
         raise ValueError(f"{text!r} is not a size: write a number and a unit, as in 5GB or 512MiB")
     number, prefix, binary = match.groups()
     base = 1024 if binary else 1000
-    size = int(float(number) * base ** (" KMGT".index(prefix.upper()) if prefix else 0))
-    if size < 1:
-        raise ValueError(f"{text!r} is less than one byte")
-    return size
+    return int(float(number) * base ** (" KMGT".index(prefix.upper()) if prefix else 0))

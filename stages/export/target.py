@@ -6,27 +6,19 @@ Only files that an earlier export of ours wrote are ever replaced: its manifest 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
-import itertools
 import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from pipeline import ExportError, StageError
-from pipeline.utils import human, sync, sync_tree
+from pipeline import Context, ExportError, StageError
+from pipeline.utils import sync, sync_tree
 from stages.export import manifest
 from stages.export.manifest import Manifest
 
-if TYPE_CHECKING:
-    from pipeline import Context
-
 PARTIAL = ".partial"
 """Suffix of the folder of an unfinished export, which is emptied when its plan changes."""
-MARGIN = 16 << 20
-"""Bytes for config and tokenizer beside the weights."""
 
 
 def foreign(folder: Path) -> str | None:
@@ -110,9 +102,8 @@ def _lock(partial: Path, held: contextlib.ExitStack) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         raise StageError(f"another process is writing to {partial}") from error
-    except OSError as error:
-        if error.errno not in (errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP):
-            raise  # not every file system can lock a folder
+    except OSError:
+        pass  # not every file system can lock a folder
 
 
 def clear(partial: Path, keep: Collection[str] = ()) -> None:
@@ -122,16 +113,6 @@ def clear(partial: Path, keep: Collection[str] = ()) -> None:
             shutil.rmtree(entry)
         elif entry.name not in {manifest.NAME, *keep}:
             entry.unlink()
-
-
-def require_space(folder: Path, size: int) -> None:
-    """Raise StageError unless the file system has room for `size` bytes and a little more."""
-    free = shutil.disk_usage(folder).free
-    if free < size + MARGIN:
-        raise StageError(
-            f"not enough disk space for the export in {folder.parent}: "
-            f"{human(size + MARGIN)} needed, {human(free)} available"
-        )
 
 
 def put_in_place(folder: Path, finished: Manifest) -> Path | None:
@@ -157,9 +138,9 @@ def _retire(previous: Path, folder: Path) -> Path | None:
     if _is_as_written(previous):
         shutil.rmtree(previous)
         return None
-    numbers = itertools.count(1)
-    places = (folder.with_name(f"{folder.name}.replaced-{number}") for number in numbers)
-    kept = next(place for place in places if not place.exists())
+    number = 1
+    while (kept := folder.with_name(f"{folder.name}.replaced-{number}")).exists():
+        number += 1
     previous.replace(kept)
     return kept
 

@@ -6,19 +6,16 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from xxhash import xxh3_64
 
-from pipeline import ExportError, TensorReader, TensorSpec
+from pipeline import DistContext, ExportError, TensorReader, TensorSpec
 from pipeline.checkpoint import CODES, Entry, as_bytes, header
 from pipeline.utils import opened, page_aligned, read_at, write_at
 from stages.export.manifest import BLOCK
 from stages.model.declared import listed
-
-if TYPE_CHECKING:
-    from pipeline import DistContext
 
 Sums = dict[str, list[str]]
 """Tensor -> the checksum (XXH3, 64 bits, hexadecimal) of each of its blocks, in order."""

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from pipeline.checkpoint import Reading, StateFormat
-
-if TYPE_CHECKING:
-    from pipeline.checkpoint import StateSource
+from pipeline.checkpoint import Reading, StateFormat, StateSource
 
 
 class Canonical(StateFormat):
@@ -19,12 +15,20 @@ class Canonical(StateFormat):
     """
 
     name = "canonical"
+    full = False
+    """Whether the layout is that of `Full`."""
 
     def detect(self, folder: Path) -> bool:
-        return (folder / "manifest.json").is_file() and not _is_full(folder)
+        is_full = (folder / "model.safetensors").is_file()
+        return (folder / "manifest.json").is_file() and is_full == self.full
 
     def open(self, folder: Path, reading: Reading) -> StateSource:
-        return open_checkpoint(folder)
+        from pipeline.checkpoint import CheckpointReader, LocalStore
+
+        folder = folder.resolve()
+        reader = CheckpointReader(LocalStore(folder.parent), folder.name)
+        reader.require_files()
+        return reader
 
     def target(self, folder: Path, step: int) -> Path:
         from pipeline.checkpoint import step_target
@@ -32,9 +36,10 @@ class Canonical(StateFormat):
         return step_target(folder, step)
 
     def write(self, source: StateSource, folder: Path) -> Sequence[str]:
-        from pipeline.checkpoint import SHARDED, LocalStore, write_checkpoint
+        from pipeline.checkpoint import FULL, SHARDED, LocalStore, write_checkpoint
 
-        write_checkpoint(source, LocalStore(folder.parent), folder.name, SHARDED)
+        layout = FULL if self.full else SHARDED
+        write_checkpoint(source, LocalStore(folder.parent), folder.name, layout)
         return ()
 
 
@@ -43,26 +48,4 @@ class Full(Canonical):
     checkpoint's manifest and checksums."""
 
     name = "full"
-
-    def detect(self, folder: Path) -> bool:
-        return (folder / "manifest.json").is_file() and _is_full(folder)
-
-    def write(self, source: StateSource, folder: Path) -> Sequence[str]:
-        from pipeline.checkpoint import FULL, LocalStore, write_checkpoint
-
-        write_checkpoint(source, LocalStore(folder.parent), folder.name, FULL)
-        return ()
-
-
-def open_checkpoint(folder: Path) -> StateSource:
-    """A checkpoint in either layout; only the names of its files differ."""
-    from pipeline.checkpoint import CheckpointReader, LocalStore
-
-    folder = folder.resolve()
-    reader = CheckpointReader(LocalStore(folder.parent), folder.name)
-    reader.require_files()
-    return reader
-
-
-def _is_full(folder: Path) -> bool:
-    return (folder / "model.safetensors").is_file()
+    full = True

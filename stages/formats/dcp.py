@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from pipeline.checkpoint import Reading, StateFormat
-
-if TYPE_CHECKING:
-    from pipeline.checkpoint import StateSource
+from pipeline.checkpoint import Reading, StateFormat, StateSource
 
 MODEL, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 """Folders of accelerate's and the Trainer's sharded state."""

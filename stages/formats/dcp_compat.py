@@ -41,9 +41,6 @@ from pipeline import CheckpointError
 from pipeline.checkpoint import StateSource
 from stages.formats.stored import Box, Shape, append, assembled, explained, require_checksums
 
-MOST_BYTES = 1 << 30
-"""Size of `.metadata` above which it is refused."""
-
 _FILE = re.compile(r"(?!\.)[\w.-]+", re.ASCII)
 _DATA = "__0_0.distcp"
 """torch's name of the first file of rank 0."""
@@ -140,8 +137,6 @@ def read_metadata(folder: Path) -> Metadata:
     CheckpointError."""
     file = folder / ".metadata"
     try:
-        if file.stat().st_size > MOST_BYTES:
-            raise ValueError("larger than any list of tensors")
         with file.open("rb") as stream:
             found = _Unpickler(stream).load()
         if not isinstance(found, Metadata):
@@ -189,8 +184,8 @@ def map_chunk(chunk: Chunk, box: Box, itemsize: int, name: str) -> Tensor:
     was verified. Raises CheckpointError."""
     try:
         memory = _mapped(chunk)
-        window = _Window(memory.data)
-        found = torch.load(cast(IO[bytes], window), map_location="meta", weights_only=True)
+        window = cast(IO[bytes], _Window(memory.data))
+        found = torch.load(window, map_location="meta", weights_only=True)
         with zipfile.ZipFile(window) as archive:
             require_checksums(archive)
             (member,) = (info for info in archive.infolist() if "/data/" in info.filename)

@@ -52,7 +52,7 @@ def open_dcp(folder: Path, parts: Sequence[Path], reading: Reading) -> StateSour
     items: dict[Keys, Item] = {}
     for part in parts:
         items |= read_items(part)
-    weights, optimizer = _weights(items), _optimizer(items, folder, strict=not reading.weights_only)
+    weights, optimizer = _weights(items), _optimizer(items)
     _require_state(folder, weights, optimizer, reading)
     load = functools.lru_cache(MAPPED)(map_chunk)
     stored = {f"{WEIGHT}/{name}": _stored(item, name, load) for name, item in weights.items()}
@@ -91,15 +91,11 @@ def _weights(items: Mapping[Keys, Item]) -> dict[str, Item]:
     """Tensors under `model`, or beside the optimizer if there are none."""
     tensors = {keys: item for keys, item in items.items() if item.dtype is not None}
     beside = {keys[0]: item for keys, item in tensors.items() if len(keys) == 1}
-    nested = {
-        ".".join(keys[1:]): item
-        for keys, item in tensors.items()
-        if keys[0] == MODEL and len(keys) > 1
-    }
-    return nested or beside
+    named = {keys: item for keys, item in tensors.items() if keys[0] == MODEL and len(keys) > 1}
+    return {".".join(keys[1:]): item for keys, item in named.items()} or beside
 
 
-def _optimizer(items: Mapping[Keys, Item], folder: Path, *, strict: bool) -> Optimizer:
+def _optimizer(items: Mapping[Keys, Item]) -> Optimizer:
     """Items whose keys, however nested, are `optimizer.state.NAME.KIND`, and
     `optimizer.param_groups.NAME.SETTING` or `optimizer.param_groups.NUMBER.SETTING`."""
     found = Optimizer(defaultdict(dict), {}, defaultdict(dict))
@@ -112,10 +108,8 @@ def _optimizer(items: Mapping[Keys, Item], folder: Path, *, strict: bool) -> Opt
             found.settings[name][kind] = item
         elif kind == STEP:
             found.counts[name] = item
-        elif item.dtype is not None:
+        else:
             found.moments[name][kind] = item
-        elif strict:
-            raise CheckpointError(f"{folder}: state.{name}.{kind} is no tensor")
     return found
 
 
@@ -138,7 +132,8 @@ def _require_state(
 
 def _stored(item: Item, name: str, load: Callable[..., Tensor]) -> Stored:
     kind = item.dtype
-    assert kind is not None
+    if kind is None:
+        raise CheckpointError(f"{item.chunks[0].file}: the state of {name} is no tensor")
     return Stored(
         shape=item.shape,
         dtype=kind,
@@ -169,16 +164,16 @@ def _equal(one: Stored, other: Stored) -> bool:
 
 def _world_size(items: Iterable[Item]) -> int:
     """Number of ranks that wrote, by the names of their files."""
-    names = {chunk.file.name for item in items for chunk in item.chunks}
-    matches = [re.fullmatch(r"__(\d+)_\d+\.distcp", name) for name in names]
+    names = (chunk.file.name for item in items for chunk in item.chunks)
+    matches = (re.fullmatch(r"__(\d+)_\d+\.distcp", name) for name in names)
     return max((int(match[1]) for match in matches if match), default=0) + 1
 
 
 def _groups(optimizer: Optimizer) -> Iterator[ParameterGroup]:
     """The numbered groups, or else parameters of equal hyperparameters as a group."""
-    numbers = sorted(map(int, filter(str.isdecimal, optimizer.settings)))
+    numbers = sorted(filter(str.isdecimal, optimizer.settings), key=int)
     for number in numbers:
-        values = _values(optimizer, str(number), "params")
+        values = _values(optimizer, number, "params")
         yield ParameterGroup(settings=settings(values), parameters=values["params"])
     found: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for name in () if numbers else optimizer.moments:

@@ -5,21 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pipeline import CheckpointError
-from pipeline.checkpoint import Reading, StateFormat
-
-if TYPE_CHECKING:
-    from pipeline.checkpoint import StateSource
+from pipeline.checkpoint import Reading, StateFormat, StateSource
 
 POINTERS = ("latest", "latest_universal")
 """Files that name the sub-folder of the newest state."""
 
 
 class DeepSpeed(StateFormat):
-    """Checkpoints of `DeepSpeedEngine.save_checkpoint` under ZeRO-1, 2 and 3, with any offload of
-    the whole optimizer state, and DeepSpeed's universal checkpoints; these alone are written.
+    """Checkpoints of `DeepSpeedEngine.save_checkpoint` under ZeRO-1, 2 and 3, with or without the
+    whole optimizer state in host memory, and DeepSpeed's universal checkpoints; these alone are
+    written.
 
     A universal checkpoint is loaded on any number of ranks with `checkpoint: {load_universal:
     true}` in DeepSpeed's configuration. `write` returns the limits that DeepSpeed 0.19 has there.

@@ -30,7 +30,6 @@ from stages.formats.stored import (
     fresh_progress,
     joined,
     read_json,
-    require_file_name,
     require_moments,
     settings,
     understood,
@@ -38,14 +37,13 @@ from stages.formats.stored import (
 )
 
 Saved = Mapping[str, Any]
-STEP = "step"
 _FILE = re.compile(
     r"(?:(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_(?:model|optim)_states\.pt"
 )
 
 
 class Scaler:
-    """Stands in for DeepSpeed's loss scalers: has their saved attributes, and does nothing."""
+    """Stands in for DeepSpeed's loss scalers, with their attributes."""
 
     cur_scale: float
     dynamic: bool
@@ -55,21 +53,17 @@ class Scaler:
 
 
 class Fragment:
-    """Stands in for elements [start, start + numel) of a rank's flat tensor."""
+    """Elements [start, start + numel) of a rank's flat tensor."""
 
     numel: int
     start: int
-
-
-class Stage(int):
-    """Stands in for the number of the ZeRO stage."""
 
 
 ADMITTED = [
     (Scaler, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
     (Scaler, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (Fragment, "deepspeed.utils.tensor_fragment.fragment_address"),
-    (Stage, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
 ]
 
 
@@ -103,10 +97,8 @@ class FlatGroup(NamedTuple):
 
 def open_native(folder: Path, state: Path, reading: Reading) -> StateSource:
     """The state in the sub-folder `state` of `folder`. Raises CheckpointError."""
-    models, optimizers = (
-        [load(file, verify=reading.verify) for file in _files(state, kind)]
-        for kind in ("model", "optim")
-    )
+    models = [load(file, verify=reading.verify) for file in _files(state, "model")]
+    optimizers = [load(file, verify=reading.verify) for file in _files(state, "optim")]
     ranks = [saved["optimizer_state_dict"] for saved in optimizers]
     sharded = "fp32_flat_groups" in ranks[0]
     _require_complete(state, models, ranks, sharded=sharded)
@@ -140,39 +132,35 @@ def open_native(folder: Path, state: Path, reading: Reading) -> StateSource:
 
 def _files(folder: Path, kind: str) -> list[Path]:
     """Files of all ranks, in rank order. Raises CheckpointError for other parallelism than ZeRO."""
-    found = []
+    found = {}
     for file in folder.glob(f"*_{kind}_states.pt"):
         match = _FILE.fullmatch(file.name)
         if match is None or int(match["mp"]):
             raise CheckpointError(
                 f"{file}: is of tensor, pipeline or expert parallelism, which is not converted"
             )
-        found.append((int(match["dp"] or 0), file))
-    ranks = [rank for rank, _ in sorted(found)]
-    if not ranks or ranks != list(range(len(ranks))):
+        found[int(match["dp"] or 0)] = file
+    if not found or max(found) >= len(found):
         raise CheckpointError(
-            f"{folder}: has a *_{kind}_states.pt for the ranks {ranks}: incomplete, or not saved "
-            "under ZeRO-1, 2 or 3"
+            f"{folder}: has a *_{kind}_states.pt for the ranks {sorted(found)}: incomplete, or not "
+            "saved under ZeRO-1, 2 or 3"
         )
-    return [file for _, file in sorted(found)]
+    return [found[rank] for rank in sorted(found)]
 
 
 def _require_complete(
     folder: Path, models: Sequence[Saved], ranks: Sequence[Saved], *, sharded: bool
 ) -> None:
     expected = models[0]["dp_world_size"]
-    if not sharded and "single_partition_of_fp32_groups" not in ranks[0]:
-        raise CheckpointError(f"{folder}: holds no master weights of ZeRO")
-    for name, found in {"optimizer": ranks, **({"model": models} if sharded else {})}.items():
-        if len(found) != expected:
-            raise CheckpointError(
-                f"{folder}: has the {name} state of {len(found)} ranks, {expected} saved"
-            )
+    found = min(len(ranks), len(models)) if sharded else len(ranks)
+    if found != expected:
+        raise CheckpointError(f"{folder}: has the state of {found} ranks, {expected} saved")
     count = ranks[0].get("partition_count", expected)
-    if {*(count if isinstance(count, list) else [count])} != {expected}:
-        raise CheckpointError(f"{folder}: sharded within groups of ranks, which is not converted")
-    if ranks[0].get("ds_zero_partition_groups") or models[0].get("num_experts"):
-        raise CheckpointError(f"{folder}: is of expert parallelism, which is not converted")
+    in_groups = {*(count if isinstance(count, list) else [count])} != {expected}
+    if in_groups or models[0].get("num_experts"):
+        raise CheckpointError(
+            f"{folder}: sharded within groups of ranks or of experts, which is not converted"
+        )
 
 
 def _flat_groups(
@@ -186,23 +174,18 @@ def _flat_groups(
     for index, shapes in enumerate(models[0]["param_shapes"]):
         group = groups[owners[index]]
         states = []
-        for rank, (saved, base) in enumerate(zip(ranks, bases, strict=True)):
-            state = {STEP: group.get(STEP, -1), **base["state"].get(index, {})}
-            state[WEIGHT] = saved[masters][index]
-            states.append({kind: _in_memory(folder, rank, v) for kind, v in state.items()})
-        counts = {int(state.pop(STEP)) for state in states}
-        flats = {
-            kind: [flattened(state[kind]) for state in states]
-            for kind in states[0]
-            if all(isinstance(state.get(kind), Tensor) for state in states)
-        }
+        for saved, base in zip(ranks, bases, strict=True):
+            state = {"step": group.get("step", -1), **base["state"].get(index, {})}
+            states.append(state | {WEIGHT: saved[masters][index]})
+        counts = {int(state.pop("step")) for state in states}
+        tensors = (k for k in states[0] if all(isinstance(s.get(k), Tensor) for s in states))
+        flats = {kind: [flattened(state[kind]) for state in states] for kind in tensors}
         if sharded:
             places = _cut_each(shapes, len(ranks))
         else:
             places = _cut_as_one(shapes, flats[WEIGHT], index, ranks)
-            if not _reorders(models[0].get("ds_config")):
-                mappings = [rank["param_slice_mappings"][index] for rank in ranks]
-                _require_same_places(folder, places, mappings)
+            mappings = [rank["param_slice_mappings"][index] for rank in ranks]
+            _require_same_places(folder, places, mappings)
         yield FlatGroup(owners[index], shapes, places, flats, counts, group)
 
 
@@ -214,10 +197,8 @@ def _cut_each(shapes: Mapping[str, Shape], ranks: int) -> dict[str, list[Place]]
     for name, shape in shapes.items():
         numel = math.prod(shape)
         part = -(-numel // ranks)
-        sizes = [min(part, numel - rank * part) for rank in range(ranks)]
-        found[name] = [
-            Place(rank, offset, offset + size) for rank, size in enumerate(sizes) if size > 0
-        ]
+        sizes = (min(part, numel - rank * part) for rank in range(ranks))
+        found[name] = [Place(r, offset, offset + size) for r, size in enumerate(sizes) if size > 0]
         offset += part
     return found
 
@@ -243,55 +224,32 @@ def _cut_as_one(
     return found
 
 
-def _reorders(config: Any) -> bool:
-    """Whether parameters were dealt out in turn. DeepSpeed 0.19 then saves fragments as if they
-    were not (`param_slice_mappings`), while the order of the shapes is right."""
-    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
-    return bool(zero.get("round_robin_gradients")) if isinstance(zero, Mapping) else False
-
-
 def _require_same_places(
     folder: Path, places: Mapping[str, list[Place]], mappings: Sequence[Mapping[str, Fragment]]
 ) -> None:
-    """Compare the places with each rank's fragments, the other record of them in the files. Raises
-    CheckpointError."""
+    """Compare the places with each rank's fragments, the other record of them in the files."""
     for name in {*places}.union(*mappings):
-        fragments = [
-            Place(rank, mapping[name].start, mapping[name].start + mapping[name].numel)
-            for rank, mapping in enumerate(mappings)
-            if name in mapping
-        ]
+        own = ((rank, mapping[name]) for rank, mapping in enumerate(mappings) if name in mapping)
+        fragments = [Place(rank, part.start, part.start + part.numel) for rank, part in own]
         if fragments != places.get(name):
             raise CheckpointError(
-                f"{folder}: the files disagree on where {name} lies in the flat tensors; "
-                "written by a version of DeepSpeed that is not known here"
+                f"{folder}: the files disagree on where {name} lies in the flat tensors; saved "
+                "with round_robin_gradients, or by an unknown version of DeepSpeed"
             )
 
 
-def _in_memory(folder: Path, rank: int, value: Any) -> Any:
-    """The value, or if it is a tensor that was on disk, the checkpoint's copy of it, mapped."""
-    if not isinstance(value, Tensor) or value.numel() or not hasattr(value, "ds_id"):
-        return value
-    name = require_file_name(f"{value.ds_id}.tensor.swp", str(folder))
-    file = folder / "offloaded_tensors" / f"rank{rank:02d}" / name
-    if not file.is_file():
-        raise CheckpointError(f"{file}: missing; it holds a part of the training state")
-    size = file.stat().st_size // value.element_size()
-    return torch.from_file(str(file), shared=False, size=size, dtype=value.dtype)
-
-
 def _require_optimizer(group: FlatGroup, folder: Path) -> None:
-    kinds = group.flats.keys() - {WEIGHT}
-    require_moments(kinds, str(folder), next(iter(group.shapes), "a parameter"))
+    name = next(iter(group.shapes), "a parameter")
+    require_moments(group.flats.keys() - {WEIGHT}, str(folder), name)
     if len(group.counts) != 1 or -1 in group.counts:
         raise CheckpointError(f"{folder}: ranks differ in the number of updates, or have none")
 
 
 def _optimizer_groups(groups: Sequence[FlatGroup]) -> Iterator[ParameterGroup]:
     for _, parts in itertools.groupby(groups, key=lambda group: group.number):
-        own = list(parts)
-        names = [name for group in own for name in group.shapes]
-        yield ParameterGroup(settings=settings(own[0].settings), parameters=names)
+        first, *others = parts
+        names = [name for group in (first, *others) for name in group.shapes]
+        yield ParameterGroup(settings=settings(first.settings), parameters=names)
 
 
 def _trained(groups: Sequence[FlatGroup], kinds: Sequence[str]) -> Iterator[tuple[str, Stored]]:
@@ -311,7 +269,7 @@ def _frozen_shards(models: Sequence[Saved]) -> Iterator[tuple[str, Stored]]:
     """Stage 3: parameters without a master, of which each rank holds a part."""
     for name, shape in (models[0]["frozen_param_shapes"] or {}).items():
         places = _cut_each({name: shape}, len(models))[name]
-        parts = [models[rank]["frozen_param_fragments"][name] for rank in range(len(models))]
+        parts = [model["frozen_param_fragments"][name] for model in models]
         yield name, joined(shape, [flattened(parts[rank])[:stop] for rank, _, stop in places])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline import WEIGHT, CheckpointError, EngineState, LossScale, ParameterGroup
+from pipeline import WEIGHT, CheckpointError, EngineState, ParameterGroup
 from pipeline.checkpoint import Reading, StateSource, appearing
 from stages.formats.deepspeed_native import load, loss_scale
 from stages.formats.stored import (
@@ -168,31 +168,13 @@ def _optimizer_state(source: StateSource, updates: int) -> dict[str, Any]:
         {**group.settings, "step": updates, "params": [number]}
         for number, group in enumerate(source.state.groups)
     ]
-    found: dict[str, Any] = {
+    return {
         "param_groups": groups,
         # Stage 3 gives this very object to all sub-groups. A tensor would be counted up by each of
         # them at every step; with a number, optimizers that need a tensor refuse to go on.
         "optimizer_state_dict": {"state": {0: {"step": updates}}, "param_groups": groups},
         "ds_version": importlib.metadata.version("deepspeed"),
     }
-    if source.state.loss_scale is not None:
-        found |= {"loss_scaler": _scaler(source.state.loss_scale), "dynamic_loss_scale": True}
-    return found
-
-
-def _scaler(scale: LossScale) -> Any:
-    from pipeline import DistContext
-    from stages.wrap.zero.compat import point_at_device
-
-    point_at_device(DistContext(device=torch.device("cpu")))
-    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
-
-    scaler = DynamicLossScaler(
-        init_scale=scale.scale, scale_window=1000, min_scale=1, delayed_shift=2,
-        consecutive_hysteresis=False,
-    )  # fmt: skip
-    scaler.cur_iter = scaler.last_overflow_iter + 1 + scale.good_steps
-    return scaler
 
 
 def _model_state(source: StateSource) -> dict[str, Any]:
@@ -227,7 +209,6 @@ def _notes(source: StateSource) -> Iterator[str]:
         "load it in DeepSpeed with `checkpoint: {load_universal: true}` and "
         "load_lr_scheduler_states=False; the schedule is not part of the state"
     )
-    yield "zero_to_fp32 reads no universal checkpoint: `pipe export` writes the weights"
     yield "ZeRO-3: DeepSpeed 0.19 continues it with its own optimizers; those of torch stop"
     if len({str(sorted(group.settings.items())) for group in state.groups}) > 1:
         yield (
@@ -239,4 +220,4 @@ def _notes(source: StateSource) -> Iterator[str]:
     if state.averages:
         yield f"left out, as there is no place for it: {', '.join(state.averages)} of the weights"
     if state.loss_scale is not None:
-        yield "loss scaling will have DeepSpeed's default window, hysteresis and least scale"
+        yield "left out: the loss scale, which begins anew"

@@ -21,13 +21,12 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline import WEIGHT, CheckpointError, EngineState
+from pipeline import WEIGHT, CheckpointError, EngineState, Progress
 from pipeline.checkpoint import CHUNK, CODES, DTYPES, StateSource, TensorEntry, as_bytes
 
 PROGRESS = "progress.json"
 """Name of the file with the progress of a pipetrain run, in a checkpoint of a foreign format."""
 
-_REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 _NAME = re.compile(r"(?!\.)[\w.-]{1,200}", re.ASCII)
 
 
@@ -58,12 +57,11 @@ def require_checksums(archive: zipfile.ZipFile) -> None:
 
 
 def explained(error: Exception, where: str) -> CheckpointError:
-    """CheckpointError for a restricted unpickler's error: names a refused class, or the damage."""
-    text = str(error)
-    refused = _REFUSED.search(text)
+    """What a restricted unpickler's error means: a refused class by its name, or a damaged file."""
+    text = str(error) or type(error).__name__
+    refused = re.search(r"GLOBAL ([\w.]+)", text)
     if not isinstance(error, pickle.UnpicklingError) or not (refused or "Weights only" in text):
-        reason = (text.splitlines() or [type(error).__name__])[0]
-        return CheckpointError(f"{where}: cannot be read: {reason}")
+        return CheckpointError(f"{where}: cannot be read: {text.splitlines()[0]}")
     name = refused.group(1) if refused else "more than tensors and plain values"
     return CheckpointError(
         f"{where}: refused: it holds {name}, and reading that could run code",
@@ -281,7 +279,4 @@ def require_moments(kinds: Collection[str], where: str, name: str) -> None:
 
 def fresh_progress(step: int, samples: int, skipped: int = 0) -> dict[str, Any]:
     """Progress of another tool's training, whose model and data are unknown."""
-    return {
-        "step": step, "samples": samples, "tokens": 0, "skipped": skipped,
-        "metrics": {}, "lineage": {},
-    }  # fmt: skip
+    return vars(Progress(step=step, samples=samples, skipped=skipped))

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from pipeline.checkpoint import Reading, StateFormat
-
-if TYPE_CHECKING:
-    from pipeline.checkpoint import StateSource
+from pipeline.checkpoint import Reading, StateFormat, StateSource
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 STATE = "trainer_state.json"

@@ -30,7 +30,6 @@ from stages.formats.stored import (
     whole,
 )
 from stages.formats.trainer import STATE, WEIGHTS
-from stages.model.compat import converts_weights
 
 WITHOUT = "--weights-only takes the weights alone"
 
@@ -43,8 +42,6 @@ class Model(NamedTuple):
     parameters: Sequence[str]
     decayed: frozenset[str] = frozenset()
     aliases: Mapping[str, str] = {}
-    converted: bool = False
-    """Whether files of the architecture have other names or shapes than its module."""
 
 
 def open_trainer(folder: Path, reading: Reading) -> StateSource:
@@ -120,7 +117,6 @@ def _described(config: Path) -> Model:
         parameters=list(parameters),
         decayed=frozenset(Trainer.get_decay_parameter_names(None, model)),
         aliases=aliases,
-        converted=converts_weights(model),
     )
 
 
@@ -149,17 +145,12 @@ def _build(config: Path) -> nn.Module:
 
 def _require_same(folder: Path, model: Model, weights: Mapping[str, Stored]) -> None:
     shapes = {name: tensor.shape for name, tensor in weights.items() if name not in model.aliases}
-    if model.converted and shapes.keys() != model.shapes.keys():
-        raise CheckpointError(
-            f"{folder}: this architecture's files store weights under other names or in other "
-            "shapes than the model has, which is not converted",
-            hint="for its weights alone, load the folder as a model",
-        )
     for name in sorted(shapes.keys() | model.shapes.keys()):
         if shapes.get(name) != model.shapes.get(name):
             raise CheckpointError(
                 f"{folder}: {name} has shape {shapes.get(name, 'none')} in the files and "
-                f"{model.shapes.get(name, 'none')} in the model of config.json"
+                f"{model.shapes.get(name, 'none')} in the model of config.json",
+                hint="for its weights alone, load the folder as a model",
             )
 
 
@@ -200,19 +191,12 @@ def identify(saved: Sequence[Shape], candidates: Named, file: Path) -> list[str]
     were frozen. Raises CheckpointError unless there is exactly one such choice."""
     early = _first_fit(saved, candidates)
     late = _first_fit(saved[::-1], candidates[::-1])
-    if early is None or late is None:
+    if early is None or late is None or early != late[::-1]:
         raise CheckpointError(
-            f"{file}: its parameters are not those of the model in config.json, or not in the "
-            "groups that the Trainer makes",
+            f"{file}: its numbered parameters fit none or several of those of the model in "
+            "config.json, by shapes and by the groups that the Trainer makes",
             hint=WITHOUT,
         )
-    for number, (one, other) in enumerate(zip(early, late[::-1], strict=True)):
-        if one != other:
-            raise CheckpointError(
-                f"{file}: numbers its parameters, and as some were frozen, number {number} of a "
-                f"group could be {one} or {other}",
-                hint=WITHOUT,
-            )
     return early
 
 

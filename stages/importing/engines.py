@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from stages.importing import rules
@@ -16,7 +15,7 @@ SHARDINGS = {
     **dict.fromkeys(("hybrid_shard", "4"), "hybrid_shard"),
 }
 """Names and numbers of torch's ShardingStrategy, and FSDP2's `reshard_after_forward`."""
-UNITS = {"transformer_based_wrap": "block", "size_based_wrap": "size", "no_wrap": "none"}
+UNITS = {"transformer_based_wrap": "block", "no_wrap": "none"}
 
 _sharding = sets("fsdp.sharding", rules.choice(SHARDINGS, "use FULL_SHARD or HYBRID_SHARD"))
 _classes = sets("classes", rules.names, off=("", []))
@@ -31,7 +30,7 @@ FSDP: Table = {
     "auto_wrap_policy": sets("policy", rules.choice(UNITS)),
     "transformer_layer_cls_to_wrap": _classes,
     "transformer_cls_names_to_wrap": _classes,
-    "min_num_params": sets("unit_size", rules.positive, off=(0,)),
+    "min_num_params": allowed(0),
     "forward_prefetch": sets("fsdp.forward_prefetch", lambda value: int(rules.truth(value))),
     "activation_checkpointing": when_on("model.activation_checkpointing", {}),
 }
@@ -104,22 +103,10 @@ ACCELERATE: Table = {
     "parallelism_config": PARALLELISM,
 }
 
-HIDDEN: Mapping[str, Callable[[int], int]] = {
-    "zero.reduce_bucket_size": lambda hidden: hidden * hidden,
-    "zero.prefetch_bucket_size": lambda hidden: int(0.9 * hidden * hidden),
-    "zero.param_persistence_threshold": lambda hidden: 10 * hidden,
-}
-"""Value of `auto` for a model's hidden size (transformers.integrations.deepspeed)."""
-
 
 def _count(value: Any) -> int:
     # A bucket of one element is sent after every tensor, and so is a bucket of none.
     return max(rules.whole(value), 1)
-
-
-def _passed_on(key: str, default: Any = None) -> Rule:
-    """Return the rule for a key that wrap.zero hands to DeepSpeed."""
-    return sets(f"zero.extra.{key}", rules.as_written, off=(default,))
 
 
 def _fields(block: str, read: rules.Read, *names: str) -> dict[str, Rule]:
@@ -132,36 +119,27 @@ STAGE_3 = (
     "prefetch_bucket_size", "sub_group_size",
 )  # fmt: skip
 """Fields of wrap.zero that have an effect at stage 3 only."""
-_stage_3 = _fields("", rules.whole, *STAGE_3)
+PASSED_ON = (
+    "leaf_module", "zero_hpz_partition_size", "zero_quantized_gradients", "zero_quantized_weights",
+)  # fmt: skip
+"""Keys that wrap.zero hands to DeepSpeed."""
+_stage_3 = _fields("", _count, *STAGE_3)
 ZERO: Table = {
     "stage": sets("zero.stage", zero_stage),
     "offload_optimizer": {
         **offload("offload_optimizer"),
-        **_fields("offload_optimizer.", rules.truth, "fast_init", "pin_memory"),
-        **_fields("offload_optimizer.", rules.truth, "pipeline_read", "pipeline_write"),
-        **_fields("offload_optimizer.", rules.whole, "buffer_count"),
-        **_fields("offload_optimizer.", rules.number, "ratio"),
+        **_fields("offload_optimizer.", rules.truth, "pin_memory"),
+        "ratio": allowed(1),
     },
     "offload_param": {
         **offload("offload_param"),
         **_fields("offload_param.", rules.truth, "pin_memory"),
-        **_fields("offload_param.", rules.whole, "buffer_count", "max_in_cpu"),
-        **_fields("offload_param.", _count, "buffer_size"),
     },
-    "cpu_offload": when_on("zero.offload_optimizer.device", "cpu"),
-    "cpu_offload_param": when_on("zero.offload_param.device", "cpu"),
     **_fields("", _count, "reduce_bucket_size", "allgather_bucket_size"),
     **_fields("", rules.truth, "overlap_comm", "contiguous_gradients", "round_robin_gradients"),
     **_stage_3,
     **{f"stage3_{name}": rule for name, rule in _stage_3.items()},
-    **_fields("", _count, "sub_group_size"),
-    "zero_hpz_partition_size": _passed_on("zero_optimization.zero_hpz_partition_size", 1),
-    "reduce_scatter": _passed_on("zero_optimization.reduce_scatter", True),
-    "allgather_partitions": _passed_on("zero_optimization.allgather_partitions", True),
-    **{
-        key: _passed_on(f"zero_optimization.{key}")
-        for key in ("leaf_module", "zero_quantized_gradients", "zero_quantized_weights")
-    },
+    **{key: when_on(f"zero.extra.zero_optimization.{key}") for key in PASSED_ON},
 }
 
 
@@ -207,33 +185,20 @@ OPTIMIZER: Table = {
         "max_grad_norm": sets("optimizer.max_grad_norm", rules.number, off=(0,)),
         "torch_adam": when_on("zero.optimizer_implementation", "torch"),
         "adam_w_mode": allowed(True, hint=_CHOOSE),
-        "bias_correction": allowed(True, hint=_CHOOSE),
     },
 }
-SCHEDULES = {
-    "warmuplr": "constant",
-    "warmupdecaylr": "linear",
-    "warmupcosinelr": "cosine",
-}
+SCHEDULES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
 SCHEDULER: Table = {
     "type": sets("deepspeed.schedule", rules.choice(SCHEDULES, "use WarmupDecayLR")),
     "params": {
         "warmup_min_lr": allowed(0),
-        "warmup_min_ratio": allowed(0),
         "warmup_max_lr": sets("optimizer.lr", rules.number, 5e-5),
         "warmup_num_steps": sets("warmup_steps", rules.whole, 0),
         "warmup_type": allowed("linear", hint="set linear"),
         "cos_min_ratio": sets("optimizer.final_lr_ratio", rules.number),
         "total_num_steps": sets("schedule_steps", rules.positive),
-        "last_batch_iteration": allowed(-1),
     },
 }
-AIO: Table = {
-    **_fields("aio.", rules.positive, "block_size", "queue_depth", "intra_op_parallelism"),
-    **_fields("aio.", rules.truth, "single_submit", "overlap_events", "use_gds"),
-    "thread_count": sets("zero.aio.intra_op_parallelism", rules.positive),
-}
-
 DTYPES = ("fp32", "fp16", "bf16")
 
 DEEPSPEED: Table = {
@@ -247,20 +212,13 @@ DEEPSPEED: Table = {
     "bf16": BF16,
     "bfloat16": BF16,
     "zero_optimization": ZERO,
-    "aio": AIO,
     "communication_data_type": sets("precision.reduce", rules.choice(DTYPES)),
     "data_types": {
         "grad_accum_dtype": allowed("fp32"),
         "buffer_dtype": sets("precision.buffer", rules.choice(DTYPES)),
     },
     "pipeline": rules.unsupported("is not available", blocks=True),
-    "gradient_allreduce_op": allowed("mean"),
     "sequence_parallel_size": allowed(1, blocks=True),
-    "gradient_predivide_factor": _passed_on("gradient_predivide_factor", 1),
-    **{
-        key: when_on(f"zero.extra.{key}")
-        for key in ("comms_logger", "flops_profiler", "prescale_gradients", "wall_clock_breakdown")
-    },
 }
 
 

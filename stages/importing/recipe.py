@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 from pipeline import DataError, StageError
 from pipeline.importing import Request
-from stages.importing.engines import HIDDEN, STAGE_3
+from stages.importing.engines import STAGE_3
 from stages.importing.report import Draft, Report
-from stages.importing.training import checkpoint, optimizer, train
-
-UNUSED = (
-    "adapter", "classes", "dataset", "ddp.", "eval_", "fsdp.", "global_batch", "loss.",
-    "output_name", "parallel.", "policy", "publish", "quantization", "revision", "save_",
-    "schedule_steps", "unit_size", "warmup_", "zero.",
-)  # fmt: skip
-"""Beginnings of the names of facts that may stay unused: they have no effect without others."""
+from stages.importing.training import optimizer, train
 
 
 def compose(report: Report, request: Request, name: str) -> Draft:
@@ -31,13 +22,13 @@ def compose(report: Report, request: Request, name: str) -> Draft:
     _data(draft, request)
     optimizer(draft)
     _wrap(draft)
-    checkpoint(draft)
+    draft.slot("checkpoint", "checkpoint.sharded")
+    if report.value("save_strategy") == "steps":
+        draft.put("checkpoint.every", report.value("save_steps"), "save_strategy", "save_steps")
     train(draft, request)
     draft.slot("consolidate", "consolidate.stream")
     draft.slot("export", "export.safetensors")
-    _publish(draft)
     draft.copy_all()
-    report.ignore_unused(UNUSED)
     return draft
 
 
@@ -45,9 +36,6 @@ def _header(draft: Draft, name: str) -> None:
     report = draft.report
     fact = "name" if report.given("name") else "output_name"
     draft.put("name", report.value(fact, name), fact)
-    if report.value("data_seed") == report.value("seed"):
-        report.ignore("data_seed")
-    report.refuse("data_seed", why="a recipe has one seed", hint="set it as seed")
 
 
 FLOATING = "the branch, as before; better the commit in `revision`"
@@ -74,7 +62,6 @@ def _model(draft: Draft, request: Request) -> None:
 
 def _adapter(draft: Draft) -> None:
     report = draft.report
-    facts = report.facts("adapter.")
     if report.value("adapter"):
         draft.slot("adapter", "adapter.lora", "adapter")
         for name, value in (("rank", 16), ("alpha", 32.0), ("dropout", 0.05)):
@@ -85,12 +72,12 @@ def _adapter(draft: Draft) -> None:
         if report.given("quantize"):
             kind = report.value("quantization", "nf4")
             draft.put("adapter.quantize", kind, "quantize", "quantization")
-    elif not report.given("adapter"):
+        return
+    if not report.given("adapter"):
         why, hint = "means LoRA, or nothing without use_peft", "set use_peft to true or false"
-        report.refuse(*facts, why=why, hint=hint, blocks=True)
-    if not report.value("adapter"):
-        why = "weights that are trained are not held in 4 bits"
-        report.refuse("quantize", why=why, hint="set use_peft")
+        report.refuse(*report.facts("adapter."), why=why, hint=hint, blocks=True)
+    why = "weights that are trained are not held in 4 bits"
+    report.refuse("quantize", why=why, hint="set use_peft")
 
 
 def _precision(draft: Draft) -> None:
@@ -107,98 +94,69 @@ def _data(draft: Draft, request: Request) -> None:
         report.ignore("data", "dataset", why="--data replaces it")
     files = [str(Path(each).expanduser().absolute()) for each in request.data]
     files = files or ([report.value("data")] if report.given("data") else [])
-    keys = {entry.key for entry in report.of("data.sequence_length")}
-    if files or not report.given("dataset"):
-        draft.slot("data", _stage_of(files))
-    else:  # a script of transformers for plain text has blocks, a script of TRL has rows
-        draft.slot("data", "data.text" if "block_size" in keys else "data.chat")
-        _hub_sources(draft)
     if files:
+        draft.slot("data", "data.chat" if _has_fields(files[0]) else "data.text")
         draft.put("data.files", files, "data")
-    elif not report.given("dataset"):
-        draft.lacks("data.files", "text files, or use: data.chat for conversations")
-    if draft.slots["data"]["use"] == "data.text":
-        report.ignore("data.packing", why="data.text fills every sample")
-        masks = [fact for fact in LOSS if report.value(fact)]
-        report.refuse(*masks, why="data.text trains on every token", hint="use data.chat")
+    elif report.given("dataset"):
+        # A script of transformers for plain text has blocks, a script of TRL has rows.
+        blocks = any(entry.key == "block_size" for entry in report.of("data.sequence_length"))
+        draft.slot("data", "data.text" if blocks else "data.chat")
+        _hub_sources(draft)
     else:
-        _loss(draft, files)
+        draft.slot("data", "data.text")
+        draft.lacks("data.files", "text files, or use: data.chat for conversations")
+    _loss(draft)
     if report.given("data.heldout_files"):
         report.ignore("data.heldout_fraction", why="there are files to evaluate on")
-    draft.copy("data.heldout_files")
-    draft.copy("data.heldout_fraction")
-
-
-LOSS = ("loss.completion", "loss.assistant")
 
 
 def _hub_sources(draft: Draft) -> None:
     report = draft.report
     names = {"dataset": "dataset", "config": "dataset.config"}
     source = {name: report.value(fact) for name, fact in names.items() if report.known(fact)}
-    splits = {
-        "sources": ("dataset.split", report.value("dataset.split", "train")),
-        "heldout_sources": ("dataset.heldout", report.value("dataset.heldout")),
-    }
-    for key, (fact, split) in splits.items():
+    splits = {"sources": ("dataset.split", "train"), "heldout_sources": ("dataset.heldout", None)}
+    for key, (fact, default) in splits.items():
+        split = report.value(fact, default)
         if split is not None:
             one = {**source, "split": split, "allow_floating_revision": True}
             draft.put(f"data.{key}", [one], *names.values(), fact, note=FLOATING)
 
 
-def _loss(draft: Draft, files: list[str]) -> None:
-    """Set which tokens are trained on; TRL's default depends on the form of the rows."""
+LOSS = ("loss.completion", "loss.assistant")
+
+
+def _loss(draft: Draft) -> None:
+    """Set `loss` of data.chat where it follows from TRL 1.16's completion_only_loss and
+    assistant_only_loss alone. In a conversation, `completion` is the assistant's words."""
     report = draft.report
     completion, assistant = map(report.value, LOSS)
-    given = any(map(report.given, LOSS))
-    pairs = {"prompt", "completion"} <= _first_row(files).keys() if files else None
-    loss = trained_tokens(completion, assistant, pairs=pairs)
-    if loss is None and given:
-        why = "TRL then trains on whole conversations, but on the completions alone of prompts"
-        report.refuse("loss.assistant", why=why, hint="set data.loss: all or completion")
-    elif loss is None:
-        draft.lacks("data.loss", "TRL's is `all` for conversations, `completion` for prompts")
-    elif files and not pairs and not given:
-        note = "the assistant's words; TRL's default is `all` of a conversation"
-        draft.put("data.loss", "completion", note=note)
+    if draft.slots["data"]["use"] == "data.text":
+        report.ignore("data.packing", why="data.text fills every sample")
+        masks = [fact for fact in LOSS if report.value(fact)]
+        report.refuse(*masks, why="data.text trains on every token", hint="use data.chat")
+    elif assistant:
+        draft.put("data.loss", "assistant" if completion is False else "completion", *LOSS)
+    elif completion is False:
+        draft.put("data.loss", "all", *LOSS)
     else:
-        note = "rows have no prompt, and TRL then trains on all of them" if completion else ""
-        draft.put("data.loss", loss, *LOSS, note=note if loss == "all" else "")
+        draft.lacks("data.loss", "TRL's is `all` for conversations, `completion` for prompts")
+        why = "TRL then trains on whole conversations, but on the completions alone of prompts"
+        report.refuse(*LOSS, why=why, hint="set data.loss: all or completion")
 
 
-def trained_tokens(
-    completion: bool | None, assistant: bool | None, *, pairs: bool | None
-) -> str | None:
-    """Return the `loss` of data.chat that equals TRL 1.16's completion_only_loss and
-    assistant_only_loss. `pairs` says whether rows have a prompt and a completion. The loss is None
-    where it depends on the rows and `pairs` is None. In a conversation, `completion` is the
-    assistant's words."""
-    if assistant:
-        return "assistant" if completion is False else "completion"
-    if completion is False or pairs is False:
-        return "all"
-    return "completion" if completion or pairs else None
-
-
-def _stage_of(files: list[str]) -> str:
-    """Return the data stage for the form of the first row."""
+def _has_fields(file: str) -> bool:
+    """Return whether the first row has fields for data.chat, not text alone."""
     from stages.data.formats import KEYS
+    from stages.data.rows import TEXT, rows
 
-    keys = _first_row(files).keys()
-    rows = any(name != "text" and keys >= set(needed) for name, needed in KEYS.items())
-    return "data.chat" if rows else "data.text"
-
-
-def _first_row(files: list[str]) -> dict[str, Any]:
-    from stages.data.rows import TEXT, Reading, rows
-
-    if not files or files[0].endswith(TEXT):
-        return {}
+    if file.endswith(TEXT):
+        return False
     try:
-        first = next(rows(Path(files[0]), Reading()), None)
+        first = next(rows(Path(file)), None)
     except (DataError, StageError, OSError):
-        return {}  # `pipe check` and the run report what is wrong with the file
-    return first.value if first is not None else {}
+        return False  # `pipe check` and the run report what is wrong with the file
+    keys = first.value.keys() if first is not None else set()
+    return any(name != "text" and keys >= set(needed) for name, needed in KEYS.items())
 
 
 def _wrap(draft: Draft) -> None:
@@ -206,7 +164,7 @@ def _wrap(draft: Draft) -> None:
     use = _strategy(report)
     draft.slot("wrap", use, "distributed", "strategy")
     if use == "wrap.zero":
-        _zero(draft)
+        _zero(report)
     elif use == "wrap.fsdp":
         _fsdp(draft)
     for fact in ("parallel.replicate", "parallel.shard"):
@@ -232,64 +190,21 @@ def _fsdp(draft: Draft) -> None:
         draft.put("wrap.sharding", "hybrid_shard", "parallel.replicate")
         draft.copy("parallel.shard", "wrap.shard_size")
     policy, classes = report.value("policy"), report.value("classes")
-    if policy == "size" and report.given("unit_size"):
-        draft.put("wrap.units", "size", "policy")
-        draft.copy("unit_size", "wrap.unit_size")
-    elif policy == "block" or (classes and policy is None):
+    if policy == "block" or (classes and policy is None):
         draft.put("wrap.units", classes or "block", "classes", "policy")
 
 
-NVME = (
-    ".buffer_count", ".buffer_size", ".fast_init", ".max_in_cpu", ".path", ".pipeline_read",
-    ".pipeline_write",
-)  # fmt: skip
-
-
-def _zero(draft: Draft) -> None:
-    report = draft.report
+def _zero(report: Report) -> None:
+    """Leave out what `pipe check` would refuse, as it has no effect."""
     report.default("zero.stage", 2, "accelerate's default")
     stage = report.value("zero.stage")
-    for fact in report.facts("zero."):
-        if not report.known(fact):
-            _automatic(draft, fact)
-    report.ignore(*(f"zero.{name}" for name in STAGE_3 if stage < 3))
-    report.ignore(*(("zero.overlap_comm",) if stage == 1 else ()))
     if stage == 3:
         report.ignore("zero.allgather_bucket_size", "zero.round_robin_gradients")
+    else:
+        report.ignore(*(f"zero.{name}" for name in STAGE_3), *report.facts("zero.offload_param."))
+    if stage == 1:
+        report.ignore("zero.overlap_comm")
     for block in ("zero.offload_optimizer", "zero.offload_param"):
         device = report.value(f"{block}.device", "none")
-        nowhere = device == "none" or (block == "zero.offload_param" and stage < 3)
-        for fact in report.facts(f"{block}."):
-            if nowhere or (fact.endswith(NVME) and device != "nvme"):
-                report.ignore(fact)
-
-
-def _automatic(draft: Draft, fact: str) -> None:
-    """Set a size that is `auto` as transformers does, if the model's hidden size is known."""
-    hidden = _hidden_size(Path(draft.slots["model"].get("path", "")))
-    if hidden is not None and fact in HIDDEN:
-        value = HIDDEN[fact](hidden)
-        draft.report.default(fact, value, f"auto, for hidden size {hidden}")
-    else:
-        size = "; it follows from the hidden size if --model is a folder" if fact in HIDDEN else ""
-        draft.report.ignore(fact, why=f"auto: DeepSpeed's default{size}")
-
-
-def _hidden_size(folder: Path) -> int | None:
-    try:
-        config = json.loads((folder / "config.json").read_text("utf-8"))
-    except (OSError, ValueError):
-        return None
-    found = config.get("hidden_size") if isinstance(config, dict) else None
-    return found if isinstance(found, int) else None
-
-
-def _publish(draft: Draft) -> None:
-    report = draft.report
-    if not report.given("publish"):
-        report.ignore(*report.facts("publish."), why="push_to_hub is off")
-    elif str(report.value("publish.repo")).count("/") == 1:
-        draft.slot("publish", "publish.hub", "publish")
-    else:
-        hint = "add a slot publish: {use: publish.hub, repo: owner/name}"
-        report.refuse(*report.facts("publish"), why="a repository is called owner/name", hint=hint)
+        if device != "nvme":
+            report.ignore(*(report.facts(f"{block}.") if device == "none" else [f"{block}.path"]))

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.importing import KeyOutcome, KeyPath
-from stages.importing.rules import RuleResult, Table, apply, is_off, refused, unset
+from stages.importing.rules import RuleResult, Table, WrongValueError, is_off, refused, unset
 
 METHOD = re.compile(
     r"lora|adapter|peft|tuner|finetun|freeze|quanti|dpo|rlhf|reward|prefer|ref_model|teacher"
@@ -21,32 +21,33 @@ DIFFERENT = (
     "amp", "amsgrad", "bf16_optimizer_states", "chat_template", "compression_training",
     "config_name", "config_overrides", "curriculum_learning", "data_efficiency", "dataset_kwargs",
     "eigenvalue", "elasticity", "eos_token", "fp16_master_weights", "fp16_optimizer_states",
-    "max_train_samples", "mixed_precision_policy", "model_init_kwargs",
-    "model_type", "neftune_noise_alpha", "num_stable_steps", "optim_", "param_dtype",
+    "max_train_samples", "mixed_precision_policy", "model_init_kwargs", "model_type",
+    "neftune_noise_alpha", "num_stable_steps", "optim_args", "optim_target_modules", "param_dtype",
     "progressive_layer_drop", "router_aux_loss_coef", "sparse_attention", "tf32", "torch_autocast",
     "use_bnb_nested_quant", "zenflow",
 )  # fmt: skip
 """Beginnings of keys that change the numbers of a training, and that no recipe expresses."""
 HARMLESS = (
-    "activation_checkpointing", "adjust_scheduler", "backward_prefetch", "batch_eval_metrics",
-    "bf16_full_eval", "bnb_4bit_", "cache_dir", "check_grad_overflow", "command_file", "commands",
-    "consecutive_", "cpu_ram_efficient_loading", "dataloader_", "dataset_num_proc", "ddp_",
-    "deepspeed_exclusion", "deepspeed_hostfile", "deepspeed_inclusion", "deepspeed_multinode",
-    "disable_tqdm", "dispatch_batches", "do_eval", "do_train", "downcast_bf16",
-    "elastic_checkpoint", "eval_", "even_batches", "fp16_backend", "fp16_full_eval",
-    "fp16_opt_level", "fused", "gather_", "gpu_ids", "gradient_checkpointing_kwargs",
-    "half_precision_backend", "hub_", "hysteresis", "include_", "label_names", "length_column_name",
-    "liger_kernel_config", "limit_all_gathers", "load_from_fp32_", "local_rank", "log_", "logging_",
-    "low_cpu_mem_usage", "machine_rank", "main_", "min_loss_scale", "num_machines",
-    "optim_state_dict", "overwrite_", "pad_", "padding_", "parallelism_config_cp_",
-    "parallelism_config_sp_", "past_index", "per_device_eval_", "per_gpu_eval_",
-    "prediction_loss_only", "preprocessing_", "project", "ray_scope", "rdzv_backend",
-    "remove_unused_columns", "restore_callback_", "same_network", "save_on_each_node",
-    "save_safetensors", "shuffle_dataset", "skip_memory_metrics", "stage3_gather_", "state_dict",
-    "steps_per_print", "sync_", "tpu_", "trackio_", "use_cache", "use_fast_tokenizer",
-    "use_orig_params", "use_seedable_sampler", "zero3_", "zero_allow_", "zero_force_",
+    "activation_checkpointing", "allgather_partitions", "backward_prefetch", "bf16_", "bnb_4bit_",
+    "cache_dir", "command_file", "comms_logger", "cpu_ram_efficient_loading", "dataloader_",
+    "dataset_num_proc", "ddp_", "deepspeed_", "disable_tqdm", "dispatch_batches", "do_eval",
+    "do_train", "downcast_bf16", "elastic_checkpoint", "eval_", "even_batches", "flops_profiler",
+    "fp16_", "fused", "gather_", "gpu_ids", "gradient_checkpointing_kwargs", "hub_", "hysteresis",
+    "include_", "label_names", "length_column_name", "liger_kernel_config", "limit_all_gathers",
+    "load_from_fp32_", "local_rank", "log_", "logging_", "low_cpu_mem_usage", "machine_rank",
+    "main_", "min_loss_scale", "num_machines", "optim_state_dict", "overwrite_", "pad_", "padding_",
+    "parallelism_config_cp_", "parallelism_config_sp_", "per_device_eval_", "preprocessing_",
+    "project", "rdzv_backend", "reduce_scatter", "remove_unused_columns", "same_network",
+    "save_on_", "save_safetensors", "shuffle_dataset", "skip_memory_metrics", "stage3_gather_",
+    "state_dict", "steps_per_print", "sync_", "tpu_", "trackio_", "use_cache", "use_fast_tokenizer",
+    "use_orig_params", "use_seedable_sampler", "wall_clock_breakdown", "zero3_", "zero_allow_",
+    "zero_force_",
 )  # fmt: skip
 """Beginnings of keys that change nothing that is trained, unless a table has a rule for them."""
+
+SECRET = re.compile(r"(hub|auth|access|api)_(token|key)$|password|secret")
+"""Names of keys whose values are shown nowhere."""
+NO_EFFECT = "has no effect with the other settings"
 
 
 class Report:
@@ -65,7 +66,10 @@ class Report:
             if rule is None:
                 result = _without_rule(key, value, table)
             elif callable(rule):
-                result = apply(rule, value)
+                try:
+                    result = rule(value)
+                except WrongValueError as error:
+                    result = error.result
             elif isinstance(value, Mapping) and value:
                 self.read(file, value, rule, f"{prefix}{key}.")
                 continue
@@ -80,7 +84,8 @@ class Report:
             if not (other.auto or entry.auto) and other.content != entry.content:
                 why = f"contradicts {other.key}: {other.value!r} in {other.file}"
                 entry = refused(why, "use the same value in both", blocks=True)
-        entry.file, entry.key, entry.value = file, key, value
+        entry.file, entry.key = file, key
+        entry.value = "(hidden)" if SECRET.search(key) and value else value
         self.entries.append(entry)
         if entry.fact:
             self._facts.setdefault(entry.fact, []).append(entry)
@@ -113,7 +118,7 @@ class Report:
         content = entries[0].content if entries else None
         return otherwise if content is None else content
 
-    def ignore(self, *facts: str, why: str = "has no effect with the other settings") -> None:
+    def ignore(self, *facts: str, why: str = NO_EFFECT) -> None:
         """Forget facts that do not apply here."""
         self._forget(facts, outcome="default", why=why)
 
@@ -127,17 +132,13 @@ class Report:
             for entry in self._facts.pop(fact, ()):
                 vars(entry).update(outcome, to={})
 
-    def ignore_unused(self, beginnings: tuple[str, ...]) -> None:
-        """Ignore facts with such names that the recipe does not hold."""
-        for fact in self.facts():
-            if fact.startswith(beginnings) and not any(entry.to for entry in self.of(fact)):
-                self.ignore(fact)
-
     def outcomes(self) -> list[KeyOutcome]:
         """Return the final outcome of every key, in the order in which they were read."""
         for entry in self.entries:
             if entry.outcome == "translated" and not entry.to:
-                entry.outcome = "not translated"
+                unknown = "auto, and no file gives the value"
+                entry.why = unknown if entry.auto else NO_EFFECT
+                entry.outcome = "default"
             elif entry.auto and entry.to:
                 stated = [other for other in self.of(entry.fact) if not other.auto]
                 source = [f"{other.key} in {other.file}" for other in stated]
@@ -148,20 +149,19 @@ class Report:
 def _without_rule(key: str, value: Any, table: Table) -> RuleResult:
     """Return the result for a key that the table does not have."""
     name = key.removeprefix("fsdp_")
-    if is_off(value):
+    if is_off(value) or value == f"<{key.upper()}>":  # transformers writes this for a secret
         return unset()
-    if name.startswith(HARMLESS):
-        return RuleResult(outcome="default", why="changes nothing that is trained")
+    if SECRET.search(key):
+        return refused("secrets do not belong in a recipe", "set HF_TOKEN in the environment")
     if name.startswith(DIFFERENT):
         return refused("changes the training, and no recipe expresses it")
+    if name.startswith(HARMLESS):
+        return RuleResult(outcome="default", why="changes nothing that is trained")
     similar = difflib.get_close_matches(key, table, n=1, cutoff=0.8)
     hint = f"did you mean `{similar[0]}`?" if similar else ""
     if METHOD.search(key):
         return refused("may change the training method", hint, blocks=True)
     return RuleResult(outcome="not translated", hint=hint)
-
-
-HEADER = ("name", "seed", "launch")
 
 
 class Draft:
@@ -175,9 +175,8 @@ class Draft:
         self.missing: dict[str, str] = {}
 
     def recipe(self) -> dict[str, Any]:
-        """Return the recipe's values in their usual order."""
-        head = {key: self.header[key] for key in HEADER if key in self.header}
-        return {**head, "stages": self.slots}
+        """Return the recipe's values."""
+        return {**self.header, "stages": self.slots}
 
     def slot(self, name: str, use: str, *facts: str) -> None:
         """Add a slot, which follows from `facts`."""
@@ -211,7 +210,7 @@ class Draft:
             slot, dot, name = fact.partition(".")
             if slot == strategy:
                 self.copy(fact, f"wrap.{name}")
-            elif (dot and slot in self.slots) or slot in HEADER[1:]:
+            elif (dot and slot in self.slots) or slot in ("launch", "seed"):
                 self.copy(fact)
 
     def lacks(self, key: str, what: str) -> None:

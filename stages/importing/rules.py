@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeAlias, Union
 
 from pipeline.importing import KeyOutcome
-from pipeline.utils import closest
 
 
 @dataclass(kw_only=True)
@@ -41,14 +40,6 @@ class WrongValueError(Exception):
     def __init__(self, why: str, hint: str = "", *, blocks: bool = False) -> None:
         super().__init__(why)
         self.result = refused(why, hint, blocks=blocks)
-
-
-def apply(rule: Rule, value: Any) -> RuleResult:
-    """Return the rule's result; `refused` for a value that the rule cannot read."""
-    try:
-        return rule(value)
-    except WrongValueError as error:
-        return error.result
 
 
 def unset() -> RuleResult:
@@ -120,19 +111,12 @@ def _among(value: Any, values: tuple[Any, ...]) -> bool:
     return any(isinstance(found, bool) == isinstance(v, bool) and found == v for v in values)
 
 
-def as_written(value: Any) -> Any:
-    """Return the value."""
-    return value
-
-
 def number(value: Any) -> float:
     """Return a finite number, also one written as text."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise WrongValueError(f"must be a number, not {value!r}")
     try:
-        found = float(value)
-    except ValueError as error:
-        raise WrongValueError(f"must be a number, not {value!r}") from error
+        found = math.nan if isinstance(value, bool) else float(value)
+    except (ValueError, TypeError, OverflowError):
+        found = math.nan
     if not math.isfinite(found):
         raise WrongValueError(f"must be a finite number, not {value!r}")
     return found
@@ -162,16 +146,9 @@ def truth(value: Any) -> bool:
     return word in ("true", "yes", "1")
 
 
-def text(value: Any) -> str:
-    """Return text that is not empty."""
-    if not isinstance(value, str) or not value:
-        raise WrongValueError(f"must be text, not {value!r}")
-    return value
-
-
 def path(value: Any) -> str:
     """Return an absolute path. Relative ones start in the current folder, as in the tools."""
-    found = text(value)
+    found = str(value)
     return found if "://" in found else str(Path(found).expanduser().absolute())
 
 
@@ -191,17 +168,12 @@ def choice(known: Collection[str], hint: str = "", *, blocks: bool = False) -> R
         key = str(value).lower()
         if key in known:
             return known[key] if isinstance(known, Mapping) else key
-        similar = closest(key, known)
-        advice = hint or (f"did you mean `{similar}`?" if similar else "")
         message = f"{value!r} is none of the values that a recipe has: {', '.join(known)}"
-        raise WrongValueError(message, advice, blocks=blocks)
+        raise WrongValueError(message, hint, blocks=blocks)
 
     return read
 
 
 def recipe_name(value: Any) -> str:
     """Return a valid recipe name made of any text."""
-    found = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(text(value)).name).strip("-.")
-    if not found:
-        raise WrongValueError(f"no name can be made of {value!r}")
-    return found
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(str(value)).name).strip("-.") or "imported"

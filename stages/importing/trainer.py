@@ -7,7 +7,7 @@ from typing import Any
 
 from stages.importing import rules
 from stages.importing.engines import DEEPSPEED, FSDP_PREFIXED, max_norm
-from stages.importing.rules import Table, WrongValueError, allowed, sets, when_on
+from stages.importing.rules import Table, allowed, sets, when_on
 
 SCHEDULES = {
     "linear": "linear",
@@ -15,23 +15,17 @@ SCHEDULES = {
     "constant": "flat",
     "constant_with_warmup": "constant",
     "cosine_with_min_lr": "cosine",
-    "polynomial": "polynomial",
-    "inverse_sqrt": "inverse_sqrt",
-    "warmup_stable_decay": "wsd",
 }
 """`flat` is constant from the first step, even with warm-up steps."""
 _EIGHT_BITS = ("adamw_torch_8bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
 OPTIMIZERS: dict[str, dict[str, str]] = {
-    "adamw_torch": {"use": "optimizer.adamw", "kernel": "foreach"},
-    "adamw_torch_fused": {"use": "optimizer.adamw", "kernel": "fused"},
-    **{name: {"use": "optimizer.adamw", "moments": "8bit"} for name in _EIGHT_BITS},
-    "paged_adamw_32bit": {"use": "optimizer.adamw"},
-    "lion_32bit": {"use": "optimizer.lion"},
-    "paged_lion_32bit": {"use": "optimizer.lion"},
+    "adamw_torch": {},
+    "adamw_torch_fused": {"kernel": "fused"},
+    "paged_adamw_32bit": {},
+    **{name: {"moments": "8bit"} for name in _EIGHT_BITS},
 }
-"""Fields of the optimizer slot."""
+"""Fields of optimizer.adamw."""
 _ORDERS = {"random": True, "sequential": False}
-DECAYS = {"linear": "linear", "cosine": "cosine", "1-sqrt": "sqrt"}
 
 
 def _warmup(value: Any) -> rules.RuleResult:
@@ -41,35 +35,16 @@ def _warmup(value: Any) -> rules.RuleResult:
     return sets("warmup_steps", rules.whole)(value)
 
 
-def _steps(value: Any) -> int:
-    if 0 < rules.number(value) < 1:
-        raise WrongValueError("is a fraction of the training", "give a number of steps")
-    return rules.positive(value)
-
-
 def _targets(value: Any) -> list[str] | str:
     found = rules.names(value)
     return "all-linear" if found == ["all-linear"] else found
 
 
-def _secret(value: Any) -> rules.RuleResult:
-    if rules.is_off(value) or value == "<HUB_TOKEN>":  # written by to_json_string
-        return rules.unset()
-    return rules.refused("secrets do not belong in a recipe", "set HF_TOKEN")
-
-
-def _fsdp(value: Any) -> str:
-    """Read `fsdp: true`, or the older `full_shard auto_wrap`."""
-    words = value if isinstance(value, list) else str(value).lower().split()
-    if value is not True and {*words} - {"full_shard", "auto_wrap"}:
-        raise WrongValueError(f"{value!r} is an old form", "set fsdp_config, and fsdp: true")
-    return "wrap.fsdp"
-
-
 _CHOOSE = "choose another optimizer stage (`pipe stages`)"
 _recompute = when_on("model.activation_checkpointing", {})
 _steps_only = ("no", "steps")
-_final_lr = sets("final_lr", rules.number)
+_FSDP = dict.fromkeys(("true", "full_shard", "full_shard auto_wrap"), "wrap.fsdp")
+_FSDP_HINT = "set fsdp_config, and fsdp: true"
 
 TRAINER: Table = {
     "output_dir": sets("output_name", rules.recipe_name),
@@ -79,20 +54,13 @@ TRAINER: Table = {
     "num_train_epochs": sets("train.epochs", rules.number),
     "max_steps": sets("train.steps", rules.positive, off=(-1, 0)),
     "learning_rate": sets("optimizer.lr", rules.number),
-    "lr_scheduler_type": sets("schedule", rules.choice(SCHEDULES, "use linear or cosine")),
+    "lr_scheduler_type": sets("schedule", rules.choice(SCHEDULES, "set optimizer.schedule")),
     "lr_scheduler_kwargs": {
         "min_lr_rate": sets("optimizer.final_lr_ratio", rules.number),
-        "min_lr": _final_lr,
-        "lr_end": _final_lr,
-        "power": sets("optimizer.power", rules.number),
-        "num_decay_steps": sets("optimizer.decay_steps", rules.positive),
-        "decay_type": sets("optimizer.decay_shape", rules.choice(DECAYS)),
-        "warmup_type": allowed("linear"),
-        "min_lr_ratio": sets("wsd.final_lr_ratio", rules.number),
+        "min_lr": sets("final_lr", rules.number),
         "num_cycles": allowed(0.5),
     },
     "warmup_steps": _warmup,
-    "adafactor": rules.unsupported("is not available", _CHOOSE),
     "optim": sets("optim", rules.choice(OPTIMIZERS, _CHOOSE)),
     "weight_decay": sets("optimizer.weight_decay", rules.number),
     "adam_beta1": sets("beta1", rules.number),
@@ -105,18 +73,18 @@ TRAINER: Table = {
     "fp16": when_on("precision.compute", "fp16"),
     "use_cpu": when_on("launch.device", "cpu"),
     "seed": sets("seed", rules.whole),
-    "data_seed": sets("data_seed", rules.whole),
+    "data_seed": rules.unsupported("a recipe has one seed", "set it as seed"),
     "activation_checkpointing": _recompute,
     "gradient_checkpointing": _recompute,
     "torch_compile": when_on("model.compile", {}),
-    "torch_compile_backend": sets("model.compile.backend", rules.text),
-    "torch_compile_mode": sets("model.compile.mode", rules.text),
+    "torch_compile_backend": sets("model.compile.backend", str),
+    "torch_compile_mode": sets("model.compile.mode", str),
     "use_liger_kernel": when_on("model.kernels", "liger"),
-    "logging_steps": sets("train.log_every", _steps),
+    "logging_steps": sets("train.log_every", rules.positive),
     "eval_strategy": sets("eval_strategy", rules.choice(_steps_only, "set train.eval_every")),
-    "eval_steps": sets("eval_steps", _steps),
+    "eval_steps": sets("eval_steps", rules.positive),
     "save_strategy": sets("save_strategy", rules.choice(_steps_only, "set checkpoint.every")),
-    "save_steps": sets("save_steps", _steps),
+    "save_steps": sets("save_steps", rules.positive),
     "save_total_limit": sets("checkpoint.keep", rules.positive),
     "load_best_model_at_end": when_on("checkpoint.keep_best", 1),
     "metric_for_best_model": allowed("loss", "eval_loss"),
@@ -127,7 +95,7 @@ TRAINER: Table = {
     "ddp_bucket_cap_mb": sets("ddp.bucket_cap_mb", rules.positive),
     "ddp_find_unused_parameters": sets("ddp.find_unused_parameters", rules.truth),
     "ddp_static_graph": sets("ddp.static_graph", rules.truth),
-    "fsdp": sets("strategy", _fsdp, off=(False, "", [])),
+    "fsdp": sets("strategy", rules.choice(_FSDP, _FSDP_HINT), off=(False, "", [])),
     "fsdp_config": FSDP_PREFIXED,
     "deepspeed": DEEPSPEED,
     "accelerator_config": {
@@ -138,10 +106,9 @@ TRAINER: Table = {
         "a new run starts from the model",
         "pipe convert CHECKPOINT NEW --to canonical, then checkpoint.start_from: NEW",
     ),
-    "push_to_hub": when_on("publish", True),
-    "hub_model_id": sets("publish.repo", rules.text),
-    "hub_private_repo": sets("publish.private", rules.truth),
-    "hub_revision": sets("publish.revision", rules.text),
+    "push_to_hub": rules.unsupported(
+        "publishing is a stage", "add a slot publish: {use: publish.hub, repo: owner/name}"
+    ),
 }
 
 DEFAULTS: Mapping[str, Any] = {
@@ -163,19 +130,17 @@ _length = sets("data.sequence_length", rules.positive)
 _mixture = rules.unsupported(
     "mixtures have another form", "write data.sources, each with its weight"
 )
-_tokenizer = sets("model.tokenizer", rules.text)
+_tokenizer = sets("model.tokenizer", str)
 _master = allowed("fp32", "float32", hint="set precision.master: bf16 for bf16 master weights")
 SCRIPT: Table = {
     # names of earlier versions of TrainingArguments
     "warmup_ratio": sets("warmup_ratio", rules.number),
     "evaluation_strategy": TRAINER["eval_strategy"],
-    "per_gpu_train_batch_size": TRAINER["per_device_train_batch_size"],
-    "no_cuda": TRAINER["use_cpu"],
     # keys of the example scripts of transformers and TRL
-    "model_name_or_path": sets("model", rules.text),
-    "model_revision": sets("revision", rules.text),
+    "model_name_or_path": sets("model", str),
+    "model_revision": sets("revision", str),
     **dict.fromkeys(("tokenizer_name", "tokenizer_name_or_path"), _tokenizer),
-    "attn_implementation": sets("model.attention", rules.text),
+    "attn_implementation": sets("model.attention", str),
     "trust_remote_code": sets("model.trust_remote_code", rules.truth),
     **dict.fromkeys(("torch_dtype", "dtype"), _master),
     "train_file": sets("data", rules.path),
@@ -184,10 +149,10 @@ SCRIPT: Table = {
         "data.heldout_fraction", lambda value: min(rules.number(value) / 100, 0.5)
     ),
     **dict.fromkeys(("block_size", "max_seq_length", "max_length", "model_max_length"), _length),
-    "dataset_name": sets("dataset", rules.text),
-    **dict.fromkeys(("dataset_config", "dataset_config_name"), sets("dataset.config", rules.text)),
-    "dataset_train_split": sets("dataset.split", rules.text),
-    "dataset_test_split": sets("dataset.heldout", rules.text),
+    "dataset_name": sets("dataset", str),
+    **dict.fromkeys(("dataset_config", "dataset_config_name"), sets("dataset.config", str)),
+    "dataset_train_split": sets("dataset.split", str),
+    "dataset_test_split": sets("dataset.heldout", str),
     **dict.fromkeys(("dataset_mixture", "dataset_mixer", "dataset_splits"), _mixture),
     "dataset_text_field": allowed("text", hint="rename the column"),
     "packing": when_on("data.packing", True),
@@ -210,7 +175,6 @@ SCRIPT: Table = {
     "load_in_4bit": when_on("quantize", True),
     "load_in_8bit": rules.unsupported("weights are held whole or in 4 bits", "set load_in_4bit"),
     "bnb_4bit_quant_type": sets("quantization", rules.choice(("nf4", "fp4"))),
-    **dict.fromkeys(("hub_token", "token", "use_auth_token"), _secret),
 }
 """Keys that may stand beside TrainingArguments in the same file."""
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.importing import ConfigFile, Request, Translation, Translator, read_config
-from stages.importing.engines import ACCELERATE, DEEPSPEED, FSDP_PREFIXED, set_defaults
+from pipeline.importing import ConfigFile, Request, Translation, Translator
+from stages.importing.engines import ACCELERATE, DEEPSPEED, set_defaults
 from stages.importing.recipe import compose
 from stages.importing.report import DIFFERENT, HARMLESS, Report
 from stages.importing.rules import RuleResult, Table, refused
@@ -25,26 +24,20 @@ TABLES: Mapping[str, Table] = {
 }
 """Kinds of files, in the order in which they are read."""
 
-OTHER_TOOLS: Mapping[str, tuple[str, ...]] = {
-    "axolotl": (
-        *("base_model", "lora_target_linear", "num_epochs", "rl", "sample_packing"),
-        "sequence_len",
-    ),
-    "LLaMA-Factory": (
-        *("cutoff_len", "dataset_dir", "finetuning_type", "lora_rank", "lora_target"),
-        *("pref_beta", "pref_loss", "quantization_bit", "stage", "template"),
-    ),
-    "ms-swift": ("rlhf_type", "sft_type", "train_type", "tuner_backend", "tuner_type"),
-    "TRL for preference or reinforcement learning": (
-        *("beta", "center_rewards_coefficient", "cliprange", "cpo_alpha", "desirable_weight"),
-        *("f_divergence_type", "kl_coef", "label_smoothing", "lmbda", "loss_weights"),
-        *("max_completion_length", "max_prompt_length", "num_generations", "num_ppo_epochs"),
-        *("precompute_ref_log_probs", "reference_free", "rpo_alpha", "simpo_gamma", "use_vllm"),
-    ),
-    "Megatron": ("pipeline_model_parallel_size", "tensor_model_parallel_size"),
-    "Lightning": ("exp_manager", "seed_everything", "trainer"),
-    "peft (adapter_config.json)": ("base_model_name_or_path", "peft_type"),
-    "a model (config.json)": ("architectures", "vocab_size"),
+OTHER_TOOLS: Mapping[str, frozenset[str]] = {
+    tool: frozenset(keys.split())
+    for tool, keys in {
+        "axolotl": "base_model num_epochs rl sample_packing sequence_len",
+        "LLaMA-Factory": "cutoff_len finetuning_type lora_rank lora_target pref_beta template",
+        "ms-swift": "rlhf_type sft_type train_type tuner_backend tuner_type",
+        "TRL for preference or reinforcement learning": "beta center_rewards_coefficient cpo_alpha "
+        "desirable_weight kl_coef label_smoothing lmbda max_completion_length max_prompt_length "
+        "num_generations num_ppo_epochs simpo_gamma use_vllm",
+        "Megatron": "pipeline_model_parallel_size tensor_model_parallel_size",
+        "Lightning": "exp_manager seed_everything trainer",
+        "peft (adapter_config.json)": "base_model_name_or_path peft_type",
+        "a model (config.json)": "architectures vocab_size",
+    }.items()
 }
 """Tool -> keys that none of the files translated here has. One such key identifies the tool."""
 
@@ -63,10 +56,7 @@ class HuggingFace(Translator):
         return best if known[best] and 2 * (known[best] + others) >= len(content) else None
 
     def other_tool(self, content: Mapping[str, Any]) -> str | None:
-        if any(isinstance(value, Mapping) and "_component_" in value for value in content.values()):
-            return "torchtune"
-        tools = (tool for tool, keys in OTHER_TOOLS.items() if not content.keys().isdisjoint(keys))
-        return next(tools, None)
+        return next((tool for tool, keys in OTHER_TOOLS.items() if content.keys() & keys), None)
 
     def translate(self, files: Sequence[ConfigFile], request: Request) -> Translation:
         reader = _Reader(files)
@@ -88,7 +78,7 @@ class HuggingFace(Translator):
 
 
 class _Reader:
-    """Reads files, and the files that they name, into a report."""
+    """Reads files into a report."""
 
     def __init__(self, files: Sequence[ConfigFile]) -> None:
         self.report = Report()
@@ -114,7 +104,7 @@ class _Reader:
         if isinstance(block, Mapping) and block.get(NAMED_FILE) not in (None, "", "none"):
             rest = dict(content.pop("deepspeed_config"))
             named = str(rest.pop(NAMED_FILE))
-            self._named(file, f"deepspeed_config.{NAMED_FILE}", named, DEEPSPEED)
+            self._named(file, f"deepspeed_config.{NAMED_FILE}", named)
             content.update({"deepspeed_config": rest} if rest else {})
 
     def _trainer(self, file: ConfigFile, content: dict[str, Any]) -> None:
@@ -127,11 +117,10 @@ class _Reader:
         self.report.default("checkpoint.keep", None, "transformers keeps all")
         if content.get("fsdp_config") and not content.get("fsdp"):
             self._skip(file, "fsdp_config", content.pop("fsdp_config"), "fsdp is not set")
-        for key, table in (("fsdp_config", FSDP_PREFIXED), ("deepspeed", DEEPSPEED)):
-            if content.get(key) and isinstance(content[key], str):
-                self._named(file, key, content.pop(key), table)
-            elif content.get(key) and table is DEEPSPEED:
-                self.kinds.add(DEEPSPEED_KIND)
+        if isinstance(content.get("deepspeed"), str):
+            self._named(file, "deepspeed", content.pop("deepspeed"))
+        elif content.get("deepspeed"):
+            self.kinds.add(DEEPSPEED_KIND)
 
     def _defaults(self, values: Mapping[str, Any], why: str) -> None:
         for key, value in values.items():
@@ -144,20 +133,13 @@ class _Reader:
         result = RuleResult(outcome="default", why=f"is not read: {why}")
         self.report.enter(file.path.name, key, value, result)
 
-    def _named(self, file: ConfigFile, key: str, name: str, table: Table) -> None:
-        """Read the file that `key` names, unless it is one of those given."""
-        path = Path(name).expanduser()
-        # the tools look in the current folder
-        places = (path, file.path.parent / os.path.relpath(path))
-        found = next((place for place in places if place.is_file()), None)
+    def _named(self, file: ConfigFile, key: str, name: str) -> None:
+        """Enter a key that names another file, which has to be given too."""
         result = RuleResult(outcome="default", why="is read as a file of its own")
-        if path.name not in self._given and found is None:
-            hint = f"name it too: pipe import {file.path} FILE"
-            result = refused("there is no such file", hint, blocks=True)
+        if Path(name).name not in self._given:
+            hint = f"give it too: pipe import {file.path} {name}"
+            result = refused("names another file", hint, blocks=True)
         self.report.enter(file.path.name, key, name, result)
-        if path.name not in self._given and found is not None:
-            self.kinds |= {DEEPSPEED_KIND} if table is DEEPSPEED else set()
-            self.report.read(found.name, read_config(found).content, table)
 
 
 def _known(content: Mapping[str, Any], table: Table) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from pipeline import StageError
 from stages.model import compat
 from stages.model.config_checks import wrong_size
-from stages.model.files import Files, local
+from stages.model.files import Files, local, read_json
 
 LOCAL_KEYS = (
     "_name_or_path",
@@ -85,9 +85,7 @@ def config_of_recipe(config: Mapping[str, Any] | str) -> Any:
     from transformers import AutoConfig
 
     spelled_out = not isinstance(config, str)
-    values = dict(
-        json.loads(local(config).read_text("utf-8")) if isinstance(config, str) else config
-    )
+    values = read_json(local(config)) if isinstance(config, str) else dict(config)
     kind = values.pop("model_type", None)
     with _unusable():
         if spelled_out:
@@ -119,12 +117,12 @@ def config_of_files(files: Files, *, trust_remote_code: bool) -> Any:
 
 @contextlib.contextmanager
 def _unusable() -> Iterator[None]:
-    from huggingface_hub.errors import StrictDataclassError
+    from huggingface_hub.errors import StrictDataclassError as Strict
 
     try:
         with compat.quiet():
             yield
-    except (OSError, ValueError, TypeError, KeyError, ImportError, StrictDataclassError) as error:
+    except (OSError, ValueError, LookupError, TypeError, ImportError, Strict) as error:
         raise StageError(f"the model's config cannot be used: {error}") from error
 
 

@@ -11,8 +11,16 @@ from pipeline import PlanView, Problem, StageError
 from pipeline.utils import did_you_mean
 from stages.model.compat import causal_types
 from stages.model.config_checks import wrong_size
-from stages.model.files import COMMIT, HUB_ID, has_tokenizer, is_gguf, is_local, is_plain, local
-from stages.model.read import read_json
+from stages.model.files import (
+    COMMIT,
+    HUB_ID,
+    has_tokenizer,
+    is_gguf,
+    is_local,
+    is_plain,
+    local,
+    read_json,
+)
 
 if TYPE_CHECKING:
     from stages.model.hf import HfModel
@@ -34,7 +42,9 @@ def _problems(stage: HfModel) -> Found:
         yield from _config_file(stage, local(stage.config), "config")
     elif stage.config is not None:
         yield from _config(stage, stage.config, "config")
-    if stage.path is not None:
+    if stage.gguf_file is not None and not is_plain(stage.gguf_file):
+        yield "gguf_file", "must be a file name inside `path`", ""
+    elif stage.path is not None:
         yield from _path(stage, stage.path)
     if stage.tokenizer is not None:
         yield from _tokenizer(stage, stage.tokenizer)
@@ -105,8 +115,7 @@ def _path(stage: HfModel, path: str) -> Found:
     elif not place.is_dir():
         yield "path", f"no such folder: {place}", ""
     elif name is not None:
-        yield from _plain(name)
-        if is_plain(name) and not (place / name).is_file():
+        if not (place / name).is_file():
             yield "gguf_file", f"no such file: {place / name}", ""
     elif (place / "config.json").is_file():
         yield from _config_file(stage, place / "config.json", "path")
@@ -116,31 +125,17 @@ def _path(stage: HfModel, path: str) -> Found:
         yield "path", f"no config.json in {place}", hint
 
 
-def _plain(gguf_file: str | None) -> Found:
-    if gguf_file is not None and not is_plain(gguf_file):
-        yield "gguf_file", "must be a file name inside `path`", ""
-
-
 def _hub(stage: HfModel, path: str) -> Found:
     if not HUB_ID.fullmatch(path):
         yield "path", f"{path!r} is neither a hub id (owner/name) nor a local path", LOCAL_PATH
+    elif stage.allow_floating_revision:
         return
-    yield from _plain(stage.gguf_file)
-    if stage.allow_floating_revision:
-        return
-    if stage.revision is None:
-        yield (
-            "path",
-            f"the hub model {path} needs `revision`, the commit to use",
-            "set `revision` to 40 hexadecimal digits, or `allow_floating_revision: true`; "
-            + LOCAL_PATH,
-        )
+    elif stage.revision is None:
+        hint = "set `revision` to 40 hexadecimal digits, or `allow_floating_revision: true`; "
+        yield "path", f"the hub model {path} needs `revision`, a commit", hint + LOCAL_PATH
     elif not COMMIT.fullmatch(stage.revision):
-        yield (
-            "revision",
-            f"{stage.revision!r} is not a commit (40 hexadecimal digits)",
-            "give the commit, or set `allow_floating_revision: true`",
-        )
+        hint = "give the commit, or set `allow_floating_revision: true`"
+        yield "revision", f"{stage.revision!r} is not a commit (40 hexadecimal digits)", hint
 
 
 def _tokenizer(stage: HfModel, path: str) -> Found:
@@ -183,17 +178,11 @@ def _blocks(stage: HfModel) -> Found:
     if recomputed is None:
         return
     if recomputed.keep == "attention" and stage.attention == "eager":
-        yield (
-            "activation_checkpointing.keep",
-            "eager attention is no single operation whose result could be kept",
-            "set attention: sdpa, or keep: matmuls",
-        )
+        message = "eager attention is no single operation whose result could be kept"
+        yield "activation_checkpointing.keep", message, "set attention: sdpa, or keep: matmuls"
     if recomputed.offload and stage.compile is not None:
-        yield (
-            "compile",
-            "torch compiles no block whose activations are offloaded",
-            "leave it out, or set activation_checkpointing.offload: false",
-        )
+        message = "torch compiles no block whose activations are offloaded"
+        yield "compile", message, "leave out compile, or activation_checkpointing.offload"
 
 
 def _fp8(stage: HfModel, plan: PlanView) -> Found:
@@ -201,20 +190,9 @@ def _fp8(stage: HfModel, plan: PlanView) -> Found:
         return
     if not _installed("torchao"):
         yield "fp8", "needs torchao", "pip install 'pipetrain[torchao]'"
-    if stage.fp8.emulate:
-        return
-    if plan.device == "cpu":
-        yield (
-            "fp8",
-            "needs a GPU with 8-bit products (compute capability 8.9 or above)",
-            "set fp8.emulate: true to try it, slowly",
-        )
-    if stage.compile is None:
-        yield (
-            "fp8",
-            "is slower than bf16 without compile, as every cast is a pass of its own",
-            "set compile: {}",
-        )
+    if plan.device == "cpu" and not stage.fp8.emulate:
+        message = "needs a GPU with 8-bit products (compute capability 8.9 or above)"
+        yield "fp8", message, "set fp8.emulate: true to try it, slowly"
 
 
 def _needs(plan: PlanView, key: str, what: str, module: str, package: str) -> Found:

@@ -21,19 +21,14 @@ if TYPE_CHECKING:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence transformers' progress bars and advice in the body; its errors still show."""
-    from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    # The GGUF loader's bar is tqdm's own and heeds no setting of transformers.
-    bar = gguf.tqdm
-    gguf.tqdm = lambda tensors, **_: tensors
     try:
         yield
     finally:
-        gguf.tqdm = bar
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
@@ -140,13 +135,6 @@ class _Groups:
                     for name, one in made.items()}  # fmt: skip
 
         return Change(sources=tuple(name for name, _ in members), convert=convert)
-
-
-def converts_weights(model: nn.Module) -> bool:
-    """Whether the architecture's files differ from the module in names or in more."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    return bool(get_model_conversion_mapping(model, add_legacy=False))
 
 
 def gguf_names(architecture: str, model: Any) -> tuple[Any, dict[str, str]]:

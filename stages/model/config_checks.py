@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import PlanView, Problem, StageError
-from stages.model.files import has_tokenizer, is_gguf, is_local, local
+from stages.model.files import has_tokenizer, is_gguf, is_local, local, read_json
 from stages.model.hf import HfModel
-from stages.model.read import config_at_hand, read_json
+from stages.model.read import config_at_hand, gguf_header
 
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
@@ -45,27 +45,21 @@ def _found(model: HfModel, place: Path) -> tuple[bool, bool]:
     """Whether there is a tokenizer, and whether it has a chat template."""
     if model.tokenizer is None and model.gguf_file is not None:
         place = place / model.gguf_file
-    if is_gguf(place.name):
-        return _in_gguf(place)
-    return has_tokenizer(place), any((place / name).exists() for name in TEMPLATES) or _in_config(
-        place
-    )
+    if not is_gguf(place.name):
+        return has_tokenizer(place), _has_template(place)
+    try:
+        metadata, _ = gguf_header(place)
+    except StageError:
+        return True, True  # the run reports a damaged file
+    return "tokenizer.ggml.model" in metadata, "tokenizer.chat_template" in metadata
 
 
-def _in_config(folder: Path) -> bool:
+def _has_template(folder: Path) -> bool:
+    if any((folder / name).exists() for name in TEMPLATES):
+        return True
     with contextlib.suppress(StageError):
         return bool(read_json(folder / "tokenizer_config.json").get("chat_template"))
     return False
-
-
-def _in_gguf(file: Path) -> tuple[bool, bool]:
-    from stages.model.gguf_header import read_header
-
-    try:
-        metadata, _ = read_header(file)
-    except (OSError, ValueError):
-        return True, True  # the run reports a damaged file
-    return "tokenizer.ggml.model" in metadata, "tokenizer.chat_template" in metadata
 
 
 TABLES = {
@@ -85,20 +79,12 @@ def too_long(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
         return
     for slot, other in plan.slots.items():
         length = getattr(other, "sequence_length", None)
-        if not isinstance(length, int) or length <= context:
-            continue
-        samples = f"samples of slot `{slot}` may have {length} tokens"
-        if kind in TABLES:
+        if isinstance(length, int) and length > context:
             yield Problem(
-                message=f"{samples}, and a {kind} with {context} positions fails on longer ones",
+                message=f"samples of slot `{slot}` may have {length} tokens, and the model has "
+                f"{context} positions",
                 hint=f"set {slot}.sequence_length to {context} or less",
-            )
-        else:
-            yield Problem(
-                message=f"{samples}, and the model's config states {context} positions",
-                hint=f"lower {slot}.sequence_length, or give the model a config that scales its "
-                "rotary angles",
-                warning=True,
+                warning=kind not in TABLES,
             )
 
 
@@ -129,8 +115,8 @@ _NEVER_0 = (
 
 
 def wrong_size(config: Mapping[str, Any]) -> str:
-    """A sentence about the first impossible size, also in the configs of a model's parts; empty if
-    all sizes are possible."""
+    """Return a sentence about the first impossible size, also in the configs of a model's parts;
+    empty if all sizes are possible."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             inner = wrong_size(value)

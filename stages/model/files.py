@@ -73,9 +73,9 @@ def find_files(stage: HfModel) -> Files | None:
 
 def find_tokenizer(path: str) -> Files:
     """The files of a tokenizer, downloaded if `path` is a hub id. Raises StageError."""
-    return (
-        _local_files(path, None) if is_local(path) else _hub_files(path, None, None, weights=False)
-    )
+    if is_local(path):
+        return _local_files(path, None)
+    return _hub_files(path, None, None, weights=False)
 
 
 def _local_files(path: str, gguf: str | None) -> Files:
@@ -140,7 +140,10 @@ def _indexed(folder: Path, index: str, single: str) -> list[Path]:
         return [folder / single]
     if not (folder / index).is_file():
         return []
-    names = sorted(set(_weight_map(folder / index).values()))
+    weight_map = read_json(folder / index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise StageError(f"{folder / index} is damaged: it has no weight_map")
+    names = sorted(set(map(str, weight_map.values())))
     for name in names:
         # An index is data from outside: it must not make us read elsewhere.
         if not is_plain(name):
@@ -148,15 +151,15 @@ def _indexed(folder: Path, index: str, single: str) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def read_json(file: Path) -> dict[str, Any]:
+    """The mapping in a JSON file. Raises StageError for anything else."""
     try:
-        content: Any = json.loads(index.read_text("utf-8"))
-        weight_map = content["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise StageError(f"{index} is damaged: {error!r}") from error
-    if not isinstance(weight_map, dict) or not all(isinstance(v, str) for v in weight_map.values()):
-        raise StageError(f"{index} is damaged: weight_map is not a mapping of names to files")
-    return weight_map
+        content = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise StageError(f"{file} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise StageError(f"{file} is not a JSON object")
+    return content
 
 
 EDGE = 1 << 20

@@ -13,7 +13,7 @@ from pipeline import StageError, TensorReader, TensorSpec
 from pipeline.checkpoint import CHUNK
 from pipeline.utils import optional
 from stages.model import compat
-from stages.model.gguf_header import read_header
+from stages.model.read import gguf_header
 from stages.weights.change import Change
 from stages.weights.converted import ConvertedReader
 
@@ -21,20 +21,17 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-AGAIN = "download or copy it again"
-
-
-def require_whole(file: Path) -> None:
-    """Raise StageError for a file that is no GGUF or is cut short, and where the package that reads
-    it is not installed."""
-    with optional(
-        "reading a GGUF file needs the package `gguf`", hint="pip install 'pipetrain[gguf]'"
-    ):
-        from gguf import GGML_QUANT_SIZES
+def gguf_reader(file: Path) -> Any:
+    """Return the gguf package's reader of a file whose header can be read. Raises StageError where
+    the package is not installed, and for a file that is cut short."""
+    hint = "pip install 'pipetrain[gguf]'"
+    with optional("reading a GGUF file needs the package `gguf`", hint=hint):
+        from gguf import GGUFReader
     try:
-        read_header(file, {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()})
-    except (OSError, ValueError) as error:
-        raise StageError(f"{file} cannot be read as GGUF: {error}", hint=AGAIN) from error
+        return GGUFReader(file)
+    except (OSError, ValueError, KeyError, IndexError, OverflowError) as error:
+        hint = "download or copy it again"
+        raise StageError(f"{file} cannot be read as GGUF: {error}", hint=hint) from error
 
 
 def open_gguf(file: Path, model: nn.Module) -> TensorReader:
@@ -58,14 +55,9 @@ class GgufTensors(TensorReader):
     """A file's tensors under their own names, in fp32."""
 
     def __init__(self, file: Path) -> None:
-        from gguf import GGUFReader
-
-        try:
-            reader = GGUFReader(file)
-            field = reader.fields["general.architecture"]
-            self.architecture = str(bytes(field.parts[field.data[0]]), "utf-8")
-        except (ValueError, KeyError, IndexError, OSError, OverflowError) as error:
-            raise StageError(f"{file} cannot be read as GGUF: {error}", hint=AGAIN) from error
+        metadata, _ = gguf_header(file)
+        self.architecture = str(metadata.get("general.architecture", ""))
+        reader = gguf_reader(file)
         self._tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
 
     def names(self) -> Collection[str]:

@@ -1,14 +1,13 @@
 """The header of a GGUF file (ggml's docs/gguf.md): metadata and shapes, without arrays or weights.
 
-The gguf package makes an array of every token of the vocabulary, which takes seconds.
+The gguf package makes an array of every token of the vocabulary, which takes seconds, and walks
+through whatever number of elements a damaged header claims.
 """
 
 from __future__ import annotations
 
-import math
 import struct
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -20,43 +19,23 @@ VERSIONS = (2, 3)
 MOST = 1 << 26
 """Bytes of a header: more than any tokenizer takes, and read in seconds."""
 MOST_DIMENSIONS = 4
-ALIGNMENT = 32
-"""Bytes, unless the file says otherwise."""
 SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """Type of a value -> its format in `struct`."""
 STRING, ARRAY = 8, 9
 
 
-@dataclass(frozen=True)
-class Array:
-    """Stands for an array, whose elements were not read."""
-
-    elements: int
-
-    def __repr__(self) -> str:
-        return f"an array of {self.elements} elements"
-
-
-def read_header(
-    file: Path, sizes: Mapping[int, tuple[int, int]] | None = None
-) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    """Metadata, and the shape of every tensor, innermost dimension first.
-
-    `sizes` maps a tensor's type to elements and bytes of a block; with it, the tensors have to be
-    in the file too. Raises ValueError for a file that is no GGUF or is cut short, OSError.
-    """
+def read_header(file: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    """Return the metadata, in which every array is None, and the shape of every tensor, innermost
+    dimension first. Raises ValueError for a file that is no GGUF or ends in its header, OSError."""
     with file.open("rb") as stream:
-        header = _Header(stream, file.stat().st_size, sizes or {})
+        header = _Header(stream, file.stat().st_size)
         if header.bytes(len(MAGIC)) != MAGIC:
             raise ValueError("it is no GGUF file")
         version, tensors, pairs = header.numbers("IQQ")
         if version not in VERSIONS:
             raise ValueError(f"GGUF version {version} is not known")
         metadata = _unique(header.pair() for _ in range(pairs))
-        found = metadata, _unique(header.tensor() for _ in range(tensors))
-        if sizes:
-            header.require_tensors(metadata.get("general.alignment", ALIGNMENT))
-        return found
+        return metadata, _unique(header.tensor() for _ in range(tensors))
 
 
 def _unique(pairs: Iterable[tuple[str, T]]) -> dict[str, T]:
@@ -69,13 +48,11 @@ def _unique(pairs: Iterable[tuple[str, T]]) -> dict[str, T]:
 
 
 class _Header:
-    """Reads one thing after another. Raises ValueError where the header claims more than the file,
+    """Reads one value after another. Raises ValueError where the header claims more than the file,
     or any header, can hold, before anything is allocated or walked through."""
 
-    def __init__(self, stream: BinaryIO, size: int, sizes: Mapping[int, tuple[int, int]]) -> None:
-        self._stream, self._size, self._sizes = stream, size, sizes
-        self._tensors = 0
-        """Bytes behind the header."""
+    def __init__(self, stream: BinaryIO, size: int) -> None:
+        self._stream = stream
         self._left = min(size, MOST)
         self._why = "the file ends in its header" if size <= MOST else "its header is too long"
 
@@ -84,57 +61,46 @@ class _Header:
         return self._stream.read(count)
 
     def numbers(self, form: str) -> tuple[Any, ...]:
-        """Little-endian numbers of a `struct` format."""
+        """Return little-endian numbers of a `struct` format."""
         return struct.unpack(f"<{form}", self.bytes(struct.calcsize(f"<{form}")))
 
     def pair(self) -> tuple[str, Any]:
-        """Name and value of a piece of metadata."""
+        """Return the name and the value of a piece of metadata."""
         name, (kind,) = self._text(), self.numbers("I")
         if kind == STRING:
             return name, self._text()
         if kind == ARRAY:
-            return name, self._array()
+            self._skip_array()
+            return name, None
         return name, self.numbers(_scalar(kind))[0]
 
     def tensor(self) -> tuple[str, tuple[int, ...]]:
-        """Name and shape of a tensor."""
+        """Return the name and the shape of a tensor."""
         name, (dimensions,) = self._text(), self.numbers("I")
         if not 0 < dimensions <= MOST_DIMENSIONS:
             raise ValueError(f"{name} has {dimensions} dimensions")
-        shape = self.numbers(f"{dimensions}Q")
-        kind, place = self.numbers("IQ")
-        elements, size = self._sizes.get(kind, (1, 0))
-        self._tensors = max(self._tensors, place + math.prod(shape) // elements * size)
-        return name, shape
+        *shape, _kind, _place = self.numbers(f"{dimensions}QIQ")
+        return name, tuple(shape)
 
-    def require_tensors(self, alignment: Any) -> None:
-        """Raise ValueError if the tensors, which begin at a multiple of `alignment`, are cut."""
-        if type(alignment) is not int or alignment < 1:
-            raise ValueError(f"its alignment is {alignment!r}")
-        wanted = -(-self._stream.tell() // alignment) * alignment + self._tensors
-        if wanted > self._size:
-            raise ValueError(f"the file is cut short: {self._size} bytes instead of {wanted}")
+    def _text(self) -> str:
+        return self.bytes(self.numbers("Q")[0]).decode("utf-8", "replace")
+
+    def _skip_array(self) -> None:
+        kind, count = self.numbers("IQ")
+        if kind != STRING:
+            self._skip(count * struct.calcsize(f"<{_scalar(kind)}"))
+            return
+        for _ in range(count):
+            self._skip(self.numbers("Q")[0])
+
+    def _skip(self, count: int) -> None:
+        self._claim(count)
+        self._stream.seek(count, 1)
 
     def _claim(self, count: int) -> None:
         if count > self._left:
             raise ValueError(self._why)
         self._left -= count
-
-    def _text(self) -> str:
-        return self.bytes(self.numbers("Q")[0]).decode("utf-8", "replace")
-
-    def _array(self) -> Array:
-        kind, count = self.numbers("IQ")
-        if kind == STRING:
-            for _ in range(count):
-                self._skip(self.numbers("Q")[0])
-        else:
-            self._skip(count * struct.calcsize(f"<{_scalar(kind)}"))
-        return Array(count)
-
-    def _skip(self, count: int) -> None:
-        self._claim(count)
-        self._stream.seek(count, 1)
 
 
 def _scalar(kind: int) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import StageError
-from stages.model.files import is_gguf, is_local, local
+from stages.model.files import is_gguf, is_local, local, read_json
 from stages.model.gguf_header import read_header
 
 if TYPE_CHECKING:
@@ -66,17 +65,6 @@ def _read(stage: HfModel) -> dict[str, Any]:
     return read_json(local(stage.path) / "config.json")
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The mapping in a JSON file. Raises StageError for anything else."""
-    try:
-        content = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise StageError(f"{file} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise StageError(f"{file} is not a JSON object")
-    return content
-
-
 def _from_hub(repo: str, revision: str | None) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -95,24 +83,17 @@ GGUF_KEYS = {
     "feed_forward_length": "intermediate_size",
     "block_count": "num_hidden_layers",
     "attention.head_count": "num_attention_heads",
-}
-"""Metadata of a GGUF file, after the architecture's name -> the config's key."""
-GGUF_OPTIONAL = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.key_length": "head_dim",
     "context_length": "max_position_embeddings",
 }
-"""The same for metadata that a file may leave out, as the config has a default."""
+"""Metadata of a GGUF file, after the architecture's name -> the config's key."""
 
 
 def _gguf(file: Path) -> dict[str, Any]:
-    try:
-        metadata, shapes = read_header(file)
-        vocabulary = shapes["token_embd.weight"][-1]
-    except KeyError as error:
-        raise StageError(f"{file} has no tensor {error}") from error
-    except (OSError, ValueError) as error:
-        raise StageError(f"{file} cannot be read: {error}") from error
+    metadata, shapes = gguf_header(file)
+    if "token_embd.weight" not in shapes:
+        raise StageError(f"{file} has no tensor 'token_embd.weight'")
     kind = metadata.get("general.architecture")
     experts = metadata.get(f"{kind}.expert_count", 0)
     if experts != 0:
@@ -120,11 +101,19 @@ def _gguf(file: Path) -> dict[str, Any]:
             f"{file}: its header does not have all sizes of a {kind} with {experts} experts",
             hint="plan it from a folder in Hugging Face layout",
         )
-    given = {name: metadata.get(f"{kind}.{key}") for key, name in GGUF_OPTIONAL.items()}
+    found = {name: metadata.get(f"{kind}.{key}") for key, name in GGUF_KEYS.items()}
     return {
         "model_type": kind,
-        **{name: metadata.get(f"{kind}.{key}") for key, name in GGUF_KEYS.items()},
-        **{name: value for name, value in given.items() if value is not None},
-        "vocab_size": vocabulary,
+        **{name: value for name, value in found.items() if value is not None},
+        "vocab_size": shapes["token_embd.weight"][-1],
         "tie_word_embeddings": "output.weight" not in shapes,
     }
+
+
+def gguf_header(file: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    """Return what `read_header` does. Raises StageError for a file that is no GGUF or is cut."""
+    try:
+        return read_header(file)
+    except (OSError, ValueError) as error:
+        hint = "download or copy it again"
+        raise StageError(f"{file} cannot be read as GGUF: {error}", hint=hint) from error

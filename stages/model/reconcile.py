@@ -53,7 +53,6 @@ def fit(
     wanted = {name: spec.shape for name, spec in declared.items()}
     given = [name for name in held.names() if not _matches(name, allowed.unused)]
     _refuse_idle(where, allowed, wanted, held.names())
-    _refuse_half_new(allowed, tied)
     origins: dict[str, Origin] = {}
     misshapen: dict[str, str] = {}
     for name, shape in wanted.items():
@@ -104,26 +103,21 @@ def _refuse_idle(
                 )
 
 
-def _refuse_half_new(allowed: Allowed, tied: Mapping[str, str]) -> None:
-    for alias, kept in tied.items():
-        if _matches(alias, allowed.new) != _matches(kept, allowed.new):
-            raise StageError(
-                f"new_weights: the model shares one tensor between {alias} and {kept}, "
-                "and only one of them is named",
-                hint="name both, or set tie_word_embeddings to false in its config.json",
-            )
-
-
 def _refuse_untied(
     where: str, held: TensorReader, origins: Mapping[str, Origin], tied: Mapping[str, str]
 ) -> None:
     for alias, kept in tied.items():
         one, other = origins[alias], origins[kept]
-        if one.kept and one.source != other.source and not _equal(held, one, other):
+        if one.kept and other.kept:
+            same = one.source == other.source or _equal(held, one, other)
+        else:
+            same = one.kept == other.kept  # both are new
+        if not same:
             raise StageError(
-                f"the model shares one tensor between {alias} and {kept}, "
-                f"but {where} holds different values for them",
-                hint="set tie_word_embeddings to false in its config.json",
+                f"the model shares one tensor between {alias} and {kept}, but {where} or "
+                "new_weights gives them different values",
+                hint="name both in new_weights, or set tie_word_embeddings to false in its "
+                "config.json",
             )
 
 

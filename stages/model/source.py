@@ -29,7 +29,7 @@ from stages.model.files import (
     source_fingerprint,
     weight_files,
 )
-from stages.model.gguf import open_gguf, require_whole
+from stages.model.gguf import open_gguf
 from stages.model.random_reader import RandomReader
 from stages.model.reconcile import Allowed, fit
 from stages.weights.converted import ConvertedReader
@@ -53,9 +53,6 @@ def open_source(stage: HfModel, ctx: Context) -> HfSource:
     with ctx.dist.rank0_first():
         files = find_files(stage)
         tokenizer = files if stage.tokenizer is None else find_tokenizer(stage.tokenizer)
-    for place in (files, tokenizer):
-        if place is not None and place.gguf is not None:
-            require_whole(place.folder / place.gguf)
     if stage.config is not None:
         config = assets.config_of_recipe(stage.config)
     else:
@@ -207,7 +204,7 @@ class HfSource(ModelSource):
                     trust_remote_code=self._stage.trust_remote_code,
                     local_files_only=True,
                 )
-        except (OSError, ValueError, ImportError, KeyError) as error:
+        except (OSError, ValueError, ImportError, KeyError, IndexError) as error:
             raise StageError(f"the tokenizer in {files} cannot be loaded: {error}") from error
 
     def tokenizer(self) -> Any:

@@ -5,18 +5,15 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
 
 from pipeline import Context, OptimizerPlan, PlanView, Precision, Problem
 from stages.optimizer.settings import Fraction, OptimizerSettings
 
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
-Kernel = Literal["fused", "foreach", "single"]
+Kernel = Literal["fused", "single"]
 Moments = Literal["master", "fp32", "bf16", "8bit"]
 
 
@@ -44,9 +41,9 @@ class AdamW(OptimizerSettings):
     that the mean is exact; rounding to the nearest loses small updates. Needs torchao."""
 
     kernel: Kernel = "fused"
-    """Implementation: fused (the fastest), foreach, or one tensor at a time. It is torch's, unless
-    `moments` or `stochastic_rounding` ask for more: then fused is compiled at the first update of
-    each shape, and there is no foreach. A wrap stage may have kernels of its own."""
+    """Implementation: fused (the fastest), or one tensor at a time. It is torch's, unless `moments`
+    or `stochastic_rounding` ask for more: then fused is compiled at the first update of each shape.
+    A wrap stage may have kernels of its own."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from super().check(plan)
@@ -57,59 +54,34 @@ class AdamW(OptimizerSettings):
                     message=f"rounds to bf16, the master weights are {policy.master}",
                     hint="set master: bf16 in the precision slot",
                 )
-        if self.algorithm == "adamw":
-            return
-        if importlib.util.find_spec("torchao") is None:
+        if self.algorithm != "adamw" and importlib.util.find_spec("torchao") is None:
             yield Problem(
                 key="moments" if self.moments != "master" else "stochastic_rounding",
                 message=f"needs torchao, which computes the update rule {self.algorithm}",
                 hint="pip install 'pipetrain[torchao]'",
             )
-        if self.kernel == "foreach":
-            yield Problem(
-                key="kernel",
-                message=f"the update rule {self.algorithm} has no foreach kernel",
-                hint="set kernel: fused or single",
-            )
 
     @property
     def algorithm(self) -> str:
-        """Name of the update rule."""
         stored = "" if self.moments == "master" else f"_{self.moments}"
         return f"adamw{stored}" + ("_stochastic" if self.stochastic_rounding else "")
 
     def run(self, ctx: Context) -> OptimizerPlan:
+        import torch
+
         rule: dict[str, Any] = {
-            "lr": self.lr,
+            "moments": ("exp_avg", "exp_avg_sq"),
             "betas": tuple(self.betas),
             "eps": self.eps,
-            "weight_decay": self.weight_decay,
         }
-        plan = self.plan(
-            algorithm=self.algorithm,
-            hyperparameters=rule,
-            moments=("exp_avg", "exp_avg_sq"),
-            build=functools.partial(_build, kernel=self.kernel, **rule),
-        )
-        return plan if self.algorithm == "adamw" else self._low_bit(plan, ctx.seed)
-
-    def _low_bit(self, plan: OptimizerPlan, seed: int) -> OptimizerPlan:
+        fused, rounds = self.kernel == "fused", self.stochastic_rounding
+        if self.algorithm == "adamw":
+            plain = functools.partial(torch.optim.AdamW, fused=fused, foreach=False)
+            return self.plan(plain, **rule)
         from stages.optimizer.quantized_moments import moment_codec
         from stages.optimizer.update_rules import LowBitAdamW
 
         codec = moment_codec(self.moments)
-        build = functools.partial(
-            LowBitAdamW,
-            **plan.hyperparameters,
-            codec=codec,
-            rounding_seed=seed if self.stochastic_rounding else None,
-            compiled=self.kernel == "fused",
-        )
-        groups = self.make_groups(shards=self.stochastic_rounding)
-        return replace(plan, packing=codec, build=build, groups=groups)
-
-
-def _build(groups: list[dict[str, Any]], *, kernel: Kernel, **rule: Any) -> Optimizer:
-    import torch
-
-    return torch.optim.AdamW(groups, **rule, fused=kernel == "fused", foreach=kernel == "foreach")
+        seed = ctx.seed if rounds else None
+        low_bit = functools.partial(LowBitAdamW, codec=codec, rounding_seed=seed, compiled=fused)
+        return self.plan(low_bit, packing=codec, shards=rounds, **rule)

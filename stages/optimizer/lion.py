@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from annotated_types import Gt
 
 from pipeline import Context, OptimizerPlan
 from stages.optimizer.settings import Fraction, OptimizerSettings
-
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,27 +23,9 @@ class Lion(OptimizerSettings):
     betas: tuple[Fraction, Fraction] = (0.9, 0.99)
     """Share of the moment in the update, and decay rate of the moment."""
 
-    @property
-    def algorithm(self) -> str:
-        """Name of the update rule."""
-        return "lion"
-
     def run(self, ctx: Context) -> OptimizerPlan:
-        rule: dict[str, Any] = {
-            "lr": self.lr,
-            "betas": tuple(self.betas),
-            "weight_decay": self.weight_decay,
-        }
+        from stages.optimizer.update_rules import LionOptimizer
+
         return self.plan(
-            algorithm=self.algorithm,
-            hyperparameters=rule,
-            moments=("exp_avg",),
-            counts_updates=False,
-            build=functools.partial(_build, **rule),
+            LionOptimizer, moments=("exp_avg",), counts_updates=False, betas=tuple(self.betas)
         )
-
-
-def _build(groups: list[dict[str, Any]], **rule: Any) -> Optimizer:
-    from stages.optimizer.update_rules import LionOptimizer
-
-    return LionOptimizer(groups, **rule)

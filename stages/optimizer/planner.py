@@ -17,11 +17,11 @@ from pipeline.planning import (
     Saving,
     Topology,
 )
-from stages.optimizer.adamw import AdamW, Kernel, Moments
+from stages.optimizer.adamw import AdamW, Moments
 from stages.optimizer.lion import Lion
 
-TORCH: dict[Kernel, int] = {"fused": 0, "foreach": 1, "single": 2}
-"""Temporary copies of a parameter in torch's kernels; foreach copies all at once."""
+SINGLE = 2
+"""Temporary copies of a parameter in torch's kernel `single`; `fused` makes none."""
 LOW_BIT: dict[Moments, tuple[float, float, float]] = {
     "master": (0, 0, 24),
     "fp32": (32, 0, 24),
@@ -47,8 +47,7 @@ class AdamWPlanner(Planner[AdamW]):
             algorithm=stage.algorithm,
             bits=2 * (bits or 8 * master),
             moments=2,
-            taken=master * TORCH[stage.kernel] if stage.algorithm == "adamw" else taken,
-            at_once=stage.kernel == "foreach",
+            taken=master * SINGLE * eager if stage.algorithm == "adamw" else taken,
         )
 
     def savings(self, ranks: int) -> Iterator[Saving]:

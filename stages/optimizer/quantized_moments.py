@@ -39,10 +39,12 @@ class CodeBook:
         """The values as an fp32 tensor of shape (256,), which the other methods take."""
         return torch.tensor(self.values, dtype=torch.float32, device=device)
 
-    def encode(self, blocks: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    def encode(
+        self, blocks: Tensor, table: Tensor, scales: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """uint8 codes (blocks, BLOCK) and fp32 scales (blocks,) of fp32 values (blocks, BLOCK)."""
-        scales = blocks.abs().amax(-1).clip(LEAST_SCALE)
-        return self._encode_with(scales, blocks, table), scales
+        scales = blocks.abs().amax(-1).clip(LEAST_SCALE) if scales is None else scales
+        return self._nearest(blocks / scales.view(-1, 1), table), scales
 
     def decode(self, codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
         """fp32 values (blocks, BLOCK) of codes and scales."""
@@ -55,24 +57,15 @@ class CodeBook:
         that are larger than the largest value are tried.
         """
         codes, scales = self.encode(blocks, table)
-        left = self._differs(blocks, codes, scales, table).nonzero().view(-1)
+        left = (self.decode(codes, scales, table) != blocks).any(-1).nonzero().view(-1)
         for candidates in self._larger_scales(blocks.abs().amax(-1)):
             if not left.numel():
                 break
-            trial = self._encode_with(candidates[left], blocks[left], table)
-            wrong = self._differs(blocks[left], trial, candidates[left], table)
-            right = left[~wrong]
-            codes[right], scales[right] = trial[~wrong], candidates[right]
+            trial = self.encode(blocks[left], table, candidates[left])
+            wrong = (self.decode(*trial, table) != blocks[left]).any(-1)
+            codes[left[~wrong]], scales[left[~wrong]] = (one[~wrong] for one in trial)
             left = left[wrong]
         return codes, scales
-
-    def _encode_with(self, scales: Tensor, blocks: Tensor, table: Tensor) -> Tensor:
-        codes: Tensor = self._nearest(blocks / scales.view(-1, 1), table)
-        return codes
-
-    def _differs(self, blocks: Tensor, codes: Tensor, scales: Tensor, table: Tensor) -> Tensor:
-        """Whether each block is decoded to other bits; shape (blocks,)."""
-        return (self.decode(codes, scales, table) != blocks).any(-1)
 
     def _larger_scales(self, largest: Tensor) -> Iterator[Tensor]:
         """Scales (blocks,) that the least value of the book decodes to -`largest`, up to
@@ -218,8 +211,7 @@ def _blocks(state: Mapping[str, Tensor], moment: str) -> tuple[Tensor, Tensor]:
 
 
 def moment_codec(moments: str) -> PlainMoments:
-    """Return the codec for the field `moments` of optimizer.adamw. Raises StageError without
-    torchao."""
+    """The codec for the field `moments` of optimizer.adamw. Raises StageError without torchao."""
     if moments == "8bit":
         return BlockwiseMoments()
     return PlainMoments({"fp32": torch.float32, "bf16": torch.bfloat16, "master": None}[moments])

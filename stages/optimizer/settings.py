@@ -1,4 +1,4 @@
-"""Fields that all optimizer stages share: learning rate, schedule, parameter groups, clipping."""
+"""The base of optimizer stages: learning rate, schedule, parameter groups, clipping."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
-from pipeline import NamedParameter, OptimizerPlan, PlanView, Problem, StageError
+from pipeline import NamedParameter, OptimizerPlan, PlanView, Problem, StageError, StateCodec
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 Fraction = Annotated[float, Ge(0), Lt(1)]
 Schedule = Literal["constant", "linear", "cosine", "polynomial", "inverse_sqrt", "wsd"]
 Shape = Literal["linear", "cosine", "sqrt"]
-Groups = Callable[[Iterable[NamedParameter]], list[dict[str, Any]]]
 SCHEDULE_OF: Mapping[str, Schedule] = {
     "decay_ratio": "wsd",
     "decay_steps": "wsd",
@@ -47,13 +49,26 @@ class GroupSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
-    """Learning rate, weight decay, groups, schedule and clipping."""
+    """Base of optimizer stages: learning rate, weight decay, groups, schedule and clipping.
+
+    A stage derives from it, adds the fields of its update rule, and passes `plan` a torch class:
+
+        @dataclass(frozen=True, kw_only=True)
+        class Sgd(OptimizerSettings):
+            momentum: float = 0.9
+
+            def run(self, ctx: Context) -> OptimizerPlan:
+                from torch.optim import SGD
+
+                kept = ("momentum_buffer",)
+                return self.plan(SGD, moments=kept, counts_updates=False, momentum=self.momentum)
+    """
 
     lr: Annotated[float, Gt(0)]
     """Base (peak) learning rate."""
 
     weight_decay: Annotated[float, Ge(0)] = 0.01
-    """Decoupled weight decay of matrices (parameters of two or more dimensions)."""
+    """Weight decay of matrices (parameters of two or more dimensions)."""
 
     decay_all: bool = False
     """Decay biases and normalisation weights too, instead of matrices only."""
@@ -106,29 +121,46 @@ class OptimizerSettings:
                     hint=f"set schedule: {schedule} or leave it out",
                 )
 
-    def plan(self, **rule: Any) -> OptimizerPlan:
-        """Return an OptimizerPlan of these settings and of what the update rule decides."""
+    @property
+    def algorithm(self) -> str:
+        """Name of the update rule, unique to it."""
+        return type(self).__name__.lower()
+
+    def plan(
+        self,
+        optimizer: Callable[..., Optimizer],
+        *,
+        moments: Sequence[str],
+        counts_updates: bool = True,
+        packing: StateCodec | None = None,
+        shards: bool = False,
+        **rule: Any,
+    ) -> OptimizerPlan:
+        """An OptimizerPlan of these settings.
+
+        `optimizer` is a torch optimizer class, made with parameter groups, `lr`, `weight_decay` and
+        `rule`. `moments`, `counts_updates` and `packing` are those of OptimizerPlan. With `shards`,
+        each group has the number of this process's shard.
+        """
+        rule = {"lr": self.lr, "weight_decay": self.weight_decay, **rule}
         return OptimizerPlan(
-            groups=self.make_groups(),
+            algorithm=self.algorithm,
+            hyperparameters=rule,
+            groups=functools.partial(make_groups, self, shards=shards),
+            moments=moments,
+            packing=packing,
+            counts_updates=counts_updates,
+            build=functools.partial(optimizer, **rule),
             lr_scale=self.lr_scale,
             schedule_warnings=self.schedule_warnings,
             max_grad_norm=self.max_grad_norm,
-            **rule,
         )
 
     def lr_scale(self, step: int, total: int) -> float:
-        """Factor on the base learning rates for zero-based `step` of `total`, as in transformers.
-
-        Rises linearly from 0 over the warm-up, step / warm-up. Then:
-
-        - constant: stays at 1.
-        - inverse_sqrt: sqrt(warm-up / step) (Vaswani et al. 2017, section 5.3).
-        - the others fall to `final_lr_ratio`, which the step behind the last would have: linear;
-          cosine by half a cosine (Loshchilov & Hutter 2017, SGDR, eq. 5); polynomial with the
-          remaining steps to the `power`; wsd stays at 1 and falls in the last steps (Hu et al.
-          2024, MiniCPM, section 4), in the `decay_shape` of a line, a cosine, or 1 less a square
-          root (Hägele et al. 2024).
-        """
+        """Factor on the base learning rates for zero-based `step` of `total`, as in transformers:
+        step / warm-up, then as the fields say. Loshchilov & Hutter 2017, SGDR, eq. 5 (cosine);
+        Vaswani et al. 2017, section 5.3 (inverse_sqrt); Hu et al. 2024, MiniCPM, section 4 (wsd);
+        Hägele et al. 2024 (sqrt)."""
         warmup = self._warmup(total)
         if step < warmup:
             return step / warmup
@@ -150,27 +182,16 @@ class OptimizerSettings:
         return self.final_lr_ratio + (1.0 - self.final_lr_ratio) * left
 
     def schedule_warnings(self, total: int) -> Iterator[str]:
-        """Warnings about schedules over `total` steps that are probably a mistake."""
+        """A warning if warm-up takes all of `total` steps."""
         warmup = self._warmup(total)
-        key = "warmup_steps" if self.warmup_steps else "warmup_ratio"
-        if not any(self.lr_scale(step, total) for step in range(total)):
+        if warmup >= total:
             yield (
-                f"the learning rate is 0 at every step: warm-up begins with 0 and takes {warmup} "
-                f"steps; set a lower {key}"
-            )
-        elif warmup >= total:
-            yield (
-                f"warm-up takes {warmup} steps and the training {total}: the learning rate rises "
-                f"to the end; set a lower {key}"
+                f"warm-up begins with a learning rate of 0 and takes {warmup} steps, and the "
+                f"training {total}; set a lower warmup_steps or warmup_ratio"
             )
 
     def _warmup(self, total: int) -> int:
         return self.warmup_steps or steps_in(self.warmup_ratio, total)
-
-    def make_groups(self, *, shards: bool = False) -> Groups:
-        """Return a function from a model's parameters to torch parameter groups. It raises
-        StageError for patterns without a match."""
-        return functools.partial(_make_groups, self, shards=shards)
 
 
 def steps_in(ratio: float, total: int) -> int:
@@ -178,16 +199,12 @@ def steps_in(ratio: float, total: int) -> int:
     return math.ceil(round(ratio * total, 9))  # 0.07 x 100 is a little more than 7 in binary
 
 
-def _make_groups(
-    settings: OptimizerSettings, parameters: Iterable[NamedParameter], *, shards: bool
+def make_groups(
+    settings: OptimizerSettings, parameters: Iterable[NamedParameter], *, shards: bool = False
 ) -> list[dict[str, Any]]:
     """Trainable parameters in torch groups of equal rate and decay, in order: the settings' own
     groups, then the rest; decayed parameters first. With `shards`, each group has the number of
-    this process's shard.
-
-    Raises StageError for a pattern that matches no trainable parameter, and for a group whose
-    parameters all belong to earlier groups.
-    """
+    this process's shard. Raises StageError for a pattern that adds no parameter to its group."""
     trained = [parameter for parameter in parameters if parameter.parameter.requires_grad]
     own = settings.groups
     _require_members(own, [parameter.name for parameter in trained])
@@ -215,19 +232,12 @@ def _place(own: Sequence[GroupSettings], name: str) -> int:
 
 def _require_members(own: Sequence[GroupSettings], names: Sequence[str]) -> None:
     for place, group in enumerate(own):
+        left = [name for name in names if _place(own[:place], name) == place]
         for pattern in group.match:
-            if not any(fnmatchcase(name, pattern) for name in names):
+            if not any(fnmatchcase(name, pattern) for name in left):
                 raise StageError(
-                    f"groups.{place}.match: {pattern!r} matches no trained parameter",
-                    hint="they have names like "
-                    + ", ".join(names[:3])
-                    + "; a tied weight has one name: a tied head is part of the embedding",
+                    f"groups.{place}.match: {pattern!r} matches no trained parameter that is in no "
+                    "earlier group",
+                    hint=f"such parameters have names like {', '.join(left[:3])}; a tied head is "
+                    "part of the embedding",
                 )
-        name = next(name for name in names if group.matches(name))
-        if not any(_place(own, name) == place for name in names):
-            raise StageError(
-                f"groups.{place}: all parameters that it matches, such as {name}, belong to "
-                f"earlier groups (groups.{_place(own, name)})",
-                hint="a parameter belongs to the first group that matches it: put the group with "
-                "narrower patterns first",
-            )

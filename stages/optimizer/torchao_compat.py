@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-from pipeline import StageError
-from pipeline.utils import unheard
+from pipeline.utils import optional
 
 
 def adam() -> ModuleType:
@@ -20,10 +19,5 @@ def quantizers() -> ModuleType:
 
 
 def _module(name: str) -> ModuleType:
-    try:
-        with unheard():
-            return importlib.import_module(name)
-    except ImportError as error:
-        raise StageError(
-            f"this optimizer needs torchao: {error}", hint="pip install 'pipetrain[torchao]'"
-        ) from error
+    with optional("this optimizer needs torchao", hint="pip install 'pipetrain[torchao]'"):
+        return importlib.import_module(name)

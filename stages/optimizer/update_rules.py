@@ -18,17 +18,10 @@ from stages.optimizer.quantized_moments import MOMENTS, SMALLEST, PlainMoments
 
 class LionOptimizer(Optimizer):
     """Chen et al. 2023, algorithm 2: the sign of an average of moment and gradient, with decoupled
-    weight decay. The moment has the parameter's dtype; an update needs one more such tensor."""
+    weight decay: `lr`, `betas`, `weight_decay`. An update needs one more tensor of the size."""
 
-    def __init__(
-        self,
-        params: Iterable[dict[str, Any]],
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        weight_decay: float,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+    def __init__(self, params: Iterable[dict[str, Any]], **rule: Any) -> None:
+        super().__init__(params, rule)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
@@ -52,7 +45,7 @@ def _lion(parameter: Tensor, gradient: Tensor, moment: Tensor, group: dict[str, 
 
 class LowBitAdamW(Optimizer):
     """torchao's AdamW (`single_param_adam`, computed in fp32) on this process's elements of each
-    parameter, flat. State: `step`, and the moments as the codec stores them.
+    parameter, flat: `lr`, `betas`, `eps`, `weight_decay`. State: `step`, and what the codec stores.
 
     With a `rounding_seed`, weights are bf16 and rounded stochastically; each group's `shard` is the
     number of this process's shard.
@@ -62,16 +55,12 @@ class LowBitAdamW(Optimizer):
         self,
         params: Iterable[dict[str, Any]],
         *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
         codec: PlainMoments,
         rounding_seed: int | None,
         compiled: bool,
+        **rule: Any,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults)
+        super().__init__(params, rule)
         self._codec = codec
         self._noise = None if rounding_seed is None else Noise(rounding_seed)
         self._update = functools.partial(
@@ -114,9 +103,7 @@ class LowBitAdamW(Optimizer):
                 None if noise is None else noise[start:stop],
                 step=state["step"],
                 lr=torch.tensor(group["lr"], dtype=torch.float32),  # a float would be a constant
-                betas=group["betas"],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
+                hyper=(*group["betas"], group["weight_decay"], group["eps"]),
             )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -147,13 +134,11 @@ def _adamw(
     rule: Callable[..., None],
     step: Tensor,
     lr: Tensor,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
+    hyper: tuple[float, float, float, float],
 ) -> None:
     first, second = (codec.decode(moments, name, tables) for name in MOMENTS)
     new = weights.float()
-    rule(new, gradient, step, first, second, None, lr, *betas, weight_decay, eps, True, False)
+    rule(new, gradient, step, first, second, None, lr, *hyper, True, False)
     codec.encode(moments, MOMENTS[0], first, tables)
     codec.encode(moments, MOMENTS[1], second, tables)
     if noise is not None:

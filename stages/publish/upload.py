@@ -28,8 +28,6 @@ MAIN = "main"
 CARD = "README.md"
 NOT_ALLOWED = (401, 403, 404)
 """HTTP statuses of missing permissions: a repository that a token may not see is not found."""
-LONGEST = 600
-"""Characters of an error from outside that are shown; a proxy may answer with a page."""
 
 
 def publish(stage: PublishHub, ctx: Context, model: ExportedModel) -> PublishedModel:
@@ -176,5 +174,5 @@ def _refusal(error: Exception, stage: PublishHub, ctx: Context, token: str) -> S
             f"{stage.repo.partition('/')[0]}; it is that of ${stage.token_env} or, without that, "
             f"of the hub login; {hint}"
         )
-    reason = textwrap.shorten(reason, LONGEST, placeholder=" ...")
+    reason = textwrap.shorten(reason, 600, placeholder=" ...")  # a proxy may answer with a page
     return StageError(f"cannot publish to {stage.repo}: {reason}", hint=hint)

@@ -64,16 +64,10 @@ class AnomalyMonitor:
 
 
 def is_spike(loss: float, recent: list[float], policy: Anomalies) -> bool:
-    """Whether `loss` is above the policy's limits, given a full window of `recent` losses."""
+    """Whether `loss` is above the policy's limit, given a full window of `recent` losses."""
     window = recent[-policy.spike_window :]
-    if len(window) < policy.spike_window:
-        return False
-    mean = statistics.fmean(window)
-    if policy.spike_factor is not None and loss > mean * policy.spike_factor:
-        return True
-    if policy.spike_deviations is None:
-        return False
-    return loss > mean + policy.spike_deviations * statistics.pstdev(window, mean)
+    full = len(window) == policy.spike_window
+    return full and loss > statistics.fmean(window) * policy.spike_factor
 
 
 def exclude(progress: Progress, start: int, stop: int) -> None:
@@ -133,16 +127,13 @@ class Recovery:
         return {**facts, "samples_from": start, "samples_to": stop}
 
     def _describe(self, anomaly: str, grad_norm: float, progress: Progress, stop: int) -> str:
-        step = f"step {progress.step + 1}"
-        where = f"(samples {progress.samples} to {stop - 1} of the order)"
-        if anomaly != SPIKE:
-            return f"{step}: the gradient norm is {grad_norm} {where}"
-        window = progress.recent_losses[-self._policy.spike_window :]
-        mean = sum(window) / len(window)
-        return (
-            f"{step}: the loss is {self._monitor.loss:.4f}, a spike over the mean {mean:.4f} of "
-            f"the last {len(window)} steps {where}"
-        )
+        if anomaly == SPIKE:
+            mean = statistics.fmean(progress.recent_losses[-self._policy.spike_window :])
+            found = f"the loss is {self._monitor.loss:.4f}, a spike over the mean {mean:.4f}"
+        else:
+            found = f"the gradient norm is {grad_norm}"
+        samples = f"samples {progress.samples} to {stop - 1} of the order"
+        return f"step {progress.step + 1}: {found} ({samples})"
 
     def _skip(self, what: str, progress: Progress, stop: int) -> None:
         progress.left_out_in_a_row += 1

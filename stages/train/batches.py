@@ -8,25 +8,20 @@ empty, which changes no number: the loss is normalised over the whole step.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline import ENDLESS, NO_TARGET, Data, DataAxis, Order, Progress, Sample, StageError
+from pipeline import NO_TARGET, Data, DataAxis, Progress, Sample, StageError
 from stages.train.settings import BatchPlan
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-STRETCH = 1024
-"""Positions of an order that are computed at once, at most an epoch."""
 
 
 def microbatches(count: int, shard: DataAxis, micro_batch_size: int) -> list[tuple[int, int]]:
@@ -101,12 +96,8 @@ class BatchStats:
         )
 
 
-class BatchSpec(NamedTuple):
-    """Position of the step, number of the micro-batch in it, and indices of its samples."""
-
-    position: int
-    number: int
-    indices: tuple[int, ...]
+Prepared = tuple[MicroBatch, list[int]]
+"""A micro-batch, and the lengths of its samples without padding."""
 
 
 class Feed:
@@ -127,8 +118,10 @@ class Feed:
         self._device = device
         self._batch = plan.global_batch_size
         self._micro = plan.microbatch_size(shard.count)
-        self._order = IndexCache(data.train.order(seed, shuffle=plan.shuffle))
-        self._prefetcher = Prefetcher(self._prepare, workers)
+        order = data.train.order(seed, shuffle=plan.shuffle)
+        self._indices = functools.lru_cache(maxsize=2)(order.indices)  # every step asks twice
+        self._pool = ThreadPoolExecutor(workers, "pipe-feed") if workers else None
+        self._begun: dict[int, list[Future[Prepared]]] = {}
         self._end = None if plan.epochs is None else round(plan.epochs * len(data.train))
         if self._end == 0:
             raise StageError(
@@ -151,94 +144,55 @@ class Feed:
 
     def targets(self, position: int) -> int:
         """Target tokens of the whole step on all ranks, known without communication."""
-        indices = self._order.indices(position, self.count(position))
+        indices = self._indices(position, self.count(position))
         return self._data.train.total_targets(indices)
 
     def samples(self, position: int) -> Iterator[Sample]:
         """The samples from `position` on, one after another, without end."""
         for place in itertools.count(position):
-            (index,) = self._order.indices(place, 1).tolist()
+            (index,) = self._indices(place, 1).tolist()
             yield self._data.train[index]
 
     def microbatches(self, position: int) -> Iterator[tuple[MicroBatch, bool, BatchStats]]:
         """This rank's micro-batches of the step at `position`, each with whether it is the last,
         and its statistics."""
-        specs = self._specs(position)
-        batches = self._prefetcher.take(specs, lambda: self._specs(position + self.count(position)))
-        for number in range(len(specs)):
+        shares = self._shares(position)
+        batches = self._prepared(position, shares)
+        for number in range(len(shares)):
             began = time.perf_counter()
             batch, lengths = next(batches)
             seconds = time.perf_counter() - began
             squares = sum(length * length for length in lengths)
-            yield batch, number == len(specs) - 1, BatchStats(sum(lengths), squares, seconds)
-
-    def close(self) -> None:
-        """End the threads."""
-        self._prefetcher.close()
-
-    def _specs(self, position: int) -> list[BatchSpec]:
-        count = self.count(position)
-        if count <= 0:
-            return []
-        indices = tuple(self._order.indices(position, count).tolist())
-        ranges = microbatches(count, self._shard, self._micro)
-        return [
-            BatchSpec(position, number, indices[start:end])
-            for number, (start, end) in enumerate(ranges)
-        ]
-
-    def _prepare(self, spec: BatchSpec) -> tuple[MicroBatch, list[int]]:
-        """A micro-batch, and the lengths of its samples without padding."""
-        samples = [self._data.train[index] for index in spec.indices]
-        batch = collate(samples, self._data.pad_id, self._device)
-        return batch, [len(sample.input_ids) for sample in samples]
-
-
-Prepare = Callable[[BatchSpec], tuple[MicroBatch, list[int]]]
-
-
-class Prefetcher:
-    """Prepares a step's micro-batches in threads during the step before it."""
-
-    def __init__(self, prepare: Prepare, workers: int) -> None:
-        self._prepare = prepare
-        self._pool = ThreadPoolExecutor(workers, "pipe-feed") if workers else None
-        self._begun: dict[BatchSpec, Future[tuple[MicroBatch, list[int]]]] = {}
-
-    def take(
-        self, specs: Sequence[BatchSpec], following: Callable[[], Sequence[BatchSpec]]
-    ) -> Iterator[tuple[MicroBatch, list[int]]]:
-        """The micro-batches of `specs`, in order; those of `following()` are begun meanwhile."""
-        if self._pool is None:
-            yield from map(self._prepare, specs)
-            return
-        begun = self._begun
-        taken = [begun.get(spec) or self._pool.submit(self._prepare, spec) for spec in specs]
-        self._begun = {spec: self._pool.submit(self._prepare, spec) for spec in following()}
-        for future in taken:
-            yield future.result()
+            yield batch, number == len(shares) - 1, BatchStats(sum(lengths), squares, seconds)
 
     def close(self) -> None:
         """Wait for micro-batches that are being prepared, and end the threads."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
+    def _shares(self, position: int) -> list[list[int]]:
+        """Samples of each micro-batch of this rank in the step at `position`."""
+        count = self.count(position)
+        if count <= 0:
+            return []
+        indices = self._indices(position, count).tolist()
+        return [indices[start:end] for start, end in microbatches(count, self._shard, self._micro)]
 
-class IndexCache:
-    """An order's indices, computed many at a time: every step asks twice for the same, and short
-    requests cost numpy as much as long ones. An endless order may read data, so it is asked for no
-    more than is needed."""
+    def _prepared(self, position: int, shares: list[list[int]]) -> Iterator[Prepared]:
+        """The micro-batches of the step at `position`; threads prepare those of the next step
+        meanwhile."""
+        pool = self._pool
+        if pool is None:
+            yield from map(self._prepare, shares)
+            return
+        taken = self._begun.get(position) or [pool.submit(self._prepare, one) for one in shares]
+        following = position + self.count(position)
+        begun = [pool.submit(self._prepare, one) for one in self._shares(following)]
+        self._begun = {following: begun}
+        for future in taken:
+            yield future.result()
 
-    def __init__(self, order: Order) -> None:
-        self._order = order
-        self._stretch = 0 if order.size == ENDLESS else min(STRETCH, order.size)
-        self._start = 0
-        self._known: NDArray[np.int64] = np.empty(0, dtype=np.int64)
-
-    def indices(self, start: int, count: int) -> NDArray[np.int64]:
-        """The samples at positions start ... start + count - 1; shape (count,)."""
-        skip = start - self._start
-        if skip < 0 or skip + count > len(self._known):
-            self._start, skip = start, 0
-            self._known = self._order.indices(start, max(count, self._stretch))
-        return self._known[skip : skip + count]
+    def _prepare(self, indices: list[int]) -> Prepared:
+        samples = [self._data.train[index] for index in indices]
+        batch = collate(samples, self._data.pad_id, self._device)
+        return batch, [len(sample.input_ids) for sample in samples]

@@ -72,33 +72,28 @@ class TrainCausalLm(BatchPlan):
 
     def _evaluation_problems(self, plan: PlanView) -> Iterator[Problem]:
         kept = [getattr(stage, "keep_best", 0) for stage in plan.giving(Checkpoints)]
-        if self.early_stopping is not None and self.eval_every is None:
-            yield Problem(
-                key="early_stopping",
-                message="needs evaluations before the end",
-                hint="set eval_every",
-            )
-        if self.eval_every is None and any(kept):
-            yield Problem(
-                key="eval_every",
-                message="the checkpoint slot's keep_best compares evaluations, and there is only "
-                "one, at the end",
-                hint="set eval_every",
-            )
+        if self.eval_every is None:
+            hint = "set eval_every"
+            if self.early_stopping is not None:
+                message = "needs evaluations before the end"
+                yield Problem(key="early_stopping", message=message, hint=hint)
+            if any(kept):
+                message = "the checkpoint slot's keep_best compares evaluations: one is too few"
+                yield Problem(key="eval_every", message=message, hint=hint)
         if self.result == "best" and not all(kept):
-            yield Problem(
-                key="result",
-                message="the checkpoint slot does not keep the best checkpoint",
-                hint="set keep_best: 1 there",
-            )
+            message = "the checkpoint slot does not keep the best checkpoint"
+            yield Problem(key="result", message=message, hint="set keep_best: 1 there")
         yield from heldout_problems(plan, self.evaluates)
 
     @property
     def evaluates(self) -> list[str]:
         """The fields that ask for held-out samples."""
-        best = self.result == "best"
-        asked = {name: getattr(self, name) for name in ("eval_every", "eval_first")}
-        asked |= {"early_stopping": self.early_stopping, "result": best}
+        asked = {
+            "eval_every": self.eval_every,
+            "eval_first": self.eval_first,
+            "early_stopping": self.early_stopping,
+            "result": self.result == "best",
+        }
         return [name for name, value in asked.items() if value]
 
     def length(self, samples: int | None = None) -> TrainingLength:

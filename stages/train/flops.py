@@ -27,7 +27,7 @@ NARROW = (["bf16"], ["fp16"])
 """Compute dtypes of an engine to which the peaks apply."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Cost:
     """Floating-point operations of a token in forward and backward."""
 
@@ -35,48 +35,40 @@ class Cost:
     """Operations that do not depend on the length of the sequence: 6 N."""
     attention: float
     """Operations per token of sequence length: 12 L H Q."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Utilisation:
-    """A model on one kind of accelerator."""
-
-    cost: Cost
     peak: float
     """Operations per second of one device."""
 
-    def share(self, tokens: float, squares: float, device_seconds: float) -> float:
+    def utilisation(self, tokens: float, squares: float, device_seconds: float) -> float:
         """Share of the peak, 0 to 1, of samples with `tokens` tokens, whose squared lengths sum to
         `squares`, in `device_seconds` seconds times devices."""
-        operations = self.cost.multiplied * tokens + self.cost.attention * squares
+        operations = self.multiplied * tokens + self.attention * squares
         return operations / (device_seconds * self.peak)
 
 
-def utilisation(engine: Engine) -> Utilisation | None:
-    """Utilisation of the engine's device by its model; None without a GPU whose peak is known, in
-    fp32, and for models whose cost is not known."""
+def known_peak(engine: Engine) -> float | None:
+    """Operations per second of the engine's device; None without a GPU that is known, and in
+    fp32."""
     if engine.device.type != "cuda" or engine.describe().get("compute") not in NARROW:
         return None
     device = find_accelerator(torch.cuda.get_device_name(engine.device))
-    cost = known_cost(engine)
-    return None if device is None or cost is None else Utilisation(cost=cost, peak=device.flops)
+    return None if device is None else device.flops
 
 
-def known_cost(engine: Engine) -> Cost | None:
-    """Cost of a token; None for a mixture of experts, and for a model without the usual config."""
+def known_cost(engine: Engine, peak: float | None) -> Cost | None:
+    """Cost of a token; None without a `peak`, for a mixture of experts, and for a model without the
+    usual config."""
     model = next((m for m in engine.model.modules() if isinstance(m, PreTrainedModel)), None)
-    if model is None:
+    if model is None or peak is None:
         return None
     config = model.config.get_text_config()
-    if getattr(config, "num_experts_per_tok", None):
-        return None
     try:
         heads = config.num_attention_heads
         size = getattr(config, "head_dim", None) or config.hidden_size // heads
         attention = 12.0 * config.num_hidden_layers * heads * size
     except AttributeError:
         return None
-    return Cost(multiplied=_multiplied(engine, model), attention=attention)
+    experts = getattr(config, "num_experts_per_tok", None)
+    return None if experts else Cost(_multiplied(engine, model), attention, peak)
 
 
 def _multiplied(engine: Engine, model: Any) -> float:

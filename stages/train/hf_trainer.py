@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +20,6 @@ from pipeline import (
     TrainedRun,
 )
 from pipeline.utils import closest
-from stages.importing.trainer import TRAINER
 from stages.train.settings import BatchPlan, Count, heldout_problems
 
 
@@ -55,7 +53,6 @@ class HfTrainer(BatchPlan):
         yield from super().check(plan)
         yield from heldout_problems(plan, ["eval_every"] if self.eval_every else [])
         yield from _refused(self.arguments)
-        yield from _impossible_here(self.arguments, plan)
         yield from _other_slots(plan)
 
     def run(
@@ -86,52 +83,16 @@ FREE = frozenset(
 )
 """TrainingArguments that no slot decides and that change neither samples, loss nor checkpoints."""
 
-OWNERS = {
-    ("fsdp", "deepspeed", "parallelism_config"): (
-        "sharded checkpoints of the Trainer cannot be read again; use wrap.fsdp or wrap.zero"
-    ),
-    ("learning_rate", "lr_", "warmup", "optim", "weight_", "adam_", "max_grad"): (
-        "the optimizer slot decides it"
-    ),
-    ("bf16", "fp16"): "the precision slot decides dtypes",
-    ("save_", "load_best", "resume", "output_dir"): "save_every and keep decide checkpoints",
-    ("eval_", "do_eval", "per_device_eval"): "eval_every decides evaluation",
-    ("logging_",): "log_every decides the lines on screen",
-    ("push_", "hub_"): "a publish slot uploads the export",
-    ("seed", "data_seed"): "the recipe's seed decides it",
-    ("use_cpu",): "the recipe's launch decides the device",
-    ("",): "the fields of this slot, the data slot and the loss decide it",
-}
-"""Beginnings of names -> hint; the first match counts."""
-
 
 def _refused(arguments: Mapping[str, Any]) -> Iterator[Problem]:
     for name in arguments:
-        key = f"arguments.{name}"
-        hints = [hint for begins, hint in OWNERS.items() if name.startswith(begins)]
-        if name not in FREE and (name in TRAINER or len(hints) > 1):
-            yield Problem(key=key, message="is set by the recipe", hint=hints[0])
-        elif name not in FREE:
+        if name not in FREE:
             similar = closest(name, FREE)
-            hint = f"did you mean `{similar}`?" if similar else ""
-            yield Problem(key=key, message="is not a supported TrainingArgument", hint=hint)
-
-
-def _impossible_here(arguments: Mapping[str, Any], plan: PlanView) -> Iterator[Problem]:
-    """Problems that the Trainer would fail with when it is built."""
-    if arguments.get("tf32") and plan.device == "cpu":
-        yield Problem(key="arguments.tf32", message="needs a GPU")
-    trackers = arguments.get("report_to") or ()
-    needed = [("report_to", t) for t in ([trackers] if isinstance(trackers, str) else trackers)]
-    if arguments.get("use_liger_kernel"):
-        needed.insert(0, ("use_liger_kernel", "liger-kernel"))
-    for argument, package in needed:
-        installed = package in ("none", "all") or importlib.util.find_spec(
-            package.replace("-", "_")
-        )
-        if not installed:
-            hint = f"pip install {package}"
-            yield Problem(key=f"arguments.{argument}", message=f"needs {package}", hint=hint)
+            yield Problem(
+                key=f"arguments.{name}",
+                message="is no TrainingArgument, or a slot of the recipe decides it",
+                hint=f"did you mean `{similar}`?" if similar else "",
+            )
 
 
 def _other_slots(plan: PlanView) -> Iterator[Problem]:

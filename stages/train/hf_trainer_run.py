@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -15,6 +16,7 @@ import torch
 import torch.distributed
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.utils import SAFE_WEIGHTS_NAME
 
@@ -72,12 +74,13 @@ def train(
     accumulation = len(microbatches(config.global_batch_size, shard, micro))
     everyone = torch.distributed.group.WORLD
     module = build_module(ctx, model, precision, replicas=everyone, casts=True)
+    optimizer = plan.build(plan.groups(named_parameters(module)))
     trainer = _RecipeTrainer(
         model=module,
         args=_arguments(config, ctx, plan, accumulation, steps),
         train_dataset=data.train,
         loader=MicroBatches(feed, data, shard, accumulation, progress, steps),
-        plan=plan,
+        optimizers=(optimizer, _schedule(optimizer, plan, steps)),
         frozen_base=frozenset(model.frozen_base),
     )
     ctx.on_exit(reset_state)
@@ -137,6 +140,11 @@ def _arguments(
     )
 
 
+def _schedule(optimizer: torch.optim.Optimizer, plan: OptimizerPlan, steps: int) -> LambdaLR:
+    # The Trainer asks once more behind the last step.
+    return LambdaLR(optimizer, lambda step: plan.lr_scale(min(step, steps - 1), steps))
+
+
 @dataclass(eq=False)
 class MicroBatches:
     """This rank's micro-batches of all steps behind `progress`, as one epoch of the Trainer. Every
@@ -170,18 +178,13 @@ class MicroBatches:
 
 
 class _RecipeTrainer(Trainer):  # type: ignore[misc]
-    """The Trainer with the recipe's samples, loss, optimizer and learning rates."""
+    """The Trainer with the recipe's samples and loss."""
 
     loss_is_scaled_for_ga = True
-    optimizer: Any
-    lr_scheduler: Any
 
-    def __init__(
-        self, *, loader: MicroBatches, plan: OptimizerPlan, frozen_base: Set[str], **rest: Any
-    ) -> None:
+    def __init__(self, *, loader: MicroBatches, frozen_base: Set[str], **rest: Any) -> None:
         super().__init__(**rest)
         self._loader = loader
-        self._plan = plan
         self._frozen_base = frozen_base
         if frozen_base:  # otherwise a resume reports it as missing
             self.model._keys_to_ignore_on_save = frozen_base
@@ -202,29 +205,11 @@ class _RecipeTrainer(Trainer):  # type: ignore[misc]
             }
             save_file(own, Path(output_dir) / SAFE_WEIGHTS_NAME, metadata={"format": "pt"})
 
-    def get_batch_samples(self, *arguments: Any) -> tuple[list[Any], None]:
-        # The scale of the loss comes with each micro-batch, so nothing is counted or gathered.
-        batches, _ = super().get_batch_samples(*arguments)
-        return batches, None
-
-    def _get_num_items_in_batch(self, *arguments: Any) -> None:
-        return None
-
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        if self.optimizer is None:
-            self.optimizer = self._plan.build(self._plan.groups(named_parameters(self.model)))
-        return self.optimizer  # type: ignore[no-any-return]
-
-    def create_scheduler(
-        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
-    ) -> Any:
-        if self.lr_scheduler is None:
-            last = num_training_steps - 1  # the scheduler asks once more behind the last step
-            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-                optimizer or self.optimizer,
-                lambda step: self._plan.lr_scale(min(step, last), num_training_steps),
-            )
-        return self.lr_scheduler
+    def get_batch_samples(
+        self, batches: Iterator[dict[str, Any]], count: int, *rest: Any
+    ) -> tuple[list[dict[str, Any]], None]:
+        """A step's micro-batches. The scale of the loss comes with each, so nothing is counted."""
+        return list(itertools.islice(batches, count)), None
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], *rest: Any, **named: Any

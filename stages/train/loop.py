@@ -33,14 +33,14 @@ from stages.train.evaluation import (
     record_evaluation,
     set_metric,
 )
-from stages.train.flops import utilisation
+from stages.train.flops import known_cost, known_peak
 from stages.train.lineage import require_same_lineage
 from stages.train.loss import SummedLoss
 from stages.train.profiling import Profile, Profiler
 from stages.train.report import Reporter, StepMeter
 from stages.train.settings import GIVE_SAMPLES, NO_SAMPLES
 from stages.train.step import StepResult, TrainStep
-from stages.train.verify_loss import verify_chunks, verify_packing
+from stages.train.verify_loss import verify_packing
 
 
 def train(
@@ -77,7 +77,7 @@ def train(
         step=TrainStep(engine=engine, loss=loss, feed=feed, plan=plan, monitor=monitor),
         recovery=Recovery(config.anomalies, monitor, checkpoints, validate),
         profiler=Profiler(config.profile_steps, ctx.run_dir, engine),
-        meter=StepMeter(engine, progress, utilisation(engine)),
+        meter=StepMeter(engine, progress, known_cost(engine, known_peak(engine))),
         reporter=reporter,
         callbacks=Callbacks(reporter, callback),
     ).run()
@@ -139,7 +139,8 @@ class Training:
         progress, config, feed = self.progress, self.config, self.step.feed
         self.evaluated = "eval_loss" in progress.metrics
         self.save = Save(progress.step)
-        self._verify()
+        samples = feed.samples(progress.samples)
+        verify_packing(self.step.engine, self.data, samples, self.step.loss)
         self.callbacks.restore(progress.callbacks)
         self.meter.restart(progress)
         total = feed.total_steps(progress)
@@ -155,13 +156,6 @@ class Training:
                     self._save()
         if config.anomalies.rolls_back:
             self._save()  # so that there is a checkpoint to go back to
-
-    def _verify(self) -> None:
-        """Verify on the next samples what packing and loss_chunk_size assume."""
-        step, position = self.step, self.progress.samples
-        verify_packing(step.engine, self.data, step.feed.samples(position), step.loss)
-        if self.config.loss_chunk_size is not None:
-            verify_chunks(step.engine, self.data, step.feed.samples(position), step.loss)
 
     def _goes_on(self) -> bool:
         """Whether there is another step; logs the reason for early stopping."""

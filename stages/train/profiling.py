@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import math
 import time
@@ -85,8 +86,8 @@ def communication_share(events: Sequence[Event], *, ranks: int) -> float | None:
     to 1; None if the trace of several ranks shows no collective.
 
     On GPUs: the time of NCCL's kernels in which no other kernel and no copy runs. On CPUs: the time
-    of gloo's operations in which the training thread is in no operator. Both include waiting for
-    slower ranks, and on CPUs the interpreter's time while a collective is under way.
+    of gloo's operations in which the training thread is in no innermost operator. Both include
+    waiting for slower ranks, and on CPUs the interpreter's time during a collective.
     """
     events = [event for event in events if event.get("ph") == "X"]
     step = next(e for e in events if e["name"] == STEP and e.get("cat") == "user_annotation")
@@ -121,21 +122,12 @@ def _exposed(collectives: Iterable[Span], busy: Iterable[Span], start: float, en
 
 
 def _computing(events: Iterable[Event]) -> Iterator[Span]:
-    """Times at which the innermost event of a thread is an operator that computes."""
-    open_: list[tuple[float, bool]] = []
-    now = 0.0
+    """Times of a thread's operators that compute and contain no other event."""
     ordered = sorted(events, key=lambda event: (event["ts"], -event.get("dur", 0)))
-    for start, end, computes in [*((*_span(e), _computes(e)) for e in ordered), (math.inf, 0, 0)]:
-        while open_ and open_[-1][0] <= start:
-            ended, computed = open_.pop()
-            if computed and ended > now:
-                yield now, ended
-            now = max(now, ended)
-        if open_ and open_[-1][1] and start > now:
-            yield now, start
-        now = start
-        # Rounding can let a part end later than the whole.
-        open_.append((min(end, open_[-1][0]) if open_ else end, bool(computes)))
+    for event, following in itertools.zip_longest(ordered, ordered[1:]):
+        contains = following is not None and following["ts"] < _span(event)[1]
+        if not contains and _computes(event):
+            yield _span(event)
 
 
 def _computes(event: Event) -> bool:

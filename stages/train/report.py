@@ -14,22 +14,17 @@ import torch.distributed
 from pipeline import Context, Engine, Progress, StepCallback
 from pipeline.hardware import peak_beyond
 from stages.train.batches import BatchStats
-from stages.train.flops import Utilisation
+from stages.train.flops import Cost
 from stages.train.profiling import Profile
 from stages.train.step import StepResult
-
-SLOW_DATA = 0.05
-"""Share of a step's time waiting for data from which on the line on screen shows it."""
 
 
 class StepMeter:
     """Measures steps, from the end of the one before."""
 
-    def __init__(
-        self, engine: Engine, progress: Progress, utilisation: Utilisation | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, progress: Progress, cost: Cost | None = None) -> None:
         self._engine = engine
-        self._utilisation = utilisation
+        self._cost = cost
         self.restart(progress)
 
     def restart(self, progress: Progress) -> None:
@@ -64,8 +59,9 @@ class StepMeter:
             "data_wait_share": total.seconds / seconds / ranks,
             **_peak_memory(self._engine.device, ranks),
         }
-        if self._utilisation is not None:
-            record["mfu"] = self._utilisation.share(total.tokens, total.squares, seconds * ranks)
+        if self._cost is not None:
+            spent = seconds * ranks
+            record["mfu"] = self._cost.utilisation(total.tokens, total.squares, spent)
         if profile is not None:
             record |= {"profiled": True, "communication_share": profile.communication}
         self._since, self._tokens, self._samples = now, progress.tokens, progress.samples
@@ -129,25 +125,20 @@ class Reporter(StepCallback):
         self._ctx.metrics.write({"step": step, **_json(record), **best})
 
     def _line(self, records: Sequence[Mapping[str, float]]) -> list[str]:
-        """The last step's numbers, and mean speeds of all."""
+        """The last step's numbers, and mean speeds of all; records of the Trainer lack most."""
         last = records[-1]
         parts = [f"step {self._last}/{self._total}", f"loss {last['loss']:.4f}"]
         parts.append(f"grad_norm {last['grad_norm']:.3f}")
-        if math.isfinite(last.get("lr", math.nan)):
+        if "step_seconds" not in last:
+            return parts
+        if math.isfinite(last["lr"]):
             parts.append(f"lr {last['lr']:.3g}")
-        if "tokens_per_second" in last:
-            parts.append(f"{_mean(records, 'tokens_per_second'):.0f} tokens/s")
+        parts.append(f"{_mean(records, 'tokens_per_second'):.0f} tokens/s")
         if "mfu" in last:
             parts.append(f"mfu {_mean(records, 'mfu'):.1%}")
-        if "step_seconds" in last:
-            seconds = sum(record["step_seconds"] for record in records) / len(records)
-            minutes, left = divmod(round((self._total - self._last) * seconds), 60)
-            parts.append(f"{seconds:.2f} s/step")
-            waited = _mean(records, "data_wait_share") if "data_wait_share" in last else 0.0
-            if waited >= SLOW_DATA:
-                parts.append(f"{waited:.0%} of it waiting for data")
-            parts.append(f"eta {minutes}:{left:02d}")
-        return parts
+        seconds = sum(record["step_seconds"] for record in records) / len(records)
+        minutes, left = divmod(round((self._total - self._last) * seconds), 60)
+        return [*parts, f"{seconds:.2f} s/step", f"eta {minutes}:{left:02d}"]
 
 
 def _json(record: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,8 +48,7 @@ class BatchPlan:
                 yield Problem(
                     key="global_batch_size",
                     message=f"is {self.global_batch_size}, but micro_batch_size x accumulation x "
-                    f"processes = {self.micro_batch_size} x {self.accumulation} x {plan.procs} "
-                    f"= {given}",
+                    f"processes = {given}",
                     hint="leave out one of micro_batch_size and accumulation",
                 )
 
@@ -84,19 +83,15 @@ class Anomalies:
     handles does not count."""
 
     spike: Action | None = None
-    """Reaction to a loss above `spike_factor` or `spike_deviations`; null does not look for spikes.
-    Looking sums the loss over ranks before each update."""
+    """Reaction to a loss spike; null does not look for them. Looking sums the loss over ranks
+    before each update."""
 
     spike_window: Annotated[int, Ge(2), Le(10_000)] = 100
     """Newest steps whose losses make up the running mean. Spikes are looked for once there were
     that many."""
 
-    spike_factor: Annotated[float, Gt(1)] | None = None
+    spike_factor: Annotated[float, Gt(1)] = 2.0
     """A loss above the running mean times this is a spike."""
-
-    spike_deviations: Annotated[float, Gt(0)] | None = None
-    """A loss above the running mean by this many standard deviations of the same window (divided by
-    N, not N - 1) is a spike."""
 
     max_skips: Count = 5
     """Anomalous steps to skip in a row; the run stops at one more."""
@@ -117,17 +112,6 @@ class Anomalies:
 
     def problems(self, plan: PlanView) -> Iterator[Problem]:
         """Mistakes that single fields do not show; keys are relative to the block."""
-        limits = [
-            key for key in ("spike_factor", "spike_deviations") if getattr(self, key) is not None
-        ]
-        if self.spike is not None and not limits:
-            yield Problem(
-                key="spike",
-                message="needs spike_factor or spike_deviations",
-                hint="give at least one of them",
-            )
-        if self.spike is None and limits:
-            yield Problem(key=limits[0], message="needs spike", hint="set spike: skip")
         for stage in plan.giving(Checkpoints) if self.rolls_back else ():
             if getattr(stage, "every", None) is None:
                 yield Problem(

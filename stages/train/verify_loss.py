@@ -1,10 +1,9 @@
-"""Checks before the first step that this model computes what packing and loss_chunk_size assume."""
+"""Check before the first step that this model keeps packed documents apart."""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -16,15 +15,12 @@ from stages.train.loss import SummedLoss
 SEARCHED = 256
 """Samples that are searched for a usable one."""
 LONGEST = 128
-"""Tokens of each document, or sample, that are used."""
+"""Tokens of each document that are used."""
 LEAK = 1e-5
 """Relative change of a document's loss from rounding, when the document before it changes."""
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
 """Relative difference of losses from other kernels and other lengths, by compute dtype."""
-HINTS = {
-    "packing": "set packing: false, or another `attention` in the model slot",
-    "loss_chunk_size": "leave out loss_chunk_size",
-}
+HINT = "set packing: false, or another `attention` in the model slot"
 
 
 def verify_packing(engine: Engine, data: Data, samples: Iterable[Sample], loss: SummedLoss) -> None:
@@ -38,32 +34,10 @@ def verify_packing(engine: Engine, data: Data, samples: Iterable[Sample], loss: 
     alone = _loss(engine, data, loss, second)
     behind = _loss(engine, data, loss, _packed(first, second))
     behind_other = _loss(engine, data, loss, _packed(other, second))
-    _require_close("packing: a document sees the one before it in the same sample",
-                   behind_other, behind, LEAK)  # fmt: skip
-    _require_close("packing: a document's loss in a packed sample is not its loss alone",
-                   behind, alone, _tolerance(engine))  # fmt: skip
-
-
-def verify_chunks(engine: Engine, data: Data, samples: Iterable[Sample], loss: SummedLoss) -> None:
-    """Raise StageError unless the loss in chunks is that of all logits at once (collective). Does
-    nothing if none of the first `samples` has a target."""
-    sample = _with_target(samples)
-    if sample is None:
-        return
-    batch = collate([sample], data.pad_id, engine.device)
-    with _evaluating(engine):
-        whole, chunked = float(loss.in_full(batch)), float(loss(batch))
-    _require_close("loss_chunk_size: the loss in chunks is not that of all logits",
-                   chunked, whole, _tolerance(engine))  # fmt: skip
-
-
-def _with_target(samples: Iterable[Sample]) -> Sample | None:
-    """Tokens around the first target of a sample."""
-    for sample in itertools.islice(samples, SEARCHED):
-        targets = np.flatnonzero(sample.labels != NO_TARGET)
-        if targets.size:
-            return _part(sample, max(int(targets[0]) - LONGEST // 2, 0), len(sample.labels))
-    return None
+    what = "a document sees the one before it in the same sample"
+    _require_close(what, behind_other, behind, LEAK)
+    what = "a document's loss in a packed sample is not its loss alone"
+    _require_close(what, behind, alone, _tolerance(engine))
 
 
 def _two_documents(samples: Iterable[Sample]) -> tuple[Sample, Sample] | None:
@@ -95,19 +69,12 @@ def _packed(first: Sample, second: Sample) -> Sample:
     )
 
 
+@torch.no_grad()
 def _loss(engine: Engine, data: Data, loss: SummedLoss, sample: Sample) -> float:
-    batch = collate([sample], data.pad_id, engine.device)
-    with _evaluating(engine):
-        return float(loss(batch))
-
-
-@contextlib.contextmanager
-def _evaluating(engine: Engine) -> Iterator[None]:
-    """Run the body without gradients and dropout."""
+    """Loss of a sample, without dropout."""
     engine.model.eval()
     try:
-        with torch.no_grad():
-            yield
+        return float(loss(collate([sample], data.pad_id, engine.device)))
     finally:
         engine.model.train()
 
@@ -119,7 +86,4 @@ def _tolerance(engine: Engine) -> float:
 
 def _require_close(what: str, found: float, expected: float, tolerance: float) -> None:
     if not abs(found - expected) <= tolerance * max(abs(expected), 1.0):
-        raise StageError(
-            f"{what}: {found:.6g} instead of {expected:.6g}",
-            hint=HINTS[what.partition(":")[0]],
-        )
+        raise StageError(f"packing: {what}: {found:.6g} instead of {expected:.6g}", hint=HINT)

@@ -153,7 +153,8 @@ def trace(change: Change, sources: Specs, results: Specs, least: int = 0) -> Run
         return None
     first, second = (_numbered(sources, width) for width in WIDTHS)
     # A result that is computed from numbers differs from one computed from random stand-ins.
-    random = _random(sum(numbers.numel() for numbers in second.values()))
+    count = sum(numbers.numel() for numbers in second.values())
+    random = torch.randint(1 << 31, (count,), generator=torch.Generator().manual_seed(0))
     try:
         found = change.convert(first)
         again = change.convert({name: random[numbers] for name, numbers in second.items()})
@@ -171,22 +172,16 @@ def trace(change: Change, sources: Specs, results: Specs, least: int = 0) -> Run
 
 def _numbered(sources: Specs, width: int) -> dict[str, Tensor]:
     """For each source a tensor with `width` columns, of numbers that occur nowhere else."""
-    firsts = _first_rows(sources)
+    ranges = zip(sources.items(), itertools.pairwise(_first_rows(sources)), strict=True)
     return {
-        name: _numbers(torch.arange(first, after), width).view(*spec.shape[:-1], width)
-        for (name, spec), (first, after) in zip(
-            sources.items(), itertools.pairwise(firsts), strict=True
-        )
+        name: _numbers(torch.arange(*rows), width).view(*spec.shape[:-1], width)
+        for (name, spec), rows in ranges
     }
 
 
 def _numbers(rows: Tensor, width: int) -> Tensor:
     """Numbers of the elements in these rows, counted over all sources."""
     return rows[:, None] * width + torch.arange(width)
-
-
-def _random(count: int) -> Tensor:
-    return torch.randint(1 << 31, (count,), generator=torch.Generator().manual_seed(0))
 
 
 def _first_rows(sources: Specs) -> list[int]:

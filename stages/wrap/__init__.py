@@ -1,2 +1,17 @@
-"""Strategies. Siblings do not import each other; what they share is in files without a strategy's
-name."""
+"""Strategies, and the door for authors of one: what plain-torch strategies share.
+
+Siblings do not import each other; what they share is in files without a strategy's name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeline.utils import lazily
+
+if TYPE_CHECKING:
+    from stages.wrap.build import build_module, declared_facts, verify_engine
+    from stages.wrap.torch_compat import prime_buckets
+    from stages.wrap.torch_engine import TorchEngine, make_optimizer
+else:
+    __getattr__ = lazily(__name__, __file__)

@@ -57,7 +57,6 @@ KEY = "config"
 """The only field, so the key of every problem; keys of the file are in the message."""
 SHARDING = {"fsdp_config", "parallelism_config"}
 """Blocks that accelerate reads for FSDP alone."""
-NARROW = ("fp16", "bf16")
 
 
 def is_sharded(content: Mapping[str, Any]) -> bool:
@@ -71,31 +70,21 @@ def _kind(content: Mapping[str, Any]) -> str:
 
 def _problems(file: str, content: Mapping[str, Any], plan: PlanView) -> Iterator[tuple[str, str]]:
     """Message and hint of every problem."""
+    kind = _kind(content)
     if "distributed_type" not in content:
         yield f"{file} is no accelerate configuration: no distributed_type", ""
-        return
-    if _kind(content) == "DEEPSPEED":
-        yield (
-            "distributed_type is DEEPSPEED: accelerate only hands the settings on to DeepSpeed",
-            f"run `pipe import {file}`, which makes a recipe of them",
-        )
-        return
-    yield from _launch(content, plan)
-    yield from _untranslatable(Path(file).name, content)
-    yield from _strategy(content, plan)
-    for policy in plan.giving(Precision):
-        yield from _precision(content, policy)
-
-
-def _launch(content: Mapping[str, Any], plan: PlanView) -> Iterator[tuple[str, str]]:
-    count = content.get("num_processes")
-    if isinstance(count, int) and count not in (-1, plan.procs):
-        yield (
-            f"num_processes is {count}, but the recipe starts {plan.procs}",
-            "set launch.procs, or num_processes: -1",
-        )
-    if content.get("use_cpu") is True and plan.device != "cpu":
-        yield "use_cpu is set, but the recipe runs on GPUs", ""
+    elif kind == "DEEPSPEED":
+        message = "distributed_type is DEEPSPEED: accelerate only hands the settings on to it"
+        yield message, f"run `pipe import {file}`, which makes a recipe of them"
+    else:
+        if kind == "NO" and plan.procs > 1:
+            message = f"distributed_type NO is for one process, and there are {plan.procs}"
+            yield message, "set it to MULTI_GPU or MULTI_CPU"
+        yield from _untranslatable(Path(file).name, content)
+        if is_sharded(content):
+            yield from _sharding(content.get("fsdp_config") or {}, plan)
+        for policy in plan.giving(Precision):
+            yield from _precision(content, policy)
 
 
 def _untranslatable(file: str, content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -108,51 +97,29 @@ def _untranslatable(file: str, content: Mapping[str, Any]) -> Iterator[tuple[str
             yield f"{entry.key} in {file}: {entry.why or 'is not translated'}", entry.hint
 
 
-def _strategy(content: Mapping[str, Any], plan: PlanView) -> Iterator[tuple[str, str]]:
-    if _kind(content) == "NO" and plan.procs > 1:
-        yield (
-            f"distributed_type NO is for one process, and there are {plan.procs}",
-            "set it to MULTI_GPU or MULTI_CPU",
-        )
-    if not is_sharded(content):
-        return
-    given = content.get("fsdp_config")
-    block: Mapping[str, Any] = given if isinstance(given, Mapping) else {}
+def _sharding(block: Mapping[str, Any], plan: PlanView) -> Iterator[tuple[str, str]]:
     if str(block.get("fsdp_version", 1)) != "2":
-        yield (
-            "FSDP1 joins parameters into flat ones, which no checkpoint tells apart",
-            "set fsdp_version: 2 (`accelerate to-fsdp2` converts the file)",
-        )
+        message = "FSDP1 joins parameters into flat ones, which no checkpoint tells apart"
+        yield message, "set fsdp_version: 2 (`accelerate to-fsdp2` converts the file)"
     if block.get("fsdp_activation_checkpointing"):
-        yield (
-            "accelerate's fsdp_activation_checkpointing renames parameters, so that nothing else "
-            "reads the checkpoints",
-            "set it false there, and activation_checkpointing: {} in the model slot",
-        )
+        message = "fsdp_activation_checkpointing renames parameters in checkpoints"
+        yield message, "set it false, and activation_checkpointing: {} in the model slot"
     if plan.device == "cpu":
-        yield (
-            "accelerate shards on GPUs only; on the CPU it would replicate",
-            "use wrap.fsdp there",
-        )
+        message = "accelerate shards on GPUs only; on the CPU it would replicate"
+        yield message, "use wrap.fsdp there"
 
 
 def _precision(content: Mapping[str, Any], policy: Any) -> Iterator[tuple[str, str]]:
     named = str(content.get("mixed_precision")).lower()
-    compute = named if named in NARROW else "fp32"
+    compute = named if named in ("fp16", "bf16") else "fp32"
     if compute != policy.compute:
-        yield (
-            f"mixed_precision computes in {compute}, the precision slot in {policy.compute}",
-            "say the same in both",
-        )
+        message = f"mixed_precision computes in {compute}, the precision slot in {policy.compute}"
+        yield message, "say the same in both"
     elif compute != "fp32" and not is_sharded(content):
-        yield (
-            f"accelerate replicates in {compute} by autocast, which leaves operators in fp32",
-            "use wrap.ddp, which casts as the precision slot says",
-        )
+        message = f"accelerate replicates in {compute} by autocast, which leaves operators in fp32"
+        yield message, "use wrap.ddp, which casts as the precision slot says"
     elif compute != "fp32" and policy.reduce != compute:
-        yield (
-            f"accelerate averages gradients in {compute}, the precision slot in {policy.reduce}",
-            f"set reduce: {compute} there",
-        )
+        message = f"accelerate averages gradients in {compute}, the precision slot in"
+        yield f"{message} {policy.reduce}", f"set reduce: {compute} there"
     if policy.master != "fp32":
         yield "accelerate keeps fp32 masters", "set master: fp32"

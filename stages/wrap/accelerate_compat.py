@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
-import torch
-from accelerate import Accelerator
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
@@ -26,8 +24,7 @@ def launch_environment(config: Path, procs: int) -> dict[str, str]:
     given = ["--config_file", str(config), "--num_processes", str(procs), "recipe"]
     arguments = launch_command_parser().parse_args(given)
     arguments, _, _ = _validate_launch_command(arguments)
-    # This run's own launcher decides addresses.
-    arguments.num_machines, arguments.main_process_port = 1, 0
+    arguments.num_machines, arguments.main_process_port = 1, 0  # this run's own launcher decides
     if arguments.use_fsdp or arguments.multi_gpu:
         variables = prepare_multi_gpu_env(arguments)
     else:
@@ -41,11 +38,6 @@ def launched(config: Path, procs: int) -> Iterator[None]:
     kept = {key: value for key, value in os.environ.items() if not key.startswith(PREFIXES)}
     with mock.patch.dict(os.environ, kept | launch_environment(config, procs), clear=True):
         yield
-
-
-def make_accelerator(device: torch.device) -> Accelerator:
-    """An Accelerator that leaves batches, accumulation and scaling alone."""
-    return Accelerator(cpu=device.type == "cpu", gradient_accumulation_steps=1)
 
 
 def reset_state() -> None:

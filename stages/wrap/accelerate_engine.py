@@ -34,21 +34,18 @@ def build(
     module = build_module(ctx, model, precision, home=torch.device("cpu") if sharded else None)
     optimizer = make_optimizer(plan, module)
     with compat.launched(path, ctx.dist.world_size):
-        accelerator = compat.make_accelerator(ctx.dist.device)
+        accelerator = Accelerator(cpu=ctx.dist.device.type == "cpu", gradient_accumulation_steps=1)
         ctx.on_exit(compat.reset_state)
         wrapped, prepared = accelerator.prepare(module, optimizer)
     engine = AcceleratedEngine(accelerator, wrapped, prepared.optimizer, ctx, precision, plan)
-    verify_engine(ctx, engine, _expected(ctx, precision, sharded=sharded))
-    return engine
-
-
-def _expected(ctx: Context, precision: Precision, *, sharded: bool) -> dict[str, Any]:
     replicated = "DistributedDataParallel" if ctx.dist.world_size > 1 else "none"
-    return {
+    expected = {
         **declared_facts(ctx, precision),
         "engine": "fully_shard" if sharded else replicated,
         "reduce": [precision.reduce if sharded else precision.master],
     }
+    verify_engine(ctx, engine, expected)
+    return engine
 
 
 class AcceleratedEngine(TorchEngine):
@@ -77,24 +74,14 @@ class AcceleratedEngine(TorchEngine):
         self.to_sharded()
         common = self.common_facts()
         master = common["master"]
+        sharded = isinstance(self.model, FSDPModule)
+        facts = sharding_facts(self.model) if sharded else {}
+        replicated = "none" if self.model is self.module else type(self.model).__name__
         return {
-            "engine": self._kind(),
-            "accelerate": str(self._accelerator.distributed_type.value),
+            "engine": "fully_shard" if sharded else replicated,
             **common,
             "world_size": self._accelerator.num_processes,
-            "compute": master,
-            "reduce": master,
-            **self._sharding(master),
+            # A policy without a dtype keeps the parameters' own.
+            **{key: master for key in ("compute", "reduce") if facts.get(key) in (None, ["None"])},
+            **{key: value for key, value in facts.items() if value != ["None"]},
         }
-
-    def _kind(self) -> str:
-        if isinstance(self.model, FSDPModule):
-            return "fully_shard"
-        return "none" if self.model is self.module else type(self.model).__name__
-
-    def _sharding(self, master: list[str]) -> dict[str, Any]:
-        """Facts of torch's sharding, if any. A policy without a dtype keeps the parameters' own."""
-        if not isinstance(self.model, FSDPModule):
-            return {}
-        facts = sharding_facts(self.model)
-        return {key: master if value == [str(None)] else value for key, value in facts.items()}

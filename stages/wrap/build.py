@@ -138,17 +138,9 @@ def verify_engine(ctx: Context, engine: Engine, expected: Mapping[str, Any]) -> 
     ]
     if ctx.dist.is_main:
         replace_text(ctx.run_dir / ENGINE_FILE, json.dumps(facts, indent=1) + "\n")
-    ctx.log.info("running: %s", ", ".join(f"{key} {_shown(facts[key])}" for key in facts))
+    ctx.log.info("running: %s", json.dumps(facts))
     if differences:
         raise EngineMismatch("what runs is not what the recipe asks for: " + "; ".join(differences))
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return " x ".join(f"{key}:{size}" for key, size in value.items())
-    if isinstance(value, list):
-        return "+".join(map(str, value)) or "none"
-    return f"{value:,}" if type(value) is int else str(value)
 
 
 def named_parameters(module: nn.Module, *, shard: int = 0) -> Iterator[NamedParameter]:

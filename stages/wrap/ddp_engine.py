@@ -17,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline import Context, ModelSource, OptimizerPlan, Precision, dtype_name, torch_dtype
 from stages.wrap.build import build_module, declared_facts, trained, verify_engine
-from stages.wrap.compute_cast import installed_casts
 from stages.wrap.torch_compat import (
-    cut,
+    buckets,
     hook_states,
     keeps_gradients,
     no_buffer_sync,
@@ -89,15 +88,9 @@ class DdpEngine(TorchEngine):
 
     def describe(self) -> Mapping[str, Any]:
         reductions = [state for state in hook_states(self.model) if isinstance(state, ReduceIn)]
-        casts = {dtype_name(cast.dtype) for cast in installed_casts(self.module)}
         common = self.common_facts()
-        return {
-            "engine": type(self.model).__name__,
-            **common,
-            "world_size": self.model.process_group.size(),
-            "compute": sorted(casts) or common["master"],
-            "reduce": [dtype_name(state.dtype) for state in reductions] or common["master"],
-        }
+        reduce = [dtype_name(state.dtype) for state in reductions] or common["reduce"]
+        return {"engine": type(self.model).__name__, **common, "reduce": reduce}
 
 
 @dataclass(frozen=True)
@@ -146,7 +139,7 @@ class TracedReplica(TorchEngine):
         self._views, self._sent_in = ddp.gradient_as_bucket_view, torch_dtype(precision.reduce)
         self.keeps_gradients = self._views and not (ddp.find_unused_parameters or ddp.static_graph)
         self._reduces = True
-        for bucket in cut([*trained(module)], lambda one: one.nbytes, ddp.bucket_cap_mb << 20):
+        for bucket in buckets(trained(module), ddp.bucket_cap_mb << 20):
             self._reduce_together(bucket)
 
     def _reduce_together(self, weights: list[nn.Parameter]) -> None:

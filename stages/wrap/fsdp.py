@@ -25,12 +25,9 @@ class Fsdp:
     shard_size: Annotated[int, Gt(0)] | None = None
     """With hybrid_shard: ranks that share one copy of the model; null means the ranks of a node."""
 
-    units: Literal["block", "size"] | tuple[str, ...] = "block"
-    """Modules whose parameters are gathered together: each transformer block, modules of at least
-    `unit_size` parameters, or modules of the named classes."""
-
-    unit_size: Annotated[int, Gt(0)] = 20_000_000
-    """With units: size. Fewest parameters of a unit."""
+    units: Literal["block"] | tuple[str, ...] = "block"
+    """Modules whose parameters are gathered together: each transformer block, or modules of the
+    named classes."""
 
     forward_prefetch: Annotated[int, Ge(0)] = 0
     """Units to gather ahead explicitly in forward; 0 leaves it to torch's own overlap."""

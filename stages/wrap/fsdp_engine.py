@@ -51,7 +51,16 @@ def build(
     )
     optimizer = make_optimizer(plan, module, shard=mesh.get_local_rank("shard"))
     engine = FsdpEngine(config, mesh, module, optimizer, ctx, precision, plan)
-    verify_engine(ctx, engine, _expected(config, ctx, mesh, units, precision))
+    expected = {
+        **declared_facts(ctx, precision),
+        "engine": "fully_shard",
+        "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
+        "units": len(units) + 1,
+        "reshard_after_forward": [_reshards(config) and bool(units)],
+        "device": "cpu" if config.cpu_offload else ctx.dist.device.type,
+        "cpu_offload": config.cpu_offload,
+    }
+    verify_engine(ctx, engine, expected)
     return engine
 
 
@@ -94,20 +103,6 @@ def _prefetch(config: Fsdp, units: Sequence[nn.Module]) -> None:
         if config.backward_prefetch != 1:
             before = sharded[:place][::-1]
             unit.set_modules_to_backward_prefetch(before[: config.backward_prefetch])
-
-
-def _expected(
-    config: Fsdp, ctx: Context, mesh: DeviceMesh, units: Sequence[nn.Module], precision: Precision
-) -> dict[str, Any]:
-    return {
-        **declared_facts(ctx, precision),
-        "engine": "fully_shard",
-        "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
-        "units": len(units) + 1,
-        "reshard_after_forward": [_reshards(config) and bool(units)],
-        "device": "cpu" if config.cpu_offload else ctx.dist.device.type,
-        "cpu_offload": config.cpu_offload,
-    }
 
 
 def _reshards(config: Fsdp) -> bool:
@@ -158,9 +153,6 @@ def choose_units(config: Fsdp, module: nn.Module, blocks: Sequence[nn.Module]) -
     """
     if config.units == "block":
         units, what = list(blocks), "transformer blocks; name their classes in `units`"
-    elif config.units == "size":
-        # A model smaller than one unit is one unit: the root.
-        return list(_by_size(module, config.unit_size))
     else:
         named = set(config.units)
         units = [m for m in _inner_first(module) if type(m).__name__ in named]
@@ -175,17 +167,6 @@ def choose_units(config: Fsdp, module: nn.Module, blocks: Sequence[nn.Module]) -
                 hint="choose units that hold all owners of a tied weight, or none",
             )
     return units
-
-
-def _by_size(module: nn.Module, least: int) -> Iterator[nn.Module]:
-    taken: set[nn.Parameter] = set()
-    owners = _owners(module)
-    for owner in _inner_first(module):
-        own = set(owner.parameters()) - taken
-        container = isinstance(owner, nn.ModuleList | nn.ModuleDict)
-        if not container and sum(p.numel() for p in own) >= least and _closed(owner, owners):
-            taken.update(own)
-            yield owner
 
 
 def _inner_first(module: nn.Module) -> Iterator[nn.Module]:

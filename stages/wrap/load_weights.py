@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
     from pipeline import Context, TensorReader
 
-CUT = 1 << 24
-"""Elements; a smaller shard is read by one rank."""
-
 
 class LocalShard(NamedTuple):
     """A flat, live view of elements [start, start + its length) of a tensor of the source."""
@@ -147,25 +144,13 @@ def _exchange(
 
 
 def _shares(shards: Sequence[LocalShard], count: int) -> list[list[LocalShard]]:
-    """The shards in order, in `count` shares of about as many elements each, one for each rank.
-
-    A large shard is cut where a share ends; a small one goes whole into the share that its middle
-    lies in, as some readers make whole tensors anyway.
-    """
+    """The shards in order, in `count` shares of about as many elements each, one for each rank: a
+    shard is in the share that its middle lies in."""
     total = sum(shard.target.numel() for shard in shards)
     shares: list[list[LocalShard]] = [[] for _ in range(count)]
     begin = 0
-    for name, start, target in shards:
-        end = begin + target.numel()
-        if end - begin < CUT:
-            middle = (begin + end) // 2
-            place = min(middle * count // max(total, 1), count - 1)
-            shares[place].append(LocalShard(name, start, target))
-        else:
-            for rank in range(count):
-                low = max(begin, total * rank // count) - begin
-                high = min(end, total * (rank + 1) // count) - begin
-                if low < high:
-                    shares[rank].append(LocalShard(name, start + low, target[low:high]))
-        begin = end
+    for shard in shards:
+        middle = begin + shard.target.numel() // 2
+        shares[min(middle * count // max(total, 1), count - 1)].append(shard)
+        begin += shard.target.numel()
     return shares

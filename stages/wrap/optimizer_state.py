@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipeline import OptimizerPlan, StageError
-from stages.wrap.load_weights import flat
+from pipeline import EngineState, OptimizerPlan, ParameterGroup, StageError
+from stages.wrap.load_weights import aliases, flat, stored_tensors
 
 UPDATES = "step"
 """Key under which torch counts updates."""
@@ -64,16 +64,12 @@ def updates(state: Mapping[str, Any], uncounted: int) -> int:
     return int(state.get(UPDATES, uncounted))
 
 
-def set_updates(
-    state: dict[str, Any], count: int, optimizer: Optimizer, group: int | None = None
-) -> None:
-    """Set the count of updates; some kernels keep it in the optimizer group too, number `group`."""
+def set_updates(state: dict[str, Any], count: int) -> None:
+    """Set the count of updates, if the rule keeps one."""
     if isinstance(state.get(UPDATES), Tensor):
         state[UPDATES].fill_(count)
     elif UPDATES in state:
         state[UPDATES] = count
-    if group is not None and UPDATES in optimizer.param_groups[group]:
-        optimizer.param_groups[group][UPDATES] = count
 
 
 def require_known(state: Mapping[str, Any], plan: OptimizerPlan, optimizer: str) -> None:
@@ -82,10 +78,31 @@ def require_known(state: Mapping[str, Any], plan: OptimizerPlan, optimizer: str)
     tensors = {key for key, value in state.items() if isinstance(value, Tensor) and key != UPDATES}
     if plan.packing is None and tensors != set(plan.moments):
         raise StageError(
-            f"{optimizer} keeps {_list(tensors)} for a parameter, its stage declares "
-            f"{_list(plan.moments)}; such state cannot be saved"
+            f"{optimizer} keeps {sorted(tensors)} for a parameter, its stage declares "
+            f"{sorted(plan.moments)}; such state cannot be saved"
         )
 
 
-def _list(names: Collection[str]) -> str:
-    return ", ".join(sorted(names)) or "nothing"
+def fixed_state(
+    module: nn.Module,
+    plan: OptimizerPlan,
+    groups: Iterable[tuple[Mapping[str, Any], float, Sequence[str]]],
+    shape: Callable[[Tensor], tuple[int, ...]],
+) -> EngineState:
+    """The part of a training state that never changes; `groups` are the settings, base rate and
+    parameters' names of each."""
+    return EngineState(
+        shapes={name: shape(tensor) for name, tensor in stored_tensors(module)},
+        aliases=aliases(module),
+        frozen=[name for name, p in module.named_parameters() if not p.requires_grad],
+        groups=[
+            ParameterGroup(
+                settings={k: given[k] for k in plan.hyperparameters if k in given} | {"lr": rate},
+                parameters=list(names),
+            )
+            for given, rate, names in groups
+        ],
+        updates={},
+        moments=tuple(plan.moments),
+        loss_scale=None,
+    )

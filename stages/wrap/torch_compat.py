@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import nn
+from torch._C._distributed_c10d import (
+    _DEFAULT_FIRST_BUCKET_BYTES,
+    _compute_bucket_assignment_by_size,
+)
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -75,24 +79,13 @@ def keeps_gradients(model: DistributedDataParallel) -> bool:
     )
 
 
-T = TypeVar("T")
-
-FIRST = 1 << 20
-"""Capacity of torch's first bucket, bytes."""
-
-
-def cut(parameters: Sequence[T], size: Callable[[T], int], cap: int) -> Iterator[list[T]]:
-    """DDP's buckets: parameters from the last to the first, `cap` bytes or a little more each."""
-    bucket: list[T] = []
-    filled, full = 0, FIRST
-    for parameter in reversed(parameters):
-        bucket.append(parameter)
-        filled += size(parameter)
-        if filled >= full:
-            yield bucket
-            bucket, filled, full = [], 0, cap
-    if bucket:
-        yield bucket
+def buckets(parameters: Iterable[nn.Parameter], cap: int) -> list[list[nn.Parameter]]:
+    """DDP's buckets: parameters from the last to the first, `cap` bytes or a little more each, the
+    first of torch's own capacity."""
+    last_first = list(parameters)[::-1]
+    limits = [_DEFAULT_FIRST_BUCKET_BYTES, cap]
+    found, _ = _compute_bucket_assignment_by_size([*last_first], limits)
+    return [[last_first[number] for number in bucket] for bucket in found]
 
 
 def sharding_facts(model: nn.Module) -> dict[str, Any]:

@@ -23,14 +23,16 @@ from pipeline import (
     Fragment,
     LossScale,
     OptimizerPlan,
-    ParameterGroup,
     Precision,
     StepGuard,
     StepReport,
+    dtype_name,
 )
 from stages.wrap.build import dtype_names, named_parameters, parameter_count
-from stages.wrap.load_weights import aliases, flat, local_span, stored_tensors
+from stages.wrap.compute_cast import installed_casts
+from stages.wrap.load_weights import flat, local_span, stored_tensors
 from stages.wrap.optimizer_state import (
+    fixed_state,
     read_moments,
     require_known,
     set_updates,
@@ -94,11 +96,16 @@ class TorchEngine(Engine):
         """The part of `describe` that all such engines share; parameters have to be sharded."""
         parameters = list(self.module.parameters())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
+        master = dtype_names(trained)
+        casts = {dtype_name(cast.dtype) for cast in installed_casts(self.module)}
         return {
+            "world_size": self.shard.count,
+            "compute": sorted(casts) or master,
+            "reduce": master,
             "model": type(self.module).__name__,
             "optimizer": type(self.optimizer).__name__,
             "device": parameters[0].device.type,
-            "master": dtype_names(trained),
+            "master": master,
             "buffers": dtype_names(self.module.buffers()),
             "parameters": parameter_count(self.module),
             "trained_parameters": sum(parameter.numel() for parameter in trained),
@@ -148,7 +155,7 @@ class TorchEngine(Engine):
     def restore(self, state: EngineState) -> Iterator[Fragment]:
         self._restored, self._applied = state.updates, 0
         for name, own in self._layout.trained.items():
-            set_updates(own, state.updates[name], self.optimizer)
+            set_updates(own, state.updates[name])
         if self.scaler is not None and state.loss_scale is not None:
             _set_loss_scale(self.scaler, state.loss_scale)
         yield from self._fragments(write=True)
@@ -166,15 +173,12 @@ class TorchEngine(Engine):
         start_state(self.optimizer, self.plan)
         tensors = dict(stored_tensors(self.module))
         trained = dict(self._trained())
-        fixed = EngineState(
-            shapes={name: tuple(tensor.shape) for name, tensor in tensors.items()},
-            aliases=aliases(self.module),
-            frozen=[n for n, p in self.module.named_parameters() if not p.requires_grad],
-            groups=[self._group(group) for group in self.optimizer.param_groups],
-            updates={},
-            moments=tuple(self.plan.moments),
-            loss_scale=None,
-        )
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        groups = [
+            (group, group["initial_lr"], [names[p] for p in group["params"] if p.numel()])
+            for group in self.optimizer.param_groups
+        ]
+        fixed = fixed_state(self.module, self.plan, groups, lambda tensor: tuple(tensor.shape))
         stored = []
         for name, tensor in tensors.items():
             start, length = local_span(name, tensor)
@@ -204,14 +208,6 @@ class TorchEngine(Engine):
                 state = self.optimizer.state[parameter]
                 require_known(state, self.plan, type(self.optimizer).__name__)
                 yield name, state
-
-    def _group(self, group: dict[str, Any]) -> ParameterGroup:
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        settings = {key: group[key] for key in self.plan.hyperparameters if key in group}
-        return ParameterGroup(
-            settings={**settings, "lr": group["initial_lr"]},
-            parameters=[names[parameter] for parameter in group["params"] if parameter.numel()],
-        )
 
 
 def make_optimizer(plan: OptimizerPlan, module: nn.Module, *, shard: int = 0) -> Optimizer:

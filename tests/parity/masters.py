@@ -19,11 +19,12 @@ from pipeline.contracts.precision import torch_dtype
 from pipeline.distributed.process_group import DistContext
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
-from tests.parity.body import SEED, stage, tiny_source
+from tests.parity.body import SEED, tiny_source
 from tests.support.runs import context
+from tests.support.strategies import Strategy
 
 STEPS, LR, DECAY = 4, 1e-3, 0.1
-PLAIN = AdamW(lr=LR, weight_decay=DECAY, decay_all=True, kernel="foreach", max_grad_norm=None)
+PLAIN = AdamW(lr=LR, weight_decay=DECAY, decay_all=True, kernel="single", max_grad_norm=None)
 ROUNDED = AdamW(
     lr=LR, weight_decay=DECAY, decay_all=True, kernel="single", max_grad_norm=None,
     stochastic_rounding=True,
@@ -63,7 +64,7 @@ def plain_loop(source: ModelSource, master: torch.dtype, steps: int) -> Kept:
 def train(ctx: Any, case: Mapping[str, Any], rule: AdamW, steps: int) -> Engine:
     """The same under the strategy of the case."""
     precision = PrecisionPolicy(compute="bf16", master=case["master"], reduce="fp32").run(ctx)
-    wrap = stage(case["wrap"])(**case["fields"])
+    wrap = Strategy(use=case["wrap"], fields=case["fields"]).stage()
     engine: Engine = wrap.run(ctx, tiny_source(ctx), precision, rule.run(ctx))
     for _ in range(steps):
         with engine.microbatch(last=True):

@@ -133,7 +133,7 @@ def test_the_numbers_of_a_plain_loop(name: str, trained: Any) -> None:
 @pytest.mark.parametrize("name", spread(["QLoRA", "DoRA", "packing"], 1))
 @pytest.mark.parametrize("kind", ACCELERATE)
 def test_the_same_through_accelerate(kind: str, name: str, tmp_path: Path) -> None:
-    strategy = Strategy(wrap="wrap.accelerate", fields={"accelerate": ACCELERATE[kind]})
+    strategy = Strategy(use="wrap.accelerate", fields={"accelerate": ACCELERATE[kind]})
     cases = {name: case(FEATURES[name], strategy)}
     results = run_ranks(train_all, RANKS, str(tmp_path), cases, limit=900)[0]
     test_the_numbers_of_a_plain_loop(name, results)

@@ -24,7 +24,7 @@ QLORA = {**LORA, "quantize": "nf4"}
 def expected() -> tuple[list[float], list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         ctx = context(DistContext(device=torch.device("cpu")), folder, SEED)
-        source = tiny_source(ctx, QLORA).plain
+        source = tiny_source(ctx, QLORA).inference_view
         found = reference(
             source, toy_data(), seed=SEED, steps=STEPS, batch=BATCH, compute=torch.bfloat16
         )

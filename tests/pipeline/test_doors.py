@@ -25,6 +25,7 @@ DOORS = (
     "pipeline.importing",
     "pipeline.planning",
     "pipeline.utils",
+    "stages.wrap",
 )
 
 
@@ -68,13 +69,21 @@ def test_every_name_is_resolved(door: str) -> None:
         _ = module.nothing
 
 
+@pytest.mark.parametrize("door", DOORS)
+def test_no_name_is_that_of_a_module(door: str) -> None:
+    """A module that somebody has imported would hide the name."""
+    folder = Path(str(importlib.import_module(door).__file__)).parent
+    modules = {file.stem for file in folder.glob("*.py")} | {file.name for file in folder.iterdir()}
+    assert modules.isdisjoint(names(door))
+
+
 def test_importing_a_door_imports_nothing_else() -> None:
     code = (
         f"import sys; {'; '.join(f'import {door}' for door in DOORS)}\n"
-        "print(*sorted(name for name in sys.modules if name.startswith('pipeline')))"
+        "print(*sorted(name for name in sys.modules if name.startswith(('pipeline', 'stages'))))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == sorted([*DOORS, "pipeline.utils.lazy"])
+    assert done.stdout.split() == sorted([*DOORS, "pipeline.utils.lazy", "stages"])
 
 
 def imports(file: Path) -> Iterator[tuple[str, str]]:

@@ -59,7 +59,7 @@ INVALID: Mapping[str, list[tuple[str, Mapping[str, Any]]]] = {
         ("decay_ratio", {"schedule": "cosine", "decay_ratio": 0.1}),
         ("power", {"power": 2.0}),
         ("groups.0.match", {"groups": [{"match": []}]}),
-        ("kernel", {"moments": "8bit", "kernel": "foreach"}),
+        ("kernel", {"kernel": "foreach"}),
     ],
     "optimizer.lion": [("lr", {"lr": 0}), ("power", {"schedule": "wsd", "power": 2.0})],
     "wrap.ddp": [("bucket_cap_mb", {"bucket_cap_mb": 0})],

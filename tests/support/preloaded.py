@@ -13,7 +13,7 @@ import warnings
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
-OPERATORS = ("ShareMemCommBuilder", "CPUAdamBuilder", "FusedAdamBuilder", "PinMemoryBuilder",
+OPERATORS = ("ShareMemCommBuilder", "CPUAdamBuilder", "PinMemoryBuilder",
              "AsyncIOBuilder")  # fmt: skip
 MODULES = (
     "accelerate",

@@ -69,6 +69,12 @@ STRATEGIES: dict[str, Strategy] = {
     "ddp unused": Strategy(
         use="wrap.ddp", fields={"find_unused_parameters": True}, parity=(3,), batching=UNEVEN
     ),
+    "powersgd": Strategy(
+        use="tests.plugins.powersgd.powersgd:PowerSgd", fields={"rank": 2}, traits=RESUMES
+    ),
+    "powersgd of full rank": Strategy(
+        use="tests.plugins.powersgd.powersgd:PowerSgd", fields={"rank": 64}, parity=(2,)
+    ),
     "fsdp full": Strategy(use="wrap.fsdp", title="FSDP", traits=BASIC, parity=(1, 2, 3)),
     "fsdp reduce once": Strategy(
         use="wrap.fsdp", fields={"reduce_every_microbatch": False}, parity=(2,)
@@ -94,11 +100,7 @@ STRATEGIES: dict[str, Strategy] = {
     "fsdp offload": Strategy(
         use="wrap.fsdp", fields={"cpu_offload": True}, traits=RESUMES, parity=(2,)
     ),
-    "fsdp by size": Strategy(
-        use="wrap.fsdp",
-        fields={"units": "size", "unit_size": 1000, "forward_prefetch": 1},
-        parity=(2,),
-    ),
+    "fsdp ahead": Strategy(use="wrap.fsdp", fields={"forward_prefetch": 1}, parity=(2,)),
     "zero1": Strategy(
         use="wrap.zero", fields={"stage": 1}, title="ZeRO-1", traits=BASIC, parity=(1, 2)
     ),

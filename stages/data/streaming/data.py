@@ -11,8 +11,9 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pipeline import ENDLESS, Data, ModelSource, Sample, SampleOrder, StageError
+from pipeline import ENDLESS, Context, Data, ModelSource, Sample, SampleOrder, StageError
 from stages.data import tokenize
 from stages.data.cache import cache_folder, digest
 from stages.data.documents import Documents
@@ -22,10 +23,8 @@ from stages.data.samples import CountedSamples
 from stages.data.streaming.shards import Shard, ShardIndex, ShardStore, list_shards, read_index
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from pipeline import Context
     from stages.data.stream import StreamData
+
 
 INDEX = "stream.jsonl"
 """Shard index in the run's folder."""
@@ -117,11 +116,6 @@ def located(index: int) -> Place:
     return Place(*divmod(rest, 1 << SHARD_BITS), block)
 
 
-def first_blocks(indices: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the index of the first block of the same shard and window for each index."""
-    return indices >> BLOCK_BITS << BLOCK_BITS
-
-
 class StreamSamples(CountedSamples):
     """Blocks of all shards, by the `Place` in an index. Reading a block of a window prepares the
     windows after it."""
@@ -145,7 +139,8 @@ class StreamSamples(CountedSamples):
         return self._store.blocks(place.shard)[place.block]
 
     def total_targets(self, indices: NDArray[np.int64]) -> int:
-        firsts, which = np.unique(first_blocks(indices), return_inverse=True)
+        # one by the index of the first block of its shard and window
+        firsts, which = np.unique(indices >> BLOCK_BITS << BLOCK_BITS, return_inverse=True)
         total = 0
         for number, first in enumerate(firsts.tolist()):
             shard = self._store.blocks(self._place(first).shard)
@@ -186,15 +181,10 @@ def stream_data(stage: StreamData, ctx: Context, model: ModelSource) -> Data:
     held = None
     identity: dict[str, str | int | float | None] = {
         "stage": "data.stream",
-        "tokenizer": documents.tokenizer_identity,
         "contents": digest([[each.name, each.size] for each in shards]),
         "window": stage.window,
         "text_key": stage.text_key,
-        "sequence_length": stage.sequence_length,
-        "append_eos": stage.append_eos,
-        "prepend_bos": bool(documents.start),
-        "documents": stage.documents,
-        "documents_apart": stage.documents_apart,
+        **documents.identity,
     }
     if stage.heldout_files:
         entry = source_entry(documents, Source(files=stage.heldout_files), stage.cache)
@@ -222,5 +212,4 @@ def _store(
         documents=documents,
         index=ShardIndex(file if main else None, settings, known),
         capacity=(stage.ahead + 2) * stage.window,
-        cleans=ctx.dist.local_rank == 0,
     )

@@ -8,7 +8,6 @@ import json
 import shutil
 import tempfile
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -16,12 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from pipeline import StageError, in_words, system_errors_as
+from pipeline import StageError, in_words
 from pipeline.utils import append_line, read_lines
 from stages.data import tokenize
 from stages.data.cache import Counts, cache_errors, digest, prepare_locally
 from stages.data.documents import Documents
-from stages.data.rows import KNOWN, Reading
 from stages.data.samples import TokenBlocks, block_count
 from stages.data.sources import LocalFile, Patterns, content_digest, each_pattern, find_files
 
@@ -48,17 +46,13 @@ class Shard:
 
 def list_shards(patterns: Patterns) -> list[Shard]:
     """Return the shards in the order given; the matches of a pattern are sorted. Raises StageError
-    if a pattern matches nothing, or an unknown kind of file."""
+    if a pattern matches nothing."""
     found: dict[str, Shard] = {}
     for pattern in each_pattern(patterns):
         matches = list(_matches(pattern))
         if not matches:
             raise StageError(f"no such file: {pattern}")
         found.update((shard.address, shard) for shard in matches)
-    for shard in found.values():
-        if not shard.name.endswith(KNOWN):
-            hint = "known: " + " ".join(KNOWN)
-            raise StageError(f"{shard.address}: unknown kind of file", hint=hint)
     return list(found.values())
 
 
@@ -153,8 +147,8 @@ class ShardStore:
     """Blocks of shards by number; the `capacity` shards that were used last are kept.
 
     Processes of a node share `folder`: a lock for each shard lets one of them tokenise it. The
-    process with `cleans` removes shards that are no longer kept; a process that still has one open
-    goes on reading it.
+    first of them removes shards that are no longer kept; a process that still has one open goes on
+    reading it.
     """
 
     shards: Sequence[Shard]
@@ -162,13 +156,13 @@ class ShardStore:
     documents: Documents
     index: ShardIndex
     capacity: int
-    cleans: bool
     _open: OrderedDict[int, TokenBlocks] = field(default_factory=OrderedDict, init=False)
     _guard: threading.Lock = field(default_factory=threading.Lock, init=False)
     _closed: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self._ahead = ThreadPoolExecutor(1, "pipe-shards")
+        self._cleans = self.documents.ctx.dist.local_rank == 0
         with cache_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -179,14 +173,13 @@ class ShardStore:
             return len(self.blocks(number))
         return block_count(tokens, self.documents.settings.sequence_length)
 
-    def blocks(self, number: int, *, wait: bool = True) -> TokenBlocks:
-        """Return a shard's blocks. Raises StageError if it cannot be read, and BlockingIOError
-        without `wait` if another process or thread is tokenising it."""
+    def blocks(self, number: int) -> TokenBlocks:
+        """Return a shard's blocks. Raises StageError if it cannot be read."""
         with self._guard:
             if number in self._open:
                 self._open.move_to_end(number)
                 return self._open[number]
-        blocks = self._tokenised(number, wait=wait)
+        blocks = self._tokenised(number)
         with self._guard:
             self._open[number] = blocks
             old = list(self._open)[: -self.capacity]
@@ -197,34 +190,28 @@ class ShardStore:
         return blocks
 
     def prepare(self, numbers: Sequence[int]) -> None:
-        """Tokenise these shards in a thread, those that another process is tokenising last: so
+        """Tokenise these shards in a thread. Each process of a node begins at another one, so that
         processes with the same list share the work."""
-        for number in numbers:
-            self._submit(number, wait=False)
+        dist = self.documents.ctx.dist
+        first = len(numbers) * dist.local_rank // dist.local_world_size
+        for number in (*numbers[first:], *numbers[:first]):
+            with contextlib.suppress(RuntimeError):  # closed meanwhile
+                self._ahead.submit(self._prepare, number)
 
     def close(self) -> None:
         """End the thread; remove the tokens."""
         self._closed = True
         self._ahead.shutdown(cancel_futures=True)
-        if self.cleans:
+        if self._cleans:
             shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _submit(self, number: int, *, wait: bool) -> None:
-        with contextlib.suppress(RuntimeError):  # closed meanwhile
-            self._ahead.submit(self._prepare, number, wait=wait)
+    def _prepare(self, number: int) -> None:
+        with contextlib.suppress(StageError):  # it is raised where the shard is needed
+            self.blocks(number)
 
-    def _prepare(self, number: int, *, wait: bool) -> None:
-        try:
-            self.blocks(number, wait=wait)
-        except BlockingIOError:
-            # It is opened all the same: a process removes only what it has opened.
-            self._submit(number, wait=True)
-        except StageError:
-            pass  # it is raised where the shard is needed
-
-    def _tokenised(self, number: int, *, wait: bool) -> TokenBlocks:
+    def _tokenised(self, number: int) -> TokenBlocks:
         shard, key = self.shards[number], self._key(number)
-        with self._locked(key, wait=wait):
+        with self._locked(key):
             entry = prepare_locally(self.folder, key, lambda folder: self._build(shard, folder))
             sha256 = (entry.folder / _DIGEST).read_text("ascii")
             with self._guard:
@@ -234,19 +221,12 @@ class ShardStore:
 
     def _build(self, shard: Shard, folder: Path) -> Counts:
         """Tokenise one shard; it may have no text."""
-        began, log = time.monotonic(), self.documents.ctx.log
         with fetched(shard, self.folder) as path:
             (folder / _DIGEST).write_text(content_digest(path), "ascii")
-            with system_errors_as(StageError):
-                reading = Reading(total=path.stat().st_size)
-            documents = self.documents.read(
-                [LocalFile(path)],
-                reading,
-                lambda part: log.warning("stream: %s has no text", shard.address),
-            )
-            counts = self.documents.write(folder, self._until_closed(documents), reading)
-        seconds = time.monotonic() - began
-        log.debug("stream: %s: %d tokens, %.1f s", shard.address, counts["tokens"], seconds)
+            documents = self.documents.read([LocalFile(path)], blank=True)
+            counts = self.documents.write(folder, self._until_closed(documents))
+        if not counts["documents"]:
+            self.documents.ctx.log.warning("stream: %s has no text", shard.address)
         return counts
 
     def _until_closed(self, documents: Iterable[str]) -> Iterator[str]:
@@ -256,9 +236,9 @@ class ShardStore:
             yield document
 
     def _remove(self, number: int) -> None:
-        if self.cleans:
+        if self._cleans:
             key = self._key(number)
-            with self._locked(key, wait=True):
+            with self._locked(key):
                 shutil.rmtree(self.folder / key, ignore_errors=True)
 
     def _key(self, number: int) -> str:
@@ -267,10 +247,10 @@ class ShardStore:
         return digest([settings, shard.address, shard.size, shard.stamp])
 
     @contextlib.contextmanager
-    def _locked(self, key: str, *, wait: bool) -> Iterator[None]:
+    def _locked(self, key: str) -> Iterator[None]:
         """Admit one process and thread at a time; the system frees the lock of a killed one."""
         with cache_errors(self.folder):
             file = (self.folder / f"{key}.lock").open("w")
         with file:
-            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX)
             yield

@@ -13,14 +13,14 @@ import torch
 import torch.distributed
 from torch import nn
 
-from pipeline import Context, ModelSource, NamedParameter, OptimizerPlan, Precision, StageError
+from pipeline import Context, ModelSource, NamedParameter, OptimizerPlan, Precision
 from pipeline.utils import replace_text
 from stages.wrap.build import build_empty, cast_buffers, declared_facts, materialize, verify_engine
 from stages.wrap.load_weights import load_weights
 from stages.wrap.zero import compat
 from stages.wrap.zero.config import generate
 from stages.wrap.zero.engine import ZeroEngine
-from stages.wrap.zero.stage import RULE, uses_deepspeed_kernel
+from stages.wrap.zero.stage import uses_cpu_adam
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -36,11 +36,8 @@ def build(
     if ctx.dist.is_main:
         replace_text(ctx.run_dir / "deepspeed.json", json.dumps(config, indent=1) + "\n")
     compat.start(ctx.dist, ctx.log)
-    if precision.compute == "fp16" and not compat.computes_fp16():
-        raise StageError(
-            "DeepSpeed refuses fp16 on this device, which has no fp16 arithmetic",
-            hint="set compute: bf16 in the precision slot",
-        )
+    import deepspeed
+
     # Opened first: this compares the weights with the model.
     with contextlib.closing(model.weights()) as reader:
         module = build_empty(model, precision)
@@ -49,8 +46,13 @@ def build(
         else:
             materialize(module, ctx.dist.device, buffer_device=ctx.dist.device)
         cast_buffers(module, precision)
-        with compat.quiet(ctx.log):
-            live = _initialize(stage, module, plan, config)
+        with compat.quiet():
+            live, *_ = deepspeed.initialize(
+                model=module,
+                optimizer=_optimizer(stage, plan, module),
+                config=dict(config),
+                dist_init_required=False,
+            )
         engine = ZeroEngine(live, ctx.dist, precision, plan)
         # Weakly, so that the engine's memory can be freed before the run ends.
         ctx.on_exit(functools.partial(_close, weakref.ref(engine)))
@@ -90,23 +92,8 @@ def _partitioned(
     return module
 
 
-def _initialize(
-    stage: Zero, module: nn.Module, plan: OptimizerPlan, config: Mapping[str, Any]
-) -> Any:
-    import deepspeed
-
-    live, *_ = deepspeed.initialize(
-        model=module,
-        optimizer=_optimizer(stage, plan, module),
-        config=dict(config),
-        dist_init_required=False,
-    )
-    return live
-
-
 def _close(engine: weakref.ref[ZeroEngine]) -> None:
-    live = engine()
-    if live is not None:
+    if (live := engine()) is not None:
         live.close()
 
 
@@ -126,37 +113,18 @@ def _expected(
         "max_grad_norm": plan.max_grad_norm,
         "accumulation": "unmanaged",
         "loss_scaling": precision.loss_scaling is not None,
-        "partitioned": True,
     }
 
 
 def _optimizer(stage: Zero, plan: OptimizerPlan, module: nn.Module) -> Optimizer:
-    """The optimizer over the module's parameters, before DeepSpeed takes it apart.
-
-    Raises StageError if DeepSpeed's kernel is asked for by name and computes another rule.
-    """
-    groups = plan.groups(_named_parameters(module))
-    if not uses_deepspeed_kernel(stage, plan.algorithm):
+    """The optimizer over the module's parameters, before DeepSpeed takes it apart."""
+    rank = torch.distributed.get_rank()  # every rank has masters of its own
+    named = module.named_parameters()
+    groups = plan.groups([NamedParameter(n, p, compat.full_shape(p), rank) for n, p in named])
+    if not uses_cpu_adam(stage, plan.algorithm):
         return plan.build(groups)
-    if plan.algorithm != RULE:
-        raise StageError(
-            f"DeepSpeed's kernels compute {RULE}, the optimizer slot asks for {plan.algorithm}",
-            hint="set optimizer_implementation: torch",
-        )
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    if stage.offload_optimizer is not None:
-        optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **plan.hyperparameters)
-    else:
-        optimizer = FusedAdam(groups, adam_w_mode=True, **plan.hyperparameters)
+    optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **plan.hyperparameters)
     assert isinstance(optimizer, torch.optim.Optimizer)
     return optimizer
-
-
-def _named_parameters(module: nn.Module) -> list[NamedParameter]:
-    """Parameters with their full shapes; every rank has masters of its own."""
-    rank = torch.distributed.get_rank()
-    return [
-        NamedParameter(name, parameter, compat.full_shape(parameter), rank)
-        for name, parameter in module.named_parameters()
-    ]

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline import ModelSource, OptimizerPlan, PlanView, Precision, Problem
 from stages.wrap.zero.config import STAGE_3_FIELDS, extra_problems
 from stages.wrap.zero.stage import RULE
 
 if TYPE_CHECKING:
-    from stages.wrap.zero.stage import OptimizerOffload, ParameterOffload, Zero
-
-ON_HOST = {"device", "pin_memory", "ratio"}
-"""Fields of the offload blocks that apply to device cpu; the others are for nvme alone."""
+    from stages.wrap.zero.stage import Zero
 
 
 def problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
     """Every problem of `stage`, keys relative to it."""
     yield from _stage_problems(stage)
-    yield from _optimizer_offload_problems(stage)
-    if stage.offload_param is not None:
-        yield from _device_problems("offload_param", stage.offload_param)
-    yield from _aio_problems(stage, plan)
     for policy in plan.giving(Precision):
-        yield from _precision_problems(stage, policy)
+        for wrong, key, message, hint in _precision_rows(stage, policy):
+            if wrong:
+                yield Problem(key=key, message=message, hint=hint)
     if stage.stage == 3:
         yield from _selective_problems(plan)
     yield from _rule_problems(stage, plan)
@@ -32,59 +27,47 @@ def problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
 
 
 def _stage_problems(stage: Zero) -> Iterator[Problem]:
-    if stage.stage < 3:
-        for key in ("offload_param", *STAGE_3_FIELDS):
-            if getattr(stage, key) is not None:
-                yield Problem(key=key, message="needs stage 3", hint="set stage: 3 or leave it out")
-    elif stage.round_robin_gradients is not None:
-        yield Problem(key="round_robin_gradients", message="does nothing at stage 3")
+    for key in ("offload_param", *STAGE_3_FIELDS):
+        if stage.stage < 3 and getattr(stage, key) is not None:
+            yield Problem(key=key, message="needs stage 3", hint="set stage: 3 or leave it out")
     if stage.stage == 1 and stage.overlap_comm:
-        yield Problem(
-            key="overlap_comm",
-            message="stage 1 reduces gradients once a step, not during backward",
-            hint="set stage: 2 or overlap_comm: false",
-        )
+        message = "stage 1 reduces gradients once a step, not during backward"
+        hint = "set stage: 2 or overlap_comm: false"
+        yield Problem(key="overlap_comm", message=message, hint=hint)
+    for block in ("offload_optimizer", "offload_param"):
+        offload = getattr(stage, block)
+        if offload is None:
+            continue
+        if offload.device == "nvme" and stage.stage < 3:
+            yield Problem(key=f"{block}.device", message="nvme needs stage 3")
+        if (offload.device == "nvme") != bool(offload.path):
+            message = "is the folder that device nvme, and no other, writes to"
+            yield Problem(key=f"{block}.path", message=message)
 
 
-def _optimizer_offload_problems(stage: Zero) -> Iterator[Problem]:
-    offload = stage.offload_optimizer
-    if offload is None:
-        return
-    yield from _device_problems("offload_optimizer", offload)
-    if offload.device == "nvme" and stage.stage < 3:
-        yield Problem(key="offload_optimizer.device", message="nvme needs stage 3")
-    if offload.fast_init and (stage.offload_param is None or stage.offload_param.device != "nvme"):
-        yield Problem(
-            key="offload_optimizer.fast_init", message="needs offload_param with device nvme too"
-        )
-    needs = {
-        "stage 3": stage.stage == 3,
-        "device cpu": offload.device == "cpu",
-        "optimizer_implementation auto or deepspeed": stage.optimizer_implementation != "torch",
-    }
-    for need, met in needs.items() if offload.ratio < 1 else ():
-        if not met:
-            yield Problem(key="offload_optimizer.ratio", message=f"below 1 needs {need}")
-
-
-def _device_problems(block: str, offload: OptimizerOffload | ParameterOffload) -> Iterator[Problem]:
-    if offload.device == "nvme":
-        if not offload.path:
-            yield Problem(key=f"{block}.path", message="nvme needs the folder to write to")
-        return
-    for key, value in vars(offload).items():
-        if key not in ON_HOST and value != type(offload).__dataclass_fields__[key].default:
-            yield Problem(key=f"{block}.{key}", message="only applies to device nvme")
-
-
-def _aio_problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
-    if stage.aio is None:
-        return
-    offloads = (stage.offload_optimizer, stage.offload_param)
-    if not any(offload is not None and offload.device == "nvme" for offload in offloads):
-        yield Problem(key="aio", message="only applies to an nvme offload")
-    if stage.aio.use_gds and plan.device != "cuda":
-        yield Problem(key="aio.use_gds", message="needs a GPU")
+def _precision_rows(stage: Zero, policy: Precision) -> list[tuple[bool, str, str, str]]:
+    """Whether it is wrong, key, message and hint of every demand on the dtypes."""
+    offloaded, narrow = stage.offload_optimizer is not None, policy.master == "bf16"
+    asks = "the precision slot asks for"
+    return [
+        (
+            policy.compute == "fp16" and policy.reduce == "bf16",
+            *("stage", "fp16 gradients cannot be reduced in bf16", ""),
+        ),
+        (policy.master == "fp16", "stage", f"{asks} fp16 master weights; ZeRO keeps fp32", ""),
+        (
+            narrow and not offloaded and stage.stage == 1,
+            *("stage", f"{asks} bf16 master weights; stage 1 keeps fp32"),
+            "set stage: 2 or 3, or add offload_optimizer",
+        ),
+        (
+            narrow and offloaded and stage.optimizer_implementation == "torch",
+            "optimizer_implementation",
+            "offloaded bf16 master weights need DeepSpeed's CPU Adam",
+            "set it to auto, leave offload_optimizer out, or set master: fp32 in the precision "
+            "slot",
+        ),
+    ]
 
 
 def _selective_problems(plan: PlanView) -> Iterator[Problem]:
@@ -99,55 +82,19 @@ def _selective_problems(plan: PlanView) -> Iterator[Problem]:
             )
 
 
-def _precision_problems(stage: Zero, policy: Any) -> Iterator[Problem]:
-    offloaded = stage.offload_optimizer is not None
-    if policy.compute == "fp16" and policy.reduce == "bf16":
-        yield Problem(key="stage", message="fp16 gradients cannot be reduced in bf16")
-    if policy.master == "fp16":
-        yield Problem(
-            key="stage", message="the precision slot asks for fp16 master weights; ZeRO keeps fp32"
-        )
-    elif policy.master == "bf16" and not offloaded and stage.stage == 1:
-        yield Problem(
-            key="stage",
-            message="the precision slot asks for bf16 master weights; stage 1 keeps fp32",
-            hint="set stage: 2 or 3, or add offload_optimizer",
-        )
-    elif policy.master == "bf16" and offloaded and stage.optimizer_implementation == "torch":
-        yield Problem(
-            key="optimizer_implementation",
-            message="offloaded bf16 master weights need DeepSpeed's CPU Adam",
-            hint="set it to auto, leave offload_optimizer out, or set master: fp32 in the "
-            "precision slot",
-        )
-
-
 def _rule_problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
-    """Settings that need DeepSpeed's kernels while the optimizer slot asks for another rule."""
-    masters = {policy.master for policy in plan.giving(Precision)}
+    """Offloads that need DeepSpeed's CPU Adam while the optimizer slot asks for another rule."""
     offload = stage.offload_optimizer
+    narrow = any(policy.master == "bf16" for policy in plan.giving(Precision))
+    if offload is not None and offload.device == "nvme":
+        key, what, hint = "offload_optimizer.device", "nvme needs", "set device: cpu"
+    elif offload is not None and narrow:
+        key, what = "offload_optimizer", "offloaded bf16 master weights need"
+        hint = "leave it out or set master: fp32 in the precision slot"
+    else:
+        return
     for optimizer in plan.giving(OptimizerPlan):
         algorithm = getattr(optimizer, "algorithm", RULE)
-        if algorithm == RULE:
-            continue
-        kernels = (
-            f"DeepSpeed's kernels, which compute {RULE}; the optimizer slot asks for {algorithm}"
-        )
-        if stage.optimizer_implementation == "deepspeed":
-            yield Problem(
-                key="optimizer_implementation",
-                message=f"means {kernels}",
-                hint="set it to auto or torch",
-            )
-        elif offload is not None and offload.device == "nvme":
-            yield Problem(
-                key="offload_optimizer.device",
-                message=f"nvme needs {kernels}",
-                hint="set device: cpu",
-            )
-        elif offload is not None and "bf16" in masters:
-            yield Problem(
-                key="offload_optimizer",
-                message=f"offloaded bf16 master weights need {kernels}",
-                hint="leave it out or set master: fp32 in the precision slot",
-            )
+        if algorithm != RULE:
+            asked = f"which computes {RULE}; the optimizer slot asks for {algorithm}"
+            yield Problem(key=key, message=f"{what} DeepSpeed's CPU Adam, {asked}", hint=hint)

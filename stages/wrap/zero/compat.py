@@ -9,7 +9,7 @@ import contextlib
 import io
 import logging
 import os
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -36,34 +36,16 @@ def start(dist: DistContext, log: logging.Logger) -> None:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.utils import logger
 
-    for handler in list(logger.handlers):
-        logger.removeHandler(handler)
-    logger.addHandler(_ToRunLog(log))
-    with quiet(log):
+    # Its warnings go to the run's log.
+    logger.handlers.clear()
+    logger.parent, logger.propagate = log, True
+    logger.setLevel(logging.WARNING)
+    with quiet():
         deepspeed.init_distributed(
             dist_backend=get_accelerator().communication_backend_name(),
             auto_mpi_discovery=False,
             verbose=False,
         )
-
-
-class _ToRunLog(logging.Handler):
-    """Passes DeepSpeed's warnings on; all else goes to the log at debug level."""
-
-    def __init__(self, log: logging.Logger) -> None:
-        super().__init__()
-        self._log = log
-
-    def emit(self, record: logging.LogRecord) -> None:
-        level = record.levelno if record.levelno >= logging.WARNING else logging.DEBUG
-        self._log.log(level, "deepspeed: %s", record.getMessage())
-
-
-def computes_fp16() -> bool:
-    """Whether DeepSpeed trains in fp16 on this device."""
-    from deepspeed.accelerator import get_accelerator
-
-    return bool(get_accelerator().is_fp16_supported())
 
 
 def full_shape(tensor: Any) -> tuple[int, ...]:
@@ -102,33 +84,17 @@ def master_partitions(optimizer: Any) -> list[Tensor]:
     return []
 
 
-def master_elements(optimizer: Any) -> int:
-    """Elements of this rank's master weights, also on disk."""
-    counts = getattr(optimizer, "fp16_partitioned_groups_flat_numel", None)
-    if counts is not None:
-        return int(sum(counts))
-    return sum(partition.numel() for partition in master_partitions(optimizer))
-
-
 def offload_devices(optimizer: Any) -> tuple[str | None, str | None]:
     """Where optimizer state and parameter shards are kept: `cpu`, `nvme`, or None for neither."""
 
-    def has(*names: str) -> bool:
-        return any(getattr(optimizer, name, False) for name in names)
+    def place(nvme: str, *cpu: str) -> str | None:
+        on_host = any(getattr(optimizer, name, False) for name in cpu)
+        return "nvme" if getattr(optimizer, nvme, False) else "cpu" if on_host else None
 
-    states_on_host = has("offload_optimizer", "cpu_offload")
     return (
-        "nvme" if has("swap_optimizer") else "cpu" if states_on_host else None,
-        "nvme" if has("params_in_nvme_and_cpu") else "cpu" if has("offload_param") else None,
+        place("swap_optimizer", "offload_optimizer", "cpu_offload"),
+        place("params_in_nvme_and_cpu", "offload_param"),
     )
-
-
-def accumulation_dtype(optimizer: Any) -> torch.dtype | None:
-    """Dtype in which gradients of several micro-batches are summed."""
-    # Offloaded stages 1 and 2 sum on the host, in the parameters' dtype whatever was asked for.
-    on_host = getattr(optimizer, "cpu_offload", False)
-    names = ("dtype",) if on_host else ("grad_acc_dtype", "gradient_accumulation_dtype")
-    return next((getattr(optimizer, name) for name in names if hasattr(optimizer, name)), None)
 
 
 def reduce_dtype(engine: Any) -> torch.dtype:
@@ -136,26 +102,6 @@ def reduce_dtype(engine: Any) -> torch.dtype:
     own: torch.dtype | None = getattr(engine.optimizer, "communication_data_type", None)
     dtype: torch.dtype = engine.communication_data_type
     return own or dtype
-
-
-def kept_elements(module: torch.nn.Module) -> int:
-    """Elements of parameters whose storage this rank keeps between steps."""
-    held = (getattr(parameter, "ds_tensor", parameter) for parameter in module.parameters())
-    return sum(tensor.numel() for tensor in held)
-
-
-def inner_optimizers(engine: Any) -> Iterator[Any]:
-    """The torch optimizers that update masters: one, or two where part of them is offloaded."""
-    yield engine.optimizer.optimizer
-    partial = getattr(engine.optimizer, "backup_optimizer", None)
-    if partial is not None:
-        yield partial
-
-
-def update_groups(engine: Any) -> Iterator[dict[str, Any]]:
-    """The parameter groups whose learning rates the next step reads."""
-    for optimizer in inner_optimizers(engine):
-        yield from optimizer.param_groups
 
 
 def global_grad_norm(engine: Any) -> float:
@@ -202,16 +148,9 @@ def is_swapped(shard: Any) -> bool:
     return str(getattr(shard, "status", "")).endswith("NOT_AVAILABLE")
 
 
-@contextlib.contextmanager
-def quiet(log: logging.Logger) -> Iterator[None]:
-    """Send DeepSpeed's prints (memory figures, build messages) to the log's debug level."""
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed):
-            yield
-    finally:
-        for line in printed.getvalue().splitlines():
-            log.debug("deepspeed: %s", line)
+def quiet() -> AbstractContextManager[Any]:
+    """Drop DeepSpeed's prints in the body."""
+    return contextlib.redirect_stdout(io.StringIO())
 
 
 def restore_bias_correction(engine: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -43,9 +43,9 @@ class ZeroEngine(Engine):
         self.shard = DataAxis(index=dist.rank, count=dist.world_size)
         self._scaling = precision.loss_scaling
         # Groups are renewed when a checkpoint is loaded, base rates are not.
-        self._base_rates = [group["lr"] for group in compat.update_groups(live)]
+        self._base_rates = [group["lr"] for group in live.optimizer.optimizer.param_groups]
         interval = self._scaling.growth_interval if self._scaling else 1
-        self._veto = StepVeto(compat.inner_optimizers(live))
+        self._veto = StepVeto(live.optimizer.optimizer)
         self._state = ZeroState(live, plan, self._base_rates, interval)
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
@@ -56,12 +56,13 @@ class ZeroEngine(Engine):
 
     def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
         live = self.deepspeed
-        for group, base in zip(compat.update_groups(live), self._base_rates, strict=True):
+        groups = live.optimizer.optimizer.param_groups
+        for group, base in zip(groups, self._base_rates, strict=True):
             group["lr"] = base * lr_scale
         scaler = compat.loss_scaler(live)
         scale = 1.0 if scaler is None else float(scaler.cur_scale)
-        with self._veto.by(should_step, lambda: compat.global_grad_norm(live)):
-            live.step()
+        self._veto.arm(should_step, lambda: compat.global_grad_norm(live))
+        live.step()
         finite = bool(live.was_step_applied())
         if finite:
             self._grow_scale(scaler)
@@ -97,9 +98,7 @@ class ZeroEngine(Engine):
     def describe(self) -> Mapping[str, Any]:
         """Read off the engine, its optimizers and its tensors, not off a configuration."""
         live, optimizer = self.deepspeed, self.deepspeed.optimizer
-        masters = compat.master_elements(optimizer)
         offload_optimizer, offload_param = compat.offload_devices(optimizer)
-        accumulation = compat.accumulation_dtype(optimizer)
         return {
             "engine": type(live).__name__,
             "model": type(live.module).__name__,
@@ -111,7 +110,6 @@ class ZeroEngine(Engine):
             "master": dtype_names(compat.master_partitions(optimizer)),
             "compute": dtype_names(live.module.parameters()),
             "reduce": dtype_name(compat.reduce_dtype(live)),
-            "gradient_accumulation": None if accumulation is None else dtype_name(accumulation),
             "buffers": dtype_names(live.module.buffers()),
             "offload_optimizer": offload_optimizer,
             "offload_param": offload_param,
@@ -120,9 +118,6 @@ class ZeroEngine(Engine):
             "loss_scaling": compat.loss_scaler(live) is not None,
             "parameters": parameter_count(live.module, compat.full_numel),
             "trained_parameters": sum(map(compat.full_numel, trained(live.module))),
-            "kept_parameters": compat.kept_elements(live.module),
-            "kept_masters": masters,
-            "partitioned": _is_partitioned(live, masters),
         }
 
     def close(self) -> None:
@@ -133,30 +128,24 @@ class ZeroEngine(Engine):
 
 
 class StepVeto:
-    """Lets a guard veto a step that several optimizers take part in, in one or more groups each.
+    """Lets a guard veto a step, which the optimizer may do in several parts.
 
-    The guard is called once per step, when the first optimizer is about to update; if it answers
-    False, gradients are hidden from the optimizers until their step is over.
+    The guard is called once per step, when the optimizer is about to update; if it answers False,
+    gradients are hidden from the optimizer until the part is over.
     """
 
-    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+    def __init__(self, optimizer: Optimizer) -> None:
         self.refused = False
         """Whether the guard has refused the latest step."""
         self._ask: Callable[[], bool] | None = None
         self._hidden: list[tuple[nn.Parameter, Tensor]] = []
-        for optimizer in optimizers:
-            optimizer.register_step_pre_hook(self._before)
-            optimizer.register_step_post_hook(self._after)
+        optimizer.register_step_pre_hook(self._before)
+        optimizer.register_step_post_hook(self._after)
 
-    @contextlib.contextmanager
-    def by(self, should_step: StepGuard | None, norm: Callable[[], float]) -> Iterator[None]:
-        """Let `should_step(norm())` decide about steps in the body; without it they all happen."""
+    def arm(self, should_step: StepGuard | None, norm: Callable[[], float]) -> None:
+        """Let `should_step(norm())` decide about the next step; without it, it happens."""
         self.refused = False
         self._ask = None if should_step is None else lambda: should_step(norm())
-        try:
-            yield
-        finally:
-            self._ask = None
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._ask is not None:
@@ -174,16 +163,3 @@ class StepVeto:
         for parameter, gradient in self._hidden:
             parameter.grad = gradient
         self._hidden.clear()
-
-
-PADDING = 64
-"""Elements that a parameter or group may be padded by, more than any alignment in use."""
-
-
-def _is_partitioned(live: Any, masters: int) -> bool:
-    """Whether this rank's masters are its share of the trained elements (plus padding)."""
-    world = torch.distributed.get_world_size(live.optimizer.dp_process_group)
-    parameters = list(trained(live.module))
-    elements = sum(map(compat.full_numel, parameters))
-    padding = PADDING * (len(parameters) + 1)
-    return masters * world >= elements and (masters - padding) * world <= elements

@@ -30,7 +30,7 @@ from pipeline.planning import (
     Unit,
     Weight,
 )
-from stages.wrap.zero.stage import Zero, uses_deepspeed_kernel
+from stages.wrap.zero.stage import Zero, uses_cpu_adam
 
 SUMMED = 4
 """Bytes of a gradient's element summed over micro-batches: `grad_accum_dtype` is always fp32."""
@@ -78,9 +78,9 @@ class ZeroMemory(StrategyMemory):
         """Bytes of the bucket of stages 1 and 2, allocated whole, however small the model."""
         at: dict[str | None, Place] = {None: "device", "cpu": "host", "nvme": "disk"}
         self.states_at = at[offload.device if offload else None]
-        in_kernel = uses_deepspeed_kernel(stage, optimizer.algorithm)
+        in_kernel = uses_cpu_adam(stage, optimizer.algorithm)
         self.moments = 8 if in_kernel else optimizer.bits / 8
-        """Bytes of an element's moments, which DeepSpeed's kernels keep in fp32."""
+        """Bytes of an element's moments, which DeepSpeed's CPU Adam keeps in fp32."""
         self.trained = model.trained
         self.every = sum(weight.bytes(self.c) * count for weight, count in model.counted())
         """Bytes of all weights in the compute dtype."""

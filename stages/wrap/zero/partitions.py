@@ -53,11 +53,6 @@ class FlatMaster:
         """Length of the flat tensor, also while it is on disk."""
         return self.tensor.numel()
 
-    @property
-    def optimizer(self) -> Any:
-        """The torch optimizer that updates it."""
-        return self.zero.optimizer
-
     def present(self, *, write: bool) -> AbstractContextManager[None]:
         """Hold the flat tensor and its optimizer state in memory; `write` keeps what the body
         changed, and updates this rank's part of the compute weights."""
@@ -71,18 +66,12 @@ class SubGroupMaster(FlatMaster):
     def numel(self) -> int:
         return int(self.zero.fp16_partitioned_groups_flat_numel[self.number])
 
-    @property
-    def optimizer(self) -> Any:
-        devices = getattr(self.zero, "subgroup_to_device", {})
-        on_host = devices.get(self.number, "cpu") == "cpu"
-        return self.zero.optimizer if on_host else self.zero.backup_optimizer
-
     @contextlib.contextmanager
     def present(self, *, write: bool) -> Iterator[None]:
         swapped = self.zero._swappable_optimizer_subgroup(self.number)
         if swapped:
             self.zero._optimizer_states_and_gradient_swap_in(self.number)
-        fresh = not self.optimizer.state.get(self.tensor)
+        fresh = not self.zero.optimizer.state.get(self.tensor)
         try:
             yield
         except BaseException:  # also when the reader stops: there are few buffers

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt
 
 from pipeline import Context, Engine, ModelSource, OptimizerPlan, PlanView, Precision, Problem
 
@@ -30,17 +30,11 @@ class OptimizerOffload:
     """With nvme: buffers in the pool; at least the tensors kept per parameter (Adam has four:
     parameter, gradient and two moments)."""
 
-    fast_init: bool = False
-    """With nvme parameters too: initialise master weights straight from the swapped parameters."""
-
     pipeline_read: bool = False
     """With nvme: read the next tile while the current one is updated."""
 
     pipeline_write: bool = False
     """With nvme: write the previous tile while the current one is updated."""
-
-    ratio: Annotated[float, Ge(0), Le(1)] = 1.0
-    """Share of the optimizer's sub-groups that is offloaded; below 1 at stage 3 with cpu only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +104,10 @@ class Zero:
     offload_param: ParameterOffload | None = None
     """Stage 3: offload parameter shards; null keeps them on the accelerator."""
 
-    optimizer_implementation: Literal["auto", "torch", "deepspeed"] = "auto"
-    """Implementation of the update: the optimizer stage's torch class, or DeepSpeed's kernel (CPU
-    Adam when offloaded, fused Adam otherwise). The kernels compute AdamW with plain moments; auto
-    takes them when offloaded, if the optimizer stage asks for that rule. They are compiled at first
-    use, which takes about a minute."""
+    optimizer_implementation: Literal["auto", "torch"] = "auto"
+    """With offload_optimizer: torch takes the optimizer stage's torch class, auto DeepSpeed's CPU
+    Adam if the optimizer stage asks for AdamW with plain moments. It is compiled at first use,
+    which takes about a minute."""
 
     reduce_bucket_size: Elements = 500_000_000
     """Gradient elements reduced at a time. Their buffer is allocated whole for any model; stage 1
@@ -168,12 +161,10 @@ class Zero:
 
 
 RULE = "adamw"
-"""Name in an OptimizerPlan of the update rule that DeepSpeed's kernels compute."""
+"""Name in an OptimizerPlan of the update rule that DeepSpeed's CPU Adam computes."""
 
 
-def uses_deepspeed_kernel(stage: Zero, algorithm: str) -> bool:
-    """Whether DeepSpeed's own kernel updates the weights; `auto` takes it when offloaded, if it
-    computes the rule."""
-    if stage.optimizer_implementation == "auto":
-        return stage.offload_optimizer is not None and algorithm == RULE
-    return stage.optimizer_implementation == "deepspeed"
+def uses_cpu_adam(stage: Zero, algorithm: str) -> bool:
+    """Whether DeepSpeed's CPU Adam updates the weights, instead of the optimizer stage's class."""
+    auto = stage.optimizer_implementation == "auto"
+    return auto and stage.offload_optimizer is not None and algorithm == RULE

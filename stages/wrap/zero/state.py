@@ -16,11 +16,11 @@ from pipeline import (
     Fragment,
     LossScale,
     OptimizerPlan,
-    ParameterGroup,
     StageError,
 )
-from stages.wrap.load_weights import LocalShard, aliases, stored_tensors
+from stages.wrap.load_weights import LocalShard, stored_tensors
 from stages.wrap.optimizer_state import (
+    fixed_state,
     read_moments,
     require_known,
     set_updates,
@@ -74,19 +74,12 @@ class ZeroState:
     @functools.cached_property
     def _fixed(self) -> EngineState:
         """The part of the state that never changes."""
-        groups: dict[int, list[str]] = {}
+        names: dict[int, list[str]] = {}
         for flat in self._flats:
-            groups.setdefault(flat.group, []).extend(self._members[flat.number])
-        module = self._live.module
-        return EngineState(
-            shapes={name: compat.full_shape(tensor) for name, tensor in stored_tensors(module)},
-            aliases=aliases(module),
-            frozen=[name for name, p in module.named_parameters() if not p.requires_grad],
-            groups=[self._group(number, groups[number]) for number in sorted(groups)],
-            updates={},
-            moments=tuple(self._plan.moments),
-            loss_scale=None,
-        )
+            names.setdefault(flat.group, []).extend(self._members[flat.number])
+        given = self._live.optimizer.optimizer.param_groups
+        groups = [(given[at], self._base_rates[at], names[at]) for at in sorted(names)]
+        return fixed_state(self._live.module, self._plan, groups, compat.full_shape)
 
     def fragments(self) -> Iterator[Fragment]:
         """See `Engine.fragments`."""
@@ -97,7 +90,10 @@ class ZeroState:
         """See `Engine.restore`."""
         self._restored, self.applied = state.updates, 0
         for flat in self._flats:
-            self._require_one_count(self._members[flat.number], state)
+            counts = {name: state.updates[name] for name in self._members[flat.number]}
+            if len(set(counts.values())) > 1:
+                message = "parameters that ZeRO updates together were updated unequally often"
+                raise CheckpointError(f"{message}: {counts}")
         yield from self._trained(write=True, counts=state.updates)
         yield from self._others()
         compat.restore_bias_correction(self._live)
@@ -126,7 +122,7 @@ class ZeroState:
                 state = self._optimizer_state(flat)
                 if counts is not None:
                     count = counts[self._members[flat.number][0]]
-                    set_updates(state, count, flat.optimizer, flat.group)
+                    set_updates(state, count)
                 yield from self._flat_fragments(flat, state, write=write)
 
     def _flat_fragments(
@@ -174,26 +170,12 @@ class ZeroState:
 
     def _optimizer_state(self, flat: FlatMaster) -> dict[str, Any]:
         """Optimizer state of a flat master, created as the optimizer's first step would."""
-        optimizer, master = flat.optimizer, flat.tensor
+        optimizer, master = flat.zero.optimizer, flat.tensor
         if not optimizer.state[master]:
             compat.start_optimizer_state(optimizer, master, flat.numel, self._plan)
         state: dict[str, Any] = optimizer.state[master]
         require_known(state, self._plan, type(optimizer).__name__)
         return state
-
-    def _require_one_count(self, names: Sequence[str], state: EngineState) -> None:
-        if len({state.updates[name] for name in names}) > 1:
-            raise CheckpointError(
-                "parameters that ZeRO updates together were updated different numbers of times: "
-                + ", ".join(f"{name} {state.updates[name]}" for name in names[:5])
-            )
-
-    def _group(self, number: int, names: Sequence[str]) -> ParameterGroup:
-        group = list(compat.update_groups(self._live))[number]
-        settings = {key: group[key] for key in self._plan.hyperparameters if key in group}
-        return ParameterGroup(
-            settings={**settings, "lr": self._base_rates[number]}, parameters=list(names)
-        )
 
     def _loss_scale(self) -> LossScale | None:
         scaler = compat.loss_scaler(self._live)

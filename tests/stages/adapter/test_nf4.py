@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -171,29 +170,6 @@ def test_peft_loads_an_adapter_onto_bitsandbytes_own_model(kind: QuantType, tmp_
     expected = logits(module_with(source, weights))
     loaded.train()  # in eval mode its kernels on CPUs compute in bf16
     torch.testing.assert_close(logits(loaded), expected, rtol=0, atol=2e-5)
-    told: list[str] = []
-    ExportAdapter.verify(done.folder, told.append, trust_remote_code=False)
-    assert f"in {kind} computes what it did" in told[-1]
-
-
-def test_how_much_is_in_four_bits_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    experts = {**UNTIED, "model_type": "mixtral", "num_local_experts": 4}
-    for config, level in ((UNTIED, "INFO"), (experts, "WARNING")):
-        source = adapted(tmp_path, config, targets=("q_proj",), quantize="nf4")
-        with caplog.at_level("INFO"):
-            caplog.clear()
-            source.log_summary(logging.getLogger("told"))
-        first, second = caplog.records
-        assert first.getMessage().startswith("3 layers get updates")
-        module = source.base.base.build()
-        whole = sum(parameter.numel() for parameter in module.parameters())
-        packed = sum(
-            one.weight.numel()
-            for name, one in module.named_modules()
-            if type(one) is nn.Linear and name != "lm_head"
-        )
-        assert second.levelname == level
-        assert second.getMessage().startswith(f"{100 * packed / whole:.0f} %")
 
 
 def test_a_fresh_adapter_of_packed_weights_changes_nothing(tmp_path: Path) -> None:

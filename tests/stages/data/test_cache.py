@@ -210,17 +210,17 @@ def test_what_another_process_finishes_is_not_swept(
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "iterdir", finished_meanwhile)
-        assert cache._ensure(tmp_path, "key", lambda folder: _written(folder, "own")) is False
+        cache.prepare_locally(tmp_path, "key", lambda folder: _written(folder, "own"))
     assert (tmp_path / "key" / "data").read_text() == "own"
     assert live.exists() == (gone == "a file")
 
 
 def test_another_run_that_was_faster_wins(tmp_path: Path) -> None:
     def slow(partial: Path) -> cache.Counts:
-        cache._ensure(tmp_path, "key", lambda folder: _written(folder, "first"))
+        cache.prepare_locally(tmp_path, "key", lambda folder: _written(folder, "first"))
         return _written(partial, "second")
 
-    assert cache._ensure(tmp_path, "key", slow) is False
+    cache.prepare_locally(tmp_path, "key", slow)
     assert (tmp_path / "key" / "data").read_text() == "first"
     assert [path.name for path in tmp_path.iterdir()] == ["key"]
 

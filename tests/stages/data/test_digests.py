@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.errors import DataError
 from stages.data import sources
 from stages.data.sources import file_digests
 
@@ -93,8 +92,3 @@ def test_nowhere_to_keep_them(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     assert file_digests(files) == expected(files)
-
-
-def test_a_file_that_is_gone(read: list[str], files: list[Path]) -> None:
-    with pytest.raises(DataError, match="cannot be read: No such file"):
-        file_digests([*files, Path("/none")])

@@ -190,12 +190,13 @@ def test_documents_of_a_stream_apart(ctx: Context, source: FakeSource, tmp_path:
 
 @pytest.mark.parametrize("batch", [1, 2, 7])
 def test_a_document_without_a_token_is_no_border(
-    ctx: Context, source: FakeSource, tmp_path: Path, batch: int
+    ctx: Context, source: FakeSource, tmp_path: Path, batch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("stages.data.documents._BATCH", batch)
     source.fast.backend_tokenizer.normalizer = normalizers.Replace("x", "")
     stage = text_stage(
         tmp_path, ["x", "ab", "x", "xx", "cd", "x"], sequence_length=3, documents_apart=True,
-        append_eos=False, batch_documents=batch,
+        append_eos=False,
     )  # fmt: skip
     samples = stage.run(ctx, source).train
     assert len(samples) == 1

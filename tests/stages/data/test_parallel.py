@@ -16,9 +16,8 @@ import pytest
 
 from pipeline.contracts.stage import Context
 from pipeline.errors import DataError, StageError
-from stages.data import tokenize
+from stages.data import documents, tokenize
 from stages.data.chat import ChatData
-from stages.data.rows import Reading
 from stages.data.text import TextData
 from stages.data.tokenize import ProgressLog
 from tests.stages.data.fakes import FakeSource
@@ -63,17 +62,6 @@ def test_an_error_keeps_its_class_and_its_words() -> None:
     assert str(caught.value) == "f:5: broken (mend it)"
 
 
-def test_an_error_of_the_reader_comes_behind_earlier_ones() -> None:
-    def numbers() -> Iterator[int]:
-        yield from range(6)
-        raise StageError("unreadable")
-
-    with pytest.raises(DataError, match="f:5"):
-        list(tokenize.map_batches(failing_at(5), numbers(), 2))
-    with pytest.raises(StageError, match="unreadable"):
-        list(tokenize.map_batches(failing_at(), numbers(), 2))
-
-
 def test_a_killed_process_is_no_hang() -> None:
     def die(number: int) -> int:
         if number == 3:
@@ -107,7 +95,7 @@ def files_of(cache: Path) -> dict[str, bytes]:
 
 
 def test_the_bytes_are_those_of_one_process(
-    ctx: Context, source: FakeSource, tmp_path: Path
+    ctx: Context, source: FakeSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [
         {"messages": [{"role": "user", "content": "x" * (i % 17)},
@@ -118,7 +106,8 @@ def test_the_bytes_are_those_of_one_process(
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     texts = tmp_path / "texts.jsonl"
     texts.write_text("".join(json.dumps({"text": f"{i} and {i + 1}"}) + "\n" for i in range(500)))
-    for stage in (ChatData(files=str(file)), TextData(files=str(texts), batch_documents=7)):
+    monkeypatch.setattr(documents, "_BATCH", 7)
+    for stage in (ChatData(files=str(file)), TextData(files=str(texts))):
         found, prints = [], []
         for workers in (1, 3):
             cache = tmp_path / f"{type(stage).__name__}-{workers}"
@@ -133,10 +122,7 @@ def test_progress(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPa
     caplog.set_level(logging.INFO)
     now = 100.0
     monkeypatch.setattr(tokenize.time, "monotonic", lambda: now)
-    reading = Reading(total=200)
-    progress = ProgressLog(log=logging.getLogger("test"), reading=reading, unit="rows")
-    reading.enter(120, lambda: 120)
-    reading.enter(80, lambda: 20)
+    progress = ProgressLog(log=logging.getLogger("test"), unit="rows")
     now = 109.0
     progress.update(90, 900)
     assert not caplog.messages
@@ -144,31 +130,4 @@ def test_progress(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPa
     progress.update(100, 1000)
     now = 125.0
     progress.update(101, 1001)
-    assert caplog.messages == ["tokenising: 100 rows, 1000 tokens, 5 rows/s, 70% read"]
-    assert Reading().fraction() is None
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json.gz", "a.json", "a.parquet", "a.txt"])
-def test_how_far_reading_has_come(tmp_path: Path, name: str) -> None:
-    import gzip
-
-    import pyarrow
-    import pyarrow.parquet
-
-    from stages.data.rows import rows
-
-    file = tmp_path / name
-    values = [{"text": os.urandom(450).hex()} for _ in range(3000)]
-    lines = "".join(json.dumps(value) + "\n" for value in values).encode()
-    if name.endswith("parquet"):
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(values), file)
-    elif name == "a.json":
-        file.write_text(json.dumps(values))
-    else:
-        file.write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
-    reading = Reading(total=file.stat().st_size)
-    seen = [reading.fraction() or 0.0 for _ in rows(file, reading)]
-    assert len(seen) == 3000
-    assert seen == sorted(seen)
-    assert seen[1499] == pytest.approx(0.5, abs=0.15)
-    assert seen[-1] == pytest.approx(1.0, abs=0.05)
+    assert caplog.messages == ["tokenising: 100 rows, 1000 tokens, 5 a second"]

@@ -7,7 +7,6 @@ import gzip
 import json
 import math
 import shutil
-import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -179,22 +178,6 @@ def test_windows_are_prepared_ahead(ctx: Context, folder: Path, built: list[str]
     store._ahead.shutdown()
     second = SampleOrder(SEED, 8).indices(0, 8)[WINDOW : 2 * WINDOW]
     assert built[WINDOW:] == [f"{shard}.jsonl.gz" for shard in second]
-
-
-def test_what_another_process_tokenises_is_not_waited_for(
-    ctx: Context, folder: Path, built: list[str]
-) -> None:
-    _, closes = opened(stream(folder), ctx)
-    (store,) = [close.__self__ for close in closes]
-    deadline = time.monotonic() + 20
-    with store._locked(store._key(4), wait=True):
-        store.prepare([4, 5, 6])
-        while len(built) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert built == ["5.jsonl.gz", "6.jsonl.gz"]
-    store._ahead.shutdown()
-    assert built[2:] == ["4.jsonl.gz"]
-    assert sorted(store._open) == [4, 5, 6]  # so that it is removed when its turn comes
 
 
 def test_documents_apart(ctx: Context, folder: Path) -> None:

@@ -84,7 +84,6 @@ def test_every_token_is_a_target_once(
         files=str(write(tmp_path / "d.jsonl", rows)),
         sequence_length=length,
         heldout_fraction=fraction,
-        batch_documents=2,
         cache=str(tmp_path / "cache"),
     )
     stream = [token for document in documents for token in [*ids(document), END]]

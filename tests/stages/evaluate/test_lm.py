@@ -20,7 +20,7 @@ from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from pipeline.testing import problems
 from stages.evaluate.lm import EvaluatedModel, EvaluateLm
-from stages.evaluate.perplexity import windows
+from stages.evaluate.run import windows
 from stages.export.safetensors import ExportSafetensors
 from stages.model.hf import HfModel
 from tests.support.models import context, filled, random_source, save_tokenizer, tiny_llama_config

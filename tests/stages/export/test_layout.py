@@ -14,6 +14,7 @@ from safetensors.torch import load
 
 from pipeline.checkpoint.layout import CODES
 from pipeline.contracts.tensors import TensorSpec
+from pipeline.testing import problems
 from pipeline.utils.text import human
 from stages.export.plan import index, shards
 from stages.export.safetensors import ExportSafetensors, parse_size
@@ -33,12 +34,10 @@ def test_parse_size(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "5", "GB", "-1GB", "5 gigs", "0GB", "1e3MB", "0.5B", "5GBs"])
+@pytest.mark.parametrize("text", ["", "5", "GB", "-1GB", "5 gigs", "1e3MB", "5GBs"])
 def test_no_size(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is not a size|less than one byte"):
-        parse_size(text)
-    problems = list(ExportSafetensors(max_shard_size=text).check(None))  # type: ignore[arg-type]
-    assert [problem.key for problem in problems] == ["max_shard_size"]
+    (problem,) = problems(ExportSafetensors, {"max_shard_size": text})
+    assert problem.key == "max_shard_size"
 
 
 @pytest.mark.parametrize(

@@ -71,13 +71,6 @@ def test_crash_between_the_renames_is_healed(llama: Run) -> None:
     assert not previous.exists()
 
 
-def test_full_disk(llama: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(llama.folder.parent)._replace(free=1000)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    with pytest.raises(StageError, match=r"16\.\d MB needed, 1.0 KB available"):
-        llama.export()
-
-
 def test_write_error(llama: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(descriptor: int) -> None:
         raise OSError(28, "No space left on device")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pipeline.errors import ExportError
-from stages.export import logits as running
+from stages.export import proof as running
 from stages.export.proof import verify
 from stages.export.safetensors import ExportSafetensors
 from tests.support.exports import Run, run_of

@@ -96,7 +96,7 @@ def test_weights_of_a_training_whose_optimizer_is_another(tmp_path: Path) -> Non
     source = opened(tmp_path, weights_only=True)
     assert sorted(source.tensors) == ["weight/a", "weight/b"]
     assert (source.step, source.state.moments, source.state.groups) == (0, [], [])
-    with pytest.raises(CheckpointError, match=r"state\.b\.factor is no tensor"):
+    with pytest.raises(CheckpointError, match="the optimizer kept momentum_buffer for a"):
         opened(tmp_path)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from pipeline.checkpoint.formats import Reading, StateSource
 from pipeline.contracts.precision import LossScaling
@@ -20,24 +18,20 @@ from pipeline.errors import CheckpointError
 from stages.formats import stored
 from stages.formats.canonical import Canonical
 from stages.formats.deepspeed import DeepSpeed
-from stages.formats.deepspeed_native import ADMITTED, Fragment, Stage, _in_memory
+from stages.formats.deepspeed_native import ADMITTED, Fragment
 from tests.support.formats import (
     STEP,
     digest_of,
     load_universal,
     same,
     save_deepspeed,
-    tiny_universal,
 )
 from tests.support.processes import run_ranks
 from tests.support.state import Setting, load_run
-from tests.support.zero import has_libaio
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
 FP16 = LossScaling(initial_scale=2.0**10, growth_interval=1000)
-BIG = {"vocab_size": 6001, "hidden_size": 120, "num_attention_heads": 4}
-NVME = Setting(wrap="zero3 nvme", model=BIG)
 WORLDS: dict[int, dict[str, Setting]] = {
     1: {"3 alone": Setting(wrap="zero3")},
     2: {
@@ -50,9 +44,7 @@ WORLDS: dict[int, dict[str, Setting]] = {
         "3 sub-groups": Setting(wrap="zero3 sub-groups", compute="bf16"),
     },
 }
-if has_libaio():
-    WORLDS[2]["3 nvme"] = NVME  # torch's and DeepSpeed's state of one process: keep it last
-NAMES = [name for settings in WORLDS.values() for name in settings]
+NAMES = [name for settings in WORLDS.values() for name in settings if "robin" not in name]
 
 
 class Case(NamedTuple):
@@ -70,10 +62,6 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
     root = tmp_path_factory.mktemp("saved")
     found = {}
     for ranks, settings in WORLDS.items():
-        settings = {
-            name: dataclasses.replace(setting, nvme=str(root / "nvme"))
-            for name, setting in settings.items()
-        }
         live = run_ranks(save_deepspeed, ranks, str(root), settings)[0]
         for name, setting in settings.items():
             folder = root / name / STEP
@@ -137,14 +125,9 @@ def test_other_strategies_and_deepspeed_itself_load_what_was_converted(
         assert (stops if wrap == "zero3" else "goes on") in found["next"], wrap
 
 
-@pytest.mark.skipif(not has_libaio(), reason="NVMe offload needs libaio")
-def test_state_on_disk_that_is_lost(cases: dict[str, Case], tmp_path: Path) -> None:
-    folder = shutil.copytree(cases["3 nvme"].folder, tmp_path / STEP)
-    swapped = sorted((folder / "state" / "offloaded_tensors" / "rank01").glob("*.swp"))
-    assert len(swapped) >= 3  # masters and both moments
-    swapped[0].unlink()
-    with pytest.raises(CheckpointError, match=r"\.swp: missing; it holds a part"):
-        opened(folder)
+def test_parameters_that_were_dealt_out_in_turn_are_refused(cases: dict[str, Case]) -> None:
+    with pytest.raises(CheckpointError, match=r"disagree on where .*round_robin_gradients"):
+        opened(cases["2 round robin"].folder)
 
 
 class Damage:
@@ -153,7 +136,7 @@ class Damage:
     @staticmethod
     def rank_gone(state: Path) -> str:
         (state / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-        return "has the optimizer state of 1 ranks, 2 saved"
+        return "has the state of 1 ranks, 2 saved"
 
     @staticmethod
     def first_rank_gone(state: Path) -> str:
@@ -239,9 +222,7 @@ def test_a_checkpoint_of_others_knows_its_step_alone(
             (tmp_path / "latest").write_text("global_step3")
         source = opened(where, samples=99)
         assert digest_of(source) == same(saved[1])
-        assert source.progress == {
-            "step": 3, "samples": 99, "tokens": 0, "skipped": 0, "metrics": {}, "lineage": {},
-        }  # fmt: skip
+        assert source.progress == vars(Progress(step=3, samples=99))
 
 
 def test_progress_and_random_streams_that_pipetrain_put_beside_them(
@@ -260,26 +241,14 @@ def test_progress_and_random_streams_that_pipetrain_put_beside_them(
     assert b"".join(bytes(data) for _, data in parts) == bytes(range(9))
 
 
-def test_deepspeeds_zero_to_fp32_reads_no_universal_checkpoint(tmp_path: Path) -> None:
-    """Its `load_checkpoint` does: see above."""
-    made = tmp_path / "made"
-    made.mkdir()
-    tiny_universal(made)
-    notes = DeepSpeed().write(opened(made), tmp_path / "universal")
-    assert (tmp_path / "universal" / "latest_universal").read_text() == "global_step3"
-    assert any("`pipe export`" in note for note in notes)
-    with pytest.raises(FileNotFoundError, match=r"can't find \*_optim_states.pt"):
-        get_fp32_state_dict_from_zero_checkpoint(tmp_path / "universal", tag="global_step3")
-
-
-def test_the_loss_scale_goes_there_and_back(cases: dict[str, Case], tmp_path: Path) -> None:
+def test_the_loss_scale_is_left_out(cases: dict[str, Case], tmp_path: Path) -> None:
     source = opened(cases["2 offload fp16"].folder)
     notes = DeepSpeed().write(source, tmp_path / "universal")
-    assert any("default window" in note for note in notes)
+    assert any("the loss scale, which begins anew" in note for note in notes)
     back = opened(tmp_path / "universal")
-    assert source.state.loss_scale is not None
-    assert back.state.loss_scale == source.state.loss_scale
-    assert digest_of(back) == same(cases["2 offload fp16"].live)
+    assert back.state.loss_scale is None
+    live = cases["2 offload fp16"].live
+    assert digest_of(back) == same(live) | {"loss_scale": "None"}
 
 
 def test_before_the_first_update_there_are_weights_alone(
@@ -307,18 +276,6 @@ def plain(content: Any) -> Any:
         return {key: plain(value) for key, value in content.items() if key != "loss_scaler"}
     if isinstance(content, list):
         return [plain(value) for value in content]
-    if isinstance(content, Stage):
-        return int(content)
     if isinstance(content, Fragment):
         return fragment_address(numel=content.numel, start=content.start)
     return content
-
-
-def test_a_name_in_a_file_leads_nowhere_else(tmp_path: Path) -> None:
-    (tmp_path / "secret.tensor.swp").write_bytes(bytes(64))
-    folder = tmp_path / "a/b"
-    folder.mkdir(parents=True)
-    lost = torch.empty(0)
-    lost.ds_id = "../../../../secret"  # type: ignore[attr-defined]
-    with pytest.raises(CheckpointError, match="cannot be the name"):
-        _in_memory(folder, 0, lost)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -77,7 +78,7 @@ def test_a_canonical_checkpoint_of_it_holds_the_same(
     source = opened(trained[0])
     Canonical().write(source, tmp_path / "step-00000003")
     written = Canonical().open(tmp_path / "step-00000003", Reading())
-    assert written.state == source.state
+    assert dataclasses.replace(written.state, shapes={}) == source.state
     assert written.tensors == source.tensors
     for key in source.tensors:
         assert torch.equal(assembled(written, key), assembled(source, key))
@@ -133,7 +134,7 @@ def test_files_in_another_layout_than_the_model(copy: Path) -> None:
     sizes = {key: value for key, value in TINY.items() if key != "model_type"}
     config = transformers.MixtralConfig(**sizes, num_local_experts=2)
     transformers.MixtralForCausalLM(config).save_pretrained(copy)
-    with pytest.raises(CheckpointError, match="under other names or in other shapes"):
+    with pytest.raises(CheckpointError, match=r"in the files and .* \(for its weights alone"):
         opened(copy, weights_only=True)
 
 
@@ -209,7 +210,7 @@ def test_numbers_are_given_names_only_where_there_is_one_way() -> None:
     assert identify([(2, 3), (2, 3), (4,), (2, 3)], NAMED, Path("f")) == ["a", "b", "c", "d"]
     assert identify([(4,), (2, 3)], NAMED, Path("f")) == ["c", "d"]
     assert identify([], NAMED, Path("f")) == []
-    with pytest.raises(CheckpointError, match=r"as some were frozen, number 0 .* could be a or b"):
+    with pytest.raises(CheckpointError, match="fit none or several of those of the model"):
         identify([(2, 3), (4,)], NAMED, Path("f"))
-    with pytest.raises(CheckpointError, match="are not those of the model"):
+    with pytest.raises(CheckpointError, match="fit none or several of those of the model"):
         identify([(4,), (4,)], NAMED, Path("f"))

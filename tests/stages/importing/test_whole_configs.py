@@ -43,8 +43,7 @@ class Case(NamedTuple):
 
 
 CHAT = (
-    "chat_template", "dataset_mixture", "eval_strategy", "hub_model_id",
-    "push_to_hub", "report_to", "torch_dtype",
+    "chat_template", "dataset_mixture", "eval_strategy", "push_to_hub", "report_to", "torch_dtype",
 )  # fmt: skip
 NO_EPOCHS = ("train.epochs=null",)
 SDPA = ("model.attention=sdpa",)
@@ -56,7 +55,7 @@ CASES = {
     "fsdp1 without processes": Case(("launch/fsdp1_without_processes.yaml",)),
     "fsdp2": Case(("launch/fsdp2.yaml",)),
     "plugin": Case(("launch/plugin.yaml",)),
-    "plugin that names a file": Case(("launch/plugin_file.yaml",)),
+    "plugin that names a file": Case(("launch/plugin_file.yaml", "engines/stage1_torch_adam.json")),
     "one process": Case(("launch/one_process.yaml",), (), ("command",)),
     "zero1": Case(("engines/stage1_numbers.json",)),
     "zero2": Case(("engines/stage2_numbers.json",)),
@@ -66,7 +65,9 @@ CASES = {
     "script": Case(("trainer/script.yaml",), NO_EPOCHS),
     "arguments": Case(("trainer/arguments.json",), NO_EPOCHS),
     "sharded arguments": Case(("trainer/sharded_arguments.json",)),
-    "arguments that name a file": Case(("trainer/names_an_engine.json",)),
+    "arguments that name a file": Case(
+        ("trainer/names_an_engine.json", "engines/stage2_auto.json")
+    ),
     "chat": Case(("trainer/chat.yaml",), NO_EPOCHS + SDPA, CHAT),
     "chat with fsdp2": Case(("trainer/chat.yaml", "launch/fsdp2.yaml"), NO_EPOCHS + SDPA, CHAT),
     "chat with zero3 auto": Case(

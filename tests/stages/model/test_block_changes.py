@@ -162,7 +162,6 @@ REFUSED = {
         {"activation_checkpointing": {"offload": True}, "compile": {}}, "compile",
         "torch compiles no block whose activations are offloaded",
     ),
-    "fp8 alone": ({"fp8": {}}, "fp8", "is slower than bf16 without compile"),
 }  # fmt: skip
 
 

@@ -44,10 +44,9 @@ def test_a_table_of_positions_that_is_too_short_is_a_mistake(
     result = checked(tmp_path, config)
     assert result.exit_code == (0 if positions is None else 2), result.output
     if positions is not None:
-        kind = config["model_type"]
         assert (
-            f"model: samples of slot `data` may have 512 tokens, and a {kind} with {positions} "
-            f"positions fails on longer ones (set data.sequence_length to {positions} or less)"
+            f"model: samples of slot `data` may have 512 tokens, and the model has {positions} "
+            f"positions (set data.sequence_length to {positions} or less)"
         ) in result.output
 
 
@@ -65,7 +64,7 @@ def test_rotary_positions_beyond_those_of_the_config_are_a_warning(
 ) -> None:
     result = checked(tmp_path, {**LLAMA, **fields})
     assert result.exit_code == 0, result.output
-    told = f"may have 512 tokens, and the model's config states {positions} positions"
+    told = f"may have 512 tokens, and the model has {positions} positions"
     assert (told in result.stderr) == (positions is not None)
     record = json.loads(checked(tmp_path, {**LLAMA, **fields}, "--json").stdout)
     assert (record["ok"], len(record["warnings"])) == (True, int(positions is not None))

@@ -17,7 +17,7 @@ MOST = 2**31 - 1
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"hidden_size": -64}, f"hidden_size is -64, expected a whole number from 1 to {MOST}"),
         ({"vocab_size": 10**30}, f"vocab_size is 1e+30, expected a whole number from 1 to {MOST}"),
@@ -28,8 +28,8 @@ MOST = 2**31 - 1
         ({"max_position_embeddings": 10**12}, "max_position_embeddings is 1e.12, expected"),
     ],
 )
-def test_a_size_that_cannot_be(change: dict[str, Any], told: str) -> None:
-    with pytest.raises(StageError, match=told.replace("+", ".")):
+def test_a_size_that_cannot_be(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(StageError, match=message.replace("+", ".")):
         config_of_recipe(TINY | change)
     found = [problem.message for problem in problems(HfModel(config=TINY | change))]
     assert found == [wrong_size(TINY | change)]

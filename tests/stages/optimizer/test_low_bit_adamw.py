@@ -154,10 +154,6 @@ def test_a_mistake_in_the_fields_is_a_problem(monkeypatch: pytest.MonkeyPatch) -
         "stochastic_rounding": "stochastic_rounding: rounds to bf16, the master weights are fp32 "
         "(set master: bf16 in the precision slot)"
     }
-    assert problems(AdamW(moments="bf16", kernel="foreach")) == {
-        "kernel": "kernel: the update rule adamw_bf16 has no foreach kernel "
-        "(set kernel: fused or single)"
-    }
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert problems(AdamW(moments="8bit")) == {
         "moments": "moments: needs torchao, which computes the update rule adamw_8bit "

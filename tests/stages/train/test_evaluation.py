@@ -229,10 +229,7 @@ def test_evaluation_needs_held_out_samples(fields: Any, name: str) -> None:
         (
             {},
             1,
-            [
-                "eval_every: the checkpoint slot's keep_best compares evaluations, and there is "
-                "only one, at the end"
-            ],
+            ["eval_every: the checkpoint slot's keep_best compares evaluations: one is too few"],
         ),
         (
             {"eval_every": 5, "result": "best"},

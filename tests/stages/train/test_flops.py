@@ -14,7 +14,7 @@ from pipeline.hardware.gpus import find_accelerator
 from stages.adapter.lora import Lora
 from stages.model.declared import outline
 from stages.model.hf import HfModel
-from stages.train.flops import Cost, Utilisation, known_cost, utilisation
+from stages.train.flops import Cost, known_cost, known_peak
 from tests.support.models import context
 from tests.support.processes import run_ranks
 from tests.support.runs import context as rank_context
@@ -50,20 +50,23 @@ def engine(
 
 
 def test_llama_8b(tmp_path: Any) -> None:
-    cost = known_cost(engine(LLAMA_8B, tmp_path))
-    assert cost == Cost(multiplied=6.0 * (MATRICES + VECTORS), attention=12.0 * 32 * 32 * 128)
+    cost = known_cost(engine(LLAMA_8B, tmp_path), 1.0)
+    assert cost == Cost(
+        multiplied=6.0 * (MATRICES + VECTORS), attention=12.0 * 32 * 32 * 128, peak=1.0
+    )
     # a sample of 8192 tokens: 45 GFLOP for a token's parameters, 12.9 for its attention
-    sample = Utilisation(cost=cost, peak=1.0).share(8192, 8192**2, 1.0)
+    assert cost is not None
+    sample = cost.utilisation(8192, 8192**2, 1.0)
     assert sample == pytest.approx(8192 * (45.03e9 + 12.88e9), rel=1e-3)
 
 
 def test_tied_embeddings_are_multiplied_by_and_frozen_parameters_get_no_gradient(
     tmp_path: Any,
 ) -> None:
-    tied = known_cost(engine({**LLAMA_8B, "tie_word_embeddings": True}, tmp_path))
+    tied = known_cost(engine({**LLAMA_8B, "tie_word_embeddings": True}, tmp_path), 1.0)
     assert tied is not None
     assert tied.multiplied == 6.0 * (MATRICES + VECTORS)
-    frozen = known_cost(engine(LLAMA_8B, tmp_path, frozen="mlp"))
+    frozen = known_cost(engine(LLAMA_8B, tmp_path, frozen="mlp"), 1.0)
     assert frozen is not None
     mlp = 32 * 3 * 4096 * 14336
     assert frozen.multiplied == 6.0 * (MATRICES + VECTORS - mlp) + 4.0 * mlp
@@ -71,7 +74,7 @@ def test_tied_embeddings_are_multiplied_by_and_frozen_parameters_get_no_gradient
 
 def test_weights_in_four_bits_are_multiplied_by_as_whole_ones(tmp_path: Any) -> None:
     lora = [Lora(quantize=kind) for kind in (None, "nf4")]
-    plain, packed = (known_cost(engine(LLAMA_8B, tmp_path, lora=one)) for one in lora)
+    plain, packed = (known_cost(engine(LLAMA_8B, tmp_path, lora=one), 1.0) for one in lora)
     assert packed == plain
 
 
@@ -80,12 +83,12 @@ def test_of_a_mixture_of_experts_it_is_not_known(tmp_path: Any) -> None:
         **LLAMA_8B, "model_type": "mixtral", "num_hidden_layers": 1, "num_local_experts": 2,
         "num_experts_per_tok": 1,
     }  # fmt: skip
-    assert known_cost(engine(mixture, tmp_path)) is None
+    assert known_cost(engine(mixture, tmp_path), 1.0) is None
 
 
 def test_share_of_the_peak() -> None:
-    one = Utilisation(cost=Cost(multiplied=10.0, attention=2.0), peak=100.0)
-    assert one.share(tokens=6, squares=20, device_seconds=4.0) == 0.25
+    one = Cost(multiplied=10.0, attention=2.0, peak=100.0)
+    assert one.utilisation(tokens=6, squares=20, device_seconds=4.0) == 0.25
 
 
 @pytest.mark.parametrize(
@@ -109,10 +112,10 @@ def test_peaks_go_by_whole_words(name: str, peak: float | None) -> None:
 
 def told_on_cpu(dist: DistContext, folder: str) -> list[Any]:
     made = make_engine(rank_context(dist, folder), Setting(wrap="zero3", compute="bf16"))
-    cost = known_cost(made)
+    cost = known_cost(made, 1.0)
     made.close()
     assert cost is not None
-    return [utilisation(made), cost.multiplied, cost.attention]
+    return [known_peak(made), cost.multiplied, cost.attention]
 
 
 def test_a_cpu_has_no_peak_and_shards_tell_the_whole_models_cost(
@@ -126,4 +129,4 @@ def test_a_cpu_has_no_peak_and_shards_tell_the_whole_models_cost(
 
 
 def test_devices_without_a_name_are_asked_nothing() -> None:
-    assert utilisation(SimpleNamespace(device=torch.device("cpu"))) is None  # type: ignore[arg-type]
+    assert known_peak(SimpleNamespace(device=torch.device("cpu"))) is None  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from pipeline.utils.fake_tensors import without_values
 from stages.optimizer.adamw import AdamW
 from stages.train.batches import collate
 from stages.train.loss import LossHead, SummedLoss, chunked_cross_entropy
-from stages.train.verify_loss import SEARCHED, verify_chunks, verify_packing
+from stages.train.verify_loss import verify_packing
 from stages.wrap.ddp import Ddp
 from tests.support.models import filled, random_source, tiny_llama_config
 from tests.support.processes import run_ranks
@@ -179,7 +179,6 @@ def test_outside_of_the_loss_the_head_gives_logits(model: Any) -> None:
 
 def test_what_holds_is_proven(model: Any) -> None:
     verify_packing(Alone(model), PACKED, SAMPLES, SummedLoss(model))
-    verify_chunks(Alone(model), PACKED, SAMPLES, SummedLoss(model, chunk=4))
     assert model.training
 
 
@@ -224,44 +223,6 @@ def test_a_head_that_is_not_plain_is_refused(model: Any) -> None:
     model.set_output_embeddings(Scaled(8, 64))
     with pytest.raises(StageError, match="head is a Scaled, no plain linear layer"):
         SummedLoss(model, chunk=4)
-
-
-def test_a_loss_in_chunks_that_is_another_is_found(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("stages.train.loss.chunked_cross_entropy", lambda *_: torch.tensor(7.0))
-    with pytest.raises(StageError, match="in chunks is not that of all logits: 7 instead of 4"):
-        verify_chunks(Alone(model), PACKED, SAMPLES, SummedLoss(model, chunk=4))
-
-
-BLANK = Sample(input_ids=np.arange(9), labels=np.full(9, -100))
-
-
-def behind(before: int) -> Sample:
-    """A sample with one target, and so many tokens before it."""
-    labels = np.full(before + 3, -100)
-    labels[before] = 5
-    return Sample(input_ids=np.arange(before + 3) % 64, labels=labels)
-
-
-def test_the_head_is_proven_on_a_target_wherever_it_is(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looked_at = []
-    monkeypatch.setattr(
-        SummedLoss, "in_full", lambda _, batch: looked_at.append(batch) or torch.tensor(0.0)
-    )
-    with pytest.raises(StageError, match="not that of all logits"):
-        verify_chunks(Alone(model), PACKED, [BLANK, behind(300)], SummedLoss(model, chunk=4))
-    (batch,) = looked_at
-    assert batch.labels.shape == (1, 67)
-    assert batch.labels[0, 64] == 5
-
-
-def test_without_a_target_in_the_first_samples_nothing_is_proven(model: Any) -> None:
-    read = iter([BLANK] * SEARCHED + [behind(1)])
-    verify_chunks(Alone(model), PACKED, read, SummedLoss(model, chunk=4))
-    assert next(read).labels[1] == 5  # and it reads no further
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])

@@ -50,7 +50,7 @@ WHOLE = event(STEP, 100, 200, cat="user_annotation")
                 event("c10d::allreduce_", 160, 170),
                 event("PythonSubclass", 156, 170),
             ],
-            0.14,
+            0.15,
         ),
         # other threads prepare data
         ([event("gloo:all_reduce", 150, 170, tid=2), event("aten::stack", 150, 170, tid=9)], 0.2),

@@ -22,7 +22,7 @@ from pipeline.run.metrics import records
 from stages.train import report
 from stages.train.batches import BatchStats
 from stages.train.evaluation import perplexity, record_evaluation, set_metric
-from stages.train.flops import Cost, Utilisation
+from stages.train.flops import Cost
 from stages.train.profiling import Profile
 from stages.train.report import Reporter, StepMeter
 from stages.train.step import StepResult
@@ -47,14 +47,12 @@ def result(loss: float, stats: BatchStats | None = None) -> StepResult:
 class Steps:
     """A meter and a reporter, as the loop uses them."""
 
-    def __init__(
-        self, folder: Path, progress: Progress, every: int = 1, utilisation: Any = None
-    ) -> None:
+    def __init__(self, folder: Path, progress: Progress, every: int = 1, cost: Any = None) -> None:
         log = logging.getLogger("pipe.test.report")
         log.setLevel(logging.INFO)
         ctx = replace(context(DistContext(device=CPU), folder), log=log)
         self.progress = progress
-        self.meter = StepMeter(ENGINE, progress, utilisation)
+        self.meter = StepMeter(ENGINE, progress, cost)
         self.reporter = Reporter(ctx, log_every=every, total_steps=lambda _: 9)
 
     def add(self, done: StepResult, profile: Profile | None = None) -> None:
@@ -101,8 +99,8 @@ def test_speeds_of_every_step_and_of_the_line(
     tmp_path: Path, at: Callable[[float], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     progress = Progress(tokens=50, samples=4)
-    cost = Cost(multiplied=6.0, attention=1.0)
-    steps = Steps(tmp_path, progress, 2, Utilisation(cost=cost, peak=1000.0))
+    cost = Cost(multiplied=6.0, attention=1.0, peak=1000.0)
+    steps = Steps(tmp_path, progress, 2, cost)
     for seconds, stats in ((2.0, BatchStats(100, 400, 0.5)), (6.0, BatchStats(300, 900, 0.0))):
         progress.step += 1
         progress.tokens += 60
@@ -120,7 +118,7 @@ def test_speeds_of_every_step_and_of_the_line(
     assert speeds == [4.0, 75.0, 0.675]
     assert caplog.messages == [
         "step 2/9  loss 2.5000  grad_norm 1.500  lr 0.25  67 tokens/s  mfu 61.7%  3.00 s/step  "
-        "8% of it waiting for data  eta 0:21"
+        "eta 0:21"
     ]
 
 

@@ -48,18 +48,9 @@ def test_named_classes_come_inner_first_and_never_the_root() -> None:
     assert chosen(Root(), units=("Outer", "Inner", "Root")) == expected
 
 
-def test_by_size_counts_what_no_inner_unit_holds() -> None:
-    assert chosen(Root(), units="size", unit_size=40) == ["outers.0", "outers.1"]
-    assert chosen(Root(), units="size", unit_size=20)[:3] == [
-        "outers.0.inner.linear", "outers.0.linear", "outers.1.inner.linear",
-    ]  # fmt: skip
-    assert chosen(Root(), units="size", unit_size=1000) == []
-
-
 def test_tied_weights_are_not_parted() -> None:
     with pytest.raises(StageError, match="shares a weight"):
         chosen(Root(tied=True), units=("Inner",))
-    assert chosen(Root(tied=True), units="size", unit_size=40) == ["outers.1"]
 
 
 def test_a_name_that_is_not_there_is_an_error() -> None:

@@ -27,7 +27,6 @@ from stages.optimizer.adamw import AdamW
 from stages.weights import converted
 from stages.weights.safetensors import SafetensorsReader
 from stages.weights.torch_files import TorchFilesReader
-from stages.wrap import load_weights
 from stages.wrap.ddp import Ddp
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.zero import OptimizerOffload, Zero
@@ -61,7 +60,6 @@ class Case:
 
     wrap: str
     compute: str = "fp32"
-    cut: int = load_weights.CUT
     worthwhile: int = converted.WORTHWHILE
     as_stored: bool = True
 
@@ -84,7 +82,7 @@ def engine_of(dist: DistContext, folder: str, case: Case, source: ModelSource) -
 
 def load(dist: DistContext, folder: str, case: Case) -> dict[str, Any]:
     """Build the engine; what this rank read, which parts it holds, and which have other values."""
-    load_weights.CUT, converted.WORTHWHILE = case.cut, case.worthwhile
+    converted.WORTHWHILE = case.worthwhile
     SafetensorsReader.as_stored = TorchFilesReader.as_stored = case.as_stored
     source = HfModel(path=folder).run(context(dist, folder))
     readers, order = noted(source)
@@ -286,17 +284,6 @@ def test_a_rank_alone_reads_everything_once(tmp_path: Path) -> None:
     wraps = ("ddp", "full_shard", "no_shard", "zero2", "zero3")
     for told in tell(saved(tmp_path), 1, *(Case(wrap=wrap) for wrap in wraps)):
         assert told.read == [told.total], told.case
-
-
-@pytest.mark.parametrize(("wrap", "ranks"), [("ddp", 3), ("hybrid_shard", 4)])
-def test_large_tensors_are_cut_where_a_share_ends(wrap: str, ranks: int, tmp_path: Path) -> None:
-    (told,) = tell(saved(tmp_path), ranks, Case(wrap=wrap, cut=1, as_stored=False))
-    assert sum(told.read) == told.total
-    groups = [[0, 1, 2]] if ranks == 3 else [[0, 2], [1, 3]]
-    for group in groups:
-        even = told.own[group[0]] / len(group)
-        for rank in group:
-            assert told.read[rank] == pytest.approx(even, abs=4)  # an element
 
 
 BF16_CASES = [

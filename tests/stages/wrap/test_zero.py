@@ -106,11 +106,6 @@ def test_facts_come_from_the_live_objects(stage: int, tmp_path: Path) -> None:
     assert facts["optimizer"] == "AdamW"
     assert (facts["master"], facts["compute"], facts["reduce"]) == (["fp32"], ["bf16"], "fp32")
     assert facts["buffers"] == ["fp32"]
-    assert facts["gradient_accumulation"] == "fp32"
-    half = facts["parameters"] / 2
-    assert facts["kept_masters"] == pytest.approx(half, rel=0.02)
-    kept = half if stage == 3 else facts["parameters"]
-    assert facts["kept_parameters"] == pytest.approx(kept, rel=0.02)
     written = json.loads((tmp_path / "deepspeed.json").read_text())
     assert written["zero_optimization"]["stage"] == stage
     assert json.loads((tmp_path / "engine.json").read_text())["zero_stage"] == stage

@@ -1,0 +1,1 @@
+"""The live half of data.stream: its order, its shards, and their tokens."""

@@ -1,0 +1,1 @@
+"""A strategy as a plugin, written from docs/writing-a-stage.md: its stage, and its engine."""
