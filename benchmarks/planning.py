@@ -14,10 +14,11 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pipeline.checkpoint.division import Run
 from pipeline.checkpoint.file_layout import SHARDED, Layout
-from pipeline.checkpoint.layout import LocalShard, divided, message, spans_of, unpacked
-from pipeline.checkpoint.manifest import Manifest, Part, Run, TensorEntry
-from pipeline.checkpoint.places import Division, Places
+from pipeline.checkpoint.layout import LocalShard, divided, message, random_key, spans_of, unpacked
+from pipeline.checkpoint.manifest import Manifest, Part, TensorEntry
+from pipeline.checkpoint.places import Places
 from pipeline.checkpoint.staging import stage
 from pipeline.contracts.engine import EngineState, ParameterGroup
 
@@ -133,7 +134,12 @@ def _message(strategy: str, rank: int, ranks: int) -> bytes:
         for kind in KINDS
         if start < stop
     ]
-    return message(own, {"torch": 5056, "python": 2509, "numpy": 2509, "cuda": 16})
+    sizes = {"torch": 5056, "python": 2509, "numpy": 2509, "cuda": 16}
+    own += [
+        LocalShard(random_key(rank, name), "U8", (size,), 0, size, True)
+        for name, size in sizes.items()
+    ]
+    return message(own)
 
 
 def _manifest(
@@ -145,13 +151,11 @@ def _manifest(
         aliases={}, frozen=[], groups=[ParameterGroup(settings={}, parameters=list(SHAPES))],
         moments=KINDS[1:], updates=dict.fromkeys(SHAPES, 1), loss_scale=None,
     )  # fmt: skip
-    division = Division(runs)
-    items = [entry.itemsize for entry in tensors]
+    items = {entry.key: entry.itemsize for entry in tensors}
     files = []
     for rank in range(ranks):
-        mine = division.of(rank)
-        lengths = zip(mine.tensor.tolist(), (mine.stop - mine.start).tolist(), strict=True)
-        size = file.data_start + sum(items[tensor] * length for tensor, length in lengths)
+        mine = spans_of(rank, tensors, runs)
+        size = file.data_start + sum(items[key] * (stop - start) for key, start, stop in mine)
         files.append(file.model_copy(update={"name": f"rank-{rank:05d}.data", "size": size}))
     return Manifest(
         step=1, written="", world_size=ranks, writer={}, progress={}, state=state,

@@ -15,9 +15,10 @@ import values
 from apart.child import Job, Place, Work
 
 from exporters.trained import HOLDERS, KINDS, MOMENTS, STEP, Trained, trained
+from pipeline.checkpoint.division import Run
 from pipeline.checkpoint.file_layout import SHARDED, Layout
 from pipeline.checkpoint.layout import LocalShard, divided, message, spans_of, unpacked
-from pipeline.checkpoint.manifest import Run, TensorEntry
+from pipeline.checkpoint.manifest import TensorEntry
 from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.staging import Staging, stage
 from pipeline.checkpoint.store import step_name
@@ -70,7 +71,7 @@ def lay_out(
         ]
         for rank in range(ranks)
     ]
-    tensors, runs = unpacked(divided([message(own, {}) for own in held], made))
+    tensors, runs = unpacked(divided([message(own) for own in held], made))
     table = {entry.key: entry for entry in tensors}
     spans = (spans_of(rank, tensors, runs) for rank in range(ranks))
     return tensors, runs, [made.lay_out(rank, mine, table) for rank, mine in enumerate(spans)]

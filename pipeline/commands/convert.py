@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +12,6 @@ import click
 from pipeline.utils.terminal import bare
 
 if TYPE_CHECKING:
-    from click._termui_impl import ProgressBar
-
     from pipeline.checkpoint.formats import StateSource
 
 
@@ -48,8 +45,6 @@ def convert(
             raise UsageError(f"{path}: only folders can be converted, no addresses")
     formats = Formats.installed()
     writing = formats.get(to)
-    if not writing.writes:
-        raise UsageError(f"{to} can be read, but not written")
     reading = formats.get(from_) if from_ else formats.detect(src)
     with system_errors_as(StageError):
         source = reading.open(src, Reading(samples=samples, weights_only=weights_only))
@@ -60,8 +55,10 @@ def convert(
             if target.exists():
                 raise UsageError(f"{target} is there already", hint="give another folder")
             _announce(source, reading.name)
-            with _progress(source) as advance:
-                notes = writing.write(StateView(source, advance), target)
+            with click.progressbar(
+                length=source.nbytes, file=bare(sys.stderr), hidden=not sys.stderr.isatty()
+            ) as bar:
+                notes = writing.write(StateView(source, bar.update), target)
     click.echo(f"wrote {target}")
     for note in notes:
         click.echo(f"note: {note}", err=True)
@@ -80,24 +77,3 @@ def _announce(source: StateSource, name: str) -> None:
             f"compared; samples={source.progress.get('samples', 0)} is assumed (--samples)",
             err=True,
         )
-
-
-@contextlib.contextmanager
-def _progress(source: StateSource) -> Iterator[Callable[[int], None]]:
-    """A bar of megabytes on a terminal; elsewhere nothing."""
-    total = source.nbytes
-    done = 0
-    bar: ProgressBar[int] = click.progressbar(
-        length=total,
-        file=bare(sys.stderr),
-        hidden=not sys.stderr.isatty(),
-        item_show_func=lambda _: f"{done / 1e6:.0f} of {total / 1e6:.0f} MB",
-    )
-    with bar:
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            bar.update(count, count)
-
-        yield advance

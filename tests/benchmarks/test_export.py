@@ -75,11 +75,11 @@ def placed(folder: Path) -> dict[tuple[str, int, int], tuple[str, int]]:
     """Part of a tensor -> its file, and its place behind the header. Without random numbers."""
     reader = CheckpointReader(*locate(str(folder)))
     found = {}
-    for number, file in enumerate(reader.manifest.files):
-        for tensor, piece in reader._places.in_file(number):
-            if not tensor.key.startswith("random/"):
-                where = (file.name, piece.offset - file.data_start)
-                found[tensor.key, piece.start, piece.stop] = where
+    for key, tensor in reader.tensors.items():
+        for piece in reader._places.find(key, 0, tensor.numel):
+            if not key.startswith("random/"):
+                file = reader.manifest.files[piece.file]
+                found[key, piece.start, piece.stop] = (file.name, piece.offset - file.data_start)
     reader.close()
     return found
 

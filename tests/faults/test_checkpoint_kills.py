@@ -19,8 +19,8 @@ def test_a_save_is_what_we_believe_it_is(recorded: Recorded) -> None:
     kinds = {line.split()[0] for line in recorded.operations[0]}
     assert kinds >= {"mkdir", "open", "pwrite", "fsync", "close", "rename", "unlink", "rmdir"}
     first = recorded.operations[0]
-    folder = first.index(f"open {recorded.attempt}")
     manifest = first.index(f"rename {recorded.attempt / 'manifest.json.partial'}")
+    folder = first.index(f"open {recorded.attempt}", manifest)
     parent = first.index(f"open {recorded.root}", recorded.commit)
     forget = recorded.place(0, f"rename {recorded.root / OLD}")
     assert manifest < folder < recorded.commit < parent < forget

@@ -10,7 +10,8 @@ import hashlib
 import random
 import threading
 
-from pipeline.checkpoint.manifest import Run, TensorEntry
+from pipeline.checkpoint.division import Run
+from pipeline.checkpoint.manifest import TensorEntry
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.staging import Staging, stage

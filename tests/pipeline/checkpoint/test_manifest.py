@@ -12,15 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.checkpoint.division import CoverageError, Run, require_cover
 from pipeline.checkpoint.manifest import (
-    CoverageError,
     Damaged,
     DataFile,
     Manifest,
     Part,
-    Run,
     TensorEntry,
-    require_cover,
 )
 from pipeline.checkpoint.safetensors_format import ITEM_BYTES
 from pipeline.checkpoint.writer_main import SaveRequest

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.checkpoint import safetensors_format
-from pipeline.checkpoint.file_layout import SHARDED, Layout, Span
+from pipeline.checkpoint.division import Span
+from pipeline.checkpoint.file_layout import SHARDED, Layout
 from pipeline.checkpoint.manifest import TensorEntry
 from pipeline.checkpoint.staging import PASSAGE, Staging, stage
 

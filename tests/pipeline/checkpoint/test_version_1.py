@@ -82,7 +82,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "of another file": (change("weight/b", 1, 1), "weight/b"),
     "of no file": (change("weight/b", 1, 9), "unknown tensor or file"),
     "of no tensor": (change("weight/b", 0, 9), "unknown tensor or file"),
-    "in the header": (change("weight/a", 2, -4096), "weight/a: a piece lies outside"),
+    "in the header": (change("weight/a", 2, -4096), "weight/a"),
     "shorter": (change("weight/b", 4, -1), "weight/b: elements 44 to 45 are missing"),
 }
 
