@@ -15,7 +15,7 @@ from pipeline import StageError
 from stages.model import compat
 from stages.model.config_checks import wrong_size
 from stages.model.files import Files, local, read_json
-from stages.model.read import gguf_header
+from stages.model.gguf import gguf_reader
 
 LOCAL_KEYS = (
     "_name_or_path",
@@ -101,7 +101,7 @@ def config_of_files(files: Files, *, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
 
     if files.gguf is not None:
-        gguf_header(files.folder / files.gguf)  # is it there as a whole?
+        gguf_reader(files.folder / files.gguf)  # is it there as a whole?
     with _unusable():
         config = AutoConfig.from_pretrained(
             files.folder,

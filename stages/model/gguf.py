@@ -22,11 +22,12 @@ if TYPE_CHECKING:
 
 
 def gguf_reader(file: Path) -> Any:
-    """Return the gguf package's reader of a file whose header can be read. Raises StageError where
-    the package is not installed, and for a file that is cut short."""
+    """Return the gguf package's reader of a file. Raises StageError where the package is not
+    installed, and for a file that is no GGUF or is cut short."""
     hint = "pip install 'pipetrain[gguf]'"
     with optional("reading a GGUF file needs the package `gguf`", hint=hint):
         from gguf import GGUFReader
+    gguf_header(file)  # the package walks through whatever a damaged header claims
     try:
         return GGUFReader(file)
     except (OSError, ValueError, KeyError, IndexError, OverflowError) as error:
@@ -55,9 +56,9 @@ class GgufTensors(TensorReader):
     """A file's tensors under their own names, in fp32."""
 
     def __init__(self, file: Path) -> None:
-        metadata, _ = gguf_header(file)
-        self.architecture = str(metadata.get("general.architecture", ""))
         reader = gguf_reader(file)
+        architecture = reader.get_field("general.architecture")
+        self.architecture = "" if architecture is None else str(architecture.contents())
         self._tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
 
     def names(self) -> Collection[str]:

@@ -632,7 +632,7 @@ def test_what_is_no_recipe_is_not_shown(pipe: Callable[..., Result], text: str, 
 def test_what_a_recipe_does_not_say_cannot_be_referred_to(pipe: Callable[..., Result]) -> None:
     Path("r.yaml").write_text("extends: ./base\nseed: ${token}\n", encoding="utf-8")
     Path("base").write_text(f"token: hunter2\n{GOOD}", encoding="utf-8")
-    known = "(known here: name, seed, launch, env, run_dry, extends, stages)"
+    known = "(known here: name, seed, launch, env, dry_run, extends, stages)"
     lines = [
         f"base:1:1: token: unknown key {known}",
         "r.yaml:2:7: seed: `${token}` refers to nothing in this recipe",

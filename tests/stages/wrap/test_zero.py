@@ -117,11 +117,13 @@ def test_masters_keep_what_the_compute_dtype_rounds_off(
     stage: int, round_robin: bool | None, tmp_path: Path
 ) -> None:
     zero = {"stage": stage, "round_robin_gradients": round_robin if stage < 3 else None}
-    case = Case(zero=zero, compute="bf16", last=0, save=True)
+    case = Case(zero=zero, compute="bf16", last=0, save=round_robin is None)
     train(tmp_path, case)
-    masters = open_weights(str(tmp_path / "saved"))
+    masters = load_file(tmp_path / "masters.safetensors")
     for name, weight in plain(tmp_path, case)[2].items():
-        assert torch.equal(masters.read(name), weight), name
+        assert torch.equal(masters[name], weight), name
+        if case.save:
+            assert torch.equal(open_weights(str(tmp_path / "saved")).read(name), weight), name
 
 
 @pytest.mark.parametrize(
