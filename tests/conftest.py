@@ -50,7 +50,6 @@ LONGEST_FIRST = (
     "tests/pipeline/planning/test_trace.py",
     "tests/pipeline/planning/test_plan_command.py",
     "tests/pipeline/planning/test_profile.py",
-    "tests/stages/train/test_hf_trainer_forecast.py",
     "tests/stages/checkpoint/test_any_to_any.py",
     "tests/faults/test_checkpoint_ranks.py",
     "tests/faults/test_resumed_decisions.py",

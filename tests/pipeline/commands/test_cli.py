@@ -91,7 +91,7 @@ launch:
   device: auto
   threads: null
 env: [PIPE_SECRET]
-run_dry: false
+dry_run: false
 stages:
   model:
     use: model.fake

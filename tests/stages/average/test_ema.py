@@ -18,25 +18,15 @@ from tests.support.averages import average_run, begun_run, continued_run
 from tests.support.models import context
 from tests.support.processes import run_ranks
 from tests.support.state import Setting, load_run, save_run
+from tests.support.strategies import having
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
-EXACT = [
-    ("ddp", 2),
-    ("fsdp full", 2),
-    ("zero1", 2),
-    ("zero2", 2),
-    ("zero3", 2),
-    ("zero3 offload", 2),
-]
 
-
-@pytest.mark.parametrize(("wrap", "ranks"), EXACT)
-def test_the_average_of_a_plain_computation_resumed_exactly(
-    wrap: str, ranks: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("wrap", [*having("basic"), "zero3 offload"])
+def test_the_average_of_a_plain_computation_resumed_exactly(wrap: str, tmp_path: Path) -> None:
     setting = Setting(wrap=wrap)
-    for told in run_ranks(average_run, ranks, str(tmp_path), setting):
+    for told in run_ranks(average_run, 2, str(tmp_path), setting):
         assert told["begun"]
         assert told["difference"] < 3e-7
         assert told["moved"] > 1e-4
@@ -51,7 +41,7 @@ def test_the_average_of_a_plain_computation_resumed_exactly(
         if name != "lm_head.weight":  # which is tied
             assert value == told["state"][f"{kind}/{name}"]
     assert told["exported"]["lm_head.weight"] == told["exported"]["model.embed_tokens.weight"]
-    for again in run_ranks(continued_run, ranks, str(tmp_path), setting):
+    for again in run_ranks(continued_run, 2, str(tmp_path), setting):
         assert again["state"] == told["state"]
         assert again["after"] == told["after"]
 

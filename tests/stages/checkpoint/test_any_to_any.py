@@ -26,6 +26,7 @@ from tests.support.state import (
     save_run,
     train,
 )
+from tests.support.strategies import having
 from tests.support.tier import spread
 from tests.support.zero import has_libaio
 
@@ -111,7 +112,7 @@ def restore_where_it_ran(dist: DistContext, folder: str, setting: Setting) -> li
     return [first, again]
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp full", "zero2", "zero3", "zero3 offload"])
+@pytest.mark.parametrize("wrap", [*having("basic"), "zero3 offload"])
 def test_an_engine_that_has_run_goes_back(wrap: str, tmp_path: Path) -> None:
     first, again = run_ranks(restore_where_it_ran, 2, str(tmp_path), Setting(wrap=wrap))[0]
     assert first == again

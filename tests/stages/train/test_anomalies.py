@@ -22,12 +22,13 @@ from stages.train.settings import Anomalies
 from tests.support.poison import HIGH, NAN, Poisoned, train, train_both
 from tests.support.processes import RankFailed, run_ranks
 from tests.support.state import Setting
+from tests.support.strategies import having
 from tests.support.tier import spread
 from tests.support.zero import has_libaio
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
-STRATEGIES = ["ddp", "fsdp full", "zero1", "zero2", "zero3", "zero2 offload", "zero3 offload"]
+STRATEGIES = [*having("basic"), "zero2 offload", "zero3 offload"]
 SKIP = Anomalies(non_finite="skip", spike="skip", spike_window=2, spike_factor=5.0)
 BACK = Anomalies(non_finite="rollback", spike="rollback", spike_window=2, spike_factor=5.0)
 FP16 = LossScaling(initial_scale=8.0, growth_interval=2)

@@ -27,31 +27,20 @@ from stages.optimizer.adamw import AdamW
 from stages.weights import converted
 from stages.weights.safetensors import SafetensorsReader
 from stages.weights.torch_files import TorchFilesReader
-from stages.wrap.ddp import Ddp
-from stages.wrap.fsdp import Fsdp
-from stages.wrap.zero import OptimizerOffload, Zero
+from stages.wrap.zero import Zero
 from tests.support.models import FAMILIES, filled, random_source, tiny_llama_config
 from tests.support.processes import run_ranks
 from tests.support.runs import context
+from tests.support.strategies import STRATEGIES, having
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
 MB = 1_000_000
-WRAPS: dict[str, Any] = {
-    "ddp": Ddp(),
-    "ddp static": Ddp(static_graph=True),
-    "full_shard": Fsdp(),
-    "shard_grad_op": Fsdp(sharding="shard_grad_op"),
-    "hybrid_shard": Fsdp(sharding="hybrid_shard", shard_size=2),
-    "no_shard": Fsdp(sharding="no_shard"),
-    "offload": Fsdp(cpu_offload=True),
-    "zero1": Zero(stage=1),
-    "zero2": Zero(stage=2),
-    "zero2 round robin": Zero(stage=2, round_robin_gradients=True),
-    "zero2 offload": Zero(stage=2, offload_optimizer=OptimizerOffload()),
-    "zero3": Zero(stage=3),
-    "zero3 sub-groups": Zero(stage=3, sub_group_size=2000, param_persistence_threshold=100),
-}
+ALL_PERSIST = "zero3 all persist"
+"""ZeRO-3 with DeepSpeed's threshold, which leaves every tiny parameter whole."""
+SHARDED = [*having("sharded"), ALL_PERSIST]
+REPLICATED = list(having("replicated"))
+BASIC = list(having("basic"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +62,8 @@ def precision(compute: str) -> Precision:
 def engine_of(dist: DistContext, folder: str, case: Case, source: ModelSource) -> Engine:
     ctx = context(dist, folder)
     plan = AdamW(lr=1e-3, weight_decay=0.1).run(ctx)  # two groups
-    built: Engine = WRAPS[case.wrap].run(ctx, source, precision(case.compute), plan)
+    wrap = Zero(stage=3) if case.wrap == ALL_PERSIST else STRATEGIES[case.wrap].stage()
+    built: Engine = wrap.run(ctx, source, precision(case.compute), plan)
     return built
 
 
@@ -238,13 +228,8 @@ def saved(folder: Path, *, dtype: torch.dtype = torch.float32, family: str = "ll
 
 @pytest.mark.parametrize(
     ("wraps", "ranks"),
-    [
-        (["full_shard", "shard_grad_op", "offload"], 2),
-        (["zero3", "zero3 sub-groups"], 2),
-        (["zero1", "zero2", "zero2 round robin", "zero2 offload"], 2),
-        (["full_shard", "zero2", "zero3"], 3),
-    ],
-    ids=["fsdp", "zero 3", "zero 1 and 2", "on three"],
+    [(SHARDED, 2), ([wrap for wrap in SHARDED if wrap in BASIC], 3)],
+    ids=["on two", "on three"],
 )
 def test_each_rank_reads_its_shard_and_no_byte_more(
     wraps: list[str], ranks: int, tmp_path: Path
@@ -254,7 +239,7 @@ def test_each_rank_reads_its_shard_and_no_byte_more(
 
 
 @pytest.mark.parametrize(
-    ("wraps", "ranks"), [(["ddp", "no_shard"], 2), (["ddp"], 3)], ids=["on two", "on three"]
+    ("wraps", "ranks"), [(REPLICATED, 2), (["ddp"], 3)], ids=["on two", "on three"]
 )
 def test_replicas_read_what_is_computed_once_between_them(
     wraps: list[str], ranks: int, tmp_path: Path
@@ -265,13 +250,13 @@ def test_replicas_read_what_is_computed_once_between_them(
 
 
 def test_replicas_on_the_cpu_read_what_is_stored_themselves(tmp_path: Path) -> None:
-    for told in tell(saved(tmp_path), 2, *in_both(["ddp", "no_shard"])):
+    for told in tell(saved(tmp_path), 2, *in_both(REPLICATED)):
         assert told.read == told.own == [told.total] * 2
         assert told.first[0] != told.first[1]  # or a disk would give each byte twice
 
 
 def test_replicas_of_shards_read_their_shard_once_between_them(tmp_path: Path) -> None:
-    for told in tell(saved(tmp_path), 4, *in_both(["hybrid_shard"], as_stored=False)):
+    for told in tell(saved(tmp_path), 4, *in_both(["fsdp hybrid"], as_stored=False)):
         require_shared_reading(told)
         assert told.own[0] == told.own[2]
         assert told.own[1] == told.own[3]
@@ -281,15 +266,12 @@ def test_replicas_of_shards_read_their_shard_once_between_them(tmp_path: Path) -
 
 
 def test_a_rank_alone_reads_everything_once(tmp_path: Path) -> None:
-    wraps = ("ddp", "full_shard", "no_shard", "zero2", "zero3")
+    wraps = (*BASIC, "fsdp no shard")
     for told in tell(saved(tmp_path), 1, *(Case(wrap=wrap) for wrap in wraps)):
         assert told.read == [told.total], told.case
 
 
-BF16_CASES = [
-    Case(wrap=wrap, compute="bf16", as_stored=False)
-    for wrap in ("ddp", "full_shard", "zero2", "zero3")
-]
+BF16_CASES = [Case(wrap=wrap, compute="bf16", as_stored=False) for wrap in BASIC]
 
 
 def test_a_source_in_bf16_is_half_to_read(tmp_path: Path) -> None:
@@ -314,7 +296,7 @@ def test_torch_files_are_read_in_parts_too(tmp_path: Path) -> None:
     for file in tmp_path.glob("*.safetensors*"):
         file.unlink()
     torch.save(state, tmp_path / "pytorch_model.bin")
-    cases = Case(wrap="full_shard"), Case(wrap="ddp", as_stored=False)
+    cases = Case(wrap="fsdp full"), Case(wrap="ddp", as_stored=False)
     sharded, replicated = tell(tmp_path, 2, *cases)
     require_own_parts(sharded)
     require_shared_reading(replicated)
@@ -322,13 +304,13 @@ def test_torch_files_are_read_in_parts_too(tmp_path: Path) -> None:
 
 def test_stacked_experts_are_read_in_parts_too(tmp_path: Path) -> None:
     """Their file has each alone; here also runs are read that are not worth it."""
-    cases = [Case(wrap=wrap, worthwhile=0) for wrap in ("full_shard", "zero3", "zero2")]
+    cases = [Case(wrap=wrap, worthwhile=0) for wrap in ("fsdp full", "zero3", "zero2")]
     for told in tell(saved(tmp_path, family="mixtral"), 2, *cases):
         require_own_parts(told)
 
 
 def test_experts_too_small_to_be_read_in_parts_have_the_same_values(tmp_path: Path) -> None:
-    cases = [Case(wrap=wrap) for wrap in ("full_shard", "zero3", "ddp")]
+    cases = [Case(wrap=wrap) for wrap in ("fsdp full", "zero3", "ddp")]
     for told in tell(saved(tmp_path, family="mixtral"), 2, *cases):
         assert max(told.read) <= told.total, told.case
 
@@ -402,7 +384,7 @@ def sizes_of(folder: Path) -> tuple[int, int]:
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_fsdp_never_has_more_than_its_shard(compute: str, big: Path) -> None:
     total, largest = sizes_of(big)
-    case = Case(wrap="full_shard", compute=compute)
+    case = Case(wrap="fsdp full", compute=compute)
     for (engine,) in measured(big, case, "stages.wrap.fsdp_engine.build"):
         assert total / 2 <= engine <= total / 2 + SLACK < total / 2 + largest + SLACK
 
@@ -421,6 +403,6 @@ def test_zero3_never_has_more_than_its_shard_and_a_tensor(big: Path) -> None:
     """Until DeepSpeed makes its masters and buffers, and while these are loaded."""
     total, largest = sizes_of(big)
     functions = "stages.wrap.zero.build._partitioned", "stages.wrap.zero.build.load_weights"
-    for made, loading in measured(big, Case(wrap="zero3"), *functions):
+    for made, loading in measured(big, Case(wrap=ALL_PERSIST), *functions):
         assert total / 2 <= made <= total / 2 + largest + SLACK < total
         assert loading <= SLACK
