@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +20,6 @@ from tests.support.strategies import Strategy
 
 SEED, STEPS, BATCH = 7, 6, 8
 ADAMW = AdamW(lr=LR, weight_decay=DECAY, warmup_steps=WARMUP, max_grad_norm=CLIP)
-
-
-def stage(name: str) -> Any:
-    """The installed stage class of this name."""
-    return importlib.metadata.entry_points(group="pipe.stages")[name].load()
 
 
 def tiny_source(ctx: Any, lora: Any = None, fields: Any = None, **overrides: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -30,11 +31,7 @@ LORA = {"rank": 4, "targets": ("q_proj", "down_proj")}
 CASES = [
     *(("ddp", feature) for feature in FEATURES),
     *((strategy, "plain") for strategy in STRATEGIES if strategy != "ddp"),
-    *(
-        (strategy, feature)
-        for strategy in ("fsdp full", "zero3")
-        for feature in ("recomputed", "LoRA")
-    ),
+    *product(("fsdp full", "zero3"), ("recomputed", "LoRA")),
 ]
 ALIKE = {
     ("ddp", "keeping attention"), ("ddp", "8 bits"), ("zero1", "plain"),
