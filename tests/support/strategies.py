@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pipeline.plan.registry import Registry
@@ -38,10 +38,10 @@ class Strategy:
     batching: Mapping[str, int] = field(default_factory=lambda: {"micro_batch_size": 2})
     """Fields of the train slot in that comparison."""
 
-    @property
-    def full_size_fields(self) -> dict[str, Any]:
-        """The fields without those that suit tiny models only."""
-        return {name: value for name, value in self.fields.items() if name not in FOR_TINY_MODELS}
+    def full_size(self) -> Strategy:
+        """Return the strategy without the fields that suit tiny models only."""
+        fields = {name: value for name, value in self.fields.items() if name not in FOR_TINY_MODELS}
+        return replace(self, fields=fields)
 
     def stage(self) -> Any:
         """Build the stage."""

@@ -33,17 +33,14 @@ from stages.wrap.ddp import Ddp
 from stages.wrap.ddp_planner import DdpPlanner
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.fsdp_planner import FsdpPlanner
+from tests.support.strategies import STRATEGIES
 from tests.support.tier import examples, spread
 
 PLANNERS: Mapping[type, Any] = {Ddp: DdpPlanner, Fsdp: FsdpPlanner}
 ADAM = OptimizerShape(algorithm="adamw", bits=64, moments=2)
 WRAPS = [
-    Ddp(),
+    *(one.stage() for one in STRATEGIES.values() if one.use in ("wrap.ddp", "wrap.fsdp")),
     Ddp(gradient_as_bucket_view=False),
-    Fsdp(),
-    Fsdp(sharding="shard_grad_op"),
-    Fsdp(reduce_every_microbatch=False),
-    Fsdp(cpu_offload=True),
 ]
 LATE = {"reduce_every_microbatch": False}
 AHEAD = {"forward_prefetch": 1, "backward_prefetch": 2}
