@@ -1,4 +1,4 @@
-"""benchmarks/export.py on a tiny model; what it compares with is right."""
+"""benchmarks/export.py on a tiny model, and the numbers that it compares with."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ WRAPS: dict[str, Any] = {"fsdp": Fsdp(), "zero3": Zero(stage=3)}
 
 @pytest.fixture
 def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its modules, which are no part of any package, can be imported."""
+    """Make the benchmarks' modules importable; they are in no package."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
 def start(program: str, *options: str) -> list[dict[str, Any]]:
-    """What the program leaves as JSON."""
+    """Run the program; return its JSON."""
     file = Path(options[-1])
     command = [sys.executable, str(BENCHMARKS / program), "--shape", "tiny"]
     ended = subprocess.run(
@@ -59,7 +59,7 @@ def test_exports_are_measured_and_agree(tmp_path: Path) -> None:
 
 
 def save(dist: DistContext, folder: str, config: dict[str, Any]) -> None:
-    """A real checkpoint under each strategy."""
+    """Save a real checkpoint under each strategy."""
     for name, wrap in WRAPS.items():
         ctx = context(dist, Path(folder, name))
         source = HfModel(config=config, init="random").run(ctx)
@@ -72,7 +72,8 @@ def save(dist: DistContext, folder: str, config: dict[str, Any]) -> None:
 
 
 def placed(folder: Path) -> dict[tuple[str, int, int], tuple[str, int]]:
-    """Part of a tensor -> its file, and its place behind the header. Without random numbers."""
+    """Return the file of each part of a tensor, and its place behind the header, random states left
+    out."""
     reader = CheckpointReader(*locate(str(folder)))
     found = {}
     for number, file in enumerate(reader.manifest.files):

@@ -1,4 +1,4 @@
-"""The arithmetic of benchmarks/overhead.py: which pairs count, and what they say."""
+"""The arithmetic of benchmarks/overhead.py: which pairs count, and the verdict from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILE = Path(__file__).parents[2] / "benchmarks" / "overhead_stats.py"
 
 @pytest.fixture(scope="module")
 def stats() -> ModuleType:
-    """The module, which is no part of any package."""
+    """Return the module, which is in no package."""
     spec = importlib.util.spec_from_file_location("overhead_stats", FILE)
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""Strategies pay for their own libraries only."""
+"""Strategies import no libraries of other strategies."""
 
 from __future__ import annotations
 

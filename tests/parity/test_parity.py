@@ -72,7 +72,7 @@ def test_bf16_master_weights_follow_the_plain_loop_as_far_as_they_can(
     assert result["facts"]["master"] == ["bf16"]
     assert [record["loss"] for record in steps] == pytest.approx(losses, rel=3e-3)
     assert [record["grad_norm"] for record in steps] == pytest.approx(norms, rel=2e-2)
-    # the norm itself is accumulated in fp32: bf16 has 8 bits, so hardly any would be a multiple
+    # the norm is accumulated in fp32: bf16 has 8 bits, so few norms would be a multiple otherwise
     assert any(math.remainder(record["grad_norm"], 2**-8) for record in steps)
 
 

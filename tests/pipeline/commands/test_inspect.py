@@ -18,7 +18,7 @@ OLD, NEW = "step-00000001", "step-00000002"
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run with two checkpoints."""
+    """Return a run with two checkpoints."""
     folder = tmp_path / "run"
     tiny = Tiny(str(folder / "checkpoints"))
     write(tiny, 1, loss=2.5)
@@ -147,7 +147,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_an_address(run: Path) -> None:
-    """A local store has another layout than an object store, but one checkpoint reads alike."""
+    """A local store has another layout than an object store, but a checkpoint reads the same."""
     address = f"file://{run}/checkpoints/{OLD}"
     assert inspect(address, "--verify").stdout.splitlines()[0] == f"checkpoint  {address}"
 

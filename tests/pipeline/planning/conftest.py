@@ -9,13 +9,13 @@ import pytest
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
-# Modules of benchmarks, which are no part of any package, can be imported.
+# Makes the benchmarks' modules importable; they are in no package.
 sys.path.insert(0, str(BENCHMARKS))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def profiles(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Profiles of tests are kept apart from those of the user."""
+    """Keep the profiles of tests apart from the user's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PIPE_PROFILES", str(tmp_path_factory.mktemp("profiles")))
         yield

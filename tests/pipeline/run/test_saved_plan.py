@@ -1,4 +1,4 @@
-"""Plans as files, and what has drifted from them."""
+"""Plans as files, and drift from them."""
 
 from __future__ import annotations
 
