@@ -1,7 +1,7 @@
-"""A plain loop that strategies are held to bit by bit, and what each rank compares with it.
+"""A plain loop that strategies must match bit by bit, and each rank's comparison with it.
 
-Every rank is given the same tokens, and there are 2 or 4 of them: so the average of their gradients
-is each one's gradient, to the bit, and nothing depends on the order of a sum.
+All 2 or 4 ranks train on the same tokens: the average of their gradients is each rank's gradient,
+to the bit, and nothing depends on the order of a sum.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """transformers' Trainer as a stage against the plain loop.
 
-As tight as the strategies: the samples, the loss's normalisation, the learning rates and the
-clipping are the recipe's, so that only the order of summation differs.
+Tolerances are those of the strategies: the samples, the loss's normalisation, the learning rates
+and the clipping are the recipe's, so that only the order of summation differs.
 """
 
 from __future__ import annotations

@@ -35,10 +35,10 @@ def test_the_average_of_a_plain_computation_resumed_exactly(wrap: str, tmp_path:
         assert told["unchanged"]
     averages = {name: value for name, value in told["state"].items() if name.startswith("ema/")}
     assert averages
-    assert not any("layers.1." in name for name in averages)  # which are frozen
+    assert not any("layers.1." in name for name in averages)  # these are frozen
     for name, value in told["exported"].items():
         kind = "weight" if name in told["frozen"] else "ema"
-        if name != "lm_head.weight":  # which is tied
+        if name != "lm_head.weight":  # this one is tied
             assert value == told["state"][f"{kind}/{name}"]
     assert told["exported"]["lm_head.weight"] == told["exported"]["model.embed_tokens.weight"]
     for again in run_ranks(continued_run, 2, str(tmp_path), setting):
@@ -62,7 +62,7 @@ def test_it_begins_with_the_weights_of_a_checkpoint_without_one(tmp_path: Path) 
 
 
 def leave(dist: DistContext, folder: str) -> bool:
-    """Go on without the average that a checkpoint holds."""
+    """Continue without the average that a checkpoint holds."""
     average_run(dist, folder, Setting(wrap="ddp"))
     state = load_run(dist, folder, Setting(wrap="ddp"))["state"]
     return not any(name.startswith("ema/") for name in state)

@@ -1,4 +1,4 @@
-"""Full tensors out of every kind of DeepSpeed's own checkpoint equal the masters that were live."""
+"""Full tensors from every kind of DeepSpeed's own checkpoint equal the live masters."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_tensors_are_the_live_masters(name: str, tmp_path: Path) -> None:
 def test_groups_in_round_robin_order(tmp_path: Path) -> None:
     case = Case(zero={"stage": 2, "round_robin_gradients": True})
     weights = consolidated(tmp_path, case)
-    # DeepSpeed's own view of live masters mixes parameters up in this mode.
+    # In this mode DeepSpeed's own view of live masters mixes up parameters.
     for name, weight in plain(tmp_path, dataclasses.replace(case, last=2))[2].items():
         torch.testing.assert_close(weights.read(name), weight, rtol=0, atol=1e-4, msg=name)
 

@@ -1,4 +1,4 @@
-"""What the proof finds, and what is refused before anything is written."""
+"""Faults that the proof finds, and exports that are refused before anything is written."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_one_flipped_bit_is_found(
     assert not llama.folder.exists()
     assert (llama.folder.parent / "export.partial" / "model.safetensors").is_file()
     monkeypatch.undo()
-    llama.export()  # a partial folder of ours is no obstacle
+    llama.export()  # our own partial folder is no obstacle
     assert not (llama.folder.parent / "export.partial").exists()
 
 

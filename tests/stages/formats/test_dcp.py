@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: what was live comes out of every layout, and goes in again."""
+"""torch.distributed.checkpoint: the live state is read from every layout, and written back."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def opened(folder: Path, **reading: Any) -> StateSource:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """Checkpoints of FSDP2 on three ranks in several layouts, and what was live."""
+    """Return checkpoints of FSDP2 on three ranks in several layouts, and the live state."""
     folder = tmp_path_factory.mktemp("saved")
     return folder, run_ranks(save_dcp, 3, str(folder), Setting(wrap="fsdp full"))[0]
 
@@ -155,7 +155,7 @@ def test_damaged_files(saved: tuple[Path, dict[str, str]], tmp_path: Path) -> No
         except CheckpointError as error:
             assert "__1_0.distcp" in str(error)  # noqa: PT017 - what is not noticed is below
         else:
-            # nothing but padding and names of members that nobody reads
+            # only padding, and names of members that no reader uses
             assert digest_of(opened(tmp_path / "d")) == same(saved[1])
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp .*"):
@@ -166,7 +166,7 @@ def test_damaged_files(saved: tuple[Path, dict[str, str]], tmp_path: Path) -> No
 
 
 def cut(shape: tuple[int, ...], edges: list[list[int]]) -> list[Box]:
-    """The boxes of a grid."""
+    """Return the boxes of a grid."""
     axes = [
         list(itertools.pairwise(sorted({0, size, *(e for e in own if e < size)})))
         for size, own in zip(shape, edges, strict=True)
@@ -229,7 +229,7 @@ def test_no_memory_is_taken_for_what_is_only_claimed(tmp_path: Path) -> None:
 
 
 class Claimed(StateSource):
-    """A state whose manifest says what one likes."""
+    """A state with a manifest of any content."""
 
     where, step, world_size, writer, progress = "there", 3, 1, {}, {}
 

@@ -1,4 +1,5 @@
-"""DeepSpeed's checkpoints: what was live comes out of every kind, and goes into DeepSpeed again."""
+"""DeepSpeed's checkpoints: the live state is read from every kind, and loaded into DeepSpeed
+again."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ NAMES = [name for settings in WORLDS.values() for name in settings if "robin" no
 
 
 class Case(NamedTuple):
-    """A checkpoint, the live state that it was saved from, and the number of ranks."""
+    """A checkpoint, the live state that was saved, and the number of ranks."""
 
     folder: Path
     live: dict[str, str]
@@ -58,7 +59,7 @@ class Case(NamedTuple):
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    """A checkpoint after three steps for each kind of engine."""
+    """Return a checkpoint after three steps for each kind of engine."""
     root = tmp_path_factory.mktemp("saved")
     found = {}
     for ranks, settings in WORLDS.items():
@@ -71,7 +72,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 
 @pytest.fixture
 def saved(cases: dict[str, Case]) -> tuple[Path, dict[str, str]]:
-    """ZeRO-2 on two ranks, and what was live."""
+    """Return ZeRO-2's checkpoint on two ranks, and the live state."""
     return cases["2"].folder, cases["2"].live
 
 
@@ -117,7 +118,7 @@ def test_other_strategies_and_deepspeed_itself_load_what_was_converted(
     for wrap, found in zip(
         wraps, run_ranks(load_universal, 2, str(tmp_path), wraps)[0], strict=True
     ):
-        # DeepSpeed leaves frozen parameters as they are; here they never changed.
+        # DeepSpeed does not round frozen parameters; here they never changed.
         assert same(found["state"]) == same(live), wrap
         decays = found["decays"]
         assert decays == ([0.1, 0.1] if wrap.startswith("zero3") else [0.1, 0.0]), wrap
@@ -131,7 +132,7 @@ def test_parameters_that_were_dealt_out_in_turn_are_refused(cases: dict[str, Cas
 
 
 class Damage:
-    """Changes of a copy of a checkpoint, and what is said of them."""
+    """A change to a copy of a checkpoint, and the error that it gives."""
 
     @staticmethod
     def rank_gone(state: Path) -> str:
@@ -228,7 +229,7 @@ def test_a_checkpoint_of_others_knows_its_step_alone(
 def test_progress_and_random_streams_that_pipetrain_put_beside_them(
     saved: tuple[Path, dict[str, str]], tmp_path: Path
 ) -> None:
-    """Its former stage for that format did; such checkpoints still load."""
+    """Our former stage for that format wrote them; its checkpoints still load."""
     folder = shutil.copytree(saved[0], tmp_path / STEP)
     progress = Progress(step=3, samples=36, tokens=100, lineage={"seed": 7})
     record = {"format": "deepspeed", "world_size": 2, "progress": vars(progress)}
@@ -269,7 +270,7 @@ def test_before_the_first_update_there_are_weights_alone(
 
 
 def plain(content: Any) -> Any:
-    """The inert stand-ins as what they stand in for."""
+    """Return what the inert stand-ins stand for."""
     from deepspeed.utils.tensor_fragment import fragment_address
 
     if isinstance(content, dict):

@@ -1,5 +1,5 @@
-"""A pickle that would run a command, in the place of each file of torch's that is read: refused by
-name, and never run."""
+"""A pickle that would run a command, in place of each of torch's files that are read, is refused by
+name and never run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REFUSED = r"refused: it holds posix\.system, and reading that could run code"
 
 
 class Bomb:
-    """Makes the file `mark` when it is unpickled."""
+    """Creates the file `mark` when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark

@@ -1,4 +1,4 @@
-"""Files of TrainingArguments, by name, with what example scripts keep there too."""
+"""Files of TrainingArguments by name, with the keys that example scripts keep there too."""
 
 from __future__ import annotations
 
@@ -81,4 +81,4 @@ lr_scheduler_type:
 bf16: yes
 report_to: none
 """
-"""`trainer/script.yaml`."""
+"""Content of `trainer/script.yaml`."""
