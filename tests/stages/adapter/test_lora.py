@@ -305,7 +305,9 @@ def test_an_altered_base_is_neither_trained_on_nor_exported(tmp_path: Path) -> N
         stage.run(context(tmp_path), weights, again, done)
     accepted = dataclasses.replace(context(tmp_path), accept=frozenset({"weights"}))
     assert stage.run(accepted, weights, again, done).total_bytes
-    assert lineage_of(again.base, tmp_path)["weights"] is None  # without an adapter a checkpoint has all
+    assert (
+        lineage_of(again.base, tmp_path)["weights"] is None
+    )  # without an adapter a checkpoint has all
 
 
 def lineage_of(source: Any, folder: Path) -> dict[str, Any]:

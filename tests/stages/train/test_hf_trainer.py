@@ -1,4 +1,4 @@
-"""What train.hf_trainer refuses, and a recipe with it from model to export."""
+"""Refusals of train.hf_trainer, and a recipe with it from model to export."""
 
 from __future__ import annotations
 

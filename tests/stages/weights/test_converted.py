@@ -1,7 +1,7 @@
 """Converted tensors: any range equals converting whole ones, and moved rows cost their own bytes.
 
-A conversion of real architectures only moves rows; here also everything that a conversion could do
-to look like that.
+Conversions of real architectures only move rows; the conversions here also do everything that could
+look like it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ WORTHWHILE = converted.WORTHWHILE
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_chunks() -> Iterator[None]:
-    """So that small tensors take several."""
+    """Let small tensors take several chunks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_files, "CHUNK", 48)
         patch.setattr(safetensors, "CHUNK", 48)
@@ -58,7 +58,7 @@ def _small_chunks() -> Iterator[None]:
 
 @pytest.fixture(params=["every run", "long runs"], scope="module")
 def worth(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Whether short runs, which all are here, are read one by one."""
+    """Choose whether short runs, as all runs here are, are read one by one."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "every run":
             patch.setattr(converted, "WORTHWHILE", 0)
@@ -71,7 +71,7 @@ def folder() -> Iterator[Path]:
         yield Path(path)
 
 
-# Steps of conversions. None looks at a shape to decide what to do.
+# Steps of conversions. No step looks at a shape to decide.
 
 
 def each(function: Callable[[Tensor], Tensor]) -> Step:
@@ -91,12 +91,12 @@ def chunks(count: int, dim: int) -> Step:
 
 
 def cut(factor: int, dim: int) -> Step:
-    """One axis becomes two."""
+    """Split one axis into two."""
     return each(lambda t: t.unflatten(dim, (factor, -1)))
 
 
 def regrouped(factor: int, dim: int) -> Step:
-    """The parts of an axis interleaved, as rotary heads are."""
+    """Interleave the parts of an axis, as in rotary heads."""
     first, second = (dim, dim + 1) if dim >= 0 else (dim - 1, dim)
     return each(
         lambda t: t.unflatten(dim, (factor, -1)).transpose(first, second).flatten(first, second)
@@ -145,7 +145,7 @@ def made_by(steps: Sequence[Step], sources: Sequence[str]) -> Change:
 
 @st.composite
 def sources(draw: Any) -> dict[str, Tensor]:
-    """One to three tensors, of one shape as a rule, and of one dtype."""
+    """Draw one to three tensors of one dtype, usually of one shape."""
     shape = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=4))
     dtype, seed = draw(STORED), draw(st.integers(0, 2**32))
     shapes = [shape] * draw(st.integers(1, 3))
@@ -161,7 +161,7 @@ def sources(draw: Any) -> dict[str, Tensor]:
 
 
 def draw_change(data: st.DataObject, held: Mapping[str, Tensor], kinds: Mapping[str, Any]) -> Any:
-    """A change of one to four steps that these tensors admit, and what it makes of them."""
+    """Draw a change of one to four steps that these tensors admit, and its result."""
     steps: list[Step] = []
     for _ in range(data.draw(st.integers(1, 4))):
         kind = data.draw(st.sampled_from(list(kinds)))
@@ -218,7 +218,7 @@ def test_any_range_in_another_dtype(
 @examples(50)
 @given(held=sources(), data=st.data())
 def test_what_is_traced_is_what_is_made(held: dict[str, Tensor], data: st.DataObject) -> None:
-    """The runs of a conversion, put together, are its results: no step fools the tracing."""
+    """The runs of a conversion, put together, are its results: every step is traced correctly."""
     change, expected = draw_change(data, held, ROWS | OTHERS)
     runs = traced(change, held)
     for name, tensor in expected.items() if runs is not None else ():
@@ -385,7 +385,7 @@ def outline(family: str) -> Any:
 
 
 def saved(family: str, folder: Path) -> tuple[dict[str, Tensor], Path]:
-    """A model's state dict and the file that transformers writes of it."""
+    """Return a model's state dict and the file that transformers writes of it."""
     model = filled(random_source(FAMILIES[family], Path()))
     model.save_pretrained(folder / family)
     return model.state_dict(), folder / family / "model.safetensors"

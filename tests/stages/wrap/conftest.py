@@ -3,5 +3,5 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# Modules of benchmarks, which are no part of any package, can be imported.
+# Makes the benchmarks' modules importable; they are in no package.
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))

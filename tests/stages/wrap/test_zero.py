@@ -1,4 +1,5 @@
-"""Live ZeRO engines on ranks: the numbers of a plain loop, and what the engine says it is."""
+"""Live ZeRO engines on ranks: the numbers of a plain loop, and the engine's description of
+itself."""
 
 from __future__ import annotations
 
