@@ -83,8 +83,8 @@ def load_everywhere(saver: tuple[str, int], places: list[tuple[str, int]]) -> li
 
 
 def _problems(saved: dict[str, str], folder: str, world: int, settings: list[Setting]) -> list[str]:
-    """Return the problem under each setting, empty if there is none. A load that fails counts for
-    all settings of its process group."""
+    """Return the problem under each setting, empty if all is equal. A failed load counts for all
+    settings of its process group."""
     try:
         loaded = run_ranks(load_runs, world, folder, settings)[0]
     except RankFailed as error:

@@ -29,7 +29,7 @@ WAYS = {
 }
 BYTES = {"float32": 4, "bfloat16": 2}
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-"""Of gradients, relative to the largest of those compared."""
+"""Largest accepted difference of gradients, relative to the largest compared one."""
 
 
 @click.command()

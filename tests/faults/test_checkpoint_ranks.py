@@ -91,7 +91,7 @@ def test_no_silent_start_from_scratch(run: Path) -> None:
 
 
 def test_no_silent_start_where_all_checkpoints_are_gone(run: Path) -> None:
-    """This is how a disk looks that was not mounted."""
+    """A disk that was not mounted looks like this."""
     (run / "checkpoints").rename(run / "unmounted")
     with pytest.raises(RankFailed) as told:
         run_ranks(resume, 2, [str(run)], FSDP)

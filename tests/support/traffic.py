@@ -15,7 +15,7 @@ from tests.support.runs import context, tiny_model
 from tests.support.state import ADAMW, train
 
 LITTLE = 64
-"""Largest size in bytes of norms and losses, which do not count."""
+"""Largest size of norms and losses, in bytes; they do not count."""
 
 
 def counted(
@@ -25,9 +25,8 @@ def counted(
     model: Mapping[str, Any],
     microbatches: int,
 ) -> list[dict[str, int]]:
-    """Return the bytes of whole tensors by collective, in the fourth step of each wrap stage: in
-    bf16, reduced in fp32, except under `DistributedDataParallel`, which reduces in bf16, as it
-    would not reduce by itself otherwise."""
+    """Return the bytes of whole tensors by collective, in the fourth step of each wrap stage.
+    Engines compute in bf16 and reduce in fp32, but DDP reduces in bf16."""
     found = Counter[str]()
     _count(found)
     ctx = context(dist, folder)

@@ -82,7 +82,7 @@ def test_only_a_newer_commit_deletes(tmp_path: Path) -> None:
 
 @given(st.sets(st.integers(0, 10**10)))
 def test_names_are_in_the_order_of_steps(found: set[int]) -> None:
-    """This holds where a step has more digits than names usually have."""
+    """Steps may have more digits than names usually have."""
     names = [*map(step_name, found), "step-1", "step-00000001.tmp-x", "other"]
     assert steps_in_order(names) == [step_name(step) for step in sorted(found)]
 

@@ -120,7 +120,7 @@ def test_a_failure_told_together_with_a_round_is_not_overlooked(tmp_path: Path) 
 
 
 def waiting(writer: WriterProcess) -> int:
-    """Return the bytes that it has sent and nobody has read yet."""
+    """Return the number of bytes that it has sent and that are still unread."""
     assert writer._process.stdout is not None
     size = array.array("i", [0])
     fcntl.ioctl(writer._process.stdout, termios.FIONREAD, size)
@@ -128,7 +128,7 @@ def waiting(writer: WriterProcess) -> int:
 
 
 def test_a_process_with_many_open_files(tmp_path: Path) -> None:
-    """There are more than select() can name."""
+    """The process has more open files than select() can name."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 2000:
         pytest.skip("too few files may be open")

@@ -66,7 +66,7 @@ def test_nothing_hurts(healthy: MachineReport) -> None:
 
 
 def test_a_rule_that_is_not_told_something_is_silent(healthy: MachineReport) -> None:
-    """This is so in a file that a person wrote for a machine elsewhere."""
+    """A file that a person wrote for a machine elsewhere leaves parts out."""
     needed = {name for name, field in MachineReport.model_fields.items() if field.is_required()}
     assert findings(MachineReport.model_validate(healthy.model_dump(include=needed))) == []
 

@@ -212,7 +212,7 @@ def test_other_weights_are_another_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("function", ["bitsandbytes", "import_peft"])
 def test_no_code_is_fetched_when_bitsandbytes_is_imported(function: str) -> None:
-    """This holds where `kernels` is installed, from which it would ask for code."""
+    """bitsandbytes would fetch code if `kernels` were installed."""
     program = f"""
 import importlib.machinery, sys, types
 kernels = types.ModuleType("kernels")

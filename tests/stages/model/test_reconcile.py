@@ -211,7 +211,7 @@ def test_a_vocabulary_that_stays(tmp_path: Path) -> None:
 
 
 def test_new_rows_of_a_source_in_bf16(tmp_path: Path) -> None:
-    """They have the source's dtype, however they are read."""
+    """The new rows have the source's dtype, however they are read."""
     state = saved(tmp_path, dtype=torch.bfloat16)
     reader = opened(tmp_path, vocab_size=150).weights()
     new = drawn(TABLE, vocab_size=150)[ROWS:]
@@ -396,7 +396,7 @@ def test_a_buffer_that_the_file_lacks_is_missing_or_new(tmp_path: Path) -> None:
 
 
 class Buffered(nn.Module):
-    """Has buffers of other dtypes, one of which its files may lack."""
+    """A model with buffers of other dtypes, one of which its files may lack."""
 
     _keys_to_ignore_on_load_missing = [r"^steps$"]
 

@@ -70,7 +70,7 @@ TRAINER: Mapping[str, Mapping[str, Any]] = {
 }
 
 SCRIPT = """\
-# What the script and the Trainer read, written as people write YAML.
+# Arguments of the script and the Trainer, written as people write YAML.
 model_name_or_path:
   HuggingFaceTB/SmolLM2-360M
 dataset_name: 'roneneldan/TinyStories'   # from the hub
