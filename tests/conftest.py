@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -19,6 +21,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Tests never reach for the hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+# The benchmarks' modules are in no package, and tests import them.
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 # No deadlines: on shared machines they would measure the machine.
 settings.register_profile("pipetrain", deadline=None, max_examples=times(quick=25, full=300))

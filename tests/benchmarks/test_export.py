@@ -30,12 +30,6 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 WRAPS: dict[str, Any] = {"fsdp": Fsdp(), "zero3": Zero(stage=3)}
 
 
-@pytest.fixture
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the benchmarks' modules importable; they are in no package."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
-
 def start(program: str, *options: str) -> list[dict[str, Any]]:
     """Run the program; return its JSON."""
     file = Path(options[-1])
@@ -85,7 +79,6 @@ def placed(folder: Path) -> dict[tuple[str, int, int], tuple[str, int]]:
     return found
 
 
-@pytest.mark.usefixtures("benchmarks")
 def test_checkpoints_are_laid_out_as_two_ranks_save_them(tmp_path: Path) -> None:
     from apart.child import Place
     from exporters import canonical
@@ -101,7 +94,6 @@ def test_checkpoints_are_laid_out_as_two_ranks_save_them(tmp_path: Path) -> None
         assert placed(folder / "step-00000010") == real
 
 
-@pytest.mark.usefixtures("benchmarks")
 def test_numbers_are_the_same_however_they_are_cut() -> None:
     import values
 
@@ -114,7 +106,6 @@ def test_numbers_are_the_same_however_they_are_cut() -> None:
     assert not np.array_equal(whole, values.array("weight/b", 0, size))
 
 
-@pytest.mark.usefixtures("benchmarks")
 @pytest.mark.parametrize("harm", ["moved", "missing", "more", "none"])
 def test_a_wrong_output_is_found(tmp_path: Path, harm: str) -> None:
     import values
@@ -139,14 +130,12 @@ def test_a_wrong_output_is_found(tmp_path: Path, harm: str) -> None:
     assert wrong == {"more": ["lm_head.weight"], "none": []}.get(harm, [name])
 
 
-@pytest.mark.usefixtures("benchmarks")
 def test_ratios_are_those_of_the_same_round() -> None:
     from tables import ratio
 
     assert ratio({0: 2.0, 1: 30.0, 2: 8.0}, {0: 1.0, 1: 10.0}) == 2.5
 
 
-@pytest.mark.usefixtures("benchmarks")
 def test_a_call_that_fails_shows_its_log(tmp_path: Path) -> None:
     from apart.crew import Failed, measure
 

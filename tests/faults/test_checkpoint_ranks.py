@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.damage import flip
 from tests.support.faulty_ranks import FIRST, SECOND, Victim, resume, save_twice
 from tests.support.injection import Fault
 from tests.support.processes import RankFailed, run_ranks
@@ -38,13 +39,6 @@ def state(folder: Path, step: int) -> dict[str, str]:
     """Return the engine's state at a step."""
     found: dict[str, str] = json.loads((folder / f"state-{step}.json").read_text())
     return found
-
-
-def flip(file: Path) -> None:
-    """Flip one bit of the last byte, which is data."""
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
 
 
 def test_all_ranks_fall_back_together_when_one_meets_damage(run: Path) -> None:

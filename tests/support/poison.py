@@ -25,7 +25,7 @@ from tests.support.state import Setting, digest, make_engine, source
 
 BATCH = 4
 NAN, HIGH = 99, 100
-"""Tokens of poisoned samples: with NAN the loss is not a number, with HIGH it is huge."""
+"""Tokens of poisoned samples, which multiply the loss by FACTORS."""
 FACTORS = {NAN: math.nan, HIGH: 30.0}
 
 

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pipeline.cli import main
+from tests.support.damage import flip
 from tests.support.tiny_store import Tiny, write
 
 OLD, NEW = "step-00000001", "step-00000002"
@@ -29,12 +30,6 @@ def run(tmp_path: Path) -> Path:
 
 def inspect(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["inspect", *map(str, arguments)])
-
-
-def spoil(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
 
 
 def test_a_checkpoint(run: Path) -> None:
@@ -100,7 +95,7 @@ def test_json(run: Path) -> None:
 
 def test_damage_is_found_by_reading(run: Path) -> None:
     file = run / "checkpoints" / NEW / "rank-00001.safetensors"
-    spoil(file)
+    flip(file)
     assert inspect(run).exit_code == 0
     result = inspect(run, "--verify")
     assert result.exit_code == 1
@@ -115,7 +110,7 @@ def test_damage_is_found_by_reading(run: Path) -> None:
 def test_damage_that_needs_no_reading(run: Path) -> None:
     missing = run / "checkpoints" / OLD / "rank-00000.sums"
     missing.unlink()
-    spoil(run / "checkpoints" / NEW / "manifest.json")
+    flip(run / "checkpoints" / NEW / "manifest.json")
     result = inspect(run)
     assert result.exit_code == 1
     damage = f"{run / 'checkpoints' / NEW / 'manifest.json'}: its checksum is wrong"

@@ -27,6 +27,7 @@ from stages.formats.canonical import Canonical
 from stages.formats.dcp import Dcp
 from stages.formats.dcp_compat import read_metadata, require_cover
 from stages.formats.stored import Box, Stored
+from tests.support.damage import Bomb
 from tests.support.formats import digest_of, load_dcp, same, save_dcp
 from tests.support.processes import run_ranks
 from tests.support.state import Setting
@@ -100,23 +101,17 @@ def test_weights_of_a_training_whose_optimizer_is_another(tmp_path: Path) -> Non
         opened(tmp_path)
 
 
-class Bomb:
-    def __reduce__(self) -> tuple[Any, ...]:
-        import os
-
-        return os.system, ("touch /tmp/pipe-bomb-went-off",)
-
-
 def pickle_of(value: Any, protocol: int) -> bytes:
     return pickle.dumps(value, protocol=protocol)
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 def test_metadata_that_would_run_code_is_refused_by_name(protocol: int, tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(pickle_of({"state": Bomb()}, protocol))
+    bomb = Bomb(tmp_path / "it-ran")
+    (tmp_path / ".metadata").write_bytes(pickle_of({"state": bomb}, protocol))
     with pytest.raises(CheckpointError, match=r"\.metadata: refused: it holds posix\.system"):
         opened(tmp_path)
-    assert not Path("/tmp/pipe-bomb-went-off").exists()
+    assert not bomb.mark.exists()
 
 
 @pytest.mark.parametrize("name", [

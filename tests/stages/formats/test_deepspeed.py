@@ -20,6 +20,7 @@ from stages.formats import stored
 from stages.formats.canonical import Canonical
 from stages.formats.deepspeed import DeepSpeed
 from stages.formats.deepspeed_native import ADMITTED, Fragment
+from tests.support.damage import Bomb
 from tests.support.formats import (
     STEP,
     digest_of,
@@ -131,6 +132,9 @@ def test_parameters_that_were_dealt_out_in_turn_are_refused(cases: dict[str, Cas
         opened(cases["2 round robin"].folder)
 
 
+MARK = "it-ran"
+
+
 class Damage:
     """A change to a copy of a checkpoint, and the error that it gives."""
 
@@ -166,7 +170,7 @@ class Damage:
     @staticmethod
     def pickle(state: Path) -> str:
         file = state / "mp_rank_00_model_states.pt"
-        torch.save({"module": Bomb()}, file)
+        torch.save({"module": Bomb(state / MARK)}, file)
         return "refused: it holds posix.system, and reading that could run code"
 
     @staticmethod
@@ -194,15 +198,6 @@ class Damage:
         return "progress.json: not as pipe writes it"
 
 
-class Bomb:
-    """Runs a command when it is unpickled."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        import os
-
-        return os.system, ("touch /tmp/pipe-bomb-went-off",)
-
-
 @pytest.mark.parametrize("damage", [name for name in vars(Damage) if not name.startswith("_")])
 def test_what_is_damaged_or_strange_is_refused(
     damage: str, saved: tuple[Path, dict[str, str]], tmp_path: Path
@@ -211,7 +206,7 @@ def test_what_is_damaged_or_strange_is_refused(
     message = getattr(Damage, damage)(tmp_path / STEP / "state")
     with pytest.raises(CheckpointError, match=message):
         opened(tmp_path / STEP)
-    assert not Path("/tmp/pipe-bomb-went-off").exists()
+    assert not (tmp_path / STEP / "state" / MARK).exists()
 
 
 def test_a_checkpoint_of_others_knows_its_step_alone(

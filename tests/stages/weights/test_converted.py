@@ -6,7 +6,6 @@ look like it.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor
 from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.errors import StageError
 from stages.model import compat
-from stages.weights import converted, safetensors, torch_files
+from stages.weights import converted
 from stages.weights.change import Change, renamed
 from stages.weights.converted import ConvertedReader, Run, Runs, trace
 from stages.weights.safetensors import SafetensorsReader
@@ -47,15 +46,6 @@ FACTOR = st.integers(2, 8)
 WORTHWHILE = converted.WORTHWHILE
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _small_chunks() -> Iterator[None]:
-    """Let small tensors take several chunks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_files, "CHUNK", 48)
-        patch.setattr(safetensors, "CHUNK", 48)
-        yield
-
-
 @pytest.fixture(params=["every run", "long runs"], scope="module")
 def worth(request: pytest.FixtureRequest) -> Iterator[str]:
     """Choose whether short runs, as all runs here are, are read one by one."""
@@ -63,12 +53,6 @@ def worth(request: pytest.FixtureRequest) -> Iterator[str]:
         if request.param == "every run":
             patch.setattr(converted, "WORTHWHILE", 0)
         yield request.param
-
-
-@pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as path:
-        yield Path(path)
 
 
 # Steps of conversions. No step looks at a shape to decide.

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import json
 import struct
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +31,6 @@ from tests.support.readers import (
 
 NAMES = st.sampled_from(["a", "a.weight", "b.0.weight", "ünïcode ✓", "", "A", "c" * 70])
 CONTENTS = st.dictionaries(NAMES, tensors(), min_size=1)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _small_chunks() -> Iterator[None]:
-    """Let small tensors take several chunks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safetensors, "CHUNK", 48)
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as path:
-        yield Path(path)
 
 
 def saved(folder: Path, contents: Mapping[str, Tensor], count: int = 1) -> list[Path]:

@@ -6,9 +6,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import Tensor
 
 from pipeline.checkpoint.layout import CODES
 from pipeline.errors import StageError
-from stages.weights import torch_files
 from stages.weights.torch_files import TorchFilesReader
 from tests.support.models import FAMILIES, context, filled, random_source
 from tests.support.readers import (
@@ -42,20 +40,6 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "narrowed": lambda t: t[..., :2] if t.ndim else t,
     "a parameter": lambda t: torch.nn.Parameter(t, requires_grad=False),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _small_chunks() -> Iterator[None]:
-    """Let small tensors take several chunks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_files, "CHUNK", 48)
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as path:
-        yield Path(path)
 
 
 def saved(file: Path, content: Any, *, archive: bool = True) -> Path:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from pipeline.contracts.tensors import TensorSpec
 from pipeline.errors import StageError
-from stages.weights import torch_files
 from stages.weights.torch_files import MemoryReader
 from stages.weights.views import CastReader, ExtendedReader, Origin
 from tests.support.readers import (
@@ -37,14 +36,6 @@ VIEWS = {
     "expanded": lambda t: t[None].expand(3, *t.shape),
     "a parameter": lambda t: torch.nn.Parameter(t, requires_grad=t.is_floating_point()),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _small_chunks() -> Iterator[None]:
-    """Let small tensors take several chunks."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_files, "CHUNK", 48)
-        yield
 
 
 class Counting(MemoryReader):

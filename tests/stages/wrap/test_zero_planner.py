@@ -19,7 +19,6 @@ from stages.wrap.zero.memory import ZeroMemory
 from stages.wrap.zero.planner import ZeroPlanner
 from tests.support.processes import run_ranks
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 HOST = {"offload_optimizer": OptimizerOffload()}
 BOTH = {**HOST, "offload_param": ParameterOffload()}
 DISK = {"offload_optimizer": OptimizerOffload(device="nvme", path="/swap")}
@@ -177,10 +176,7 @@ def test_copies(wrap: dict[str, Any], compute: str, expected: Copies) -> None:
         {"zero": {"stage": 3, "reduce_bucket_size": 500_000, **BOTH}, "lora": {"rank": 64}},
     ],
 )
-def test_a_real_run_holds_what_was_planned(
-    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
+def test_a_real_run_holds_what_was_planned(fields: dict[str, Any], tmp_path: Path) -> None:
     import zero_memory
     import zero_memory_rank
 
