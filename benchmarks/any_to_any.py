@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.support.processes import RankFailed, run_ranks
 from tests.support.state import WRAPS, Setting, load_runs, save_run
+from tests.support.strategies import STRATEGIES
 from tests.support.zero import has_libaio
 
 NVME = "zero3 nvme"
@@ -56,9 +57,8 @@ def main(worlds: str, part: str, only: str, json_file: Path | None) -> None:
 
 
 def fits(wrap: str, world: int) -> bool:
-    """Return whether the strategy can run on that number of processes: some shard over groups of
-    two."""
-    return world % 2 == 0 if wrap in ("fsdp hybrid", "zero3 hpz") else True
+    """Return whether the strategy can run on that number of processes."""
+    return wrap == NVME or world % STRATEGIES[wrap].group == 0
 
 
 def load_everywhere(saver: tuple[str, int], places: list[tuple[str, int]]) -> list[dict[str, Any]]:

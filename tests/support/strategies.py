@@ -33,6 +33,8 @@ class Strategy:
     title: str = ""
     """Column of docs/combinations.md."""
     traits: frozenset[Trait] = frozenset()
+    group: int = 1
+    """Number of ranks that it shards over; world sizes are multiples of it."""
     parity: tuple[int, ...] = ()
     """World sizes on which it is compared with the plain loop in fp32."""
     batching: Mapping[str, int] = field(default_factory=lambda: {"micro_batch_size": 2})
@@ -119,6 +121,7 @@ STRATEGIES: dict[str, Strategy] = {
         use="wrap.fsdp",
         fields={"sharding": "hybrid_shard", "shard_size": 2},
         traits=RESUMES,
+        group=2,
         parity=(4,),
         batching={"micro_batch_size": 1},
     ),
@@ -161,6 +164,7 @@ STRATEGIES: dict[str, Strategy] = {
         use="wrap.zero",
         fields={"stage": 3, "extra": {"zero_optimization": {"zero_hpz_partition_size": 2}}},
         traits=RESUMES,
+        group=2,
     ),
     "zero2 offload": Strategy(
         use="wrap.zero", fields={"stage": 2, "offload_optimizer": {}}, traits=RESUMES | SHARDED

@@ -47,9 +47,12 @@ CHAINS = [
         ("zero2 round robin", 3),
     ],
 ]
+LISTED = {wrap for chain in CHAINS for wrap, _ in chain}
+REST = [("ddp", 1), *((wrap, 2) for wrap in having("resumes") if wrap not in LISTED), ("zero3", 2)]
+"""Chain of the strategies that are in no other one."""
 
 
-@pytest.mark.parametrize("chain", spread(CHAINS, 3), ids=lambda chain: chain[0][0])
+@pytest.mark.parametrize("chain", [*spread(CHAINS, 3), REST], ids=lambda chain: chain[0][0])
 def test_state_travels_between_strategies_and_world_sizes(
     chain: list[tuple[str, int]], tmp_path: Path
 ) -> None:
