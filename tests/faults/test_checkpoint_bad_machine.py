@@ -19,7 +19,7 @@ from tests.support.state import Setting, checkpoint_stage, make_engine, save_run
 from tests.support.tiny_store import Tiny, write
 
 ENGINE: Any = None
-"""Never asked."""
+"""Never called."""
 
 
 def restore_with_bad_memory(dist: DistContext, folder: str) -> str:

@@ -1,4 +1,4 @@
-"""Formats are found by name and by what a folder holds, and mistakes are told in words."""
+"""Formats are found by name and by the content of a folder, and mistakes have clear messages."""
 
 from __future__ import annotations
 

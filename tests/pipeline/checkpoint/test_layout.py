@@ -1,4 +1,4 @@
-"""What ranks agree on before the first checkpoint does not grow with their number."""
+"""The agreement of ranks before the first checkpoint does not grow with their number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHAPES = [(f"weight/{number}", (4096 + number, 8)) for number in range(12)]
 
 
 def told(rank: int, ranks: int, dtype: str = "F32") -> bytes:
-    """Of a rank that has its rows of every tensor, and a generator."""
+    """Return the message of a rank with its rows of every tensor, and a generator."""
     own = []
     for key, (rows, columns) in SHAPES:
         chunk = -(-rows // ranks) * columns

@@ -1,4 +1,4 @@
-"""Where a run's checkpoints are."""
+"""Location of a run's checkpoints."""
 
 from __future__ import annotations
 

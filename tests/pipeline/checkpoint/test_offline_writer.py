@@ -1,4 +1,4 @@
-"""One process writes what any source holds: all of it, as a stream, whole or not at all."""
+"""One process writes the content of any source: all of it, as a stream, whole or not at all."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPES = {
 
 
 class Made(StateSource):
-    """Bytes that follow from the key, handed out in pieces of odd sizes."""
+    """Bytes that follow from the key, given in pieces of odd sizes."""
 
     where = "made"
     step = 20
@@ -68,7 +68,7 @@ def content(key: str, start: int, stop: int) -> bytes:
 
 @pytest.mark.parametrize("arrangement", [SHARDED, FULL], ids=lambda one: one.name)
 def test_every_part_of_the_arena_can_be_viewed_in_its_dtype(arrangement: FileLayout) -> None:
-    """Odd numbers of items of all sizes, in files that follow each other."""
+    """Files in sequence hold odd numbers of items of all sizes."""
     kinds = {"weight/a": "BF16", "weight/b": "U8", "exp_avg/a": "F32", "random/0": "I64"}
     entries = arrangement.in_order(
         TensorEntry(key=key, dtype=dtype, shape=(7,)) for key, dtype in kinds.items()
@@ -115,7 +115,7 @@ def test_memory_does_not_grow_with_a_tensor(tmp_path: Path) -> None:
         write_checkpoint(source, LocalStore(tmp_path / str(elements)), STEP, SHARDED)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    # 64 MiB pass through; the checksums of 16 KiB blocks are what grows.
+    # 64 MiB pass through; only the checksums of 16 KiB blocks grow.
     assert peaks[1] < 10 << 20
     assert peaks[1] - peaks[0] < 1 << 20
 

@@ -1,4 +1,4 @@
-"""Any range of any tensor, however it was cut, is what was written."""
+"""Any range of any tensor, however it was cut, is read as it was written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAME = "step-00000001"
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[list[TensorEntry], list[list[Span]]]:
-    """Tensors, and which rank writes which parts of them."""
+    """Draw tensors, and the parts that each rank writes."""
     ranks = draw(st.integers(1, 3))
     tensors: list[TensorEntry] = []
     shares: list[list[Span]] = [[] for _ in range(ranks)]
@@ -45,12 +45,12 @@ def layouts(draw: st.DrawFn) -> tuple[list[TensorEntry], list[list[Span]]]:
 
 
 def content(tensor: TensorEntry) -> bytes:
-    """Bytes that differ from one place to another."""
+    """Return bytes that differ from place to place."""
     return random.Random(tensor.key).randbytes(tensor.numel * tensor.itemsize)
 
 
 def write(root: str, tensors: list[TensorEntry], shares: list[list[Span]]) -> None:
-    """A checkpoint by hand, without the writer."""
+    """Write a checkpoint by hand, without the writer."""
     ordered = SHARDED.in_order(tensors)
     table = {tensor.key: tensor for tensor in ordered}
     runs = [

@@ -1,4 +1,5 @@
-"""Who writes what, said by rule: everything once, by who holds it, whatever the ranks hold."""
+"""The rule that divides the work: everything is written once, by a rank that holds it, whatever the
+ranks hold."""
 
 from __future__ import annotations
 
@@ -21,12 +22,12 @@ from pipeline.checkpoint.division import (
 SIZES = st.one_of(st.integers(1, 50), st.integers(WORTH_A_CUT - 2, 6 * WORTH_A_CUT))
 
 Held = list[list[tuple[int, int, int]]]
-"""Of each rank: tensor, start, stop."""
+"""Tensor, start and stop of each part, by rank."""
 
 
 @st.composite
 def irregular(draw: st.DrawFn) -> tuple[Held, list[int]]:
-    """Tensors cut into any ranges, each range on one rank or more."""
+    """Draw tensors cut into any ranges, each range on one or more ranks."""
     ranks = draw(st.integers(1, 6))
     held: Held = [[] for _ in range(ranks)]
     numels = []
@@ -41,7 +42,8 @@ def irregular(draw: st.DrawFn) -> tuple[Held, list[int]]:
 
 @st.composite
 def meshes(draw: st.DrawFn) -> tuple[Held, list[int]]:
-    """Tensors cut in equal parts over one axis of a mesh of ranks, and copied over the other."""
+    """Draw tensors cut in equal parts over one axis of a mesh of ranks, and copied over the
+    other."""
     shards, replicas = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     apart = draw(st.booleans())
     numels = draw(st.lists(SIZES, min_size=1, max_size=6))
@@ -99,7 +101,7 @@ def test_a_tensor_on_a_mesh_is_one_run(case: tuple[Held, list[int]]) -> None:
 
 @given(irregular())
 def test_the_work_is_balanced(case: tuple[Held, list[int]]) -> None:
-    """Replicas of everything: no rank writes more than its share and one uncut range."""
+    """With replicas of everything, no rank writes more than its share and one uncut range."""
     held, numels = case
     everything = sorted({span for spans in held for span in spans})
     runs = shared([everything] * len(held), numels)

@@ -1,4 +1,4 @@
-"""What passes takes a bounded memory, whatever its size, and arrives as it was."""
+"""Data of any size passes in bounded memory, and arrives unchanged."""
 
 from __future__ import annotations
 

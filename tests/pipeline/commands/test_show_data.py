@@ -21,7 +21,8 @@ ROWS = [[("user", "A"), ("assistant", "b\x1b[2J")], [("user", "Cé"), ("assistan
 
 @pytest.fixture
 def show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs the command on a recipe of the fixture's rows; the model has no weights anywhere."""
+    """Return a call of the command on a recipe of the fixture's rows; the model has no weights
+    anywhere."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     FakeSource(PLAIN).fast.save_pretrained("tokenizer")

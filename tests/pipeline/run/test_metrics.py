@@ -51,7 +51,7 @@ def test_lines_that_are_none_of_ours_are_kept_aside(
 
 
 def test_lines_are_not_kept_through_a_link(tmp_path: Path) -> None:
-    """They, and where the link leads, are the choice of whoever sent the run."""
+    """The sender of a run chooses the lines and the target of the link."""
     target = tmp_path / "target"
     target.write_text("mine")
     (tmp_path / "metrics.jsonl.damaged").symlink_to(target)

@@ -1,4 +1,4 @@
-"""Full tensors out of every kind of DeepSpeed's own checkpoint equal the masters that were live."""
+"""Full tensors from every kind of DeepSpeed's own checkpoint equal the live masters."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tests.support.models import (
 
 
 def saved(folder: Path, config: dict[str, Any], **options: Any) -> Any:
-    """A model with random weights, saved by transformers itself; returns the model."""
+    """Save a model with random weights through transformers; return the model."""
     model = filled(random_source(config, folder))
     model.save_pretrained(folder, **options)
     return model

@@ -63,7 +63,7 @@ def llama(*more: bytes) -> bytes:
 
 
 def configured(content: bytes, folder: Path) -> dict[str, Any]:
-    """The config that a file with this content tells."""
+    """Return the config from a file with this content."""
     file = folder / "model.gguf"
     file.write_bytes(content)
     return read_config(HfModel(path=str(file)))
