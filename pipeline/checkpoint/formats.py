@@ -32,7 +32,7 @@ class StateSource(ABC):
     state: EngineState
     """State without `shapes`, which `tensors` have."""
     tensors: Mapping[str, TensorEntry]
-    """By key, `KIND/NAME`."""
+    """Tensors by key, `KIND/NAME`."""
 
     @abstractmethod
     def read(self, key: str, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
@@ -66,7 +66,7 @@ class StateSource(ABC):
 
 
 class StateView(StateSource):
-    """Another state, or its weights alone, none of which is trained. Closing it closes that.
+    """Another state, or its weights alone, without training state. Closing it closes the other.
     `report` is called with the number of bytes each time some were read."""
 
     def __init__(
@@ -159,8 +159,8 @@ class Formats(Plugins[type[StateFormat]]):
         return "" if is_format else "is no StateFormat"
 
     def get(self, name: str) -> StateFormat:
-        """The format called `name`. Raises UsageError when there is none, PluginError when it
-        cannot be loaded."""
+        """Return the format called `name`. Raises UsageError for an unknown name, PluginError for a
+        format that cannot be loaded."""
         if name not in self:
             raise UsageError(f"there is no format `{name}`", hint=f"there are {self._listed()}")
         return self.load(name)()

@@ -70,9 +70,9 @@ class WritePlan:
 
     layout: Layout
     template: ManifestTemplate
-    """Without files on ranks other than 0."""
+    """Manifest template; it lists files on rank 0 only."""
     held: Set[str]
-    """Keys of the tensors of which this rank's engine has a part."""
+    """Keys of the tensors that this rank's engine has a part of."""
     on_host: Set[str]
     """Keys of those that lie in this machine's memory."""
 

@@ -143,7 +143,7 @@ class _LocalSink(Sink):
 
 def _remove(folder: Path) -> None:
     """Remove a folder as far as that is possible."""
-    with contextlib.suppress(OSError):  # not all of which rmtree ignores
+    with contextlib.suppress(OSError):  # rmtree ignores some of them only
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -112,7 +112,8 @@ class Manifest(_Model):
     """Division of each tensor among ranks; empty in version 1."""
     files: Sequence[DataFile]
     parts: Sequence[Part]
-    """By rank. Where tensors do not lie whole in files, file number N is that of part number N."""
+    """Parts by rank. Where tensors do not lie whole in files, file number N is that of part number
+    N."""
 
     def dump(self) -> bytes:
         """Bytes of the file."""

@@ -158,8 +158,8 @@ def _chunks(
     piece: Place, low: int, high: int, itemsize: int
 ) -> Iterator[tuple[int, int, int, int]]:
     """Runs of whole blocks that hold the tensor's elements [low, high), all of which the piece has:
-    first byte in the piece, length, and the wanted bytes [first, last) of them. A block of which
-    only a part is wanted is alone."""
+    first byte in the piece, length, and the wanted bytes [first, last) of them. A block that is
+    wanted in part is a run by itself."""
     begin, end, size = ((element - piece.start) * itemsize for element in (low, high, piece.stop))
     whole = end if end == size else end - end % BLOCK
     start = begin - begin % BLOCK

@@ -46,12 +46,10 @@ class Restoration:
         return progress
 
     def newest(self, validate: Callable[[Progress], None]) -> Progress | None:
-        """Load the newest checkpoint that verifies; None when there is none at all.
-
-        `validate` may refuse a progress before anything is loaded. A damaged checkpoint goes into
-        quarantine, and all ranks take the one before it. Raises CheckpointError when all are
-        damaged, or when one is of another model.
-        """
+        """Load the newest checkpoint that verifies; None if none exists. `validate` may refuse a
+        progress before anything is loaded. A damaged checkpoint goes into quarantine, and all ranks
+        take the one before it. Raises CheckpointError if all are damaged, or if one is of another
+        model."""
         damage = ""
         while True:
             own = json.dumps(self._choose()) if self._ctx.dist.is_main else None

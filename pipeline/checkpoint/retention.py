@@ -1,4 +1,4 @@
-"""Rules of which checkpoints to keep, and the number that there will be."""
+"""Rules that decide which checkpoints are kept, and their largest number."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pipeline.errors import CheckpointError, in_words
 
 
 class Retention(BaseModel):
-    """Rules of which any keeps a checkpoint; without `last`, all are kept."""
+    """Rules, each of which keeps a checkpoint; without `last`, all are kept."""
 
     last: int | None = None
     """Number of the newest checkpoints to keep."""
     every: int | None = None
-    """Divisor of the steps whose checkpoints are kept for good."""
+    """Divisor of steps: checkpoints of its multiples are kept forever."""
     best: int = 0
     """Number of checkpoints with the lowest held-out loss to keep."""
 
@@ -74,9 +74,9 @@ def _stored_loss(store: Store, name: str) -> float | None:
 
 
 def expected_count(retention: Retention, every: int | None, length: TrainingLength) -> int:
-    """The largest number of checkpoints that a training has at once, with the one that is being
-    written, if it saves each `every` steps (None: only at the end). Where all are kept of an
-    unknown number of steps, it is the first two."""
+    """The largest number of checkpoints at one time, including the one being written, if the
+    training saves every `every` steps (None: only at the end). If all are kept and the number of
+    steps is unknown, it is 2."""
     saved = _saved(retention, every, length)
     if retention.last is None:
         return len(saved) if length.steps is not None else min(len(saved), 2)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Self
 
 _STEP = re.compile(r"step-([0-9]{8,18})")
-"""No training has 10^18 steps, and they fit what other tools count in."""
+"""Most digits of a step: no training has 10^18 steps, and other tools can count them."""
 
 
 def step_name(step: int) -> str:

@@ -90,7 +90,7 @@ class Setup(BaseModel):
     rounds: Sequence[Sequence[Write]]
     """File by file, each from its start to its end."""
     template: ManifestTemplate | None
-    """On rank 0."""
+    """Rank 0 only."""
     retention: Retention
 
 
@@ -100,7 +100,7 @@ class SaveRequest(BaseModel):
     name: str
     identity: str
     facts: Mapping[str, Any] = {}
-    """On rank 0: `step`, `progress` and `state` of the manifest."""
+    """Fields `step`, `progress` and `state` of the manifest, on rank 0 only."""
 
 
 class SaveResult(BaseModel):
