@@ -1,4 +1,4 @@
-"""What `pipe advise` chooses where experts agree on the answer, and how long it takes.
+"""Show what `pipe advise` chooses where experts agree on the answer, and how long it takes.
 
 Every situation runs in a fresh process with no profile kept from before; then the recipe that was
 written is checked and planned: `python benchmarks/advice.py [WORD ...]`, for all situations whose
@@ -38,23 +38,23 @@ SITUATIONS = {
     "8B, one H200": "meta-llama/Llama-3.1-8B --gpus 1 --gpu H200",
     "135M, CPUs": "HuggingFaceTB/SmolLM2-135M --host-memory 16",
 }
-"""The last table of issue 20's facts: who asks -> what they type."""
+"""Situation -> command line: the last table of issue 20's facts."""
 NOTES = "warning", "low-rank", "tensor parallelism", "without offloading"
-"""Beginnings of lines that are shown beside the choice."""
+"""Beginnings of the advice's lines that are shown beside the choice."""
 ABOUT_MACHINES = ("--gpus", "--nodes", "--gpu", "--memory", "--host-memory", "--interconnect")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What came of one situation."""
+    """Advice for one situation."""
 
     text: str
     seconds: float
     sound: bool
-    """Whether the recipe passes `pipe check`, and its plan says that it fits."""
+    """Whether the recipe passes `pipe check` and its plan fits."""
 
     def row(self) -> list[str]:
-        """Strategy, settings, memory and time, notes."""
+        """Return the table row: strategy, settings, memory, time, notes."""
         lines = self.text.splitlines()
         if not lines or not lines[0].startswith("chosen: "):
             return ["nothing", "", "", "; ".join(lines), f"{self.seconds:.0f}", "-"]
@@ -67,7 +67,7 @@ class Answer:
 
 
 def answer(typed: str, folder: Path) -> Answer:
-    """Ask, with nothing known from before."""
+    """Run `pipe advise` without any cached profile."""
     environment = {**os.environ, "PIPE_PROFILES": str(folder / "profiles")}
     words, recipe = shlex.split(typed), folder / "recipe.yaml"
 
@@ -93,7 +93,7 @@ def answer(typed: str, folder: Path) -> Answer:
 
 
 def main() -> None:
-    """Print a table."""
+    """Print the table of all situations."""
     words = sys.argv[1:]
     rows = []
     for name, typed in SITUATIONS.items():

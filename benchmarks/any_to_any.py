@@ -1,10 +1,10 @@
-"""Every strategy on every number of processes, saved and loaded by every other: all pairs.
+"""Save under every strategy and world size, and load under every other: all pairs.
 
     python benchmarks/any_to_any.py [--worlds 1,2,3,4] [--part 1/8] [--only WORD] [--json FILE]
 
-The suite goes through a covering subset of these (tests/stages/checkpoint/test_any_to_any.py); this
-is the rest, an hour of it. A pair is good when the digests of all logical tensors, the groups'
-settings, counters, loss scale and progress are equal. Exits 1 when one is not.
+The suite runs a covering subset of these pairs (tests/stages/checkpoint/test_any_to_any.py); all of
+them take an hour. A pair is good when the digests of all logical tensors, the groups' settings,
+counters, loss scale and progress are equal. Exits 1 when one is not.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.support.processes import RankFailed, run_ranks
 from tests.support.state import WRAPS, Setting, load_runs, save_run
+from tests.support.strategies import STRATEGIES
 from tests.support.zero import has_libaio
 
 NVME = "zero3 nvme"
 BIG = {"vocab_size": 6001, "hidden_size": 96, "num_attention_heads": 4}
-"""A model large enough for a sub-group of it to be swapped."""
+"""Sizes of a model in which a sub-group is large enough to be swapped."""
 
 
 @click.command()
@@ -35,7 +36,7 @@ BIG = {"vocab_size": 6001, "hidden_size": 96, "num_attention_heads": 4}
 @click.option("--only", default="", help="Savers whose names hold this.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write every pair here.")
 def main(worlds: str, part: str, only: str, json_file: Path | None) -> None:
-    """Save under each, load under all, count."""
+    """Save under each strategy, load under all, and count the equal pairs."""
     places = [
         (wrap, int(world))
         for wrap in [*WRAPS, *([NVME] if has_libaio() else [])]
@@ -56,12 +57,12 @@ def main(worlds: str, part: str, only: str, json_file: Path | None) -> None:
 
 
 def fits(wrap: str, world: int) -> bool:
-    """Some shard over groups of two."""
-    return world % 2 == 0 if wrap in ("fsdp hybrid", "zero3 hpz") else True
+    """Return whether the strategy can run on that number of processes."""
+    return wrap == NVME or world % STRATEGIES[wrap].group == 0
 
 
 def load_everywhere(saver: tuple[str, int], places: list[tuple[str, int]]) -> list[dict[str, Any]]:
-    """Save once, load under every strategy on every number of processes."""
+    """Save once, then load under every strategy on every number of processes."""
     pairs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         model = BIG if saver[0] == NVME else {}
@@ -82,7 +83,8 @@ def load_everywhere(saver: tuple[str, int], places: list[tuple[str, int]]) -> li
 
 
 def _problems(saved: dict[str, str], folder: str, world: int, settings: list[Setting]) -> list[str]:
-    """What is wrong under each setting; a load that fails fails all of its process group."""
+    """Return the problem under each setting, empty if all is equal. A failed load counts for all
+    settings of its process group."""
     try:
         loaded = run_ranks(load_runs, world, folder, settings)[0]
     except RankFailed as error:

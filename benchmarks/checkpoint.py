@@ -1,12 +1,13 @@
 """Measure saving and loading of checkpoints side by side with torch's and DeepSpeed's own.
 
-    python benchmarks/checkpoint.py [--wraps fsdp,ddp,zero3] [--procs 2] [--other 3] [--saves 5]
+    python benchmarks/checkpoint.py [--wraps "fsdp full,ddp"] [--procs 2] [--other 3] [--saves 5]
 
-For each wrap, in the same processes: how long the training loop stands still for a save, against a
-plain copy of the same bytes into warm memory; how long until it is on disk; the bytes that each
-rank reads to resume on as many and on another number of processes, and the memory that takes.
-Beside it torch.distributed.checkpoint (torch wraps) or DeepSpeed's save_checkpoint (ZeRO). Exits 1
-when a stall is over 1.2 copies or a rank reads over 1.05 of its own bytes.
+Measured for each wrap, in the same processes: how long a save stalls the training loop, against a
+plain copy of the same bytes into warm memory; how long until the checkpoint is on disk; the bytes
+that each rank reads to resume on the same and on another number of processes, and the memory for
+it. The same is measured with torch.distributed.checkpoint (torch wraps) or DeepSpeed's
+save_checkpoint (ZeRO). Exits 1 when a stall is longer than 1.2 copies or a rank reads more than
+1.05 times its own bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ STALL_LIMIT, READ_LIMIT = 1.2, 1.05
 
 
 @click.command()
-@click.option("--wraps", default="fsdp,ddp,zero3", show_default=True)
+@click.option("--wraps", default="fsdp full,ddp,zero3", show_default=True)
 @click.option("--procs", default=2, show_default=True)
 @click.option("--other", default=3, show_default=True, help="Processes that load it, too.")
 @click.option("--saves", default=9, show_default=True)
@@ -36,7 +37,7 @@ def main(
     wraps: str, procs: int, other: int, saves: int, width: int, folder: Path | None,
     json_file: Path | None,
 ) -> None:  # fmt: skip
-    """Measure every wrap, print what was found, and judge it."""
+    """Measure every wrap, print the results, and judge them."""
     found = {}
     for wrap in wraps.split(","):
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
@@ -52,7 +53,7 @@ def main(
 
 
 def ranks(function: Any, count: int, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every rank's result, in rank order."""
+    """Run the function on `count` ranks; return its results in rank order."""
     context = multiprocessing.get_context("spawn")
     processes = [
         context.Process(target=checkpoint_rank.main, args=(function.__name__, rank, count, job))
@@ -69,19 +70,20 @@ def ranks(function: Any, count: int, job: dict[str, Any]) -> list[dict[str, Any]
 
 
 def stall_ratios(results: list[dict[str, Any]]) -> list[float]:
-    """Stall of each save over the plain copy just before it; of each what the slowest rank took."""
+    """Return each save's stall over the time of the plain copy before it, both of the slowest
+    rank."""
     stalls = zip(*(result["stalls"] for result in results), strict=True)
     copies = zip(*(result["copies"] for result in results), strict=True)
     return [max(stall) / max(copy) for stall, copy in zip(stalls, copies, strict=True)]
 
 
 def read_ratio(results: list[dict[str, Any]]) -> float:
-    """Bytes that a rank reads over the bytes that it keeps, the worst rank's."""
+    """Return the bytes that the worst rank reads over the bytes that it holds."""
     return max(result["read"] / result["own"] for result in results)
 
 
 def within(found: dict[str, list[dict[str, Any]]]) -> bool:
-    """Whether both limits are kept."""
+    """Return whether both limits are kept."""
     ratios = stall_ratios(found["here"])
     read = max(read_ratio(found["here"]), read_ratio(found["elsewhere"]))
     return max(ratios[0], sorted(ratios)[len(ratios) // 2]) <= STALL_LIMIT and read <= READ_LIMIT
@@ -90,7 +92,7 @@ def within(found: dict[str, list[dict[str, Any]]]) -> bool:
 def show(
     wrap: str, procs: int, other: int, here: list[dict[str, Any]], there: list[dict[str, Any]]
 ) -> None:
-    """A block of lines."""
+    """Print a block of lines for one wrap."""
     ratios = stall_ratios(here)
     total = sum(result["written"] for result in here)
     print(f"{wrap}: {total / 1e6:.0f} MB of state, {procs} processes")

@@ -1,4 +1,4 @@
-"""What each process of benchmarks/checkpoint.py does."""
+"""Each process of benchmarks/checkpoint.py."""
 
 from __future__ import annotations
 
@@ -7,26 +7,31 @@ import logging
 import os
 import shutil
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.support.strategies import STRATEGIES
 
 MODEL = {
     "model_type": "llama", "vocab_size": 32000, "num_hidden_layers": 8, "num_attention_heads": 8,
     "num_key_value_heads": 8, "max_position_embeddings": 128, "tie_word_embeddings": True,
 }  # fmt: skip
 PAUSE = 1.0
-"""Seconds between two saves, in which the system ends what the one before began."""
+"""Seconds between two saves, in which the system finishes the previous one's writes."""
 
 
 def result_file(job: dict[str, Any], name: str, rank: int) -> Path:
-    """Where a rank leaves its result."""
+    """Return the file with a rank's result."""
     return Path(job["folder"]) / f"{name}-{rank}.json"
 
 
 def main(name: str, rank: int, world: int, job: dict[str, Any]) -> None:
-    """Meet the others, measure, leave the result."""
+    """Join the group, measure, write the result."""
     os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
     import torch
     import torch.distributed
@@ -49,18 +54,14 @@ def main(name: str, rank: int, world: int, job: dict[str, Any]) -> None:
 
 
 def make(dist: Any, job: dict[str, Any]) -> tuple[Any, Any]:
-    """Context and engine of the wrap under measurement, after one training step."""
+    """Return the context and the engine under measurement, after one training step."""
     import torch
 
     from pipeline import testing
     from stages.model.hf import HfModel
     from stages.optimizer.adamw import AdamW
     from stages.precision.policy import PrecisionPolicy
-    from stages.wrap.ddp import Ddp
-    from stages.wrap.fsdp import Fsdp
-    from stages.wrap.zero import Zero
 
-    wraps = {"ddp": Ddp(), "fsdp": Fsdp(), "zero2": Zero(stage=2), "zero3": Zero(stage=3)}
     run_dir = Path(job["folder"]) / "run"
     run_dir.mkdir(exist_ok=True)
     ctx = testing.context(run_dir, seed=1, dist=dist)
@@ -69,12 +70,18 @@ def make(dist: Any, job: dict[str, Any]) -> tuple[Any, Any]:
     config = {**MODEL, "hidden_size": width, "intermediate_size": 4 * width}
     source = HfModel(config=config, init="random").run(ctx)
     precision = PrecisionPolicy(compute="fp32").run(ctx)
-    engine = wraps[job["wrap"]].run(ctx, source, precision, AdamW(lr=1e-4).run(ctx))
+    wrap = STRATEGIES[job["wrap"]].full_size().stage()
+    engine = wrap.run(ctx, source, precision, AdamW(lr=1e-4).run(ctx))
     tokens = torch.randint(0, 32000, (1, 16), generator=torch.Generator().manual_seed(dist.rank))
     with engine.microbatch(last=True):
         engine.backward(engine.model(input_ids=tokens, labels=tokens).loss)
     engine.step(lr_scale=1.0)
     return ctx, engine
+
+
+def with_deepspeed(job: dict[str, Any]) -> bool:
+    """Return whether DeepSpeed's engine is measured."""
+    return STRATEGIES[job["wrap"]].use == "wrap.zero"
 
 
 def checkpoints(ctx: Any, engine: Any) -> Any:
@@ -84,7 +91,7 @@ def checkpoints(ctx: Any, engine: Any) -> Any:
 
 
 def save_and_load(dist: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Stalls, durations, and the bytes that loading reads; the rival's beside them."""
+    """Return stalls, durations and the bytes that loading reads, with the rival's beside them."""
     from pipeline.contracts.training import Progress
 
     ctx, engine = make(dist, job)
@@ -104,7 +111,7 @@ def save_and_load(dist: Any, job: dict[str, Any]) -> dict[str, Any]:
         durations.append(time.perf_counter() - began)
     beyond = grown() - size - copy.size + memory_of_children()
     kept.close()
-    rival = dcp if job["wrap"] in ("ddp", "fsdp") else own_format
+    rival = own_format if with_deepspeed(job) else dcp
     return {
         "copies": copies,
         "written": size,
@@ -117,10 +124,10 @@ def save_and_load(dist: Any, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_only(dist: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """The bytes that loading reads on another number of processes."""
+    """Return the bytes that loading reads on another number of processes."""
     ctx, engine = make(dist, job)
     found = loaded(ctx, engine)
-    if job["wrap"] in ("ddp", "fsdp"):
+    if not with_deepspeed(job):
         import torch.distributed.checkpoint as library
 
         state = dcp_state(engine)
@@ -130,18 +137,18 @@ def load_only(dist: Any, job: dict[str, Any]) -> dict[str, Any]:
 
 
 class PlainCopy:
-    """Copies `size` bytes into memory that has been written before."""
+    """A copy of `size` bytes into memory that has been written before."""
 
     def __init__(self, size: int) -> None:
         import torch
 
         self.size = 2 * size
-        """Bytes that it takes itself."""
+        """Bytes of the copy's own memory."""
         self._source = torch.ones(size, dtype=torch.uint8)
         self._target = torch.zeros(size, dtype=torch.uint8)
 
     def seconds(self, dist: Any) -> float:
-        """Of one copy, which all ranks make at once."""
+        """Time one copy, which all ranks make at once, in seconds."""
         dist.barrier()
         began = time.perf_counter()
         self._target.copy_(self._source)
@@ -149,7 +156,7 @@ class PlainCopy:
 
 
 def loaded(ctx: Any, engine: Any) -> dict[str, Any]:
-    """Restore, and account for the bytes."""
+    """Restore; return the bytes read and the bytes that this rank holds."""
     from pipeline.checkpoint.restore import Restoration
     from pipeline.checkpoint.store import open_store
 
@@ -166,23 +173,23 @@ def loaded(ctx: Any, engine: Any) -> dict[str, Any]:
 
 
 def rival_read(call: Callable[[], object]) -> dict[str, int]:
-    """Bytes that this process asks the system to read while `call` runs, and by how many its memory
-    grows at most."""
+    """Return the bytes that this process requests from the system while `call` runs, and the peak
+    growth of its memory."""
     before, grown = _read_calls(), growth()
     call()
     return {"rival_read": _read_calls() - before, "rival_load_memory": grown()}
 
 
 def growth() -> Callable[[], int]:
-    """Call what this returns to learn by how many bytes this process has grown at most since now
-    (resident memory, that which it shares too)."""
-    Path("/proc/self/clear_refs").write_text("5", "ascii")  # the peak starts anew: proc(5)
+    """Return a function that gives the peak growth of this process's resident memory since now, in
+    bytes, shared memory included."""
+    Path("/proc/self/clear_refs").write_text("5", "ascii")  # resets the peak: proc(5)
     before = _status("self", "VmRSS")
     return lambda: _status("self", "VmHWM") - before
 
 
 def memory_of_children() -> int:
-    """Bytes that are theirs alone, of the processes that this one has started."""
+    """Return the bytes of memory that the processes started by this one do not share."""
     tasks = Path("/proc/self/task").iterdir()
     children = [pid for task in tasks for pid in (task / "children").read_text("ascii").split()]
     return sum(_status(pid, "RssAnon") for pid in children)
@@ -199,7 +206,7 @@ def _read_calls() -> int:
 
 
 def dcp_state(engine: Any) -> dict[str, Any]:
-    """The state that torch.distributed.checkpoint is given."""
+    """Return the state to save with torch.distributed.checkpoint."""
     from torch.distributed.checkpoint.state_dict import (
         StateDictOptions,
         get_model_state_dict,
@@ -214,7 +221,8 @@ def dcp_state(engine: Any) -> dict[str, Any]:
 
 
 def dcp(dist: Any, engine: Any, folder: Path) -> dict[str, Any]:
-    """torch.distributed.checkpoint: synchronous, and how long its asynchronous save blocks."""
+    """Time torch.distributed.checkpoint: its synchronous save, and how long its asynchronous one
+    blocks."""
     import torch.distributed.checkpoint as library
 
     def fresh() -> None:
@@ -250,7 +258,7 @@ def dcp(dist: Any, engine: Any, folder: Path) -> dict[str, Any]:
 
 
 def own_format(dist: Any, engine: Any, folder: Path) -> dict[str, Any]:
-    """DeepSpeed's save_checkpoint and load_checkpoint."""
+    """Time DeepSpeed's save_checkpoint and load_checkpoint."""
     saves = []
     for turn in range(3):
         dist.barrier()

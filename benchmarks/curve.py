@@ -12,7 +12,7 @@ COLOURS = ("#c9c9c9", "#1f6fb4", "#d1641b", "#2d8a4e", "#8a4ea8")
 
 @dataclass(frozen=True)
 class Curve:
-    """Points (x, y) in order; a wide one lies behind the others."""
+    """Points (x, y) in order; a wide curve lies behind the others."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -20,7 +20,7 @@ class Curve:
 
 
 def picture(curves: Sequence[Curve], x_name: str, y_name: str) -> str:
-    """An SVG document of all curves with axes and a legend."""
+    """Return an SVG document of all curves with axes and a legend."""
     points = [point for curve in curves for point in curve.points]
     left, right = min(x for x, _ in points), max(x for x, _ in points)
     low, high = min(y for _, y in points), max(y for _, y in points)

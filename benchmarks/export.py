@@ -1,17 +1,17 @@
-"""Measure making a model file of a checkpoint, side by side with `cp` of the same bytes.
+"""Measure exports of a checkpoint to a model file, side by side with `cp` of the same bytes.
 
     python benchmarks/export.py [--shape 1.5b|0.5b|small|tiny] [--repeats 5] [--groups fsdp,zero3]
 
 A training state (fp32 weights, Adam's moments, random numbers) is written as two ranks of FSDP and
 of ZeRO-3 save it. Then programs take turns to make fp32 files of the weights: `consolidate.stream`
 with `export.safetensors`, without and with the stage's proof, on 1 and on 2 processes, and `cp`.
-Each run has processes of its own, which do the same on a tiny checkpoint first, so that all is
-imported. Its input is read just before (or evicted, with `--cache cold`). Measured are seconds
-until all is written and until it is flushed to disk, processor time, and the peak memory of each
-process, beyond its own baseline and beyond an interpreter that has imported nothing. Every output
-is compared with the numbers, tensor by tensor. Exits 1 when one is wrong, or a program fails.
+Each run has its own processes, which export a tiny checkpoint first, so that all imports are done.
+Its input is read just before (or evicted, with `--cache cold`). Measured are the seconds until all
+is written and until it is flushed to disk, processor time, and each process's peak memory, over its
+own baseline and over an interpreter that has imported nothing. Every output is compared with the
+expected numbers, tensor by tensor. Exits 1 when an output is wrong or a program fails.
 
-The inputs of a group are on disk together: 43 GB for 1.5b, deleted before the next group.
+The inputs of a group are on disk at the same time: 43 GB for 1.5b, deleted before the next group.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from tables import Rounds, listed, markdown, median, mib, ratio
 from pipeline.hardware.host import cores_each, free_memory
 
 MARGIN = 1 << 30
-"""Bytes of disk and memory that are left alone."""
+"""Bytes of disk and memory that stay free."""
 
 
 class Run(NamedTuple):
-    """One run of a tool, and reading the same bytes from the page cache just before it."""
+    """One run of a tool, and the time to read the same bytes from the page cache just before it."""
 
     parts: Sequence[Part]
     reading: float
 
     @property
     def written(self) -> float:
-        """Seconds until everything is written, of the slowest process."""
+        """Seconds until the slowest process has written everything."""
         return max(part.found["written"] for part in self.parts)
 
     @property
     def flushed(self) -> float:
-        """Seconds until it is on disk."""
+        """Seconds until everything is on disk."""
         return max(part.seconds for part in self.parts)
 
 
@@ -68,7 +68,7 @@ def main(
     shape: str, repeats: int, groups: str, only: tuple[str, ...], state: str, folder: Path | None,
     json_file: Path | None,
 ) -> None:  # fmt: skip
-    """Group by group: make the inputs, run the tools in turns, print a Markdown table."""
+    """Make the inputs of each group, run its tools in turns, print a Markdown table."""
     everything, problems = [], 0
     for group in groups.split(","):
         if group not in GROUPS:
@@ -89,7 +89,7 @@ def main(
 
 
 class Bench:
-    """The inputs of a group, what its tools did with them, and what went wrong."""
+    """The inputs of a group, its tools' results, and their problems."""
 
     def __init__(self, shape: str, tools: Sequence[Tool], scratch: Path, *, cold: bool) -> None:
         self._config = dict(SHAPES[shape])
@@ -121,7 +121,8 @@ class Bench:
             )
 
     def _make(self, name: str) -> cache.Needed:
-        """Write an input, and a tiny one of its kind; what a tool needs of it."""
+        """Write an input, and a tiny one of its kind; return the parts of files that a tool
+        reads."""
         self._require_memory(INPUTS[name].needs, name)
         click.echo(f"making {name}", err=True)
         job = {**INPUTS[name].job, "task": INPUTS[name].task, "ranks": RANKS}
@@ -138,13 +139,13 @@ class Bench:
         return self._scratch / kind / name.replace(" ", "")
 
     def _input(self, name: str, kind: str) -> str:
-        """What a tool is given."""
+        """Return the path that a tool is given."""
         folder = self._folder(name, kind)
         steps = sorted(folder.glob("step-*"))
         return str(steps[0] if steps else folder)
 
     def run(self, tool: Tool, number: int) -> None:
-        """One run in new processes; a tool that has failed is not tried again."""
+        """Run a tool once in new processes, unless it has failed before."""
         try:
             self._require_memory(tool.needs, label(tool))
         except click.ClickException as error:
@@ -174,7 +175,7 @@ class Bench:
         reading: list[float] = []
 
         def prepare() -> None:
-            os.sync()  # what the run before has left to write is not this one's
+            os.sync()  # finish writing the previous run's files before this one is timed
             cache.read(needed)
             reading.append(cache.read(needed))
             if self._cold:
@@ -190,7 +191,7 @@ class Bench:
         return Run(found, *reading)
 
     def show(self, group: str) -> None:
-        """The table, and what went wrong."""
+        """Print the table, and the problems."""
         kind = "evicted" if self._cold else "in the page cache"
         click.echo(f"\n{group}: {self.weights / 1e9:.2f} GB of weights, inputs {kind}\n")
         head = [
@@ -226,12 +227,12 @@ class Bench:
         return {number: getattr(run, what) for number, run in self.runs[tool].items()}
 
     def _most(self, tool: Tool, what: Callable[[Part], int]) -> str:
-        """The largest of all rounds, for each process."""
+        """Return the largest peak over all rounds, for each process."""
         runs = [[what(part) for part in run.parts] for run in self.runs[tool].values()]
         return " / ".join(mib(max(values)) for values in zip(*runs, strict=True)) or "-"
 
     def everything(self, group: str) -> list[dict[str, Any]]:
-        """All numbers, for JSON."""
+        """Return all numbers, for JSON."""
         return [
             {
                 "group": group, "tool": label(tool), "round": number, "weights": self.weights,

@@ -1,12 +1,12 @@
-"""Measure the memory that a model's head and its loss take in training, beside other ways.
+"""Measure the memory of a model's head and its loss in training, beside other implementations.
 
     python benchmarks/head.py [--vocabulary 128256] [--tokens 4096] [--width 1024] [--chunk 128]
 
 Forward and backward of a linear head with cross-entropy on random hidden states, on the CPU: with
 all logits at once, as `loss_chunk_size` computes it, and as torch's `linear_cross_entropy` does.
-Each call has a process of its own. Measured are seconds and the most memory taken beyond what the
-process had before, less the gradients of weight and hidden states, which every way leaves behind.
-Exits 1 when losses or gradients differ by more than rounding.
+Each call runs in its own process. Measured are seconds and the peak growth of memory, less the
+gradients of weight and hidden states, which remain in every case. Exits 1 when losses or gradients
+differ by more than rounding.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ WAYS = {
 }
 BYTES = {"float32": 4, "bfloat16": 2}
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-"""Of gradients, relative to the largest of those compared."""
+"""Largest accepted difference of gradients, relative to the largest compared one."""
 
 
 @click.command()
@@ -55,7 +55,8 @@ def main(**job: Any) -> None:
 
 
 def table(parts: Mapping[str, Part], gradients: int) -> str:
-    """One row a way; `gradients` are the bytes that all leave behind."""
+    """Return a table with a row for each implementation; `gradients` are the bytes that remain in
+    every case."""
     most = parts[FULL].grown.rss - gradients
     rows = [
         [
@@ -71,7 +72,7 @@ def table(parts: Mapping[str, Part], gradients: int) -> str:
 
 
 def agrees(part: Part, other: Part, dtype: str) -> bool:
-    """Whether losses and gradients are the same but for rounding."""
+    """Return whether losses and gradients are the same but for rounding."""
     limit = TOLERANCE[dtype]
     if abs(part.found["loss"] - other.found["loss"]) > limit * abs(other.found["loss"]):
         return False

@@ -1,11 +1,11 @@
-"""One training under three strategies on three numbers of processes, against one at home.
+"""Compare a training under three strategies on three world sizes with an undisturbed one.
 
     python benchmarks/journey.py [--runs FOLDER] [--picture FILE.svg] [--json FILE]
 
 SmolLM2-135M trains under ZeRO-3 with offload on 2 processes until step 20 is saved and is killed
 there, goes on under FSDP on 3 until step 40 and is killed again, and ends under DDP on 1, which
-exports it. Beside it a run under DDP on 2 that nothing disturbs. Exits 1 when a step's loss differs
-by more than 1e-4 between the two, or the export does not generate.
+exports it. The other run is under DDP on 2 and undisturbed. Exits 1 when a step's loss differs by
+more than 1e-4 between the two, or the export does not generate text.
 """
 
 from __future__ import annotations
@@ -61,13 +61,14 @@ def main(runs: Path | None, svg: Path | None, json_file: Path | None) -> None:
 
 
 def stay(run_dir: Path) -> list[float]:
-    """The undisturbed run's losses."""
+    """Return the losses of the undisturbed run."""
     pipe("run", str(RECIPES / "smollm_ddp.yaml"), "--run-dir", str(run_dir), *COMMON).wait()
     return losses(run_dir)
 
 
 def travel(run_dir: Path) -> list[float]:
-    """The travelling run's losses: every leg but the last ends in a kill."""
+    """Return the losses of the travelling run, which is killed at the end of every leg but the
+    last."""
     for number, (name, recipe, procs) in enumerate(LEGS):
         file = str(RECIPES / f"{recipe}.yaml")
         where = ["run", file, "--run-dir", str(run_dir)]
@@ -83,24 +84,24 @@ def travel(run_dir: Path) -> list[float]:
 
 
 def pipe(*arguments: str) -> subprocess.Popen[bytes]:
-    """`pipe` in a process group of its own."""
+    """Start `pipe` in its own process group."""
     command = [sys.executable, "-m", "pipetrain", *arguments]
     return subprocess.Popen(command, stdout=sys.stderr, start_new_session=True)
 
 
 def kill_after(process: subprocess.Popen[bytes], checkpoint: Path) -> None:
-    """SIGKILL as soon as the checkpoint is there."""
+    """Kill the run with SIGKILL as soon as the checkpoint is there."""
     while not checkpoint.exists():
         if process.poll() is not None:
             raise click.ClickException("the run ended before it was to be killed")
         time.sleep(0.2)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    time.sleep(3)  # its ranks die with it, and the kernel frees its lock
+    time.sleep(3)  # its ranks die with it, and the kernel releases its lock
 
 
 def losses(run_dir: Path) -> list[float]:
-    """Loss of every step, each once and in order."""
+    """Return the loss of every step, each once and in order."""
     lines = (run_dir / "metrics.jsonl").read_text("utf-8").splitlines()
     found: list[dict[str, Any]] = [json.loads(line) for line in lines]
     trained = [record for record in found if "loss" in record]

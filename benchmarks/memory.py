@@ -1,10 +1,10 @@
-"""Compare what `pipe plan` says of memory with a trace, with real tensors and with DeepSpeed.
+"""Compare `pipe plan`'s memory with a trace, with real tensors and with DeepSpeed.
 
     python benchmarks/memory.py [--drawn 40] [--seed 0] [--only profiles|tensors|deepspeed]
 
 Prints three tables of a training step's peak on one rank: profiles (`pipe plan`) beside the trace
 (`pipe plan --trace`), for well-known models and random ones; the trace beside a run of the same
-engine on real tensors on the CPU, for small models; and profiles beside what DeepSpeed allocates.
+engine on real tensors on the CPU, for small models; and profiles beside DeepSpeed's allocations.
 Exits 1 when an error is larger than 3 %, 0.5 % or 5 %.
 """
 
@@ -29,7 +29,7 @@ TABLES = ("profiles", "tensors", "deepspeed")
 @click.option("--seed", default=0, help="Of their drawing.")
 @click.option("--only", type=click.Choice(TABLES), help="One of the tables.")
 def main(count: int, seed: int, only: str | None) -> None:
-    """Compare, and print."""
+    """Compare, and print the tables."""
     tables = (only,) if only else TABLES
     worst = []
     if "profiles" in tables:
@@ -56,7 +56,7 @@ def _pairs(cases: Iterable[Case], compare: Callable[[Case], Pair]) -> list[Pair]
 
 
 def _tell(names: tuple[str, str], pairs: Sequence[Pair]) -> float:
-    """Print a table; the largest error."""
+    """Print a table; return the largest error."""
     rows = [
         [
             pair.case.name,

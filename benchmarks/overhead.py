@@ -1,11 +1,11 @@
-"""Measure what `pipe run`'s training loop costs over a bare loop of the same work.
+"""Measure the overhead of `pipe run`'s training loop over a bare loop of the same work.
 
     python benchmarks/overhead.py [--strategies ddp,zero3] [--procs 1,2] [--compute bf16,fp32]
                                   [--rounds N] [--steps N] [--json FILE]
 
-Both loops live in the same processes and take turns, a block of steps each, between calibrations;
-see benchmarks/README.md. Exits 1 when a loop certainly costs more than 3 %, or when the two loops'
-losses show that they did not do the same work.
+Both loops run in the same processes and take turns, a block of steps each, between calibrations;
+see benchmarks/README.md. Exits 1 when the overhead is certainly more than 3 %, or when the two
+loops' losses show that they did different work.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from overhead_stats import LIMIT, Comparison, as_row, compare
 from pipeline.hardware.gpus import gpu_count
 
 SAME_LOSS = 0.02
-"""Losses of the two loops may differ by rounding: autocast keeps other operators in bf16."""
+"""Relative difference of the two loops' losses that rounding explains: autocast keeps other
+operators in bf16."""
 
 
 def listed(context: click.Context, parameter: click.Parameter, value: str) -> list[str]:
-    """A comma-separated option."""
+    """Split a comma-separated option."""
     return value.split(",")
 
 
@@ -49,7 +50,7 @@ def listed(context: click.Context, parameter: click.Parameter, value: str) -> li
 def main(
     strategies: list[str], procs: list[str], compute: list[str], json_file: Path | None, **rest: Any
 ) -> None:
-    """Measure every combination, print a Markdown table and a verdict each."""
+    """Measure every combination, print a Markdown table and a verdict for each."""
     rows = []
     show_head()
     with tempfile.TemporaryDirectory() as scratch:
@@ -67,7 +68,7 @@ def main(
 def jobs(
     scratch: Path, strategies: list[str], procs: list[str], compute: list[str], rest: dict[str, Any]
 ) -> Iterator[Job]:
-    """Every combination, each with its folder and tokens."""
+    """Yield every combination, each with its own folder and tokens."""
     from overhead_data import write_tokens
 
     device = rest.pop("device") or ("cuda" if gpu_count() else "cpu")
@@ -88,8 +89,8 @@ def jobs(
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Both loops in `job.procs` processes; what rank 0 left. Raises click.ClickException with its
-    log when a process fails."""
+    """Run both loops in `job.procs` processes; return rank 0's result. Raises click.ClickException
+    with its log when a process fails."""
     import overhead_rank
 
     context = multiprocessing.get_context("spawn")
@@ -106,7 +107,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def spoken(job: Job) -> str:
-    """The end of what every process printed."""
+    """Return the end of every process's output."""
     import overhead_rank
 
     files = sorted(job.folder.glob(f"{overhead_rank.SPOKEN}*"))
@@ -114,7 +115,7 @@ def spoken(job: Job) -> str:
 
 
 def run_to_end(processes: list[Any]) -> None:
-    """Start all; until they have ended, or one has failed. None is left."""
+    """Start all commands and wait until they have ended or one has failed; none keeps running."""
     try:
         for process in processes:
             process.start()
@@ -129,7 +130,7 @@ def run_to_end(processes: list[Any]) -> None:
 
 
 def show_head() -> None:
-    """The table's head."""
+    """Print the table's head."""
     click.echo(
         "| configuration | kept pairs | ours tok/s | bare tok/s | ours/bare seconds [95 %] "
         "| CPU seconds | losses differ by | 3 %? |\n|---|---|---|---|---|---|---|---|"
@@ -137,7 +138,7 @@ def show_head() -> None:
 
 
 def show(label: str, comparison: Comparison) -> None:
-    """One line of the table."""
+    """Print one line of the table."""
     c = comparison
     click.echo(
         f"| {label} | {c.kept}/{c.pairs} | {c.ours:.0f} | {c.bare:.0f} "
@@ -147,7 +148,7 @@ def show(label: str, comparison: Comparison) -> None:
 
 
 def conclude(rows: list[dict[str, Any]]) -> bool:
-    """Say what it comes to; False if something is certainly wrong."""
+    """Print the conclusion; return False if something is certainly wrong."""
     over = [row["configuration"] for row in rows if row["verdict"] == "over"]
     other = [row["configuration"] for row in rows if not row["loss_difference"] <= SAME_LOSS]
     open_ = [row["configuration"] for row in rows if row["verdict"] == "undecided"]

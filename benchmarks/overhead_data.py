@@ -1,4 +1,4 @@
-"""A file of tokens to train on: skewed, so that there is something to learn."""
+"""A file of tokens to train on, skewed so that there is something to learn."""
 
 from __future__ import annotations
 
@@ -22,5 +22,5 @@ def write_tokens(folder: Path, *, vocab: int, length: int) -> None:
 
 
 def map_tokens(folder: Path) -> np.ndarray[Any, Any]:
-    """The same file, memory-mapped; shape (tokens,)."""
+    """Return the same file, memory-mapped; shape (tokens,)."""
     return np.memmap(folder / TOKENS, dtype=DTYPE, mode="r")

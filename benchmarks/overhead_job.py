@@ -1,4 +1,4 @@
-"""What one measurement does, as plain data that travels to its processes."""
+"""One measurement, as plain data that travels to its processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MODEL: Mapping[str, Any] = {
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
     "max_position_embeddings": 2048, "tie_word_embeddings": False,
 }  # fmt: skip
-"""5.31 million parameters."""
+"""A model of 5.31 million parameters."""
 
 SEED = 7
 LR, CLIP = 3e-4, 1.0
@@ -20,7 +20,7 @@ LR, CLIP = 3e-4, 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """A wrap stage with its fields, and the module and arguments of the same by hand."""
+    """A wrap stage with its fields, and the module and arguments of the same strategy by hand."""
 
     wrap: str
     fields: Mapping[str, Any]
@@ -50,17 +50,17 @@ class Job:
     device: str
     """`cpu` or `cuda`."""
     model: Mapping[str, Any] | str
-    """Architecture, or the path of a config.json."""
+    """Config of the model, or the path of a config.json."""
     length: int
     """Tokens of a sample."""
     micro_batch: int
     """Samples of one step on one rank."""
     rounds: int
-    """Pairs of blocks, after one more that warms up."""
+    """Pairs of blocks, after a first pair that warms up."""
     steps: int
-    """Optimizer steps of a block; our loop reports once in each."""
+    """Optimizer steps of a block; our loop reports once in each block."""
     folder: Path
-    """Holds `tokens.bin`; results and our run's files go here."""
+    """Folder of `tokens.bin`, results, and our run's files."""
 
     @property
     def total_steps(self) -> int:
@@ -79,5 +79,5 @@ class Job:
 
     @property
     def label(self) -> str:
-        """As in the table: strategy, processes, dtype."""
+        """Return strategy, processes and dtype, as in the table."""
         return f"{self.strategy} {self.procs}p {self.compute}"

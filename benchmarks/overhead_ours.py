@@ -30,19 +30,20 @@ from stages.train.step import TrainStep
 
 
 def run_context(job: Job, dist: DistContext, log: Any, on_exit: Any) -> Context:
-    """What `pipe run` would give the stages: metrics from rank 0, a log file per rank."""
+    """Return the context that `pipe run` gives to stages: metrics from rank 0, a log file for each
+    rank."""
     folder = run_folder(job)
     metrics = Metrics(folder / rundir.METRICS if dist.is_main else None)
     return Context(run_dir=folder, seed=SEED, dist=dist, log=log, metrics=metrics, on_exit=on_exit)
 
 
 def run_folder(job: Job) -> Path:
-    """Our run's folder."""
+    """Return our run's folder."""
     return job.folder / "run"
 
 
 def source(job: Job, ctx: Context) -> ModelSource:
-    """The random model, equal for both loops."""
+    """Return the random model that both loops train."""
     return HfModel(config=job.model, init="random").run(ctx)
 
 
@@ -74,7 +75,7 @@ class OurLoop:
         self._reporter = Reporter(ctx, log_every=config.log_every, total_steps=feed.total_steps)
 
     def run(self, steps: int) -> float:
-        """Train so many steps; the global loss of the last."""
+        """Train `steps` steps; return the global loss of the last one."""
         progress, record = self._progress, {"loss": 0.0}
         for _ in range(steps):
             result = self._step(progress)

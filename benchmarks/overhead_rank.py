@@ -1,4 +1,4 @@
-"""What each process of a measurement runs: both loops, in turns, all ranks in step."""
+"""Each process of a measurement: both loops, in turns, with all ranks in step."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from pipeline.distributed.process_group import DistContext, environment_dist
 
 RESULT = "result.json"
 SPOKEN = "output-"
-"""Before a rank's number: what it prints."""
+"""Beginning of the name of a rank's output file, before the rank's number."""
 CALIBRATION_REPEATS = 3
 SIDE = {"cpu": 512, "cuda": 4096}
-"""Rows of the square fp32 matrices that are multiplied: a few milliseconds."""
+"""Rows of the square fp32 matrices that are multiplied, which takes a few milliseconds."""
 
 
 class Loop(Protocol):
-    """One of the two sides."""
+    """One of the two loops."""
 
     def run(self, steps: int) -> float: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Some steps of one loop, between two calibrations. Times are seconds, of the slowest rank but
-    for `cpu`, which is rank 0's processor time."""
+    """Steps of one loop between two calibrations. Times are seconds of the slowest rank, but `cpu`
+    is rank 0's processor time."""
 
     seconds: float
     cpu: float
@@ -49,7 +49,7 @@ class Block:
 
 
 def main(job: Job, rank: int) -> None:
-    """Entry point of a process: join the group, measure, leave the result in the job's folder."""
+    """Join the group, measure, write the result into the job's folder."""
     speak_into(job.folder / f"{SPOKEN}{rank}")
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(job.procs), LOCAL_RANK=str(rank),
@@ -76,14 +76,14 @@ def main(job: Job, rank: int) -> None:
 
 
 def speak_into(path: Path) -> None:
-    """Send this process's output, and that of native code, to a file: libraries are talkative."""
+    """Redirect this process's output, and that of native code, to a file."""
     with path.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
 
 
 def file_log(job: Job, rank: int) -> logging.Logger:
-    """A log with a file per rank, as a run has."""
+    """Return a log with a file for each rank, as in a run."""
     log = logging.getLogger("pipe")
     log.setLevel(logging.DEBUG)
     log.propagate = False
@@ -92,7 +92,8 @@ def file_log(job: Job, rank: int) -> logging.Logger:
 
 
 def measure(job: Job, dist: DistContext, ours: Loop, bare: Loop) -> list[dict[str, Any]]:
-    """`job.rounds` pairs of blocks, {"ours": ..., "bare": ...}; who goes first alternates."""
+    """Measure `job.rounds` pairs of blocks, {"ours": ..., "bare": ...}; the loops alternate in
+    going first."""
     sides = {"ours": ours, "bare": bare}
     for loop in sides.values():
         loop.run(job.steps)
@@ -114,7 +115,7 @@ def measure(job: Job, dist: DistContext, ours: Loop, bare: Loop) -> list[dict[st
 
 
 def timed(loop: Loop, steps: int, dist: DistContext) -> tuple[float, float, float]:
-    """Seconds of the slowest rank, processor seconds of this one, and the loss."""
+    """Return seconds of the slowest rank, processor seconds of this one, and the loss."""
     meet(dist)
     began, cpu = time.perf_counter(), time.process_time()
     loss = loop.run(steps)
@@ -123,21 +124,22 @@ def timed(loop: Loop, steps: int, dist: DistContext) -> tuple[float, float, floa
 
 
 def meet(dist: DistContext) -> None:
-    """Wait until every rank and its device have come here."""
+    """Wait until all ranks and their devices have arrived here."""
     if dist.device.type == "cuda":
         torch.cuda.synchronize()
     torch.distributed.all_reduce(torch.zeros(1))
 
 
 def calibration(dist: DistContext) -> functools.partial[float]:
-    """A call that says how fast the machine is now: seconds of a fixed matrix product."""
+    """Return a call that gives the machine's current speed: the seconds of a fixed matrix
+    product."""
     side = SIDE[dist.device.type]
     matrix = torch.rand(side, side, device=dist.device)
     return functools.partial(_calibrate, matrix, dist)
 
 
 def _calibrate(matrix: torch.Tensor, dist: DistContext) -> float:
-    """The best of a few on each rank, the worst of the ranks, all computing at once."""
+    """Return the best of a few times on each rank, the worst over ranks, all computing at once."""
     best = float("inf")
     for _ in range(CALIBRATION_REPEATS):
         meet(dist)

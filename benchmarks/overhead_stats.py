@@ -1,4 +1,4 @@
-"""From pairs of blocks to a ratio with an interval and a verdict."""
+"""Ratio, interval and verdict from pairs of blocks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 FAST = 1.25
-"""A calibration is fast up to this factor over the run's fastest decile."""
+"""Largest ratio of a calibration to the run's fastest decile at which it counts as fast."""
 LIMIT = 1.03
-"""What the training loop may cost: seconds over the bare loop's."""
+"""Largest accepted ratio of the training loop's seconds to the bare loop's."""
 FEWEST = 5
-"""Pairs below which nothing is decided."""
+"""Number of pairs below which there is no verdict."""
 RESAMPLES = 4000
 
 Round = Mapping[str, Mapping[str, float]]
@@ -21,11 +21,11 @@ Round = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Our loop against the bare one. Ratios are seconds over seconds, medians of pairs."""
+    """Our loop against the bare one. Ratios are of seconds, and medians of pairs."""
 
     pairs: int
     kept: int
-    """Pairs whose three calibrations all ran in the fast mode; the rest of this is about them."""
+    """Pairs whose three calibrations were all fast; the other fields are about these pairs."""
     ours: float
     bare: float
     """Median tokens per second over all ranks."""
@@ -35,12 +35,13 @@ class Comparison:
     """95 % bootstrap interval of the ratio (Efron 1979, percentile method)."""
     cpu_ratio: float
     loss_difference: float
-    """Largest difference of losses between the two, relative: whether they do the same work."""
+    """Largest relative difference of losses between the two, which shows whether they do the same
+    work."""
     verdict: str
 
 
 def compare(rounds: Sequence[Round], block_tokens: int) -> Comparison:
-    """`rounds` as `overhead_rank.measure` gives them. NaN where no pair was kept."""
+    """Compare the rounds of `overhead_rank.measure`. NaN where no pair was kept."""
     kept = fast_rounds(rounds)
     ratios = paired(kept, "seconds")
     low, high = interval(ratios)
@@ -60,7 +61,7 @@ def compare(rounds: Sequence[Round], block_tokens: int) -> Comparison:
 
 
 def fast_rounds(rounds: Sequence[Round]) -> list[Round]:
-    """Rounds without a slow calibration before, between or after their blocks."""
+    """Return the rounds without a slow calibration before, between or after their blocks."""
     every = [block[when] for r in rounds for block in r.values() for when in ("before", "after")]
     slowest = FAST * float(np.quantile(every, 0.1))
     return [
@@ -71,17 +72,17 @@ def fast_rounds(rounds: Sequence[Round]) -> list[Round]:
 
 
 def paired(rounds: Sequence[Round], what: str) -> list[float]:
-    """Our loop's over the bare loop's, round by round."""
+    """Return our loop's value over the bare loop's, round by round."""
     return [r["ours"][what] / r["bare"][what] for r in rounds]
 
 
 def median(values: Sequence[float]) -> float:
-    """The median; NaN of nothing."""
+    """Return the median; NaN of nothing."""
     return float(np.median(values)) if values else float("nan")
 
 
 def interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of the median, by resampling; NaN of nothing."""
+    """Return the 95 % interval of the median, by resampling; NaN of nothing."""
     if not ratios:
         return float("nan"), float("nan")
     generator = np.random.default_rng(0)
@@ -91,7 +92,8 @@ def interval(ratios: Sequence[float]) -> tuple[float, float]:
 
 
 def verdict(kept: int, low: float, high: float) -> str:
-    """`within`, `over`, or `undecided` when the interval holds the limit or pairs are few."""
+    """Return `within`, `over`, or `undecided` when the interval contains the limit or pairs are
+    few."""
     if kept < FEWEST:
         return "undecided"
     if high <= LIMIT:
@@ -100,5 +102,5 @@ def verdict(kept: int, low: float, high: float) -> str:
 
 
 def as_row(label: str, comparison: Comparison) -> dict[str, Any]:
-    """For the JSON file."""
+    """Return the comparison as a row of the JSON file."""
     return {"configuration": label, **vars(comparison)}

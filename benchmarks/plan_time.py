@@ -1,10 +1,10 @@
-"""How long `pipe plan` takes for models of 70B, with no profile kept from before and with one.
+"""Time `pipe plan` for models of 70B, without and with a cached profile.
 
     python benchmarks/plan_time.py [--rounds 5] [--recipe FILE ...]
 
-Every plan is a process of its own. Beside them a process is timed that only imports torch and the
-model's class of transformers; what a plan takes beyond that is what it does itself. Rounds take
-turns. Needs no GPU.
+Every plan runs in its own process. A process that only imports torch and the model's class of
+transformers is timed too: the rest of a plan's time is its own work. Rounds take turns. Needs no
+GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MACHINES = ("--gpus", "8", "--nodes", "8", "--gpu", "H100", "--interconnect", "8
 @click.option("--rounds", default=5, help="How often each is timed.")
 @click.option("--recipe", "given", multiple=True, type=click.Path(exists=True, path_type=Path))
 def main(rounds: int, given: tuple[Path, ...]) -> None:
-    """Time, and print a Markdown table of all rounds."""
+    """Measure, and print a Markdown table of all rounds."""
     recipes = given or [RECIPES / f"{name}.yaml" for name in SHIPPED]
     imports: list[float] = []
     cold: Mapping[Path, list[float]] = {recipe: [] for recipe in recipes}
@@ -52,7 +52,8 @@ def main(rounds: int, given: tuple[Path, ...]) -> None:
 
 
 def _seconds(*command: str, **environment: str) -> float:
-    """Wall-clock seconds of a process. Exit code 3, which says that it does not fit, is a plan."""
+    """Return the wall-clock seconds of a process. Exit code 3, a plan that does not fit, counts as
+    a plan."""
     began = time.perf_counter()
     done = subprocess.run(
         command, env={**os.environ, **environment}, capture_output=True, text=True, check=False
@@ -63,7 +64,7 @@ def _seconds(*command: str, **environment: str) -> float:
 
 
 def _shown(seconds: list[float]) -> str:
-    """Median, and all of them."""
+    """Return the median and all values."""
     rounds = " ".join(f"{one:.2f}" for one in seconds)
     return f"{statistics.median(seconds):.2f} s ({rounds})"
 

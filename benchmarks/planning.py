@@ -1,7 +1,7 @@
-"""What a rank's plan of a checkpoint takes, by the number of ranks: seconds, memory, manifest.
+"""Measure a rank's plan of a checkpoint by the number of ranks: seconds, memory, manifest.
 
 A 70B-shaped list of parameters with two moments, cut as FSDP, hybrid FSDP and ZeRO do it. Every
-rank's message is made as that rank would make it, then rank 0's and one other's work is measured in
+rank's message is made as on that rank; then the work of rank 0 and of one other rank is measured in
 this process: `python benchmarks/planning.py [RANKS ...]`. Needs no GPU.
 """
 
@@ -14,10 +14,11 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from pipeline.checkpoint.division import Run
 from pipeline.checkpoint.file_layout import SHARDED, Layout
-from pipeline.checkpoint.layout import LocalShard, divided, message, spans_of, unpacked
-from pipeline.checkpoint.manifest import Manifest, Part, Run, TensorEntry
-from pipeline.checkpoint.places import Division, Places
+from pipeline.checkpoint.layout import LocalShard, divided, message, random_key, spans_of, unpacked
+from pipeline.checkpoint.manifest import Manifest, Part, TensorEntry
+from pipeline.checkpoint.places import Places
 from pipeline.checkpoint.staging import stage
 from pipeline.contracts.engine import EngineState, ParameterGroup
 
@@ -28,7 +29,7 @@ Ranges = Iterator[tuple[str, tuple[int, ...], int, int]]
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
-    """Names and shapes as Llama 70B has them."""
+    """Return names and shapes of Llama 70B's parameters."""
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
     for layer in range(LAYERS):
         at = f"model.layers.{layer}"
@@ -48,7 +49,7 @@ SHAPES = shapes()
 
 
 def by_rows(rank: int, ranks: int) -> Ranges:
-    """FSDP: each tensor in chunks of as many rows."""
+    """Cut as FSDP does: each tensor in chunks of equally many rows."""
     for name, shape in SHAPES.items():
         numel = _numel(shape)
         chunk = -(-shape[0] // ranks) * (numel // shape[0])
@@ -56,12 +57,12 @@ def by_rows(rank: int, ranks: int) -> Ranges:
 
 
 def by_rows_of_nodes(rank: int, ranks: int) -> Ranges:
-    """Hybrid FSDP: the same over half of the ranks; the others hold copies."""
+    """Cut as hybrid FSDP does: by rows over half of the ranks; the others hold copies."""
     yield from by_rows(rank % (ranks // 2), ranks // 2)
 
 
 def by_elements(rank: int, ranks: int) -> Ranges:
-    """ZeRO-3: each tensor in chunks of as many elements."""
+    """Cut as ZeRO-3 does: each tensor in chunks of equally many elements."""
     for name, shape in SHAPES.items():
         numel = _numel(shape)
         chunk = -(-numel // ranks)
@@ -69,7 +70,7 @@ def by_elements(rank: int, ranks: int) -> Ranges:
 
 
 def by_flat_range(rank: int, ranks: int) -> Ranges:
-    """ZeRO-1 and 2: all tensors one behind the other, in chunks of as many elements."""
+    """Cut as ZeRO-1 and 2 do: all tensors in sequence, in chunks of equally many elements."""
     chunk = -(-sum(map(_numel, SHAPES.values())) // ranks)
     low, end = rank * chunk, 0
     for name, shape in SHAPES.items():
@@ -80,7 +81,7 @@ def by_flat_range(rank: int, ranks: int) -> Ranges:
 
 
 def everything(rank: int, ranks: int) -> Ranges:
-    """DDP: every rank all of it."""
+    """Cut as DDP does: every rank holds all elements."""
     del rank, ranks
     for name, shape in SHAPES.items():
         yield name, shape, 0, _numel(shape)
@@ -97,8 +98,8 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 def measured(strategy: str, ranks: int) -> dict[str, Any]:
-    """Seconds of processor time and peak MB of rank 0's plan, of another rank's, and of opening the
-    checkpoint; MB of the manifest."""
+    """Return seconds of processor time and peak MB of rank 0's plan, of another rank's, and of
+    opening the checkpoint, and the MB of the manifest."""
     told = [_message(strategy, rank, ranks) for rank in range(ranks)]
     made = SHARDED
     main = _Taken()
@@ -133,25 +134,28 @@ def _message(strategy: str, rank: int, ranks: int) -> bytes:
         for kind in KINDS
         if start < stop
     ]
-    return message(own, {"torch": 5056, "python": 2509, "numpy": 2509, "cuda": 16})
+    sizes = {"torch": 5056, "python": 2509, "numpy": 2509, "cuda": 16}
+    own += [
+        LocalShard(random_key(rank, name), "U8", (size,), 0, size, True)
+        for name, size in sizes.items()
+    ]
+    return message(own)
 
 
 def _manifest(
     ranks: int, tensors: list[TensorEntry], runs: list[list[Run]], layout: Layout
 ) -> Manifest:
-    """Of files and checksums that nobody has written."""
+    """Return the manifest of files and checksums that do not exist."""
     (file,) = layout.described
     state = EngineState(
         aliases={}, frozen=[], groups=[ParameterGroup(settings={}, parameters=list(SHAPES))],
         moments=KINDS[1:], updates=dict.fromkeys(SHAPES, 1), loss_scale=None,
     )  # fmt: skip
-    division = Division(runs)
-    items = [entry.itemsize for entry in tensors]
+    items = {entry.key: entry.itemsize for entry in tensors}
     files = []
     for rank in range(ranks):
-        mine = division.of(rank)
-        lengths = zip(mine.tensor.tolist(), (mine.stop - mine.start).tolist(), strict=True)
-        size = file.data_start + sum(items[tensor] * length for tensor, length in lengths)
+        mine = spans_of(rank, tensors, runs)
+        size = file.data_start + sum(items[key] * (stop - start) for key, start, stop in mine)
         files.append(file.model_copy(update={"name": f"rank-{rank:05d}.data", "size": size}))
     return Manifest(
         step=1, written="", world_size=ranks, writer={}, progress={}, state=state,
@@ -161,7 +165,7 @@ def _manifest(
 
 
 class _Taken:
-    """Processor time and memory of what happens until `stop`; watching memory takes time too."""
+    """Processor time and memory until `stop`; tracing memory takes time too."""
 
     def __init__(self) -> None:
         tracemalloc.start()
@@ -169,14 +173,14 @@ class _Taken:
         self.told: dict[str, float] = {}
 
     def stop(self) -> None:
-        """Tell."""
+        """Store the results."""
         seconds, (_, peak) = time.process_time() - self._began, tracemalloc.get_traced_memory()
         tracemalloc.stop()
         self.told = {"seconds": round(seconds, 2), "mb": round(peak / 1e6, 1)}
 
 
 def main() -> None:
-    """One line of JSON for each strategy and number of ranks."""
+    """Print one line of JSON for each strategy and number of ranks."""
     for ranks in map(int, sys.argv[1:] or ("64", "256", "1024")):
         for strategy in STRATEGIES:
             print(json.dumps(measured(strategy, ranks)), flush=True)

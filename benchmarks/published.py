@@ -1,9 +1,9 @@
-"""Compare `pipe plan` with what others published of their own trainings.
+"""Compare `pipe plan` with figures that others published about their trainings.
 
     python benchmarks/published.py [--only TEXT]
 
 Plans each training of `publications/runs.yaml` as a recipe, and prints a table of memory, measured
-as the source does, and one of speed.
+as in the source, and one of speed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SLOTS: Mapping[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A training that was published; `runs.yaml` tells what its fields mean."""
+    """A published training; `runs.yaml` explains its fields."""
 
     source: str
     run: str
@@ -60,18 +60,18 @@ class Run:
 
     @property
     def name(self) -> list[str]:
-        """First cells of its rows."""
+        """Return the first cells of its rows."""
         return [self.source.split(",")[0], self.run, self._settings()]
 
     @property
     def published(self) -> float:
-        """Bytes."""
+        """Return the published memory in bytes."""
         size, unit = self.memory.split()
         return float(size) * {"GB": GB, "GiB": GIB}[unit]
 
     @property
     def remark(self) -> str:
-        """What explains a difference."""
+        """Return the explanation of a difference."""
         more = f"{self.more[0]:+.1f} GiB: {self.more[1]}" if self.more else ""
         return "; ".join(filter(None, [self.note, more]))
 
@@ -93,7 +93,7 @@ class Run:
         return ", ".join(filter(None, said))
 
     def plan(self) -> MemoryPlan:
-        """What `pipe plan` says."""
+        """Return the plan of `pipe plan`."""
         machines = HardwareOptions(
             gpus=self.gpus, nodes=self.nodes, gpu=self.gpu, interconnect=self.interconnect
         )
@@ -114,7 +114,7 @@ class Run:
 
 
 def runs() -> Iterator[Run]:
-    """All of the file."""
+    """Yield all trainings of the file."""
     for group in yaml.safe_load(RUNS.read_text("utf-8")):
         for own in group["runs"]:
             given: dict[str, dict[str, Any]] = {}
@@ -129,7 +129,7 @@ def runs() -> Iterator[Run]:
 
 
 def told(run: Run, plan: MemoryPlan) -> float:
-    """The plan's bytes of a training step, measured as the source does."""
+    """Return the plan's bytes of a training step, measured as in the source."""
     device = plan.estimate.device
     tensors = max(device[phase].bytes for phase in (FORWARD, BACKWARD, UPDATE))
     whole = plan.margins.of(tensors)
@@ -146,7 +146,7 @@ Planned = Sequence[tuple[Run, MemoryPlan]]
 
 
 def memory_table(planned: Planned, remarks: Mapping[str, str]) -> Iterator[str]:
-    """Memory of a GPU, and how many of the plans are close."""
+    """Yield the table of memory on a GPU, and a line that counts the close plans."""
     rows, close = [], []
     for run, plan in planned:
         if not run.memory:
@@ -165,7 +165,8 @@ def memory_table(planned: Planned, remarks: Mapping[str, str]) -> Iterator[str]:
 
 
 def speed_table(planned: Planned, remarks: Mapping[str, str]) -> Iterator[str]:
-    """Tokens a second of a GPU, and the model's operations against its peak (MFU)."""
+    """Yield the table of tokens a second on a GPU, and the model's operations against its peak
+    (MFU)."""
     rows, ratios = [], []
     for run, plan in planned:
         speed = plan.speed
@@ -187,7 +188,7 @@ def speed_table(planned: Planned, remarks: Mapping[str, str]) -> Iterator[str]:
 @click.command()
 @click.option("--only", default="", help="Trainings whose source or name has this text.")
 def main(only: str) -> None:
-    """Plan, and print."""
+    """Plan, and print the tables."""
     planned = []
     for run in runs():
         if only.lower() in f"{run.source} {run.run}".lower():

@@ -1,4 +1,4 @@
-"""Architectures to measure with, by the names that options give them; their weights are random."""
+"""Architectures to measure with, by the names that options use; their weights are random."""
 
 from __future__ import annotations
 
@@ -30,14 +30,15 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     },
 }  # fmt: skip
-"""Qwen2.5-1.5B and Qwen2.5-0.5B as their config.json have them; 47 and 0.2 million parameters to
-try."""
+"""Qwen2.5-1.5B and Qwen2.5-0.5B as in their config.json; smaller models of 47 and 0.2 million
+parameters."""
 
 Shape = tuple[int, ...]
 
 
 def outline(config: Mapping[str, Any], dtype: Any = None) -> Any:
-    """The module with parameters on the meta device, of torch dtype `dtype`, its weights tied."""
+    """Return the module with parameters on the meta device in torch dtype `dtype`, its weights
+    tied."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -50,12 +51,12 @@ def outline(config: Mapping[str, Any], dtype: Any = None) -> Any:
 
 
 def parameters(config: Mapping[str, Any]) -> dict[str, Shape]:
-    """Name -> shape of every parameter, tied ones once, in the order of the module."""
+    """Return the shape of every parameter by name, tied ones once, in the order of the module."""
     return {name: tuple(one.shape) for name, one in outline(config).named_parameters()}
 
 
 def split(tensors: Mapping[str, Shape], parts: int) -> list[list[str]]:
-    """The names in order, in at most as many groups of about equal size."""
+    """Split the names in order into at most `parts` groups of about equal size."""
     total, done = count(tensors), 0
     groups: list[list[str]] = [[] for _ in range(parts)]
     for name, shape in tensors.items():
@@ -66,5 +67,5 @@ def split(tensors: Mapping[str, Shape], parts: int) -> list[list[str]]:
 
 
 def count(tensors: Mapping[str, Shape]) -> int:
-    """Elements of all."""
+    """Return the number of elements of all parameters."""
     return sum(math.prod(shape) for shape in tensors.values())

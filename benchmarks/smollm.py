@@ -2,9 +2,9 @@
 
     python benchmarks/smollm.py [--steps N] [--only ddp,zero3] [--runs FOLDER] [--json FILE]
 
-Each recipe runs as a user would run it, one after the other; its checkpoint is exported once more,
+Recipes run one after the other, as a user would run them; each checkpoint is exported a second time
 in fp32. Exits 1 when a loss differs from that of the first recipe by more than 1e-3, or an export
-does not verify or does not generate.
+is damaged or generates no text.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from typing import Any
 import click
 
 RECIPES = Path(__file__).parents[1] / "recipes"
-STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3", "zero3_offload", "zero3_nvme")
+STRATEGIES = sorted(
+    path.stem.removeprefix("smollm_")
+    for path in RECIPES.glob("smollm_*.yaml")
+    if "lora" not in path.stem
+)
 TOLERANCE = 1e-3
 PROMPT = "She looked out of the window"
 
@@ -52,7 +56,7 @@ def main(steps: int | None, only: str, runs: Path | None, json_file: Path | None
 
 
 def measure(name: str, run_dir: Path, steps: int | None) -> dict[str, Any]:
-    """Run one recipe; what it reached and how long it took, in seconds."""
+    """Run one recipe; return its results and its duration in seconds."""
     command = [sys.executable, "-m", "pipetrain", "run", str(RECIPES / f"smollm_{name}.yaml")]
     command += ["--run-dir", str(run_dir), *([f"train.steps={steps}"] if steps else [])]
     click.echo(f"smollm_{name} ...", err=True)
@@ -80,7 +84,7 @@ def measure(name: str, run_dir: Path, steps: int | None) -> dict[str, Any]:
 
 
 def pipe(*arguments: str) -> None:
-    """A command that has to end well."""
+    """Run a command that has to succeed."""
     subprocess.run([sys.executable, "-m", "pipetrain", *arguments], check=True, stdout=sys.stderr)
 
 
@@ -91,7 +95,7 @@ def _median_step(trained: list[dict[str, Any]]) -> float:
 
 
 def generate(folder: Path) -> str:
-    """Greedy continuation of a fixed prompt by the exported model."""
+    """Return the exported model's greedy continuation of a fixed prompt."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -104,7 +108,7 @@ def generate(folder: Path) -> str:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """The table of docs/results.md."""
+    """Print the table of docs/results.md."""
     click.echo(
         "| recipe | first loss | last loss | eval loss | s/step | whole run, s | continues with |"
     )

@@ -1,10 +1,10 @@
-"""How far `pipe plan`'s step time is from the real one on this machine.
+"""Compare `pipe plan`'s step time with the real one on this machine.
 
-    python benchmarks/step_time.py [--procs 1,2] [--steps 8]
+    python benchmarks/step_time.py [--procs 1,2] [--strategies "ddp,fsdp full,zero2"] [--steps 8]
 
 Measures the machine with `pipe doctor`, then runs a recipe of each shape and strategy, and compares
-the median step with what the plan says at the measured rates: at least, and expected. Only on a
-machine that does nothing else.
+the median step with the plan's lower bound and expectation at the measured rates. Needs a machine
+that does nothing else.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import yaml
 from shapes import SHAPES
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 from pipeline.doctor.report import read_machine
 from pipeline.planning.hardware import HardwareOptions, Margins
 from pipeline.planning.memory_plan import check, estimate_plan
+from tests.support.strategies import STRATEGIES
 
-WRAPS: dict[str, dict[str, Any]] = {
-    "ddp": {"use": "wrap.ddp"},
-    "fsdp": {"use": "wrap.fsdp"},
-    "zero2": {"use": "wrap.zero", "stage": 2, "reduce_bucket_size": 50_000_000},
-}
+BUCKETS = {"wrap.zero": {"reduce_bucket_size": 50_000_000}}
+"""Fields of stages whose default buckets are larger than these models."""
 LENGTH, MICRO = 256, 2
 THREADS = 1
-"""Of each process, when the machine is measured and when it trains."""
+"""Threads of each process, while the machine is measured and while it trains."""
 VOCABULARY = 49152
 TEXT = "The first step of a run is slow, the others are what counts.\n" * 40_000
 
@@ -55,17 +55,17 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--procs", default="1,2")
+    parser.add_argument("--strategies", default="ddp,fsdp full,zero2")
     parser.add_argument("--shapes", default="small,0.5b")
     parser.add_argument("--compute", default="bf16,fp32")
     parser.add_argument("--steps", type=int, default=8)
     given = parser.parse_args()
     procs = [int(number) for number in given.procs.split(",")]
+    wraps, shapes, computes = (
+        text.split(",") for text in (given.strategies, given.shapes, given.compute)
+    )
     with tempfile.TemporaryDirectory() as folder:
-        rows = list(
-            _rows(
-                Path(folder), procs, given.shapes.split(","), given.compute.split(","), given.steps
-            )
-        )
+        rows = list(_rows(Path(folder), procs, wraps, shapes, computes, given.steps))
     print(
         "| model | strategy | processes | compute | at least s | expected s | measured s | "
         "measured / expected |"
@@ -84,15 +84,16 @@ def main() -> None:
 
 
 def _rows(
-    folder: Path, procs: Sequence[int], shapes: Sequence[str], computes: Sequence[str], steps: int
-) -> Iterator[Row]:
+    folder: Path, procs: Sequence[int], wraps: Sequence[str], shapes: Sequence[str],
+    computes: Sequence[str], steps: int,
+) -> Iterator[Row]:  # fmt: skip
     (folder / "text.txt").write_text(TEXT, "utf-8")
     for count in procs:
         machine = folder / f"machine-{count}.json"
         _pipe("doctor", "--procs", str(count), "--out", str(machine), "--folder", str(folder))
         for shape in shapes:
             for compute in computes:
-                for wrap in WRAPS:
+                for wrap in wraps:
                     recipe = _recipe(folder, shape, wrap, count, compute, steps)
                     machines = HardwareOptions(machine=read_machine(machine))
                     memory_plan = estimate_plan(check(recipe, [], machines), machines, Margins())
@@ -103,6 +104,7 @@ def _rows(
 
 
 def _recipe(folder: Path, shape: str, wrap: str, procs: int, compute: str, steps: int) -> Path:
+    strategy = STRATEGIES[wrap].full_size()
     recipe = {
         "name": "step_time",
         "launch": {"procs": procs, "device": "cpu", "threads": THREADS},
@@ -119,7 +121,7 @@ def _recipe(folder: Path, shape: str, wrap: str, procs: int, compute: str, steps
                 "sequence_length": LENGTH,
             },
             "optimizer": {"use": "optimizer.adamw"},
-            "wrap": WRAPS[wrap],
+            "wrap": {"use": strategy.use, **strategy.fields, **BUCKETS.get(strategy.use, {})},
             "checkpoint": {"use": "checkpoint.sharded"},
             "train": {
                 "use": "train.causal_lm",
@@ -153,7 +155,7 @@ def _pipe(*arguments: str) -> None:
 
 
 def _median(run: Path) -> float:
-    """Of the steps after the second, seconds."""
+    """Return the median time in seconds of the steps after the second."""
     lines = (run / "metrics.jsonl").read_text("utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     return statistics.median(

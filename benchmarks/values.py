@@ -1,6 +1,6 @@
 """Pseudo-random fp32 numbers for any range of any tensor, a pure function of its name.
 
-No tensor need ever be in memory as a whole, and whoever puts a part in a wrong place is found out.
+No tensor needs to be in memory as a whole, and a part in a wrong place is detected.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from xxhash import xxh3_64_intdigest
 BLOCK = 1 << 20
 """Elements that share a mask."""
 _KEEP, _EXPONENT = np.uint32(0x807FFFFF), np.uint32(0x3C000000)
-"""Sign and mantissa are random; absolute values lie in [2^-7, 2^-6), as weights' do."""
+"""Bits that are random: sign and mantissa. Absolute values are in [2^-7, 2^-6), as weights' are."""
 
 
 def floats(key: str, start: int, stop: int) -> Iterator[np.ndarray[Any, Any]]:
-    """Elements [start, stop) of the flattened tensor `key`, in order, a few MiB at a time."""
+    """Yield elements [start, stop) of the flattened tensor `key`, in order, a few MiB at a time."""
     while start < stop:
         number, first = divmod(start, BLOCK)
         last = min(BLOCK, first + stop - start)
@@ -32,7 +32,7 @@ def floats(key: str, start: int, stop: int) -> Iterator[np.ndarray[Any, Any]]:
 
 
 def array(key: str, start: int, stop: int) -> np.ndarray[Any, Any]:
-    """The same in one piece."""
+    """Return elements [start, stop) in one array."""
     found = np.empty(stop - start, np.float32)
     done = 0
     for part in floats(key, start, stop):

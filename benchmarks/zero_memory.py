@@ -1,10 +1,10 @@
-"""Compare what `pipe plan` says of DeepSpeed ZeRO with what torch's allocator hands out.
+"""Compare `pipe plan`'s memory of DeepSpeed ZeRO with the bytes that torch's allocator hands out.
 
     python benchmarks/zero_memory.py [--only "stage 3"] [--json FILE]
 
 Every configuration trains a small random model with the real engine for three steps on CPU ranks;
-the last step is compared, phase by phase, on the rank that holds most, with what the model's
-profile and the strategy's share say together. Exits 1 when a phase is off by more than 5 %. See
+the last step is compared, phase by phase, on the rank that holds most, with the forecast from the
+model's profile and the strategy's share. Exits 1 when a phase is off by more than 5 %. See
 docs/zero-memory.md.
 """
 
@@ -55,14 +55,14 @@ LARGER = {
 
 
 class Case(NamedTuple):
-    """A configuration of the table."""
+    """A row of the table."""
 
     job: Job
     world: int = 2
 
 
 def small(zero: dict[str, Any], **fields: Any) -> Job:
-    """A job on the small model with two micro-batches."""
+    """Return a job on the small model with two micro-batches."""
     return Job(**{"model": SMALL, "zero": zero, "micro_batches": 2, **fields})
 
 
@@ -126,7 +126,7 @@ CASES = {
 
 
 class Row(NamedTuple):
-    """Bytes in a phase."""
+    """Bytes measured and forecast in a phase."""
 
     phase: str
     measured: int
@@ -134,7 +134,7 @@ class Row(NamedTuple):
 
     @property
     def error(self) -> float:
-        """Relative to what was measured."""
+        """Return the error relative to the measurement."""
         return self.predicted / self.measured - 1
 
 
@@ -152,7 +152,7 @@ def main(only: str, json_file: Path | None) -> None:
 
 
 def every_configuration(only: str = "") -> dict[str, list[Row]]:
-    """The phases of all configurations whose names begin so, measured and told."""
+    """Return measured and forecast phases of all configurations whose names begin with `only`."""
     found = {}
     for name, case in CASES.items():
         if name.startswith(only):
@@ -162,7 +162,7 @@ def every_configuration(only: str = "") -> dict[str, list[Row]]:
 
 
 def table(found: Mapping[str, Sequence[Row]]) -> str:
-    """Every configuration's phases, as Markdown."""
+    """Return every configuration's phases as Markdown."""
     phases = list(dict.fromkeys(row.phase for rows in found.values() for row in rows))
     return markdown(
         ["configuration", *phases], [line(name, rows, phases) for name, rows in found.items()]
@@ -170,13 +170,13 @@ def table(found: Mapping[str, Sequence[Row]]) -> str:
 
 
 def line(name: str, rows: Sequence[Row], phases: Sequence[str]) -> list[str]:
-    """Megabytes measured and the forecast's error, a phase a cell."""
+    """Return a row: in each phase the measured megabytes and the forecast's error."""
     cells = {row.phase: f"{row.measured / 1e6:.2f} ({row.error:+.1%})" for row in rows}
     return [name, *(cells.get(phase, "-") for phase in phases)]
 
 
 def measure(job: Job, world: int) -> list[dict[str, Any]]:
-    """What every rank held. Raises click.ClickException when one failed."""
+    """Return every rank's phases. Raises click.ClickException when a rank failed."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         run_to_end([
@@ -193,14 +193,15 @@ def measure(job: Job, world: int) -> list[dict[str, Any]]:
 
 
 def compared(job: Job, world: int, ranks: Sequence[dict[str, Any]]) -> Iterator[Row]:
-    """Every phase of the last step, on the rank that held most."""
+    """Return every phase of the last step, on the rank that held most."""
     told = predicted(job, world)
 
     def row(name: str, mark: str, kind: str = "peak") -> Row:
         return Row(name, max(rank[mark][kind] for rank in ranks), told[name])
 
     last = job.steps - 1
-    if Zero(**job.zero).offload_optimizer is None:  # else device and host are not full at once
+    # otherwise device and host reach their peaks at different times
+    if Zero(**job.zero).offload_optimizer is None:
         yield row("load", "load")
     for turn in range(job.micro_batches):
         again = f" {turn + 1}" if turn else ""
@@ -211,7 +212,8 @@ def compared(job: Job, world: int, ranks: Sequence[dict[str, Any]]) -> Iterator[
 
 
 def predicted(job: Job, world: int) -> dict[str, int]:
-    """Phase -> bytes of device and host together, told by what `pipe plan` is told by."""
+    """Return the bytes of device and host together, by phase, from the planners that `pipe plan`
+    asks."""
     topology = Topology(ranks=world, local_ranks=world, device="cpu")
     with tempfile.TemporaryDirectory() as folder:
         planned = Planned.of(drawn_up(job, world, Path(folder)), topology)
@@ -229,7 +231,7 @@ def predicted(job: Job, world: int) -> dict[str, int]:
 
 
 def drawn_up(job: Job, world: int, folder: Path) -> Plan:
-    """The job as a checked recipe."""
+    """Return the job as a checked recipe."""
     text, recipe = folder / "text.txt", folder / "recipe.yaml"
     text.write_text("text\n", "utf-8")
     stages: dict[str, Any] = {"model": {"use": "model.hf", "config": dict(job.model)}}

@@ -1,4 +1,4 @@
-"""What each rank of a memory measurement runs: the real engine, every allocation recorded."""
+"""Each rank of a memory measurement: the real engine, with every allocation recorded."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from stages.optimizer.adamw import AdamW
 from stages.wrap.zero import Zero
 
 SPOKEN = "output-"
-"""Before a rank's number: the file of what it prints."""
+"""Beginning of the name of a rank's output file, before the rank's number."""
 LET_GO = 1e-4
-"""Seconds."""
+"""Seconds between two checks whether gloo has released a tensor."""
 TOKENS = 2
-"""Of a micro-batch: activations are to be next to nothing beside the weights."""
+"""Tokens of a micro-batch, so few that activations are next to nothing beside the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run; plain data, so that it travels to the ranks."""
+    """One run, as plain data that travels to the ranks."""
 
     model: Mapping[str, Any]
     zero: Mapping[str, Any]
@@ -53,13 +53,14 @@ class Job:
     clip: float | None = 1.0
     micro_batches: int = 1
     steps: int = 3
-    """The first two are unlike those after them: moments are made, modules are traced."""
+    """Steps of the run. The first two differ from later ones: moments are made, modules are
+    traced."""
     lora: Mapping[str, Any] | None = None
-    """Fields of adapter.lora, where there is one."""
+    """Fields of adapter.lora, if there is an adapter."""
 
 
 class Meter:
-    """Sums up allocator events between named marks."""
+    """Sums of allocator events between named marks."""
 
     def __init__(self) -> None:
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
@@ -72,7 +73,7 @@ class Meter:
         self._profile.__exit__(*exception)
 
     def phases(self) -> dict[str, dict[str, int]]:
-        """Mark -> bytes held at its end, and the most within it."""
+        """Return the bytes held at the end of each mark, and the peak within it."""
         results = self._profile.profiler.kineto_results  # type: ignore[union-attr]
         changes, spans = [], []
         for event in results.events():
@@ -89,7 +90,7 @@ MARK = "phase:"
 
 
 def phase(name: str) -> contextlib.AbstractContextManager[Any]:
-    """A mark around a part of the run."""
+    """Mark a part of the run."""
     return record_function(MARK + name)
 
 
@@ -105,9 +106,9 @@ def _within(changes: list[tuple[int, int]], start: int, end: int) -> dict[str, i
 
 
 def in_place() -> None:
-    """Let collectives need no memory of their own, as NCCL's do not. gloo gathers and scatters by
-    way of copies, and one of its threads may be the last to let go of a tensor: what is freed
-    outside this thread is not recorded."""
+    """Let collectives need no memory, as NCCL's do not. gloo gathers and scatters through copies,
+    and one of its threads may be the last to release a tensor: memory freed outside this thread is
+    not recorded."""
     distributed: Any = torch.distributed
     distributed.all_reduce = _settled(distributed.all_reduce)
     distributed.broadcast = _settled(distributed.broadcast)
@@ -120,7 +121,7 @@ def _settled(collective: Callable[..., Any]) -> Callable[..., Any]:
     def call(tensor: Any, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
         held = tensor._use_count()
         collective(tensor, *args, **kwargs)
-        while tensor._use_count() > held:  # by a thread of gloo
+        while tensor._use_count() > held:  # freed by a thread of gloo
             time.sleep(LET_GO)
         return _Done() if async_op else None
 
@@ -151,8 +152,8 @@ def _reduce_scatter(
 
 
 def main(job: Job, rank: int, world: int, folder: str) -> None:
-    """Entry point of a process: join the group, measure, leave the result in the folder."""
-    with Path(folder, f"{SPOKEN}{rank}").open("wb") as file:  # libraries are talkative
+    """Join the group, measure, write the result into the folder."""
+    with Path(folder, f"{SPOKEN}{rank}").open("wb") as file:  # libraries print a lot
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ.update(
@@ -182,7 +183,7 @@ def _allow_fp16() -> None:
 
 
 def run_job(dist: DistContext, folder: str, job: Job) -> dict[str, dict[str, int]]:
-    """Phase -> bytes that this rank held at its end, and the most within it."""
+    """Return the bytes that this rank held at the end of each phase, and the peak within it."""
     in_place()
     store(dist, folder, job)
     meter = Meter()
@@ -192,18 +193,19 @@ def run_job(dist: DistContext, folder: str, job: Job) -> dict[str, dict[str, int
 
 
 def store(dist: DistContext, folder: str, job: Job) -> None:
-    """Put a random model into `folder`: loading it needs next to no memory, making it does."""
+    """Write a random model into `folder`: loading it needs next to no memory, unlike making it."""
     if dist.is_main:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**job.model))
-        # In the dtype that it is loaded in: casting takes a buffer of 4 MiB, more than all here.
+        # The dtype is the one it is loaded in: a cast takes a buffer of 4 MiB, more than everything
+        # here.
         low = job.lora is not None or job.master == "bf16"
         model.to(torch.bfloat16 if low else torch.float32).save_pretrained(folder)
     dist.barrier()
 
 
 def train(dist: DistContext, folder: str, job: Job) -> None:
-    """Load and train for some steps, each phase marked; ends with everything freed."""
+    """Load and train for some steps, each phase marked; everything is freed at the end."""
     ctx = testing.context(folder, dist=dist)
     with contextlib.ExitStack() as stack:
         ctx.on_exit = stack.callback  # type: ignore[misc]
@@ -220,7 +222,7 @@ def train(dist: DistContext, folder: str, job: Job) -> None:
 
 
 def one_microbatch(engine: Any, tokens: Tensor, name: str, *, last: bool) -> None:
-    """Forward and backward; nothing of them is left but what the engine keeps."""
+    """Run forward and backward; only the engine's state remains."""
     with engine.microbatch(last=last):
         with phase(f"{name}/forward"):
             logits = engine.model(input_ids=tokens, use_cache=False).logits
@@ -232,13 +234,13 @@ def one_microbatch(engine: Any, tokens: Tensor, name: str, *, last: bool) -> Non
 
 
 def source(ctx: Any, folder: str, job: Job) -> ModelSource:
-    """The stored model, with an adapter where the job says so."""
+    """Return the stored model, with an adapter if the job has one."""
     model = HfModel(path=folder).run(ctx)
     return model if job.lora is None else Lora(**job.lora).run(ctx, model)
 
 
 def precision(job: Job) -> Precision:
-    """The job's policy; fp16 with dynamic loss scaling."""
+    """Return the job's policy; fp16 has dynamic loss scaling."""
     scaling = LossScaling(initial_scale=2.0**10) if job.compute == "fp16" else None
     return Precision(
         master=job.master, compute=job.compute, reduce=job.reduce, buffer=None, loss_scaling=scaling

@@ -114,7 +114,7 @@ class CheckpointPlanner(Planner[CheckpointSettings]):
         kept = expected_count(self.stage.retention, self.stage.every, step.length)
         return (
             Extra("copy for checkpoints", each * topology.on_node, LOADED),
-            Extra(str(kept), kept.number * size),
+            Extra(f"{kept} checkpoint{'s' * (kept > 1)}", kept * size),
         )
 
 

@@ -1,10 +1,12 @@
-"""What every test runs under."""
+"""Environment, order and tiers of all tests."""
 
 from __future__ import annotations
 
 import gc
 import os
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -12,18 +14,22 @@ from hypothesis import settings
 from tests.support.processes import forking
 from tests.support.tier import FULL, times
 
-# One thread a process: results do not depend on the machine's cores, and ranks do not fight.
+# One thread for each process: results do not depend on the number of cores, and ranks do not
+# compete for them.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Processes that tests start keep what Python compiles of our code, as a user's do.
+# Processes started by tests keep their compiled bytecode, as a user's do.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-# Nothing in the suite may reach for the hub.
+# Tests never reach for the hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-# Time limits on shared machines measure the machine.
+# The benchmarks' modules are in no package, and tests import them.
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+# No deadlines: on shared machines they would measure the machine.
 settings.register_profile("pipetrain", deadline=None, max_examples=times(quick=25, full=300))
 settings.load_profile("pipetrain")
 
-# A suite started in the background inherits signals that are ignored, and so would every run in it.
+# A suite started in the background inherits ignored signals, and its runs would inherit them too.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 for number in (signal.SIGHUP, signal.SIGQUIT):
     signal.signal(number, signal.SIG_DFL)
@@ -31,8 +37,8 @@ for number in (signal.SIGHUP, signal.SIGQUIT):
 
 @pytest.fixture(scope="session")
 def deepspeed_operators() -> None:
-    """DeepSpeed's operators, compiled before any test whose time is limited needs one: by the
-    server that ranks are forked from, when it starts."""
+    """Compile DeepSpeed's operators before a test with a time limit needs one: the server that
+    ranks are forked from does it when it starts."""
     process = forking().Process(target=int)
     process.start()
     process.join()
@@ -50,7 +56,6 @@ LONGEST_FIRST = (
     "tests/pipeline/planning/test_trace.py",
     "tests/pipeline/planning/test_plan_command.py",
     "tests/pipeline/planning/test_profile.py",
-    "tests/stages/train/test_hf_trainer_forecast.py",
     "tests/stages/checkpoint/test_any_to_any.py",
     "tests/faults/test_checkpoint_ranks.py",
     "tests/faults/test_resumed_decisions.py",
@@ -63,7 +68,8 @@ LONGEST_FIRST = (
     "tests/stages/train/test_anomalies.py",
     "tests/stages/average/test_ema.py",
 )
-"""Files whose tests take longest, so that no process is left alone with one of them at the end."""
+"""Files whose tests take longest. They run first, so that none is left for a single process at the
+end."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -71,12 +77,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What tests import is never garbage, and runs in this process collect again and again."""
+    """Exclude imported objects from garbage collection: they stay, and runs in this process collect
+    again and again."""
     gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is for the full tier, and begin with the files that take longest."""
+    """Leave out tests of the full tier, and put the files that take longest first."""
     if not FULL:
         out = [item for item in items if item.get_closest_marker("full")]
         config.hook.pytest_deselected(items=out)

@@ -1,1 +1,1 @@
-"""Measure calls in processes of their own: time, processor time, memory, bytes read."""
+"""Measure calls in separate processes: time, processor time, memory, bytes read."""

@@ -1,8 +1,8 @@
 """The measured process: `python -m apart.child ORDER`, started by `crew.measure`.
 
-ORDER is JSON. On standard output it says a line when it has imported what it needs, a line when
-the call is over, and a line with what the call's own check found; it waits for a line on standard
-input before the call and before the check. All that libraries print goes to its log.
+ORDER is JSON. The process writes three lines to standard output: when its imports are done, when
+the call has ended, and with the result of the call's own check. It waits for a line on standard
+input before the call and before the check. Output of libraries goes to its log.
 """
 
 from __future__ import annotations
@@ -22,30 +22,29 @@ from apart.footprint import bytes_read, footprint, forget_peak, peak
 Job = dict[str, Any]
 Check = Callable[[], dict[str, Any]]
 Work = Callable[[], Check | dict[str, Any] | None]
-"""The measured call. It may return what it found, or a call to find that out, which is not
-measured."""
+"""The measured call. It returns its results, or a check to call for them, which is not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """This process among those that make the call together."""
+    """This process among the processes that make the call together."""
 
     rank: int
     world: int
     folder: Path
-    """Of all of them, empty at first."""
+    """Scratch folder of all processes, empty at first."""
     store: Any = None
-    """Where they meet; None for a single one."""
+    """Store for their process group; None for a single process."""
 
     def barrier(self) -> None:
-        """Wait for all."""
+        """Wait for all processes."""
         if self.world > 1:
             import torch.distributed
 
             torch.distributed.barrier()
 
     def dist(self) -> Any:
-        """The same, as the project's own code is told."""
+        """Return the same as the project's DistContext."""
         import torch
 
         from pipeline.distributed.process_group import DistContext
@@ -57,7 +56,7 @@ class Place:
 
 
 def main(text: str) -> None:
-    """Prepare, wait, call, check."""
+    """Prepare, wait, make the measured call, check."""
     order = json.loads(text)
     place = _meet(order)
     with os.fdopen(os.dup(1), "w") as voice:
@@ -115,7 +114,7 @@ def _log(order: dict[str, Any]) -> Path:
 
 
 def task(name: str) -> Callable[[Job, Place], Work]:
-    """The function that `MODULE:FUNCTION` names."""
+    """Return the function that `MODULE:FUNCTION` names."""
     module, _, function = name.partition(":")
     found: Callable[[Job, Place], Work] = getattr(importlib.import_module(module), function)
     return found

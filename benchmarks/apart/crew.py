@@ -1,4 +1,4 @@
-"""Start the measured processes, watch their memory, and collect what they tell."""
+"""Start the measured processes, watch their memory, and collect their results."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from apart.footprint import Footprint, footprint
 
 BENCHMARKS = Path(__file__).parents[1]
 LOOK = 0.01
-"""Seconds between two looks at the memory of the processes."""
+"""Seconds between two measurements of the processes' memory."""
 TAIL = 3000
 """Characters of a failed process's log that are shown."""
 
 
 class Failed(Exception):
-    """A process has ended early, or taken too long; the text has the ends of all logs."""
+    """A process ended early or took too long; the text has the ends of all logs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one process needed. Memory in bytes."""
+    """Resources that one process used. Memory in bytes."""
 
     seconds: float
     cpu: float
-    """Seconds of processor time, of all its threads."""
+    """Processor time of all its threads, in seconds."""
     read: int
-    """By read calls; pages of mapped files do not count."""
+    """Bytes that read calls returned; pages of mapped files do not count."""
     idle: Footprint
-    """Before the call, everything imported."""
+    """Memory before the call, with everything imported."""
     peak: Footprint
-    """During the call; `anon` as far as looking every few milliseconds shows it."""
+    """Peak during the call; `anon` is sampled every few milliseconds."""
     found: Mapping[str, Any]
 
     @property
     def grown(self) -> Footprint:
-        """The peak above the same process before the call."""
+        """Return the peak less the memory before the call."""
         return Footprint(*(most - idle for most, idle in zip(self.peak, self.idle, strict=True)))
 
 
@@ -58,8 +58,8 @@ def measure(
     limit: float = 3600.0,
     before: Callable[[], object] = lambda: None,
 ) -> list[Part]:
-    """Call `MODULE:FUNCTION` with the job in `world` processes, and then what that returns, which
-    alone is measured, right after `before` was called here. In rank order. Raises Failed."""
+    """Call `MODULE:FUNCTION` with the job in `world` processes, then `before` here, then measure
+    the call that each function returned. Return the results in rank order. Raises Failed."""
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         children = [
             _Child(task, job, rank, world, Path(folder), env or {}) for rank in range(world)
@@ -81,7 +81,7 @@ def measure(
 
 
 def bare(scratch: Path) -> Footprint:
-    """An interpreter that has imported nothing."""
+    """Return the memory of an interpreter that has imported nothing."""
     process = subprocess.Popen(
         [sys.executable, "-c", "print(flush=True); input()"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=scratch,
@@ -120,7 +120,8 @@ class _Child:
         self.anon = max(self.anon, now.anon if now else 0)
 
     def hear(self) -> dict[str, Any] | None:
-        """A line, if it is all there. Raises Failed at the end of what it says."""
+        """Return the next line, or None while it is incomplete. Raises Failed when the process has
+        ended."""
         assert self.process.stdout is not None
         told = os.read(self.process.stdout.fileno(), 1 << 16)
         if not told:
@@ -138,7 +139,8 @@ class _Child:
 
 
 def _all(children: Sequence[_Child], limit: float, *, watch: bool = False) -> list[dict[str, Any]]:
-    """The next line of each; until all are there, their memory may be watched."""
+    """Return the next line of each process; with `watch`, sample their memory until all lines are
+    there."""
     heard: dict[int, dict[str, Any]] = {}
     deadline = time.monotonic() + limit
     with selectors.DefaultSelector() as waiting:

@@ -1,4 +1,4 @@
-"""What the system says of a process: its memory, what it has read, its processor time."""
+"""A process's memory, bytes read and processor time, as the system reports them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 
 class Footprint(NamedTuple):
-    """Bytes. `anon` is memory that no file backs: what a machine must have free for it."""
+    """Memory in bytes. `anon` is memory that no file backs, so the machine must have it free."""
 
     rss: int
     anon: int
 
 
 def footprint(process: int | str = "self") -> Footprint | None:
-    """Of a process now; None when it is gone."""
+    """Return the current memory of a process; None when it has ended."""
     with contextlib.suppress(OSError):
         found = _figures(Path("/proc", str(process), "status"))
         if "VmRSS" in found:
@@ -24,17 +24,18 @@ def footprint(process: int | str = "self") -> Footprint | None:
 
 
 def forget_peak() -> None:
-    """The peak of this process's resident memory starts anew: proc(5)."""
+    """Reset the peak of this process's resident memory: proc(5)."""
     Path("/proc/self/clear_refs").write_text("5", "ascii")
 
 
 def peak() -> int:
-    """Most bytes of resident memory that this process had since then."""
+    """Return the peak of this process's resident memory since the reset, in bytes."""
     return _figures(Path("/proc/self/status"))["VmHWM"] * 1024
 
 
 def bytes_read() -> int:
-    """What this process's read calls have returned so far; pages of mapped files do not count."""
+    """Return the bytes that this process's read calls have returned; pages of mapped files do not
+    count."""
     return _figures(Path("/proc/self/io"))["rchar"]
 
 

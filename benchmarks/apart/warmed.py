@@ -1,4 +1,4 @@
-"""Do the same on a tiny model first: that imports and sets up all that it needs."""
+"""Run a task on a tiny model first, so that all imports and set-up are done."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from apart.child import Job, Place, Work, task
 
 
 def warmed(job: Job, place: Place) -> Work:
-    """The task `job["task"]`, after the same with what is different in `job["tiny"]`."""
+    """Run the task `job["task"]` with the changes in `job["tiny"]`, then prepare the real one."""
     same = task(job["task"])
     same({**job, **job["tiny"]}, place)()
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # or the memory that it has freed would not be counted again
+    ctypes.CDLL(None).malloc_trim(0)  # or memory that is freed and used again would not be counted
     return same(job, place)

@@ -1,1 +1,1 @@
-"""The same training, written by hand without the product: one file a strategy, one loop."""
+"""The same training, written by hand without the product: one file for each strategy, one loop."""

@@ -14,7 +14,7 @@ from stages.wrap.torch_compat import no_buffer_sync
 
 
 def make(model: nn.Module, device: torch.device, compute: str, schedule: Schedule) -> TrainStep:
-    """Replicate the model; the step."""
+    """Replicate the model; return its training step."""
     replicated = DistributedDataParallel(
         model.to(device),
         device_ids=[device] if device.type == "cuda" else None,

@@ -12,7 +12,7 @@ from pipeline.contracts.precision import torch_dtype
 
 
 def make(model: nn.Module, device: torch.device, compute: str, schedule: Schedule) -> TrainStep:
-    """Shard the model; the step."""
+    """Shard the model; return its training step."""
     model = model.to(device)
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch_dtype(compute), reduce_dtype=torch.float32)

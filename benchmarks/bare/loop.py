@@ -20,7 +20,7 @@ from pipeline.distributed.process_group import DistContext
 
 
 class BareLoop:
-    """Batches from a memory map, a step, a look at the loss at the end of a block."""
+    """Batches from a memory map, steps, and the loss at the end of a block."""
 
     def __init__(self, job: Job, dist: DistContext, source: ModelSource) -> None:
         strategy = STRATEGIES[job.strategy]
@@ -38,7 +38,7 @@ class BareLoop:
         self._batches = iter(mine)
 
     def run(self, steps: int) -> float:
-        """Train so many steps; the mean loss of the last over all ranks."""
+        """Train `steps` steps; return the mean loss of the last one over all ranks."""
         loss = torch.zeros(())
         for _ in range(steps):
             loss = self._train_step(*self._batch(next(self._batches)))
@@ -46,7 +46,7 @@ class BareLoop:
         return loss.item() / self._dist.world_size
 
     def _batch(self, samples: np.ndarray[Any, Any]) -> tuple[Tensor, Tensor]:
-        """Inputs and labels, int64, both (micro-batch, length)."""
+        """Return inputs and labels, int64, both (micro-batch, length)."""
         length = self._job.length
         rows = [self._tokens[i * length : (i + 1) * length + 1] for i in samples.tolist()]
         batch = torch.from_numpy(np.stack(rows).astype(np.int64))
@@ -56,7 +56,7 @@ class BareLoop:
 
 
 def plain_model(source: ModelSource) -> nn.Module:
-    """The source's module with its weights, on the CPU in fp32."""
+    """Return the source's module with its weights, on the CPU in fp32."""
     model = source.build()
     reader = source.weights()
     with torch.no_grad():
@@ -66,11 +66,12 @@ def plain_model(source: ModelSource) -> nn.Module:
 
 
 def mean_loss(model: nn.Module, input_ids: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy in fp32, averaged over tokens; all are targets."""
+    """Return the cross-entropy in fp32, averaged over tokens; all are targets."""
     logits = model(input_ids=input_ids, use_cache=False).logits
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 def cosine(step: int, total: int) -> float:
-    """Factor on the learning rate, without warm-up, as `optimizer.adamw` schedules by default."""
+    """Return the factor on the learning rate, without warm-up, as `optimizer.adamw` schedules it by
+    default."""
     return 0.5 * (1.0 + math.cos(math.pi * min((step + 1) / total, 1.0)))

@@ -1,4 +1,4 @@
-"""What plain torch loops share: AdamW, its schedule, clipping."""
+"""The parts that plain torch loops share: AdamW, its schedule, clipping."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def torch_step(
     schedule: Schedule,
     forward: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> TrainStep:
-    """The step of every tutorial."""
+    """Return the step of every tutorial."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, fused=True)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
 

@@ -13,7 +13,8 @@ from bare.torch_step import Schedule, TrainStep
 
 
 def configuration(stage: int, compute: str) -> dict[str, Any]:
-    """DeepSpeed's defaults, gradients reduced and summed in fp32 as our precision policy says."""
+    """Return DeepSpeed's defaults, with gradients reduced and summed in fp32 as our precision
+    policy has it."""
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": CLIP,
@@ -29,7 +30,7 @@ def configuration(stage: int, compute: str) -> dict[str, Any]:
 def make(
     model: nn.Module, device: torch.device, compute: str, schedule: Schedule, *, stage: int
 ) -> TrainStep:
-    """Hand the model to DeepSpeed; the step."""
+    """Hand the model to DeepSpeed; return its training step."""
     import deepspeed
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, fused=True)

@@ -1,1 +1,1 @@
-"""Checkpoints of one training in several formats, and ways to make a model file of them."""
+"""Checkpoints of one training, and ways to make a model file of them."""

@@ -1,4 +1,4 @@
-"""Have what a tool is going to read in the page cache, or out of it."""
+"""Put the files that a tool will read into the page cache, or drop them from it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Iterable
 PIECE = 8 << 20
 
 Needed = Iterable[tuple[str, int, int]]
-"""File, and bytes [begin, end) of it."""
+"""File, and its bytes [begin, end)."""
 
 
 def read(needed: Needed) -> float:
-    """Seconds to read it all once and do nothing with it."""
+    """Return the seconds to read everything once and do nothing with it."""
     buffer = memoryview(bytearray(PIECE))
     began = time.perf_counter()
     for file, begin, end in needed:
@@ -27,7 +27,7 @@ def read(needed: Needed) -> float:
 
 
 def evict(needed: Needed) -> None:
-    """Drop the files' pages, which must be on disk already."""
+    """Drop the files' pages, which must already be on disk."""
     for file in {file for file, _, _ in needed}:
         descriptor = os.open(file, os.O_RDONLY)
         try:

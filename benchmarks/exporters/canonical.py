@@ -1,7 +1,6 @@
-"""The project's checkpoint, written by its own writers, as two ranks of a strategy save it.
+"""The project's checkpoint, written by its own writers as two ranks of a strategy save it.
 
-The snapshot that a writer copies from is computed while it is copied, so a state of any size needs
-a few MiB.
+The snapshot is computed while a writer copies it, so a state of any size needs a few MiB.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ import values
 from apart.child import Job, Place, Work
 
 from exporters.trained import HOLDERS, KINDS, MOMENTS, STEP, Trained, trained
+from pipeline.checkpoint.division import Run
 from pipeline.checkpoint.file_layout import SHARDED, Layout
 from pipeline.checkpoint.layout import LocalShard, divided, message, spans_of, unpacked
-from pipeline.checkpoint.manifest import Run, TensorEntry
+from pipeline.checkpoint.manifest import TensorEntry
 from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.staging import Staging, stage
 from pipeline.checkpoint.store import step_name
@@ -40,7 +40,7 @@ def write(job: Job, place: Place) -> Work:
             world_size=job["ranks"], writer={}, tensors=tensors, runs=runs,
             files=[file for layout in layouts for file in layout.described],
         )  # fmt: skip
-        for rank in reversed(range(job["ranks"])):  # that of rank 0 waits for the others
+        for rank in reversed(range(job["ranks"])):  # rank 0's writer waits for the others
             staging = stage(layouts[rank], lambda key: False)
             setup = Setup(
                 store=str(root), rank=rank, world_size=job["ranks"], buffer_size=staging.size,
@@ -60,7 +60,7 @@ def write(job: Job, place: Place) -> Work:
 def lay_out(
     model: Trained, strategy: str, ranks: int
 ) -> tuple[list[TensorEntry], list[list[Run]], list[Layout]]:
-    """All tensors, and what each rank writes: what `layout.plan_writes` agrees on."""
+    """Return all tensors, their runs, and each rank's layout, as `layout.plan_writes` has them."""
     made = SHARDED
     held = [
         [
@@ -70,7 +70,7 @@ def lay_out(
         ]
         for rank in range(ranks)
     ]
-    tensors, runs = unpacked(divided([message(own, {}) for own in held], made))
+    tensors, runs = unpacked(divided([message(own) for own in held], made))
     table = {entry.key: entry for entry in tensors}
     spans = (spans_of(rank, tensors, runs) for rank in range(ranks))
     return tensors, runs, [made.lay_out(rank, mine, table) for rank, mine in enumerate(spans)]
@@ -92,7 +92,7 @@ def _facts(model: Trained) -> dict[str, Any]:
 
 
 def _needed(folder: Path, layouts: list[Layout]) -> Iterator[tuple[str, int, int]]:
-    """File and bytes [begin, end) of all weights."""
+    """Yield the file and bytes [begin, end) of all weights."""
     for layout in layouts:
         for file, offset, size, span, _ in layout.items:
             if span is not None and span.key.startswith("weight/"):
@@ -100,7 +100,7 @@ def _needed(folder: Path, layouts: list[Layout]) -> Iterator[tuple[str, int, int
 
 
 class _Snapshot:
-    """Stands in for the memory that a rank's writer writes from."""
+    """Stands for the staging buffer that a rank's writer copies from."""
 
     def __init__(self, staging: Staging) -> None:
         content = [*staging.heads, *((copy.place, copy) for copy in staging.whole)]
@@ -109,7 +109,7 @@ class _Snapshot:
         self._content = [found for _, found in content]
 
     def __getitem__(self, part: slice) -> memoryview:
-        """A part that lies within one of the writes."""
+        """Return a part that lies within one of the writes."""
         number = bisect.bisect_right(self._starts, part.start) - 1
         begin, end = (edge - self._starts[number] for edge in (part.start, part.stop))
         content = self._content[number]

@@ -11,7 +11,7 @@ from exporters.finish import flushed
 
 
 def copy(job: Job, place: Place) -> Work:
-    """`cp` of a file with the same bytes."""
+    """Prepare `cp` of a file with the same bytes."""
     out = Path(job["out"])
 
     def call() -> None:

@@ -1,4 +1,4 @@
-"""End a measured export: when it is written, and when it is on disk."""
+"""The end of a measured export: when everything is written, and when it is on disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from apart.child import Place, Work
 
 
 def flushed(call: Callable[[], object], out: Path, place: Place) -> Work:
-    """Make the call, then force what it has put into `out` to disk."""
+    """Make the call, then flush the files in `out` to disk."""
 
     def work() -> dict[str, float]:
         began = time.perf_counter()

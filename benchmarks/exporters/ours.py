@@ -1,4 +1,4 @@
-"""The project's own way: `consolidate.stream` and `export.safetensors`."""
+"""The project's own export: `consolidate.stream` and `export.safetensors`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from exporters.trained import STEP
 
 
 def write(job: Job, place: Place) -> Work:
-    """The stage until all weights are written; it is interrupted before it reads them back."""
+    """Run the stage until all weights are written; interrupt it before it reads them back."""
     import stages.export.run as steps
 
     export = _export(job, place)
@@ -35,17 +35,17 @@ def write(job: Job, place: Place) -> Work:
 
 
 def prove(job: Job, place: Place) -> Work:
-    """The whole stage: write, read back and compare, load the model and compare logits with the
+    """Run the whole stage: write, read back and compare, load the model and compare logits with the
     checkpoint's, flush."""
     return flushed(_export(job, place), Path(job["out"]), place)
 
 
 class _Written(Exception):
-    """All weights are."""
+    """All weights are written."""
 
 
 def _export(job: Job, place: Place) -> Callable[[], None]:
-    """As a run does it, from a checkpoint to a model folder."""
+    """Prepare an export from a checkpoint to a model folder as a run makes it."""
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
     import stages.export.run

@@ -1,4 +1,4 @@
-"""One safetensors file with all weights: what `cp` copies, and what an output must hold."""
+"""One safetensors file with all weights, which `cp` copies and every output must equal."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write(job: Job, place: Place) -> Work:
 
 
 def expected(config: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> digest of every weight."""
+    """Return the digest of every weight by name."""
     found = {}
     for name, shape in trained(config).shapes.items():
         digest = xxh3_64(str(shape).encode())
@@ -47,8 +47,8 @@ def expected(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def wrong(folder: Path, digests: Mapping[str, str]) -> list[str]:
-    """Names of the tensors that a folder lacks, has too much, or has with other bits; in
-    safetensors files, or a file of `torch.save`."""
+    """Return the names of the tensors that a folder lacks, has in excess, or has with other bits,
+    in safetensors files or a file of `torch.save`."""
     found: dict[str, str] = {}
     for name, tensor in _tensors(folder):
         digest = xxh3_64(str(tuple(tensor.shape)).encode())

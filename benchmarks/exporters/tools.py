@@ -1,4 +1,4 @@
-"""Checkpoints that are made, and the programs that make model files of them, side by side."""
+"""The measured checkpoints, and the programs that make model files of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ RANKS = 2
 
 
 class Input(NamedTuple):
-    """A checkpoint. `size` is what it takes on disk, `needs` the memory to write it, in bytes of
-    fp32 weights."""
+    """A checkpoint, written by `task`. In bytes of fp32 weights: `size` is its size on disk,
+    `needs` the memory to write it."""
 
     task: str
     job: Mapping[str, Any]
@@ -19,8 +19,8 @@ class Input(NamedTuple):
 
 
 class Tool(NamedTuple):
-    """A call that reads one input. `needs` is memory, with some room, and `size` what it writes, in
-    bytes of fp32 weights."""
+    """A call that reads one input. In bytes of fp32 weights: `needs` is its memory, with some room,
+    and `size` its output."""
 
     name: str
     input: str
@@ -48,27 +48,27 @@ def _ours(source: str) -> list[Tool]:
 
 
 GROUPS: Mapping[str, Sequence[Tool]] = {"fsdp": _ours("fsdp"), "zero3": _ours("zero3")}
-"""A group's inputs are on disk together."""
+"""Tools by group; the inputs of a group are on disk at the same time."""
 
 
 def chosen(tools: Sequence[Tool], only: Sequence[str]) -> list[Tool]:
-    """`cp`, and those whose labels hold any of the words; without words, all."""
+    """Return `cp`, and the tools whose labels contain any of the words; without words, all."""
     words = only or [""]
     return [t for t in tools if t.name == CP or any(word in label(t) for word in words)]
 
 
 def label(tool: Tool) -> str:
-    """As in the table: `ours, write, of fsdp, 2 processes`."""
+    """Return the tool's label in the table: `ours, write, of fsdp, 2 processes`."""
     more = f", {tool.processes} processes" if tool.processes > 1 else ""
     return f"{tool.name}, of {tool.input}{more}"
 
 
 def inputs(tools: Sequence[Tool]) -> list[str]:
-    """What they read, each once."""
+    """Return the inputs of the tools, each once."""
     return list(dict.fromkeys(tool.input for tool in tools))
 
 
 def disk(tools: Sequence[Tool]) -> float:
-    """The most that is on disk at a time, in bytes of fp32 weights."""
+    """Return the peak disk space in bytes of fp32 weights."""
     kept = sum(INPUTS[name].size for name in inputs(tools))
     return kept + max(tool.size for tool in tools)

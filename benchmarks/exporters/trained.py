@@ -1,4 +1,4 @@
-"""What all checkpoints hold: weights of a model and Adam's moments, spread over ranks."""
+"""The content of all checkpoints: weights of a model and Adam's moments, spread over ranks."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """A model under training. Tied parameters are there once."""
+    """A model under training, with each tied parameter once."""
 
     shapes: Mapping[str, Shape]
     groups: tuple[tuple[str, ...], tuple[str, ...]]
-    """Names of the decayed parameters, and of the others."""
+    """Names of the parameters with weight decay, and of the others."""
     aliases: Mapping[str, str]
 
     @property
     def weight_bytes(self) -> int:
-        """Of fp32 weights."""
+        """Return the size of the fp32 weights."""
         return 4 * sum(math.prod(shape) for shape in self.shapes.values())
 
     def settings(self) -> list[dict[str, Any]]:
-        """Of each group."""
+        """Return the settings of each group."""
         return [dict(SETTINGS), {**SETTINGS, "weight_decay": 0.0}]
 
 
@@ -56,12 +56,12 @@ def _trained(config: tuple[tuple[str, Any], ...]) -> Trained:
 
 
 def trained(config: Mapping[str, Any]) -> Trained:
-    """Of an architecture; lists in it are not looked at."""
+    """Return the model of an architecture; lists in the config are ignored."""
     return _trained(tuple((k, v) for k, v in config.items() if not isinstance(v, list)))
 
 
 def fsdp(model: Trained, rank: int, world: int) -> Iterator[Held]:
-    """What a rank holds under `fully_shard`: rows, as torch.chunk cuts them."""
+    """Return the parts of a rank under `fully_shard`: rows, as torch.chunk cuts them."""
     for name, shape in model.shapes.items():
         rows, width = shape[0], math.prod(shape[1:])
         chunk = -(-rows // world)
@@ -71,7 +71,8 @@ def fsdp(model: Trained, rank: int, world: int) -> Iterator[Held]:
 
 
 def zero3(model: Trained, rank: int, world: int) -> Iterator[Held]:
-    """What a rank holds under ZeRO stage 3: a part of each flattened parameter, group by group."""
+    """Return the parts of a rank under ZeRO stage 3: one of each flattened parameter, group by
+    group."""
     for name in (*model.groups[0], *model.groups[1]):
         total = math.prod(model.shapes[name])
         part = -(-total // world)

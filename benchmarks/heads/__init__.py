@@ -1,1 +1,1 @@
-"""Ways to take the loss of a linear head, each called in a process of its own."""
+"""Implementations of the loss of a linear head, each called in its own process."""

@@ -1,4 +1,4 @@
-"""Forward and backward of a head on random inputs that every way has in common."""
+"""Forward and backward of a head, on the same random inputs for every implementation."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ SHOWN = 1000
 
 
 def full(job: Job, place: Place) -> Work:
-    """All logits at once."""
+    """Compute all logits at once."""
     return _work(job, lambda h, w, y: F.cross_entropy(F.linear(h, w).float(), y, reduction="sum"))
 
 
 def ours(job: Job, place: Place) -> Work:
-    """`loss_chunk_size`."""
+    """Compute the loss as `loss_chunk_size` does."""
     return _work(job, lambda h, w, y: chunked_cross_entropy(h, w, None, y, job["chunk"]))
 
 
 def torch_own(job: Job, place: Place) -> Work:
-    """torch's linear_cross_entropy, in chunks as it likes."""
+    """Compute torch's linear_cross_entropy, in chunks of its choice."""
     options = torch.nn.LinearCrossEntropyOptions()
     return _work(
         job, lambda h, w, y: F.linear_cross_entropy(h, w, y, reduction="sum", options=options)

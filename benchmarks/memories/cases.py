@@ -19,7 +19,7 @@ LOCAL = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A model, a strategy, and how it is trained."""
+    """A model, a strategy, and the settings of its training."""
 
     name: str
     model: Mapping[str, Any]
@@ -35,21 +35,21 @@ class Case:
     """Fields of `optimizer.adamw`."""
     length: int = 1024
     samples: int = 1
-    """Of a micro-batch."""
+    """Samples of a micro-batch."""
     accumulation: int = 1
     chunk: int | None = None
     adapter: Mapping[str, Any] | None = None
     packed: bool = False
 
     def plan(self, folder: Path, *, device: str = "cuda") -> Plan:
-        """As a recipe in that folder, checked."""
+        """Write the case as a recipe in the folder and check it."""
         text, recipe = folder / "text.txt", folder / "recipe.yaml"
         text.write_text("text\n", "utf-8")
         recipe.write_text(yaml.safe_dump(self._recipe(text, device), sort_keys=False), "utf-8")
         return plan_file(recipe, forecast=True)
 
     def topology(self, device: str = "cuda") -> Topology:
-        """Nodes of eight GPUs."""
+        """Return nodes of eight GPUs."""
         return Topology(ranks=self.ranks, local_ranks=min(self.ranks, LOCAL), device=device)
 
     def _recipe(self, text: Path, device: str) -> dict[str, Any]:
@@ -85,12 +85,12 @@ class Case:
 
 
 def hub(name: str, *, again: int | None = None) -> dict[str, Any]:
-    """A well-known model; every so many blocks computed again."""
+    """Return the fields of a well-known model; every `again`-th block is recomputed."""
     return {"path": name, "allow_floating_revision": True, "init": "random"} | _again(again)
 
 
 def own(again: int | None = None, **config: Any) -> dict[str, Any]:
-    """A model of one's own."""
+    """Return the fields of a model with its own config."""
     return {"config": config} | _again(again)
 
 
@@ -99,7 +99,7 @@ def _again(every: int | None) -> dict[str, Any]:
 
 
 def llama(**config: Any) -> dict[str, Any]:
-    """A small Llama's config."""
+    """Return the config of a small Llama."""
     return {
         "model_type": "llama",
         "vocab_size": 4000,
@@ -128,7 +128,7 @@ GPT2_XL = {
     "n_head": 25,
     **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
 }
-"""Without dropout, of which kernels of CPUs, which are traced, keep more."""
+"""Fields without dropout: the CPU kernels that are traced keep more memory with it."""
 MIXTRAL = {
     "model_type": "mixtral",
     "vocab_size": 32000,
@@ -304,11 +304,11 @@ STRATEGIES: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("fsdp", {"cpu_offload": True}),
     ("fsdp", {"forward_prefetch": 1, "backward_prefetch": 2}),
 )
-"""What is drawn from: wrap stage and its fields."""
+"""Strategies to draw from: wrap stage and its fields."""
 
 
 def drawn(count: int, seed: int = 0) -> Iterator[Case]:
-    """Random shapes under random strategies."""
+    """Yield random shapes under random strategies."""
     random_ = random.Random(seed)
     for number in range(count):
         yield _draw(number, random_)

@@ -1,4 +1,4 @@
-"""Peaks of one training, told in two ways."""
+"""Peak memory of one training, found in two ways."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipeline.planning.trace.run import run
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """The step's peak of a rank, in bytes."""
+    """The step's peak on a rank, in bytes, as forecast and by the reference."""
 
     case: Case
     told: int
@@ -28,24 +28,24 @@ class Pair:
 
     @property
     def error(self) -> float:
-        """Relative to the reference."""
+        """Return the relative error."""
         return self.told / self.reference - 1
 
 
 def step_peak(peaks: Mapping[str, Held]) -> int:
-    """The highest of a training step's phases."""
+    """Return the highest peak of a training step's phases."""
     return max(peaks[phase].bytes for phase in (FORWARD, BACKWARD, UPDATE))
 
 
 def job(case: Case, folder: Path, device: str) -> Job:
-    """The case as a recipe in that folder, with its planners."""
+    """Return the case as a recipe in the folder, with its planners."""
     return Job.of(case.plan(folder, device=device), case.topology(device))
 
 
 def profile_and_trace(case: Case) -> Pair:
-    """What the model's profile and the strategy's share say, beside a trace: of the GPU, or, where
-    the strategy offloads, of GPU and host together. Raises UsageError for a strategy that cannot be
-    traced, and StageError for a model that needs values."""
+    """Compare the forecast from the model's profile and the strategy's share with a trace: of the
+    GPU's memory, or, where the strategy offloads, of GPU and host together. Raises UsageError for a
+    strategy that cannot be traced, and StageError for a model that needs values."""
     device = "cpu" if case.strategy.get("cpu_offload") else "cuda"
     with tempfile.TemporaryDirectory() as folder:
         here = job(case, Path(folder), device)
@@ -60,7 +60,7 @@ def profile_and_trace(case: Case) -> Pair:
 
 
 def trace_and_tensors(case: Case) -> Pair:
-    """A trace beside real tensors, both of the whole model on CPUs."""
+    """Compare a trace with real tensors, both of the whole model on CPUs."""
     with tempfile.TemporaryDirectory() as folder:
         here = job(case, Path(folder), "cpu")
         told, reference = run(here), run(here, fake=False)
@@ -68,6 +68,6 @@ def trace_and_tensors(case: Case) -> Pair:
 
 
 def summary(pairs: Iterable[Pair]) -> tuple[float, float]:
-    """Median and maximum of the errors' sizes."""
+    """Return median and maximum of the errors' sizes."""
     sizes: Sequence[float] = [abs(pair.error) for pair in pairs]
     return statistics.median(sizes), max(sizes)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
+from pipeline.checkpoint.division import Span
 from pipeline.checkpoint.manifest import DataFile, TensorEntry
 from pipeline.checkpoint.safetensors_format import Entry, header
 from pipeline.checkpoint.writer_main import NewFile
@@ -18,14 +19,6 @@ from pipeline.contracts.engine import WEIGHT
 
 ALIGN = 4096
 """Data of a file begins at a multiple of this."""
-
-
-class Span(NamedTuple):
-    """Elements [start, stop) of the logical tensor `key`."""
-
-    key: str
-    start: int
-    stop: int
 
 
 class Item(NamedTuple):

@@ -16,7 +16,6 @@ from pipeline.checkpoint.manifest import TensorEntry
 from pipeline.contracts.engine import WEIGHT, EngineState
 from pipeline.errors import CheckpointError, UsageError
 from pipeline.plan.registry import Plugins
-from pipeline.utils.text import closest
 
 
 class StateSource(ABC):
@@ -33,7 +32,7 @@ class StateSource(ABC):
     state: EngineState
     """State without `shapes`, which `tensors` have."""
     tensors: Mapping[str, TensorEntry]
-    """By key, `KIND/NAME`."""
+    """Tensors by key, `KIND/NAME`."""
 
     @abstractmethod
     def read(self, key: str, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
@@ -67,7 +66,7 @@ class StateSource(ABC):
 
 
 class StateView(StateSource):
-    """Another state, or its weights alone, none of which is trained. Closing it closes that.
+    """Another state, or its weights alone, without training state. Closing it closes the other.
     `report` is called with the number of bytes each time some were read."""
 
     def __init__(
@@ -79,13 +78,8 @@ class StateView(StateSource):
     ) -> None:
         self._source = source
         self._report = report
-        self.where = source.where
-        self.step = source.step
-        self.world_size = source.world_size
-        self.writer = source.writer
-        self.progress = source.progress
-        self.state = source.state
-        self.tensors = source.tensors
+        for name in StateSource.__annotations__:
+            setattr(self, name, getattr(source, name))
         if weights_only:
             self.tensors = {k: e for k, e in self.tensors.items() if k.startswith(f"{WEIGHT}/")}
             frozen = [*self.state.updates, *self.state.frozen]
@@ -121,7 +115,6 @@ class StateFormat(ABC):
     """One layout of files. Methods raise CheckpointError, naming the file at fault."""
 
     name: ClassVar[str]
-    writes: ClassVar[bool] = True
 
     @abstractmethod
     def detect(self, folder: Path) -> bool:
@@ -166,12 +159,10 @@ class Formats(Plugins[type[StateFormat]]):
         return "" if is_format else "is no StateFormat"
 
     def get(self, name: str) -> StateFormat:
-        """The format called `name`. Raises UsageError when there is none, PluginError when it
-        cannot be loaded."""
+        """Return the format called `name`. Raises UsageError for an unknown name, PluginError for a
+        format that cannot be loaded."""
         if name not in self:
-            similar = closest(name, self.names())
-            hint = f"did you mean `{similar}`?" if similar else f"there are {self._listed()}"
-            raise UsageError(f"there is no format `{name}`", hint=hint)
+            raise UsageError(f"there is no format `{name}`", hint=f"there are {self._listed()}")
         return self.load(name)()
 
     def detect(self, folder: Path) -> StateFormat:

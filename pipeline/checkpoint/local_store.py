@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pipeline.checkpoint.manifest import FILE as MANIFEST
-from pipeline.checkpoint.store import Sink, Source, Store, Transaction, steps_in_order
+from pipeline.checkpoint.store import Sink, Store, Transaction, steps_in_order
 from pipeline.utils.files import naming, read_at, sync, write_at
 
 _LEFTOVER = re.compile(r"step-\d{8,}\.(tmp|deleted)-.+")
@@ -37,7 +37,26 @@ class LocalStore(Store):
         return str(self._root / name / file)
 
     def attempt(self, name: str, identity: str) -> Transaction:
-        return _LocalTransaction(self._root / name, self._root / f"{name}.tmp-{identity}")
+        transaction = Transaction(self, name, f"{name}.tmp-{identity}", "")
+        if not self._root.is_dir():
+            self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _sync(self._root.parent)
+        (self._root / transaction.folder).mkdir(exist_ok=True, mode=0o700)
+        return transaction
+
+    def commit(self, transaction: Transaction, manifest: bytes) -> None:
+        self.put(transaction.folder, MANIFEST, manifest)
+        (self._root / transaction.folder).rename(self._root / transaction.name)
+        _sync(self._root)
+
+    def abandon(self, transaction: Transaction) -> None:
+        # Rename it first, so that nobody continues to write into it.
+        folder = self._root / transaction.folder
+        doomed = folder.with_name(folder.name.replace(".tmp-", ".deleted-"))
+        with contextlib.suppress(OSError):
+            folder.rename(doomed)
+            _remove(doomed)
+        _remove(folder)
 
     def size(self, name: str, file: str) -> int | None:
         try:
@@ -48,12 +67,24 @@ class LocalStore(Store):
     def get(self, name: str, file: str) -> bytes:
         return (self._root / name / file).read_bytes()
 
-    def replace(self, name: str, file: str, data: bytes) -> None:
-        _put(self._root / name / file, data)
-        _sync(self._root / name)
+    def put(self, name: str, file: str, data: bytes) -> None:
+        path = self._root / name / file
+        partial = path.with_name(path.name + ".partial")
+        partial.unlink(missing_ok=True)
+        with _LocalSink(partial, len(data), shared=False) as sink:
+            sink.write(0, memoryview(data))
+        partial.rename(path)
+        _sync(path.parent)
 
-    def open(self, name: str, file: str) -> Source:
-        return _LocalSource(self._root / name / file)
+    def create(self, name: str, file: str, size: int, *, shared: bool) -> Sink:
+        return _LocalSink(self._root / name / file, size, shared=shared)
+
+    def remove(self, name: str, file: str) -> None:
+        (self._root / name / file).unlink()
+
+    def read(self, name: str, file: str, offset: int, into: memoryview) -> int:
+        with (self._root / name / file).open("rb", buffering=0) as stream:
+            return read_at(stream.fileno(), offset, into)
 
     def quarantine(self, name: str) -> str:
         paths = (self._root / f"{name}.damaged-{count}" for count in itertools.count(1))
@@ -78,45 +109,6 @@ class LocalStore(Store):
     def _entries(self) -> Iterator[Path]:
         if self._root.is_dir():
             yield from self._root.iterdir()
-
-
-class _LocalTransaction(Transaction):
-    prefix = ""
-
-    def __init__(self, final: Path, folder: Path) -> None:
-        self._final = final
-        self._folder = folder
-        _make_durable(folder.parent)
-        folder.mkdir(exist_ok=True, mode=0o700)
-
-    def create(self, file: str, size: int, *, shared: bool) -> Sink:
-        return _LocalSink(self._folder / file, size, shared=shared)
-
-    def put(self, file: str, data: bytes) -> None:
-        _put(self._folder / file, data)
-
-    def get(self, file: str) -> bytes | None:
-        try:
-            return (self._folder / file).read_bytes()
-        except FileNotFoundError:
-            return None
-
-    def discard(self, file: str) -> None:
-        (self._folder / file).unlink()
-
-    def commit(self, manifest: bytes) -> None:
-        self.put(MANIFEST, manifest)
-        _sync(self._folder)
-        self._folder.rename(self._final)
-        _sync(self._final.parent)
-
-    def abandon(self) -> None:
-        # Rename it first, so that nobody continues to write into it.
-        doomed = self._folder.with_name(self._folder.name.replace(".tmp-", ".deleted-"))
-        with contextlib.suppress(OSError):
-            self._folder.rename(doomed)
-            _remove(doomed)
-        _remove(self._folder)
 
 
 class _LocalSink(Sink):
@@ -149,39 +141,9 @@ class _LocalSink(Sink):
             os.close(self._file)
 
 
-class _LocalSource(Source):
-    def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-
-    def read(self, offset: int, into: memoryview) -> int:
-        return read_at(self._file, offset, into)
-
-    def close(self) -> None:
-        os.close(self._file)
-
-
-def _put(path: Path, data: bytes) -> None:
-    """Replace or make a file, which appears at once."""
-    partial = path.with_name(path.name + ".partial")
-    partial.unlink(missing_ok=True)
-    with _LocalSink(partial, len(data), shared=False) as sink:
-        sink.write(0, memoryview(data))
-    partial.rename(path)
-
-
-def _make_durable(folder: Path, mode: int = 0o700) -> None:
-    """Make a folder of its owner's, and its missing parents, so that they survive a power loss."""
-    if folder.is_dir():
-        return
-    if not folder.parent.is_dir():
-        _make_durable(folder.parent, mode=0o777)  # less what the user's umask says
-    folder.mkdir(exist_ok=True, mode=mode)
-    _sync(folder.parent)
-
-
 def _remove(folder: Path) -> None:
     """Remove a folder as far as that is possible."""
-    with contextlib.suppress(OSError):  # not all of which rmtree ignores
+    with contextlib.suppress(OSError):  # rmtree ignores some of them only
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.manifest import FILE as MANIFEST
 from pipeline.checkpoint.store import Store, locate, open_store, step_name, step_number
-from pipeline.errors import CheckpointError, ResumeRefused, UsageError, in_words, system_errors_as
+from pipeline.errors import CheckpointError, ResumeRefused, UsageError, system_errors_as
 from pipeline.utils.files import replace_text
 
 if TYPE_CHECKING:
@@ -24,9 +24,6 @@ DEFAULT = "checkpoints"
 FILE = "checkpoints.at"
 RECIPE = "recipe.yaml"
 """File by which a run's folder is known."""
-LONGEST = 4096
-"""Characters of a path or an address."""
-NOT_SHARED = "checkpoints must be on a file system that all nodes share"
 
 
 def default(run_dir: Path) -> str:
@@ -49,13 +46,9 @@ def known(run_dir: Path) -> str | None:
     file = run_dir / FILE
     try:
         text = file.read_text("utf-8") if file.exists() else ""
-    except ValueError:
-        text = "\0"
-    if not text.isprintable() or len(text) > LONGEST:
-        raise CheckpointError(
-            f"{file}: damaged: it names no place of checkpoints",
-            hint=f"write into it where they are (`{DEFAULT}`: in the run's folder)",
-        )
+    except ValueError as error:
+        hint = "write the place of the checkpoints into it"
+        raise CheckpointError(f"{file}: damaged: {error}", hint=hint) from error
     return default(run_dir) if text == DEFAULT else text or None
 
 
@@ -73,37 +66,28 @@ def remember(run_dir: Path, address: str) -> None:
 def require_none(run_dir: Path, address: str) -> None:
     """Raise ResumeRefused if the run has saved a checkpoint, as none was found at `address`."""
     place = known(run_dir)
-    if place == address:
-        raise ResumeRefused(
-            f"this run saved checkpoints in {place}, and now there are none",
-            hint=f"bring them back (is it mounted?); to start over, delete {run_dir / FILE}",
-        )
     if place is not None:
         raise ResumeRefused(
-            f"this run saved its checkpoints in {place}, its recipe now says {address}",
-            hint="set the checkpoint slot's folder as it was, or move them and delete "
-            f"{run_dir / FILE}",
+            f"this run saved checkpoints in {place}, and now there are none in {address}",
+            hint="bring them back (is it mounted?), or set the checkpoint slot's folder as it was; "
+            f"to start over, delete {run_dir / FILE}",
         )
 
 
 def require_shared(store: Store, dist: DistContext, identity: str) -> None:
     """Raise CheckpointError on every rank unless all see what rank 0 writes (collective), and on
     ranks that cannot write."""
-    try:
+    with system_errors_as(CheckpointError):
         trial = store.attempt(step_name(0), identity)
         if dist.is_main:
             trial.put("seen", b"")
-    except OSError as error:
-        raise CheckpointError(
-            f"rank {dist.rank} cannot write to {store.locate('')}: {in_words(error)}"
-        ) from error
     dist.barrier()
     seen = dist.gather(trial.get("seen") is not None)
-    trial.abandon()
+    store.abandon(trial)
     if not all(seen):
         raise CheckpointError(
             f"rank {seen.index(False)} does not see what rank 0 writes to {store.locate('')}",
-            hint=NOT_SHARED,
+            hint="checkpoints must be on a file system that all nodes share",
         )
 
 

@@ -9,17 +9,16 @@ import uuid
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pipeline.checkpoint import location
 from pipeline.checkpoint.file_layout import FileLayout
-from pipeline.checkpoint.layout import WritePlan, plan_writes
+from pipeline.checkpoint.layout import plan_writes
 from pipeline.checkpoint.manifest import FILE, Manifest
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.restore import Restoration, saved_progress, without_frozen_base
 from pipeline.checkpoint.retention import Retention, best_of, expected_count
 from pipeline.checkpoint.staging import stage
-from pipeline.checkpoint.store import Store, locate, open_store, step_name
+from pipeline.checkpoint.store import locate, open_store, step_name
 from pipeline.checkpoint.writer_client import Snapshot, WriterProcess
 from pipeline.checkpoint.writer_main import SaveRequest, SaveResult, Setup
 from pipeline.contracts.engine import Engine
@@ -43,82 +42,56 @@ class CheckpointManager(Checkpoints):
     frozen_base: Set[str]
     """Tensors that are not saved: the model's source supplies them again."""
     address: str
-    store: Store
+    file_layout: FileLayout
     every: int | None
     """Steps between checkpoints; None: only at the end."""
     retention: Retention
     asynchronous: bool
     start_from: str | None
-    identity: str
-    """Prefix of this run's transactions, the same on all ranks."""
-    plan: WritePlan
-    snapshot: Snapshot
-    writer: WriterProcess
     _attempts: int = field(default=0, init=False)
     _last: str | None = field(default=None, init=False)
     """Name of the newest checkpoint of this process's training."""
     _pending: str | None = field(default=None, init=False)
     """Name of the checkpoint that is being written."""
 
-    @classmethod
-    def open(
-        cls,
-        ctx: Context,
-        engine: Engine,
-        *,
-        frozen_base: Set[str],
-        address: str,
-        file_layout: FileLayout,
-        every: int | None,
-        retention: Retention,
-        asynchronous: bool,
-        start_from: str | None,
-    ) -> CheckpointManager:
+    def __post_init__(self) -> None:
         """Clean the store, agree with all ranks who writes what, reserve memory and start the
         writer (collective). Raises CheckpointError, and StageError for too little memory."""
-        with system_errors_as(CheckpointError), ctx.dist.rank0_first() as main:
-            store = open_store(address)
+        dist = self.ctx.dist
+        with system_errors_as(CheckpointError), dist.rank0_first() as main:
+            self.store = open_store(self.address)
             if main:
-                store.clean()
-        identity = ctx.dist.broadcast_str(uuid.uuid4().hex[:12] if ctx.dist.is_main else None)
-        location.require_shared(store, ctx.dist, identity)
-        plan = plan_writes(engine, ctx.dist, file_layout, without=frozen_base)
+                self.store.clean()
+        # Prefix of this run's transactions, the same on all ranks.
+        self._identity = dist.broadcast_str(uuid.uuid4().hex[:12] if dist.is_main else None)
+        location.require_shared(self.store, dist, self._identity)
+        plan = plan_writes(self.engine, dist, self.file_layout, without=self.frozen_base)
         # Training waits for what passes, which is all that it need not copy whole to go on.
-        passing = plan.on_host if asynchronous else plan.held
+        passing = plan.on_host if self.asynchronous else plan.held
         staging = stage(plan.layout, passing.__contains__)
-        _require_memory(ctx, staging.size)
-        snapshot = Snapshot(engine, ctx.dist, plan, staging)
+        what = f"copies of the training state, {human(staging.size)} for each process here"
+        memory = staging.size * dist.local_world_size
+        require_resources([ResourceNeed(what=what, memory=memory)])
+        dist.barrier()  # before any rank takes its share
+        self.plan = plan
+        self.snapshot = Snapshot(self.engine, dist, plan, staging)
         setup = Setup(
-            store=address,
-            rank=ctx.dist.rank,
-            world_size=ctx.dist.world_size,
+            store=self.address,
+            rank=dist.rank,
+            world_size=dist.world_size,
             buffer_size=staging.size,
             files=plan.layout.files,
             rounds=staging.rounds,
-            template=plan.template if ctx.dist.is_main else None,
-            retention=retention,
+            template=plan.template if dist.is_main else None,
+            retention=self.retention,
         )
-        return cls(
-            ctx=ctx,
-            engine=engine,
-            frozen_base=frozen_base,
-            address=address,
-            store=store,
-            every=every,
-            retention=retention,
-            asynchronous=asynchronous,
-            start_from=start_from,
-            identity=identity,
-            plan=plan,
-            snapshot=snapshot,
-            writer=WriterProcess(setup, snapshot.buffer),
-        )
+        self.writer = WriterProcess(setup, self.snapshot.buffer)
 
     def resource_needs(self, length: TrainingLength) -> Iterator[ResourceNeed]:
         """Disk for the expected number of checkpoints without the existing ones; at least one."""
         if "://" in self.address:
             return
-        number = expected_count(self.retention, self.every, length).number
+        number = expected_count(self.retention, self.every, length)
         missing = max(number - len(self.store.names()), 1)
         size = sum(file.size for file in self.plan.template.files)
         what = f"{missing} checkpoint{'s' * (missing > 1)}"
@@ -134,7 +107,7 @@ class CheckpointManager(Checkpoints):
             shutil.rmtree(self.address, ignore_errors=True)
 
     def due(self, progress: Progress) -> bool:
-        self._settle_if_done()
+        self._settle_pending(wait=False)
         if self.retention.best and progress.best.get("step") == progress.step:
             return True
         return self.every is not None and progress.step > 0 and progress.step % self.every == 0
@@ -150,10 +123,12 @@ class CheckpointManager(Checkpoints):
             # Rank 0's writer ends last; the next collective must not wait for it.
             self.ctx.dist.barrier()
         self._attempts += 1
+        state = without_frozen_base(self.engine, self.frozen_base)
+        facts = {"step": progress.step, "progress": vars(progress), "state": state}
         request = SaveRequest(
             name=name,
-            identity=f"{self.identity}-{self._attempts}",
-            facts=self._facts(progress) if self.ctx.dist.is_main else {},
+            identity=f"{self._identity}-{self._attempts}",
+            facts=facts if self.ctx.dist.is_main else {},
         )
         failed = self.snapshot.hand_over(self.writer, request)
         if failed is not None:
@@ -165,10 +140,6 @@ class CheckpointManager(Checkpoints):
             self._settle_pending()
             self.ctx.dist.barrier()
 
-    def _facts(self, progress: Progress) -> dict[str, Any]:
-        state = without_frozen_base(self.engine, self.frozen_base)
-        return {"step": progress.step, "progress": vars(progress), "state": state}
-
     def _amend(self, name: str, progress: Progress) -> None:
         """Replace the progress of a checkpoint of the same state, if more is known now."""
         if not self.ctx.dist.is_main:
@@ -177,7 +148,7 @@ class CheckpointManager(Checkpoints):
             manifest = Manifest.load(self.store.get(name, FILE), self.store.locate(name))
             if progress.differs_from(manifest.progress):
                 amended = manifest.model_copy(update={"progress": vars(progress)})
-                self.store.replace(name, FILE, amended.dump())
+                self.store.put(name, FILE, amended.dump())
 
     def finish(self) -> str:
         self._settle_pending()
@@ -193,8 +164,7 @@ class CheckpointManager(Checkpoints):
         name = self.ctx.dist.broadcast_str(found)
         if not name:
             raise CheckpointError(f"no checkpoint in {self.address} has a held-out loss")
-        with contextlib.closing(CheckpointReader(self.store, name)) as reader:
-            progress = saved_progress(reader)
+        progress = saved_progress(CheckpointReader(self.store, name))
         return TrainedRun(checkpoint=self.store.locate(name), progress=progress)
 
     def restore(self, validate: Callable[[Progress], None]) -> Progress | None:
@@ -230,23 +200,21 @@ class CheckpointManager(Checkpoints):
             while self._is_unfinished() and time.monotonic() < deadline:
                 time.sleep(0.02)
         self.writer.close()
-        self.snapshot.close()
+        self.snapshot.buffer.close()
 
     def _is_unfinished(self) -> bool:
         """Whether the last save is still being written, by this rank or by another."""
-        self._settle_if_done()
+        self._settle_pending(wait=False)
         if self._pending or self.ctx.dist.is_main or not self._attempts or self._last is None:
             return self._pending is not None
         return self.store.size(self._last, FILE) is None
 
-    def _settle_if_done(self) -> None:
-        result = self.writer.poll() if self._pending else None
+    def _settle_pending(self, *, wait: bool = True) -> None:
+        result = None
+        if self._pending:
+            result = self.writer.wait() if wait else self.writer.poll()
         if result is not None:
             self._settle(result)
-
-    def _settle_pending(self) -> None:
-        if self._pending:
-            self._settle(self.writer.wait())
 
     def _settle(self, result: SaveResult) -> None:
         """Record and log the result of a save. Raises CheckpointError if it failed."""
@@ -264,12 +232,3 @@ class CheckpointManager(Checkpoints):
             self.ctx.log.info(
                 "saved %s  %.1f MB  %.1f s", result.place, result.size / 1e6, result.seconds
             )
-
-
-def _require_memory(ctx: Context, size: int) -> None:
-    """Raise StageError unless the machine has memory for all its ranks' buffers, before any is
-    made (collective)."""
-    what = f"copies of the training state, {human(size)} for each process here"
-    need = ResourceNeed(what=what, memory=size * ctx.dist.local_world_size)
-    require_resources([need])
-    ctx.dist.barrier()

@@ -7,82 +7,33 @@ stand in the file.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
 from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict
 
-from pipeline.checkpoint import safetensors_format
-from pipeline.checkpoint.safetensors_format import ITEM_BYTES
+from pipeline.checkpoint.division import Count, CoverageError, Positive, Run, require_whole
+from pipeline.checkpoint.safetensors_format import BLOCK, ITEM_BYTES
 from pipeline.contracts.engine import WEIGHT, EngineState
 from pipeline.errors import CheckpointError
 
 FILE = "manifest.json"
-LARGEST = 1 << 44
+LARGEST = 1 << 42
 """Limit of a tensor's elements: a tensor's number and an element's make a 64-bit key."""
-MOST_TENSORS = (1 << 63) // LARGEST - 2
-"""Limit of the number of tensors, so that the key behind the last one's fits too."""
 _NAME = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", re.ASCII)
-
-Count = Annotated[int, Ge(0)]
-Positive = Annotated[int, Ge(1)]
 
 
 class Damaged(CheckpointError):
-    """Bytes on disk differ from those that were written; another checkpoint may still be good.
+    """Bytes on disk differ from those that were written; another checkpoint may still be good."""
 
-    `key` is the tensor that could not be read, if it is known.
-    """
-
-    def __init__(self, message: str, *, key: str = "", hint: str = "") -> None:
-        self.key = key
-        super().__init__(message, hint=hint)
-
-
-class CoverageError(ValueError):
-    """Ranges overlap, leave a gap, or reach beyond the tensor."""
-
-    tensor = 0
-    """Number of the tensor, where there are several."""
-
-
-class Run(NamedTuple):
-    """Elements [start, stop) of a tensor: parts of `length`, the last perhaps shorter, on ranks
-    `rank`, `rank + step`, ... Each is cut again into `cuts` equal parts, on ranks that are `apart`.
-    """
-
-    start: Count
-    stop: Count
-    length: Positive
-    rank: Count
-    step: Count = 0
-    cuts: Positive = 1
-    apart: Count = 0
-
-    @property
-    def parts(self) -> int:
-        """Number of parts, before each is cut again."""
-        return -(-(self.stop - self.start) // self.length)
-
-    @property
-    def cut(self) -> int:
-        """Elements of a part of a part, but for the last ones."""
-        return -(-self.length // self.cuts)
-
-    @property
-    def is_clear(self) -> bool:
-        """Whether it has at most one piece for a rank, which the rank's number determines."""
-        steps = [(self.step, self.parts), (self.apart, self.cuts)]
-        (inner, few), (outer, _) = sorted(steps)
-        if self.length > self.stop - self.start:
-            return False
-        determined = all(many > 0 and (step > 0) == (many > 1) for step, many in steps)
-        return determined and (outer > inner * (few - 1) or outer == 0)
+    key = ""
+    """Tensor that could not be read, if it is known."""
 
 
 class Piece(NamedTuple):
@@ -155,13 +106,14 @@ class Manifest(_Model):
     """The engine's facts and the versions of its packages; for people."""
     progress: Mapping[str, Any]
     state: EngineState
-    block: Literal[16384] = safetensors_format.BLOCK
+    block: Literal[16384] = BLOCK
     tensors: Sequence[TensorEntry]
     runs: Sequence[Sequence[Run]] = ()
     """Division of each tensor among ranks; empty in version 1."""
     files: Sequence[DataFile]
     parts: Sequence[Part]
-    """By rank. Where tensors do not lie whole in files, file number N is that of part number N."""
+    """Parts by rank. Where tensors do not lie whole in files, file number N is that of part number
+    N."""
 
     def dump(self) -> bytes:
         """Bytes of the file."""
@@ -209,43 +161,36 @@ class Manifest(_Model):
         for name in names:
             if not _NAME.fullmatch(name):
                 raise Damaged(f"{where}: names a file outside of its folder: {name!r}")
-        for twice in (*_repeated(names), *_repeated(tensor.key for tensor in self.tensors)):
-            raise Damaged(f"{where}: has two entries for {twice}")
+        repeated = Counter([*names, *(tensor.key for tensor in self.tensors)])
+        for name, count in repeated.items():
+            if count > 1:
+                raise Damaged(f"{where}: has two entries for {name}")
         for file in self.files:
             if file.data_start > file.size:
                 raise Damaged(f"{where}: {file.name}: its header is longer than the file")
         for tensor in self.tensors:
             self._require_tensor(tensor, where)
-        for part in self.parts:
-            self._require_listed(part, where)
+        for piece in itertools.chain(*(part.pieces for part in self.parts)):
+            known = piece.tensor < len(self.tensors) and piece.file < len(self.files)
+            if not known or piece.start >= piece.stop:
+                raise Damaged(f"{where}: a piece of an unknown tensor or file")
         if self.version != 1 and len(self.runs) != len(self.tensors):
             raise Damaged(f"{where}: does not say which rank has which tensor")
-        numels = [tensor.numel for tensor in self.tensors]
+        numels = {tensor.key: tensor.numel for tensor in self.tensors}
         try:
             require_whole(self.division(), numels, len(self.parts))
         except CoverageError as error:
-            raise Damaged(f"{where}: {self.tensors[error.tensor].key}: {error}") from None
+            raise Damaged(f"{where}: {error}") from None
 
     def _require_tensor(self, tensor: TensorEntry, where: str) -> None:
         if tensor.dtype not in ITEM_BYTES:
             raise CheckpointError(f"{where}: {tensor.key} has the unknown dtype {tensor.dtype}")
         if tensor.numel >= LARGEST:
             raise Damaged(f"{where}: {tensor.key}: {tensor.numel} elements")
-        if tensor.file is not None and tensor.file >= len(self.files):
+        in_parts = self.version != 1 and tensor.file is None
+        known = len(self.files) == len(self.parts) if in_parts else True
+        if not known or (tensor.file or 0) >= len(self.files):
             raise Damaged(f"{where}: {tensor.key}: lies in an unknown file")
-        if self.version != 1 and tensor.file is None and len(self.files) != len(self.parts):
-            raise Damaged(f"{where}: {len(self.files)} files of {len(self.parts)} ranks")
-
-    def _require_listed(self, part: Part, where: str) -> None:
-        if self.version != 1 and part.pieces:
-            raise Damaged(f"{where}: lists pieces, which version {self.version} does not")
-        for piece in part.pieces:
-            if piece.tensor >= len(self.tensors) or piece.file >= len(self.files):
-                raise Damaged(f"{where}: a piece of an unknown tensor or file")
-            tensor, file = self.tensors[piece.tensor], self.files[piece.file]
-            end = piece.offset + (piece.stop - piece.start) * tensor.itemsize
-            if piece.start >= piece.stop or piece.offset < file.data_start or end > file.size:
-                raise Damaged(f"{where}: {tensor.key}: a piece lies outside of {file.name}")
 
 
 def _signed(body: bytes) -> bytes:
@@ -253,38 +198,6 @@ def _signed(body: bytes) -> bytes:
     return b'{"checkpoint": ' + body + b', "sha256": "' + digest + b'"}\n'
 
 
-def _repeated(names: Iterable[str]) -> list[str]:
-    return [name for name, count in Counter(names).items() if count > 1]
-
-
 def sums_name(rank: int) -> str:
     """Name of the file with a rank's checksums."""
     return f"rank-{rank:05d}.sums"
-
-
-def require_cover(ranges: Iterable[tuple[int, int]], total: int) -> None:
-    """Raise CoverageError unless the ranges are disjoint and together exactly [0, total)."""
-    end = 0
-    for start, stop in sorted(ranges):
-        if start > end:
-            raise CoverageError(f"elements {end} to {start} are missing")
-        if start < end:
-            raise CoverageError(f"elements {start} to {min(end, stop)} are there twice")
-        end = stop
-    if end != total:
-        raise CoverageError(f"ends at element {end} of {total}")
-
-
-def require_whole(runs: Sequence[Sequence[Run]], numels: Sequence[int], ranks: int) -> None:
-    """Raise CoverageError, with the tensor's number, unless the runs hold every tensor once, on
-    existing ranks."""
-    for number, (own, numel) in enumerate(zip(runs, numels, strict=True)):
-        try:
-            require_cover([(run.start, run.stop) for run in own], numel)
-            for run in own:
-                last = run.rank + (run.parts - 1) * run.step + (run.cuts - 1) * run.apart
-                if not run.is_clear or last >= ranks:
-                    raise CoverageError("divided among ranks that do not exist")
-        except CoverageError as error:
-            error.tensor = number
-            raise

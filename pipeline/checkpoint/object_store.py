@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pipeline.checkpoint.manifest import FILE as MANIFEST
-from pipeline.checkpoint.store import Sink, Source, Store, Transaction, steps_in_order
+from pipeline.checkpoint.store import Sink, Store, Transaction, steps_in_order
 
 _ASIDE = re.compile(r"damaged-\d+-" + re.escape(MANIFEST))
 
@@ -33,6 +33,7 @@ class ObjectStore(Store):
             fs, root = url_to_fs(address, use_listings_cache=False)
         self.requests = _Requests(fs)
         self._root = root.rstrip("/")
+        self._committing: set[Transaction] = set()
 
     def names(self) -> Sequence[str]:
         folders = steps_in_order(self._entries(""))
@@ -42,7 +43,20 @@ class ObjectStore(Store):
         return "/".join(part for part in (self._address, name, file) if part)
 
     def attempt(self, name: str, identity: str) -> Transaction:
-        return _ObjectTransaction(self.requests, f"{self._root}/{name}", identity)
+        self.requests.makedirs(self._path(name, identity), exist_ok=True)
+        return Transaction(self, name, name, f"{identity}/")
+
+    def commit(self, transaction: Transaction, manifest: bytes) -> None:
+        self._committing.add(transaction)
+        self.put(transaction.name, MANIFEST, manifest)
+
+    def abandon(self, transaction: Transaction) -> None:
+        if transaction in self._committing:  # the answer to a put may get lost, and the put be done
+            with contextlib.suppress(Exception):
+                self.remove(transaction.name, MANIFEST)
+        with contextlib.suppress(Exception):
+            folder = self._path(transaction.name, transaction.prefix.rstrip("/"))
+            self.requests.rm(folder, recursive=True)
 
     def size(self, name: str, file: str) -> int | None:
         try:
@@ -55,18 +69,29 @@ class ObjectStore(Store):
         data: bytes = self.requests.cat_file(self._path(name, file))
         return data
 
-    def replace(self, name: str, file: str, data: bytes) -> None:
+    def put(self, name: str, file: str, data: bytes) -> None:
         self.requests.pipe_file(self._path(name, file), data)
 
-    def open(self, name: str, file: str) -> Source:
-        return _ObjectSource(self.requests, self._path(name, file))
+    def create(self, name: str, file: str, size: int, *, shared: bool) -> Sink:
+        assert not shared
+        path = self._path(name, file)
+        return _ObjectSink(self.requests.open(path, "wb"), path)
+
+    def remove(self, name: str, file: str) -> None:
+        self.requests.rm_file(self._path(name, file))
+
+    def read(self, name: str, file: str, offset: int, into: memoryview) -> int:
+        path = self._path(name, file)
+        data = self.requests.cat_file(path, start=offset, end=offset + len(into))
+        into[: len(data)] = data
+        return len(data)
 
     def quarantine(self, name: str) -> str:
         taken = self._entries(name)
         names = (f"damaged-{count}-{MANIFEST}" for count in itertools.count(1))
         aside = next(file for file in names if file not in taken)
-        self.replace(name, aside, self.get(name, MANIFEST))
-        self.requests.rm_file(self._path(name, MANIFEST))
+        self.put(name, aside, self.get(name, MANIFEST))
+        self.remove(name, MANIFEST)
         return self.locate(name, aside)
 
     def quarantined(self) -> Sequence[str]:
@@ -78,7 +103,7 @@ class ObjectStore(Store):
         ]
 
     def delete(self, name: str) -> None:
-        self.requests.rm_file(self._path(name, MANIFEST))
+        self.remove(name, MANIFEST)
         self._clean(name)
 
     def clean(self) -> None:
@@ -112,45 +137,6 @@ class ObjectStore(Store):
         return f"{self._root}/{name}/{file}"
 
 
-class _ObjectTransaction(Transaction):
-    def __init__(self, requests: _Requests, folder: str, identity: str) -> None:
-        self._requests = requests
-        self._manifest = f"{folder}/{MANIFEST}"
-        self._folder = f"{folder}/{identity}"
-        self._committing = False
-        self.prefix = f"{identity}/"
-        requests.makedirs(self._folder, exist_ok=True)
-
-    def create(self, file: str, size: int, *, shared: bool) -> Sink:
-        assert not shared
-        path = f"{self._folder}/{file}"
-        return _ObjectSink(self._requests.open(path, "wb"), path)
-
-    def put(self, file: str, data: bytes) -> None:
-        self._requests.pipe_file(f"{self._folder}/{file}", data)
-
-    def get(self, file: str) -> bytes | None:
-        try:
-            data: bytes = self._requests.cat_file(f"{self._folder}/{file}")
-        except FileNotFoundError:
-            return None
-        return data
-
-    def discard(self, file: str) -> None:
-        self._requests.rm_file(f"{self._folder}/{file}")
-
-    def commit(self, manifest: bytes) -> None:
-        self._committing = True
-        self._requests.pipe_file(self._manifest, manifest)
-
-    def abandon(self) -> None:
-        if self._committing:  # the answer to a put may get lost, and the put be done
-            with contextlib.suppress(Exception):
-                self._requests.rm_file(self._manifest)
-        with contextlib.suppress(Exception):
-            self._requests.rm(self._folder, recursive=True)
-
-
 class _ObjectSink(Sink):
     def __init__(self, file: Any, path: str) -> None:
         self._file = file
@@ -171,20 +157,6 @@ class _ObjectSink(Sink):
         with contextlib.suppress(Exception):
             self._file.forced = True  # or fsspec uploads the rest when it closes the file
             self._file.close()
-
-
-class _ObjectSource(Source):
-    def __init__(self, requests: _Requests, path: str) -> None:
-        self._requests = requests
-        self._path = path
-
-    def read(self, offset: int, into: memoryview) -> int:
-        data = self._requests.cat_file(self._path, start=offset, end=offset + len(into))
-        into[: len(data)] = data
-        return len(data)
-
-    def close(self) -> None:
-        pass
 
 
 class _Requests:

@@ -10,16 +10,16 @@ import itertools
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from pipeline.checkpoint import safetensors_format
-from pipeline.checkpoint.file_layout import FileLayout, Layout, Span
+from pipeline.checkpoint.division import Run, Span
+from pipeline.checkpoint.file_layout import FileLayout, Layout
 from pipeline.checkpoint.formats import StateSource
-from pipeline.checkpoint.manifest import Run
+from pipeline.checkpoint.safetensors_format import CHUNK
 from pipeline.checkpoint.store import Store, Transaction, step_name, step_number
 from pipeline.checkpoint.writer_main import ManifestTemplate, copy_chunks, put_sums
-from pipeline.errors import CheckpointError, UsageError
+from pipeline.errors import UsageError
 from pipeline.utils.files import sync, sync_tree
 
 
@@ -53,9 +53,9 @@ def write_checkpoint(source: StateSource, store: Store, name: str, file_layout: 
     transaction = store.attempt(name, uuid.uuid4().hex[:12])
     try:
         digest = put_sums(transaction, 0, list(_write(source, layout, transaction)))
-        transaction.commit(template.fill(facts, transaction.prefix, [digest]).dump())
+        store.commit(transaction, template.fill(facts, transaction.prefix, [digest]).dump())
     except BaseException:
-        transaction.abandon()
+        store.abandon(transaction)
         raise
 
 
@@ -87,27 +87,10 @@ def _write(source: StateSource, layout: Layout, transaction: Transaction) -> Ite
 
 
 def _chunks(source: StateSource, span: Span) -> Iterator[memoryview]:
-    """All bytes of a span. Raises CheckpointError if the source has less or more of them."""
-    size, done = source.entry(span.key).itemsize * (span.stop - span.start), 0
-    parts = (data for _, data in source.read(span.key, span.start, span.stop))
-    for chunk in regrouped(parts, safetensors_format.CHUNK):
+    """All bytes of a span in whole blocks, each valid until the next is taken."""
+    itemsize = source.entry(span.key).itemsize
+    buffer = memoryview(bytearray(min(CHUNK, (span.stop - span.start) * itemsize)))
+    for start in range(span.start, span.stop, CHUNK // itemsize):
+        chunk = buffer[: (span.stop - start) * itemsize]
+        source.read_into(span.key, start, chunk)
         yield chunk
-        done += len(chunk)
-    if done != size:
-        raise CheckpointError(f"{source.where}: {span.key} has {done} bytes instead of {size}")
-
-
-def regrouped(parts: Iterable[memoryview], size: int) -> Iterator[memoryview]:
-    """The same bytes in pieces of `size` (the last may be shorter), each valid until the next."""
-    buffer = memoryview(bytearray(size))
-    filled = 0
-    for part in parts:
-        while part:
-            count = min(len(part), size - filled)
-            buffer[filled : filled + count] = part[:count]
-            filled, part = filled + count, part[count:]
-            if filled == size:
-                yield buffer
-                filled = 0
-    if filled:
-        yield buffer[:filled]

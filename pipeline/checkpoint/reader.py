@@ -5,28 +5,17 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
 from pipeline.checkpoint import safetensors_format
 from pipeline.checkpoint.formats import StateSource
-from pipeline.checkpoint.manifest import FILE, Damaged, DataFile, Manifest, sums_name
-from pipeline.checkpoint.places import Place, Places, header_mismatch
+from pipeline.checkpoint.manifest import FILE, Damaged, Manifest, sums_name
+from pipeline.checkpoint.places import Place, Places
 from pipeline.checkpoint.safetensors_format import BLOCK, SUM_BYTES
-from pipeline.checkpoint.store import Source, Store, step_number
+from pipeline.checkpoint.store import Store, step_number
 from pipeline.errors import CheckpointError
 from pipeline.utils.files import page_aligned
-
-
-class _Chunk(NamedTuple):
-    """A run of whole blocks: `length` bytes from byte `start` of a piece on, of which those in
-    [first, last) are wanted."""
-
-    start: int
-    length: int
-    first: int
-    last: int
 
 
 class CheckpointReader(StateSource):
@@ -55,22 +44,27 @@ class CheckpointReader(StateSource):
         self.tensors = {entry.key: entry for entry in self.manifest.tensors}
         self.bytes_read = 0
         self._places = Places(self.manifest, where)
-        self._sources: dict[str, Source] = {}
+        self._good: set[int] = set()
+        """Numbers of the files whose header was verified."""
         self._sums: dict[int, memoryview] = {}  # a 2048th of the parts that are read
         longest = max((entry.nbytes for entry in self.manifest.tensors), default=0)
         self._buffer = page_aligned(min(safetensors_format.CHUNK, longest))
 
     def close(self) -> None:
-        for source in self._sources.values():
-            source.close()
-        self._sources.clear()
+        """Keep nothing open: each read opens its file."""
 
     def read(self, key: str, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:
-        return self._read(key, start, stop)
-
-    def read_into(self, key: str, start: int, out: memoryview) -> None:
-        for _ in self._read(key, start, start + len(out) // self.entry(key).itemsize, out):
-            pass
+        numel, size = self.entry(key).numel, self.entry(key).itemsize
+        if not 0 <= start <= stop <= numel:
+            raise CheckpointError(
+                f"{self.where}: {key} has {numel} elements, {start} to {stop} were asked for"
+            )
+        for piece in self._places.find(key, start, stop):
+            low, high = max(start, piece.start), min(stop, piece.stop)
+            for begin, length, first, last in _chunks(piece, low, high, size):
+                data = self._buffer[:length]
+                self._read_blocks(key, piece, begin, data)
+                yield piece.start + (begin + first) // size, data[first:last]
 
     def read_bytes(self, key: str) -> bytes:
         """A whole small tensor."""
@@ -87,7 +81,7 @@ class CheckpointReader(StateSource):
         """Raise Damaged unless every file is there and has its header."""
         self.require_files()
         for number in range(len(self.manifest.files)):
-            self._data_source(number)
+            self._require_header(number)
 
     def verify(self, advance: Callable[[int], object] = lambda count: None) -> None:
         """Read everything; `advance` is called with numbers of bytes that were good."""
@@ -96,37 +90,12 @@ class CheckpointReader(StateSource):
             for _, data in self.read(key, 0, entry.numel):
                 advance(len(data))
 
-    def _read(
-        self, key: str, start: int, stop: int, out: memoryview | None = None
-    ) -> Iterator[tuple[int, memoryview]]:
-        """Elements [start, stop), into `out` if it is given: whole blocks without a copy."""
-        numel, size = self.entry(key).numel, self.entry(key).itemsize
-        if not 0 <= start <= stop <= numel:
-            raise CheckpointError(
-                f"{self.where}: {key} has {numel} elements, {start} to {stop} were asked for"
-            )
-        for piece in self._places.find(key, start, stop):
-            for chunk in _chunks(piece, max(start, piece.start), min(stop, piece.stop), size):
-                first = piece.start + (chunk.start + chunk.first) // size
-                data = wanted = self._buffer[: chunk.length]
-                if out is not None:
-                    wanted = out[(first - start) * size :][: chunk.last - chunk.first]
-                    data = wanted if len(wanted) == chunk.length else data
-                self._read_blocks(key, piece, chunk.start, data)
-                if out is not None and data is not wanted:
-                    wanted[:] = data[chunk.first : chunk.last]
-                yield first, data[chunk.first : chunk.last]
-
     def _read_blocks(self, key: str, piece: Place, begin: int, into: memoryview) -> None:
         """Fill `into` with whole blocks of the piece, from its byte `begin` on."""
-        where = self._locate(self.manifest.files[piece.file], key)
         try:
-            source = self._data_source(piece.file, key)
-            with _explained(where):
-                count = source.read(piece.offset + begin, into)
-            self.bytes_read += count
-            if count < len(into):
-                raise Damaged(f"{where}: truncated")
+            self._require_header(piece.file, key)
+            where = self._read_file(piece.file, piece.offset + begin, into, key)
+            self.bytes_read += len(into)
             first = piece.first_sum + begin // BLOCK
             expected = self._sums_of(piece.part)[first:][: safetensors_format.count(len(into))]
             wrong = safetensors_format.first_wrong(into, expected)
@@ -136,32 +105,33 @@ class CheckpointReader(StateSource):
             error.key = key
             raise
 
-    def _data_source(self, number: int, key: str = "") -> Source:
-        """An open data file, whose size and header are verified when it is opened."""
-        file = self.manifest.files[number]
-        if file.name in self._sources:
-            return self._sources[file.name]
+    def _read_file(self, number: int, offset: int, into: memoryview, key: str) -> str:
+        """Fill `into` from a byte of a data file on; returns the file's place and `key`."""
+        file = self.manifest.files[number].name
         where = self._locate(file, key)
-        self._require_size(file.name, file.size, key)
         with _explained(where):
-            source = self._sources[file.name] = self._store.open(self.name, file.name)
-            head = memoryview(bytearray(file.data_start))
-            count = source.read(0, head)
-        if count < len(head) or xxh3_64_intdigest(head) != file.header:
+            count = self._store.read(self.name, file, offset, into)
+        if count < len(into):
+            raise Damaged(f"{where}: truncated")
+        return where
+
+    def _require_header(self, number: int, key: str = "") -> None:
+        """Raise Damaged, once for each file, unless it has its size and its header."""
+        if number in self._good:
+            return
+        file = self.manifest.files[number]
+        self._require_size(file.name, file.size, key)
+        head = memoryview(bytearray(file.data_start))
+        where = self._read_file(number, 0, head, key)
+        if xxh3_64_intdigest(head) != file.header:
             raise Damaged(f"{where}: its header is damaged")
-        try:
-            problem = header_mismatch(bytes(head), self._places.in_file(number))
-        except ValueError as error:
-            raise Damaged(f"{where}: its header cannot be read: {error}") from error
-        if problem:
-            raise Damaged(f"{where}: {problem}")
-        return source
+        self._good.add(number)
 
     def _sums_of(self, number: int) -> memoryview:
         """Checksums of a part."""
         if number not in self._sums:
             part = self.manifest.parts[number]
-            where = self._store.locate(self.name, part.sums)
+            where = self._locate(part.sums)
             with _explained(where):
                 data = self._store.get(self.name, part.sums)
             if xxh3_64_intdigest(data) != part.digest:
@@ -172,7 +142,7 @@ class CheckpointReader(StateSource):
         return self._sums[number]
 
     def _require_size(self, file: str, size: int, key: str = "") -> None:
-        where = self._store.locate(self.name, file) + (f" ({key})" if key else "")
+        where = self._locate(file, key)
         with _explained(where):
             found = self._store.size(self.name, file)
         if found is None:
@@ -180,13 +150,16 @@ class CheckpointReader(StateSource):
         if found != size:
             raise Damaged(f"{where}: has {found} bytes instead of {size}")
 
-    def _locate(self, file: DataFile, key: str) -> str:
-        return self._store.locate(self.name, file.name) + (f" ({key})" if key else "")
+    def _locate(self, file: str, key: str = "") -> str:
+        return self._store.locate(self.name, file) + (f" ({key})" if key else "")
 
 
-def _chunks(piece: Place, low: int, high: int, itemsize: int) -> Iterator[_Chunk]:
-    """The blocks that hold the tensor's elements [low, high), all of which the piece has. A block
-    of which only a part is wanted is alone."""
+def _chunks(
+    piece: Place, low: int, high: int, itemsize: int
+) -> Iterator[tuple[int, int, int, int]]:
+    """Runs of whole blocks that hold the tensor's elements [low, high), all of which the piece has:
+    first byte in the piece, length, and the wanted bytes [first, last) of them. A block that is
+    wanted in part is a run by itself."""
     begin, end, size = ((element - piece.start) * itemsize for element in (low, high, piece.stop))
     whole = end if end == size else end - end % BLOCK
     start = begin - begin % BLOCK
@@ -194,7 +167,7 @@ def _chunks(piece: Place, low: int, high: int, itemsize: int) -> Iterator[_Chunk
         is_partial = start < begin or start >= whole
         length = BLOCK if is_partial else min(safetensors_format.CHUNK, whole - start)
         length = min(length, size - start)
-        yield _Chunk(start, length, max(begin - start, 0), min(end - start, length))
+        yield start, length, max(begin - start, 0), min(end - start, length)
         start += length
 
 

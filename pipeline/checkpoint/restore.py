@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence, Set
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipeline.checkpoint import rng_state
 from pipeline.checkpoint.layout import DTYPES, random_key
-from pipeline.checkpoint.location import NOT_SHARED
 from pipeline.checkpoint.manifest import Damaged
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.store import Store
@@ -21,27 +18,10 @@ from pipeline.contracts.engine import Engine, EngineState, Fragment
 from pipeline.contracts.precision import dtype_name
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Progress
-from pipeline.errors import CheckpointError, ResumeRefused, in_words
+from pipeline.errors import CheckpointError, ResumeRefused, system_errors_as
 
 LISTED = 5
 """Names that a message lists at most."""
-
-
-class _Choice(NamedTuple):
-    """The checkpoint to load (empty: none), and in words which one was damaged, and why none can be
-    loaded."""
-
-    name: str
-    damage: str
-    refusal: str
-
-
-class _Problem(NamedTuple):
-    """Damage that a rank met: in words, and the tensor's key if it is known."""
-
-    rank: int
-    text: str
-    key: str
 
 
 class Restoration:
@@ -66,32 +46,30 @@ class Restoration:
         return progress
 
     def newest(self, validate: Callable[[Progress], None]) -> Progress | None:
-        """Load the newest checkpoint that verifies; None when there is none at all.
-
-        `validate` may refuse a progress before anything is loaded. A damaged checkpoint goes into
-        quarantine, and all ranks take the one before it. Raises CheckpointError when all are
-        damaged, or when one is of another model.
-        """
+        """Load the newest checkpoint that verifies; None if none exists. `validate` may refuse a
+        progress before anything is loaded. A damaged checkpoint goes into quarantine, and all ranks
+        take the one before it. Raises CheckpointError if all are damaged, or if one is of another
+        model."""
         damage = ""
         while True:
-            choice = self._agreed_choice()
-            damage = choice.damage or damage
-            if not choice.name:
+            own = json.dumps(self._choose()) if self._ctx.dist.is_main else None
+            name, found = json.loads(self._ctx.dist.broadcast_str(own))
+            damage = found or damage
+            if not name:
                 break
             progress, problem = None, None
             try:
-                progress = self._load(choice.name, validate)
+                progress = self._load(name, validate)
             except Damaged as error:
-                problem = _Problem(self._ctx.dist.rank, str(error), error.key)
-            problems = [_Problem(*found) for found in self._ctx.dist.gather(problem) if found]
-            if not problems:
+                problem = str(error), error.key
+            problems = self._ctx.dist.gather(problem)
+            if not any(problems):
                 self._engine.sync_compute_weights()
-                self._ctx.log.info("restored %s", self._store.locate(choice.name))
+                self._ctx.log.info("restored %s", self._store.locate(name))
                 return progress
-            damage = problems[0].text
-            self._require_confirmed(choice.name, problems)
+            damage = self._require_confirmed(name, problems)
             if self._ctx.dist.is_main:
-                self._quarantine(choice.name, damage)
+                self._quarantine(name, damage)
         if damage:
             raise CheckpointError(
                 f"no checkpoint can be used: {damage}",
@@ -99,42 +77,39 @@ class Restoration:
             )
         return None
 
-    def _require_confirmed(self, name: str, problems: Sequence[_Problem]) -> None:
-        """Raise CheckpointError on every rank unless rank 0 cannot read the tensors either: else
-        the fault is that rank's machine, not the file."""
+    def _require_confirmed(self, name: str, problems: Sequence[Sequence[str] | None]) -> str:
+        """The first of the ranks' problems (in words, and the tensor's key if it is known). Raises
+        CheckpointError on every rank unless rank 0 cannot read the tensors either: else the fault
+        is that rank's machine, not the file."""
+        rank, text = next((rank, found[0]) for rank, found in enumerate(problems) if found)
         confirmed = None
         if self._ctx.dist.is_main:
-            confirmed = json.dumps(self._is_damaged(name, {found.key for found in problems}))
+            keys = {found[1] for found in problems if found}
+            confirmed = json.dumps(self._is_damaged(name, keys))
         if not json.loads(self._ctx.dist.broadcast_str(confirmed)):
             raise CheckpointError(
-                f"rank {problems[0].rank} cannot read what rank 0 reads well: {problems[0].text}",
+                f"rank {rank} cannot read what rank 0 reads well: {text}",
                 hint="look at that rank's machine and its way to the disk; "
                 "the checkpoint was not changed",
             )
+        return text
 
     def _is_damaged(self, name: str, keys: Set[str]) -> bool:
         try:
-            with contextlib.closing(CheckpointReader(self._store, name)) as reader:
-                reader.require_headers()
-                for key in keys - {""}:
-                    for _ in reader.read(key, 0, reader.tensors[key].numel):
-                        pass
+            reader = CheckpointReader(self._store, name)
+            reader.require_headers()
+            for key in keys - {""}:
+                for _ in reader.read(key, 0, reader.tensors[key].numel):
+                    pass
         except Damaged:
             return True
         return False
 
-    def _agreed_choice(self) -> _Choice:
-        """Rank 0's choice, on every rank."""
-        own = json.dumps(self._choose()) if self._ctx.dist.is_main else None
-        choice = _Choice(*json.loads(self._ctx.dist.broadcast_str(own)))
-        if choice.refusal:
-            raise CheckpointError(choice.refusal)
-        return choice
-
-    def _choose(self) -> _Choice:
-        """The newest checkpoint whose manifest and files are whole."""
+    def _choose(self) -> tuple[str, str]:
+        """The newest checkpoint whose manifest and files are whole (empty: none), and in words
+        which one was damaged."""
         damage = ""
-        try:
+        with system_errors_as(CheckpointError):
             for name in reversed(self._store.names()):
                 try:
                     CheckpointReader(self._store, name).require_files()
@@ -142,52 +117,33 @@ class Restoration:
                     damage = str(error)
                     self._quarantine(name, damage)
                 else:
-                    return _Choice(name, damage, "")
+                    return name, damage
             # Damage that an earlier resume has found is no reason to start from scratch either.
             earlier = [f"{place}: damaged" for place in self._store.quarantined()]
-            return _Choice("", damage or "".join(earlier[-1:]), "")
-        except (CheckpointError, OSError) as error:
-            return _Choice("", damage, in_words(error))
+        return "", damage or "".join(earlier[-1:])
 
     def _quarantine(self, name: str, why: str) -> None:
         aside = self._store.quarantine(name)
         self._ctx.log.warning("%s; not used, kept as %s", why, aside)
 
-    def _open(self, name: str) -> CheckpointReader:
-        """Rank 0 can read the manifest, so a rank that cannot sees other files."""
-        try:
-            return CheckpointReader(self._store, name)
-        except CheckpointError as error:
-            if self._ctx.dist.is_main:
-                raise
-            raise CheckpointError(
-                f"rank {self._ctx.dist.rank} does not see what rank 0 sees: {error}",
-                hint=NOT_SHARED,
-            ) from error
-
     def _load(self, name: str, validate: Callable[[Progress], None]) -> Progress:
-        with contextlib.closing(self._open(name)) as reader:
-            progress = saved_progress(reader)
-            validate(progress)
-            live = without_frozen_base(self._engine, self._frozen_base)
-            saved = dataclasses.replace(reader.state, shapes=reader.manifest.shapes())
-            require_same_model(saved, live, reader.where)
-            for part in self._engine.restore(saved):
-                if part.name in self._frozen_base:
-                    continue
-                for kind, tensor in part.state.items():
+        reader = CheckpointReader(self._store, name)
+        progress = saved_progress(reader)
+        validate(progress)
+        live = without_frozen_base(self._engine, self._frozen_base)
+        saved = dataclasses.replace(reader.state, shapes=reader.manifest.shapes())
+        require_same_model(saved, live, reader.where)
+        for part in self._engine.restore(saved):
+            for kind, tensor in part.state.items():
+                if part.name not in self._frozen_base:
                     self._fill(reader, part, kind, tensor)
-            self._restore_random(reader, progress)
-            self.bytes_read += reader.bytes_read
+        self._restore_random(reader, progress)
+        self.bytes_read += reader.bytes_read
         return progress
 
     def _fill(self, reader: CheckpointReader, part: Fragment, kind: str, live: Tensor) -> None:
         key = f"{kind}/{part.name}"
         entry = reader.entry(key)
-        if entry.shape != tuple(part.shape):
-            raise CheckpointError(
-                f"{reader.where}: {key} has shape {list(entry.shape)}, here {list(part.shape)}"
-            )
         stored = DTYPES[entry.dtype]
         trained = part.name in reader.state.updates
         narrows = trained and torch.promote_types(stored, live.dtype) != live.dtype
@@ -245,15 +201,11 @@ def _differences(saved: EngineState, live: EngineState) -> Iterator[str]:
         if before != now:
             yield f"{name} has shape {before}, here {now}"
     for name in common:
-        was, here = (_trained(name in state.updates) for state in (saved, live))
-        if was != here:
+        if (name in saved.updates) != (name in live.updates):
+            was, here = ("frozen", "trained")[:: 1 if name in live.updates else -1]
             yield f"{name} was {was}, here it is {here}"
     if set(saved.moments) != set(live.moments):
         yield f"the optimizer kept {_list(saved.moments)}, this one keeps {_list(live.moments)}"
-
-
-def _trained(yes: bool) -> str:
-    return "trained" if yes else "frozen"
 
 
 def _list(items: Sequence[str]) -> str:

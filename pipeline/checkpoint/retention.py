@@ -1,10 +1,9 @@
-"""Rules of which checkpoints to keep, and the number that there will be."""
+"""Rules that decide which checkpoints are kept, and their largest number."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from pydantic import BaseModel
 
@@ -15,12 +14,12 @@ from pipeline.errors import CheckpointError, in_words
 
 
 class Retention(BaseModel):
-    """Rules of which any keeps a checkpoint; without `last`, all are kept."""
+    """Rules, each of which keeps a checkpoint; without `last`, all are kept."""
 
     last: int | None = None
     """Number of the newest checkpoints to keep."""
     every: int | None = None
-    """Divisor of the steps whose checkpoints are kept for good."""
+    """Divisor of steps: checkpoints of its multiples are kept forever."""
     best: int = 0
     """Number of checkpoints with the lowest held-out loss to keep."""
 
@@ -74,58 +73,29 @@ def _stored_loss(store: Store, name: str) -> float | None:
         return None
 
 
-@dataclass(frozen=True, kw_only=True)
-class ExpectedCount:
-    """The largest number of checkpoints that a training has at once."""
-
-    number: int
-    """Maximum, with the one that is being written."""
-    further: int | None = None
-    """Steps that bring one more permanent checkpoint, if the number of steps is unknown."""
-
-    def __str__(self) -> str:
-        text = f"{self.number} checkpoint{'s' * (self.number > 1)}"
-        return text if self.further is None else f"{text}, and one more every {self.further} steps"
-
-
-def expected_count(
-    retention: Retention, every: int | None, length: TrainingLength
-) -> ExpectedCount:
-    """Count the checkpoints of a training that saves each `every` steps (None: only at the end)."""
-    if length.steps is None:
-        return _open_ended(retention, every, length)
-    saved = _saved(retention, every, length, length.steps)
+def expected_count(retention: Retention, every: int | None, length: TrainingLength) -> int:
+    """The largest number of checkpoints at one time, including the one being written, if the
+    training saves every `every` steps (None: only at the end). If all are kept and the number of
+    steps is unknown, it is 2."""
+    saved = _saved(retention, every, length)
     if retention.last is None:
-        return ExpectedCount(number=len(saved))
+        return len(saved) if length.steps is not None else min(len(saved), 2)
     older = saved[:-1]
     if not retention.best:  # or those of evaluations, which may be saved or not, are the newest
         older = older[: -retention.last]
-    period = retention.every
+    period = retention.every if length.steps is not None else None
     for_good = sum(step % period == 0 for step in older) if period else 0
-    most = retention.last + for_good + retention.best + 1
-    return ExpectedCount(number=min(most, len(saved)))
+    return min(retention.last + for_good + retention.best + 1, len(saved))
 
 
-def _saved(
-    retention: Retention, every: int | None, length: TrainingLength, steps: int
-) -> Sequence[int]:
-    """Steps after which one may be saved, in order."""
+def _saved(retention: Retention, every: int | None, length: TrainingLength) -> Sequence[int]:
+    """Steps after which one may be saved, in order; of an unknown number of steps, the first."""
+    periods = [every, length.eval_every if retention.best else None]
+    more = (retention.last or 0) + retention.best + 2
+    steps = length.steps or more * max(period or 1 for period in periods)
     saved = {steps}
-    if every:
-        saved.update(range(every, steps, every))
+    for period in filter(None, periods):
+        saved.update(range(period, steps, period))
     if length.saves_first or (retention.best and length.eval_first):
         saved.add(0)
-    if retention.best and length.eval_every:
-        saved.update(range(length.eval_every, steps, length.eval_every))
     return sorted(saved)
-
-
-def _open_ended(retention: Retention, every: int | None, length: TrainingLength) -> ExpectedCount:
-    period = every or (length.eval_every if retention.best else None)
-    if period is None:
-        return ExpectedCount(number=1 + length.saves_first)
-    if retention.last is None:
-        return ExpectedCount(number=2, further=period)
-    number = retention.last + retention.best + 1
-    further = None if retention.every is None else math.lcm(period, retention.every)
-    return ExpectedCount(number=number, further=further)

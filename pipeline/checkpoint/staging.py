@@ -16,7 +16,8 @@ from pipeline.checkpoint.safetensors_format import BLOCK, ITEM_BYTES
 from pipeline.checkpoint.writer_main import Write
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.file_layout import Item, Layout, Span
+    from pipeline.checkpoint.division import Span
+    from pipeline.checkpoint.file_layout import Item, Layout
 
 PASSAGE = 1 << 30
 """Bytes of memory a rank, at most, for what passes."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Self
 
 _STEP = re.compile(r"step-([0-9]{8,18})")
-"""No training has 10^18 steps, and they fit what other tools count in."""
+"""Most digits of a step: no training has 10^18 steps, and other tools can count them."""
 
 
 def step_name(step: int) -> str:
@@ -61,48 +61,35 @@ class Sink(ABC):
         """Release the file after a failure; raises nothing."""
 
 
-class Source(ABC):
-    """A file that is being read."""
+class Transaction:
+    """A checkpoint that is being written, by all processes that gave the same name and identity.
+    Its files begin with `prefix` in the manifest, and lie in `folder` of the store until then."""
 
-    @abstractmethod
-    def read(self, offset: int, into: memoryview) -> int:
-        """Fill `into` with the bytes from `offset` on; returns their number, less at the end."""
+    def __init__(self, store: Store, name: str, folder: str, prefix: str) -> None:
+        self._store = store
+        self.name = name
+        self.folder = folder
+        self.prefix = prefix
 
-    @abstractmethod
-    def close(self) -> None:
-        """Release the file."""
-
-
-class Transaction(ABC):
-    """A checkpoint that is being written, by all processes that gave the same name and identity."""
-
-    prefix: str
-    """Beginning of the names of its files in the manifest."""
-
-    @abstractmethod
     def create(self, file: str, size: int, *, shared: bool) -> Sink:
         """A new file of `size` bytes; with `shared`, other processes write other parts of it.
         Raises OSError when there is no room."""
+        return self._store.create(self.folder, self.prefix + file, size, shared=shared)
 
-    @abstractmethod
     def put(self, file: str, data: bytes) -> None:
         """Write a small file durably. Until it returns, `get` may see a part of it."""
+        self._store.put(self.folder, self.prefix + file, data)
 
-    @abstractmethod
     def get(self, file: str) -> bytes | None:
         """A file that any of the processes has put; None until then."""
+        try:
+            return self._store.get(self.folder, self.prefix + file)
+        except FileNotFoundError:
+            return None
 
-    @abstractmethod
     def discard(self, file: str) -> None:
         """Remove a file."""
-
-    @abstractmethod
-    def commit(self, manifest: bytes) -> None:
-        """Make the checkpoint appear; when this returns, it survives a power loss."""
-
-    @abstractmethod
-    def abandon(self) -> None:
-        """Remove its files, as far as that is possible; raises nothing."""
+        self._store.remove(self.folder, self.prefix + file)
 
 
 class Store(ABC):
@@ -129,12 +116,28 @@ class Store(ABC):
         """A whole file."""
 
     @abstractmethod
-    def replace(self, name: str, file: str, data: bytes) -> None:
-        """Replace a small file of a checkpoint; a crash leaves the old one or the new one whole."""
+    def put(self, name: str, file: str, data: bytes) -> None:
+        """Write or replace a small file durably; a crash leaves the old one or the new one."""
 
     @abstractmethod
-    def open(self, name: str, file: str) -> Source:
-        """A file to read ranges of."""
+    def create(self, name: str, file: str, size: int, *, shared: bool) -> Sink:
+        """A new file, as `Transaction.create` describes it."""
+
+    @abstractmethod
+    def remove(self, name: str, file: str) -> None:
+        """Remove a file."""
+
+    @abstractmethod
+    def commit(self, transaction: Transaction, manifest: bytes) -> None:
+        """Make the checkpoint appear; when this returns, it survives a power loss."""
+
+    @abstractmethod
+    def abandon(self, transaction: Transaction) -> None:
+        """Remove a transaction's files, as far as that is possible; raises nothing."""
+
+    @abstractmethod
+    def read(self, name: str, file: str, offset: int, into: memoryview) -> int:
+        """Fill `into` with a file's bytes from `offset` on; returns how many there were."""
 
     @abstractmethod
     def quarantine(self, name: str) -> str:

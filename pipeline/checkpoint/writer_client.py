@@ -128,7 +128,7 @@ class WriterProcess:
 
 
 class Snapshot:
-    """Copies an engine's state of one moment into a buffer, which it makes and closes."""
+    """Copies an engine's state of one moment into a buffer that it makes."""
 
     def __init__(
         self, engine: Engine, dist: DistContext, plan: WritePlan, staging: Staging
@@ -161,18 +161,11 @@ class Snapshot:
         assert number == last, "the last round passes nothing"
         return self._pass_on(writer, request, number)
 
-    def close(self) -> None:
-        """Release the memory."""
-        self.buffer.close()
-
     def _pass_on(
         self, writer: WriterProcess, request: SaveRequest, number: int
     ) -> SaveResult | None:
         """Announce a round to the writer; wait until there is room for the next."""
-        if number == 0:
-            writer.begin(request)
-        else:
-            writer.go_on()
+        writer.go_on() if number else writer.begin(request)
         needs_room = 2 <= number + 1 < len(self.staging.rounds)
         return writer.wait_taken() if needs_room else None
 

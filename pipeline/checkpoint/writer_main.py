@@ -24,9 +24,10 @@ from pydantic import BaseModel
 from xxhash import xxh3_64_intdigest
 
 from pipeline.checkpoint import safetensors_format
-from pipeline.checkpoint.manifest import DataFile, Manifest, Part, Run, TensorEntry, sums_name
+from pipeline.checkpoint.division import Run
+from pipeline.checkpoint.manifest import DataFile, Manifest, Part, TensorEntry, sums_name
 from pipeline.checkpoint.retention import Retention, purge
-from pipeline.checkpoint.store import Sink, Transaction, open_store
+from pipeline.checkpoint.store import Sink, Store, Transaction, open_store
 from pipeline.distributed.signals import ENDING
 from pipeline.errors import CheckpointError, in_words
 from pipeline.utils.process_tree import die_with
@@ -67,19 +68,14 @@ class ManifestTemplate(BaseModel):
     def fill(self, facts: Mapping[str, Any], prefix: str, digests: Sequence[int]) -> Manifest:
         """The manifest of one save, given its `step`, `progress` and `state`, the prefix of its
         files' names, and the digest of each writing rank's checksums."""
-        return Manifest(
-            **facts,
-            written=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            world_size=self.world_size,
-            writer=self.writer,
-            tensors=self.tensors,
-            runs=self.runs,
-            files=[f.model_copy(update={"name": prefix + f.name}) for f in self.files],
-            parts=[
-                Part(sums=prefix + sums_name(rank), digest=digest)
-                for rank, digest in enumerate(digests)
-            ],
-        )
+        named = [file.model_copy(update={"name": prefix + file.name}) for file in self.files]
+        parts = [
+            Part(sums=prefix + sums_name(rank), digest=digest)
+            for rank, digest in enumerate(digests)
+        ]
+        written = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        same = dict(self) | {"files": named}
+        return Manifest(**facts, **same, written=written, parts=parts)
 
 
 class Setup(BaseModel):
@@ -94,7 +90,7 @@ class Setup(BaseModel):
     rounds: Sequence[Sequence[Write]]
     """File by file, each from its start to its end."""
     template: ManifestTemplate | None
-    """On rank 0."""
+    """Rank 0 only."""
     retention: Retention
 
 
@@ -104,21 +100,16 @@ class SaveRequest(BaseModel):
     name: str
     identity: str
     facts: Mapping[str, Any] = {}
-    """On rank 0: `step`, `progress` and `state` of the manifest."""
-
-
-class Report(BaseModel):
-    """Message of a rank's writer to that of rank 0, in the transaction."""
-
-    digest: int = 0
-    problem: str = ""
+    """Fields `step`, `progress` and `state` of the manifest, on rank 0 only."""
 
 
 class SaveResult(BaseModel):
-    """Answer of a writer to its rank."""
+    """Answer of a writer to its rank, and report to the writer of rank 0, in the transaction."""
 
     name: str
     problem: str = ""
+    digest: int = 0
+    """Digest of the rank's checksums."""
     place: str = ""
     size: int = 0
     """Bytes of the whole checkpoint's data, on rank 0."""
@@ -162,21 +153,22 @@ def carry_out(
     are all rounds', and yield when their bytes are in the buffer."""
     began = time.perf_counter()
     result = SaveResult(name=request.name)
-    transaction = None
+    store = transaction = None
     try:
         store = open_store(setup.store)
         transaction = store.attempt(request.name, request.identity)
         digest = _write(setup, transaction, writes or itertools.chain(*setup.rounds), buffer)
         if setup.template is None:
-            _report(setup, transaction, Report(digest=digest))
+            result.digest = digest
+            _report(setup, transaction, result)
             return result
         digests = [digest, *_collect(transaction, setup.world_size)]
         manifest = setup.template.fill(request.facts, transaction.prefix, digests)
-        transaction.commit(manifest.dump())
+        store.commit(transaction, manifest.dump())
     except Exception as error:
-        result.problem = _problem(setup, error)
-        if transaction is not None:
-            _give_up(setup, transaction, result.problem)
+        result.problem = in_words(error)
+        if store is not None and transaction is not None:
+            _give_up(setup, store, transaction, result)
         return result
     result.place = store.locate(request.name)
     result.size = sum(file.size for file in setup.template.files)
@@ -185,42 +177,27 @@ def carry_out(
     return result
 
 
-def _problem(setup: Setup, error: Exception) -> str:
-    if setup.rank and isinstance(error, FileNotFoundError):
-        return f"rank 0 gave up, or somebody removed the files: {error.filename} is gone"
-    return in_words(error)
-
-
-def _give_up(setup: Setup, transaction: Transaction, problem: str) -> None:
+def _give_up(setup: Setup, store: Store, transaction: Transaction, result: SaveResult) -> None:
     """Remove the transaction's files on rank 0; on others report to rank 0, whose disk may be
     another one."""
     if setup.rank == 0:
-        transaction.abandon()
+        store.abandon(transaction)
         return
     for file in setup.files:
         if not file.shared:
             with contextlib.suppress(OSError):
                 transaction.discard(file.name)  # on a full disk, room for the report
     with contextlib.suppress(OSError):  # this rank also ends the run by itself
-        _report(setup, transaction, Report(problem=problem))
+        _report(setup, transaction, result)
 
 
 def _report_name(rank: int) -> str:
     return f"rank-{rank:05d}.report"
 
 
-def _report(setup: Setup, transaction: Transaction, report: Report) -> None:
+def _report(setup: Setup, transaction: Transaction, result: SaveResult) -> None:
     """Report to rank 0; the line break at the end marks a report that is all there."""
-    transaction.put(_report_name(setup.rank), report.model_dump_json().encode() + b"\n")
-
-
-def _reported(transaction: Transaction, rank: int) -> Report:
-    """Another rank's report, as soon as it is there."""
-    pause = 0.001
-    while not (data := transaction.get(_report_name(rank)) or b"").endswith(b"\n"):
-        time.sleep(pause)
-        pause = min(2 * pause, LONGEST_PAUSE)
-    return Report.model_validate_json(data)
+    transaction.put(_report_name(setup.rank), result.model_dump_json().encode() + b"\n")
 
 
 def _collect(transaction: Transaction, world_size: int) -> list[int]:
@@ -228,10 +205,14 @@ def _collect(transaction: Transaction, world_size: int) -> list[int]:
     failed."""
     digests = []
     for rank in range(1, world_size):
-        report = _reported(transaction, rank)
-        if report.problem:
-            raise CheckpointError(f"rank {rank}: {report.problem}")
-        digests.append(report.digest)
+        pause = 0.001
+        while not (data := transaction.get(_report_name(rank)) or b"").endswith(b"\n"):
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE)
+        result = SaveResult.model_validate_json(data)
+        if result.problem:
+            raise CheckpointError(f"rank {rank}: {result.problem}")
+        digests.append(result.digest)
     for rank in range(1, world_size):
         transaction.discard(_report_name(rank))
     return digests

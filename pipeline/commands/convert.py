@@ -46,8 +46,6 @@ def convert(
             raise UsageError(f"{path}: only folders can be converted, no addresses")
     formats = Formats.installed()
     writing = formats.get(to)
-    if not writing.writes:
-        raise UsageError(f"{to} can be read, but not written")
     reading = formats.get(from_) if from_ else formats.detect(src)
     with system_errors_as(StageError):
         source = reading.open(src, Reading(samples=samples, weights_only=weights_only))
@@ -59,10 +57,7 @@ def convert(
                 raise UsageError(f"{target} is there already", hint="give another folder")
             _announce(source, reading.name)
             with click.progressbar(
-                length=source.nbytes,
-                label="converting",
-                file=bare(sys.stderr),
-                hidden=not sys.stderr.isatty(),
+                length=source.nbytes, file=bare(sys.stderr), hidden=not sys.stderr.isatty()
             ) as bar:
                 notes = writing.write(StateView(source, bar.update), target)
     click.echo(f"wrote {target}")

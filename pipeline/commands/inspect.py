@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import sys
@@ -16,7 +15,7 @@ from pipeline.utils.terminal import bare
 from pipeline.utils.text import human, plural
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.manifest import Manifest
+    from pipeline.checkpoint.manifest import Manifest, TensorEntry
     from pipeline.checkpoint.reader import CheckpointReader
     from pipeline.checkpoint.store import Store
 
@@ -58,8 +57,7 @@ def _summary(store: Store, name: str) -> dict[str, Any]:
     from pipeline.checkpoint.retention import heldout_loss
     from pipeline.errors import CheckpointError
 
-    line: dict[str, Any] = {"name": name}
-    line |= dict.fromkeys(("written", "bytes", "eval_loss", "damage"))
+    line = dict[str, Any](name=name, written=None, bytes=None, eval_loss=None, damage=None)
     try:
         reader = CheckpointReader(store, name)
         line["written"] = reader.manifest.written
@@ -82,15 +80,17 @@ def _look(
 
     found = None
     try:
-        with contextlib.closing(CheckpointReader(store, name)) as reader:
-            found = _facts(reader)
-            if not quiet:
-                for label, text in _lines(found):
-                    click.echo(f"{label:<10}  {text}")
-            if every_byte:
-                _read(reader)
-            else:
-                reader.require_files()
+        reader = CheckpointReader(store, name)
+        found = _facts(reader)
+        for title, text in () if quiet else _lines(found):
+            click.echo(f"{title:<10}  {text}")
+        if every_byte:
+            with click.progressbar(
+                length=reader.nbytes, file=bare(sys.stderr), hidden=not sys.stderr.isatty()
+            ) as bar:
+                reader.verify(bar.update)
+        else:
+            reader.require_files()
     except Damaged as error:
         return found, str(error)
     return found, None
@@ -115,28 +115,19 @@ def _facts(reader: CheckpointReader) -> dict[str, Any]:
 
 def _kinds(manifest: Manifest) -> list[dict[str, Any]]:
     """Tensors by the first part of their keys, in the order of the manifest."""
-    found: dict[str, dict[str, Any]] = defaultdict(
-        lambda: {"tensors": 0, "elements": 0, "bytes": 0, "dtypes": []}
-    )
+    found: dict[str, list[TensorEntry]] = defaultdict(list)
     for tensor in manifest.tensors:
-        kind = found[tensor.key.partition("/")[0]]
-        kind["tensors"] += 1
-        kind["elements"] += tensor.numel
-        kind["bytes"] += tensor.nbytes
-        if tensor.dtype not in kind["dtypes"]:
-            kind["dtypes"].append(tensor.dtype)
-    return [{"kind": name, **facts} for name, facts in found.items()]
-
-
-def _read(reader: CheckpointReader) -> None:
-    """Verify every byte, with a progress bar on a terminal."""
-    with click.progressbar(
-        length=reader.nbytes,
-        label="reading",
-        file=bare(sys.stderr),
-        hidden=not sys.stderr.isatty(),
-    ) as bar:
-        reader.verify(bar.update)
+        found[tensor.key.partition("/")[0]].append(tensor)
+    return [
+        {
+            "kind": kind,
+            "tensors": len(tensors),
+            "elements": sum(tensor.numel for tensor in tensors),
+            "bytes": sum(tensor.nbytes for tensor in tensors),
+            "dtypes": list(dict.fromkeys(tensor.dtype for tensor in tensors)),
+        }
+        for kind, tensors in found.items()
+    ]
 
 
 def _show_all(lines: Sequence[Mapping[str, Any]], aside: Sequence[str]) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         write_at,
     )
     from pipeline.utils.jsonl import append_line, read_lines
+    from pipeline.utils.lazy import lazily
     from pipeline.utils.packages import optional, unheard
     from pipeline.utils.process_tree import die_with
     from pipeline.utils.text import Throughput, closest, did_you_mean, human

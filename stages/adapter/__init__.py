@@ -1,1 +1,1 @@
-"""Stages that add trainable parameters to a model that stays as it is."""
+"""Stages that add trainable parameters to a model whose own weights stay fixed."""

@@ -51,7 +51,7 @@ def quiet() -> Iterator[None]:
 @contextlib.contextmanager
 def uninitialised() -> Iterator[None]:
     """Leave DoRA's magnitudes without values: peft would compute them from weights that are not
-    there yet, or of which this process holds a part."""
+    loaded yet, or that this process holds in part."""
     import torch
     from peft.tuners.lora.dora import DoraLinearLayer
 
@@ -71,7 +71,7 @@ def uninitialised() -> Iterator[None]:
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""Before every name in the file."""
+"""Prefix of every name in the file."""
 ADAPTER = "default"
 """Name of the adapter, which is part of the module's names and not of the file's."""
 

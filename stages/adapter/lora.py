@@ -64,7 +64,7 @@ class Lora:
     the head. Experts that are one tensor are no linear layers."""
     quantize: QuantType | None = None
     """Hold the weights of all linear layers but the head in 4 bits, by bitsandbytes (Dettmers et
-    al. 2023, QLoRA). What is trained, merged and exported is the model with these weights."""
+    al. 2023, QLoRA). The trained, merged and exported model is the one with these weights."""
     train_also: tuple[str, ...] = ()
     """Patterns (`lm_head.*`, `*norm.weight`) of the model's own parameters that are trained as a
     whole beside the updates."""

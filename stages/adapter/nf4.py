@@ -77,8 +77,8 @@ def unpack(packed: Tensor, shape: Sequence[int], kind: QuantType, dtype: torch.d
 
 
 class _QuantizedReader(ComputedReader):
-    """Tensors of `base`, which it closes; some of its weights are replaced, by the names that
-    `names` gives them, with what quantizing makes of them."""
+    """Tensors of `base`, which it closes. Some weights are replaced by their quantized values,
+    under the names in `names`."""
 
     as_stored = False
     """Quantizing takes longer than sending its result."""

@@ -93,7 +93,7 @@ class RoundedSource(DerivedSource):
 
     @functools.cached_property
     def layers(self) -> Collection[str]:
-        """Names of these layers. Raises StageError when there is none."""
+        """Return the names of these layers. Raises StageError if the model has none."""
         found = frozenset(name for name, _ in quantizable(outline(self.base)))
         if not found:
             raise StageError(

@@ -63,9 +63,9 @@ class CheckpointSettings(ABC):
     def run(self, ctx: Context, engine: Engine, model: ModelSource | None = None) -> Checkpoints:
         from pipeline.checkpoint import CheckpointManager, address
 
-        return CheckpointManager.open(
-            ctx,
-            engine,
+        return CheckpointManager(
+            ctx=ctx,
+            engine=engine,
             frozen_base=frozenset(model.frozen_base if model else ()),
             address=address(ctx.run_dir, self.folder),
             file_layout=self.file_layout(),

@@ -78,7 +78,7 @@ class Documents:
     def __init__(
         self, settings: DocumentSettings, workers: int | None, ctx: Context, model: ModelSource
     ) -> None:
-        """Raises StageError if the tokenizer lacks the start or end token that is set."""
+        """Raise StageError if the tokenizer lacks the start or end token that is set."""
         self.settings, self.workers, self.ctx, self.model = settings, workers, ctx, model
         self.tokenizer = model.tokenizer()
         self.tokenizer_identity = tokenize.identity(self.tokenizer)

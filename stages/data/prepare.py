@@ -110,7 +110,7 @@ class Rows:
     """Tokenises the rows of sources into cache entries, and opens them as samples."""
 
     def __init__(self, stage: ChatData, ctx: Context, model: ModelSource) -> None:
-        """Raises StageError for a slow tokenizer."""
+        """Raise StageError for a slow tokenizer."""
         self.stage, self.ctx, self.model = stage, ctx, model
         self.tokenizer = model.tokenizer()
         if not self.tokenizer.is_fast:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import DataError, Problem, StageError, in_words
+from pipeline import DataError, Problem, StageError
 from pipeline.utils import optional, replace_text
 from stages.data.cache import cache_folder, digest
 from stages.data.rows import KNOWN, Row, require_columns, rows, without_nulls
@@ -201,6 +201,6 @@ def _hub_split(source: Source) -> HubSplit:
             source.dataset, source.config, split=source.split, revision=commit
         )
     except Exception as error:  # from the network, the hub's parsing, or an unknown split
-        words = " ".join(in_words(error).split())
+        words = " ".join(str(error).split()) or type(error).__name__
         raise StageError(f"cannot get {source} from the hub: {words}") from error
     return HubSplit(f"{source}@{commit}", table)

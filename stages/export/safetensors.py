@@ -7,9 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, Self
-
-from pydantic import Field
+from typing import Literal, Self
 
 from pipeline import (
     Context,
@@ -21,9 +19,6 @@ from pipeline import (
     TrainedRun,
     Weights,
 )
-
-SIZE = r"(?i)^\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I)?)?B\s*$"
-"""A number and a unit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +91,15 @@ class ExportSafetensors(ExportSettings):
     dtype: Literal["fp32", "bf16", "fp16", "source"] = "bf16"
     """Dtype of the floating point weights in the files; `source` keeps the dtype that each tensor
     has in the model that was trained from."""
-    max_shard_size: Annotated[str, Field(pattern=SIZE)] = "5GB"
+    max_shard_size: str = "5GB"
     """Largest size of one weight file (`5GB`, `512MiB`); a larger tensor gets a file of its own."""
+
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        try:
+            parse_size(self.max_shard_size)
+        except ValueError as error:
+            yield Problem(message=str(error), key="max_shard_size")
+        yield from super().check(plan)
 
     def run(
         self, ctx: Context, weights: Weights, model: ModelSource, trained: TrainedRun | None = None
@@ -127,10 +129,14 @@ class ExportSafetensors(ExportSettings):
         return self.for_dry_run(ctx).run(ctx, weights, model, trained)
 
 
+SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I)?)?B\s*", re.IGNORECASE)
+
+
 def parse_size(text: str) -> int:
-    """Bytes of `5GB`, `512MiB`, `1.5 GB`."""
-    match = re.fullmatch(SIZE, text)
-    assert match is not None
+    """Bytes of `5GB`, `512MiB`, `1.5 GB`. Raises ValueError with a sentence for the user."""
+    match = SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size: write a number and a unit, as in 5GB or 512MiB")
     number, prefix, binary = match.groups()
     base = 1024 if binary else 1000
     return int(float(number) * base ** (" KMGT".index(prefix.upper()) if prefix else 0))

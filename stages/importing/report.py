@@ -8,8 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.importing import KeyOutcome
-from pipeline.recipe.nodes import KeyPath
+from pipeline.importing import KeyOutcome, KeyPath
 from stages.importing.rules import RuleResult, Table, WrongValueError, is_off, refused, unset
 
 METHOD = re.compile(

@@ -13,7 +13,9 @@ from typing import Any
 
 from pipeline import StageError
 from stages.model import compat
+from stages.model.config_checks import wrong_size
 from stages.model.files import Files, local, read_json
+from stages.model.gguf import gguf_reader
 
 LOCAL_KEYS = (
     "_name_or_path",
@@ -89,6 +91,7 @@ def config_of_recipe(config: Mapping[str, Any] | str) -> Any:
     with _unusable():
         if spelled_out:
             _refuse_unknown(kind, values, AutoConfig.for_model(kind))
+        _require_sizes(values)
         return AutoConfig.for_model(kind, **values)
 
 
@@ -97,6 +100,8 @@ def config_of_files(files: Files, *, trust_remote_code: bool) -> Any:
     are quantized."""
     from transformers import AutoConfig
 
+    if files.gguf is not None:
+        gguf_reader(files.folder / files.gguf)  # is it there as a whole?
     with _unusable():
         config = AutoConfig.from_pretrained(
             files.folder,
@@ -104,6 +109,7 @@ def config_of_files(files: Files, *, trust_remote_code: bool) -> Any:
             trust_remote_code=trust_remote_code,
             local_files_only=True,
         )
+    _require_sizes(config.to_dict())
     if getattr(config, "quantization_config", None) is not None:
         raise StageError(
             f"the weights in {files} are quantized and cannot be trained",
@@ -121,6 +127,12 @@ def _unusable() -> Iterator[None]:
             yield
     except (OSError, ValueError, LookupError, TypeError, ImportError, Strict) as error:
         raise StageError(f"the model's config cannot be used: {error}") from error
+
+
+def _require_sizes(config: Mapping[str, Any]) -> None:
+    wrong = wrong_size(config)
+    if wrong:
+        raise StageError(f"the model's config cannot be used: {wrong}")
 
 
 def _refuse_unknown(kind: str, values: Mapping[str, Any], default: Any) -> None:

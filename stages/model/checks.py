@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import PlanView, Problem, StageError
 from pipeline.utils import did_you_mean
 from stages.model.compat import causal_types
+from stages.model.config_checks import wrong_size
 from stages.model.files import (
     COMMIT,
     HUB_ID,
@@ -85,7 +86,10 @@ def _config_file(stage: HfModel, file: Path, key: str) -> Found:
 
 def _config(stage: HfModel, config: Mapping[str, Any], key: str) -> Found:
     kind, known = config.get("model_type"), causal_types()
-    if stage.trust_remote_code and "auto_map" in config:
+    wrong = wrong_size(config)
+    if wrong:
+        yield key, wrong, ""
+    elif stage.trust_remote_code and "auto_map" in config:
         return  # code that comes with a model can be of any architecture
     elif not isinstance(kind, str):
         yield key, "`model_type` is missing", "for example `model_type: llama`"

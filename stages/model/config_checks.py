@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 from math import isfinite
 from pathlib import Path
@@ -99,3 +100,31 @@ def stated_context(config: Mapping[str, Any]) -> int | None:
     if not isinstance(factor, int | float) or not isfinite(factor):
         return stated
     return max(stated, int(factor * (original if type(original) is int else stated)))
+
+
+MOST = 2**31 - 1
+"""The largest size of anything; a larger one is a slip, and no memory could hold it."""
+MOST_BLOCKS = 1024
+"""More than any model has (1000: Wang et al. 2022, DeepNet)."""
+_SIZE = re.compile(r"(num|n)_.+|.*(size|_dim|_rank|_embeddings|_positions|_layers|_heads|d_model)")
+_BLOCKS = ("num_hidden_layers", "n_layer", "n_layers")
+_NEVER_0 = (
+    "hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings", "n_embd", "n_head", "n_positions", "d_model",
+)  # fmt: skip
+
+
+def wrong_size(config: Mapping[str, Any]) -> str:
+    """Return a sentence about the first impossible size, also in the configs of a model's parts;
+    empty if all sizes are possible."""
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            inner = wrong_size(value)
+            if inner:
+                return f"{key}.{inner}"
+        elif type(value) is int and _SIZE.fullmatch(str(key)):
+            least = 1 if key in _NEVER_0 else 0
+            most = MOST_BLOCKS if key in _BLOCKS else MOST
+            if not least <= value <= most:
+                return f"{key} is {value:.4g}, expected a whole number from {least} to {most}"
+    return ""

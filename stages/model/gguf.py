@@ -11,13 +11,28 @@ import torch
 
 from pipeline import StageError, TensorReader, TensorSpec
 from pipeline.checkpoint import CHUNK
+from pipeline.utils import optional
 from stages.model import compat
-from stages.model.read import gguf_reader
+from stages.model.read import gguf_header
 from stages.weights.change import Change
 from stages.weights.converted import ConvertedReader
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+
+def gguf_reader(file: Path) -> Any:
+    """Return the gguf package's reader of a file. Raises StageError where the package is not
+    installed, and for a file that is no GGUF or is cut short."""
+    hint = "pip install 'pipetrain[gguf]'"
+    with optional("reading a GGUF file needs the package `gguf`", hint=hint):
+        from gguf import GGUFReader
+    gguf_header(file)  # the package walks through whatever a damaged header claims
+    try:
+        return GGUFReader(file)
+    except (OSError, ValueError, KeyError, IndexError, OverflowError) as error:
+        hint = "download or copy it again"
+        raise StageError(f"{file} cannot be read as GGUF: {error}", hint=hint) from error
 
 
 def open_gguf(file: Path, model: nn.Module) -> TensorReader:

@@ -104,7 +104,7 @@ class Compile:
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = (
         "default"
     )
-    """How much time to spend on faster kernels."""
+    """Effort that torch spends on finding faster kernels."""
 
     dynamic: bool | None = None
     """Whether shapes change: null finds out, false compiles anew for each length, true for all

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import StageError
-from pipeline.utils import optional
 from stages.model.files import is_gguf, is_local, local, read_json
+from stages.model.gguf_header import read_header
 
 if TYPE_CHECKING:
     from stages.model.hf import HfModel
@@ -111,30 +110,10 @@ def _gguf(file: Path) -> dict[str, Any]:
     }
 
 
-def gguf_header(file: Path) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]]]:
-    """Metadata without arrays, and the shape of every tensor, innermost dimension first. Raises
-    StageError for a file that is no GGUF or is cut short."""
-    return _header(file, file.stat().st_mtime_ns if file.is_file() else 0)
-
-
-@functools.lru_cache(maxsize=4)  # reading a vocabulary takes seconds
-def _header(file: Path, changed: int) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    reader = gguf_reader(file)
-    fields = reader.fields.items()
-    return (
-        {name: field.contents() for name, field in fields if len(field.types) == 1},
-        {tensor.name: tuple(map(int, tensor.shape)) for tensor in reader.tensors},
-    )
-
-
-def gguf_reader(file: Path) -> Any:
-    """The gguf package's reader of a file. Raises StageError for a file that is no GGUF or is cut
-    short."""
-    hint = "pip install 'pipetrain[gguf]'"
-    with optional("reading a GGUF file needs the package `gguf`", hint=hint):
-        from gguf import GGUFReader
+def gguf_header(file: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    """Return what `read_header` does. Raises StageError for a file that is no GGUF or is cut."""
     try:
-        return GGUFReader(file)
-    except (OSError, ValueError, KeyError, IndexError, OverflowError) as error:
+        return read_header(file)
+    except (OSError, ValueError) as error:
         hint = "download or copy it again"
         raise StageError(f"{file} cannot be read as GGUF: {error}", hint=hint) from error

@@ -80,7 +80,7 @@ def fit(
 
 
 def _source(name: str, given: Collection[str], tied: Mapping[str, str]) -> str | None:
-    """The name under which the source has the tensor or one that it is tied to."""
+    """Return the source's name of the tensor, or of one that it is tied to."""
     kept = tied.get(name, name)
     alike = (name, kept, *(alias for alias, other in tied.items() if other == kept))
     return next((one for one in alike if one in given), None)

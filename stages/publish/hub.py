@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pipeline import Context, Durable, ExportedModel, PlanView, Problem
-from pipeline.distributed.environment import worker_rank
+from pipeline import Context, Durable, ExportedModel, PlanView, Problem, worker_rank
 
 TOKEN = re.compile(r"\bhf_(?:oauth_|jwt_)[\w.-]+|\bhf_[A-Za-z0-9]{16,}|\bBearer\s+\S+")
 OTHER_SOURCES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeline.utils.lazy import lazily
+from pipeline.utils import lazily
 
 if TYPE_CHECKING:
     from stages.wrap.build import build_module, declared_facts, verify_engine

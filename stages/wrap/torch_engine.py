@@ -49,7 +49,7 @@ class _Stored(NamedTuple):
     start: int
     tensor: Tensor
     state: dict[str, Any] | None
-    """None for one that is not trained."""
+    """Optimizer state; None for a tensor that is not trained."""
 
 
 class _Layout(NamedTuple):

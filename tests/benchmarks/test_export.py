@@ -1,4 +1,4 @@
-"""benchmarks/export.py on a tiny model; what it compares with is right."""
+"""benchmarks/export.py on a tiny model, and the numbers that it compares with."""
 
 from __future__ import annotations
 
@@ -30,14 +30,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 WRAPS: dict[str, Any] = {"fsdp": Fsdp(), "zero3": Zero(stage=3)}
 
 
-@pytest.fixture
-def benchmarks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its modules, which are no part of any package, can be imported."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-
-
 def start(program: str, *options: str) -> list[dict[str, Any]]:
-    """What the program leaves as JSON."""
+    """Run the program; return its JSON."""
     file = Path(options[-1])
     command = [sys.executable, str(BENCHMARKS / program), "--shape", "tiny"]
     ended = subprocess.run(
@@ -59,7 +53,7 @@ def test_exports_are_measured_and_agree(tmp_path: Path) -> None:
 
 
 def save(dist: DistContext, folder: str, config: dict[str, Any]) -> None:
-    """A real checkpoint under each strategy."""
+    """Save a real checkpoint under each strategy."""
     for name, wrap in WRAPS.items():
         ctx = context(dist, Path(folder, name))
         source = HfModel(config=config, init="random").run(ctx)
@@ -72,19 +66,19 @@ def save(dist: DistContext, folder: str, config: dict[str, Any]) -> None:
 
 
 def placed(folder: Path) -> dict[tuple[str, int, int], tuple[str, int]]:
-    """Part of a tensor -> its file, and its place behind the header. Without random numbers."""
+    """Return the file of each part of a tensor, and its place behind the header, random states left
+    out."""
     reader = CheckpointReader(*locate(str(folder)))
     found = {}
-    for number, file in enumerate(reader.manifest.files):
-        for tensor, piece in reader._places.in_file(number):
-            if not tensor.key.startswith("random/"):
-                where = (file.name, piece.offset - file.data_start)
-                found[tensor.key, piece.start, piece.stop] = where
+    for key, tensor in reader.tensors.items():
+        for piece in reader._places.find(key, 0, tensor.numel):
+            if not key.startswith("random/"):
+                file = reader.manifest.files[piece.file]
+                found[key, piece.start, piece.stop] = (file.name, piece.offset - file.data_start)
     reader.close()
     return found
 
 
-@pytest.mark.usefixtures("benchmarks")
 def test_checkpoints_are_laid_out_as_two_ranks_save_them(tmp_path: Path) -> None:
     from apart.child import Place
     from exporters import canonical
@@ -100,7 +94,6 @@ def test_checkpoints_are_laid_out_as_two_ranks_save_them(tmp_path: Path) -> None
         assert placed(folder / "step-00000010") == real
 
 
-@pytest.mark.usefixtures("benchmarks")
 def test_numbers_are_the_same_however_they_are_cut() -> None:
     import values
 
@@ -113,7 +106,6 @@ def test_numbers_are_the_same_however_they_are_cut() -> None:
     assert not np.array_equal(whole, values.array("weight/b", 0, size))
 
 
-@pytest.mark.usefixtures("benchmarks")
 @pytest.mark.parametrize("harm", ["moved", "missing", "more", "none"])
 def test_a_wrong_output_is_found(tmp_path: Path, harm: str) -> None:
     import values
@@ -138,14 +130,12 @@ def test_a_wrong_output_is_found(tmp_path: Path, harm: str) -> None:
     assert wrong == {"more": ["lm_head.weight"], "none": []}.get(harm, [name])
 
 
-@pytest.mark.usefixtures("benchmarks")
 def test_ratios_are_those_of_the_same_round() -> None:
     from tables import ratio
 
     assert ratio({0: 2.0, 1: 30.0, 2: 8.0}, {0: 1.0, 1: 10.0}) == 2.5
 
 
-@pytest.mark.usefixtures("benchmarks")
 def test_a_call_that_fails_shows_its_log(tmp_path: Path) -> None:
     from apart.crew import Failed, measure
 

@@ -1,29 +1,20 @@
-"""The arithmetic of benchmarks/overhead.py: which pairs count, and what they say."""
+"""The arithmetic of benchmarks/overhead.py: which pairs count, and the verdict from them."""
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-FILE = Path(__file__).parents[2] / "benchmarks" / "overhead_stats.py"
-
 
 @pytest.fixture(scope="module")
 def stats() -> ModuleType:
-    """The module, which is no part of any package."""
-    spec = importlib.util.spec_from_file_location("overhead_stats", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    """Return the module."""
+    import overhead_stats
+
+    return overhead_stats
 
 
 def block(seconds: float, *, before: float = 1.0, after: float = 1.0, loss: float = 5.0) -> Any:

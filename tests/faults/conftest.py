@@ -28,7 +28,7 @@ ENTRIES = {
 
 @pytest.fixture(scope="session")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that is an installed distribution to any process with it on its path."""
+    """Return a folder that any process with it on its path sees as an installed distribution."""
     folder = tmp_path_factory.mktemp("plugin")
     for module in ("faulty_stages", "faulty_data"):
         shutil.copy(HERE / f"{module}.py", folder)
@@ -49,7 +49,7 @@ def pipe(plugin: Path, tmp_path: Path) -> Iterator[Pipe]:
 
 @pytest.fixture(scope="module")
 def memory() -> Iterator[Path]:
-    """A folder where to force a file to disk takes no time."""
+    """Return a folder in memory, where fsync takes no time."""
     place = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=place) as folder:
         yield Path(folder)
@@ -57,7 +57,7 @@ def memory() -> Iterator[Path]:
 
 @pytest.fixture(scope="module", params=["sharded", "full"])
 def recorded(request: pytest.FixtureRequest, memory: Path) -> Recorded:
-    """Two writers of either layout, and their operations."""
+    """Return two writers of either layout with their operations recorded."""
     folder = memory / request.param
     folder.mkdir()
     return record(folder, request.param)
@@ -65,7 +65,7 @@ def recorded(request: pytest.FixtureRequest, memory: Path) -> Recorded:
 
 @pytest.fixture(scope="session")
 def pipe_in_child(plugin: Path) -> Callable[..., int]:
-    """`pipe ARGUMENTS` in a process that has torch loaded already; returns its exit code."""
+    """Run `pipe ARGUMENTS` in a process that has torch loaded already; return its exit code."""
     context = forking()
 
     def call(*arguments: str, kill_at: str = "") -> int:

@@ -1,4 +1,4 @@
-"""Toy samples for a real training that the environment can have killed in the middle."""
+"""Toy samples for a real training that the environment can have killed midway."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.contracts.stage import Context
 
 
 class Toy(Samples):
-    """Sixteen samples of eight tokens, or so many; all the same but some, where some are odd."""
+    """Samples of eight tokens, sixteen by default, all equal except for the odd ones."""
 
     def __init__(self, size: int = 16, odd: tuple[int, ...] = (), seed: int = 3) -> None:
         self._reads = 0
@@ -41,11 +41,11 @@ class ToyData:
     """Give toy samples."""
 
     size: int = 16
-    """How many."""
+    """Number of samples."""
     odd: tuple[int, ...] = ()
-    """Those that are not like the others, which are then all the same."""
+    """Indices of the samples that differ from the others."""
     heldout: bool = False
-    """Give others to evaluate on."""
+    """Give other samples to evaluate on."""
 
     def run(self, ctx: Context) -> Data:
         heldout = Toy(4, seed=4) if self.heldout else None

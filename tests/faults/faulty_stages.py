@@ -36,7 +36,7 @@ SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "term": signal.SIGTER
 
 
 class Declared:
-    """An artifact of this process only."""
+    """An artifact that exists in this process only."""
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
@@ -63,22 +63,22 @@ class Made(Durable):
 
 
 class Trained(Made):
-    """What training leaves."""
+    """Result of a training."""
 
 
 class Exported(Made):
-    """What an export leaves."""
+    """Result of an export."""
 
 
 def note(ctx: Context, text: str) -> None:
-    """Remember on disk that rank 0 did something."""
+    """Leave a mark on disk that rank 0 has done something."""
     if ctx.dist.is_main:
         with (ctx.run_dir / "calls.txt").open("a") as file:
             file.write(text + "\n")
 
 
 def make(ctx: Context, kind: type[Made], text: str) -> Any:
-    """A durable artifact that holds `text`."""
+    """Make a durable artifact with `text`."""
     file = ctx.run_dir / f"{ctx.slot}.txt"
     with ctx.dist.rank0_first() as main:
         if main:
@@ -88,10 +88,10 @@ def make(ctx: Context, kind: type[Made], text: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Declare:
-    """Give something that no disk holds."""
+    """Give an artifact that exists in memory only."""
 
     text: str = ""
-    """Anything."""
+    """Any number."""
 
     def run(self, ctx: Context) -> Declared:
         note(ctx, ctx.slot)
@@ -103,11 +103,11 @@ class Train:
     """Make a file, or misbehave."""
 
     fault: Fault = "none"
-    """How."""
+    """Kind of misbehaviour."""
     rank: int = 0
-    """Which rank does."""
+    """Rank that misbehaves."""
     peers: Literal["barrier", "collective"] = "barrier"
-    """What the others wait in."""
+    """Call in which the other ranks wait."""
 
     def run(self, ctx: Context, declared: Declared) -> Trained:
         note(ctx, ctx.slot)
@@ -125,12 +125,12 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Copy what was trained."""
+    """Copy the trained file."""
 
     fault: Fault = "none"
-    """How it fails unless `run_dir/repaired` is there."""
+    """Kind of failure unless `run_dir/repaired` exists."""
     suffix: str = ""
-    """What to add."""
+    """Text to add."""
 
     def run(self, ctx: Context, trained: Trained) -> Exported:
         note(ctx, ctx.slot)
@@ -141,7 +141,7 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Read something declared and something made; give nothing."""
+    """Read a declared and a made artifact; give nothing."""
 
     def run(self, ctx: Context, declared: Declared, trained: Trained) -> None:
         note(ctx, ctx.slot)
@@ -149,7 +149,7 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A place where the environment can have this process killed."""
+    """Point at which the environment can have this process killed."""
 
     def run(self, ctx: Context) -> None:
         if os.environ.get("KILL_AT") == ctx.slot:
@@ -157,7 +157,7 @@ class Point:
 
 
 def misbehave(fault: Fault, ctx: Context) -> None:
-    """Do what is asked for, in this process."""
+    """Misbehave in this process as requested."""
     if fault == "raise":
         raise ValueError("boom")
     if fault == "expected":
@@ -183,7 +183,7 @@ def misbehave(fault: Fault, ctx: Context) -> None:
 
 
 def start_child(ctx: Context) -> None:
-    """A process of the rank's own, which knows nothing of the run."""
+    """Start a process of the rank that knows nothing of the run."""
     import subprocess
 
     code = "import time; time.sleep(600)"
@@ -191,7 +191,7 @@ def start_child(ctx: Context) -> None:
 
 
 def wait(peers: str, ctx: Context) -> None:
-    """Where ranks are when another one dies."""
+    """Wait in the call in which ranks are when another one dies."""
     if peers == "barrier":
         ctx.dist.barrier()
         return

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.checkpoint import local_store
-from pipeline.checkpoint.restore import Restoration, _Problem
+from pipeline.checkpoint.restore import Restoration
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import CheckpointError
 from tests.support.processes import run_ranks
@@ -19,20 +19,22 @@ from tests.support.state import Setting, checkpoint_stage, make_engine, save_run
 from tests.support.tiny_store import Tiny, write
 
 ENGINE: Any = None
-"""Never asked."""
+"""Never called."""
 
 
 def restore_with_bad_memory(dist: DistContext, folder: str) -> str:
     if dist.rank == 1:
-        read = local_store._LocalSource.read
+        read = local_store.LocalStore.read
 
-        def flipped(self: local_store._LocalSource, offset: int, into: memoryview) -> int:
-            count = read(self, offset, into)
+        def flipped(
+            self: local_store.LocalStore, name: str, file: str, offset: int, into: memoryview
+        ) -> int:
+            count = read(self, name, file, offset, into)
             if offset > 0:
                 into[0] ^= 1
             return count
 
-        local_store._LocalSource.read = flipped  # type: ignore[method-assign]
+        local_store.LocalStore.read = flipped  # type: ignore[method-assign]
     ctx = context(dist, folder)
     setting = Setting(wrap="fsdp full")
     engine = make_engine(ctx, setting)
@@ -58,9 +60,9 @@ def test_what_rank_0_cannot_read_now_is_not_confirmed(
     def unreachable(*_: object) -> None:
         raise OSError(errno.ETIMEDOUT, "timed out")
 
-    monkeypatch.setattr(local_store.LocalStore, "open", unreachable)
+    monkeypatch.setattr(local_store.LocalStore, "read", unreachable)
     with pytest.raises(CheckpointError, match="cannot be read: timed out"):
-        restoration._require_confirmed("step-00000001", [_Problem(1, "damaged", "weight/a")])
+        restoration._require_confirmed("step-00000001", [None, ("damaged", "weight/a")])
 
 
 def test_nothing_is_put_aside_for_what_rank_0_reads_well(tmp_path: Path) -> None:

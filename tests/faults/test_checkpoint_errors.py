@@ -24,7 +24,8 @@ COUNT = times(quick=8, full=25)
 
 
 def require_untouched(recorded: Recorded, fault: Fault, seen: Seen, problem: str) -> None:
-    """Nothing was committed, the rank's error says what and where, the next save succeeds."""
+    """Require that nothing is committed, the rank's error says what failed and where, and the next
+    save succeeds."""
     assert seen.after.names == [OLD], fault
     assert seen.after.exact, fault
     assert problem.startswith(f"{os.strerror(getattr(errno, fault.how))}: {recorded.attempt}"), (
@@ -59,8 +60,8 @@ def test_a_failing_operation_commits_nothing_and_is_told(recorded: Recorded, ran
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_files_that_may_not_grow(recorded: Recorded, rank: int) -> None:
-    """A real error of the system at a place of its choice: each file that is too big for the limit
-    fails, and every smaller one succeeds."""
+    """The limit on file sizes gives real errors of the system: each file over the limit fails, and
+    every smaller one succeeds."""
     chance = random.Random(rank)
     faults = [
         Fault(root=str(recorded.root), at=chance.randrange(20_000), how="EFBIG") for _ in range(12)
@@ -72,7 +73,7 @@ def test_files_that_may_not_grow(recorded: Recorded, rank: int) -> None:
 
 
 def test_a_failure_after_the_rename_leaves_a_whole_checkpoint(recorded: Recorded) -> None:
-    """It is told, because the rename may not survive a power loss."""
+    """The failure is reported because the rename may not survive a power loss."""
     parent = recorded.commit + 1
     faults = [Fault(root=str(recorded.root), at=place, how="EIO") for place in (parent, parent + 1)]
     for seen in recorded.sweep([Injected(0, fault, GRACE) for fault in faults]):
@@ -99,7 +100,7 @@ def test_a_failing_deletion_is_a_warning(recorded: Recorded) -> None:
 
 
 def can_mount() -> bool:
-    """Whether this user may mount a file system of its own."""
+    """Return whether this user may mount a file system."""
     unshare = shutil.which("unshare")
     command = [unshare, "-Urm", "mount", "-t", "tmpfs", "none", "/mnt"]
     return unshare is not None and subprocess.run(command, capture_output=True).returncode == 0
@@ -107,8 +108,8 @@ def can_mount() -> bool:
 
 @pytest.mark.skipif(not can_mount(), reason="needs user namespaces that may mount")
 def test_disks_of_many_sizes(tmp_path: Path) -> None:
-    """Some have room for the second checkpoint. On a full one the first stays as it is, and what
-    was begun is removed."""
+    """On a disk without room for the second checkpoint the first stays unchanged and the unfinished
+    one is removed."""
     command = ["unshare", "-Urm", sys.executable, "-m", "tests.support.small_disks", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(

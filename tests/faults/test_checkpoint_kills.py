@@ -15,12 +15,12 @@ def hows(operation: str) -> list[str]:
 
 
 def test_a_save_is_what_we_believe_it_is(recorded: Recorded) -> None:
-    """So that the sweep below covers each kind of operation, in the order that a crash needs."""
+    """The sweep below covers each kind of operation, in the order that survives a crash."""
     kinds = {line.split()[0] for line in recorded.operations[0]}
     assert kinds >= {"mkdir", "open", "pwrite", "fsync", "close", "rename", "unlink", "rmdir"}
     first = recorded.operations[0]
-    folder = first.index(f"open {recorded.attempt}")
     manifest = first.index(f"rename {recorded.attempt / 'manifest.json.partial'}")
+    folder = first.index(f"open {recorded.attempt}", manifest)
     parent = first.index(f"open {recorded.root}", recorded.commit)
     forget = recorded.place(0, f"rename {recorded.root / OLD}")
     assert manifest < folder < recorded.commit < parent < forget
@@ -28,7 +28,7 @@ def test_a_save_is_what_we_believe_it_is(recorded: Recorded) -> None:
     assert first[parent + 1].startswith("fsync ")
     written = [place for place, line in enumerate(first) if line.startswith("pwrite ")]
     assert max(written) < manifest
-    for rank in range(2):  # whatever is written is forced to disk before its file is closed
+    for rank in range(2):  # written data is forced to disk before its file is closed
         assert sum(line.startswith("rename ") for line in recorded.operations[rank]) >= 2
 
 

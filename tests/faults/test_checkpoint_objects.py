@@ -21,7 +21,8 @@ from tests.support.tiny_store import Tiny, digests, read_digests, write
 
 
 def test_killed_at_every_request(memory: Path) -> None:
-    """`file://` is used as an object store is: all is put, listed and removed, nothing renamed."""
+    """`file://` is used like an object store: everything is put, listed and removed, nothing
+    renamed."""
     root = memory / "objects"
     address = f"file://{root}"
     tiny = Tiny(address, retention=Retention(last=1))
@@ -123,7 +124,7 @@ def test_a_commit_whose_answer_is_lost_is_taken_back(
 def test_what_a_server_says_is_never_damage(
     store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or a moment without network would cost all checkpoints."""
+    """Otherwise a moment without network would cost all checkpoints."""
     write(tiny(store), 1)
 
     def fail(*_: object, **__: object) -> bytes:
@@ -137,7 +138,7 @@ def test_what_a_server_says_is_never_damage(
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A bucket of a server on this machine that speaks S3."""
+    """Return a bucket of a server on this machine that speaks S3."""
     pytest.importorskip("s3fs")
     moto = pytest.importorskip("moto.server")
     server = moto.ThreadedMotoServer(port=0, verbose=False)
@@ -158,7 +159,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def save(tiny: Tiny, step: int, identity: str, fault: Fault | None = None) -> list[int]:
-    """Two processes; rank 0 has the fault. Exit codes."""
+    """Save from two processes, with the fault in rank 0; return their exit codes."""
     tasks = [Task(tiny, step, identity, rank, None if rank else fault) for rank in range(2)]
     processes = [start(task) for task in tasks]
     for process in processes:

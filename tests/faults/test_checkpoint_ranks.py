@@ -1,5 +1,5 @@
-"""Checkpoints of ranks that really train: writers that are killed or fail, files that are damaged,
-folders that not all ranks see."""
+"""Checkpoints of training ranks: killed and failing writers, damaged files, folders that only some
+ranks see."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.damage import flip
 from tests.support.faulty_ranks import FIRST, SECOND, Victim, resume, save_twice
 from tests.support.injection import Fault
 from tests.support.processes import RankFailed, run_ranks
@@ -22,7 +23,7 @@ FSDP = Setting(wrap="fsdp full", checkpoint={"keep": None})
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with two checkpoints, and what was in them."""
+    """Return a run with two checkpoints, and their contents."""
     folder = tmp_path_factory.mktemp("saved")
     run_ranks(save_twice, 2, str(folder), FSDP)
     return folder
@@ -30,25 +31,18 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(saved: Path, tmp_path: Path) -> Path:
-    """A copy to break."""
+    """Return a copy to damage."""
     return Path(shutil.copytree(saved, tmp_path / "run"))
 
 
 def state(folder: Path, step: int) -> dict[str, str]:
-    """What was in the engine at a step."""
+    """Return the engine's state at a step."""
     found: dict[str, str] = json.loads((folder / f"state-{step}.json").read_text())
     return found
 
 
-def flip(file: Path) -> None:
-    """One bit of the last byte, which is data."""
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
-
-
 def test_all_ranks_fall_back_together_when_one_meets_damage(run: Path) -> None:
-    """Rank 0 reads none of the file that is damaged."""
+    """Rank 0 reads no byte of the damaged file."""
     broken = run / "checkpoints" / NEW / "rank-00001.safetensors"
     flip(broken)
     data = broken.read_bytes()
@@ -77,7 +71,7 @@ def test_nothing_is_left_of_a_checkpoint_that_was_loaded_in_part(wrap: str, tmp_
 
 
 def test_no_silent_start_from_scratch(run: Path) -> None:
-    """Not at the second attempt either."""
+    """The second attempt does not start from scratch either."""
     for name in (OLD, NEW):
         (run / "checkpoints" / name / "manifest.json").unlink()
     places = [f"{OLD}/manifest.json: missing", f"{NEW}.damaged-1: damaged"]
@@ -91,7 +85,7 @@ def test_no_silent_start_from_scratch(run: Path) -> None:
 
 
 def test_no_silent_start_where_all_checkpoints_are_gone(run: Path) -> None:
-    """As when a disk was not mounted."""
+    """A disk that was not mounted looks like this."""
     (run / "checkpoints").rename(run / "unmounted")
     with pytest.raises(RankFailed) as told:
         run_ranks(resume, 2, [str(run)], FSDP)

@@ -1,4 +1,4 @@
-"""Rank 0's writer ends last: how long it takes must not make the other ranks fail."""
+"""A slow commit by rank 0's writer must not make the other ranks fail."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ NAMES = [f"step-{step:08d}" for step in (1, 2)]
 
 
 def stop_writer(checkpoints: CheckpointManager) -> None:
-    """It goes on after SLOW seconds."""
+    """Stop the writer and let it continue after SLOW seconds."""
     pid = checkpoints.writer._process.pid
     os.kill(pid, signal.SIGSTOP)
     threading.Timer(SLOW, os.kill, (pid, signal.SIGCONT)).start()
 
 
 def save_slowly(dist: DistContext, folder: str, asynchronous: bool) -> list[str]:
-    """Two saves whose commits take long, each followed by what a training step does next."""
+    """Save twice with slow commits, each followed by the collectives of a training step."""
     ctx = context(dist, folder)
     impatient = torch.distributed.new_group(timeout=datetime.timedelta(seconds=PATIENCE))
     setting = Setting(wrap="ddp", checkpoint={"asynchronous": asynchronous, "keep": None})
@@ -54,7 +54,8 @@ def test_a_slow_commit_trips_no_collective(asynchronous: bool, tmp_path: Path) -
 
 
 def close_at_once(dist: DistContext, folder: str) -> bool:
-    """As after a failure in the step that follows a save; whether the checkpoint was there then."""
+    """Close as after a failure in the step after a save; return whether the checkpoint was
+    there."""
     ctx = context(dist, folder)
     setting = Setting(wrap="ddp")
     checkpoints = checkpoint_stage(setting).run(ctx, make_engine(ctx, setting))
@@ -66,5 +67,5 @@ def close_at_once(dist: DistContext, folder: str) -> bool:
 
 
 def test_a_save_ends_well_whichever_rank_fails_after_it(tmp_path: Path) -> None:
-    """The first rank that is gone makes the launcher end all."""
+    """The launcher ends all ranks when the first one has ended."""
     assert run_ranks(close_at_once, 2, str(tmp_path)) == [True, True]

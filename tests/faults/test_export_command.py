@@ -28,7 +28,7 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def trained(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """A finished run of two processes that began with a dry run; it is not to be changed."""
+    """Return a finished run of two processes that began with a dry run; tests do not change it."""
     folder = tmp_path_factory.mktemp("trained")
     pipe = Pipe(plugin, folder)
     stages = training(checkpoint={"every": 2}, train={"steps": STEPS}, wrap="wrap.fsdp") | EXPORT
@@ -60,8 +60,8 @@ def test_the_dry_run_leaves_nothing_and_changes_nothing(trained: Trained, tmp_pa
 
 
 def test_a_copied_run_makes_its_own_damaged_export_again(trained: Trained, tmp_path: Path) -> None:
-    """Of what it holds itself, though the run that it is a copy of is there and is another by
-    now."""
+    """The export is made from the copy's own files, although the original run exists and has
+    changed."""
     first = Path(shutil.copytree(trained.run, tmp_path / "first"))
     copy = Path(shutil.copytree(first, tmp_path / "copy"))
     shutil.rmtree(first / "checkpoints")

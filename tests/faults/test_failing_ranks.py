@@ -1,4 +1,4 @@
-"""A rank that fails ends the run, says why last, and leaves nothing behind."""
+"""A failing rank ends the run, its error comes last, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def test_a_raising_rank(pipe: Pipe) -> None:
     assert "rank 1" not in result.stdout
     started, failed = pipe.events()[-2:]
     assert (started["event"], failed["event"]) == ("slot started", "run failed")
-    assert failed["time"] - started["time"] < 15  # rank 0 waits for rank 1, and was stopped
+    # rank 0 was waiting for rank 1 when it was stopped
+    assert failed["time"] - started["time"] < 15
 
 
 @pytest.mark.parametrize("fault", DIED)
@@ -93,7 +94,8 @@ def test_the_others_do_not_wait_for_a_main_that_raised(pipe: Pipe) -> None:
 
 
 def test_what_a_rank_started_ends_too(pipe: Pipe) -> None:
-    """Its parent is dead and it knows nothing of the run; the `pipe` fixture looks for it."""
+    """The child's parent is dead and it knows nothing of the run; the `pipe` fixture looks for
+    it."""
     result = pipe.run(pipe.recipe(procs=2, train={"fault": "child"}))
     assert result.code == 1
 

@@ -1,4 +1,4 @@
-"""A disk that is full in the middle of a run: what is said, and that a resume goes on."""
+"""A disk that fills up during a run: the error, and the resume."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ def test_a_disk_that_is_full_in_the_middle_of_a_run(pipe: Pipe, tmp_path: Path) 
     assert said["2"].startswith(f"error: No space left on device: {disk}/run/")
     assert "failed" in said["ls"] or "stopped" in said["ls"]
     calls = (tmp_path / "calls.txt").read_text().split()
-    assert calls.count("train") == 1  # what was done is not done again
+    assert calls.count("train") == 1  # finished stages are not run again
     assert calls.count("export") == 2

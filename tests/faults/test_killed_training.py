@@ -1,4 +1,4 @@
-"""A real training killed at every stage boundary, and in the middle, ends with the same weights."""
+"""A real training, killed at every stage boundary and midway, ends with the same weights."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tests.support.tiny_recipe import EXPORT, outcome, training, write
 POINTS = ("before_wrap", "after_wrap", "after_train", "after_consolidate", "after_export")
 STEPS = 9
 READ = "read 26"
-"""Each step reads four samples: this one is in step 7, one step after a checkpoint."""
+"""A sample of step 7, one step after a checkpoint; each step reads four samples."""
 
 
 def recipe(folder: Path) -> Path:
-    """`fault.point` slots stand at the stage boundaries."""
+    """Return a recipe with `fault.point` slots at the stage boundaries."""
     slots = training(checkpoint={"every": 2, "keep": 1}, train={"steps": STEPS, "log_every": 3})
     stages = {}
     for slot, fields in (slots | EXPORT).items():
@@ -33,7 +33,7 @@ def recipe(folder: Path) -> Path:
 def reference(
     pipe_in_child: Callable[..., int], tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[bytes, list[float]]:
-    """Exported weights and losses of the run that nothing disturbed."""
+    """Return exported weights and losses of an undisturbed run."""
     folder = tmp_path_factory.mktemp("reference")
     assert pipe_in_child("run", str(recipe(folder)), "--run-dir", str(folder / "run")) == 0
     return outcome(folder / "run", STEPS)
@@ -51,6 +51,7 @@ def test_same_weights_and_metrics(
     assert code == -signal.SIGKILL
     for file in ("journal.jsonl", "metrics.jsonl"):
         with (run / file).open("a") as opened:
-            opened.write('{"step": 9, "loss": 1.0, "ev')  # as a kill in the middle of a write does
+            # as a kill in the middle of a write leaves it
+            opened.write('{"step": 9, "loss": 1.0, "ev')
     assert pipe_in_child("resume", str(run)) == 0
     assert outcome(run, STEPS) == reference

@@ -1,4 +1,4 @@
-"""Nobody on another machine reaches a run of this one."""
+"""Other machines cannot connect to a run of this one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.pipe import Pipe
 
 
 def outside() -> str:
-    """An address by which other machines reach this one."""
+    """Return an address by which other machines reach this one."""
     for addresses in psutil.net_if_addrs().values():
         for address in addresses:
             if address.family == socket.AF_INET and not address.address.startswith("127."):
@@ -24,7 +24,7 @@ def outside() -> str:
 
 
 def listening(process: subprocess.Popen[str]) -> list[tuple[str, int]]:
-    """Where a process and its descendants can be connected to."""
+    """Return the addresses on which a process and its descendants listen."""
     found = []
     top = psutil.Process(process.pid)
     for each in (top, *top.children(recursive=True)):
@@ -38,13 +38,13 @@ def listening(process: subprocess.Popen[str]) -> list[tuple[str, int]]:
 def test_every_socket_is_closed_to_other_addresses(pipe: Pipe, procs: int) -> None:
     address = outside()
     recipe = pipe.recipe(procs=procs, train={"fault": "hang"})
-    set_so = {"GLOO_SOCKET_IFNAME": interface_of(address)}  # as a cluster's profile may have it
+    set_so = {"GLOO_SOCKET_IFNAME": interface_of(address)}  # as a cluster's profile may set it
     command = ("-m", "pipetrain", "run", str(recipe), "--run-dir", str(pipe.run_dir))
     process = pipe.start(*command, **set_so)
     try:
         pipe.wait_for((pipe.run_dir / "hanging").exists)
         found = listening(process)
-        assert len(found) >= procs  # gloo has one a rank
+        assert len(found) >= procs  # gloo has one for each rank
         for _, port in found:
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection((address, port), timeout=5)
@@ -55,7 +55,7 @@ def test_every_socket_is_closed_to_other_addresses(pipe: Pipe, procs: int) -> No
 
 
 def interface_of(address: str) -> str:
-    """The name of the interface that has it."""
+    """Return the name of the interface with the address."""
     return next(
         name
         for name, addresses in psutil.net_if_addrs().items()

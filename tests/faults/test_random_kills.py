@@ -1,4 +1,4 @@
-"""A run that is killed again and again, rank or writer, ends as if nothing had been."""
+"""A run killed again and again, in a rank or a writer, ends like an undisturbed one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Start = Callable[..., list[int]]
 
 @dataclass(frozen=True)
 class Kill:
-    """Which rank, or its writer, and when: at that read of a sample, or at that file operation."""
+    """A rank or its writer, and the moment of its kill: a read of a sample, or a file operation."""
 
     rank: int
     writer: bool
@@ -35,7 +35,7 @@ class Kill:
     how: str
 
     def prepare(self, run: Path) -> None:
-        """In the process of the rank, before it starts."""
+        """Prepare the rank's process before it starts."""
         if self.writer:
             infect(str(run.parent), Fault(root=str(run / "checkpoints"), at=self.at, how=self.how))
         else:
@@ -43,7 +43,7 @@ class Kill:
 
 
 def kills() -> list[Kill]:
-    """Late enough that one checkpoint more is there each time, so that the run gets on."""
+    """Return kills late enough that each leaves one more checkpoint, so that the run advances."""
     chance = random.Random(20)
     found = []
     for number in range(KILLS):
@@ -56,8 +56,8 @@ def kills() -> list[Kill]:
 
 @pytest.fixture(scope="module")
 def start(plugin: Path) -> Start:
-    """`pipe ARGUMENTS` on ranks that have torch loaded already, killed when one ends badly, as any
-    launcher does; their exit codes."""
+    """Run `pipe ARGUMENTS` on ranks that have torch loaded already, killed when one fails, as any
+    launcher does; return their exit codes."""
     context = forking()
 
     def call(run: Path, *arguments: str, kill: Kill | None = None) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a resumed run repeats, and what it does not."""
+"""Stages that a resumed run repeats, and stages that it does not."""
 
 from __future__ import annotations
 

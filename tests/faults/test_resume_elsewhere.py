@@ -1,4 +1,4 @@
-"""`pipe resume` under another recipe, and what it refuses."""
+"""`pipe resume` under another recipe, accepted and refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_another_strategy_and_world_size_go_on_and_another_training_is_refused(p
     assert "belongs to another training: global_batch_size was 4, is 8" in refused.stderr
     assert "--accept global_batch_size" in refused.stderr
     own = yaml.safe_load((pipe.run_dir / "recipe.yaml").read_text())
-    assert own["stages"]["wrap"]["use"] == "wrap.ddp"  # what was refused did not replace it
+    assert own["stages"]["wrap"]["use"] == "wrap.ddp"  # the refused recipe did not replace it
     lost = pipe("resume", run, "train.steps=4", f"checkpoint.folder={pipe.folder / 'new'}")
     assert lost.code == 1
     assert f"this run saved its checkpoints in {pipe.run_dir / 'checkpoints'}" in lost.stderr

@@ -1,4 +1,4 @@
-"""What the loop has decided on its way (to skip, to go back, to end early) survives a kill."""
+"""Decisions of the loop (to skip, to roll back, to stop early) survive a kill."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.support.tiny_recipe import EXPORT, outcome, training, write
 
 ODD = {"size": 64, "odd": [20, 21, 22, 23]}
-"""The sixth batch is not like the others."""
+"""Samples of the sixth batch, which differ from the others."""
 SPIKE = {"spike_window": 3, "spike_factor": 1.3}
 CASES: dict[str, dict[str, Any]] = {
     "skip": {
@@ -21,7 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
         "checkpoint": {"every": 4},
         "train": {"steps": 10, "shuffle": False, "anomalies": {"spike": "skip", **SPIKE}},
         "ends": (10, {"left_out": [[20, 24]], "samples": 44}),
-        # Each step reads four samples: right behind the skipped batch, and behind a checkpoint.
+        # Each step reads four samples: just after the skipped batch, and after a checkpoint.
         "kills": ["read 26", "read 38"],
     },
     "rollback": {
@@ -65,7 +65,7 @@ def recipe(folder: Path, case: dict[str, Any]) -> Path:
 
 
 def progress(run: Path) -> dict[str, Any]:
-    """What the journal says that the training reached."""
+    """Return the training progress in the journal."""
     lines = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
     records = [line["record"] for line in lines if line.get("slot") == "train" and "record" in line]
     found: dict[str, Any] = records[-1]["progress"]

@@ -14,7 +14,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-po
 
 
 def start(pipe: Pipe, *arguments: str) -> subprocess.Popen[str]:
-    """`torchrun ... -m pipetrain ARGUMENTS` on a free port."""
+    """Run `torchrun ... -m pipetrain ARGUMENTS` on a free port."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = str(probe.getsockname()[1])

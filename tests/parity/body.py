@@ -1,8 +1,7 @@
-"""What each rank runs: the built-in stages on toy samples, under the strategy of the case."""
+"""Training of the built-in stages on toy samples, on each rank, under the strategy of a case."""
 
 from __future__ import annotations
 
-import importlib.metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +22,8 @@ SEED, STEPS, BATCH = 7, 6, 8
 ADAMW = AdamW(lr=LR, weight_decay=DECAY, warmup_steps=WARMUP, max_grad_norm=CLIP)
 
 
-def stage(name: str) -> Any:
-    """The installed stage class of this name."""
-    return importlib.metadata.entry_points(group="pipe.stages")[name].load()
-
-
 def tiny_source(ctx: Any, lora: Any = None, fields: Any = None, **overrides: Any) -> Any:
-    """The tiny random model of the parity tests; `fields` are those of model.hf."""
+    """Return the tiny random model of the parity tests; `fields` are the fields of model.hf."""
     from stages.adapter.lora import Lora
     from stages.model.hf import HfModel
 
@@ -38,9 +32,10 @@ def tiny_source(ctx: Any, lora: Any = None, fields: Any = None, **overrides: Any
 
 
 def wrap_fields(given: dict[str, Any], folder: str, dist: DistContext) -> dict[str, Any]:
-    """Of the wrap slot. `accelerate` is the text of a configuration file.
+    """Return the fields of the wrap slot. `accelerate` is the text of a configuration file, written
+    here.
 
-    accelerate shards on GPUs only, so it is told that these processes are those of GPUs.
+    accelerate shards on GPUs only, so it is made to take these processes for processes of GPUs.
     """
     if "accelerate" not in given:
         return given
@@ -58,8 +53,7 @@ def wrap_fields(given: dict[str, Any], folder: str, dist: DistContext) -> dict[s
 
 
 def train_case(dist: DistContext, folder: str, case: dict[str, Any]) -> dict[str, Any]:
-    """Train as `case` says; returns what rank 0 logged. Weights go to
-    `folder`/final.safetensors."""
+    """Train the case; return rank 0's records. Weights go to `folder`/final.safetensors."""
     ctx = context(dist, folder, SEED)
     precision = PrecisionPolicy(
         compute=case.get("compute", "fp32"), master=case.get("master", "fp32"), reduce="fp32"

@@ -1,7 +1,7 @@
-"""What combines with what: every feature under every strategy, as recipes and as test cases.
+"""Combinations of every feature with every strategy, as recipes and as test cases.
 
-`python -m tests.parity.combinations` prints docs/combinations.md: what `pipe check` says of each
-combination. `test_combinations.py` trains each that it accepts.
+`python -m tests.parity.combinations` prints docs/combinations.md: the answer of `pipe check` to
+each combination. `test_combinations.py` trains the accepted ones.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class Feature:
     train: Mapping[str, Any] = field(default_factory=dict)
     packed: bool = False
     rounds: bool = False
-    """Whether the model computes something else by it, as the plain loop's then does too."""
+    """Whether the feature changes the model's numbers, so that the plain loop needs it too."""
 
 
 LORA = {"rank": 4, "alpha": 8.0, "targets": ("q_proj", "up_proj", "down_proj")}
-BLOCKS: dict[str, Any] = {"backend": "aot_eager"}  # traced as any other, and quick
+BLOCKS: dict[str, Any] = {"backend": "aot_eager"}  # traced like any other backend, and quick
 CHUNK = {"loss_chunk_size": 7}
 FEATURES = {
     "packing": Feature(packed=True),
@@ -70,11 +70,11 @@ FEATURES = {
 CONTAINED = {
     "packing", "loss in chunks", "activation checkpointing", "compiled blocks", "LoRA", "DoRA",
 }  # fmt: skip
-"""Features that the combined ones further down have too."""
+"""Features that are also part of the combined ones above."""
 
 
 def recipe(feature: Feature, strategy: Strategy) -> dict[str, Any]:
-    """The combination as a recipe of two processes."""
+    """Return the combination as a recipe of two processes."""
     adapter = {"adapter": {"use": "adapter.lora", **feature.adapter}} if feature.adapter else {}
     tiny = {"model_type": "llama", "hidden_size": 24, "num_attention_heads": 4}
     packing = {"packing": True} if feature.packed else {}
@@ -96,24 +96,24 @@ def recipe(feature: Feature, strategy: Strategy) -> dict[str, Any]:
 
 
 def refusal(feature: Feature, strategy: Strategy) -> str:
-    """Why `pipe check` refuses the combination; empty if it does not."""
+    """Return the reason why `pipe check` refuses the combination; empty if it accepts."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "rows.jsonl").write_text("")
         file = Path(folder) / "recipe.yaml"
         file.write_text(json.dumps(recipe(feature, strategy)))
         try:
-            plan_file(file, forecast=True)  # there is no tokenizer
+            plan_file(file, forecast=True)  # the model has no tokenizer
         except RecipeError as error:
             return "; ".join(problem.message for problem in error.problems)
     return ""
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48}
-"""Of the model: multiples of 16, as 8-bit products want."""
+"""Sizes of the model, multiples of 16 as 8-bit products need."""
 
 
 def model_fields(feature: Feature) -> dict[str, Any]:
-    """The fields of model.hf, built."""
+    """Build the fields of model.hf."""
     kinds = {
         "activation_checkpointing": ActivationCheckpointing, "compile": Compile, "fp8": Fp8,
     }  # fmt: skip
@@ -121,7 +121,7 @@ def model_fields(feature: Feature) -> dict[str, Any]:
 
 
 def case(feature: Feature, strategy: Strategy) -> dict[str, Any]:
-    """For `tests.parity.body.train_case`."""
+    """Return the case for `tests.parity.body.train_case`."""
     return {
         "wrap": strategy.use,
         "fields": dict(strategy.fields),
@@ -135,7 +135,7 @@ def case(feature: Feature, strategy: Strategy) -> dict[str, Any]:
 
 
 def table() -> str:
-    """docs/combinations.md."""
+    """Return docs/combinations.md."""
     notes: dict[str, int] = {}
     rows = []
     for name, feature in FEATURES.items():

@@ -1,7 +1,7 @@
-"""A plain loop that strategies are held to bit by bit, and what each rank compares with it.
+"""A plain loop that strategies must match bit by bit, and each rank's comparison with it.
 
-Every rank is given the same tokens, and there are 2 or 4 of them: so the average of their gradients
-is each one's gradient, to the bit, and nothing depends on the order of a sum.
+All 2 or 4 ranks train on the same tokens: the average of their gradients is each rank's gradient,
+to the bit, and nothing depends on the order of a sum.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ Kept = dict[str, dict[str, torch.Tensor]]
 
 
 def loss_of(logits: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of the next tokens."""
+    """Return the mean cross-entropy of the next tokens."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), TOKENS[:, 1:].flatten())
 
 
 def plain_loop(source: ModelSource, master: torch.dtype, steps: int) -> Kept:
-    """AdamW of torch on whole parameters in `master`; forward and backward on them cast to bf16."""
+    """Run torch's AdamW on whole parameters in `master`; forward and backward use them cast to
+    bf16."""
     model, reader = source.build(), source.weights()
     parameters = {name: reader.read(name).to(master) for name, _ in model.named_parameters()}
     parameters = {name: torch.nn.Parameter(weight) for name, weight in parameters.items()}
@@ -62,7 +63,7 @@ def plain_loop(source: ModelSource, master: torch.dtype, steps: int) -> Kept:
 
 
 def train(ctx: Any, case: Mapping[str, Any], rule: AdamW, steps: int) -> Engine:
-    """The same under the strategy of the case."""
+    """Train the same under the strategy of the case."""
     precision = PrecisionPolicy(compute="bf16", master=case["master"], reduce="fp32").run(ctx)
     wrap = Strategy(use=case["wrap"], fields=case["fields"]).stage()
     engine: Engine = wrap.run(ctx, tiny_source(ctx), precision, rule.run(ctx))
@@ -74,8 +75,8 @@ def train(ctx: Any, case: Mapping[str, Any], rule: AdamW, steps: int) -> Engine:
 
 
 def compare(dist: DistContext, folder: str, cases: Mapping[str, Any]) -> dict[str, Any]:
-    """Of each case: elements of this rank, those whose bits differ from the plain loop's, and the
-    largest difference."""
+    """Return for each case: the elements of this rank, the number whose bits differ from the plain
+    loop's, and the largest difference."""
     ctx = context(dist, folder, SEED)
     results = {}
     for name, case in cases.items():
@@ -97,8 +98,9 @@ def compare(dist: DistContext, folder: str, cases: Mapping[str, Any]) -> dict[st
 
 
 def round_once(dist: DistContext, folder: str, cases: Mapping[str, Any]) -> dict[str, Any]:
-    """Of each case, after one update with stochastic rounding: how weights lie to the values that
-    they were rounded from, which the plain loop gives in fp32, and a digest of the bits."""
+    """Return for each case, after one update with stochastic rounding: how the weights relate to
+    the fp32 values that they were rounded from, which the plain loop gives, and a digest of the
+    bits."""
     ctx = context(dist, folder, SEED)
     results = {}
     for name, case in cases.items():
@@ -130,7 +132,7 @@ def round_once(dist: DistContext, folder: str, cases: Mapping[str, Any]) -> dict
 
 
 def exact_update(source: ModelSource) -> dict[str, torch.Tensor]:
-    """bf16 weights after one update in fp32, before anything is rounded."""
+    """Return bf16 weights after one update in fp32, before rounding."""
     model, reader = source.build(), source.weights()
     weights = {name: reader.read(name).bfloat16() for name, _ in model.named_parameters()}
     halves = {name: weight.requires_grad_() for name, weight in weights.items()}
@@ -144,6 +146,6 @@ def exact_update(source: ModelSource) -> dict[str, torch.Tensor]:
 
 
 def neighbours(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two bf16 numbers around each fp32 value: towards zero, and away from it."""
+    """Return the two bf16 numbers around each fp32 value: towards zero, and away from it."""
     bits = values.view(torch.int32) & -(1 << 16)
     return bits.view(torch.float32), (bits + (1 << 16)).view(torch.float32)

@@ -1,4 +1,4 @@
-"""The reference of all numbers: a plain single-process torch loop, one sample at a time."""
+"""The reference for all numbers: a plain single-process torch loop, one sample at a time."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ def reference(
     plan: OptimizerPlan | None = None,
     together: Sequence[int] | None = None,
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor], float]:
-    """Per-step losses and gradient norms, final weights, held-out loss.
+    """Return per-step losses and gradient norms, final weights, held-out loss.
 
     The optimizer is torch's AdamW, or the plan's, over whole parameters. The forward pass runs on
-    parameters cast to `compute`; everything else is fp32. With `together`, so many samples
-    at a time pass through the model, padded, instead of each alone: for models that look at a
-    whole batch.
+    parameters cast to `compute`; everything else is fp32. `together` is the number of samples,
+    padded, that pass through the model at a time instead of one: for models that look at a whole
+    batch.
     """
     torch.manual_seed(0)
     model = source.build()
@@ -83,7 +83,7 @@ def _adamw(parameters: dict[str, torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def _loss(model: Any, sample: Any, compute: torch.dtype) -> torch.Tensor:
-    """Each document by itself."""
+    """Return the loss with each document computed by itself."""
     cast = {name: parameter.to(compute) for name, parameter in model.named_parameters()}
     total = torch.zeros(())
     for tokens, labels in _documents(sample):

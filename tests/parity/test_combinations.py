@@ -1,4 +1,5 @@
-"""Every feature under every strategy gives the numbers of a plain loop, or is refused before."""
+"""Every feature under every strategy gives the numbers of a plain loop, or is refused before a
+start."""
 
 from __future__ import annotations
 
@@ -43,12 +44,12 @@ SLOW = {
     for strategy in ("DDP", "FSDP", "ZeRO-2")
     if "compiled" in name.split(", ")
 }
-"""Compiled for half a minute, as shapes change. The full tier has them; the quick one compiles
-under ZeRO-3, and in test_compiled_blocks.py under all."""
+"""Features that compile for half a minute because shapes change. The full tier trains them under
+every strategy, the quick tier under ZeRO-3; test_compiled_blocks.py compiles under all."""
 CUT = (3, 1, 3, 1)
-"""Samples of the micro-batches of a step: two ranks with four samples each, three at a time."""
+"""Samples in each micro-batch of a step: two ranks with four samples each, three at a time."""
 TRAINED = [name for name in FEATURES if FULL or name not in CONTAINED]
-"""In the quick tier without those that others contain."""
+"""Features of the quick tier, without the ones that others contain."""
 LEFT_OUT = REFUSED if FULL else REFUSED | SLOW
 PAIRS = [(feature, strategy) for strategy in STRATEGIES for feature in FEATURES]
 
@@ -64,7 +65,7 @@ def test_the_documented_table_is_what_check_says() -> None:
 
 
 def train_all(dist: DistContext, folder: str, cases: dict[str, Any]) -> dict[str, Any]:
-    """One training after another in the same processes."""
+    """Train one case after another in the same processes."""
     results = {}
     for number, (name, one) in enumerate(cases.items()):
         place = f"{folder}/{number}"
@@ -74,13 +75,14 @@ def train_all(dist: DistContext, folder: str, cases: dict[str, Any]) -> dict[str
 
 
 SHARDED_ALIKE = "ZeRO-1"
-"""Its engine is that of ZeRO-2, but for when gradients are reduced; test_parity.py has both."""
+"""Strategy of the full tier only: its engine is that of ZeRO-2, except for when gradients are
+reduced; test_parity.py has both."""
 ALWAYS = [name for name in STRATEGIES if FULL or name != SHARDED_ALIKE]
 
 
 @pytest.fixture(scope="module", params=ALWAYS)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What came of every feature under one strategy."""
+    """Return the results of every feature under one strategy."""
     strategy = STRATEGIES[request.param]
     cases = {
         name: case(feature, strategy)
@@ -93,7 +95,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @functools.cache
 def plain_loop(adapter: str, packed: bool, rounded: str) -> Any:
-    """The reference; `rounded` is the feature whose model it takes, if it is another."""
+    """Return the reference; `rounded` is the feature whose model it uses, if not the plain one."""
     lora = FEATURES[adapter].adapter if adapter else None
     fields = model_fields(FEATURES[rounded]) if rounded else None
     with tempfile.TemporaryDirectory() as folder:
@@ -121,7 +123,7 @@ def test_the_numbers_of_a_plain_loop(name: str, trained: Any) -> None:
     steps = [record for record in result["records"] if "loss" in record]
     assert [record["loss"] for record in steps] == pytest.approx(losses, rel=1e-5)
     assert [record["grad_norm"] for record in steps] == pytest.approx(norms, rel=1e-4)
-    heldout_limit = 1e-2 if FEATURES[name].rounds else 1e-5  # which is not cut in the same way
+    heldout_limit = 1e-2 if FEATURES[name].rounds else 1e-5  # which is cut differently
     assert result["metrics"]["eval_loss"] == pytest.approx(heldout, rel=heldout_limit)
     final = load_file(f"{result['folder']}/final.safetensors")
     held = [key for key in weights if FEATURES[name].adapter is None or "lora" in key]

@@ -1,4 +1,4 @@
-"""A model in 4 bits, whose bytes strategies hold, shard and gather as numbers of another dtype."""
+"""A model in 4 bits, whose bytes strategies hold, shard and gather as another dtype."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def expected() -> tuple[list[float], list[float]]:
 
 
 def elements() -> int:
-    """Of all weights, with none in 4 bits."""
+    """Return the number of elements of all weights, with none in 4 bits."""
     with tempfile.TemporaryDirectory() as folder:
         ctx = context(DistContext(device=torch.device("cpu")), folder, SEED)
         module = tiny_source(ctx, LORA).build()

@@ -1,7 +1,7 @@
 """transformers' Trainer as a stage against the plain loop.
 
-As tight as the strategies: the samples, the loss's normalisation, the learning rates and the
-clipping are the recipe's, so that only the order of summation differs.
+Tolerances are those of the strategies: the samples, the loss's normalisation, the learning rates
+and the clipping are the recipe's, so that only the order of summation differs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tests.support.runs import context, toy_data
 def trained(
     dist: DistContext, folder: str, fields: dict[str, Any], compute: str, lora: Any = None
 ) -> dict[str, Any]:
-    """Train with the stage; weights go to `folder`/final.safetensors."""
+    """Train with the stage; write the weights to `folder`/final.safetensors."""
     ctx = context(dist, folder, SEED)
     finals: list[Any] = []
     ctx.on_exit = finals.append
@@ -114,7 +114,7 @@ def test_a_resumed_training_ends_the_same(lora: Any, tmp_path: Path) -> None:
     }  # fmt: skip
     assert Path(whole["checkpoint"]).name == "checkpoint-6"
     shutil.rmtree(checkpoints / "checkpoint-2")
-    (checkpoints / "checkpoint-6" / "progress.json").unlink()  # as if killed while saving
+    (checkpoints / "checkpoint-6" / "progress.json").unlink()  # like a kill during the save
     again = run_ranks(trained, 2, str(tmp_path), fields, "fp32", lora)[0]
     assert again["progress"] == whole["progress"]
     assert (tmp_path / "final.safetensors").read_bytes() == final

@@ -48,19 +48,20 @@ ROUNDINGS: dict[int, dict[str, Any]] = {
     4: {"hybrid": case("wrap.fsdp", "bf16", **HYBRID)},
 }
 CLOSE = 1e-6
-"""DeepSpeed's CPU Adam computes in another order; a step moves a weight by 1e-3."""
+"""Largest difference accepted: DeepSpeed's CPU Adam computes in another order. A step moves a
+weight by 1e-3."""
 CASES = [(ranks, name) for ranks, cases in MASTERS.items() for name in cases]
 ROUNDED = [(ranks, name) for ranks, cases in ROUNDINGS.items() for name in cases]
 
 
 def both(dist: DistContext, folder: str, ranks: int) -> list[Any]:
-    """Everything that is compared on so many ranks, in one process group."""
+    """Run all comparisons on `ranks` ranks in one process group."""
     return [compare(dist, folder, MASTERS[ranks]), round_once(dist, folder, ROUNDINGS[ranks])]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    """Number of ranks -> what each found."""
+    """Return the results of each rank by number of ranks."""
     folder = str(tmp_path_factory.mktemp("masters"))
     return {ranks: run_ranks(both, ranks, folder, ranks) for ranks in MASTERS}
 
@@ -83,11 +84,11 @@ def test_weights_are_rounded_to_a_neighbour_with_the_right_mean(
     for _, rounded in found[ranks]:
         result = rounded[name]
         deviation = 0.5 / math.sqrt(result["elements"])
-        # The plain loop's last bit of fp32 may be another, so a value that bf16 has to within
-        # that may be on either side of it.
+        # The plain loop's last bit of fp32 may differ, so a value that bf16 represents to within it
+        # may be on either side.
         assert result["neither"] <= result["elements"] / 1000
         assert abs(result["bias"]) < 4 * deviation
-        # Rounding to the nearest would take none of these up.
+        # Rounding to the nearest would round none of these up.
         assert abs(result["up"] - result["fraction"]) < 4 * 0.5 / math.sqrt(result["low"])
 
 

@@ -24,7 +24,7 @@ from tests.support.strategies import STRATEGIES, having
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
 MODEL = {"vocab_size": 101, "hidden_size": 64, "intermediate_size": 96}
-"""Some parameters, also their shards, are large enough to have blocks."""
+"""Sizes with which some parameters, and their shards, are large enough for blocks."""
 GROUPS = (
     GroupSettings(match=("*.embed_tokens.*",), lr_ratio=0.1, weight_decay=0.0),
     GroupSettings(match=("*.q_proj.*", "*norm*"), lr_ratio=3.0, weight_decay=0.2),
@@ -36,13 +36,14 @@ OPTIMIZERS: dict[str, tuple[Any, float, float]] = {
     "bf16 moments": (replace(ADAMW, moments="bf16", kernel="single"), 1e-5, 1e-3),
     "8bit": (replace(ADAMW, moments="8bit", kernel="single"), 1e-4, 2e-1),
 }
-"""With the mean and the largest error that weights may have. Where a sum of gradients is about
-zero, Lion's sign of it depends on the order of summation. Blocks lie elsewhere in shards, so a
-small second moment can round to 0 in one blocking alone: single updates are then far apart."""
+"""Optimizer, and the mean and largest error accepted in weights. Where a sum of gradients is about
+zero, the sign that Lion takes of it depends on the order of summation. Shards divide into other
+blocks, so a small second moment can round to 0 in one of them only: single updates are then far
+apart."""
 
 
 def train_cases(dist: DistContext, folder: str, cases: dict[str, Any]) -> dict[str, Any]:
-    """Each in a folder of its own, in one process group."""
+    """Train each case in its own folder, in one process group."""
     results = {}
     for name, case in cases.items():
         Path(folder, name).mkdir(exist_ok=True)

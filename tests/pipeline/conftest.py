@@ -25,7 +25,7 @@ FAKES = {
 
 @pytest.fixture
 def fake_entry(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Entry]:
-    """An entry for a class in fake_stages.py."""
+    """Return an entry for a class in fake_stages.py."""
     monkeypatch.syspath_prepend(Path(__file__).parent)
 
     def make(name: str, attribute: str, distribution: str = BUILT_IN) -> Entry:
@@ -47,6 +47,6 @@ def registry(fake_entry: Callable[..., Entry]) -> Registry:
 def pipe(
     registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., Result]:
-    """Runs `pipe ARGS` with the fake stages, in a fresh folder."""
+    """Return a call of `pipe ARGS` with the fake stages, in a fresh folder."""
     monkeypatch.chdir(tmp_path)
     return lambda *args: CliRunner().invoke(main, args, obj=registry)

@@ -234,7 +234,7 @@ NotAClass = 3
 
 
 class RedPlanner(Planner[Red]):
-    """Of `wrap.red`."""
+    """Planner of `wrap.red`."""
 
     @classmethod
     def presets(cls) -> Presets:
@@ -242,7 +242,7 @@ class RedPlanner(Planner[Red]):
 
 
 class BluePlanner(Planner[Blue]):
-    """Of `wrap.blue`."""
+    """Planner of `wrap.blue`."""
 
     @classmethod
     def presets(cls) -> Presets:
@@ -250,7 +250,7 @@ class BluePlanner(Planner[Blue]):
 
 
 class TrainPlanner(Planner[Train]):
-    """Of `train.lm`."""
+    """Planner of `train.lm`."""
 
     def for_benchmark(self, trial: Trial) -> Train:
         return replace(self.stage, steps=trial.steps)

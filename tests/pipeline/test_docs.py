@@ -1,4 +1,4 @@
-"""What the documents say is what there is, and can be read."""
+"""The documents are up to date and can be read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GUIDE = (ROOT / "docs/writing-a-stage.md").read_text("utf-8")
 
 
 def members(kind: type) -> set[str]:
-    """Public attributes and methods."""
+    """Return public attributes and methods."""
     fields = {field.name for field in dataclasses.fields(kind)}
     own = {name for name, _ in inspect.getmembers(kind)} & vars(kind).keys()
     return {name for name in fields | own if not name.startswith("_")} - {"store"}
@@ -32,7 +32,7 @@ def test_the_guide_names_all_that_a_stage_is_given(kind: type) -> None:
 
 
 def tables(document: Path) -> Iterator[list[str]]:
-    """Runs of lines that are rows, outside of code."""
+    """Yield runs of lines that are table rows, outside of code."""
     text = re.sub(r"^```.*?^```$", "", document.read_text("utf-8"), flags=re.M | re.S)
     for block in re.findall(r"(?:^\|.*\n?)+", text, flags=re.M):
         yield block.splitlines()
@@ -57,6 +57,6 @@ def test_every_recipe_is_in_the_table() -> None:
 
 
 def expanded(names: str) -> list[str]:
-    """`a_{b,c}` as a_b and a_c."""
+    """Expand `a_{b,c}` to a_b and a_c."""
     head, _, choices = names.rstrip("}").partition("{")
     return [head + choice for choice in choices.split(",")]

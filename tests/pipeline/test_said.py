@@ -1,4 +1,4 @@
-"""What is said on screen, and what is left unsaid."""
+"""Output on screen, and the details that it omits."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "writing-a-stage.md"
 
 
 class Environment:
-    """A Python environment of its own that also sees what is installed in the running one."""
+    """A Python environment that also sees the packages of the running one."""
 
     def __init__(self, folder: Path) -> None:
         venv.EnvBuilder(with_pip=False, symlinks=True).create(folder)
@@ -28,7 +28,8 @@ class Environment:
         (site / "outer.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def run(self, *args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-        """`python ARGS` in it, without what pytest added to this process's environment."""
+        """Run `python ARGS` in it, without the variables that pytest added to this process's
+        environment."""
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         return subprocess.run(
             [str(self.python), *args],
@@ -40,18 +41,18 @@ class Environment:
         )
 
     def pipe(self, *args: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-        """`pipe ARGS`, as it would be typed in the folder `cwd`."""
+        """Run `pipe ARGS` as if typed in the folder `cwd`."""
         return self.run("-m", "pipetrain", *args, cwd=cwd)
 
     def pip(self, *args: str) -> None:
-        """`pip ARGS` on this environment, without network."""
+        """Run `pip ARGS` on this environment, without network."""
         command = [sys.executable, "-m", "pip", "--python", str(self.python), *args]
         subprocess.run(command, check=True, capture_output=True)
 
 
 @pytest.fixture(scope="session")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that holds the document's files and nothing else."""
+    """Return the folder with the document's files and nothing else."""
     folder = tmp_path_factory.mktemp("pipetrain-sgd")
     for name, text in files_in(DOCUMENT).items():
         (folder / name).write_text(text, encoding="utf-8")
@@ -60,7 +61,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def wheel(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package, built."""
+    """Build the package."""
     target = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(target)]
     subprocess.run([*command, str(package)], check=True, capture_output=True)
@@ -70,7 +71,7 @@ def wheel(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def scratch(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
-    """An environment with the package installed. Tests that uninstall it make their own."""
+    """Return an environment with the package installed. Tests that uninstall it make their own."""
     environment = Environment(tmp_path_factory.mktemp("environment"))
     environment.pip("install", "--no-deps", "--no-index", str(wheel))
     return environment
@@ -78,5 +79,5 @@ def scratch(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Environmen
 
 @pytest.fixture
 def empty(tmp_path: Path) -> Environment:
-    """An environment of nothing but what the running one has."""
+    """Return an environment with only the packages of the running one."""
     return Environment(tmp_path / "environment")

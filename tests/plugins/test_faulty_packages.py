@@ -1,4 +1,4 @@
-"""Packages that are at fault: what `pipe` says, and that nobody else suffers."""
+"""Faulty packages: the messages of `pipe`, and its work with all other packages."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GOOD = """
 
 
 def pipe(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    """`pipe ARGS` where the packages in `folder` are installed."""
+    """Return a call of `pipe ARGS` where the packages in `folder` are installed."""
     paths = [str(folder), *filter(None, sys.path)]
     return subprocess.run(
         [sys.executable, "-m", "pipetrain", *args],

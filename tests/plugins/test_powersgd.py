@@ -1,5 +1,5 @@
-"""The strategy in tests/plugins/powersgd: what is its own. The matrices of all strategies have the
-rest: a plain loop's numbers at full rank, and exact resumes (tests/support/strategies.py)."""
+"""PowerSGD's own traits, in tests/plugins/powersgd. The matrices of all strategies test the rest: a
+plain loop's numbers at full rank, and exact resumes (tests/support/strategies.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.runs import context
 
 
 def gradient_ranks(dist: DistContext, folder: str, rank: int) -> list[int]:
-    """Ranks of the gradients of square matrices after one backward."""
+    """Return the ranks of the gradients of square matrices after one backward."""
     from stages.precision.policy import PrecisionPolicy
 
     ctx = context(dist, folder)

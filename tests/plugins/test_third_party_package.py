@@ -1,4 +1,4 @@
-"""The package of docs/writing-a-stage.md: built, installed, explained, checked, trained with,
+"""The package of docs/writing-a-stage.md: built, installed, explained, checked, used in a training,
 uninstalled."""
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ SESSIONS = sessions_in(DOCUMENT)
 
 @pytest.fixture
 def project(tmp_path: Path, package: Path) -> Path:
-    """A folder with the document's recipe, the recipe it extends, a tokenizer and a text."""
+    """Return a folder with the document's recipe, the recipe that it extends, a tokenizer and a
+    text."""
     folder = tmp_path / "project"
     folder.mkdir()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer())
@@ -135,7 +136,8 @@ def test_it_trains_by_its_rule(
 
 
 def by_hand(project: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Losses and final weights of v = 0.9 v + g, w = w - 0.05 v over two steps in file order."""
+    """Return losses and final weights of v = 0.9 v + g, w = w - 0.05 v over two steps in file
+    order."""
     model = filled(random_source(CONFIG, project, seed=SEED)).train()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(project / "tokenizer")
     stream = torch.tensor([*tokenizer(TEXT)["input_ids"], tokenizer.eos_token_id])

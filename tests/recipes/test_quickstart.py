@@ -1,4 +1,4 @@
-"""The newcomer's run: the real model is fine-tuned on two processes and its export speaks."""
+"""A newcomer's run: the real model is fine-tuned on two processes and its export generates text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_pretrained_model_is_trained(run_dir: Path) -> None:
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     losses = [record["loss"] for record in records if "loss" in record]
-    # what the pretrained model makes of these 8 samples of English prose; a random one is at 10.8
+    # loss of the pretrained model on these 8 samples of English prose; a random model has 10.8
     assert losses[0] == pytest.approx(4.537, abs=0.02)
     assert losses[2] < losses[0]
     engine = json.loads((run_dir / "engine.json").read_text())
@@ -41,8 +41,8 @@ def test_the_export_is_loaded_by_transformers_and_speaks(run_dir: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(run_dir / "export")
     question = [{"role": "user", "content": "What is the capital of France?"}]
     asked = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
-    # A greedy answer of its own depends on the last bits of a processor's sums; the next word after
-    # this beginning does not.
+    # A free greedy answer depends on the last bits of a processor's sums; the next word after this
+    # beginning does not.
     tokens = tokenizer(asked + "The capital of France is", return_tensors="pt")
     output = model.generate(**tokens, max_new_tokens=1, do_sample=False)
     assert tokenizer.decode(output[0, -1]) == " Paris"

@@ -1,4 +1,4 @@
-"""Every recipe that we ship passes the check; families differ in their strategy only."""
+"""Every shipped recipe passes the check; members of a family differ in their strategy only."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_recipe_passes_the_check_and_names_itself(path: Path) -> None:
 
 
 def planned(path: Path, gpu: str) -> str:
-    """What `pipe plan` says of a recipe on that GPU."""
+    """Return the output of `pipe plan` for a recipe on that GPU."""
     return CliRunner().invoke(main, ["plan", str(path), "--gpu", gpu]).stdout
 
 

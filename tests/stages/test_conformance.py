@@ -1,4 +1,4 @@
-"""Every built-in stage is what `pipeline.testing` asks of a stage."""
+"""Every built-in stage conforms to `pipeline.testing`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ VALID: Mapping[str, Mapping[str, Any]] = {
     "evaluate.lm": {"files": "./text.txt", "window": 8, "stride": 4},
     "publish.hub": {"repo": "someone/tiny", "revision": "v1", "dry_run": True},
 }
-"""Fields of a slot without mistakes, where none at all would be too few or too dull."""
+"""Valid fields of stages that no fields at all would test too little."""
 
 INVALID: Mapping[str, list[tuple[str, Mapping[str, Any]]]] = {
     "model.hf": [

@@ -1,4 +1,4 @@
-"""Stages that must stand before others say so."""
+"""Stages that must come before others report a wrong order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Slots whose types fit, while one does not have or cannot read what the other needs."""
+"""Slots whose types fit, but one lacks or cannot read something that the other needs."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from stages.train.hf_trainer import HfTrainer
 
 @dataclass(frozen=True, kw_only=True)
 class Own:
-    """A checkpoint stage of its own."""
+    """A checkpoint stage from elsewhere."""
 
     def run(self, ctx: Context) -> Checkpoints: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Elsewhere(Own):
-    """One whose format no package brings."""
+    """A checkpoint stage whose format is in no package."""
 
     format: ClassVar[str] = "elsewhere"
 
@@ -58,7 +58,7 @@ FILES = {"files": ("train.txt",)}
         (ChatData(**FILES, heldout_files=("held.jsonl",)), True),
         (StreamData(shards=("a.txt",)), False),
         (StreamData(shards=("a.txt",), heldout_files=("held.txt",)), True),
-        (Own(), True),  # no data slot, or one with mistakes of its own
+        (Own(), True),  # no data slot, or one with its own mistakes
     ],
 )
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What each rank runs in the tests of averaged weights."""
+"""Programs of each rank in the tests of averaged weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def trained(engine: Engine) -> list[torch.Tensor]:
 
 
 def furthest_from_plain(engine: Engine, first: int, last: int) -> float:
-    """Train; the largest difference from averages computed in fp64 from the weights themselves."""
+    """Train; return the largest difference from averages computed in fp64 from the weights."""
     plain = [tensor.double() for tensor in averaged(engine)]
     for step in range(first, last):
         train(engine, step, step + 1)
@@ -38,7 +38,7 @@ def furthest_from_plain(engine: Engine, first: int, last: int) -> float:
 
 
 def average_run(dist: DistContext, folder: str, setting: Setting) -> dict[str, Any]:
-    """Train with an average, look at it in every way, save, train on."""
+    """Train with an average, read it in every way, save, continue training."""
     ctx = context(dist, folder)
     engine = EmaAverage(decay=DECAY).run(ctx, make_engine(ctx, setting))
     checkpoints = ShardedCheckpoint().run(ctx, engine)
@@ -82,7 +82,7 @@ def average_run(dist: DistContext, folder: str, setting: Setting) -> dict[str, A
 
 
 def continued_run(dist: DistContext, folder: str, setting: Setting) -> dict[str, Any]:
-    """Restore, tell, train on."""
+    """Restore, digest the state, continue training."""
     ctx = context(dist, folder)
     engine = EmaAverage(decay=DECAY).run(ctx, make_engine(ctx, setting))
     checkpoints = ShardedCheckpoint().run(ctx, engine)
@@ -96,7 +96,8 @@ def continued_run(dist: DistContext, folder: str, setting: Setting) -> dict[str,
 
 
 def begun_run(dist: DistContext, folder: str, setting: Setting) -> bool:
-    """Restore what was saved without an average: whether it begins with the weights."""
+    """Restore a checkpoint without an average; return whether the average begins with the
+    weights."""
     ctx = context(dist, folder)
     engine = EmaAverage(decay=DECAY).run(ctx, make_engine(ctx, setting))
     train(engine, 0, 1)

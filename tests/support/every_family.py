@@ -33,12 +33,12 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 256, "sliding_window": 32, "cross_attention_layers": [1],
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-"""Name of a size in configs -> a small one."""
+"""Small values by name of a size in configs."""
 NEEDED = (
     "num_experts_per_tok", "n_routed_experts", "n_shared_experts", "num_key_value_heads",
     "num_attention_heads", "hidden_size",
 )  # fmt: skip
-"""Sizes that are set where the default is none, which no model can be built with."""
+"""Sizes for configs whose default is None, with which no model can be built."""
 
 OWN: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1},
@@ -46,23 +46,23 @@ OWN: dict[str, dict[str, Any]] = {
     "gptj": {"rotary_dim": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
 }
-"""Type -> sizes that it wants otherwise."""
+"""Further sizes that a model type needs."""
 
 
 def every() -> list[str]:
-    """The types of causal language models."""
+    """Return the types of causal language models."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 def small(kind: str) -> dict[str, Any]:
-    """The default config of a type, with small sizes."""
+    """Return the default config of a type, with small sizes."""
     from transformers import CONFIG_MAPPING
 
     try:
         found = _small(CONFIG_MAPPING[kind]().to_dict())
-    except Exception as error:  # of a type whose default config it does not take itself
+    except Exception as error:  # of a type that does not accept its own default config
         raise StageError(f"the default config cannot be made: {error}") from error
     return {"model_type": kind, **found, **OWN.get(kind, {})}
 

@@ -33,7 +33,7 @@ def run_of(config: dict[str, Any], tmp_path: Path) -> Run:
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
-    """Every tensor in the weight files."""
+    """Return every tensor in the weight files."""
     tensors = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(str(file), "pt") as opened:

@@ -1,4 +1,4 @@
-"""What each rank runs in the tests of checkpoints that go wrong while real ranks train."""
+"""Programs of each rank in the tests of checkpoints that fail while ranks train."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.runs import context
 from tests.support.state import Setting, digest, make_engine, train
 
 FIRST, SECOND = 2, 3
-"""Steps after which there is a checkpoint."""
+"""Steps with a checkpoint after them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Victim:
 def save_twice(
     dist: DistContext, folder: str, setting: Setting, victim: Victim | None = None
 ) -> list[dict[str, str]]:
-    """Train, save, train, save; the states that were saved."""
+    """Train and save twice; return the saved states."""
     if victim is not None and dist.rank == victim.rank:
         infect(folder, victim.fault)
     ctx = context(dist, folder)
@@ -50,7 +50,7 @@ def save_twice(
 
 
 def resume(dist: DistContext, folders: list[str], setting: Setting) -> dict[str, Any]:
-    """Restore from the rank's own folder, tell the state, train a step, save."""
+    """Restore from the rank's own folder, digest the state, train a step, save."""
     ctx = context(dist, folders[dist.rank % len(folders)])
     engine = make_engine(ctx, setting)
     checkpoints = ShardedCheckpoint(**setting.checkpoint).run(ctx, engine)
@@ -66,7 +66,7 @@ def resume(dist: DistContext, folders: list[str], setting: Setting) -> dict[str,
 
 
 def infect(folder: str, fault: Fault) -> None:
-    """Give every Python that this process starts the fault, if it is a writer."""
+    """Give the fault to every Python process that this process starts, if it is a writer."""
     place = Path(folder, "site")
     place.mkdir(exist_ok=True)
     (place / "sitecustomize.py").write_text(SITECUSTOMIZE)

@@ -1,7 +1,7 @@
-"""Ranks that are forked from a process that has torch imported, instead of started anew.
+"""Ranks forked from a process that has torch imported, instead of started anew.
 
-The quick tier starts the ranks of its many short runs so, as importing torch and transformers takes
-six seconds of each. The full tier starts them as users do, and so does `Pipe.start` in both.
+The quick tier forks the ranks of its many short runs, because importing torch and transformers
+takes six seconds in each. The full tier starts them as users do, and so does `Pipe.start` in both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def fork_ranks() -> None:
 
 
 class ForkedRank:
-    """What the launcher uses of subprocess.Popen."""
+    """The part of subprocess.Popen that the launcher uses."""
 
     def __init__(self, command: Sequence[str], *, env: Mapping[str, str], **_: Any) -> None:
         self.returncode: int | None = None
@@ -34,14 +34,14 @@ class ForkedRank:
             _become(command[command.index("pipeline.run.worker") + 1 :], env)
 
     def poll(self) -> int | None:
-        """The exit code, once it has ended."""
+        """Return the exit code, None while it runs."""
         if self.returncode is None:
             done, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if done else None
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code, at its end."""
+        """Wait for the end; return the exit code."""
         deadline = time.monotonic() + timeout if timeout is not None else float("inf")
         while self.poll() is None:
             if time.monotonic() > deadline:
@@ -51,13 +51,13 @@ class ForkedRank:
         return self.returncode
 
     def terminate(self) -> None:
-        """Ask it to end."""
+        """Request the end."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGTERM)
 
 
 class Ranks:
-    """Stands in for the module `subprocess`."""
+    """Replaces the module `subprocess`."""
 
     Popen = ForkedRank
     DEVNULL = subprocess.DEVNULL
@@ -65,7 +65,7 @@ class Ranks:
 
 
 def _become(arguments: Sequence[str], env: Mapping[str, str]) -> None:
-    """In the child: `python -P -m pipeline.run.worker ARGUMENTS` to its end."""
+    """Run `python -P -m pipeline.run.worker ARGUMENTS` to its end, in the child."""
     code = 1
     try:
         os.setsid()

@@ -30,12 +30,12 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def same(told: Mapping[str, str]) -> dict[str, str]:
-    """The part of an engine's digest that foreign formats keep too."""
+    """Return the part of an engine's digest that foreign formats keep too."""
     return {key: value for key, value in told.items() if key != "groups"}
 
 
 def digest_of(source: StateSource) -> dict[str, str]:
-    """Like `digest` of an engine, as far as `same` goes."""
+    """Return the digest of a source, comparable with `same`."""
     found = {}
     for key, entry in source.tensors.items():
         if not key.startswith("random/"):
@@ -55,8 +55,8 @@ def digest_of(source: StateSource) -> dict[str, str]:
 def save_deepspeed(
     dist: DistContext, folder: str, settings: dict[str, Setting]
 ) -> dict[str, dict[str, str]]:
-    """Train one engine after another and save with DeepSpeed's own `save_checkpoint`; the live
-    states. On three ranks the model has a buffer."""
+    """Train one engine after another and save with DeepSpeed's own `save_checkpoint`; return the
+    live states. On three ranks the model has a buffer."""
     found = {}
     for name, setting in settings.items():
         Path(folder, name).mkdir(exist_ok=True)
@@ -72,8 +72,8 @@ def save_deepspeed(
 
 
 def load_universal(dist: DistContext, folder: str, wraps: list[str]) -> list[dict[str, Any]]:
-    """DeepSpeed's own `load_checkpoint` of a universal checkpoint, by one engine after another:
-    what came of the state, of the groups' weight decays, and of the next step."""
+    """Load a universal checkpoint into one engine after another by DeepSpeed's own
+    `load_checkpoint`; return the state, the groups' weight decays, and the next step's result."""
     found = []
     for wrap in wraps:
         Path(folder, wrap).mkdir(exist_ok=True)
@@ -97,7 +97,7 @@ def _next_step(engine: Any) -> str:
 
 
 def save_dcp(dist: DistContext, folder: str, setting: Setting) -> dict[str, str]:
-    """Train and save as torchtitan does (`flat`) and as accelerate does (`nested`)."""
+    """Train, and save as torchtitan does (`flat`) and as accelerate does (`nested`)."""
     engine: Any = make_engine(context(dist, folder), setting)
     train(engine, 0, 3)
     told = digest(engine, dist)
@@ -116,12 +116,12 @@ def save_dcp(dist: DistContext, folder: str, setting: Setting) -> dict[str, str]
 
 
 def load_dcp(dist: DistContext, folder: str, wraps: list[str]) -> list[dict[str, str]]:
-    """`torch.distributed.checkpoint.load` into fresh engines."""
+    """Load into fresh engines by `torch.distributed.checkpoint.load`."""
     found = []
     for wrap in wraps:
         Path(folder, wrap).mkdir(exist_ok=True)
         engine: Any = make_engine(context(dist, Path(folder, wrap)), Setting(wrap=wrap))
-        # torch takes an optimizer whose parameters have gradients for one that has its state.
+        # torch takes an optimizer whose parameters have gradients for one with state.
         engine.model.zero_grad(set_to_none=True)
         own = {
             "model": get_model_state_dict(engine.model),
@@ -136,13 +136,13 @@ def load_dcp(dist: DistContext, folder: str, wraps: list[str]) -> list[dict[str,
 
 
 def tiny_native(folder: Path) -> None:
-    """A checkpoint of ZeRO-3 on one rank, as far as it is read before the last file."""
+    """Write a checkpoint of ZeRO-3 on one rank, as far as it is read before the last file."""
     torch.save({"module": {}}, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
     torch.save({"loss_scaler": None}, folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
 
 
 def tiny_universal(folder: Path) -> None:
-    """A universal checkpoint of one parameter, after three steps."""
+    """Write a universal checkpoint of one parameter, after three steps."""
     own = folder / "zero" / "w"
     own.mkdir(parents=True)
     for kind in ("fp32", "exp_avg", "exp_avg_sq"):

@@ -29,7 +29,7 @@ NAMES = {
 
 
 def write_tensors(file: Path, tensors: Mapping[str, tuple[torch.Tensor, Kind]]) -> None:
-    """Write fp32 tensors, each quantized as it says; no config."""
+    """Write fp32 tensors, each quantized to its given type; no config."""
     writer = gguf.GGUFWriter(file, "llama")
     for name, (tensor, kind) in tensors.items():
         _add(writer, name, tensor, kind)
@@ -78,7 +78,7 @@ def _renamed(name: str) -> str:
 
 
 def _interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """The two halves of each rotary head interleaved, as llama.cpp's convert_hf_to_gguf does."""
+    """Interleave the two halves of each rotary head, as llama.cpp's convert_hf_to_gguf does."""
     rows, columns = weight.shape
     halves = weight.reshape(heads, 2, rows // heads // 2, columns)
     return halves.swapaxes(1, 2).reshape(rows, columns)

@@ -1,7 +1,7 @@
-"""Faults at the file operations of a process: killed before, in or after the n-th, or it fails.
+"""Faults at a process's n-th file operation: a kill before, in or after it, or its failure.
 
-Only operations on files under one folder count, so that what Python does for itself does not.
-Imports nothing heavy: `sitecustomize.py` of a writer process calls `install_from_environment`.
+Only operations on files under one folder count, so that Python's own do not. Imports nothing heavy:
+`sitecustomize.py` of a writer process calls `install_from_environment`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ VARIABLE = "TEST_FAULT"
 
 @dataclasses.dataclass(kw_only=True)
 class Fault:
-    """Where and how. `how`: `before`, `half` (of a write; before anything else) or `after` kill;
-    the name of an errno makes the operation fail, with `lasting` all later ones of its kind too."""
+    """Place and kind of a fault. `how`: `before`, `half` (of a write; before any other operation)
+    or `after` kill; the name of an errno makes the operation fail, and with `lasting` all later
+    ones of its kind."""
 
     root: str
     at: int = -1
     """Number of the operation, from 0; -1 for none."""
     how: str = ""
     only: str = ""
-    """The kind of operation that counts, if not all do."""
+    """Kind of operation that counts; empty for all."""
     lasting: bool = False
     log: str = ""
-    """File that lists the operations."""
+    """File for the list of operations."""
 
 
 def install(fault: Fault) -> None:
@@ -45,7 +46,7 @@ def install(fault: Fault) -> None:
 
 
 def install_from_environment() -> None:
-    """As VARIABLE says, if it does."""
+    """Install the fault that VARIABLE describes, if it is set."""
     if VARIABLE in os.environ:
         install(Fault(**json.loads(os.environ[VARIABLE])))
 
@@ -56,7 +57,7 @@ if "pipeline.checkpoint.writer_main" in sys.orig_argv:
     from tests.support.injection import install_from_environment
     install_from_environment()
 """
-"""To be put on the path of a run; patches its writers only."""
+"""Module for the path of a run; patches its writers only."""
 
 
 class _Injector:
@@ -78,7 +79,7 @@ class _Injector:
             try:
                 result = real(first, *rest, **named)
                 return result
-            finally:  # what finds nothing to do is an operation too
+            finally:  # an operation that finds nothing to do counts too
                 self._end(name, first, result)
 
         return patched
@@ -111,7 +112,7 @@ class _Injector:
             self._count += 1
             number = getattr(errno, fault.how)
             if name == "close":
-                real(first)  # as Linux does
+                real(first)  # as on Linux
             raise OSError(number, os.strerror(number), *_path(first))
 
     def _end(self, name: str, first: Any, result: Any) -> None:
@@ -135,8 +136,8 @@ def _die() -> None:
 
 
 def limit_file_size(fault: Fault) -> None:
-    """No file of this process may grow beyond `fault.at` bytes, until `unlimit_file_size`: the
-    nearest thing to a full disk that needs no privileges."""
+    """Limit files of this process to `fault.at` bytes, until `unlimit_file_size`: the nearest thing
+    to a full disk that needs no privileges."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (fault.at, resource.RLIM_INFINITY))
 
 

@@ -20,7 +20,8 @@ from stages.model.hf import HfModel
 
 
 def tiny_llama_config(**overrides: Any) -> dict[str, Any]:
-    """A two-block Llama with sizes that no world size divides; `overrides` replace config keys."""
+    """Return a two-block Llama's config with sizes that no world size divides; `overrides` replace
+    its keys."""
     return {
         "model_type": "llama",
         "vocab_size": 131,
@@ -67,11 +68,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         model_type="mixtral", num_local_experts=3, num_experts_per_tok=2, intermediate_size=20
     ),
 }
-"""Config of one tiny model per family, by the name that tests show."""
+"""Config of one tiny model for each family, by the name in tests."""
 
 
 def context(run_dir: Path, *, seed: int = 0) -> Context:
-    """The run context of a single CPU process."""
+    """Return the run context of a single CPU process."""
     return Context(
         run_dir=run_dir,
         seed=seed,
@@ -82,13 +83,15 @@ def context(run_dir: Path, *, seed: int = 0) -> Context:
 
 
 def random_source(config: dict[str, Any], run_dir: Path, *, seed: int = 0) -> ModelSource:
-    """A source of `config` with random weights."""
-    attention = "eager" if config["model_type"] == "gemma2" else "sdpa"  # it has no other on CPU
+    """Return a source of `config` with random weights."""
+    # it has no other implementation on CPU
+    attention = "eager" if config["model_type"] == "gemma2" else "sdpa"
     return HfModel(config=config, attention=attention).run(context(run_dir, seed=seed))
 
 
 def filled(source: ModelSource, reader: TensorReader | None = None) -> Any:
-    """The source's module in memory with its weights (or those of `reader`), in eval mode."""
+    """Return the source's module in memory with its weights (or those of `reader`), in eval
+    mode."""
     with init_empty_weights(include_buffers=False):
         model = source.build()
     reader = reader or source.weights()
@@ -100,19 +103,19 @@ def filled(source: ModelSource, reader: TensorReader | None = None) -> Any:
 
 
 def token_ids(count: int = 11) -> torch.Tensor:
-    """Fixed token ids, shape (1, count)."""
+    """Return fixed token ids, shape (1, count)."""
     return (torch.arange(count)[None] * 7 + 3) % 131
 
 
 def logits(model: nn.Module) -> torch.Tensor:
-    """Logits of `token_ids()`."""
+    """Return the logits of `token_ids()`."""
     with torch.no_grad():
         result: torch.Tensor = model(token_ids()).logits
     return result
 
 
 def volatile_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Buffers that no checkpoint stores."""
+    """Return the buffers that no checkpoint stores."""
     stored = model.state_dict().keys()
     for name, buffer in model.named_buffers():
         if name not in stored:
@@ -120,7 +123,7 @@ def volatile_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def save_tokenizer(folder: Path) -> None:
-    """A word-level tokenizer of six words with a chat template: a is 3, b is 4."""
+    """Save a word-level tokenizer of six words with a chat template: a is 3, b is 4."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Faults at the requests to an object store, and a writer over HTTP as a process of its own.
+"""Faults at the requests to an object store, and a writer over HTTP in its own process.
 
 `python -m tests.support.object_faults` reads a pickled Task from standard input and prints the
 outcome.
@@ -45,7 +45,7 @@ class _Counter:
     def wrap(self, name: str, real: Any) -> Any:
         @functools.wraps(real)
         def patched(owner: Any, *rest: Any, **named: Any) -> Any:
-            if self._inside or (name == "open" and "wb" not in rest):  # that is how a poll looks
+            if self._inside or (name == "open" and "wb" not in rest):  # this is a poll
                 return real(owner, *rest, **named)
             self._die_if("before")
             self._inside = True
@@ -81,7 +81,7 @@ class Task:
 
 
 def start(task: Task) -> subprocess.Popen[bytes]:
-    """The writer, running."""
+    """Start the writer."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.support.object_faults"], cwd=REPOSITORY,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,

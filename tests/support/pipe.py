@@ -1,4 +1,4 @@
-"""`pipe` run in real processes, with more stages installed."""
+"""`pipe` in real processes, with more stages installed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ REPOSITORY = Path(__file__).parent.parent.parent
 
 
 LIMIT = 300
-"""Seconds. No command of these tests takes a tenth of it, unless the machine has other work."""
+"""Time limit in seconds. Commands of these tests take less than a tenth of it, unless the machine
+has other work."""
 STREAMS = ("stdout", "stderr")
 
 
 @dataclasses.dataclass(kw_only=True)
 class Outcome:
-    """How a command ended."""
+    """Result of a command."""
 
     code: int
     stdout: str
@@ -37,7 +38,7 @@ class Outcome:
 
 
 class Pipe:
-    """`pipe` in processes of its own, with the misbehaving stages installed."""
+    """`pipe` in its own processes, with the misbehaving stages installed."""
 
     def __init__(self, plugin: Path, folder: Path) -> None:
         self.folder = folder
@@ -48,7 +49,8 @@ class Pipe:
             self.environment.pop(name, None)
 
     def recipe(self, *, procs: int = 1, **slots: Mapping[str, Any]) -> Path:
-        """Write a recipe; slots `export=dict(fault="raise")` add to the usual chain's fields."""
+        """Write a recipe; arguments such as `export=dict(fault="raise")` add fields to the usual
+        chain's slots."""
         chain: dict[str, dict[str, Any]] = {
             slot: {"use": f"fault.{slot}"} for slot in ("declare", "train", "export", "report")
         }
@@ -60,7 +62,7 @@ class Pipe:
         return path
 
     def start(self, *command: str, **environment: str) -> subprocess.Popen[str]:
-        """A command of this Python, running."""
+        """Start a command of this Python."""
         return subprocess.Popen(
             [sys.executable, *command], text=True, cwd=self.folder,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=self.environment | environment,
@@ -74,7 +76,7 @@ class Pipe:
         return Outcome(code=process.returncode, stdout=stdout, stderr=stderr, seconds=seconds)
 
     def __call__(self, *arguments: str, **environment: str) -> Outcome:
-        """`pipe ARGUMENTS` to its end; in the quick tier it and its ranks are forked."""
+        """Run `pipe ARGUMENTS` to its end; in the quick tier it and its ranks are forked."""
         if FULL:
             return self.end(self.start("-m", "pipetrain", *arguments, **environment))
         began = time.monotonic()
@@ -89,20 +91,20 @@ class Pipe:
         return Outcome(code=process.exitcode, stdout=said, stderr=wrong, seconds=seconds)
 
     def run(self, recipe: Path, **environment: str) -> Outcome:
-        """`pipe run` in the run folder of this test."""
+        """Run `pipe run` in the run folder of this test."""
         return self("run", str(recipe), "--run-dir", str(self.run_dir), **environment)
 
     def calls(self) -> list[str]:
-        """What stages ran, and what was closed."""
+        """Return the calls of stages: runs and closes."""
         return (self.run_dir / "calls.txt").read_text().splitlines()
 
     def events(self) -> list[dict[str, Any]]:
-        """The journal."""
+        """Return the events of the journal."""
         lines = (self.run_dir / "journal.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
     def processes(self) -> list[str]:
-        """Command lines of live processes that name the run folder."""
+        """Return the command lines of live processes that name the run folder."""
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -112,7 +114,7 @@ class Pipe:
         return found
 
     def wait_for(self, condition: Callable[[], object], limit: float = 60) -> None:
-        """Until something is so."""
+        """Wait until the condition is true."""
         deadline = time.monotonic() + limit
         while not condition():
             assert time.monotonic() < deadline
@@ -120,7 +122,7 @@ class Pipe:
 
 
 def _pipe(place: str, folder: str, environment: dict[str, str], arguments: tuple[str, ...]) -> None:
-    """In the child: `python -m pipetrain ARGUMENTS` in `folder`, with its output in `place`."""
+    """Run `python -m pipetrain ARGUMENTS` in `folder`, in the child, with its output in `place`."""
     for number, name in enumerate(STREAMS, 1):
         os.dup2(os.open(Path(place, name), os.O_WRONLY | os.O_CREAT, 0o600), number)
     os.chdir(folder)

@@ -1,4 +1,4 @@
-"""Third-party packages for tests: written by hand as installed, or taken from a document."""
+"""Third-party packages for tests, written as installed ones or taken from a document."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ def install(
     points: Mapping[str, str],
     planners: Mapping[str, str] | None = None,
 ) -> None:
-    """Put a module and its metadata, as an installer would leave them, into `folder`, which is
-    to be on the path. `points` are stage names and the classes they lead to, `planners` those that
-    lead to the stages' planners."""
+    """Put a module and its metadata into `folder`, which belongs on the path, as an installer
+    would. `points` map stage names to classes, `planners` map them to the stages' planners."""
     (folder / f"{module}.py").write_text(textwrap.dedent(source), encoding="utf-8")
     info = folder / f"{distribution.replace('-', '_')}-1.0.dist-info"
     info.mkdir(parents=True)
@@ -34,13 +33,13 @@ def install(
 
 
 def files_in(document: Path) -> dict[str, str]:
-    """The code blocks of a Markdown file that are marked as files, by name."""
+    """Return the code blocks of a Markdown file that are marked as files, by name."""
     found = FENCE.findall(document.read_text("utf-8"))
     return {name: text for _, name, text in found if name}
 
 
 def sessions_in(document: Path) -> dict[str, str]:
-    """The console blocks of a Markdown file: command -> what it prints."""
+    """Return the console blocks of a Markdown file: command -> output."""
     found = FENCE.findall(document.read_text("utf-8"))
     blocks = [
         text.removeprefix("$ ").partition("\n") for kind, _, text in found if kind == "console"

@@ -1,5 +1,4 @@
-"""What each rank runs in the tests of anomalous steps: a training some of whose batches are
-poisoned."""
+"""Programs of each rank in the tests of anomalous steps: a training with some poisoned batches."""
 
 from __future__ import annotations
 
@@ -26,29 +25,29 @@ from tests.support.state import Setting, digest, make_engine, source
 
 BATCH = 4
 NAN, HIGH = 99, 100
-"""Tokens of poisoned samples: with the one the loss is not a number, with the other huge."""
+"""Tokens of poisoned samples, which multiply the loss by FACTORS."""
 FACTORS = {NAN: math.nan, HIGH: 30.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Poisoned:
-    """One training; plain data, so that it travels to the ranks."""
+    """One training, as plain data that travels to the ranks."""
 
     setting: Setting
     batches: Sequence[int]
-    """What to train on, by number; a batch is the same in every training."""
+    """Numbers of the batches to train on; a batch is the same in every training."""
     poison: dict[int, int] = field(default_factory=dict)
-    """Batch -> the token that its last sample has."""
+    """Token of the last sample, by batch."""
     steps: int | None = None
-    """None: an epoch, evaluated at its end."""
+    """Number of steps. None: an epoch, evaluated at its end."""
     anomalies: Anomalies
     every: int | None = None
     fields: dict[str, Any] = field(default_factory=dict)
-    """More of the train slot."""
+    """Further fields of the train slot."""
 
 
 class Batches(ListedSamples):
-    """The chosen batches, one after another."""
+    """The chosen batches in order."""
 
     def __init__(self, case: Poisoned) -> None:
         pool = ToySamples(BATCH * 12, 99, 5)
@@ -64,7 +63,7 @@ class Batches(ListedSamples):
 
 
 class PoisonedLoss(SummedLoss):
-    """The training loss, times what the poison makes of it."""
+    """The training loss, changed by the poison."""
 
     def __call__(self, batch: Any) -> torch.Tensor:
         loss = super().__call__(batch)
@@ -77,7 +76,7 @@ class PoisonedLoss(SummedLoss):
 def train(
     dist: DistContext, folder: str, case: Poisoned, callback: StepCallback | None = None
 ) -> dict[str, Any]:
-    """Train; digests of the final state, what was recorded, and the progress."""
+    """Train; return digests of the final state, the records, and the progress."""
     ctx = context(dist, folder)
     plan = AdamW(lr=1e-2, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5).run(ctx)
     engine = make_engine(ctx, case.setting, plan)
@@ -105,5 +104,5 @@ def train(
 def train_both(
     dist: DistContext, folder: str, left: Poisoned, right: Poisoned
 ) -> list[dict[str, Any]]:
-    """One training after the other, in one process group."""
+    """Train one case after the other, in one process group."""
     return [train(dist, f"{folder}/left", left), train(dist, f"{folder}/right", right)]

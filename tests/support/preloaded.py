@@ -1,7 +1,7 @@
-"""Import once, in the server that test processes are forked from, what each would import by itself.
+"""Imports for all test processes, made once in the server that they are forked from.
 
-A rank of a ZeRO engine spends three seconds on this otherwise: DeepSpeed imports torch's compiler,
-asks a C compiler which operators it could build, and looks whether they are built.
+Otherwise a rank of a ZeRO engine takes three seconds: DeepSpeed imports torch's compiler, asks a C
+compiler which operators it could build, and checks whether they are built.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ MODULES = (
 
 
 def load_operators() -> None:
-    """Load DeepSpeed's operators, compiled first where they are not yet."""
+    """Load DeepSpeed's operators, compiling them first if necessary."""
     import torch
 
     from pipeline.distributed.process_group import DistContext
@@ -73,7 +73,7 @@ def load_operators() -> None:
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     load_operators()
-    del os.environ["LOCAL_RANK"]  # which DeepSpeed wants; to a run it would be a launcher's word
+    del os.environ["LOCAL_RANK"]  # DeepSpeed sets it; a run would take it for a launcher's
     for module in MODULES:
         importlib.import_module(module)
-gc.freeze()  # it is never garbage, and runs collect again and again, a second each time
+gc.freeze()  # imported objects stay, and each collection in a run would take a second longer

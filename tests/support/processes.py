@@ -55,7 +55,7 @@ def _wait(ranks: list[Any], limit: int) -> None:
     deadline = time.monotonic() + limit
     while any(process.is_alive() for process in ranks):
         if any(process.exitcode for process in ranks):
-            time.sleep(1)  # let the others say what they saw
+            time.sleep(1)  # lets the other ranks report their errors
             return
         if time.monotonic() > deadline:
             return

@@ -1,4 +1,4 @@
-"""Readers of tensors: random tensors, random ranges, and what must hold of every reader."""
+"""Readers of tensors: random tensors, random ranges, and properties of every reader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLOATS = st.sampled_from([dtype for dtype in CODES if dtype.is_floating_point])
 
 
 def random_bits(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """A tensor of random bits: of a floating dtype, some are infinite or no numbers."""
+    """Return a tensor of random bits: of a floating dtype, some are infinite or not numbers."""
     generator = torch.Generator().manual_seed(seed)
     size = math.prod(shape) * dtype.itemsize
     high = 2 if dtype == torch.bool else 256
@@ -30,32 +30,32 @@ def random_bits(shape: Sequence[int], dtype: torch.dtype, seed: int = 0) -> Tens
 
 @st.composite
 def tensors(draw: Any, dtypes: Any = DTYPES, shapes: Any = SHAPES) -> Tensor:
-    """Random bits in a random dtype and shape."""
+    """Draw random bits in a random dtype and shape."""
     return random_bits(draw(shapes), draw(dtypes), draw(st.integers(0, 2**32)))
 
 
 @st.composite
 def ranges(draw: Any, numel: int) -> tuple[int, int]:
-    """Any [start, stop) within a tensor, also an empty one."""
+    """Draw any [start, stop) within a tensor, also an empty one."""
     start = draw(st.integers(0, numel))
     return start, draw(st.integers(start, numel))
 
 
 def raw(tensor: Tensor) -> bytes:
-    """Its elements in order, as bytes, which also tell one NaN from another."""
+    """Return its elements in order, as bytes, which distinguish one NaN from another."""
     if not tensor.numel():
-        return b""  # whose stride can be any
+        return b""  # an empty tensor can have any stride
     flat = tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
     return flat.view(torch.uint8).numpy().tobytes()
 
 
 def chunked(reader: TensorReader, name: str, start: int, stop: int) -> bytes:
-    """A range through `chunks`."""
+    """Read a range through `chunks`."""
     return b"".join(raw(chunk.clone()) for chunk in reader.chunks(name, start, stop))
 
 
 def filled(reader: TensorReader, name: str, start: int, stop: int, dtype: torch.dtype) -> Tensor:
-    """A range through `read_into`, into the middle of other memory, which must stay."""
+    """Read a range through `read_into`, into the middle of other memory, which must not change."""
     memory = torch.ones(stop - start + 2, dtype=dtype)
     reader.read_into(name, start, memory[1:-1])
     assert raw(memory[:: stop - start + 1]) == raw(torch.ones(2, dtype=dtype))
@@ -63,7 +63,7 @@ def filled(reader: TensorReader, name: str, start: int, stop: int, dtype: torch.
 
 
 def require_equal(reader: TensorReader, expected: Mapping[str, Tensor]) -> None:
-    """All of the names, and every tensor whole, bit for bit."""
+    """Require all of the names, and every tensor whole, bit for bit."""
     assert sorted(reader.names()) == sorted(expected)
     for name, tensor in expected.items():
         assert reader.spec(name) == TensorSpec(tuple(tensor.shape), tensor.dtype), name
@@ -73,7 +73,7 @@ def require_equal(reader: TensorReader, expected: Mapping[str, Tensor]) -> None:
 
 
 def require_range(reader: TensorReader, name: str, tensor: Tensor, span: tuple[int, int]) -> None:
-    """A range by every way of reading it in the stored dtype, bit for bit."""
+    """Require a range by every way of reading it in the stored dtype, bit for bit."""
     start, stop = span
     flat = raw(tensor)[start * tensor.element_size() : stop * tensor.element_size()]
     assert chunked(reader, name, start, stop) == flat, (name, span)
@@ -83,7 +83,7 @@ def require_range(reader: TensorReader, name: str, tensor: Tensor, span: tuple[i
 def require_cast(
     reader: TensorReader, name: str, tensor: Tensor, span: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    """A range read into memory of another dtype has the values of the cast tensor."""
+    """Require that a range read into memory of another dtype has the values of the cast tensor."""
     found = filled(reader, name, *span, dtype)
     flat = tensor.contiguous().view(-1)[slice(*span)].to(dtype)
     assert found.dtype == dtype

@@ -14,7 +14,7 @@ from tests.support.runs import context
 
 
 def run_recipe(dist: DistContext, recipe: str, folder: str, overrides: Sequence[str] = ()) -> None:
-    """All stages of the recipe on this rank; `folder` is the run's."""
+    """Run all stages of the recipe on this rank; `folder` is the run's."""
     plan = plan_file(recipe, list(overrides), procs=dist.world_size)
     ctx = context(dist, folder, plan.recipe.seed)
     with contextlib.ExitStack() as stack:

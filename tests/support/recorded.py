@@ -1,4 +1,4 @@
-"""What operations a save consists of, so that each can be given a fault."""
+"""The operations of a save, so that each can be given a fault."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ OLD, NEW, NEXT = "step-00000001", "step-00000002", "step-00000003"
 PATIENT = 20.0
 """Rank 0 ends by itself."""
 ABANDONED = 0.01
-"""Rank 0 waits for a report that will not come."""
+"""Rank 0 waits for a report that never comes."""
 
 
 @dataclasses.dataclass
@@ -33,27 +33,27 @@ class Recorded:
         return sweep(Sweep(tiny=self.tiny, root=str(self.root), faults=faults, install=install))
 
     def place(self, rank: int, operation: str) -> int:
-        """Number of an operation."""
+        """Return the number of an operation."""
         return self.operations[rank].index(operation)
 
     @property
     def attempt(self) -> Path:
-        """Where the new checkpoint is written."""
+        """Return the folder in which the new checkpoint is written."""
         return self.root / f"{NEW}.tmp-attempt2"
 
     @property
     def commit(self) -> int:
-        """Rank 0's operation that makes the checkpoint appear."""
+        """Return rank 0's operation that makes the checkpoint appear."""
         return self.place(0, f"rename {self.attempt}")
 
     @property
     def report(self) -> int:
-        """Rank 1's operation after which rank 0 goes on without it."""
+        """Return rank 1's operation after which rank 0 continues without it."""
         return self.place(1, f"rename {self.attempt / 'rank-00001.report.partial'}")
 
 
 def record(folder: Path, format: str) -> Recorded:
-    """Save twice, keeping one."""
+    """Save twice, keeping one checkpoint."""
     root = folder / "store"
     tiny = Tiny(str(root), format, Retention(last=1))
     logs = [folder / f"log-{rank}" for rank in range(2)]

@@ -29,8 +29,8 @@ TINY = {
 def tiny_model(
     ctx: Context, fields: Mapping[str, Any], frozen: str, *, empty: bool = False
 ) -> ModelSource:
-    """A tiny tied model of odd sizes with random weights; parameters whose names hold `frozen` are
-    not trained, and one more may be there that has no elements."""
+    """Return a tiny tied model of odd sizes with random weights. Parameters with `frozen` in their
+    names are not trained; `empty` adds one without elements."""
     made = HfModel(config={**TINY, **fields}, init="random").run(ctx)
     build: Callable[[], Any] = made.build
 
@@ -47,7 +47,7 @@ def tiny_model(
 
 
 def context(dist: DistContext, run_dir: str | Path, seed: int = 7) -> Context:
-    """A context whose log goes nowhere; metrics are written by rank 0."""
+    """Return a context without a log; rank 0 writes metrics."""
     log = logging.getLogger("pipe.test")
     log.setLevel(logging.CRITICAL)
     return replace(testing.context(run_dir, seed=seed, dist=dist), log=log)
@@ -70,8 +70,8 @@ class ListedSamples(Samples):
 
 
 class ToySamples(ListedSamples):
-    """Random tokens of uneven lengths, about a third of the labels masked; some samples have
-    none."""
+    """Random tokens of uneven lengths. About a third of the labels are masked; some samples have no
+    labels."""
 
     def __init__(self, size: int, vocab: int, seed: int) -> None:
         generator = np.random.default_rng(seed)
@@ -87,7 +87,7 @@ class ToySamples(ListedSamples):
 
 
 def toy_data(size: int = 40, vocab: int = 101) -> Data:
-    """Training and held-out samples with uneven target counts."""
+    """Return training and held-out samples with uneven target counts."""
     return Data(
         train=ToySamples(size, vocab, 1),
         heldout=ToySamples(9, vocab, 2),
@@ -97,7 +97,7 @@ def toy_data(size: int = 40, vocab: int = 101) -> Data:
 
 
 class PackedToySamples(ListedSamples):
-    """Toy samples, one to three to a sample."""
+    """Packed samples, each of one to three toy samples."""
 
     def __init__(self, documents: Samples) -> None:
         numbers = iter(range(len(documents)))
@@ -115,7 +115,7 @@ def _packed(documents: list[Sample]) -> Sample:
 
 
 def packed_data(size: int = 80, vocab: int = 101) -> Data:
-    """As toy_data, packed."""
+    """Return the data of toy_data, packed."""
     return Data(
         train=PackedToySamples(ToySamples(size, vocab, 1)),
         heldout=PackedToySamples(ToySamples(9, vocab, 2)),

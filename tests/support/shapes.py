@@ -9,7 +9,7 @@ from pipeline.planning.trace.structure import kinds, structure
 
 
 def weights_alone(source: ModelSource, *, recomputed: bool = False) -> Profile:
-    """A profile that takes nothing beside its weights."""
+    """Return a profile that has only its weights."""
     whole = structure(source)
     numbers = kinds(whole.signatures)
     places = [numbers.index(kind) for kind in sorted(set(numbers))]

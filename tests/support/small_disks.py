@@ -1,4 +1,4 @@
-"""Save two checkpoints on file systems of ever larger sizes; prints how each second save ended.
+"""Save two checkpoints on file systems of ever larger sizes; prints the result of each second save.
 
 `python -m tests.support.small_disks FOLDER`, in a namespace where this process may mount.
 """
@@ -24,7 +24,7 @@ def main(root: str) -> None:
         subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", root], check=True)
         assert save(tiny, 1).problems == ["", ""]
         problems = save(tiny, 2, grace=0.4).problems
-        LocalStore(root).clean()  # of what rank 1 began after rank 0 had given up
+        LocalStore(root).clean()  # of files that rank 1 began after rank 0 had given up
         found = look(LocalStore(root), root)
         if any(problems):
             assert found == Found(["step-00000001"], True, []), found

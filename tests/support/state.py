@@ -1,5 +1,5 @@
-"""What each rank runs in the tests of checkpoints: an engine under any strategy, and digests of its
-whole training state that do not depend on the strategy."""
+"""Programs of each rank in the tests of checkpoints: an engine under any strategy, and digests of
+its whole training state that do not depend on the strategy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ADAMW = AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5)
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One engine and what is done with it; plain data, so that it travels to the ranks."""
+    """One engine and its training, as plain data that travels to the ranks."""
 
     wrap: str
     compute: str = "fp32"
@@ -50,7 +50,7 @@ def source(ctx: Any, setting: Setting) -> ModelSource:
 
 
 def make_engine(ctx: Any, setting: Setting, plan: OptimizerPlan | None = None) -> Engine:
-    """The model under the setting's strategy, with two optimizer groups."""
+    """Return the model under the setting's strategy, with two optimizer groups."""
     precision = Precision(
         master=setting.master, compute=setting.compute, reduce="fp32", buffer=None,  # type: ignore[arg-type]
         loss_scaling=setting.loss_scaling,
@@ -61,12 +61,12 @@ def make_engine(ctx: Any, setting: Setting, plan: OptimizerPlan | None = None) -
 
 
 def checkpoint_stage(setting: Setting) -> Any:
-    """In whole tensors, or each rank its own part."""
+    """Return the stage that saves whole tensors, or each rank's own part."""
     return (FullCheckpoint if setting.full else ShardedCheckpoint)(**setting.checkpoint)
 
 
 def nvme_wrap(path: str) -> Zero:
-    """Optimizer state on disk; needs sub-groups of at least one block."""
+    """Return ZeRO-3 with optimizer state on disk; needs sub-groups of at least one block."""
     return Zero(
         stage=3,
         offload_optimizer=OptimizerOffload(
@@ -76,7 +76,7 @@ def nvme_wrap(path: str) -> Zero:
 
 
 def train(engine: Engine, first: int, last: int, samples: int = 12) -> list[float]:
-    """Optimizer steps `first` ... `last` - 1; mean losses."""
+    """Run optimizer steps `first` ... `last` - 1; return the mean losses."""
     losses = []
     for step in range(first, last):
         tokens, labels = batch(step, samples)
@@ -96,7 +96,8 @@ def train(engine: Engine, first: int, last: int, samples: int = 12) -> list[floa
 
 
 def digest(engine: Engine, dist: DistContext) -> dict[str, str]:
-    """Digests of every logical tensor and of everything else, gathered without a checkpoint."""
+    """Return digests of every logical tensor and of everything else, gathered without a
+    checkpoint."""
     own = [
         [f"{kind}/{part.name}", part.start, _text(tensor)]
         for part in engine.fragments()
@@ -124,18 +125,19 @@ def _text(tensor: torch.Tensor) -> str:
 
 
 def hashed(tensor: torch.Tensor) -> str:
-    """A whole tensor's digest, as `digest` tells it."""
+    """Return a whole tensor's digest, as in `digest`."""
     return _digest({0: _text(tensor)})
 
 
 def _digest(parts: dict[int, str]) -> str:
-    """Parts may overlap where replicas hold the same; each byte counts once."""
+    """Return the digest of all parts. Parts may overlap where replicas hold the same; each byte
+    counts once."""
     data = b"".join(base64.b64decode(text) for _, text in sorted(parts.items()))
     return hashlib.sha256(data).hexdigest()
 
 
 def relay_run(dist: DistContext, folder: str, setting: Setting) -> dict[str, Any]:
-    """Restore what is there, train on, save: the state before and after, and the progress."""
+    """Restore, train on, save; return the states before and after, and the progress."""
     ctx = context(dist, folder)
     engine = make_engine(ctx, setting)
     checkpoints = checkpoint_stage(setting).run(ctx, engine)
@@ -152,7 +154,7 @@ def relay_run(dist: DistContext, folder: str, setting: Setting) -> dict[str, Any
 
 
 def save_run(dist: DistContext, folder: str, setting: Setting, steps: int = 3) -> dict[str, str]:
-    """Train, save, tell the state."""
+    """Train, save, return the state."""
     ctx = context(dist, folder)
     engine = make_engine(ctx, setting)
     checkpoints = checkpoint_stage(setting).run(ctx, engine)
@@ -167,7 +169,7 @@ def save_run(dist: DistContext, folder: str, setting: Setting, steps: int = 3) -
 
 
 def load_run(dist: DistContext, folder: str, setting: Setting, *accept: str) -> dict[str, Any]:
-    """Restore into a fresh engine, tell the state and the progress."""
+    """Restore into a fresh engine; return the state and the progress."""
     ctx = replace(context(dist, folder), accept=frozenset(accept))
     engine = make_engine(ctx, setting)
     checkpoints = checkpoint_stage(setting).run(ctx, engine)
@@ -179,5 +181,5 @@ def load_run(dist: DistContext, folder: str, setting: Setting, *accept: str) -> 
 
 
 def load_runs(dist: DistContext, folder: str, settings: list[Setting]) -> list[dict[str, Any]]:
-    """`load_run` under one setting after another, in one process group."""
+    """Run `load_run` under one setting after another, in one process group."""
     return [load_run(dist, folder, setting) for setting in settings]

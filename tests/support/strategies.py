@@ -1,20 +1,25 @@
 """The one list of strategies, which test matrices and benchmarks filter.
 
-A new strategy is one entry here; its traits say through which matrices it goes.
+A new strategy is one entry here; its traits name the matrices that it is part of.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pipeline.plan.registry import Registry
 
-Trait = Literal["basic", "half", "resumes"]
-"""basic: every feature is combined with it (tests/parity). half: trained in bf16 and fp16 beside
-the plain loop. resumes: goes on from its own checkpoints and others' (tests/stages/checkpoint)."""
+Trait = Literal["basic", "half", "resumes", "sharded", "replicated"]
+"""Matrices of tests:
+
+basic: every feature, optimizer and kind of anomaly under this strategy.
+half: training in bf16 and fp16, compared with the plain loop.
+resumes: resuming from its own checkpoints and from those of other strategies.
+sharded, replicated: loading a model's files, where a rank holds its shard or all of the weights.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,19 +27,26 @@ class Strategy:
     """A wrap stage with settings."""
 
     use: str
-    """Name of the stage, or `module:Class` of one that is not installed."""
+    """Name of an installed stage, or `module:Class`."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """Values of its fields as a recipe has them."""
+    """Fields of the stage as in a recipe."""
     title: str = ""
     """Column of docs/combinations.md."""
     traits: frozenset[Trait] = frozenset()
+    group: int = 1
+    """Number of ranks that it shards over; world sizes are multiples of it."""
     parity: tuple[int, ...] = ()
-    """Numbers of ranks on which it is compared with the plain loop in fp32."""
+    """World sizes on which it is compared with the plain loop in fp32."""
     batching: Mapping[str, int] = field(default_factory=lambda: {"micro_batch_size": 2})
     """Fields of the train slot in that comparison."""
 
+    def full_size(self) -> Strategy:
+        """Return the strategy without the fields that suit tiny models only."""
+        fields = {name: value for name, value in self.fields.items() if name not in FOR_TINY_MODELS}
+        return replace(self, fields=fields)
+
     def stage(self) -> Any:
-        """The stage, with its settings."""
+        """Build the stage."""
         from pydantic import TypeAdapter
 
         from pipeline.recipe.fields import adapter
@@ -43,7 +55,7 @@ class Strategy:
         return kind.validate_python(dict(self.fields), strict=False)
 
     def kind(self) -> type:
-        """The stage's class."""
+        """Return the stage's class."""
         module, _, name = self.use.partition(":")
         if not name:
             return Registry.installed().load(self.use)
@@ -57,12 +69,26 @@ def _traits(*traits: Trait) -> frozenset[Trait]:
 
 UNEVEN = {"micro_batch_size": 3}
 BASIC = _traits("basic", "half", "resumes")
+SHARDED = _traits("sharded")
+REPLICATED = _traits("replicated")
 RESUMES = _traits("resumes")
 SMALL_GROUPS = {"param_persistence_threshold": 100}
-"""Tiny parameters are partitioned too."""
+"""Partitions tiny parameters too."""
+FOR_TINY_MODELS = {"sub_group_size", *SMALL_GROUPS}
+ACCELERATE_FSDP = """
+distributed_type: FSDP
+mixed_precision: 'no'
+num_processes: -1
+fsdp_config:
+  fsdp_version: 2
+  fsdp_reshard_after_forward: true
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_cpu_ram_efficient_loading: false
+  fsdp_state_dict_type: SHARDED_STATE_DICT
+"""
 
 STRATEGIES: dict[str, Strategy] = {
-    "ddp": Strategy(use="wrap.ddp", title="DDP", traits=BASIC, parity=(1, 2, 3)),
+    "ddp": Strategy(use="wrap.ddp", title="DDP", traits=BASIC | REPLICATED, parity=(1, 2, 3)),
     "ddp static": Strategy(
         use="wrap.ddp", fields={"static_graph": True}, parity=(2,), batching=UNEVEN
     ),
@@ -70,27 +96,32 @@ STRATEGIES: dict[str, Strategy] = {
         use="wrap.ddp", fields={"find_unused_parameters": True}, parity=(3,), batching=UNEVEN
     ),
     "powersgd": Strategy(
-        use="tests.plugins.powersgd.powersgd:PowerSgd", fields={"rank": 2}, traits=RESUMES
+        use="tests.plugins.powersgd.powersgd:PowerSgd",
+        fields={"rank": 2},
+        traits=RESUMES | REPLICATED,
     ),
     "powersgd of full rank": Strategy(
         use="tests.plugins.powersgd.powersgd:PowerSgd", fields={"rank": 64}, parity=(2,)
     ),
-    "fsdp full": Strategy(use="wrap.fsdp", title="FSDP", traits=BASIC, parity=(1, 2, 3)),
+    "fsdp full": Strategy(use="wrap.fsdp", title="FSDP", traits=BASIC | SHARDED, parity=(1, 2, 3)),
     "fsdp reduce once": Strategy(
         use="wrap.fsdp", fields={"reduce_every_microbatch": False}, parity=(2,)
     ),
     "fsdp grad-op": Strategy(
         use="wrap.fsdp",
         fields={"sharding": "shard_grad_op"},
-        traits=RESUMES,
+        traits=RESUMES | SHARDED,
         parity=(1, 2),
         batching=UNEVEN,
     ),
-    "fsdp no shard": Strategy(use="wrap.fsdp", fields={"sharding": "no_shard"}, parity=(1, 2)),
+    "fsdp no shard": Strategy(
+        use="wrap.fsdp", fields={"sharding": "no_shard"}, traits=REPLICATED, parity=(1, 2)
+    ),
     "fsdp hybrid": Strategy(
         use="wrap.fsdp",
         fields={"sharding": "hybrid_shard", "shard_size": 2},
         traits=RESUMES,
+        group=2,
         parity=(4,),
         batching={"micro_batch_size": 1},
     ),
@@ -98,40 +129,45 @@ STRATEGIES: dict[str, Strategy] = {
         use="wrap.fsdp", fields={"sharding": "hybrid_shard", "shard_size": 1}, traits=RESUMES
     ),
     "fsdp offload": Strategy(
-        use="wrap.fsdp", fields={"cpu_offload": True}, traits=RESUMES, parity=(2,)
+        use="wrap.fsdp", fields={"cpu_offload": True}, traits=RESUMES | SHARDED, parity=(2,)
     ),
     "fsdp ahead": Strategy(use="wrap.fsdp", fields={"forward_prefetch": 1}, parity=(2,)),
     "zero1": Strategy(
-        use="wrap.zero", fields={"stage": 1}, title="ZeRO-1", traits=BASIC, parity=(1, 2)
+        use="wrap.zero", fields={"stage": 1}, title="ZeRO-1", traits=BASIC | SHARDED, parity=(1, 2)
     ),
     "zero2": Strategy(
         use="wrap.zero",
         fields={"stage": 2},
         title="ZeRO-2",
-        traits=BASIC,
+        traits=BASIC | SHARDED,
         parity=(1, 2, 3),
         batching=UNEVEN,
     ),
     "zero2 round robin": Strategy(
-        use="wrap.zero", fields={"stage": 2, "round_robin_gradients": True}, traits=RESUMES
+        use="wrap.zero",
+        fields={"stage": 2, "round_robin_gradients": True},
+        traits=RESUMES | SHARDED,
     ),
     "zero3": Strategy(
         use="wrap.zero",
         fields={"stage": 3, "sub_group_size": 9000, **SMALL_GROUPS},
         title="ZeRO-3",
-        traits=BASIC,
+        traits=BASIC | SHARDED,
         parity=(1, 2, 3),
     ),
     "zero3 sub-groups": Strategy(
-        use="wrap.zero", fields={"stage": 3, "sub_group_size": 2000, **SMALL_GROUPS}, traits=RESUMES
+        use="wrap.zero",
+        fields={"stage": 3, "sub_group_size": 2000, **SMALL_GROUPS},
+        traits=RESUMES | SHARDED,
     ),
     "zero3 hpz": Strategy(
         use="wrap.zero",
         fields={"stage": 3, "extra": {"zero_optimization": {"zero_hpz_partition_size": 2}}},
         traits=RESUMES,
+        group=2,
     ),
     "zero2 offload": Strategy(
-        use="wrap.zero", fields={"stage": 2, "offload_optimizer": {}}, traits=RESUMES
+        use="wrap.zero", fields={"stage": 2, "offload_optimizer": {}}, traits=RESUMES | SHARDED
     ),
     "zero3 offload": Strategy(
         use="wrap.zero",
@@ -141,9 +177,27 @@ STRATEGIES: dict[str, Strategy] = {
     "zero3 optimizer offload": Strategy(
         use="wrap.zero", fields={"stage": 3, "offload_optimizer": {"device": "cpu"}}, parity=(1, 2)
     ),
+    "accelerate ddp": Strategy(
+        use="wrap.accelerate",
+        fields={
+            "accelerate": "distributed_type: MULTI_CPU\nuse_cpu: true\nnum_processes: -1\n",
+        },
+        parity=(2, 3),
+    ),
+    "accelerate fsdp2": Strategy(
+        use="wrap.accelerate",
+        fields={"accelerate": ACCELERATE_FSDP},
+        parity=(2,),
+        batching=UNEVEN,
+    ),
+    "accelerate fsdp2 from rank 0": Strategy(
+        use="wrap.accelerate",
+        fields={"accelerate": ACCELERATE_FSDP.replace("loading: false", "loading: true")},
+        parity=(2,),
+    ),
 }
 
 
 def having(trait: Trait) -> dict[str, Strategy]:
-    """Strategies with a trait."""
+    """Return the strategies that have the trait."""
     return {name: one for name, one in STRATEGIES.items() if trait in one.traits}

@@ -1,4 +1,4 @@
-"""Two writers cooperate on a checkpoint while one of them has a fault; then what the store holds.
+"""Two writers of a checkpoint, one of them with a fault, and the content of the store afterwards.
 
 `python -m tests.support.sweep`, a process without torch or threads that can fork in no time, reads
 a pickled Sweep from standard input and writes a list, a Seen for each fault.
@@ -33,7 +33,7 @@ REPOSITORY = Path(__file__).parent.parent.parent
 
 
 class Injected(NamedTuple):
-    """Which rank has which fault."""
+    """A fault and its rank."""
 
     rank: int
     fault: Fault
@@ -42,8 +42,8 @@ class Injected(NamedTuple):
 
 @dataclasses.dataclass(kw_only=True)
 class Sweep:
-    """`root` is made anew for each fault. `grace`: seconds after the end of rank 1 when rank 0, if
-    it still waits, is killed as launchers do."""
+    """A save and its faults. `root` is made anew for each fault. `grace`: seconds after the end of
+    rank 1 when rank 0, if it still waits, is killed as by a launcher."""
 
     tiny: Tiny
     root: str
@@ -53,29 +53,29 @@ class Sweep:
 
 @dataclasses.dataclass
 class Saved:
-    """How a save ended, for each rank."""
+    """Result of a save, for each rank."""
 
     fates: list[int]
-    """Exit codes; negative if it was killed."""
+    """Exit codes; negative if the rank was killed."""
     problems: list[str]
-    """Of its outcome; empty also if it has none."""
+    """Problem in each rank's outcome; empty also if there is no outcome."""
     warnings: list[list[str]]
 
 
 @dataclasses.dataclass
 class Found:
-    """What is in the store."""
+    """Content of the store."""
 
     names: list[str]
     exact: bool
-    """Whether everything that is listed is what it should be."""
+    """Whether all listed checkpoints are exact."""
     left: list[str]
-    """What else is there."""
+    """Names of everything else."""
 
 
 @dataclasses.dataclass(kw_only=True)
 class Seen:
-    """The save with the fault and what it left; the next save, after a cleaning, and what is there
+    """The save with the fault and its remains; the next save, after a cleaning, and the content
     then."""
 
     saved: Saved
@@ -85,7 +85,7 @@ class Seen:
 
 
 def sweep(work: Sweep, limit: float = 300) -> list[Seen]:
-    """In a process of its own."""
+    """Run the sweep in its own process."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.sweep"], input=pickle.dumps(work), timeout=limit,
         stdout=subprocess.PIPE, check=True, cwd=REPOSITORY,
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def one(work: Sweep, injected: Injected) -> Seen:
-    """The save with the fault, and the next one."""
+    """Save with the fault, then save again."""
     store = store_of(work)
 
     def prepare(rank: int) -> None:
@@ -182,7 +182,7 @@ def _reap(pids: list[int], grace: float) -> list[int]:
 
 
 if __name__ == "__main__":
-    # Under its own name, which pickles need.
+    # The module runs under its own name, which pickles need.
     from tests.support import sweep as this
 
     this.main()

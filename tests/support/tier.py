@@ -1,7 +1,7 @@
 """Two tiers of the suite: the quick one, for every change, and the full one, which `.ci/full` runs.
 
-The quick tier takes evenly from what the full one takes whole: kill points, flipped bytes, sizes,
-examples of Hypothesis. Tests marked `full` run in the full tier alone.
+The quick tier takes an even part of the kill points, flipped bytes, sizes and Hypothesis examples
+of the full one. Tests marked `full` run in the full tier alone.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def spread(values: Sequence[T], keep: int) -> Sequence[T]:
 
 
 def times(*, quick: int, full: int) -> int:
-    """Return how often something is repeated in this tier."""
+    """Return the number of repetitions in this tier."""
     return full if FULL else quick
 
 
 def examples(quick: int) -> settings:
-    """Return the settings of a Hypothesis test with so many examples, and ten times as many in the
+    """Return the settings of a Hypothesis test with `quick` examples, and ten times as many in the
     full tier."""
     return settings(max_examples=times(quick=quick, full=10 * quick))

@@ -1,4 +1,4 @@
-"""Recipes of a tiny training whose data can be told when to die, and what came of one."""
+"""Recipes of a tiny training with data that can kill it at a sample, and their results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def training(
     checkpoint: Mapping[str, Any],
     train: Mapping[str, Any],
 ) -> Stages:
-    """The slots up to `train`, the same under whatever strategy."""
+    """Return the slots up to `train`, the same under every strategy."""
     return {
         "model": {"use": "model.hf", "config": TINY},
         "precision": {"use": "precision.policy", "compute": "fp32"},
@@ -37,19 +37,19 @@ def training(
 
 
 def write(path: Path, stages: Stages, *, procs: int = 1) -> Path:
-    """The recipe's file, which is `path`."""
+    """Write the recipe to `path`."""
     launch = {"procs": procs, "device": "cpu"}
     path.write_text(json.dumps({"name": "tiny", "launch": launch, "stages": stages}))
     return path
 
 
 def losses(run: Path) -> list[tuple[int, float]]:
-    """Step and loss in the order of the file."""
+    """Return step and loss in the order of the file."""
     return [(r["step"], r["loss"]) for r in records(run / "metrics.jsonl") if "loss" in r]
 
 
 def outcome(run: Path, steps: int) -> tuple[bytes, list[float]]:
-    """Exported weights, and the loss of every step, of which each is there once."""
+    """Return exported weights, and the loss of every step, each of which occurs once."""
     found = losses(run)
     assert [step for step, _ in found] == list(range(1, steps + 1))
     return (run / "export" / "model.safetensors").read_bytes(), [loss for _, loss in found]

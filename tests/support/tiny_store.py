@@ -1,7 +1,6 @@
 """A checkpoint of a few tensors that two writers make together, without torch and without training.
 
-What a checkpoint holds is a function of its step alone, so whoever finds one can tell whether it is
-exact.
+A checkpoint's content is a function of its step, so a reader can decide whether it is exact.
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ import hashlib
 import random
 import threading
 
-from pipeline.checkpoint.manifest import Run, TensorEntry
+from pipeline.checkpoint.division import Run
+from pipeline.checkpoint.manifest import TensorEntry
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.staging import Staging, stage
@@ -44,7 +44,7 @@ RUNS = [
 def setups(
     address: str, arrangement: str = "sharded", retention: Retention | None = None
 ) -> tuple[list[Setup], list[Staging]]:
-    """For each rank its Setup, and what goes where in its arena."""
+    """Return for each rank its Setup and the content of its arena."""
     from pipeline.checkpoint.file_layout import FULL, SHARDED
     from pipeline.checkpoint.layout import spans_of
 
@@ -71,7 +71,7 @@ def setups(
 
 
 class Tiny:
-    """Two writers' setups, and what they write at each step. Pickles; needs no torch once made."""
+    """Two writers' setups, and their data at each step. Pickles; needs no torch once made."""
 
     def __init__(
         self, address: str, arrangement: str = "sharded", retention: Retention | None = None
@@ -79,7 +79,7 @@ class Tiny:
         self.setups, self._stagings = setups(address, arrangement, retention)
 
     def arena(self, rank: int, step: int) -> memoryview:
-        """The memory that `rank` writes at `step`."""
+        """Return the memory that `rank` writes at `step`."""
         memory = bytearray(self.setups[rank].buffer_size)
         for place, head in self._stagings[rank].heads:
             memory[place : place + len(head)] = head
@@ -91,13 +91,13 @@ class Tiny:
 
 
 def content(key: str, step: int) -> bytes:
-    """The bytes of a tensor at a step."""
+    """Return the bytes of a tensor at a step."""
     tensor = next(tensor for tensor in TENSORS if tensor.key == key)
     return random.Random(f"{key}@{step}").randbytes(tensor.numel * tensor.itemsize)
 
 
 def job(step: int, identity: str, *, loss: float | None = None) -> SaveRequest:
-    """What rank 0 is told at a step; the other takes no notice of the facts."""
+    """Return rank 0's order at a step; the other rank ignores the facts."""
     state = {
         "aliases": {"head": "a"},
         "frozen": [],
@@ -115,12 +115,12 @@ def job(step: int, identity: str, *, loss: float | None = None) -> SaveRequest:
 
 
 def digests(step: int) -> dict[str, str]:
-    """Of every tensor, as it must be at a step."""
+    """Return the expected digest of every tensor at a step."""
     return {t.key: hashlib.sha256(content(t.key, step)).hexdigest() for t in TENSORS}
 
 
 def read_digests(store: Store, name: str) -> dict[str, str]:
-    """Of every tensor, read whole and verified; raises what the reader raises."""
+    """Return the digest of every tensor, read whole and verified. Raises the reader's errors."""
     reader = CheckpointReader(store, name)
     try:
         reader.verify()
@@ -130,7 +130,7 @@ def read_digests(store: Store, name: str) -> dict[str, str]:
 
 
 def write(tiny: Tiny, step: int, *, identity: str = "", loss: float | None = None) -> SaveResult:
-    """Save in this process; the outcome of rank 0."""
+    """Save in this process; return rank 0's outcome."""
     work = job(step, identity or f"attempt{step}", loss=loss)
     other = threading.Thread(target=carry_out, args=(tiny.setups[1], work, tiny.arena(1, step)))
     other.start()

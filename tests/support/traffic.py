@@ -1,4 +1,4 @@
-"""What collectives of real engines move."""
+"""Bytes that collectives of real engines move."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.runs import context, tiny_model
 from tests.support.state import ADAMW, train
 
 LITTLE = 64
-"""Bytes of norms and losses, at most."""
+"""Largest size of norms and losses, in bytes; they do not count."""
 
 
 def counted(
@@ -25,8 +25,8 @@ def counted(
     model: Mapping[str, Any],
     microbatches: int,
 ) -> list[dict[str, int]]:
-    """Collective -> bytes of whole tensors, in the fourth step of each wrap stage: in bf16, reduced
-    in fp32, but in bf16 where `DistributedDataParallel` would otherwise reduce by itself."""
+    """Return the bytes of whole tensors by collective, in the fourth step of each wrap stage.
+    Engines compute in bf16 and reduce in fp32, but DDP reduces in bf16."""
     found = Counter[str]()
     _count(found)
     ctx = context(dist, folder)
@@ -43,7 +43,7 @@ def counted(
 
 
 def policy(wrap: Any) -> Precision:
-    """The dtypes of a wrap stage here."""
+    """Return the dtypes for a wrap stage here."""
     reduce = "bf16" if type(wrap).__name__ == "Ddp" else "fp32"
     return Precision(
         master="fp32", compute="bf16", reduce=reduce, buffer=None, loss_scaling=None  # type: ignore[arg-type]
@@ -51,7 +51,7 @@ def policy(wrap: Any) -> Precision:
 
 
 def _count(found: Counter[str]) -> None:
-    """Have every process group add up what it is given."""
+    """Have every process group add up the bytes that it is given."""
 
     def count(method: str, collective: str, which: int) -> None:
         original: Callable[..., Any] = getattr(torch.distributed.ProcessGroup, method)

@@ -12,7 +12,7 @@ from stages.weights.torch_files import MemoryReader
 
 
 class MemoryWeights(MemoryReader, Weights):
-    """Tensors from a dict; notes the names that are read."""
+    """Tensors from a dict; records the names that are read."""
 
     identity = "memory"
 
@@ -27,7 +27,7 @@ class MemoryWeights(MemoryReader, Weights):
 
 
 def trained(source: ModelSource) -> MemoryWeights:
-    """The source's weights in fp32, each nudged so that they differ from the initial ones."""
+    """Return the source's weights in fp32, each changed a little from its initial values."""
     reader = source.weights()
     return MemoryWeights(
         {name: reader.read(name).float() * 1.01 + 0.003 for name in reader.names()}

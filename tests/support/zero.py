@@ -1,4 +1,5 @@
-"""What each rank runs in the ZeRO tests: a few steps on fixed tokens; and the same, plainly."""
+"""Programs of each rank in the ZeRO tests: a few steps on fixed tokens, with ZeRO and in a plain
+loop."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ LR, DECAY, CLIP, LENGTH = 1e-3, 0.1, 0.5, 13
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run; plain data, so that it travels to the ranks."""
+    """One run, as plain data that travels to the ranks."""
 
     zero: dict[str, Any]
     compute: str = "fp32"
@@ -36,7 +37,7 @@ class Case:
     loss_scaling: LossScaling | None = None
     clip: float | None = CLIP
     samples: int = 4
-    """Per step, over all ranks."""
+    """Samples of each step, over all ranks."""
     last: int = 4
     save: bool = False
     """Whether DeepSpeed's own `save_checkpoint` writes `folder`/saved at the end."""
@@ -44,7 +45,7 @@ class Case:
     optimizer: dict[str, Any] = field(default_factory=dict)
     """Further fields of optimizer.adamw."""
     frozen: str = ""
-    """Parameters whose names hold this are not trained."""
+    """Part of the names of parameters that are not trained."""
     explode_at: int = -1
     """Step whose loss overflows fp16."""
 
@@ -54,7 +55,7 @@ def source(ctx: Any, case: Case) -> ModelSource:
 
 
 def batch(step: int, samples: int) -> tuple[Tensor, Tensor]:
-    """Tokens and labels, uneven numbers of targets; a pure function of the step."""
+    """Return tokens and labels with uneven numbers of targets; a pure function of the step."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, TINY["vocab_size"], (samples, LENGTH + 1), generator=generator)
     labels = tokens[:, 1:].clone()
@@ -81,7 +82,7 @@ def plan(ctx: Any, case: Case) -> Any:
 
 
 def run_case(dist: DistContext, folder: str, case: Case) -> dict[str, Any]:
-    """Train; returns what every step reported and the engine's facts. Full fp32 masters go to
+    """Train; return every step's reports and the engine's facts. Full fp32 masters go to
     `folder`/masters.safetensors."""
     ctx = context(dist, folder)
     finals: list[Callable[[], object]] = []
@@ -98,7 +99,7 @@ def run_case(dist: DistContext, folder: str, case: Case) -> dict[str, Any]:
 
 
 def one_step(engine: Engine, step: int, case: Case) -> dict[str, Any]:
-    """One optimizer step, a sample per micro-batch and rank."""
+    """Run one optimizer step, with one sample in each rank's micro-batch."""
     tokens, labels = batch(step, case.samples)
     targets = int((labels != -100).sum())
     total = torch.zeros(())
@@ -116,7 +117,7 @@ def one_step(engine: Engine, step: int, case: Case) -> dict[str, Any]:
 
 
 def has_libaio() -> bool:
-    """Whether NVMe offload can run here."""
+    """Return whether NVMe offload can run here."""
     return ctypes.util.find_library("aio") is not None
 
 
@@ -130,7 +131,7 @@ def save_masters(engine: Any, file: Path, *, write: bool) -> None:
 
 
 def plain(folder: str | Path, case: Case) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    """The same without any engine: losses, gradient norms, final weights."""
+    """Train without any engine; return losses, gradient norms, final weights."""
     ctx = context(DistContext(device=torch.device("cpu")), folder)
     made = source(ctx, case)
     model = made.build()

@@ -1,4 +1,4 @@
-"""From a recipe's wrap.zero slot to a running engine."""
+"""The way from a recipe's wrap.zero slot to a running engine."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def build(
         engine = ZeroEngine(live, ctx.dist, precision, plan)
         # Weakly, so that the engine's memory can be freed before the run ends.
         ctx.on_exit(functools.partial(_close, weakref.ref(engine)))
-        # Masters are loaded, and parameters made of them: masters that DeepSpeed makes of
+        # Load masters and make parameters from them: masters that DeepSpeed makes from
         # parameters have lost what the compute dtype rounds off.
         load_weights(engine.master_shards(), reader, ctx)
         engine.sync_compute_weights()

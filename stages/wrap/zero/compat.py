@@ -85,7 +85,7 @@ def master_partitions(optimizer: Any) -> list[Tensor]:
 
 
 def offload_devices(optimizer: Any) -> tuple[str | None, str | None]:
-    """Where optimizer state and parameter shards are kept: `cpu`, `nvme`, or None for neither."""
+    """Place of optimizer state and parameter shards: `cpu`, `nvme`, or None for neither."""
 
     def place(nvme: str, *cpu: str) -> str | None:
         on_host = any(getattr(optimizer, name, False) for name in cpu)

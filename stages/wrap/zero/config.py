@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: what a recipe makes of it, and which raw keys a recipe may add."""
+"""DeepSpeed's configuration, made from a recipe, and the raw keys that a recipe may add."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def keep_operators() -> None:
         library.parent.mkdir(parents=True, exist_ok=True)
         with library.with_suffix(".lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # freed by the system when its holder is killed
-            # torch's own, which is not; under this one nobody else can hold it.
+            # torch's own lock is not freed then; while this one is held, nobody else holds torch's.
             (library.parent / "lock").unlink(missing_ok=True)
             if not library.exists():
                 LOG.info("compiling DeepSpeed's %s, once: it is kept in %s", builder.name, root)

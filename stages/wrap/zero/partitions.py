@@ -40,7 +40,7 @@ class FlatMaster:
     group: int
     """Number of the optimizer group that has its hyperparameters."""
     parameters: Sequence[nn.Parameter]
-    """All of its parameters, also those of which this rank has no part."""
+    """All of its parameters, including those that this rank has no part of."""
     parts: Sequence[MasterPart]
 
     @property

@@ -104,8 +104,8 @@ class ZeroState:
         update_compute_weights(self._live.optimizer)
 
     def master_shards(self) -> Iterator[LocalShard]:
-        """This rank's part of every parameter and stored buffer, of trained ones the masters, to be
-        overwritten, each before the next is taken; then `sync_compute_weights`."""
+        """This rank's part of every parameter and stored buffer, to be overwritten, each before the
+        next is taken; trained parameters are masters. Then call `sync_compute_weights`."""
         for flat in self._flats:
             with flat.present(write=True):
                 for part in flat.parts:

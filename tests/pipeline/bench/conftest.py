@@ -1,4 +1,4 @@
-"""A recipe of real stages, and `pipe bench` with made-up ones."""
+"""A recipe of real stages, and `pipe bench` with invented runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def planners(
     fake_entry: Callable[..., Entry],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Planners of the fake stages that offer strategies, where fake stages stand for all."""
+    """Return planners of the fake stages that offer strategies, registered as all planners."""
     fakes = {
         "wrap.red": "RedPlanner",
         "wrap.blue": "BluePlanner",
@@ -51,7 +51,7 @@ def planners(
 
 @pytest.fixture
 def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A recipe of real stages, whose model has no weights anywhere, and its content."""
+    """Return a recipe of real stages, whose model has no weights anywhere, and its content."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     FakeSource(PLAIN).fast.save_pretrained("tokenizer")
@@ -81,8 +81,8 @@ def real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.fixture
 def bench(pipe: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    """Runs the command on the fake recipe; runs are made up: those in red fail, one on two
-    processes is 1.5 times as fast."""
+    """Return a call of the command on the fake recipe. Runs are invented: red ones fail, and one on
+    two processes is 1.5 times as fast."""
 
     def call(arguments: list[str], output: int, seconds: float) -> int:
         content = yaml.safe_load(Path(arguments[1]).read_text())

@@ -1,4 +1,4 @@
-"""Rows of a benchmark, made up."""
+"""Invented rows of a benchmark."""
 
 from __future__ import annotations
 

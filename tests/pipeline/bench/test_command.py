@@ -1,4 +1,4 @@
-"""`pipe bench`: short runs compared."""
+"""`pipe bench`: comparing short runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_run_that_fails_is_a_row(bench: Callable[..., Result]) -> None:
         ("red1", 1, wrong), ("red1", 2, wrong),
     ]  # fmt: skip
     assert told["verdict"][-1] == f"did not run: red1 on 2 processes: {wrong}"
-    # of those that failed, what tells why stays
+    # files that explain a failure stay
     left = sorted(path.name for path in Path("here/trials").iterdir())
     assert left == ["red1-1", "red1-2"]
     assert sorted(

@@ -1,4 +1,4 @@
-"""Numbers of runs, in columns, in words and as a picture."""
+"""Numbers of runs, as columns, sentences and a picture."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def test_numbers_of_a_run() -> None:
     assert told.communication_share == 0.25
     assert told.first_step_seconds == 11.0
     assert (told.checkpoint_seconds, told.checkpoint_stall_seconds) == (0.4, 0.1)
-    # not that of the profiled step, which holds the profiler's own
+    # not the profiled step's peak, which includes the profiler's memory
     assert told.memory == Memory(kind="host", measured=4000, predicted=2000)
-    assert told.memory.ratio is None  # what is resident is no accuracy of what tensors take
+    assert told.memory.ratio is None  # resident memory says nothing on the accuracy for tensors
     assert replace(told.memory, kind="device").ratio == 2.0
     with pytest.raises(StageError, match="no steps were recorded after warm-up"):
         results.measured(records, warmup=4, began=90.0, predicted=None)
-    # steps that loss scaling has left out
+    # steps skipped by loss scaling
     for index in (1, 3, 4):
         records[index]["applied"] = False
     told = results.measured(records, warmup=1, began=90.0, predicted=None)

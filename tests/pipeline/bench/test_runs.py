@@ -1,4 +1,4 @@
-"""One run of a benchmark, and a whole one in earnest."""
+"""One run of a benchmark, and a whole real benchmark."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def called(arguments: list[str], seconds: float) -> int | None:
 def test_a_run_that_never_ends_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    os.mkfifo("r.yaml")  # nobody writes to it
+    os.mkfifo("r.yaml")  # no process writes to it
     assert called(["check", "r.yaml"], 0.5) is None
 
 

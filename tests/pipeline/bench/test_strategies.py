@@ -13,7 +13,7 @@ from pipeline.planning.presets import chosen, strategies
 
 
 def test_strategies_are_what_installed_stages_offer(registry: Registry) -> None:
-    found = strategies(registry)  # broken stages are passed over
+    found = strategies(registry)  # broken stages are skipped
     assert {name: (one.use, dict(one.fields)) for name, one in found.items()} == {
         "blue": ("wrap.blue", {}),
         "red1": ("wrap.red", {"stage": 1}),

@@ -1,26 +1,27 @@
-"""What ranks agree on before the first checkpoint does not grow with their number."""
+"""The agreement of ranks before the first checkpoint does not grow with their number."""
 
 from __future__ import annotations
 
 import pytest
 
+from pipeline.checkpoint.division import Run
 from pipeline.checkpoint.file_layout import FULL, SHARDED, FileLayout
-from pipeline.checkpoint.layout import LocalShard, divided, message, spans_of, unpacked
-from pipeline.checkpoint.manifest import Run
+from pipeline.checkpoint.layout import LocalShard, divided, message, random_key, spans_of, unpacked
 from pipeline.errors import StageError
 
 SHAPES = [(f"weight/{number}", (4096 + number, 8)) for number in range(12)]
 
 
 def told(rank: int, ranks: int, dtype: str = "F32") -> bytes:
-    """Of a rank that has its rows of every tensor, and a generator."""
+    """Return the message of a rank with its rows of every tensor, and a generator."""
     own = []
     for key, (rows, columns) in SHAPES:
         chunk = -(-rows // ranks) * columns
         start, stop = min(rank * chunk, rows * columns), min((rank + 1) * chunk, rows * columns)
         if start < stop:
             own.append(LocalShard(key, dtype, (rows, columns), start, stop, True))
-    return message(own, {"torch": 9})
+    own.append(LocalShard(random_key(rank, "torch"), "U8", (9,), 0, 9, True))
+    return message(own)
 
 
 @pytest.mark.parametrize("arrangement", [SHARDED, FULL], ids=lambda one: one.name)
@@ -44,5 +45,5 @@ def test_tensors_are_described_in_as_many_words_for_more_ranks(
 def test_ranks_that_do_not_fit_together() -> None:
     with pytest.raises(StageError, match="weight/0: ranks differ in its shape or dtype"):
         divided([told(0, 2), told(1, 2, "BF16")], SHARDED)
-    with pytest.raises(StageError, match="the ranks' parts of weight/0 do not make it up: ends at"):
+    with pytest.raises(StageError, match="the ranks' parts do not make up weight/0: ends at"):
         divided([told(0, 3), told(1, 3)], SHARDED)

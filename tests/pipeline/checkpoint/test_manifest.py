@@ -1,4 +1,4 @@
-"""A manifest comes back unchanged, and its ranges have to be everything."""
+"""A manifest is read back unchanged, and its ranges must cover everything."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.checkpoint.division import CoverageError, Run, require_cover
 from pipeline.checkpoint.manifest import (
-    CoverageError,
     Damaged,
     DataFile,
     Manifest,
     Part,
-    Run,
     TensorEntry,
-    require_cover,
 )
 from pipeline.checkpoint.safetensors_format import ITEM_BYTES
 from pipeline.checkpoint.writer_main import SaveRequest
@@ -56,7 +54,7 @@ STATES = st.fixed_dictionaries(
 
 @st.composite
 def manifests(draw: st.DrawFn) -> Manifest:
-    """Of tensors one after the other in one file, each in one piece or two."""
+    """Draw manifests of tensors in sequence in one file, each in one piece or two."""
     tensors, runs, offset = [], [], 4096
     for key in draw(st.lists(TEXT, unique=True, max_size=4)):
         shape = tuple(draw(st.lists(st.integers(1, 5), max_size=3)))
@@ -126,7 +124,7 @@ STATE = EngineState(
 
 @pytest.mark.parametrize("name", GOLDEN)
 def test_the_bytes_are_those_of_earlier_releases(name: str) -> None:
-    """From an engine's state through the message to the writer."""
+    """The way is from an engine's state through the message to the writer."""
     template = setups("/nowhere", name)[0][0].template
     assert template is not None
     metrics = {"loss": 1.5, "eval_loss": math.nan}
@@ -145,7 +143,7 @@ def test_the_bytes_are_those_of_earlier_releases(name: str) -> None:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal, with lists for tuples, and not-a-number equal to itself."""
+    """Compare with lists taken for tuples, and not-a-number equal to itself."""
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):

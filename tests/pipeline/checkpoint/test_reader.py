@@ -1,4 +1,4 @@
-"""Any range of any tensor, however it was cut, is what was written."""
+"""Any range of any tensor, however it was cut, is read as it was written."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from pipeline.checkpoint import safetensors_format
-from pipeline.checkpoint.file_layout import SHARDED, Span
+from pipeline.checkpoint.division import Run, Span, require_cover
+from pipeline.checkpoint.file_layout import SHARDED
 from pipeline.checkpoint.layout import spans_of
 from pipeline.checkpoint.local_store import LocalStore
-from pipeline.checkpoint.manifest import Manifest, Part, Run, TensorEntry, require_cover
+from pipeline.checkpoint.manifest import Manifest, Part, TensorEntry
 from pipeline.checkpoint.reader import CheckpointReader
 from tests.support.tier import examples
 from tests.support.tiny_store import job
@@ -27,7 +28,7 @@ NAME = "step-00000001"
 
 @st.composite
 def layouts(draw: st.DrawFn) -> tuple[list[TensorEntry], list[list[Span]]]:
-    """Tensors, and which rank writes which parts of them."""
+    """Draw tensors, and the parts that each rank writes."""
     ranks = draw(st.integers(1, 3))
     tensors: list[TensorEntry] = []
     shares: list[list[Span]] = [[] for _ in range(ranks)]
@@ -44,12 +45,12 @@ def layouts(draw: st.DrawFn) -> tuple[list[TensorEntry], list[list[Span]]]:
 
 
 def content(tensor: TensorEntry) -> bytes:
-    """Bytes that differ from one place to another."""
+    """Return bytes that differ from place to place."""
     return random.Random(tensor.key).randbytes(tensor.numel * tensor.itemsize)
 
 
 def write(root: str, tensors: list[TensorEntry], shares: list[list[Span]]) -> None:
-    """A checkpoint by hand, without the writer."""
+    """Write a checkpoint by hand, without the writer."""
     ordered = SHARDED.in_order(tensors)
     table = {tensor.key: tensor for tensor in ordered}
     runs = [
@@ -61,7 +62,8 @@ def write(root: str, tensors: list[TensorEntry], shares: list[list[Span]]) -> No
         )
         for tensor in ordered
     ]
-    attempt = LocalStore(root).attempt(NAME, "x")
+    store = LocalStore(root)
+    attempt = store.attempt(NAME, "x")
     files, parts = [], []
     for rank in range(len(shares)):
         layout = SHARDED.lay_out(rank, spans_of(rank, ordered, runs), table)
@@ -89,7 +91,7 @@ def write(root: str, tensors: list[TensorEntry], shares: list[list[Span]]) -> No
         files=files,
         parts=parts,
     )
-    attempt.commit(manifest.dump())
+    store.commit(attempt, manifest.dump())
 
 
 @given(layouts(), st.data())

@@ -1,4 +1,4 @@
-"""The generators of a rank: streams that follow a number, and their state."""
+"""A rank's generators: streams that follow from a number, and their state."""
 
 from __future__ import annotations
 

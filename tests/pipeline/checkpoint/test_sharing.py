@@ -1,28 +1,33 @@
-"""Who writes what, said by rule: everything once, by who holds it, whatever the ranks hold."""
+"""The rule that divides the work: everything is written once, by a rank that holds it, whatever the
+ranks hold."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.checkpoint.layout import WORTH_A_CUT, share_writing
-from pipeline.checkpoint.manifest import CoverageError, Run, require_cover
-from pipeline.checkpoint.places import Division, Pieces
+from pipeline.checkpoint.division import (
+    WORTH_A_CUT,
+    CoverageError,
+    Run,
+    Span,
+    require_cover,
+    share_writing,
+)
 
 SIZES = st.one_of(st.integers(1, 50), st.integers(WORTH_A_CUT - 2, 6 * WORTH_A_CUT))
 
 Held = list[list[tuple[int, int, int]]]
-"""Of each rank: tensor, start, stop."""
+"""Tensor, start and stop of each part, by rank."""
 
 
 @st.composite
 def irregular(draw: st.DrawFn) -> tuple[Held, list[int]]:
-    """Tensors cut into any ranges, each range on one rank or more."""
+    """Draw tensors cut into any ranges, each range on one or more ranks."""
     ranks = draw(st.integers(1, 6))
     held: Held = [[] for _ in range(ranks)]
     numels = []
@@ -37,7 +42,8 @@ def irregular(draw: st.DrawFn) -> tuple[Held, list[int]]:
 
 @st.composite
 def meshes(draw: st.DrawFn) -> tuple[Held, list[int]]:
-    """Tensors cut in equal parts over one axis of a mesh of ranks, and copied over the other."""
+    """Draw tensors cut in equal parts over one axis of a mesh of ranks, and copied over the
+    other."""
     shards, replicas = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     apart = draw(st.booleans())
     numels = draw(st.lists(SIZES, min_size=1, max_size=6))
@@ -52,60 +58,65 @@ def meshes(draw: st.DrawFn) -> tuple[Held, list[int]]:
     return held, numels
 
 
-def pieces(held: Held) -> list[Pieces]:
-    return [Pieces(*np.array(spans, dtype=np.int64).reshape(-1, 3).T) for spans in held]
+def shared(held: Held, numels: list[int]) -> list[list[Run]]:
+    spans = [[Span(str(tensor), start, stop) for tensor, start, stop in own] for own in held]
+    return share_writing(spans, {str(tensor): numel for tensor, numel in enumerate(numels)})
+
+
+def load(runs: list[list[Run]], rank: int) -> int:
+    """Elements that a rank writes."""
+    mine = [piece for own in runs for run in own if (piece := run.of(rank))]
+    return sum(stop - start for start, stop in mine)
+
+
+def find(runs: list[Run], low: int, high: int) -> list[tuple[int, int, int]]:
+    return [piece for run in runs for piece in run.find(low, high)]
 
 
 @given(st.one_of(irregular(), meshes()))
 def test_everything_is_written_once_by_who_holds_it(case: tuple[Held, list[int]]) -> None:
     held, numels = case
-    division = Division(share_writing(pieces(held), numels))
+    runs = shared(held, numels)
     written: dict[int, list[tuple[int, int, int]]] = {number: [] for number in range(len(numels))}
     for rank, spans in enumerate(held):
-        mine = list(zip(*(column.tolist() for column in division.of(rank)), strict=True))
+        mine = [(at, *part) for at, own in enumerate(runs) for run in own if (part := run.of(rank))]
         assert mine == sorted(mine)
         for tensor, start, stop in mine:
             assert any(tensor == t and low <= start < stop <= high for t, low, high in spans)
             written[tensor].append((start, stop, rank))
     for tensor, numel in enumerate(numels):
         require_cover([found[:2] for found in written[tensor]], numel)
-        found = [(start, stop, rank) for rank, start, stop in division.find(tensor, 0, numel)]
+        found = [(start, stop, rank) for rank, start, stop in find(runs[tensor], 0, numel)]
         assert found == sorted(written[tensor])
 
 
 @given(meshes())
 def test_a_tensor_on_a_mesh_is_one_run(case: tuple[Held, list[int]]) -> None:
     held, numels = case
-    runs = share_writing(pieces(held), numels)
+    runs = shared(held, numels)
     assert [len(own) for own in runs] == [1] * len(numels)
-    loads = [
-        int((mine.stop - mine.start).sum()) for mine in map(Division(runs).of, range(len(held)))
-    ]
+    loads = [load(runs, rank) for rank in range(len(held))]
     assert max(loads) - min(loads) <= 5 * WORTH_A_CUT * len(numels) + max(numels)
 
 
 @given(irregular())
 def test_the_work_is_balanced(case: tuple[Held, list[int]]) -> None:
-    """Replicas of everything: no rank writes more than its share and one uncut range."""
+    """With replicas of everything, no rank writes more than its share and one uncut range."""
     held, numels = case
     everything = sorted({span for spans in held for span in spans})
-    runs = share_writing(pieces([everything] * len(held)), numels)
-    loads = [
-        int((mine.stop - mine.start).sum()) for mine in map(Division(runs).of, range(len(held)))
-    ]
+    runs = shared([everything] * len(held), numels)
+    loads = [load(runs, rank) for rank in range(len(held))]
     assert max(loads) - min(loads) <= WORTH_A_CUT * len(held) + len(everything) * len(held)
 
 
 @given(meshes(), st.data())
 def test_any_range_is_found(case: tuple[Held, list[int]], data: st.DataObject) -> None:
     held, numels = case
-    division = Division(share_writing(pieces(held), numels))
+    runs = shared(held, numels)[0]
     low = data.draw(st.integers(0, numels[0] - 1))
     high = data.draw(st.integers(low + 1, numels[0]))
-    every = list(division.find(0, 0, numels[0]))
-    assert list(division.find(0, low, high)) == [
-        piece for piece in every if piece[1] < high and low < piece[2]
-    ]
+    every = find(runs, 0, numels[0])
+    assert find(runs, low, high) == [piece for piece in every if piece[1] < high and low < piece[2]]
 
 
 def gap(held: Held) -> None:
@@ -125,7 +136,7 @@ def beyond(held: Held) -> None:
 )
 def test_what_does_not_make_up_a_tensor(change: Callable[[Held], None], problem: str) -> None:
     held: Held = [[(0, 0, 50)], [(0, 50, 100)]]
-    assert share_writing(pieces(held), [100]) == [[Run(0, 100, 50, 0, 1)]]
+    assert shared(held, [100]) == [[Run(0, 100, 50, 0, 1)]]
     change(held)
     with pytest.raises(CoverageError, match=problem):
-        share_writing(pieces(held), [100])
+        shared(held, [100])

@@ -1,4 +1,4 @@
-"""What passes takes a bounded memory, whatever its size, and arrives as it was."""
+"""Data of any size passes in bounded memory, and arrives unchanged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.checkpoint import safetensors_format
-from pipeline.checkpoint.file_layout import SHARDED, Layout, Span
+from pipeline.checkpoint.division import Span
+from pipeline.checkpoint.file_layout import SHARDED, Layout
 from pipeline.checkpoint.manifest import TensorEntry
 from pipeline.checkpoint.staging import PASSAGE, Staging, stage
 

@@ -1,4 +1,4 @@
-"""Checkpoints that earlier releases wrote, whose manifests list every piece, can be read."""
+"""Checkpoints of earlier releases, whose manifests list every piece, can be read."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.pipeline.checkpoint.test_damage import NAME, edit
 from tests.support.tiny_store import read_digests
 
 ARCHIVE = Path(__file__).with_name("version_1.tar.xz")
-"""A checkpoint of two ranks of each arrangement, as they were written."""
+"""Checkpoints of two ranks, one of each arrangement, as they were written."""
 DIGESTS = {
     "weight/a": "adbf4e88c53c1ff1ecc151345f6fb4299ac39ef7193c589d742a20870f942b8a",
     "weight/b": "67c990332226eb416e0f15c7737c0f079fc3f8fca800373e84303dee3316a03d",
@@ -60,7 +60,7 @@ def test_it_stays_as_it_is_when_it_is_amended(root: Path) -> None:
 
 
 def pieces(manifest: dict[str, Any], key: str) -> list[list[int]]:
-    """Those of a tensor: tensor, file, offset, start, stop."""
+    """Return a tensor's pieces: tensor, file, offset, start, stop."""
     number = [tensor["key"] for tensor in manifest["tensors"]].index(key)
     return [p for part in manifest["parts"] for p in part["pieces"] if p[0] == number]
 
@@ -82,7 +82,7 @@ EDITS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "of another file": (change("weight/b", 1, 1), "weight/b"),
     "of no file": (change("weight/b", 1, 9), "unknown tensor or file"),
     "of no tensor": (change("weight/b", 0, 9), "unknown tensor or file"),
-    "in the header": (change("weight/a", 2, -4096), "weight/a: a piece lies outside"),
+    "in the header": (change("weight/a", 2, -4096), "weight/a"),
     "shorter": (change("weight/b", 4, -1), "weight/b: elements 44 to 45 are missing"),
 }
 

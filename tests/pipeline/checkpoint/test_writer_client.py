@@ -1,4 +1,4 @@
-"""The process that writes: what it survives, and what is said when it does not."""
+"""The writer process: the faults that it survives, and the errors after others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NAME = "step-00000001"
 
 @pytest.fixture
 def writers(tmp_path: Path) -> Iterator[list[WriterProcess]]:
-    """Of two ranks, with what they write at step 1 in their arenas."""
+    """Return two ranks' writers, with the data of step 1 in their arenas."""
     tiny = Tiny(str(tmp_path))
     with ExitStack() as stack:
         made = []
@@ -79,7 +79,7 @@ def test_outcomes(writers: list[WriterProcess], tmp_path: Path) -> None:
 def test_signals_to_the_whole_run_do_not_stop_a_save(
     writers: list[WriterProcess], tmp_path: Path
 ) -> None:
-    """Rank 1 was told nothing yet, so rank 0's writer is waiting when the signals come."""
+    """Rank 1 has no order yet, so rank 0's writer is waiting when the signals come."""
     writers[0].begin(job(1, "x"))
     while not list(tmp_path.glob("*.tmp-x/*.sums")):
         assert writers[0].poll() is None
@@ -120,7 +120,7 @@ def test_a_failure_told_together_with_a_round_is_not_overlooked(tmp_path: Path) 
 
 
 def waiting(writer: WriterProcess) -> int:
-    """Bytes that it has told and nobody has read."""
+    """Return the number of bytes that it has sent and that are still unread."""
     assert writer._process.stdout is not None
     size = array.array("i", [0])
     fcntl.ioctl(writer._process.stdout, termios.FIONREAD, size)
@@ -128,7 +128,7 @@ def waiting(writer: WriterProcess) -> int:
 
 
 def test_a_process_with_many_open_files(tmp_path: Path) -> None:
-    """More than select() can name."""
+    """The process has more open files than select() can name."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 2000:
         pytest.skip("too few files may be open")

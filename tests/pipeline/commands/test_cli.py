@@ -1,4 +1,4 @@
-"""The commands, as a person and as a program uses them."""
+"""The commands, used by a person and by a program."""
 
 from __future__ import annotations
 
@@ -284,7 +284,8 @@ def test_every_command_is_there() -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spent:
-    """What a command imported, and its processor time (waiting for other processes is no fault)."""
+    """Modules that a command imported, and its processor time (waiting for other processes does not
+    count)."""
 
     seconds: float
     modules: set[str]

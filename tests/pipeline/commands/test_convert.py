@@ -78,7 +78,7 @@ def test_mistakes(checkpoint: Path, tmp_path: Path) -> None:
     for arguments, code, message in (
         ((tmp_path / "no", tmp_path / "x", "--to", "dcp"), 2, "no: no such folder"),
         ((tmp_path, tmp_path / "x", "--to", "dcp"), 2, "no checkpoint of a known format"),
-        ((checkpoint, tmp_path / "x", "--to", "dpc"), 2, "did you mean `dcp`?"),
+        ((checkpoint, tmp_path / "x", "--to", "dpc"), 2, "no format `dpc` (there are canonical"),
         ((checkpoint, tmp_path / "x", "--to", "trainer"), 2, "can be read, but not written"),
         ((checkpoint, tmp_path, "--to", "dcp"), 2, "is there already"),
         ((checkpoint, tmp_path, "--to", "full"), 2, "step-00000004 is there already"),
@@ -87,7 +87,7 @@ def test_mistakes(checkpoint: Path, tmp_path: Path) -> None:
         (
             (checkpoint, checkpoint / "manifest.json" / "x", "--to", "full"),
             1,
-            f"error: File exists: {checkpoint / 'manifest.json'}",
+            f"error: Not a directory: {checkpoint / 'manifest.json' / 'x'}",
         ),
     ):
         result = convert(*arguments)

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pipeline.cli import main
+from tests.support.damage import flip
 from tests.support.tiny_store import Tiny, write
 
 OLD, NEW = "step-00000001", "step-00000002"
@@ -18,7 +19,7 @@ OLD, NEW = "step-00000001", "step-00000002"
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A run with two checkpoints."""
+    """Return a run with two checkpoints."""
     folder = tmp_path / "run"
     tiny = Tiny(str(folder / "checkpoints"))
     write(tiny, 1, loss=2.5)
@@ -29,12 +30,6 @@ def run(tmp_path: Path) -> Path:
 
 def inspect(*arguments: object) -> Result:
     return CliRunner().invoke(main, ["inspect", *map(str, arguments)])
-
-
-def spoil(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
 
 
 def test_a_checkpoint(run: Path) -> None:
@@ -100,7 +95,7 @@ def test_json(run: Path) -> None:
 
 def test_damage_is_found_by_reading(run: Path) -> None:
     file = run / "checkpoints" / NEW / "rank-00001.safetensors"
-    spoil(file)
+    flip(file)
     assert inspect(run).exit_code == 0
     result = inspect(run, "--verify")
     assert result.exit_code == 1
@@ -115,7 +110,7 @@ def test_damage_is_found_by_reading(run: Path) -> None:
 def test_damage_that_needs_no_reading(run: Path) -> None:
     missing = run / "checkpoints" / OLD / "rank-00000.sums"
     missing.unlink()
-    spoil(run / "checkpoints" / NEW / "manifest.json")
+    flip(run / "checkpoints" / NEW / "manifest.json")
     result = inspect(run)
     assert result.exit_code == 1
     damage = f"{run / 'checkpoints' / NEW / 'manifest.json'}: its checksum is wrong"
@@ -147,7 +142,7 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 def test_an_address(run: Path) -> None:
-    """A local store has another layout than an object store, but one checkpoint reads alike."""
+    """A local store has another layout than an object store, but a checkpoint reads the same."""
     address = f"file://{run}/checkpoints/{OLD}"
     assert inspect(address, "--verify").stdout.splitlines()[0] == f"checkpoint  {address}"
 

@@ -1,4 +1,4 @@
-"""A user's folder may have packages called `pipeline` and `stages`, on PYTHONPATH too."""
+"""A user's folder may have packages named `pipeline` and `stages`, even on PYTHONPATH."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with packages of those names, which fail when they are imported."""
+    """Return a folder with packages of these names, which fail when they are imported."""
     for name in ("pipeline", "stages"):
         package = tmp_path / name
         package.mkdir()

@@ -21,7 +21,8 @@ ROWS = [[("user", "A"), ("assistant", "b\x1b[2J")], [("user", "Cé"), ("assistan
 
 @pytest.fixture
 def show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Runs the command on a recipe of the fixture's rows; the model has no weights anywhere."""
+    """Return a call of the command on a recipe of the fixture's rows; the model has no weights
+    anywhere."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     FakeSource(PLAIN).fast.save_pretrained("tokenizer")
@@ -44,7 +45,7 @@ def show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_samples_with_marks(show: Any) -> None:
     result = show("r.yaml", "--data", "5")
     assert result.exit_code == 0, result.output
-    assert "2 rows (2 messages)" in result.stderr
+    assert "2 rows, 2 samples, 56 tokens, 12 target" in result.stderr
     first, *samples = result.stdout.split("\n\n")
     assert first == "2 samples to train on, 0 held out"
     assert sorted(samples) == [

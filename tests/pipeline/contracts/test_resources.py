@@ -1,4 +1,4 @@
-"""What is too small is told before training, with what was to go there."""
+"""Resources that are too small are reported before training, with their uses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GB = 10**9
 
 @pytest.fixture
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """10 GB on disk, 4 GB in memory."""
+    """Provide 10 GB on disk and 4 GB in memory."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10 * GB))
     monkeypatch.setattr(resources, "free_memory", lambda: 4 * GB)
 

@@ -1,4 +1,4 @@
-"""What other launchers tell, and what they leave out."""
+"""The environment that other launchers set, and the parts that they leave out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLUSTER = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTE
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing has started this process."""
+    """Remove all traces of a launcher."""
     for name in (*CONTRACT, *STARTED, "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 

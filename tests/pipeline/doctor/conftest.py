@@ -1,4 +1,4 @@
-"""A machine that nothing will hurt on; tests change it."""
+"""A machine without any finding; tests change it."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def doctor(*arguments: str) -> Result:
 
 
 def test_a_whole_examination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real, but tiny."""
+    """The examination is real, but tiny."""
     tiny = dataclasses.replace(
         QUICK,
         sizes=(1 << 10, 1 << 12),
@@ -71,7 +71,7 @@ def test_a_whole_examination(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def found(healthy: MachineReport, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Has an examination find a machine."""
+    """Return a call that has an examination find a given machine."""
 
     def find(machine: MachineReport = healthy) -> None:
         monkeypatch.setattr(module, "examine", lambda *_, **__: machine)
@@ -142,7 +142,7 @@ def test_more_processes_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked of two of them, and shown; the answers are made up."""
+    """Requests to two GPUs, and the output; the answers are invented."""
     gpu = {"name": "H100", "memory_bytes": 80 * 10**9, "compute_capability": "9.0"}
     answers: dict[str, list[dict[str, Any]]] = {
         "torch": [{"cuda": "13.0", "nccl": "2.28.3", "devices": [gpu, gpu]}],
@@ -225,8 +225,8 @@ def test_what_hangs_is_reported_and_the_rest_goes_on(
 def test_a_late_import_is_no_fault_of_the_driver(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The driver has two GPUs; torch has twice the time, is late all the same, and the rest is
-    measured in its own time."""
+    """The driver has two GPUs. torch takes twice the time limit, and the rest is measured within
+    its own."""
     now, given = [0.0], {}
 
     def measure(target: str, settings: Any, *, procs: int, seconds: float) -> RankResults:
@@ -294,7 +294,7 @@ def test_signals_are_as_before(found: Any) -> None:
 
 
 def test_a_file_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is told before anything is measured."""
+    """The error comes before anything is measured."""
     monkeypatch.setattr(module, "examine", lambda *_, **__: pytest.fail("measured first"))
     result = doctor("--out", "no/such/folder/machine.json")
     assert result.exit_code == 2

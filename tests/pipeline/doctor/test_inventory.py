@@ -1,4 +1,4 @@
-"""What is read off the system."""
+"""The inventory read from the system."""
 
 from __future__ import annotations
 

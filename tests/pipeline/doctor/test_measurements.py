@@ -53,7 +53,7 @@ def test_the_disk(tmp_path: Path) -> None:
 def test_a_slow_disk_is_left_after_its_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each part's fsync takes 3 s of a clock; 5 s are given for 1 GiB."""
+    """Each part's fsync takes 3 s of a clock; the limit is 5 s for 1 GiB."""
     now = [0.0]
     written: list[int] = []
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
@@ -85,7 +85,7 @@ def test_copies_and_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("name", ["copies", "matmul"])
 def test_all_processes_measure_at_once(name: str) -> None:
-    """Which tells that they met: all tell the rate of the slowest."""
+    """All report the rate of the slowest, which shows that they met."""
     settings = {"device": "cpu", "size": 1 << 16, "dtypes": ["fp32"], "budget": 0.01}
     results = measure(f"pipeline.doctor.measurements:measure_{name}", settings, procs=2, seconds=60)
     assert results.failure == ""
@@ -94,7 +94,8 @@ def test_all_processes_measure_at_once(name: str) -> None:
 
 
 def test_repetitions_follow_the_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An action of 2 s here, 4 s on the slowest; 40 s are given, so 10 repetitions for all."""
+    """An action takes 2 s here and 4 s on the slowest rank; the limit is 40 s, so all repeat it 10
+    times."""
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
 

@@ -1,4 +1,4 @@
-"""Processes that measure: what becomes of those that hang, fail or are left."""
+"""Measuring processes that hang, fail or are left."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_round_trip(healthy: MachineReport, tmp_path: Path) -> None:
 
 
 def test_bandwidths() -> None:
-    """nccl-tests' definitions, for 4 processes and 1 MB in 1 ms."""
+    """The definitions are those of nccl-tests, for 4 processes and 1 MB in 1 ms."""
     reduced = bandwidth("allreduce", 10**6, 1e-3, 4)
     assert (reduced.algbw, reduced.busbw) == pytest.approx((1e9, 1.5e9))
     gathered = bandwidth("allgather", 10**6, 1e-3, 4)

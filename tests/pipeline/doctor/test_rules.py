@@ -1,4 +1,4 @@
-"""What is found in a machine that is described."""
+"""Findings in a described machine."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_nothing_hurts(healthy: MachineReport) -> None:
 
 
 def test_a_rule_that_is_not_told_something_is_silent(healthy: MachineReport) -> None:
-    """As with a file that a person wrote, for a machine that is elsewhere."""
+    """A file that a person wrote for a machine elsewhere leaves parts out."""
     needed = {name for name, field in MachineReport.model_fields.items() if field.is_required()}
     assert findings(MachineReport.model_validate(healthy.model_dump(include=needed))) == []
 
@@ -305,7 +305,7 @@ def test_threads(healthy: MachineReport, threads: str, hurts: bool) -> None:
     [
         ("NCCL_P2P_DISABLE", "1", "slow-switch"),
         ("NCCL_P2P_DISABLE", "0", None),
-        ("NCCL_IB_DISABLE", "1", None),  # there is none to be disabled
+        ("NCCL_IB_DISABLE", "1", None),  # there is none to disable
         ("CUDA_LAUNCH_BLOCKING", "1", "slow-switch"),
         ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "slow-switch"),
         ("TORCH_DISTRIBUTED_DEBUG", "INFO", None),
@@ -355,7 +355,7 @@ def test_the_worst_comes_first(healthy: MachineReport) -> None:
 
 
 def test_every_finding_has_advice_and_is_documented() -> None:
-    """findings.toml has what the rules find and no more; docs/doctor.md has its severity."""
+    """findings.toml has exactly the findings of the rules; docs/doctor.md has their severity."""
     root = Path(__file__).parents[3]
     rules = (root / "pipeline/doctor/rules.py").read_text()
     assert set(re.findall(r'_finding\("([\w-]+)"', rules)) == set(advice())

@@ -1,4 +1,4 @@
-"""Accelerators by the names that people and drivers give them."""
+"""Accelerators by the names that people and drivers use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What processes may use of this machine."""
+"""Resources of this machine that processes may use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeline.hardware import host
 
 @pytest.fixture(params=["v2", "v1"])
 def quota(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A control group of either version that allows 5.5 of 64 cores."""
+    """Return a control group of either version that allows 5.5 of 64 cores."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     monkeypatch.setattr(host, "_CGROUPS", tmp_path)
     monkeypatch.setattr(host, "_OWN", tmp_path / "own")

@@ -1,4 +1,4 @@
-"""`pipe import`, as a person and as a program uses it."""
+"""`pipe import`, used by a person and by a program."""
 
 from __future__ import annotations
 

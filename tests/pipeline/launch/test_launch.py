@@ -1,4 +1,4 @@
-"""Signals, children, threads, and what cannot be started here."""
+"""Signals, children, threads, and recipes that cannot be started here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipeline.plan.plan import make_plan
 from pipeline.plan.registry import Registry
 from pipeline.recipe import load_recipe
 from pipeline.run import failures
-from pipeline.utils.process_tree import none_left
+from pipeline.utils.process_tree import none_left, own_module
 
 STUCK = """
 import ctypes, os, signal, threading
@@ -44,7 +44,7 @@ def test_an_ending_signal_raises_once(number: signal.Signals) -> None:
             time.sleep(5)
         except Interrupted as interrupted:
             seen.append(interrupted.number)
-        os.kill(os.getpid(), signal.SIGTERM)  # ignored while things are wound up
+        os.kill(os.getpid(), signal.SIGTERM)  # ignored during the shutdown
         assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     assert seen == [number]
     assert signal.getsignal(number) == before
@@ -102,18 +102,20 @@ if fault != "none":
     time.sleep(60)
 os._exit(76)
 """
-"""Stands in for a rank: imports nothing."""
+"""Program that stands for a rank and imports nothing."""
 
 
 @pytest.fixture
 def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Two that misbehave, as the launcher starts them."""
-    package = tmp_path / "path" / "pipeline"
-    package.mkdir(parents=True)
-    (package / "__init__.py").touch()
-    (package / "worker.py").write_text(WORKER)
+    """Return two misbehaving ranks, as the launcher starts them."""
+    path = tmp_path / "path"
+    path.mkdir()
+    (path / "misbehaving.py").write_text(WORKER)
     (tmp_path / "random.py").write_text("raise SystemExit(9)")  # in the user's folder
-    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.setenv("PYTHONPATH", str(path))
+    monkeypatch.setattr(
+        "pipeline.launch.local.own_module", lambda _, *rest: own_module("misbehaving", *rest)
+    )
     monkeypatch.chdir(tmp_path)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
@@ -154,8 +156,8 @@ def test_a_rank_that_was_dying_already_is_the_cause(
         ranks("late")
 
 
-def test_a_rank_that_died_before_the_others_are_stopped_is_told() -> None:
-    """It can die between the look at all ranks and the end that is made to them."""
+def test_a_rank_that_died_before_the_others_are_stopped_is_named() -> None:
+    """A rank can die between the check of all ranks and the end of the others."""
     process = subprocess.Popen(["sleep", "60"], start_new_session=True)
     process.kill()
     process.wait()
@@ -167,7 +169,7 @@ def test_files_of_the_user_stand_in_for_no_module_of_a_rank(ranks: Callable[[str
 
 
 def test_what_is_forked_ends_alone() -> None:
-    """A pool ends its processes by SIGTERM when it has lost one; the parent is not meant."""
+    """A pool ends its processes by SIGTERM when it has lost one; the parent must not end."""
     reader, writer = os.pipe()
     with interruptible(force_after=0.1):
         child = os.fork()
@@ -192,7 +194,7 @@ def test_a_signal_that_a_stage_handles_ends_nothing() -> None:
 
 
 def test_no_descendant_is_left(tmp_path: Path) -> None:
-    """A process in a session of its own starts another and dies."""
+    """A process in its own session starts another and dies."""
     file = tmp_path / "pid"
     script = f"sleep 600 & echo $! > {file}; wait"
     with none_left():

@@ -1,4 +1,4 @@
-"""Arguments of methods, found among results by type."""
+"""Arguments of methods, chosen from results by type."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pipeline.plan.binding import Results
 
 
 class Pair(NamedTuple):
-    """A result that is a tuple itself."""
+    """A result that is itself a tuple."""
 
     one: int
     other: int
 
 
 class Taker:
-    """Takes a number, a text if there is one, and a pair."""
+    """Takes a number, an optional text, and a pair."""
 
     def take(self, first: bytes, number: int, text: str | None, pair: Pair) -> tuple[object, ...]:
         return first, number, text, pair

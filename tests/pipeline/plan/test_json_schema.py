@@ -1,4 +1,4 @@
-"""The JSON Schema agrees with what the recipe reader accepts and refuses."""
+"""The JSON Schema agrees with the recipe reader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Validated stages and the chain between them."""
+"""Validated stages and the chain of their artifacts."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Around:
 def test_who_reads_what_an_artifact_was_made_into_reads_it_too(
     planned: Callable[..., Plan],
 ) -> None:
-    """The stage around an engine may hold it, so it is not closed when that stage has run."""
+    """The stage around an engine may hold the engine, so it stays open when that stage has run."""
     plan = planned()
     *before, checkpoint, train = plan.steps
     around = PlannedSlot(

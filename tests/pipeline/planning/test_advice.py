@@ -1,4 +1,4 @@
-"""Which way `pipe advise` takes, and what it says of it."""
+"""Choices of `pipe advise`, and its sentences about them."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from pipeline.planning.step_time import StepTime
 
 ROOM = 10
 SAVED = {"again": 5, "chunk": 3, "moments": 4, "frozen": 6}
-"""Field -> what it saves, in GiB; each halving of micro-batches saves 2."""
+"""GiB that a field saves; each halving of micro-batches saves 2."""
 KINDS = (planner.RECOMPUTE, planner.CHUNK, planner.NARROW_MOMENTS, planner.NARROW_FROZEN)
 ORDERS = dict(zip(SAVED, KINDS, strict=True))
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One that can do with less, from what is set, and its own planner."""
+    """A stage that can save memory through its fields, and its own planner."""
 
     set: Mapping[str, Any]
 
@@ -53,7 +53,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Fake(SearchBase):
-    """A recipe that needs so many GiB under each strategy, of all nodes together."""
+    """A recipe that needs the given GiB under each strategy, over all nodes."""
 
     recipe: Path = Path()
     machines: HardwareOptions = field(default_factory=lambda: HardwareOptions(gpus=8))
@@ -61,9 +61,9 @@ class Fake(SearchBase):
     registry: Any = None
     needs: Mapping[str, float]
     lacks: Sequence[str] = ()
-    """Fields that the model cannot have."""
+    """Fields that the model does not support."""
     refuses: Sequence[str] = ()
-    """Fields, and strategies, that do not go with the recipe."""
+    """Fields and strategies that conflict with the recipe."""
     saves: Mapping[str, float] = field(default_factory=lambda: SAVED)
 
     def checked(self, changes: Changes) -> Any:
@@ -87,7 +87,7 @@ class Fake(SearchBase):
 
 
 def plan_of(device: float, *, seconds: float = 4.0, unknown: Sequence[str] = ()) -> Any:
-    """A plan that needs so many GiB of a GPU with ROOM."""
+    """Return a plan that needs the given GiB of a GPU with ROOM."""
     parts = {"compute": seconds}
     return SimpleNamespace(
         short=["memory"] if device > ROOM else [],
@@ -98,7 +98,7 @@ def plan_of(device: float, *, seconds: float = 4.0, unknown: Sequence[str] = ())
 
 @pytest.fixture(autouse=True)
 def planners(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stages are their own planners."""
+    """Let stages be their own planners."""
     found = SimpleNamespace(of=lambda plan: {step.slot: step.stage for step in plan.steps})
     monkeypatch.setattr(Planners, "installed", lambda: found)
 
@@ -117,7 +117,7 @@ def test_what_is_saved_is_needed(needs: int, saves: Mapping[str, int]) -> None:
     fields = [one.what for one in found.saved]
     narrowed = [saves[name] for name in ("moments", "frozen") if name in fields]
     assert len(narrowed) == (too_much > 0)
-    # What costs the most is there only where all else is not enough.
+    # The most expensive saving is used only where all others are not enough.
     assert ("again" in fields) is (needs - ROOM - sum(narrowed) > saves["chunk"] + 4)
 
 
@@ -129,7 +129,7 @@ def test_what_is_saved_is_needed(needs: int, saves: Mapping[str, int]) -> None:
         (16, {}, "chunk smaller"),
         (18, {}, "chunk again"),
         (25, {}, "chunk smaller again moments"),
-        (28, {}, "chunk smaller again frozen"),  # in place of moments, which do not do
+        (28, {}, "chunk smaller again frozen"),  # instead of moments, which are not enough
         (18, {"lacks": ["chunk"]}, "smaller again"),
         (18, {"refuses": ["chunk"]}, "smaller again"),
     ],
@@ -179,7 +179,7 @@ STRATEGIES = [
     ("needs", "expected"),
     [
         ((9, 9, 1, 1), "ddp fsdp"),
-        ((22, 9, 1, 1), "fsdp ddp"),  # before anything is computed again
+        ((22, 9, 1, 1), "fsdp ddp"),  # before anything is recomputed
         ((50, 27, 1, 1), "fsdp ddp"),  # in fewer bits, before anything is offloaded
         ((50, 50, 9, 1), "slow ddp fsdp"),
         ((50, 50, 50, 9), "disk ddp fsdp slow"),

@@ -1,4 +1,4 @@
-"""Every causal language model of transformers has a plan, or a sentence why not."""
+"""Every causal language model of transformers has a plan, or a sentence that explains why not."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ SENTENCES = {
     "the model's config cannot be used": "dots3_note mamba2",
     "the default config cannot be made": "gemma4_assistant",
 }
-"""Part of what is said -> types without a plan."""
+"""Part of the message -> model types without a plan."""
 SLOW = {"rwkv"}
-"""Types that loop over tokens for minutes; what comes of them was not seen."""
+"""Model types that loop over tokens for minutes, whose results are unknown."""
 MUTE = SLOW | {kind for kinds in SENTENCES.values() for kind in kinds.split()}
 NAMED = ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"]
 
 
 def apart(kind: str, folder: Path) -> float:
-    """How far the profile is from the trace."""
+    """Return the relative difference between profile and trace."""
     try:
         return _apart({"config": small(kind)}, folder)
     except PipeError as error:

@@ -1,4 +1,4 @@
-"""From what is said of machines to numbers, and to what is printed."""
+"""Descriptions of machines, as numbers and as output."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_measured_machine_goes_before_data_sheets() -> None:
     assert (found.device_memory, found.host_memory) == (78 * GIB, 50 * GIB)
     measured = {part: rate.value for part, rate in found.rates.items() if rate.measured}
     assert measured == {"compute": 7e14, "network inside nodes": 3.5e11, "PCIe to the GPU": 5e10}
-    # It says nothing of the GPU's own memory, and the disk is as machines.
+    # The machine's report has no rate of the GPU's own memory; the disk's is the option's.
     assert (found.rates["memory"].value, found.rates["NVMe"].value) == (3350e9, 3e9)
     assert found.peak == 989.5e12
 

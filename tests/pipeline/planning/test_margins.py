@@ -1,4 +1,4 @@
-"""What a GPU needs beyond tensors: assumed, or measured by a run."""
+"""A GPU's needs beyond tensors: assumed, or measured by a run."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_what_is_assumed_lies_between_what_was_published() -> None:
     assumed = Margins()
     assert assumed.source == "assumed until measured"
     assert assumed.of(0) == round(1.2 * GIB)
-    # 42 GiB of tensors of a QLoRA of 65B fit on 48 GB, of which programs can take 47.5 GiB.
+    # 42 GiB of tensors of a QLoRA of 65B fit on 48 GB, of which programs can use 47.5 GiB.
     assert assumed.of(42 * GIB) <= 47.5 * GIB
     assert assumed.of(round(9.16 * GIB)) >= 10.22 * GIB
 

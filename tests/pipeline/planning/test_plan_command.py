@@ -1,4 +1,4 @@
-"""`pipe plan`: what it says of recipes, and of what would fit; and what `pipe advise` writes."""
+"""`pipe plan` on recipes and on alternatives, and the recipes that `pipe advise` writes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECIPES = Path(__file__).parents[3] / "recipes"
 FSDP = RECIPES / "llama8b_fsdp.yaml"
 COPY = "copy for checkpoints"
 PARAMETERS = 8_030_261_248
-"""Of Llama 3.1 8B."""
+"""Parameters of Llama 3.1 8B."""
 LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 1000,
     "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -42,12 +42,12 @@ def planned(*arguments: str | Path) -> dict[str, Any]:
 
 
 def model(**config: Any) -> list[str]:
-    """Overrides: a small one in place of a recipe's."""
+    """Return overrides that replace a recipe's model by a small one."""
     return ["model.path=null", "model.revision=null", f"model.config={json.dumps(LLAMA | config)}"]
 
 
 def extended(folder: Path, stages: dict[str, Any]) -> Path:
-    """The recipe with other slots."""
+    """Return the recipe with other slots."""
     recipe = {"extends": str(FSDP), "name": "extended", "stages": stages}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False), "utf-8")
     return folder / "recipe.yaml"
@@ -63,15 +63,15 @@ def test_every_recipe_can_be_planned(recipe: str) -> None:
 
 
 def test_states_of_llama_8b_by_hand() -> None:
-    """A share of 8 ranks: fp32 masters and gradients, two moments in fp32 (ZeRO, Rajbhandari et
-    al. 2020, with fp32 gradients)."""
+    """A share of 8 ranks: fp32 masters and gradients, two moments in fp32 (ZeRO, Rajbhandari et al.
+    2020, with fp32 gradients)."""
     record = planned(FSDP)
     held, file = record["device"], record["storage"][0]
     share = 4 * PARAMETERS // 8
     assert held["checkpoint"]["items"] == {"parameters": share, "optimizer state": 2 * share}
     assert held["optimizer step"]["items"]["gradients"] == share
     assert held["load"]["bytes"] == share
-    # two that are kept, and one more while it is written
+    # two that are kept, and a third while it is written
     assert (file["what"], file["bytes"]) == ("3 checkpoints", 3 * 12 * PARAMETERS)
 
 
@@ -84,12 +84,12 @@ def test_an_average_takes_four_bytes_an_element(tmp_path: Path) -> None:
 
 
 def test_the_copy_for_checkpoints_is_there_once_the_model_is_loaded() -> None:
-    """A host that is too small for it is so from the first step on."""
+    """A host that is too small for the copy is too small from the first step on."""
     record = planned(FSDP, "--gpu", "H100", "--host-memory", "60")
     copies = [peak["items"].get(COPY, 0) for peak in record["host"].values()]
     assert copies == [0, *[12 * PARAMETERS] * 5, 0]
     assert record["short"] == {"host": "forward and loss"}
-    # What waits for the disk, or is on the host, passes in a bounded memory.
+    # Data that waits for the disk, or is on the host, passes in bounded memory.
     for override in ("checkpoint.asynchronous=false", "wrap.cpu_offload=true"):
         assert planned(FSDP, override)["host"]["checkpoint"]["items"][COPY] == 8 * PASSAGE
 
@@ -159,7 +159,7 @@ def test_a_slot_that_others_build_on_has_to_tell(
 def test_a_plan_warns_as_a_check_does() -> None:
     small = (*model(max_position_embeddings=63), "data.sequence_length=64")
     (warning,) = planned(FSDP, *small)["warnings"]
-    assert "have 64 tokens, and the model's config states 63 positions" in warning
+    assert "may have 64 tokens, and the model has 63 positions" in warning
     assert f"warning: {warning}" in pipe("plan", FSDP, *small).stdout.splitlines()
 
 
@@ -175,7 +175,7 @@ def test_an_adapter_that_is_exported_alone() -> None:
 
 
 def advise(folder: Path, *options: str) -> tuple[Result, Path]:
-    """What comes of it, and where the recipe is written to."""
+    """Run the command; return its result and the recipe's path."""
     (folder / "config.json").write_text(json.dumps(LLAMA), "utf-8")
     out = folder / "advised.yaml"
     task = (folder / "config.json", "--seq", "128", "--micro-batch", "4", "--out", out)

@@ -1,4 +1,4 @@
-"""What a model's parts take: by hand, for any number of samples, and kept."""
+"""Memory of a model's parts: by hand, for any number of samples, and cached."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.planning.trace.profiling import profile
 TOKENS, HIDDEN, KEYS, INNER, HEADS, WORDS = 256, 256, 128, 688, 8, 4000
 MATRICES = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * KEYS + 3 * HIDDEN * INNER
 SEEN = 4 * HIDDEN * TOKENS**2 // 2
-"""Operations of causal attention in a block, forward: half of all pairs of tokens."""
+"""Operations of causal attention in a block's forward: half of all pairs of tokens."""
 CASE = Case(name="llama", model=own(**llama()), length=TOKENS, ranks=2)
 
 
@@ -32,9 +32,9 @@ def profiled(folder: Path, **changes: Any) -> Profile:
 
 
 def test_a_block_by_hand(tmp_path: Path) -> None:
-    """Bytes in bf16: two norms keep fp32 and bf16 of what they normalise and what they give (8
-    hidden each), attention queries and output (2 hidden each), keys, values (2 keys each) and a
-    logarithm a head, the MLP gate, activation, up and product (2 inner each)."""
+    """Bytes in bf16: two norms keep the fp32 and bf16 of their input and output (8 hidden each),
+    attention queries and output (2 hidden each), keys, values (2 keys each) and a logarithm for
+    each head, the MLP gate, activation, up and product (2 inner each)."""
     found = profiled(tmp_path)
     kept = 20 * HIDDEN + 4 * KEYS + 8 * INNER + 4 * HEADS + 8
     last = found.part("forward", 3)
@@ -46,8 +46,8 @@ def test_a_block_by_hand(tmp_path: Path) -> None:
 
 
 def test_a_step_by_hand(tmp_path: Path) -> None:
-    """6 operations for each element of a matrix, none for the embedding's; attention's backward has
-    twice the products of its forward."""
+    """A step takes 6 operations for each element of a matrix, none for the embedding's; attention's
+    backward has twice the products of its forward."""
     found = profiled(tmp_path)
     assert found.total("products").at(2) == 2 * TOKENS * 6 * (4 * MATRICES + WORDS * HIDDEN)
     assert found.total("attention").at(1) == 4 * 3 * SEEN
@@ -58,14 +58,14 @@ def test_a_block_that_is_computed_again_keeps_its_input(tmp_path: Path) -> None:
     found = profiled(tmp_path, model=own(1, **llama()))
     assert found.part("forward", 3).kept == Line(0, TOKENS * 2 * HIDDEN)
     assert found.recomputed == (True, True)
-    # All but the last product, whose output backward does not need.
+    # All except for the last product, whose output backward does not need.
     again = 2 * TOKENS * (MATRICES - HIDDEN * INNER) + SEEN
     assert found.part("backward", 3).again.at(1) == again
 
 
 def test_frozen_weights_take_no_gradient(tmp_path: Path) -> None:
-    """4 operations for each element of a frozen matrix, 2 in the first block: nobody needs a
-    gradient of embeddings that are frozen. An update takes 6."""
+    """A step takes 4 operations for each element of a frozen matrix, 2 in the first block: frozen
+    embeddings need no gradient. An update takes 6."""
     found = profiled(tmp_path, adapter={"rank": 8})
     projections = [(HIDDEN, HIDDEN)] * 2 + [(HIDDEN, KEYS)] * 2 + [(HIDDEN, INNER)] * 3
     updates = 8 * sum(map(sum, projections))
@@ -116,7 +116,7 @@ def test_a_profile_is_kept_and_read_again(tmp_path: Path, monkeypatch: pytest.Mo
     made = profile_of(here)
     (kept,) = (tmp_path / "not" / "there").iterdir()
     assert kept.stat().st_mode & 0o77 == 0
-    # One that is damaged is made again.
+    # A damaged profile is made again.
     whole = kept.read_bytes()
     for damaged in (b"", b"{}", b"\xff", whole[:-9]):
         kept.write_bytes(damaged)
@@ -126,7 +126,7 @@ def test_a_profile_is_kept_and_read_again(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(profiles, "_made", {})
     monkeypatch.setattr("pipeline.planning.trace.profiling.profile", None)
     assert profile_of(here) == made
-    # What decides how samples are cut and what is saved does not change a model's parts.
+    # Fields that decide how samples are cut, or what is saved, do not change a model's parts.
     others = (replace(CASE, samples=4, ranks=8, wrap="ddp"), replace(CASE, accumulation=3))
     assert [profile_of(job(case, tmp_path)) for case in others] == [made, made]
     for case in (replace(CASE, length=128), replace(CASE, compute="fp32"), replace(CASE, chunk=64)):

@@ -1,4 +1,4 @@
-"""The time of a step, and what comes of it."""
+"""The time of a step, and the speed that follows."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_the_expectation_takes_rates_that_programs_reach() -> None:
     share = 0.5 * PRODUCTS
     compute, memory, network = 3.5 / share + 0.5 / share / ATTENTION, 1 / 0.75, 3 / 0.75
     assert list(time.reached.values()) == pytest.approx([compute, memory, network])
-    # What is not hidden of the network is a fifth.
+    # A fifth of the network's time is not hidden.
     assert time.expected == pytest.approx(compute + memory + network / 5)
     slow = step_time(estimate(traffic("all-gather", 1000, 4), copies=Copies()), FOUR, hardware)
     assert slow.expected == pytest.approx(10 * network + (compute + memory) / 5)
@@ -77,7 +77,7 @@ def test_measured_rates_are_those_that_programs_reach() -> None:
     time = step_time(told, FOUR, hardware)
     assert time.reached == time.parts == {"compute": 3.0, "network inside nodes": 3.0}
     assert time.expected == pytest.approx(3.6)
-    # The cores of a CPU do both.
+    # The cores of a CPU compute and communicate.
     assert step_time(told, replace(FOUR, device="cpu"), hardware).expected == 6.0
 
 
@@ -88,7 +88,7 @@ def test_speed_and_cost_of_a_training() -> None:
     found = speed(step_time(told, FOUR, hardware), told, FOUR, hardware)
     assert found is not None
     assert found.tokens_per_second == 20.0
-    assert found.mfu == 0.75  # what is computed again is not the model's
+    assert found.mfu == 0.75  # recomputation does not count as the model's operations
     assert (found.hours, found.cost) == (2.0, 2.0 * 4 * 2.5)
     endless = estimate(work=work, copies=Copies())
     found = speed(step_time(endless, FOUR, hardware), endless, FOUR, hardware)
@@ -100,14 +100,14 @@ def test_speed_and_cost_of_a_training() -> None:
 
 def test_groups_share_what_a_node_sends() -> None:
     site = Topology(ranks=16, local_ranks=8, device="cuda")
-    # Each node a group; neighbours on a node; one ring; four with two ranks of each node; each rank
+    # Groups: each node; neighbours on a node; one ring; four with two ranks of each node; each rank
     # of a node with one of the other.
     cases = {(8, 1): 0.0, (2, 4): 0.0, (16, 1): 7.5, (4, 4): 4 * 6.0, (2, 8): 8 * 4.0}
     for (size, apart), seconds in cases.items():
         told = estimate(traffic("all-gather", 80, size, apart))
         parts = step_time(told, site, Hardware(rates=rates(network=10.0))).parts
         assert parts.get("network between nodes", 0) == pytest.approx(seconds)
-    # No link sends more to another node than its rank sends to those beside it.
+    # No link sends more to another node than its rank sends to its neighbours.
     parts = step_time(told, site, Hardware(rates=rates(network=10.0, peers=1.0))).parts
     assert parts["network between nodes"] == 40.0
     unknown = step_time(told, site, Hardware(rates=rates(peers=1.0))).unknown

@@ -1,4 +1,4 @@
-"""What a trace says is what real tensors take."""
+"""Traced memory equals the memory of real tensors."""
 
 from __future__ import annotations
 

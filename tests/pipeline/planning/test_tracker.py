@@ -1,4 +1,4 @@
-"""What counts as memory, and what torch keeps private about it."""
+"""Tensors that count as memory, and torch's private details about them."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_tensors_without_values_count_and_answer() -> None:
 
 
 def test_gradients_are_added_in_place_as_they_are_unwatched() -> None:
-    """Gradients that are views are not, as they are not unwatched."""
+    """Gradients that are views are not added in place, just as in an unwatched run."""
     with MemoryTracker(fake=False) as tracker:
         x = torch.ones(1000, requires_grad=True)
         h = x * 2

@@ -622,7 +622,7 @@ def test_nesting_without_end(pipe: Callable[..., Result]) -> None:
     ],
 )
 def test_what_is_no_recipe_is_not_shown(pipe: Callable[..., Result], text: str, place: str) -> None:
-    """A recipe from elsewhere can extend whatever its reader may read."""
+    """A recipe from elsewhere can extend any file that its reader may read."""
     Path("r.yaml").write_text(f"extends: ./secret\n{GOOD}", encoding="utf-8")
     Path("secret").write_text(text, encoding="utf-8")
     line = f"secret:{place}: a recipe is a mapping with `name` and `stages`"

@@ -1,4 +1,4 @@
-"""How files and overrides lie over each other."""
+"""Merging of files and overrides."""
 
 from __future__ import annotations
 

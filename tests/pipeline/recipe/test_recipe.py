@@ -23,7 +23,7 @@ def write(path: Path, text: str) -> Path:
 
 
 def fields(tmp_path: Path, yaml_fields: str, head: str = "") -> dict[str, Any]:
-    """The fields of one slot."""
+    """Return the fields of one slot."""
     lines = "".join(f"    {line}\n" for line in yaml_fields.splitlines())
     text = f"name: r\n{head}stages:\n  a:\n    use: x.y\n{lines}"
     return dict(load_recipe(write(tmp_path / "r.yaml", text)).stages["a"].fields)

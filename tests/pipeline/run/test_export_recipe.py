@@ -1,4 +1,4 @@
-"""What `pipe export` and `pipe verify` are to work on, found without exporting anything."""
+"""Inputs of `pipe export` and `pipe verify`, found without an export."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.tiny_store import Tiny, write
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run with a checkpoint, LoRA and two exports; the working directory is beside it."""
+    """Return a run with a checkpoint, LoRA and two exports; the working directory is beside it."""
     folder = tmp_path / "run"
     write(Tiny(str(folder / "checkpoints")), 1)
     (folder / "checkpoints.at").write_text("checkpoints")
@@ -65,7 +65,7 @@ def test_a_run_s_exports_are_verified(run: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_run_s_export_is_where_it_was_written(run: Path) -> None:
-    """Not where the recipe's text leads from here."""
+    """The recipe's relative path would lead elsewhere from here."""
     stages = json.loads((run / "recipe.yaml").read_text())["stages"]
     stages["other"]["folder"] = "out/model"
     (run / "recipe.yaml").write_text(json.dumps({"name": "x", "stages": stages}))

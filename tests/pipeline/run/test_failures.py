@@ -1,4 +1,4 @@
-"""Which of several ranks' failures is shown, and how."""
+"""The choice and the display of one failure out of several ranks'."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_failure_that_cannot_be_written_is_printed(
 def test_a_full_disk_has_its_sentence_and_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the run's folder does not take is in the launcher's file."""
+    """Output that does not fit into the run's folder is in the launcher's file."""
     run, spare = tmp_path / "run", tmp_path / "spare"
     run.mkdir()
     spare.touch()

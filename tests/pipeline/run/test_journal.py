@@ -55,7 +55,7 @@ def test_a_cut_spoils_whole_records_only(
 
 
 def _end(whole: bytes, index: int) -> int:
-    """Offset behind the last brace of the record at `index`."""
+    """Return the offset behind the last brace of the record at `index`."""
     return sum(len(line) + 1 for line in whole.split(b"\n")[: index + 1]) - 1
 
 
@@ -99,7 +99,7 @@ def test_finished_running_and_end(tmp_path: Path) -> None:
 
 
 def a_journal(folder: Path) -> Journal:
-    """Of a run that trained and exported."""
+    """Return the journal of a run that trained and exported."""
     journal = Journal(folder / "journal.jsonl")
     journal.write("run started", procs=2)
     for slot, digest, record in (
@@ -114,12 +114,12 @@ def a_journal(folder: Path) -> Journal:
 
 
 def old(events: list[dict[str, Any]]) -> bytes:
-    """As versions without checksums wrote them."""
+    """Return lines as versions without checksums wrote them."""
     return b"".join(json.dumps(event).encode() + b"\n" for event in events)
 
 
 def told(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without a checksum whose name was changed, which says nothing."""
+    """Return the events without unknown fields, such as a checksum whose name was changed."""
     names = ("time", "event", "slot", "digest", "record", "procs", "problem")
     return [{name: event[name] for name in names if name in event} for event in events]
 
@@ -137,7 +137,7 @@ def test_every_byte_that_is_another_is_noticed(tmp_path: Path) -> None:
         said = str(caught.value).partition(" is not ")[0]
         first, *rest = [int(word) for word in re.findall(r" (\d+)", said.rpartition(": ")[2])]
         last = rest[0] if rest else first
-        # a line end that is another makes one line of two
+        # a different line end makes one line of two
         assert first <= sum(end < place for end in ends) + 1 <= last
     journal.path.write_bytes(whole)
     assert journal.events() == events
@@ -167,7 +167,7 @@ def test_damage_names_file_line_and_the_way_on(tmp_path: Path) -> None:
         f"head -n 4 '{journal.path}' > '{journal.path}.whole' && mv '{journal.path}.whole' "
         f"'{journal.path}'; what finished later runs again, training from its newest checkpoint)"
     )
-    journal.path.write_bytes(b"".join(lines[:4]))  # which is what head does
+    journal.path.write_bytes(b"".join(lines[:4]))  # as `head` does
     assert [event["event"] for event in journal.events()][-1] == "slot started"
     journal.write("run started")
     assert len(journal.events()) == 5
@@ -206,7 +206,7 @@ def test_an_old_journal_is_read_and_gone_on_with(tmp_path: Path) -> None:
         {"time": 3.0, "event": "slot finished", "slot": "export", "digest": "1",
          "record": {"folder": export}},
     ]  # fmt: skip
-    torn = b'{"time": 2.5, "event": "slot fin\n'  # ended by what went on after a crash
+    torn = b'{"time": 2.5, "event": "slot fin\n'  # ended by the run that continued after a crash
     journal.path.write_bytes(old(before[:2]) + torn + old(before[2:]))
     assert journal.events() == before
     journal.write("run finished")
@@ -252,7 +252,7 @@ def test_addresses_in_the_run_move_with_it(tmp_path: Path) -> None:
 
 
 def test_a_journal_is_its_owners_and_is_not_written_through_a_link(tmp_path: Path) -> None:
-    """A file of one line without an end looks like a line that a crash cut short."""
+    """A one-line file without a line end looks like a line that a crash cut short."""
     target = tmp_path / "token"
     target.write_text("secret")
     run = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""What a run imports."""
+"""Modules that a run imports."""
 
 from __future__ import annotations
 
@@ -41,4 +41,4 @@ def test_neither_a_run_nor_its_resumption_imports_planning(tmp_path: Path) -> No
         assert done.returncode == 0, done.stdout + done.stderr
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["step"] == 3
-    assert not (tmp_path / "run/memory.json").exists()  # of CPUs there is nothing to take
+    assert not (tmp_path / "run/memory.json").exists()  # CPUs have no trace to take

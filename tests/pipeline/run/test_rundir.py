@@ -131,7 +131,7 @@ def test_no_lock_without_write_access(tmp_path: Path) -> None:
 
 
 def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
-    """A run that somebody sent can link to whatever its receiver may write."""
+    """A run from another person can link to any file that its receiver may write."""
     (tmp_path / "target").write_text("kept")
     (tmp_path / "lock").symlink_to(tmp_path / "target")
     with pytest.raises(UsageError, match="is a link, and nothing is written"):  # noqa: SIM117

@@ -1,4 +1,4 @@
-"""What runs, what is given to whom, when artifacts are dropped; what a journal spares."""
+"""Stages that run, their inputs, the release of artifacts, and the work that a journal saves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CALLS: list[str] = []
 
 
 class Live:
-    """Of this process only."""
+    """An artifact that exists in this process only."""
 
     def __init__(self, slot: str) -> None:
         self.slot = slot
@@ -39,7 +39,7 @@ class Live:
 
 @dataclass(frozen=True, kw_only=True)
 class File(Durable):
-    """On disk."""
+    """An artifact on disk."""
 
     path: Path
 
@@ -81,7 +81,7 @@ class MakeFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """Make a file of a file."""
+    """Make a file from a file."""
 
     def run(self, ctx: Context, file: File) -> File:
         CALLS.append(f"{ctx.slot} of {file.path.name}")
@@ -96,7 +96,7 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True)
 class Watch:
-    """Take what is live, give nothing."""
+    """Take a live artifact, give nothing."""
 
     def run(self, ctx: Context, live: Live | None, file: File | None) -> None:
         CALLS.append(ctx.slot)
@@ -104,7 +104,7 @@ class Watch:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Give what a run is for."""
+    """Give the purpose of a run."""
 
     def run(self, ctx: Context) -> ExportedModel:
         CALLS.append(ctx.slot)
@@ -124,7 +124,7 @@ class Judge:
 
 @dataclass(frozen=True, kw_only=True)
 class Liar:
-    """Give something else."""
+    """Give an artifact of another type."""
 
     def run(self, ctx: Context) -> File:
         return "text"  # type: ignore[return-value]
@@ -157,7 +157,7 @@ def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Journal:
 
 
 def run(plan: Plan, journal: Journal) -> list[str]:
-    """Run what is not done; returns what happened."""
+    """Run the unfinished stages; return the events."""
     CALLS.clear()
     ctx = Context(
         run_dir=journal.path.parent, seed=0, dist=DistContext(device=None),  # type: ignore[arg-type]
@@ -231,12 +231,13 @@ def test_a_damaged_export_is_made_again_though_its_readers_have_finished(journal
     model = journal.path.parent / "model"
     (model / "weights").unlink()
     assert run(judged, journal) == ["export"]
-    shutil.rmtree(model)  # which is on purpose
+    shutil.rmtree(model)  # deleted on purpose
     assert run(judged, journal) == []
 
 
 def watched(fail: bool) -> Plan:
-    """live -> watch -> file -> copy, with one that takes nothing, and one behind what it reads."""
+    """live -> watch -> file -> copy, with a stage that takes nothing, and a stage behind the one it
+    reads from."""
     return plan(
         step("live", MakeLive()),
         step("before", Watch(), live=None, file=None),
@@ -254,7 +255,7 @@ def test_what_was_live_is_made_live_again_for_what_comes_behind_it(journal: Jour
     assert run(watched(fail=False), journal)[:4] == ["live", "before", "watch", "file"]
     assert run(watched(fail=False), journal) == []
     (journal.path.parent / "copy").unlink()
-    # no model is built again for those that watch it, and what watched a result has seen it
+    # the model is not built again for its watchers, which have seen it
     assert run(watched(fail=False), journal) == ["before", "copy of file"]
 
 

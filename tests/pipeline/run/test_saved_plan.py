@@ -1,4 +1,4 @@
-"""Plans as files, and what has drifted from them."""
+"""Plans as files, and drift from them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def saved(file: Path, plan: Plan, per_node: int = 8) -> Record:
 
 
 def drift(file: Path, now: Plan, per_node: int | None = 8) -> str:
-    """Empty where there is none."""
+    """Return the drift, empty if there is none."""
     try:
         require_planned(now, per_node, file)
     except PlanDrift as error:
@@ -102,7 +102,7 @@ def test_a_recipe_elsewhere_is_the_same_recipe(tmp_path: Path) -> None:
 
 
 def small(place: Path, files: str, name: str = "recipe.yaml") -> Path:
-    """A recipe with that data."""
+    """Return a recipe with that data."""
     place.mkdir(parents=True, exist_ok=True)
     base = RECIPE.with_name("llama8b_ddp.yaml")
     text = f"extends: {base}\nname: small\nstages:\n  data: {{files: {files}}}\n"
@@ -175,7 +175,7 @@ def test_what_the_environment_says_is_not_written(
 
 @dataclass(frozen=True)
 class Odd:
-    """Fields that JSON has nothing for."""
+    """Fields that JSON cannot represent."""
 
     limit: float = float("inf")
     names: frozenset[str] = frozenset({"b", "a"})

@@ -77,13 +77,13 @@ Make = Callable[..., type]
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
-    """Installs the good stage with a part of its source replaced, and gives its class."""
+    """Install the good stage with a part of its source replaced, and return its class."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def made(old: str = "", new: str = "", *, names: Sequence[str] = ("optimizer.thing",)) -> type:
         source = textwrap.dedent(GOOD)
         assert not old or source.count(old) == 1
-        module = f"made_{next(COUNT)}"  # a module is imported once, whatever its file says later
+        module = f"made_{next(COUNT)}"  # a module is imported once, even if its file changes later
         points = dict.fromkeys(names, "Thing")
         planners = dict.fromkeys(names, "ThingPlanner")
         changed = source.replace(old, new) if old else source

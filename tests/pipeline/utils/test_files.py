@@ -1,4 +1,4 @@
-"""Memory to read files into, and files to write."""
+"""Memory to read files into, and files to write to."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_new_files_are_their_owners(tmp_path: Path) -> None:
 
 
 def permissions(address: int) -> str:
-    """Of the mapping that holds the address: proc_pid_maps(5)."""
+    """Return the permissions of the mapping that holds the address: proc_pid_maps(5)."""
     for line in Path("/proc/self/maps").read_text("utf-8").splitlines():
         span, found = line.split()[:2]
         first, last = (int(edge, 16) for edge in span.split("-"))

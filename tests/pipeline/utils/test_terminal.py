@@ -1,4 +1,4 @@
-"""What is shown cannot command a terminal, and tells no environment variable's value."""
+"""Output cannot control a terminal, and contains no environment variable's value."""
 
 from __future__ import annotations
 

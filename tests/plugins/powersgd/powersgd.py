@@ -15,8 +15,8 @@ class PowerSgd:
     """Replicate the model and average low-rank approximations of its gradients."""
 
     rank: Annotated[int, Field(gt=0)] = 1
-    """Rank of the approximation of each gradient matrix. Matrices that would not become smaller
-    are averaged as they are."""
+    """Rank of the approximation of each gradient matrix. Matrices that would not become smaller are
+    averaged exactly."""
 
     def run(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan

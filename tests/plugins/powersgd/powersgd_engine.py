@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 
 
 class OneSeed:
-    """Stands in for torch's stream of seeds, so that a resumed run projects as an undisturbed one:
-    without error feedback and warm start, nothing else of PowerSGD outlives a step."""
+    """Replaces torch's stream of seeds, so that a resumed run uses the projections of an
+    undisturbed one: without error feedback and warm start, PowerSGD keeps no other state between
+    steps."""
 
     def randint(self, limit: int) -> int:
         return 0
@@ -53,14 +54,15 @@ def build(
     )
     state.rng = OneSeed()
     replica.register_comm_hook(state, powerSGD_hook)
-    prime_buckets(replica)  # a resumed run has the buckets of an undisturbed one
+    prime_buckets(replica)  # gives a resumed run the buckets of an undisturbed one
     engine = PowerSgdEngine(replica, make_optimizer(plan, module), ctx, precision, plan)
     verify_engine(ctx, engine, {**declared_facts(ctx, precision), "rank": config.rank})
     return engine
 
 
 class PowerSgdEngine(TorchEngine):
-    """A replica on every rank; gradients averaged in low rank in the last backward of a step."""
+    """A replica on every rank, whose gradients are averaged in low rank in a step's last
+    backward."""
 
     model: DistributedDataParallel
 

@@ -1,4 +1,4 @@
-"""Experts that are one tensor get no low-rank update, which is reported."""
+"""Experts in one tensor get no low-rank update, and this is reported."""
 
 from __future__ import annotations
 

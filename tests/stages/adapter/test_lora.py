@@ -1,4 +1,4 @@
-"""LoRA: what is trained, what a checkpoint holds, what is exported."""
+"""LoRA: trained weights, checkpoints and exports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ UNTIED = {**TINY, "tie_word_embeddings": False}
 
 
 def base_of(config: dict[str, Any], folder: Path) -> Path:
-    """A saved model with random weights."""
+    """Save a model with random weights."""
     from transformers import AutoConfig
 
     settings = dict(config)
@@ -49,13 +49,13 @@ def base_of(config: dict[str, Any], folder: Path) -> Path:
 
 
 def adapted(folder: Path, config: dict[str, Any], **fields: Any) -> Any:
-    """The source of a saved model with an adapter."""
+    """Return the source of a saved model with an adapter."""
     base = HfModel(path=str(base_of(config, folder))).run(context(folder))
     return Lora(**fields).run(context(folder), base)
 
 
 def trained(source: Any) -> MemoryWeights:
-    """As a training leaves the adapter: other values than it began with."""
+    """Return adapter weights as after a training, different from the initial ones."""
     reader, generator = source.weights(), torch.Generator().manual_seed(5)
     values = {name: reader.read(name).float() for name in source.trained}
     return MemoryWeights(
@@ -67,7 +67,7 @@ def trained(source: Any) -> MemoryWeights:
 
 
 def module_with(source: Any, weights: MemoryWeights) -> torch.nn.Module:
-    """The module in memory, the source's values and over them the trained ones."""
+    """Return the module in memory with the source's values, and the trained ones over them."""
     module, reader = source.build(), source.weights()
     values = {name: reader.read(name) for name in reader.names()} | weights.tensors
     module.load_state_dict(values, strict=False)
@@ -198,11 +198,11 @@ OF_PEFT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     ),
     "in 4 bits": (UNTIED, {"rank": 2, "quantize": "nf4", "dora": True}, {}),
 }  # fmt: skip
-"""An architecture, a training's fields here, and what peft's configuration has beside them."""
+"""An architecture, fields of the training, and further fields of peft's configuration."""
 
 
 def saved_by_peft(base: Path, source: Any, more: dict[str, Any]) -> tuple[Path, Any]:
-    """A folder with an adapter that peft made, changed and saved, and peft's model."""
+    """Return a folder with an adapter that peft made, changed and saved, and peft's model."""
     config = peft_config(source.stage)
     for key, value in more.items():
         setattr(config, key, value)
@@ -232,7 +232,7 @@ def test_an_adapter_of_peft_is_read_and_written_as_peft_does(name: str, tmp_path
         logits(module_with(source, MemoryWeights({}))), logits(model), rtol=0, atol=2e-5
     )
     if "bias" in more:
-        return  # export.adapter has no way to say so
+        return  # export.adapter cannot express it
     reader = source.weights()
     weights = MemoryWeights({name: reader.read(name) for name in source.trained})
     done = ExportAdapter().run(context(tmp_path), weights, source)
@@ -286,7 +286,7 @@ def test_the_file_is_as_peft_would_write_it(tmp_path: Path) -> None:
 
 
 def test_an_altered_base_is_neither_trained_on_nor_exported(tmp_path: Path) -> None:
-    """One bit in the middle of its only file, of the same size and with the same times."""
+    """One bit in the middle of the only file has changed; its size and times have not."""
     source = adapted(tmp_path, UNTIED, rank=2)
     began = lineage_of(source, tmp_path)
     weights, done = trained(source), TrainedRun(checkpoint="", progress=Progress(lineage=began))
@@ -305,7 +305,9 @@ def test_an_altered_base_is_neither_trained_on_nor_exported(tmp_path: Path) -> N
         stage.run(context(tmp_path), weights, again, done)
     accepted = dataclasses.replace(context(tmp_path), accept=frozenset({"weights"}))
     assert stage.run(accepted, weights, again, done).total_bytes
-    assert lineage_of(again.base, tmp_path)["weights"] is None  # a checkpoint has all of it
+    assert (
+        lineage_of(again.base, tmp_path)["weights"] is None
+    )  # without an adapter a checkpoint has all
 
 
 def lineage_of(source: Any, folder: Path) -> dict[str, Any]:

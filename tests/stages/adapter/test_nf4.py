@@ -1,4 +1,4 @@
-"""The model's own weights in 4 bits: what they are, where they are read, what is made of them."""
+"""The model's own weights in 4 bits: encoding, reading and export."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.support.runs import TINY
 from tests.support.weights import MemoryWeights
 
 WIDE = {**UNTIED, "hidden_size": 64, "intermediate_size": 128}
-"""Rows are whole blocks, which bitsandbytes' own layers want."""
+"""Sizes whose rows are whole blocks, which bitsandbytes' own layers need."""
 KINDS: tuple[QuantType, ...] = ("nf4", "fp4")
 SHAPES = ((1, 1), (3, 5), (5, 13), (7, 64), (24, 100), (64, 65))
 
@@ -212,7 +212,7 @@ def test_other_weights_are_another_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("function", ["bitsandbytes", "import_peft"])
 def test_no_code_is_fetched_when_bitsandbytes_is_imported(function: str) -> None:
-    """Even where `kernels` is installed, which it would ask for one."""
+    """bitsandbytes would fetch code if `kernels` were installed."""
     program = f"""
 import importlib.machinery, sys, types
 kernels = types.ModuleType("kernels")

@@ -1,4 +1,4 @@
-"""Addresses that nothing knows are found before a process starts."""
+"""Addresses with an unknown scheme are found before a process starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An interrupted training goes on as if nothing had happened."""
+"""An interrupted training continues as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -33,10 +33,8 @@ DROPOUT = {"attention_dropout": 0.1}
 def train(
     dist: DistContext, folder: str, setting: Setting, micro: int, checkpoint: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Train to the last step, saving half way, from wherever the folder's newest checkpoint is.
-
-    40 samples are an epoch, so step 8 is in the second.
-    """
+    """Train to the last step from the folder's newest checkpoint, saving half way. 40 samples are
+    an epoch, so step 8 is in the second one."""
     ctx = context(dist, folder)
     plan = AdamW(lr=1e-3, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5).run(ctx)
     engine = make_engine(ctx, setting)
@@ -63,7 +61,7 @@ def numbers(lines: list[dict[str, Any]]) -> list[list[Any]]:
 
 
 def stopped_at_half(whole: Path, to: Path) -> None:
-    """What a run leaves that saved step 8 and was stopped while it noted a later one."""
+    """Leave the files of a run that saved step 8 and was stopped while it recorded a later one."""
     (to / "checkpoints").mkdir(parents=True)
     shutil.copytree(whole / "checkpoints/step-00000008", to / "checkpoints/step-00000008")
     lines = (whole / "metrics.jsonl").read_text().splitlines(keepends=True)
@@ -72,13 +70,13 @@ def stopped_at_half(whole: Path, to: Path) -> None:
 
 DTYPES: dict[str, dict[str, Any]] = {"fp32": {"compute": "fp32"}, "bf16": {"compute": "bf16"}}
 BOTH = DTYPES if FULL else {"bf16": DTYPES["bf16"]}
-"""bf16 has all that fp32 has, and masters beside the weights."""
+"""Dtypes. bf16 has all the state of fp32, and masters beside the weights."""
 FP16 = {"compute": "fp16", "loss_scaling": LossScaling(initial_scale=256.0, growth_interval=3)}
 RANKS = {"ddp": 2, "fsdp hybrid": 4, "fsdp full": 3, "zero2": 3}
 
 
 VARIANTS = {"fsdp grad-op", "fsdp hybrid 1", "zero1", "zero2 round robin", "zero3 sub-groups"}
-"""They save as another one does that is always tried."""
+"""Strategies of the full tier: they save like another strategy that is always tested."""
 
 
 @pytest.mark.parametrize(
@@ -108,14 +106,14 @@ def test_the_loss_scale_goes_on_too(wrap: str, tmp_path: Path) -> None:
 def test_resumed_on_three_equals_undisturbed_where_gradients_come_in_buckets(
     tmp_path: Path,
 ) -> None:
-    """From three addends on, a sum depends on who begins, and that on the bucket."""
+    """From three addends on, a sum depends on which rank begins, and that depends on the bucket."""
     fp32 = {"fp32": DTYPES["fp32"]}
     require_same_after_resume(tmp_path, 3, fp32, wrap="ddp", frozen="", model=DROPOUT)
 
 
 @pytest.mark.skipif(not has_libaio(), reason="NVMe offload needs libaio")
 def test_resumed_equals_undisturbed_with_state_on_disk(tmp_path: Path) -> None:
-    """A block of 1 MiB is the least that is swapped, so this model is larger."""
+    """The model is large because 1 MiB is the smallest block that is swapped."""
     big = {"vocab_size": 6001, "hidden_size": 96, "num_attention_heads": 4}
     require_same_after_resume(
         tmp_path,
@@ -130,7 +128,8 @@ def test_resumed_equals_undisturbed_with_state_on_disk(tmp_path: Path) -> None:
 def require_same_after_resume(
     tmp_path: Path, ranks: int, dtypes: dict[str, dict[str, Any]], **setting: Any
 ) -> None:
-    """Under each dtype, one after another in a process group; the resumed ones in a new group."""
+    """Compare under each dtype, one after another in a process group; resumed runs are in a new
+    group."""
     runs = [(str(tmp_path / name), Setting(**setting, **fields)) for name, fields in dtypes.items()]
     whole = run_ranks(train_each, ranks, "whole", runs, {})[0]
     for folder, _ in runs:
@@ -146,7 +145,7 @@ def require_same_after_resume(
 
 
 def test_other_strategies_and_world_sizes_go_on_with_the_same_numbers(tmp_path: Path) -> None:
-    """Same global batches whatever the ranks and micro-batches; only rounding differs."""
+    """Global batches are the same for all ranks and micro-batches; only rounding differs."""
     through = run_ranks(train, 2, str(tmp_path / "whole"), Setting(wrap="ddp"), 2, {})[0]
     for wrap, ranks, micro in (("fsdp full", 3, 1), ("zero3", 1, 6), ("zero2 offload", 2, 2)):
         folder = tmp_path / wrap

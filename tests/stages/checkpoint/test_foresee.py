@@ -1,4 +1,4 @@
-"""The room that stages ask for is what they then take."""
+"""Stages use exactly the space that they forecast."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from tests.support.state import Setting, make_engine
 
 
 def sizes(dist: DistContext, folder: str) -> list[int]:
-    """What is asked for: at first, with one checkpoint there, where all are kept; and the bytes of
-    that one."""
+    """Return forecasts (at first, with one checkpoint there, keeping all), and the size of that
+    checkpoint, in bytes."""
     ctx = run_context(dist, folder)
     engine = make_engine(ctx, Setting(wrap="ddp"))
     stage = ShardedCheckpoint(every=1, keep=2, keep_best=1, asynchronous=False)
@@ -47,7 +47,7 @@ def test_checkpoints(tmp_path: Path) -> None:
     ((first, second, all_five, real),) = run_ranks(sizes, 1, str(tmp_path))
     assert first == 4 * real  # two, the best, and the one that is being written
     assert second == 3 * real
-    assert all_five == 4 * real  # without the one that is there
+    assert all_five == 4 * real  # without the existing one
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_tied", "mixtral"])
@@ -66,7 +66,7 @@ def _unique(run: Run, *, tied: bool) -> list[Tensor]:
 
 
 def starved(dist: DistContext, folder: str) -> str:
-    """What is said when host memory has no room for a copy of the state."""
+    """Return the message when host memory has no room for a copy of the state."""
     ctx = run_context(dist, folder)
     engine = make_engine(ctx, Setting(wrap="ddp"))
     with pytest.MonkeyPatch.context() as patch:

@@ -1,4 +1,5 @@
-"""Optimizers other than plain AdamW: their state is saved, resumed, and carried elsewhere."""
+"""Optimizers other than plain AdamW: their state is saved, resumed, and moved to other
+strategies."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from tests.support.tier import spread
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
 LARGE = {"vocab_size": 301, "hidden_size": 64, "intermediate_size": 96}
-"""Some parameters, also their shards, have blocks, and some more elements."""
+"""Sizes with which some parameters, and their shards, have blocks and some more elements."""
 LOW_BIT = {kept: replace(ADAMW, moments=kept, kernel="single") for kept in ("8bit", "bf16")}
 ROUNDED = replace(ADAMW, stochastic_rounding=True, kernel="single")
 BF16 = {"compute": "bf16", "master": "bf16"}
@@ -64,7 +65,7 @@ def test_resumed_equals_undisturbed_bit_for_bit(wrap: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("wrap", spread(["fsdp hybrid", "ddp"], 1))
 def test_replicas_round_alike(wrap: str, tmp_path: Path) -> None:
-    """The digest that `save_run` tells fails where replicas differ in a bit."""
+    """The digest of `save_run` fails where replicas differ in a bit."""
     setting = Setting(wrap=wrap, model=LARGE, frozen="", optimizer=ROUNDED, **BF16)
     ranks = 4 if wrap == "fsdp hybrid" else 2
     rounded = run_ranks(save_run, ranks, str(tmp_path / "a"), setting)[0]
@@ -73,7 +74,7 @@ def test_replicas_round_alike(wrap: str, tmp_path: Path) -> None:
 
 
 def rounding_numbers(dist: DistContext, folder: str) -> dict[str, list[int]]:
-    """Strategy -> the numbers that this rank's groups of parameters draw their noise by."""
+    """Return by strategy the numbers that seed the noise of this rank's groups of parameters."""
     found = {}
     for wrap in ("fsdp full", "fsdp hybrid", "fsdp hybrid 1"):
         engine = make_engine(
@@ -111,13 +112,14 @@ def test_state_travels_between_strategies_and_world_sizes(name: str, tmp_path: P
         assert saved is None or told["before"] == saved, f"into {wrap} on {ranks}"
         saved = told["after"]
     assert saved is not None
-    assert f", {2 * len(chain)})" in saved["updates"]  # of Lion too, whose state has no count
-    # embeddings have half the rate of the rest
+    # this includes Lion's, whose state has no count
+    assert f", {2 * len(chain)})" in saved["updates"]
+    # embeddings have half the rate of the others
     assert any(rate in saved["groups"] for rate in ("0.0005)", "5e-05)")) == (name != "bf16")
 
 
 def carry(dist: DistContext, folder: str, setting: Setting) -> None:
-    """Restore what is there and save it again, as step 9."""
+    """Restore the newest checkpoint and save it again as step 9."""
     ctx = context(dist, folder)
     engine = make_engine(ctx, setting)
     checkpoints = checkpoint_stage(setting).run(ctx, engine)
@@ -134,8 +136,8 @@ def moments(folder: Path, step: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("first", "second"), [("ddp", "fsdp full"), ("zero2", "ddp")])
 def test_other_shards_have_other_blocks(first: str, second: str, tmp_path: Path) -> None:
-    """The same shards have the same bits; otherwise each value is rounded once more, by half a gap
-    of its block's largest at most."""
+    """The same shards have the same bits; in others each value is rounded once more, by at most
+    half a gap of its block's largest value."""
     setting = Setting(
         wrap=first, model=LARGE, frozen="", full=True, optimizer=LOW_BIT["8bit"],
         checkpoint={"keep": None},

@@ -1,4 +1,5 @@
-"""State in host memory is saved through a memory that does not grow with it, under any engine."""
+"""State in host memory is saved through a staging buffer that does not grow with it, under any
+engine."""
 
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ from tests.support.runs import context
 from tests.support.state import Setting, checkpoint_stage, digest, hashed, make_engine, train
 
 SMALL = 2 * safetensors_format.BLOCK
-"""Of which the tiny model's state takes many rounds."""
+"""Bytes of the staging buffer, which the tiny model's state fills many times."""
 
 
 def save(
     dist: DistContext, folder: str, setting: Setting, on_device: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """What was saved, what should have been; the rank's share of it, and the memory it took. Kinds
-    that are `on_device` are treated as if they were."""
+    """Return the saved and the expected state, the rank's share, and the memory used. Kinds in
+    `on_device` are treated as if they were on the device."""
     with pytest.MonkeyPatch.context() as patch:
         small = lambda layout, passes: stage(layout, passes, SMALL)  # noqa: E731
         patch.setattr("pipeline.checkpoint.manager.stage", small)
@@ -78,7 +79,7 @@ def save_each(dist: DistContext, folder: str) -> dict[str, dict[str, Any]]:
 
 
 def test_memory_and_content(tmp_path: Path) -> None:
-    fixed = 3 * 4096 + 3 * 5200  # heads, and the states of random generators
+    fixed = 3 * 4096 + 3 * 5200  # headers, and the states of random generators
     for found in run_ranks(save_each, 2, str(tmp_path)):
         for name, case in found.items():
             assert case["same"], name

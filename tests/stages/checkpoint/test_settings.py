@@ -1,4 +1,4 @@
-"""What the checkpoint stages' settings do in a training."""
+"""Effects of the checkpoint stages' settings on a training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.state import Setting, hashed, load_run, make_engine, save_run
 
 
 def train(dist: DistContext, folder: str, **checkpoint: Any) -> list[dict[str, Any]]:
-    """12 steps that soon overshoot, evaluated every 3 and saved every 2."""
+    """Train 12 steps that soon overshoot, evaluating every 3 and saving every 2."""
     ctx = context(dist, folder)
     setting = Setting(wrap="ddp")
     plan = AdamW(lr=0.05, schedule="constant", warmup_steps=0).run(ctx)
@@ -41,7 +41,7 @@ def test_the_best_by_heldout_loss_is_kept(tmp_path: Path) -> None:
     lines = run_ranks(train_keeping_the_best, 1, str(tmp_path))[0]
     heldout = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
     assert sorted(heldout) == [3, 6, 9, 12]
-    assert min(heldout, key=lambda step: heldout[step]) == 3  # which is between those of `every`
+    assert min(heldout, key=lambda step: heldout[step]) == 3  # between the steps of `every`
     assert [line["best_step"] for line in lines if "eval_loss" in line] == [3, 3, 3, 3]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         "step-00000003",

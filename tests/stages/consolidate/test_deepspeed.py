@@ -1,4 +1,4 @@
-"""Full tensors out of every kind of DeepSpeed's own checkpoint equal the masters that were live."""
+"""Full tensors from every kind of DeepSpeed's own checkpoint equal the live masters."""
 
 from __future__ import annotations
 
@@ -60,12 +60,10 @@ def test_tensors_are_the_live_masters(name: str, tmp_path: Path) -> None:
     assert torch.equal(embedding, head) == tied
 
 
-def test_groups_in_round_robin_order(tmp_path: Path) -> None:
+def test_groups_in_round_robin_order_are_refused(tmp_path: Path) -> None:
     case = Case(zero={"stage": 2, "round_robin_gradients": True})
-    weights = consolidated(tmp_path, case)
-    # DeepSpeed's own view of live masters mixes parameters up in this mode.
-    for name, weight in plain(tmp_path, dataclasses.replace(case, last=2))[2].items():
-        torch.testing.assert_close(weights.read(name), weight, rtol=0, atol=1e-4, msg=name)
+    with pytest.raises(CheckpointError, match="saved with round_robin_gradients"):
+        consolidated(tmp_path, case)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -89,12 +87,12 @@ def test_frozen_tensors_come_out_as_they_went_in(stage: int, tmp_path: Path) -> 
 
 
 @pytest.mark.skipif(not has_libaio(), reason="NVMe offload needs libaio")
-def test_masters_on_disk(tmp_path: Path) -> None:
+def test_masters_on_disk_are_refused(tmp_path: Path) -> None:
     offload = OptimizerOffload(device="nvme", path=str(tmp_path / "swap"))
     zero = {"stage": 3, "offload_optimizer": offload, "aio": Aio(), "sub_group_size": 300_000}
     model = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
-    weights = consolidated(tmp_path, Case(zero=zero, model=model))
-    assert_equal_to_live_masters(weights, tmp_path)
+    with pytest.raises(CheckpointError, match="elements is stored as 0"):
+        consolidated(tmp_path, Case(zero=zero, model=model))
 
 
 def test_a_missing_tensor_or_folder_is_named(tmp_path: Path) -> None:

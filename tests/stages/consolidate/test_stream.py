@@ -1,5 +1,4 @@
-"""Whatever tensors a checkpoint of whatever format holds, they stream out as they went in, into
-files that safetensors reads."""
+"""Tensors of a checkpoint in any format stream out unchanged, into files that safetensors reads."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ HERE = DistContext(device=torch.device("cpu"))
 
 
 def tensor(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """Any bits at all, NaN and infinities among them."""
+    """Draw a tensor of any bits, NaN and infinities among them."""
     draw = torch.Generator().manual_seed(seed)
     size = math.prod(shape) * dtype.itemsize
     top = 2 if dtype is torch.bool else 256
@@ -40,7 +39,7 @@ def tensor(shape: Sequence[int], dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def cut(whole: torch.Tensor, edges: Sequence[float]) -> Stored:
-    """In consecutive parts, as ranks save them; each of them in a larger tensor of its own."""
+    """Cut into consecutive parts, as ranks save them; each is in a larger tensor of its own."""
     flat = whole.reshape(-1)
     places = sorted({0, flat.numel(), *(int(edge * flat.numel()) for edge in edges)})
     parts = []
@@ -76,7 +75,7 @@ EDGES = st.lists(st.floats(0, 1), max_size=3)
 
 
 def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """To the bit, whatever the dtype."""
+    """Return whether two tensors are the same to the bit, in any dtype."""
     if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
         return False
     one, other = (t.contiguous().view(-1).view(torch.uint8) for t in (found, wanted))
@@ -95,7 +94,7 @@ def test_every_format(form: str, tensors: Mapping[str, torch.Tensor], edges: lis
         target = writing.target(Path(folder) / "state", 3)
         writing.write(source({name: cut(one, edges) for name, one in kept.items()}), target)
         weights = open_weights(str(target))
-        # This format does not say which names are tied.
+        # This format does not record which names are tied.
         assert set(weights.names()) - {"other"} == kept.keys()
         for name, one in kept.items():
             assert weights.spec(name) == (tuple(one.shape), one.dtype)

@@ -1,4 +1,4 @@
-"""A tiny tokenizer and a model source that has nothing but it."""
+"""A tiny tokenizer and a model source that has only this tokenizer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ SPECIAL = {"<|end|>": 256, "<|s|>": 257, "<|e|>": 258}
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:
-    """Byte-level BPE without merges: one token a byte, ids by sorted byte characters."""
+    """Return byte-level BPE without merges: one token for each byte, ids by sorted byte
+    characters."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: index for index, character in enumerate(alphabet)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -35,14 +36,14 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
 
 
 class FakeSource(ModelSource):
-    """Only what a data stage asks for; counts the tokenizer's calls."""
+    """The part of a model source that a data stage uses; counts the tokenizer's calls."""
 
     name = "fake"
 
     def __init__(
         self, template: str | None = PLAIN, *, eos: str | None = "<|end|>", bos: str | None = None
     ) -> None:
-        """`bos`: what the tokenizer's own call puts before a text, as those of Llama do."""
+        """Tokens that the tokenizer's own call puts before a text, as Llama's do."""
         self.fast = transformers.PreTrainedTokenizerFast(
             tokenizer_object=byte_tokenizer(), chat_template=template, model_max_length=8
         )
@@ -71,7 +72,8 @@ class FakeSource(ModelSource):
 
 
 def ids(text: str) -> list[int]:
-    """Ids of ASCII text, worked out by hand: printable ASCII is sorted first, '!' being 0."""
+    """Return the ids of ASCII text, worked out by hand: printable ASCII is sorted first, '!' being
+    0."""
     order = sorted(pre_tokenizers.ByteLevel.alphabet())
     moved = {" ": "\u0120", "\n": "\u010a"}
     return [order.index(moved.get(character, character)) for character in text]

@@ -35,7 +35,7 @@ def stage(tmp_path: Path) -> TextData:
 
 @pytest.fixture
 def builds(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """The folder of every tokenisation."""
+    """Return the folder of every tokenisation."""
     folders: list[Path] = []
     write = Documents.write
 
@@ -56,7 +56,7 @@ def test_a_second_run_does_not_tokenise(
     ctx: Context, source: FakeSource, stage: TextData, builds: list[Path], tmp_path: Path
 ) -> None:
     first = stage.run(ctx, source)
-    source.fast(["xxxx"], truncation=True, max_length=3)  # leaves its mark on the backend
+    source.fast(["xxxx"], truncation=True, max_length=3)  # changes the backend too
     second = stage.run(ctx, source)
     assert len(builds) == 1
     assert first.fingerprint == second.fingerprint
@@ -100,7 +100,7 @@ def test_a_damaged_entry_is_built_again(
 
 
 def flip(file: Path, at: int) -> None:
-    """Change one bit in the byte at `at`, leaving the size and times as they are."""
+    """Change one bit in the byte at `at`, and keep the size and times."""
     times = file.stat()
     content = bytearray(file.read_bytes())
     content[at] ^= 1
@@ -154,7 +154,7 @@ def test_blocks_are_compared_once_and_only_where_something_is_read(
     )  # fmt: skip
     with pytest.raises(StageError, match="bytes 16 to 31 differ"):
         held[7:9]
-    flip(file, 0)  # what has been compared is not read again
+    flip(file, 0)  # compared files are not read again
     assert held[1:8].tolist() == list(range(1, 8))
 
 
@@ -236,7 +236,7 @@ def test_a_folder_that_cannot_be_written(ctx: Context, source: FakeSource, stage
 
 
 def first_rank_of_a_machine(dist: Any, machines: str) -> Any:
-    """A rank with a disk of its own."""
+    """Return the first rank of a machine with its own disk."""
     machine = Path(machines) / str(dist.rank)
     stage = TextData(
         files=str(machine / "a.txt"), append_eos=False, cache=str(machine / "cache"), workers=1

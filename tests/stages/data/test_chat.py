@@ -33,7 +33,7 @@ TWO_TURNS = [*HELLO, message("user", "C"), message("assistant", "d")]
 
 @pytest.fixture
 def chat(tmp_path: Path) -> Any:
-    """Writes rows to a file and makes a ChatData stage with its own cache."""
+    """Return a call that writes rows to a file and makes a ChatData stage with its own cache."""
 
     def make(*rows: Any, **fields: Any) -> ChatData:
         path = tmp_path / "rows.jsonl"
@@ -269,7 +269,7 @@ def test_parquet_rows(ctx: Context, tmp_path: Path) -> None:
 
 
 def test_a_template_that_forgets_earlier_turns(ctx: Context, chat: Any) -> None:
-    """As templates do that show the reasoning of the last answer only."""
+    """Templates that show the reasoning of the last answer only do this."""
     template = PLAIN.replace("{{ m.content }}", "{{ 'R' if loop.last }}{{ m.content }}")
     stage = chat({"messages": TWO_TURNS})
     with pytest.raises(DataError, match=r"messages\[1\] differently.*loss: last"):
@@ -287,8 +287,8 @@ HEADED = (
     "{% else %}{{ '\n' + m.content }}<|e|>{{ '\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|s|>assistant\n{% endif %}"
 )
-"""Marks the line break that ends a header too, and the one behind the end of a turn, as TRL's
-training templates of Qwen do."""
+"""Marks also the line breaks after a header and after the end of a turn, as TRL's training
+templates of Qwen do."""
 
 
 @pytest.mark.parametrize(

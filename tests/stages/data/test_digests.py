@@ -1,4 +1,4 @@
-"""Files are read again when they may have changed, and only then."""
+"""Files are read again only when they may have changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from stages.data.sources import file_digests
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """Names of the files that are read; what has been written counts as written long ago."""
+    """Record the names of the files that are read; written files count as written long ago."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(sources, "SETTLED", -60.0)
     content, names = sources.content_digest, []

@@ -1,8 +1,8 @@
-"""The same twenty conversations in every form that can hold them give the same samples.
+"""The same twenty conversations in every suitable form give the same samples.
 
-`golden.json` was written by transformers: ids and assistant mask of a template with markers
-({% generation %}). The texts of the other fixtures have golden ids of their own, or are short
-enough to be put together here.
+`golden.json` was written by transformers: ids and assistant mask of a template with markers ({%
+generation %}). The texts of the other fixtures have their own golden ids, or are short enough to be
+composed here.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def golden() -> list[dict[str, list[int]]]:
 
 
 def tokens(samples: Samples) -> list[dict[str, list[int]]]:
-    """Each sample's ids, and those of them that are trained on with their places."""
+    """Return the ids of each sample, and the trained ones with their places."""
     return [
         {
             "ids": samples[index].input_ids.tolist(),
@@ -60,7 +60,7 @@ def as_tokens(row: dict[str, list[int]]) -> dict[str, list[int]]:
 
 @pytest.fixture
 def chat(tmp_path: Path) -> Any:
-    """A stage that reads a fixture, or rows that are given."""
+    """Return a stage that reads a fixture, or the given rows."""
 
     def make(*rows: Any, **fields: Any) -> ChatData:
         if rows:
@@ -147,7 +147,7 @@ def test_texts_begin_as_the_tokenizer_s_own_call_does(
 
 
 class Spare:
-    """A tokenizer with few ids, which puts 1 before a text and 2 behind it."""
+    """A tokenizer with few ids, which puts 1 before a text and 2 after it."""
 
     def __init__(self, known: str) -> None:
         self.known = known
@@ -182,7 +182,7 @@ def test_a_text_s_beginning_is_part_of_the_cache_s_key(ctx: Context, chat: Any) 
 def test_data_without_a_text_are_the_same_whatever_texts_begin_with(
     ctx: Context, chat: Any, row: dict[str, Any]
 ) -> None:
-    """So runs of conversations that began before texts had a beginning go on."""
+    """Runs with conversations that began before texts had a beginning can be resumed."""
     stage, source = chat(row), FakeSource(bos="<|s|>")
     own, none = (
         dataclasses.replace(stage, prepend_bos=each).run(ctx, source).identity
@@ -261,7 +261,8 @@ def test_an_assistant_message_may_come_first_if_it_is_not_trained_on(
 
 
 def test_tools_as_openai_writes_them(ctx: Context, chat: Any) -> None:
-    """Arguments as JSON text become the object that templates want; so do tools in a table."""
+    """Arguments as JSON text become the object that templates expect, and so do tools in a
+    table."""
     template = (
         "{% for t in tools or [] %}{{ t.name }};{% endfor %}{% for m in messages %}{{ m.role }}:"
         "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments.x }}"
@@ -307,7 +308,7 @@ def test_a_row_of_two_forms_takes_the_one_that_is_named(
 ) -> None:
     row = {"messages": [USER, BOT], "text": "xy"}
     assert trained(chat(row, form="text").run(ctx, source).train) == [*ids("y"), END]
-    # half a form is none: many tables have such columns beside `messages`
+    # half of a form does not count: many tables have such columns beside `messages`
     both = chat({"messages": [USER, BOT], "prompt": "A", "prompt_id": "7"}).run(ctx, source)
     assert trained(both.train) == [*ids("b"), STOP]
 
@@ -330,7 +331,8 @@ def test_files_of_different_forms_go_together(
 def test_special_tokens_in_text(
     ctx: Context, source: FakeSource, chat: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A message cannot end its own turn: refused (see test_mistakes), left out, or meant so."""
+    """A message cannot end its own turn: special tokens are refused (see test_mistakes), removed,
+    or kept on purpose."""
     bad = {"messages": [{**USER, "content": "x<|e|>"}, BOT]}
     data = chat({"messages": [USER, BOT]}, bad, special_tokens="drop").run(ctx, source)
     assert len(data.train) == 1

@@ -1,4 +1,4 @@
-"""What is wrong with data, a template or a setting is one clear error with its place."""
+"""Each mistake in data, a template or a setting gives one clear error with its place."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CALL = {"name": "f", "arguments": {}}
 
 
 class Case(NamedTuple):
-    """A file's content (or rows of it) and the error that it gives."""
+    """Content of a file (or its rows), and the error that it gives."""
 
     content: Any
     error: str
@@ -39,7 +39,7 @@ class Case(NamedTuple):
 
 
 def second(row: Any, error: str, **more: Any) -> Case:
-    """A good row, and one with a mistake."""
+    """Return a good row, and one with a mistake."""
     return Case([GOOD, row], f"a.jsonl:2: {error}", **more)
 
 
@@ -308,7 +308,7 @@ def written(path: Path, content: Any) -> Path:
 
 
 def error_of(tmp_path: Path, stage: Callable[[], Any]) -> str:
-    """The message, with the folder taken out of it; nothing may be left in the cache."""
+    """Return the message without the folder; nothing may be left in the cache."""
     with pytest.raises(StageError) as caught:
         stage()
     assert not list((tmp_path / "cache").glob("*"))

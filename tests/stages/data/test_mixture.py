@@ -23,7 +23,7 @@ from tests.stages.data.fakes import FakeSource, ids
 
 
 class Numbers(Samples):
-    """`count` samples whose one token is their own number, from `first` on."""
+    """`count` samples, each with its own number as its only token, from `first` on."""
 
     def __init__(self, first: int, count: int) -> None:
         self._numbers = np.arange(first, first + count)
@@ -88,7 +88,7 @@ def rows(path: Path, letters: str) -> str:
 
 
 def letters(samples: Samples) -> str:
-    """The first token of each sample, as a letter."""
+    """Return the first token of each sample as a letter."""
     return "".join(chr(33 + int(samples[index].input_ids[0])) for index in range(len(samples)))
 
 
@@ -146,7 +146,7 @@ def test_text_sources(ctx: Context, source: FakeSource, tmp_path: Path) -> None:
 
 
 class TestHub:
-    """A real `datasets.Dataset` comes out of a `load_dataset` that is asked for the right one."""
+    """A real `datasets.Dataset` from a `load_dataset` that accepts the right arguments only."""
 
     COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -43,7 +43,7 @@ def test_best_fit_by_hand() -> None:
 
 
 def slow_best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
-    """The definition: every item looks at every bin."""
+    """Follow the definition: every item is tried in every bin."""
     bins: list[list[int]] = []
     for item in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         rooms = [capacity - sum(lengths[other] for other in each) for each in bins]
@@ -70,7 +70,8 @@ def test_best_fit_is_what_it_says(lengths: list[int]) -> None:
 
 
 def epoch_loss(model: Any, samples: Samples) -> tuple[float, int]:
-    """Summed loss and number of targets of every sample, in float64 over batches of three."""
+    """Return the summed loss and number of targets of every sample, in float64 over batches of
+    three."""
     total, targets = 0.0, 0
     with torch.no_grad():
         for start in range(0, len(samples), 3):
@@ -82,7 +83,7 @@ def epoch_loss(model: Any, samples: Samples) -> tuple[float, int]:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A random Llama as in the parity tests, large enough for the fixtures."""
+    """Return a random Llama as in the parity tests, large enough for the fixtures."""
     fields = {"vocab_size": 259, "max_position_embeddings": 256, "initializer_range": 0.3}
     ctx = context(DistContext(device=CPU), tmp_path_factory.mktemp("run"))
     return filled(tiny_model(ctx, fields, "")).train()
@@ -120,13 +121,13 @@ def test_an_epoch_has_the_same_loss_packed_and_unpacked(
         found = epoch_loss(model, packs)
         assert found[1] == targets
         assert found[0] == pytest.approx(expected, rel=1e-5)
-        # what would leak if nobody told the model where documents begin
+        # without the boundaries of documents the loss differs
         bare = Bare(packs)
         assert epoch_loss(model, bare)[0] != pytest.approx(expected, rel=1e-3)
 
 
 class Bare(Samples):
-    """Packed samples whose positions are forgotten."""
+    """Packed samples without their positions."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples

@@ -73,7 +73,7 @@ def test_a_killed_process_is_no_hang() -> None:
 
 
 def test_a_process_that_ends_while_a_slow_source_is_read() -> None:
-    """The pool is known to be broken before the next batch is handed to it."""
+    """The pool must know that it is broken before it gets the next batch."""
 
     def slow() -> Iterator[int]:
         yield from range(3)

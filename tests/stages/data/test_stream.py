@@ -1,4 +1,4 @@
-"""`data.stream`: what comes when, how much is read for it, and how much is kept."""
+"""`data.stream`: order of the samples, files read for them, and memory kept."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ END = SPECIAL["<|end|>"]
 
 
 def documents(shard: int) -> list[str]:
-    """A shard's documents: as many as make shards of different lengths."""
+    """Return a shard's documents, whose number differs between shards."""
     return [f"{shard}.{row}" * (1 + shard % 3) for row in range(2 + shard % 4)]
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Eight shards of different lengths."""
+    """Write eight shards of different lengths."""
     folder = tmp_path / "corpus"
     folder.mkdir()
     for shard in range(8):
@@ -67,14 +67,14 @@ def stream(folder: Path, **fields: Any) -> StreamData:
 
 
 def opened(stage: StreamData, ctx: Context, source: FakeSource | None = None) -> Any:
-    """The data, with what the end of the run would call under `closes`."""
+    """Return the data; the calls for the end of the run are in `closes`."""
     closes: list[Any] = []
     data = stage.run(dataclasses.replace(ctx, on_exit=closes.append), source or FakeSource())
     return data, closes
 
 
 def taken(data: Data, start: int, count: int, *, shuffle: bool = True) -> list[list[int]]:
-    """The ids of the samples at some positions of the order, labels' last one included."""
+    """Return the ids of the samples at some positions of the order, with the last label."""
     order = data.train.order(SEED, shuffle=shuffle)
     samples = [data.train[int(index)] for index in order.indices(start, count)]
     return [[*sample.input_ids.tolist(), int(sample.labels[-1])] for sample in samples]
@@ -86,7 +86,7 @@ def expected_blocks(shard: int) -> list[list[int]]:
 
 
 def expected(windows: int) -> Iterator[list[int]]:
-    """The definition, worked out with everything in memory."""
+    """Return the expected samples, worked out with everything in memory."""
     for number in range(windows):
         epoch, place = divmod(number, 3)
         shards = SampleOrder(SEED, 8).indices(8 * epoch, 8)[WINDOW * place : WINDOW * (place + 1)]
@@ -99,7 +99,7 @@ def test_three_epochs_are_what_the_definition_says(ctx: Context, folder: Path) -
     data, _ = opened(stream(folder), ctx)
     wanted = list(expected(9))
     assert taken(data, 0, len(wanted)) == wanted
-    assert taken(data, 17, 40) == wanted[17:57]  # whatever was asked before
+    assert taken(data, 17, 40) == wanted[17:57]  # whatever was read before
     epoch = Counter(tuple(block) for shard in range(8) for block in expected_blocks(shard))
     size = len(wanted) // 3
     for number in range(3):
@@ -116,7 +116,8 @@ def test_without_shuffle_it_is_the_files_in_order(ctx: Context, folder: Path) ->
 
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
-    """The shards of `folder` that are read, by name; a thread of an earlier test may read on."""
+    """Return the names of the shards of `folder` that are read; a thread of an earlier test may
+    still read."""
     names: list[str] = []
     build = shards.ShardStore._build
 
@@ -137,7 +138,7 @@ def test_a_resumed_run_reads_its_window_alone(ctx: Context, folder: Path, built:
     assert taken(data, 0, first + 2) == wanted[: first + 2]
     for close in closes:
         close()
-    assert not list((folder.parent / "cache").iterdir())  # nothing is left of the tokens
+    assert not list((folder.parent / "cache").iterdir())  # no tokens are left
     built.clear()
     resumed, _ = opened(stage, ctx)
     assert taken(resumed, first + 2, len(wanted) - first - 2) == wanted[first + 2 :]
@@ -166,9 +167,9 @@ def test_what_is_kept_is_bounded(ctx: Context, folder: Path, built: list[str]) -
         most = max(most, len([path for path in entries if not path.name.endswith(".partial")]))
     for close in closes:
         close()
-    # three windows of two, and what the thread has just made
+    # three windows of two, and the one that the thread has just made
     assert 4 <= most <= 7
-    assert len(built) > 8  # so what was removed was read again
+    assert len(built) > 8  # so the removed one was read again
 
 
 def test_windows_are_prepared_ahead(ctx: Context, folder: Path, built: list[str]) -> None:
@@ -193,7 +194,7 @@ def test_documents_apart(ctx: Context, folder: Path) -> None:
 
 
 def train(dist: DistContext, run: str, corpus: str, apart: bool, chunk: int | None) -> list[float]:
-    """Two steps of a tiny model on a stream; their losses."""
+    """Train two steps of a tiny model on a stream; return the losses."""
     ctx = context(dist, run)
     setting = Setting(wrap="ddp", model={"vocab_size": 259})
     plan = AdamW().run(ctx)
@@ -216,7 +217,7 @@ def test_a_stream_is_trained_on(
 
 
 def test_the_feed_of_any_number_of_ranks(ctx: Context, folder: Path) -> None:
-    """The training loop's own feed: the shares of two ranks are the batches of one."""
+    """With the training loop's own feed, the shares of two ranks are the batches of one."""
     data, _ = opened(stream(folder), ctx)
     config = TrainCausalLm(steps=12, global_batch_size=6, micro_batch_size=2)
     cpu = torch.device("cpu")

@@ -23,7 +23,7 @@ END = SPECIAL["<|end|>"]
 
 @pytest.fixture
 def text(tmp_path: Path) -> Any:
-    """A TextData stage with its own cache."""
+    """Return a call that makes a TextData stage with its own cache."""
 
     def make(files: Any, **fields: Any) -> TextData:
         fields = {"sequence_length": 4, "cache": str(tmp_path / "cache"), **fields}

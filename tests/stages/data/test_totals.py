@@ -1,4 +1,4 @@
-"""Targets of a whole batch are known without asking sample by sample."""
+"""The number of targets of a whole batch is known without reading sample by sample."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ IDS = {"a": 3, "b": 4, "c": 5}
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[HfModel, Path, Any]:
-    """A source with a tokenizer, its export in fp32, and the module itself."""
+    """Return a source with a tokenizer, its export in fp32, and the module."""
     folder = tmp_path_factory.mktemp("model")
     made = filled(random_source(tiny_llama_config(), folder))
     made.save_pretrained(folder / "source")
@@ -67,13 +67,13 @@ def evaluated(
 
 
 def plain(module: Any, start: list[int], window: int, stride: int) -> tuple[float, int]:
-    """Token after token: the sum of -log p, each with the context that its window gives it, and
-    their number."""
+    """Return the sum of -log p over single tokens, each with the context of its window, and their
+    number."""
     total, count = 0.0, 0
     for document in DOCUMENTS:
         ids = start + [IDS[word] for word in document.split()]
         for place in range(1, len(ids)):
-            # the first window, `stride` after `stride`, that reaches the token before it
+            # the first window, in steps of `stride`, that reaches the token before it
             begin = max(0, math.ceil((place - window) / stride) * stride)
             with torch.no_grad():
                 logits = module(torch.tensor([ids[begin:place]]), use_cache=False).logits[0, -1]

@@ -1,4 +1,5 @@
-"""Tasks of lm-eval, where it is installed; in processes of their own, as it configures much."""
+"""Tasks of lm-eval, where it is installed, in separate processes because it changes global
+configuration."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ TEXTS = ["a b", "c", "b c a", "a a"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, its tokenizer, and a task of its own."""
+    """Return a folder with a model, its tokenizer, and a task."""
     folder = tmp_path_factory.mktemp("tasks")
     filled(random_source(tiny_llama_config(), folder)).save_pretrained(folder)
     save_tokenizer(folder)

@@ -1,4 +1,4 @@
-"""Exports: what is written is what was trained, under the names that transformers reads."""
+"""Exports contain the trained weights under the names that transformers reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An export killed at any point: a second one ends with the same bytes, and never half a model is
+"""An export killed at any point: a second one ends with the same bytes, and half a model is never
 taken for a whole one."""
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ SHARD = "30KB"
 
 
 def export(folder: str, count: Any, kill_at: int = -1) -> None:
-    """Export the same tiny model; die before operation `kill_at`. `count` takes their number."""
+    """Export the same tiny model; die before operation `kill_at`. `count` receives the number of
+    operations."""
     place = Path(folder)
     source = random_source(tiny_llama_config(), place)
     weights = trained(source)
@@ -47,7 +48,7 @@ def _deadly(real: Callable[..., Any], count: Any, kill_at: int) -> Callable[...,
 
 
 def in_child(folder: Path, kill_at: int = -1) -> tuple[int, int]:
-    """Exit code, and how many operations there were."""
+    """Return the exit code and the number of operations."""
     processes = forking()
     count = processes.Value("i", 0)
     child = processes.Process(target=export, args=(str(folder), count, kill_at))
@@ -62,7 +63,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def finished_files(folder: Path) -> dict[str, tuple[int, int]]:
-    """Inode and time of change of the weight files that a partial export has finished."""
+    """Return inode and change time of the weight files that a partial export has finished."""
     partial = folder / "export.partial"
     try:
         begun = manifest.load(partial)
@@ -94,7 +95,7 @@ def test_killed_and_done_again(
     folder.mkdir()
     code, _ = in_child(folder, kill_at=int(part * count))
     assert code == -signal.SIGKILL
-    if (folder / "export").exists():  # killed while what came before it was removed
+    if (folder / "export").exists():  # killed during the removal of the previous export
         assert content(folder / "export") == expected
     kept = finished_files(folder)
     assert in_child(folder)[0] == 0

@@ -1,4 +1,4 @@
-"""What the proof finds, and what is refused before anything is written."""
+"""Faults that the proof finds, and exports that are refused before anything is written."""
 
 from __future__ import annotations
 
@@ -11,13 +11,8 @@ import torch
 
 from pipeline.errors import ExportError, StageError
 from stages.export import proof, run
+from tests.support.damage import flip
 from tests.support.exports import Run
-
-
-def flip(file: Path, position: int) -> None:
-    data = bytearray(file.read_bytes())
-    data[position] ^= 1
-    file.write_bytes(data)
 
 
 @pytest.mark.parametrize("position", [-1, 2000, 12])
@@ -36,33 +31,30 @@ def test_one_flipped_bit_is_found(
     assert not llama.folder.exists()
     assert (llama.folder.parent / "export.partial" / "model.safetensors").is_file()
     monkeypatch.undo()
-    llama.export()  # a partial folder of ours is no obstacle
+    llama.export()  # our own partial folder is no obstacle
     assert not (llama.folder.parent / "export.partial").exists()
 
 
-def test_wrong_config_is_found(llama: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"rms_norm_eps": 10.0}, "computes something else than the trained one"),
+        ({"num_hidden_layers": 1}, r"unexpected 9 tensors \(model.layers.1"),
+    ],
+    ids=["another number", "a layer less"],
+)
+def test_wrong_config_is_found(
+    wrong: dict[str, Any], message: str, llama: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = llama.source.save_assets
 
     def save(folder: Path, *, dtype: str) -> None:
         real(folder, dtype=dtype)
         file = folder / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 10.0}))
+        file.write_text(json.dumps(json.loads(file.read_text()) | wrong))
 
     monkeypatch.setattr(llama.source, "save_assets", save)
-    with pytest.raises(ExportError, match="computes something else than the trained one"):
-        llama.export()
-
-
-def test_config_without_a_layer_is_found(llama: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = llama.source.save_assets
-
-    def save(folder: Path, *, dtype: str) -> None:
-        real(folder, dtype=dtype)
-        file = folder / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | {"num_hidden_layers": 1}))
-
-    monkeypatch.setattr(llama.source, "save_assets", save)
-    with pytest.raises(ExportError, match=r"unexpected 9 tensors \(model.layers.1"):
+    with pytest.raises(ExportError, match=message):
         llama.export()
 
 

@@ -16,7 +16,7 @@ from tests.support.weights import trained
 
 
 def digest(weights: Any) -> str:
-    """Hex digest of every tensor, by name."""
+    """Return the hex digest of every tensor by name."""
     found = hashlib.sha256()
     for name in sorted(weights.names()):
         found.update(name.encode() + weights.read(name).numpy().tobytes())

@@ -1,4 +1,4 @@
-"""The target folder: only what an export of ours wrote is ever replaced."""
+"""The target folder: only the files of our own export are ever replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`verify` finds whatever became of an export since it was proven."""
+"""`verify` finds every change of an export since its proof."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_resume_leaves_a_model_card_that_was_written_anew(llama: Run) -> None:
 
 
 def test_other_computation_is_found(llama: Run) -> None:
-    """Every checksum agrees, but the model computes something else than it did."""
+    """Every checksum agrees, but the model computes other numbers than before."""
     done = llama.export(dtype="fp32")
     file = done.folder / "export.json"
     content = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint: what was live comes out of every layout, and goes in again."""
+"""torch.distributed.checkpoint: the live state is read from every layout, and written back."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from stages.formats.canonical import Canonical
 from stages.formats.dcp import Dcp
 from stages.formats.dcp_compat import read_metadata, require_cover
 from stages.formats.stored import Box, Stored
+from tests.support.damage import Bomb
 from tests.support.formats import digest_of, load_dcp, same, save_dcp
 from tests.support.processes import run_ranks
 from tests.support.state import Setting
@@ -42,7 +43,7 @@ def opened(folder: Path, **reading: Any) -> StateSource:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """Checkpoints of FSDP2 on three ranks in several layouts, and what was live."""
+    """Return checkpoints of FSDP2 on three ranks in several layouts, and the live state."""
     folder = tmp_path_factory.mktemp("saved")
     return folder, run_ranks(save_dcp, 3, str(folder), Setting(wrap="fsdp full"))[0]
 
@@ -100,23 +101,17 @@ def test_weights_of_a_training_whose_optimizer_is_another(tmp_path: Path) -> Non
         opened(tmp_path)
 
 
-class Bomb:
-    def __reduce__(self) -> tuple[Any, ...]:
-        import os
-
-        return os.system, ("touch /tmp/pipe-bomb-went-off",)
-
-
 def pickle_of(value: Any, protocol: int) -> bytes:
     return pickle.dumps(value, protocol=protocol)
 
 
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 def test_metadata_that_would_run_code_is_refused_by_name(protocol: int, tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(pickle_of({"state": Bomb()}, protocol))
+    bomb = Bomb(tmp_path / "it-ran")
+    (tmp_path / ".metadata").write_bytes(pickle_of({"state": bomb}, protocol))
     with pytest.raises(CheckpointError, match=r"\.metadata: refused: it holds posix\.system"):
         opened(tmp_path)
-    assert not Path("/tmp/pipe-bomb-went-off").exists()
+    assert not bomb.mark.exists()
 
 
 @pytest.mark.parametrize("name", [
@@ -155,7 +150,7 @@ def test_damaged_files(saved: tuple[Path, dict[str, str]], tmp_path: Path) -> No
         except CheckpointError as error:
             assert "__1_0.distcp" in str(error)  # noqa: PT017 - what is not noticed is below
         else:
-            # nothing but padding and names of members that nobody reads
+            # only padding, and names of members that no reader uses
             assert digest_of(opened(tmp_path / "d")) == same(saved[1])
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(CheckpointError, match=r"__1_0\.distcp .*"):
@@ -166,7 +161,7 @@ def test_damaged_files(saved: tuple[Path, dict[str, str]], tmp_path: Path) -> No
 
 
 def cut(shape: tuple[int, ...], edges: list[list[int]]) -> list[Box]:
-    """The boxes of a grid."""
+    """Return the boxes of a grid."""
     axes = [
         list(itertools.pairwise(sorted({0, size, *(e for e in own if e < size)})))
         for size, own in zip(shape, edges, strict=True)
@@ -229,7 +224,7 @@ def test_no_memory_is_taken_for_what_is_only_claimed(tmp_path: Path) -> None:
 
 
 class Claimed(StateSource):
-    """A state whose manifest says what one likes."""
+    """A state with a manifest of any content."""
 
     where, step, world_size, writer, progress = "there", 3, 1, {}, {}
 

@@ -1,4 +1,5 @@
-"""DeepSpeed's checkpoints: what was live comes out of every kind, and goes into DeepSpeed again."""
+"""DeepSpeed's checkpoints: the live state is read from every kind, and loaded into DeepSpeed
+again."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from stages.formats import stored
 from stages.formats.canonical import Canonical
 from stages.formats.deepspeed import DeepSpeed
 from stages.formats.deepspeed_native import ADMITTED, Fragment
+from tests.support.damage import Bomb
 from tests.support.formats import (
     STEP,
     digest_of,
@@ -48,7 +50,7 @@ NAMES = [name for settings in WORLDS.values() for name in settings if "robin" no
 
 
 class Case(NamedTuple):
-    """A checkpoint, the live state that it was saved from, and the number of ranks."""
+    """A checkpoint, the live state that was saved, and the number of ranks."""
 
     folder: Path
     live: dict[str, str]
@@ -58,7 +60,7 @@ class Case(NamedTuple):
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    """A checkpoint after three steps for each kind of engine."""
+    """Return a checkpoint after three steps for each kind of engine."""
     root = tmp_path_factory.mktemp("saved")
     found = {}
     for ranks, settings in WORLDS.items():
@@ -71,7 +73,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
 
 @pytest.fixture
 def saved(cases: dict[str, Case]) -> tuple[Path, dict[str, str]]:
-    """ZeRO-2 on two ranks, and what was live."""
+    """Return ZeRO-2's checkpoint on two ranks, and the live state."""
     return cases["2"].folder, cases["2"].live
 
 
@@ -117,7 +119,7 @@ def test_other_strategies_and_deepspeed_itself_load_what_was_converted(
     for wrap, found in zip(
         wraps, run_ranks(load_universal, 2, str(tmp_path), wraps)[0], strict=True
     ):
-        # DeepSpeed leaves frozen parameters as they are; here they never changed.
+        # DeepSpeed does not round frozen parameters; here they never changed.
         assert same(found["state"]) == same(live), wrap
         decays = found["decays"]
         assert decays == ([0.1, 0.1] if wrap.startswith("zero3") else [0.1, 0.0]), wrap
@@ -130,8 +132,11 @@ def test_parameters_that_were_dealt_out_in_turn_are_refused(cases: dict[str, Cas
         opened(cases["2 round robin"].folder)
 
 
+MARK = "it-ran"
+
+
 class Damage:
-    """Changes of a copy of a checkpoint, and what is said of them."""
+    """A change to a copy of a checkpoint, and the error that it gives."""
 
     @staticmethod
     def rank_gone(state: Path) -> str:
@@ -165,7 +170,7 @@ class Damage:
     @staticmethod
     def pickle(state: Path) -> str:
         file = state / "mp_rank_00_model_states.pt"
-        torch.save({"module": Bomb()}, file)
+        torch.save({"module": Bomb(state / MARK)}, file)
         return "refused: it holds posix.system, and reading that could run code"
 
     @staticmethod
@@ -193,15 +198,6 @@ class Damage:
         return "progress.json: not as pipe writes it"
 
 
-class Bomb:
-    """Runs a command when it is unpickled."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        import os
-
-        return os.system, ("touch /tmp/pipe-bomb-went-off",)
-
-
 @pytest.mark.parametrize("damage", [name for name in vars(Damage) if not name.startswith("_")])
 def test_what_is_damaged_or_strange_is_refused(
     damage: str, saved: tuple[Path, dict[str, str]], tmp_path: Path
@@ -210,7 +206,7 @@ def test_what_is_damaged_or_strange_is_refused(
     message = getattr(Damage, damage)(tmp_path / STEP / "state")
     with pytest.raises(CheckpointError, match=message):
         opened(tmp_path / STEP)
-    assert not Path("/tmp/pipe-bomb-went-off").exists()
+    assert not (tmp_path / STEP / "state" / MARK).exists()
 
 
 def test_a_checkpoint_of_others_knows_its_step_alone(
@@ -228,7 +224,7 @@ def test_a_checkpoint_of_others_knows_its_step_alone(
 def test_progress_and_random_streams_that_pipetrain_put_beside_them(
     saved: tuple[Path, dict[str, str]], tmp_path: Path
 ) -> None:
-    """Its former stage for that format did; such checkpoints still load."""
+    """Our former stage for that format wrote them; its checkpoints still load."""
     folder = shutil.copytree(saved[0], tmp_path / STEP)
     progress = Progress(step=3, samples=36, tokens=100, lineage={"seed": 7})
     record = {"format": "deepspeed", "world_size": 2, "progress": vars(progress)}
@@ -269,7 +265,7 @@ def test_before_the_first_update_there_are_weights_alone(
 
 
 def plain(content: Any) -> Any:
-    """The inert stand-ins as what they stand in for."""
+    """Return what the inert stand-ins stand for."""
     from deepspeed.utils.tensor_fragment import fragment_address
 
     if isinstance(content, dict):

@@ -1,16 +1,14 @@
-"""A pickle that would run a command, in the place of each file of torch's that is read: refused by
-name, and never run."""
+"""A pickle that would run a command, in place of each of torch's files that are read, is refused by
+name and never run."""
 
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,19 +19,10 @@ from pipeline.checkpoint.formats import Reading, StateFormat
 from pipeline.errors import CheckpointError
 from stages.formats.dcp import Dcp
 from stages.formats.deepspeed import DeepSpeed
+from tests.support.damage import Bomb
 from tests.support.formats import tiny_native, tiny_universal
 
 REFUSED = r"refused: it holds posix\.system, and reading that could run code"
-
-
-class Bomb:
-    """Makes the file `mark` when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, (f"touch {self.mark}",)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Tensors that lie in files as chunks."""
+"""Tensors that are stored as chunks of files."""
 
 from __future__ import annotations
 

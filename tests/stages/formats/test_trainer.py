@@ -1,4 +1,4 @@
-"""Checkpoints of transformers' Trainer: names are found where they can be, and never guessed."""
+"""Checkpoints of transformers' Trainer: names are found where possible, and never guessed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def opened(folder: Path, **reading: Any) -> StateSource:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
-    """A checkpoint that transformers' Trainer wrote, its model and its optimizer."""
+    """Return a checkpoint of transformers' Trainer, its model and its optimizer."""
     import transformers
 
     folder = tmp_path_factory.mktemp("trainer")
@@ -42,7 +42,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
         parameter.requires_grad_(False)
     rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 101, (12, 8)).tolist()]
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        patch.delenv("LOCAL_RANK", raising=False)  # DeepSpeed was here
+        patch.delenv("LOCAL_RANK", raising=False)  # marks a folder of DeepSpeed
         warnings.simplefilter("ignore")
         arguments = transformers.TrainingArguments(
             output_dir=str(folder), max_steps=3, save_steps=3, per_device_train_batch_size=2,
@@ -106,7 +106,7 @@ def test_nothing_but_tensors_is_read(copy: Path, capfd: pytest.CaptureFixture[st
 
 
 def test_no_code_of_the_folder_is_run(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not after a question either."""
+    """A question does not allow it either."""
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     mark = copy / "it-ran"
     (copy / "conf.py").write_text(
@@ -128,7 +128,7 @@ def test_only_a_model_is_built(copy: Path) -> None:
 
 
 def test_files_in_another_layout_than_the_model(copy: Path) -> None:
-    """Mixtral's experts are stored one by one and are one tensor in the model."""
+    """Mixtral's experts are stored separately and are one tensor in the model."""
     import transformers
 
     sizes = {key: value for key, value in TINY.items() if key != "model_type"}

@@ -11,7 +11,7 @@ from tests.stages.importing.configs.written import write_configs
 
 @pytest.fixture(scope="session")
 def configs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the configurations that are written by hand in `configs/`."""
+    """Return the folder of the configurations that `configs/` has as text."""
     folder = tmp_path_factory.mktemp("configs")
     write_configs(folder)
     return folder

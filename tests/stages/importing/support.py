@@ -12,13 +12,13 @@ from stages.importing.translator import HuggingFace
 
 
 def from_files(folder: Path, *names: str, **request: Any) -> Translation:
-    """What the named files become together."""
+    """Translate the named files together."""
     files = [read_config(folder / name) for name in names]
     return HuggingFace().translate(files, Request(**request))
 
 
 def translated(*contents: Mapping[str, Any], **request: Any) -> Translation:
-    """What files of these contents become: `0.json`, `1.json`, ..."""
+    """Translate files of these contents: `0.json`, `1.json`, ..."""
     files = [
         ConfigFile(path=Path(f"{number}.json"), content=content)
         for number, content in enumerate(contents)
@@ -27,7 +27,7 @@ def translated(*contents: Mapping[str, Any], **request: Any) -> Translation:
 
 
 def slot(translation: Translation, name: str) -> dict[str, Any]:
-    """A slot's fields."""
+    """Return a slot's fields."""
     assert translation.recipe is not None
     return {**translation.recipe["stages"][name]}
 

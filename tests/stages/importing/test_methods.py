@@ -1,4 +1,5 @@
-"""What is trained, and how, is never lost: files of other tools, adapters, losses, parallelism."""
+"""The purpose and method of a training are never lost: files of other tools, adapters, losses,
+parallelism."""
 
 from __future__ import annotations
 

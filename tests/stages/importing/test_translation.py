@@ -1,4 +1,4 @@
-"""What keys become, alone and together."""
+"""Translation of keys, alone and together."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_auto_is_what_the_arguments_say(configs: Path) -> None:
     assert (size.outcome, size.why) == ("default", "auto, and no file gives the value")
     assert outcome(made, "optimizer.params.lr").why == "auto: as learning_rate in 0.json"
     assert outcome(made, "optimizer.params.eps").why == "auto: as transformers fills it in"
-    # the scheduler block wins, in transformers too; the arguments' own is by default linear
+    # the scheduler block takes precedence, as in transformers; the arguments' default is linear
     assert optimizer["schedule"] == "constant"
 
 
@@ -285,7 +285,7 @@ def test_files_to_evaluate_on_come_before_a_fraction(tmp_path: Path) -> None:
 
 
 def named(folder: Path, **arguments: Any) -> Translation:
-    """TrainingArguments in `folder`, whose files they name."""
+    """Write TrainingArguments into `folder`, and the files that they name."""
     content = {"output_dir": "x", **arguments}
     file = ConfigFile(path=folder / "args.json", content=content)
     return HuggingFace().translate([file], Request(procs=2))
@@ -320,11 +320,11 @@ VALUES = st.one_of(
 
 
 def contents(table: Table) -> st.SearchStrategy[dict[str, Any]]:
-    """Blocks of a table's keys with arbitrary values."""
+    """Draw blocks of a table's keys with arbitrary values."""
     entries = {
         key: VALUES if callable(rule) else st.one_of(VALUES, contents(rule))
         for key, rule in table.items()
-        if key not in ("deepspeed", "fsdp_config")  # those that name files
+        if key not in ("deepspeed", "fsdp_config")  # the keys that name files
     }
     return st.fixed_dictionaries({}, optional=entries)
 
@@ -451,7 +451,7 @@ def test_without_an_adapter() -> None:
     assert left_out(made) == {"load_in_4bit": "weights that are trained are not held in 4 bits"}
     assert outcome(made, "lora_r").outcome == "default"
     assert "adapter" not in made.recipe["stages"]  # type: ignore[index]
-    open_question = translated(said)  # LoRA for whoever wrote it, nothing for TRL
+    open_question = translated(said)  # LoRA to its author, nothing to TRL
     assert open_question.recipe is None
     assert left_out(open_question)["lora_r"] == "means LoRA, or nothing without use_peft"
 

@@ -1,7 +1,7 @@
-"""Whole configurations, as a person has them: imported, checked, and trained for two steps.
+"""Whole configurations, as people have them: imported, checked, and trained for two steps.
 
-What only GPUs have, and what a tiny model is too small for, is adapted on the command line
-(`ADAPTED`), as a person would; the files stay as they are.
+Features of GPUs only, and sizes that a tiny model is too small for, are overridden on the command
+line (`ADAPTED`), as a person would do; the files are not changed.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ ADAPTED = (
     "train.steps=2", "train.global_batch_size=4", "train.micro_batch_size=1",
     "train.accumulation=null", "data.sequence_length=8",
 )  # fmt: skip
-"""What every run here changes."""
+"""Overrides of every run here."""
 
 
 class Case(NamedTuple):
-    """Files, what else is adapted, and the keys that the recipe lacks."""
+    """Files, further overrides, and the keys that the recipe lacks."""
 
     files: tuple[str, ...]
     adapted: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ CHAT = (
 )  # fmt: skip
 NO_EPOCHS = ("train.epochs=null",)
 SDPA = ("model.attention=sdpa",)
-"""flash_attention_2 needs a GPU."""
+"""Overrides instead of flash_attention_2, which needs a GPU."""
 CASES = {
     "basic": Case(("launch/basic.json",)),
     "ddp": Case(("launch/ddp.yaml",)),
@@ -81,12 +81,12 @@ TRAINED = spread(list(CASES), 7)
 
 EXPORTED = [CASES[name] for name in ("ddp", "fsdp1", "zero2 auto")]
 TRAINED_ONLY = ("consolidate=null", "export=null", "checkpoint.asynchronous=false")
-"""To the end with one configuration of each strategy; the others save time."""
+"""Overrides that end a run after its training, for all configurations except EXPORTED."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama in a folder, with a tokenizer."""
+    """Save a tiny Llama with a tokenizer."""
     import transformers
 
     folder = tmp_path_factory.mktemp("model")
@@ -98,7 +98,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def files(configs: Path) -> Path:
-    """The configurations written by hand, and those that the tools write."""
+    """Write the configurations written by hand and by the tools."""
     run_ranks(write_with_tools, 1, str(configs))
     return configs
 
@@ -106,7 +106,8 @@ def files(configs: Path) -> Path:
 def run_recipes(
     dist: DistContext, jobs: list[tuple[str, list[str], str]]
 ) -> list[list[dict[str, Any]]]:
-    """Whole recipes on this rank, one after the other; what the steps of each logged."""
+    """Run whole recipes on this rank, one after the other; return the records of the steps of
+    each."""
     logged = []
     for recipe, adapted, folder in jobs:
         run_recipe(dist, recipe, folder, adapted)
@@ -115,7 +116,8 @@ def run_recipes(
 
 
 def imported(case: Case, files: Path, model: Path, folder: Path) -> tuple[str, list[str], str]:
-    """`pipe import` of a case in its folder: recipe, overrides, run folder. It must be right."""
+    """Run `pipe import` on a case in its folder; return recipe, overrides and run folder. It must
+    succeed."""
     text, recipe, run = folder / "text.txt", folder / "recipe.yaml", folder / "run"
     run.mkdir(parents=True)
     text.write_text("a b c a b b c a\n" * 40, encoding="utf-8")
@@ -134,7 +136,8 @@ def jobs(files: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def trained(jobs: dict[str, Any]) -> dict[str, Any]:
-    """What every case logged. All in the same two processes: starting them takes longest."""
+    """Return the records of every case. All run in the same two processes, because starting them
+    takes longest."""
     logged = run_ranks(run_recipes, 2, [jobs[name] for name in TRAINED], limit=600)[0]
     return dict(zip(TRAINED, logged, strict=True))
 
@@ -155,6 +158,6 @@ def test_a_whole_configuration_trains(
 ) -> None:
     losses = [record["loss"] for record in trained[name] if "loss" in record]
     assert len(losses) == 2
-    assert losses[0] == pytest.approx(math.log(131), abs=0.5)  # of a random model
+    assert losses[0] == pytest.approx(math.log(131), abs=0.5)  # loss of a random model
     export = Path(jobs[name][2]) / "export" / "model.safetensors"
     assert export.is_file() == (CASES[name] in EXPORTED)

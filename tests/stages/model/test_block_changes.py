@@ -1,4 +1,5 @@
-"""What makes a model smaller in memory or faster: what it changes, and where it is refused."""
+"""Changes that make a model smaller in memory or faster: their effects, and where they are
+refused."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ def test_every_nth_block_is_computed_again(every: int, calls: list[int]) -> None
 
 @pytest.mark.parametrize("offload", [False, True])
 def test_what_is_saved_for_backward(offload: bool) -> None:
-    """A recomputed block saves its input alone; offloaded, a copy of it."""
+    """A recomputed block saves its input only; with offloading, a copy of it."""
     block = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(5)))
     checkpoint_blocks([block], ActivationCheckpointing(offload=offload))
     x = torch.randn(8, 16, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Mistakes in a `model.hf` slot that show before anything starts."""
+"""Mistakes in a `model.hf` slot that are found before a start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 def found(**fields: Any) -> list[str]:
-    """Problems as `key: message (hint)`."""
+    """Return the problems as `key: message (hint)`."""
     return [str(problem) for problem in HfModel(**fields).check(PLAN)]
 
 

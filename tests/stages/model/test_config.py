@@ -1,4 +1,4 @@
-"""Configs: spelled out in the recipe, and the hub (without a network)."""
+"""Configs written in the recipe, and the hub (without a network)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_rope_theta_in_its_old_spelling(tmp_path: Path) -> None:
 
 
 class Hub:
-    """Stands in for the hub: a snapshot is a local folder."""
+    """Replaces the hub: a snapshot is a local folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -27,7 +27,7 @@ from tests.support.models import (
 
 
 def saved(folder: Path, config: dict[str, Any], **options: Any) -> Any:
-    """A model with random weights, saved by transformers itself; returns the model."""
+    """Save a model with random weights through transformers; return the model."""
     model = filled(random_source(config, folder))
     model.save_pretrained(folder, **options)
     return model
@@ -152,7 +152,7 @@ def test_damaged_index(text: str, tmp_path: Path) -> None:
     saved(tmp_path, FAMILIES["llama"])
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(StageError, match="is damaged"):
+    with pytest.raises(StageError, match=r"is damaged|cannot be read|not a JSON object|is missing"):
         opened(tmp_path).weights()
 
 

@@ -1,4 +1,4 @@
-"""GGUF files: any range of dequantized tensors, at the price of the rows that it touches."""
+"""GGUF files: any range of dequantized tensors, at the cost of the rows that it touches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROW_BYTES = {
     Kind.Q8_0: WIDTH // 32 * 34,
     Kind.Q4_0: WIDTH // 32 * 18,
 }
-"""A block of 32 is a scale in fp16 and its numbers."""
+"""Bytes of a block of 32: a scale in fp16 and its numbers."""
 NAMES = {kind: f"matrix.{kind.name}" for kind in ROW_BYTES}
 VECTOR, CUBE = "vector", "cube"
 
@@ -45,7 +45,7 @@ def drawn(*shape: int) -> Tensor:
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_chunks() -> Iterator[None]:
-    """Three rows of fp32 a chunk."""
+    """Let a chunk be three rows of fp32."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(product, "CHUNK", 3 * 4 * WIDTH + 5)
         yield
@@ -63,7 +63,7 @@ def file() -> Iterator[Path]:
 
 
 def whole(file: Path, name: str) -> Tensor:
-    """The full tensor as the format's own package reads it."""
+    """Return the full tensor as the format's own package reads it."""
     stored = next(one for one in gguf.GGUFReader(file).tensors if one.name == name)
     values = gguf.dequantize(stored.data, stored.tensor_type).astype(np.float32)
     return torch.from_numpy(values.copy())
@@ -171,7 +171,7 @@ def test_the_model_is_what_transformers_makes_of_the_file(llama: tuple[Path, Any
 
 
 def test_the_model_is_the_one_that_was_written(llama: tuple[Path, Any]) -> None:
-    """As far as the numbers of a block's scale go: 4 bits are 8 steps to the largest."""
+    """Values agree up to the numbers of a block's scale: 4 bits are 8 steps to the largest."""
     file, model = llama
     reader = opened(file)
     for name, tensor in model.state_dict().items():
@@ -182,7 +182,7 @@ def test_the_model_is_the_one_that_was_written(llama: tuple[Path, Any]) -> None:
 
 @pytest.mark.parametrize("worthwhile", [0, converted.WORTHWHILE])
 def test_any_range_of_the_model(llama: tuple[Path, Any], worthwhile: int) -> None:
-    """Heads are permuted, by rows; so their parts are read row by row, or whole."""
+    """Heads are permuted by rows, so their parts are read row by row, or whole."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(converted, "WORTHWHILE", worthwhile)
         reader = opened(llama[0])

@@ -13,8 +13,10 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from pipeline.errors import StageError
+from stages.model.gguf import GgufTensors
+from stages.model.gguf_header import read_header
 from stages.model.hf import HfModel
-from stages.model.read import gguf_header, read_config
+from stages.model.read import read_config
 from tests.support.gguf import write_tensors
 
 U32, STRING, ARRAY = 4, 8, 9
@@ -54,14 +56,14 @@ def header(
     return start + b"".join(pairs) + b"".join(tensors)
 
 
-def llama(*more: bytes, without: str = "") -> bytes:
+def llama(*more: bytes) -> bytes:
     kind = text("general.architecture") + struct.pack("<I", STRING) + text("llama")
-    sizes = [number(f"llama.{key}", value) for key, value in SIZES.items() if key != without]
+    sizes = [number(f"llama.{key}", value) for key, value in SIZES.items()]
     return header([kind, *sizes, *more], [tensor("token_embd.weight", 64, 100)])
 
 
 def configured(content: bytes, folder: Path) -> dict[str, Any]:
-    """The config that a file with this content tells."""
+    """Return the config from a file with this content."""
     file = folder / "model.gguf"
     file.write_bytes(content)
     return read_config(HfModel(path=str(file)))
@@ -72,48 +74,62 @@ def test_arrays_are_left_out(tmp_path: Path) -> None:
     words = array("words", STRING, 2, text("a") + text("bc"))
     rows = array("rows", U32, 3, bytes(12))
     file.write_bytes(header([words, rows, number("x", 7)], [tensor("t", 5, 6)]))
-    metadata, shapes = gguf_header(file)
-    assert metadata["x"] == 7
-    assert not {"words", "rows"} & metadata.keys()
+    metadata, shapes = read_header(file)
+    assert metadata == {"words": None, "rows": None, "x": 7}
     assert shapes == {"t": (5, 6)}
 
 
 DAMAGED = {
-    "magic": b"GGML" + bytes(20),
-    "version 1": header(version=1),
-    "fewer tensors": header(counts=(HUGE, 0)),
-    "fewer pairs": header(counts=(0, HUGE)),
-    "long name": header([struct.pack("<Q", HUGE)]),
-    "many words": header([array("x", STRING, HUGE)]),
-    "long word": header([array("x", STRING, 1, struct.pack("<Q", HUGE))]),
-    "twice": header([number("x", 1), number("x", 2)]),
-    "type": header([array("x", 99, 1)]),
-    "no tensors": header(),
+    "magic": (b"GGML" + bytes(20), "it is no GGUF file"),
+    "version 1": (header(version=1), "GGUF version 1 is not known"),
+    "other byte order": (header(version=3 << 24), "GGUF version 50331648 is not known"),
+    "fewer tensors": (header(counts=(HUGE, 0)), "ends in its header"),
+    "fewer pairs": (header(counts=(0, HUGE)), "ends in its header"),
+    "long name": (header([struct.pack("<Q", HUGE)]), "ends in its header"),
+    "long array": (header([array("x", U32, HUGE)]), "ends in its header"),
+    "many words": (header([array("x", STRING, HUGE)]), "ends in its header"),
+    "long word": (header([array("x", STRING, 1, struct.pack("<Q", HUGE))]), "ends in its header"),
+    "nested": (header([array("x", ARRAY, 1)]), "arrays of arrays"),
+    "twice": (header([number("x", 1), number("x", 2)]), "it says 'x' twice"),
+    "type": (header([array("x", 99, 1)]), "no type 99 in GGUF"),
+    "no dimensions": (header((), [tensor("t")]), "t has 0 dimensions"),
+    "many dimensions": (header((), [tensor("t", 1, 2, 3, 4, 5)]), "t has 5 dimensions"),
+    "no tensors": (header(), r"no tensor 'token_embd\.weight'"),
 }
 
 
 @pytest.mark.parametrize("case", DAMAGED)
 def test_damaged_headers_are_named(case: str, tmp_path: Path) -> None:
+    content, message = DAMAGED[case]
     began = time.perf_counter()
-    with pytest.raises(StageError, match=r"model\.gguf (cannot be read as GGUF|has no tensor)"):
-        configured(DAMAGED[case], tmp_path)
+    with pytest.raises(StageError, match=rf"model\.gguf .*{message}"):
+        configured(content, tmp_path)
     assert time.perf_counter() - began < 5
 
 
 def test_every_cut_through_a_header_is_refused(tmp_path: Path) -> None:
     whole = llama(array("words", STRING, 1, text("a")))
     for size in range(len(whole)):
-        with pytest.raises(StageError, match=r"model\.gguf (cannot be read|has no tensor)"):
+        with pytest.raises(StageError, match=r"model\.gguf cannot be read"):
             configured(whole[:size], tmp_path)
-    assert configured(whole, tmp_path)
+    assert configured(whole + bytes(4 * 64 * 100 + 31), tmp_path)
+
+
+def test_a_large_file_is_not_walked_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stages.model.gguf_header.MOST", 1 << 10)
+    empty_words = header([array("x", STRING, HUGE, bytes(1 << 11))])
+    with pytest.raises(StageError, match="its header is too long"):
+        configured(empty_words, tmp_path)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.02, 0.5, 0.9999])
-def test_a_file_that_is_cut_short_is_told_in_a_sentence(tmp_path: Path, share: float) -> None:
+def test_a_file_that_is_cut_short_is_refused(tmp_path: Path, share: float) -> None:
     whole = tmp_path / "whole.gguf"
     write_tensors(whole, {name: (torch.zeros(64, 32), Kind.Q8_0) for name in ("a", "b")})
-    assert gguf_header(whole)[1] == {"a": (32, 64), "b": (32, 64)}
+    assert read_header(whole)[1] == {"a": (32, 64), "b": (32, 64)}
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(whole.read_bytes()[: int(whole.stat().st_size * share)])
     with pytest.raises(StageError, match=rf"^{cut} cannot be read as GGUF: .*copy it again\)$"):
-        gguf_header(cut)
+        GgufTensors(cut)

@@ -1,4 +1,4 @@
-"""Configs of well-known models are those of their files."""
+"""Stored configs of well-known models equal their files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ KNOWN = {
     "EleutherAI/pythia-12b": 11_846_072_320,
     "EleutherAI/gpt-neox-20b": 20_554_567_680,
 }
-"""Hub id -> parameters, as its files have them."""
+"""Number of parameters in the files, by hub id."""
 
 
 @pytest.mark.parametrize("repo", spread(list(KNOWN), 6))

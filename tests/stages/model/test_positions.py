@@ -1,4 +1,4 @@
-"""Samples that are longer than the model's positions are told before anything starts."""
+"""Samples that are longer than the model's positions are reported before a start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ YARN = {"factor": 2.0, "rope_type": "yarn"}
 
 
 def checked(folder: Path, config: dict[str, Any], *options: str) -> Result:
-    """`pipe check` of a recipe with samples of 512 tokens."""
+    """Run `pipe check` on a recipe with samples of 512 tokens."""
     (folder / "text.txt").write_text("a text")
     (folder / "tokenizer.json").touch()
     file = folder / "recipe.yaml"

@@ -110,7 +110,7 @@ def test_unknown_name() -> None:
 
 
 def test_seed_of_a_unit_is_pinned() -> None:
-    # Changing the derivation silently would make old runs unrepeatable.
+    # A silent change of the derivation would make old runs unrepeatable.
     assert unit_seed(0, "model.layers.0") == 0xE9C52F78FE6B475E
     assert unit_seed(0, "model.layers.0") != unit_seed(0, "model.layers.1")
 

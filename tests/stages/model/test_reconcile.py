@@ -1,4 +1,4 @@
-"""What of a model is new, unused or of another size is what the recipe says, and nothing else."""
+"""New and unused tensors, and other sizes, are exactly the ones that the recipe allows."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tests.support.state import WRAPS, digest, hashed
 
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 SEED, SOURCE_SEED = 3, 11
-"""Of the run, and of the model that is its source."""
+"""Seeds of the run, and of the model that is its source."""
 
 
 def saved(folder: Path, *, dtype: torch.dtype = torch.float32, **config: Any) -> dict[str, Tensor]:
-    """A model in a folder; its state dict."""
+    """Save a model in a folder; return its state dict."""
     source = random_source(tiny_llama_config(**config), folder, seed=SOURCE_SEED)
     model = filled(source).to(dtype)
     model.save_pretrained(folder)
@@ -51,7 +51,7 @@ def opened(folder: Path, seed: int = SEED, **fields: Any) -> Any:
 
 
 def drawn(name: str, seed: int = SEED, **config: Any) -> Tensor:
-    """What the architecture itself initialises a tensor to."""
+    """Return the architecture's own initial value of a tensor."""
     source = random_source(tiny_llama_config(**config), Path(), seed=seed)
     return source.weights().read(name)
 
@@ -66,8 +66,8 @@ def refused(folder: Path, **fields: Any) -> str:
 
 
 def base_model(folder: Path) -> dict[str, Tensor]:
-    """A model saved without its head, and without the prefix that it has beside one; the state dict
-    of the model with the head."""
+    """Save a model without its head, and without the prefix that it has beside one; return the
+    state dict of the model with the head."""
     model = filled(random_source(tiny_llama_config(), folder, seed=SOURCE_SEED))
     model.model.save_pretrained(folder)
     assert "embed_tokens.weight" in load_file(folder / "model.safetensors")
@@ -78,7 +78,7 @@ def test_a_base_model_is_refused_without_a_word_about_its_head(tmp_path: Path) -
     base_model(tmp_path)
     said = refused(tmp_path)
     assert f"do not fit LlamaForCausalLM: missing 1 tensor ({HEAD})" in said
-    assert "declared in the model slot: new_weights" in said
+    assert "in the model slot: new_weights" in said
 
 
 def test_a_base_model_with_a_new_head(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_a_tensor_that_is_used_can_not_be_left_out(tmp_path: Path) -> None:
 
 
 def test_one_of_two_tied_tensors_can_be_unused(tmp_path: Path) -> None:
-    """What a source says twice and differently: the recipe says which counts."""
+    """The source has different values for the two; the recipe chooses one."""
     state = saved(tmp_path, tie_word_embeddings=True)
     other = {HEAD: state[TABLE] + 1}
     edit(tmp_path, lambda t: t.update(other))
@@ -211,7 +211,7 @@ def test_a_vocabulary_that_stays(tmp_path: Path) -> None:
 
 
 def test_new_rows_of_a_source_in_bf16(tmp_path: Path) -> None:
-    """They have its dtype, however they are read."""
+    """The new rows have the source's dtype, however they are read."""
     state = saved(tmp_path, dtype=torch.bfloat16)
     reader = opened(tmp_path, vocab_size=150).weights()
     new = drawn(TABLE, vocab_size=150)[ROWS:]
@@ -269,7 +269,7 @@ DIFFERENT: list[dict[str, Any]] = [
 
 
 def told(dist: DistContext, folder: str, wrap: str) -> list[dict[str, str]]:
-    """Digests of the weights that ranks hold together, for each of the ways to differ."""
+    """Return digests of the weights that ranks hold together, for each kind of difference."""
     ctx = runs.context(dist, folder, seed=SEED)
     precision = Precision(
         master="fp32", compute="fp32", reduce="fp32", buffer=None, loss_scaling=None
@@ -322,7 +322,7 @@ def test_every_difference_is_in_one_error(tmp_path: Path) -> None:
         "missing 2 tensors (model.layers.0.mlp.up_proj.weight, model.norm.weight); "
         "unexpected 2 tensors (astray, stray); "
         f"of another shape 2 tensors ({HEAD} scalar instead of 131x36, "
-        "model.layers.1.mlp.up_proj.weight 52x36 instead of 53x36) (what is meant to differ "
+        "model.layers.1.mlp.up_proj.weight 52x36 instead of 53x36) (declare intended differences "
     )
 
 
@@ -331,7 +331,7 @@ def test_every_difference_is_in_one_error(tmp_path: Path) -> None:
     [
         ({"new_weights": ["a"]}, ["new_weights: `new_weights` needs weights that are loaded"]),
         ({"unused_weights": ["a"]}, ["unused_weights: `unused_weights` needs weights that are"]),
-        ({"vocab_size": 3}, ["vocab_size: `config` says it already"]),
+        ({"vocab_size": 3}, ["vocab_size: `config` sets it already"]),
         (
             {"new_weights": ["a"], "unused_weights": ["b"], "vocab_size": 3},
             ["new_weights: ", "unused_weights: ", "vocab_size: "],
@@ -368,7 +368,7 @@ BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
 
 
 def deepseek() -> dict[str, Any]:
-    """An architecture whose files hold a buffer: the balance of a router."""
+    """Return an architecture whose files hold a buffer: the balance of a router."""
     config = tiny_llama_config(
         model_type="deepseek_v3", num_key_value_heads=6, n_routed_experts=4, num_experts_per_tok=2,
         moe_intermediate_size=10, first_k_dense_replace=1, n_group=2, topk_group=1, q_lora_rank=12,
@@ -396,7 +396,7 @@ def test_a_buffer_that_the_file_lacks_is_missing_or_new(tmp_path: Path) -> None:
 
 
 class Buffered(nn.Module):
-    """Holds numbers of other dtypes, one of which its files may lack."""
+    """A model with buffers of other dtypes, one of which its files may lack."""
 
     _keys_to_ignore_on_load_missing = [r"^steps$"]
 

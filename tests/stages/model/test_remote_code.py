@@ -1,4 +1,4 @@
-"""A model whose code comes with its folder."""
+"""A model whose code is in its folder."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MineForCausalLM(LlamaForCausalLM):
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A Llama under another name, with its class in a file beside it."""
+    """Return a Llama under another name, with its class in a file beside it."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder = tmp_path / "mine"
     filled(random_source(FAMILIES["llama_tied"], tmp_path)).save_pretrained(folder)

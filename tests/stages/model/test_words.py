@@ -1,4 +1,4 @@
-"""What a data slot can tell of the model's tokenizer before anything starts."""
+"""Facts on the model's tokenizer that a data slot has before a start."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_model_without_a_tokenizer(kind: type, rows: Any, tmp_path: Path) -> N
     words = folder(tmp_path, template=False)
     assert told(HfModel(path=str(words)), stage) == []
     assert told(HfModel(config=tiny_llama_config(), tokenizer=str(words)), stage) == []
-    assert told(HfModel(), stage) == []  # which the model slot tells
+    assert told(HfModel(), stage) == []  # given by the model slot
     assert told(HfModel(path="owner/name", allow_floating_revision=True), stage) == []
 
 

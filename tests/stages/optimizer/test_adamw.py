@@ -1,4 +1,4 @@
-"""optimizer.adamw: groups, and what torch is told."""
+"""optimizer.adamw: groups, and torch's arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters with a learning rate and weight decay of their own."""
+"""Parameters with their own learning rate and weight decay."""
 
 from __future__ import annotations
 

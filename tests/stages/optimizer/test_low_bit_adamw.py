@@ -69,13 +69,13 @@ def reference(dtype: torch.dtype, steps: int = 5) -> torch.Tensor:
 def test_updates_follow_adamw_as_far_as_the_bits_go(
     moments: str, error: float, tmp_path: Path
 ) -> None:
-    """Five steps of 0.01; the mean error of a weight."""
+    """The limit is on the mean error of a weight after five steps of 0.01."""
     weight, _ = trained(tmp_path, moments=moments)
     assert float((weight.detach() - reference(torch.float32)).abs().mean()) < error
 
 
 def test_updates_are_those_of_torchao(tmp_path: Path) -> None:
-    """Its own tensors and rule, without its compiler; whole blocks of it."""
+    """torchao's own tensors and rule are used, without its compiler, on whole blocks."""
     from torchao.optim import AdamW8bit
     from torchao.optim.adam import single_param_adam
 
@@ -93,7 +93,7 @@ def test_updates_are_those_of_torchao(tmp_path: Path) -> None:
 
 
 def test_weights_that_are_rounded_at_random_follow_fp32(tmp_path: Path) -> None:
-    """Where rounding to the nearest loses the small updates of large weights."""
+    """Rounding to the nearest would lose the small updates of large weights."""
     exact, steps = nn.Parameter(torch.full((ROWS, COLUMNS), 100.0)), 40
     rounded = nn.Parameter(exact.detach().bfloat16())
     nearest = nn.Parameter(exact.detach().bfloat16())

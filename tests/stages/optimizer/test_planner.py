@@ -1,4 +1,4 @@
-"""What updates take for a moment, as compiled code says."""
+"""Temporary memory of updates, as compiled code has it."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ def test_buffers_of_compiled_updates(moments: Moments, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("kernel", "each"), [("fused", 0), ("single", 32)])
 def test_what_torchs_kernels_take(kernel: Kernel, each: int) -> None:
-    """Of ten elements in parameters of at most four: copies in fp32."""
+    """Ten elements in parameters of at most four need copies in fp32."""
     told = AdamWPlanner(AdamW(kernel=kernel)).forecast(HERE, POLICY)
     assert told.update(4, 10) == each

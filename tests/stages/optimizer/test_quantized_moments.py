@@ -1,4 +1,4 @@
-"""Moments in 8 bits: the codes are torchao's, and saving them loses nothing."""
+"""Moments in 8 bits: the codes are torchao's, and saving them is lossless."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def blocks(name: str, seed: int, scale: float) -> torch.Tensor:
-    """Blocks of very different sizes, some of one sign or of few values, one of zeros."""
+    """Return blocks of very different sizes, some of one sign or of few values, one of zeros."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(12, BLOCK, generator=generator)
     values *= 10.0 ** torch.randint(-6, 3, (12, 1), generator=generator) * scale
@@ -36,7 +36,7 @@ def test_what_was_decoded_is_encoded_to_the_same_bits(name: str, seed: int, scal
 
 
 def test_encoding_plainly_would_not_do() -> None:
-    """The largest value of a block is negative: it becomes -0.993 of itself, and again at each
+    """A block's largest value that is negative becomes -0.993 of itself, and again at each
     encoding."""
     code = BOOKS["signed"]
     table = code.table(CPU)
@@ -75,7 +75,7 @@ def test_what_is_unpacked_is_packed_again_to_the_same_bits(kept: str, count: int
         held = own.unpack(state, moment, 0, count).clone()
         other = own.start(parameter, count)
         into = own.unpack(other, moment, 0, count)
-        into.copy_(held)  # a live view, or a copy that is taken back
+        into.copy_(held)  # a live view, or a copy that is written back
         own.pack(other, moment, into)
         assert torch.equal(own.unpack(other, moment, 0, count), held)
         for start, stop in ((0, 1), (13, count - 5), (count - 1, count), (count // 2, count)):
@@ -90,7 +90,7 @@ def test_moments_take_so_many_bits(kept: str, bits: float) -> None:
 
 
 def test_codes_are_those_of_torchao() -> None:
-    """Its own quantised tensors, in whole blocks."""
+    """torchao's own quantised tensors are used, in whole blocks."""
     from torchao.optim.subclass_8bit import OptimState8bit
 
     own, count = moment_codec("8bit"), SMALLEST + 2 * BLOCK

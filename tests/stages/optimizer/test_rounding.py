@@ -30,8 +30,8 @@ def test_what_is_not_finite_stays() -> None:
 
 
 def test_the_mean_is_the_value() -> None:
-    """Of 40,000 roundings of each value, where rounding to the nearest would be off by up to half
-    a gap. Five standard deviations of the mean."""
+    """The mean is over 40,000 roundings of each value, where rounding to the nearest would be off
+    by up to half a gap. The limit is five standard deviations of the mean."""
     draws, noise = 40_000, Noise(3)
     for value in (1.0 + 2**-9, 1.0 + 2**-14, -0.3, 1e-8, 77.7, -3e20):
         exact = torch.full((draws,), value)
@@ -44,12 +44,12 @@ def test_the_mean_is_the_value() -> None:
 
 
 def test_small_updates_are_kept_on_average() -> None:
-    """A thousand steps of a 2000th of the gap: rounding to the nearest never moves."""
+    """In a thousand steps of a 2000th of the gap, rounding to the nearest never moves."""
     weights, noise = torch.ones(2000, dtype=torch.bfloat16), Noise(0)
     for step in range(1000):
         sums = weights.float() + 2**-7 / 2000
         weights = round_stochastically(sums, noise.bits(WEIGHT, sums, 0, step))
-    # each has made the step of a whole gap with probability 1 / 2, give or take
+    # each has made the step of a whole gap with probability of about 1 / 2
     moved = float((weights.float() - 1).mean()) / 2**-7
     assert abs(moved - 0.5) < 5 * (0.25 / 2000) ** 0.5
 
@@ -71,4 +71,4 @@ def test_noise_is_a_function_of_seed_shard_parameter_and_update() -> None:
     assert first not in [*changed, drawn(1, WEIGHT, 0, 6)]
     state = torch.get_rng_state()
     drawn(1, WEIGHT, 0, 5)
-    assert torch.equal(torch.get_rng_state(), state)  # dropout's stream is left alone
+    assert torch.equal(torch.get_rng_state(), state)  # dropout's stream is unchanged

@@ -70,7 +70,7 @@ OURS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 def test_every_update_has_the_rate_that_transformers_gives_it(name: str, warmup: int) -> None:
     schedule, ours, theirs = OURS[name]
     if (schedule, warmup) == ("inverse_sqrt", 0):
-        return  # transformers' begins as behind 10,000 steps
+        return  # transformers' schedule begins as after 10,000 steps
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = optimization.get_scheduler(
         name.split()[0], optimizer, warmup, 40, scheduler_specific_kwargs=theirs

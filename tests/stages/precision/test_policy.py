@@ -1,4 +1,4 @@
-"""precision.policy: what it hands on and what it refuses."""
+"""precision.policy: its result and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An exported folder, a hub to publish it to, and attempts to do so."""
+"""An exported folder, a hub to publish it to, and attempts to publish it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LISTED = ["README.md", "additional_chat_templates", "config.json", "export.json"
 
 @pytest.fixture
 def model(tmp_path: Path) -> ExportedModel:
-    """What an export leaves behind, and files beside it that are not its own."""
+    """Return the folder of an export, with other files beside it."""
     folder = tmp_path / "export"
     others = {"export.json": json.dumps({"files": LISTED}).encode(), ".env": b"SECRET=1"}
     for name, content in (CONTENTS | others).items():
@@ -44,7 +44,8 @@ def model(tmp_path: Path) -> ExportedModel:
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """An empty hub that huggingface_hub talks to, with the right token in the environment."""
+    """Return an empty hub that huggingface_hub talks to, with the right token in the
+    environment."""
     with serving() as hub:
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
@@ -70,7 +71,7 @@ def publish(model: ExportedModel, **fields: Any) -> PublishedModel:
 
 
 def refused(model: ExportedModel, **fields: Any) -> str:
-    """The error, as it is shown with its traceback; the export is unchanged."""
+    """Return the error as shown with its traceback; require that the export is unchanged."""
     before = snapshot(model.folder)
     with pytest.raises(StageError) as caught:
         publish(model, **fields)

@@ -1,4 +1,4 @@
-"""A hub on this machine: the requests that huggingface_hub makes to upload a folder, in memory."""
+"""A hub on this machine that answers in memory the requests of huggingface_hub's folder upload."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Repo:
 
 
 def new_repo(*, private: bool, **files: bytes) -> Repo:
-    """A repository as the hub makes it."""
+    """Return a repository as the hub makes it."""
     return Repo(private, {"0" * 40: ATTRIBUTES | files})
 
 
@@ -54,7 +54,7 @@ class Hub:
         self.refuse: dict[str, tuple[int, str]] = {}
         """Part of a request's line -> status and message."""
         self.spoil: Callable[[Files], object] = lambda files: None
-        """Changes what a commit holds, after it has been confirmed."""
+        """Changes the content of a commit after it has been confirmed."""
 
     def answer(self, line: str, authorization: str | None, body: bytes) -> Any:
         self.requests.append(line)
@@ -165,7 +165,7 @@ ACTIONS: dict[str, Callable[..., Any]] = {
 
 @contextlib.contextmanager
 def serving() -> Iterator[Hub]:
-    """A hub behind a port of this machine, at `hub.url`."""
+    """Serve a hub on a port of this machine, at `hub.url`."""
     hub = Hub()
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,5 @@
-"""Publishing to a hub: what arrives is what the export lists, and the token stays out of sight."""
+"""Publishing to a hub: exactly the files that the export lists arrive, and the token is never
+shown."""
 
 from __future__ import annotations
 
@@ -199,7 +200,7 @@ def test_what_arrived_is_compared(spoil: Any, words: str, model: ExportedModel, 
 
 @pytest.fixture
 def no_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever opens one or looks up a name fails."""
+    """Let every opened socket and every look-up of a name fail."""
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a dry run reached for the network")

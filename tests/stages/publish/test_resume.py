@@ -1,4 +1,4 @@
-"""`pipe` with a hub: a failed upload is made up for, a finished one is not made again."""
+"""`pipe` with a hub: a failed upload is repeated, a finished one is not."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def write_recipe(pipe: Pipe, folder: Path) -> Path:
 
 
 def anew(pipe: Pipe, *arguments: str) -> Outcome:
-    """`pipe ARGUMENTS` in a process that huggingface_hub is imported in under these settings."""
+    """Run `pipe ARGUMENTS` in a process that imports huggingface_hub under these settings."""
     return pipe.end(pipe.start("-m", "pipetrain", *arguments))
 
 

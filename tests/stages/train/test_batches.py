@@ -1,4 +1,4 @@
-"""Any cut of a global batch trains on the same samples in the same order."""
+"""Any division of a global batch trains on the same samples in the same order."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def seen(
     workers: int = 0,
     first: int = 0,
 ) -> list[int]:
-    """Every sample that a training of this shape sees from step `first` on, in rank order."""
+    """Return every sample that a training of this shape reads from step `first` on, in rank
+    order."""
     data = Data(train=Numbered(size), heldout=None, pad_id=0, identity={})
     config = TrainCausalLm(
         global_batch_size=batch,

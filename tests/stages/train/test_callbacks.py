@@ -1,4 +1,4 @@
-"""Step callbacks: what a plugin is called with, and what it keeps in checkpoints."""
+"""Step callbacks: a plugin's calls, and its state in checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.state import Setting
 
 
 class Sink(StepCallback):
-    """Keeps what it is called with, and counts steps over resumes."""
+    """Records its calls, and counts steps over resumes."""
 
     def __init__(self) -> None:
         self.calls: list[list[Any]] = []
@@ -89,7 +89,7 @@ def train_with_sink(dist: DistContext, folder: str, case: Poisoned) -> dict[str,
 
 
 def saved(folder: Path, step: int) -> Any:
-    """State of callbacks in a checkpoint."""
+    """Return the state of callbacks in a checkpoint."""
     file = folder / "checkpoints" / f"step-{step:08d}" / FILE
     return Manifest.load(file.read_bytes(), "here").progress["callbacks"]
 
@@ -110,7 +110,7 @@ def test_a_callback_sees_every_step_on_every_rank_and_survives_a_resume(tmp_path
 
 
 def test_a_rollback_takes_the_callback_back_and_an_evaluation_is_reported(tmp_path: Path) -> None:
-    """Checkpoints at steps 0 and 2; the fourth of five batches is anomalous."""
+    """Checkpoints are at steps 0 and 2; the fourth of five batches is anomalous."""
     case = Poisoned(
         setting=Setting(wrap="ddp"), batches=range(5), poison={3: NAN}, every=2,
         anomalies=Anomalies(non_finite="rollback"),

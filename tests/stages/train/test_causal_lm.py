@@ -84,7 +84,7 @@ def test_epochs_of_less_than_a_sample_are_refused() -> None:
 
 
 def one_shard_overflows(dist: DistContext, folder: str) -> list[Any]:
-    """Rank 0 alone finds an infinity in its part of one gradient."""
+    """Train with an infinity in rank 0's part of one gradient only."""
     ctx = context(dist, folder)
     plan = AdamW(lr=1e-3).run(ctx)
     engine = Fsdp().run(ctx, tiny_source(ctx), PrecisionPolicy(compute="fp16").run(ctx), plan)
@@ -109,7 +109,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
 
 
 def narrow(dist: DistContext, folder: str, compute: Any) -> list[Any]:
-    """fp16 with a loss scale that overflows at once: skipped steps, falling scale."""
+    """Train in fp16 with a loss scale that overflows at once: skipped steps, falling scale."""
     ctx = context(dist, folder)
     plan = AdamW(lr=1e-3).run(ctx)
     policy = PrecisionPolicy(compute=compute, initial_loss_scale=2.0**24)

@@ -1,4 +1,4 @@
-"""Evaluation on held-out samples, and what follows from it: the best, and when to stop."""
+"""Evaluation on held-out samples, the best checkpoint, and early stopping."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.state import Setting, make_engine, source
 
 
 def evaluated(losses: list[float], stopping: EarlyStopping) -> list[str]:
-    """What early stopping says after each loss."""
+    """Return early stopping's decision after each loss."""
     progress, said = Progress(), []
     for loss in losses:
         progress.step += 1
@@ -45,7 +45,7 @@ def evaluated(losses: list[float], stopping: EarlyStopping) -> list[str]:
         (EarlyStopping(patience=2), [3.0, 3.5, 2.9, 3.5, 2.8, 2.8, 2.9], 7),
         (EarlyStopping(patience=1), [3.0, math.nan], 2),
         (EarlyStopping(patience=2), [math.nan, math.inf], 2),
-        # 2.9 and 2.85 are no improvements on 3.0 by 0.25, and both together are none either
+        # neither 2.9 nor 2.85 improves on 3.0 by 0.25, nor do both together
         (EarlyStopping(patience=2, min_improvement=0.25), [3.0, 2.9, 2.85], 3),
         (EarlyStopping(patience=2, min_improvement=0.25), [3.0, 2.9, 2.75, 2.6, 2.5, 2.4], None),
     ],
@@ -82,7 +82,7 @@ def test_perplexity_beyond_a_float_is_infinite() -> None:
 def train(
     dist: DistContext, folder: str, fields: dict[str, Any], start_from: str | None = None
 ) -> dict[str, Any]:
-    """12 steps that soon overshoot, evaluated every 3, from what is in the folder."""
+    """Train 12 steps that soon overshoot, evaluating every 3, from the newest checkpoint."""
     ctx = context(dist, folder)
     setting = Setting(wrap="ddp")
     plan = AdamW(lr=0.05, schedule="constant", warmup_steps=0).run(ctx)
@@ -153,8 +153,8 @@ def test_what_a_run_takes_over_from_another_is_how_far_it_has_come() -> None:
 
 
 def one_step(dist: DistContext, folder: str, warmup: int) -> tuple[list[str], list[float]]:
-    """What a training of one step, and the same once it is done, warn of; and what Python's and
-    numpy's generators give behind them."""
+    """Return the warnings of a training of one step and of the same training when it is done, and
+    the next numbers of Python's and numpy's generators."""
     told = []
     setting = Setting(wrap="ddp")
     for _ in range(2):
@@ -180,7 +180,9 @@ def test_a_training_without_any_rate_warns_and_every_generator_follows_the_seed(
     tmp_path: Path,
 ) -> None:
     (warnings, draws) = run_ranks(one_step, 1, str(tmp_path / "warm-up"), 1)[0]
-    assert [one.startswith("the learning rate is 0 at every step") for one in warnings] == [True]
+    assert [one.startswith("warm-up begins with a learning rate of 0") for one in warnings] == [
+        True
+    ]
     assert run_ranks(one_step, 1, str(tmp_path / "none"), 0)[0] == [[], draws]
 
 

@@ -1,4 +1,4 @@
-"""The order as the feed asks for it."""
+"""The order of the feed's reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Model FLOPs utilisation: the formula on known shapes, and where it is not told."""
+"""Model FLOPs utilisation: the formula on known shapes, and cases without a value."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ VECTORS = (2 * 32 + 1) * 4096
 def engine(
     config: dict[str, Any], tmp_path: Any, frozen: str = "-", lora: Lora | None = None
 ) -> Any:
-    """What of an engine the cost is computed from; the model is on the meta device."""
+    """Return the part of an engine that the cost is computed from; the model is on the meta
+    device."""
     source = HfModel(config=config, init="random").run(context(tmp_path))
     model = outline(source if lora is None else lora.run(context(tmp_path), source))
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""What train.hf_trainer refuses, and a recipe with it from model to export."""
+"""Refusals of train.hf_trainer, and a recipe with it from model to export."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ LORA = {"use": "adapter.lora", "rank": 4}
 @pytest.mark.parametrize("export", ["export.safetensors", "export.adapter"])
 def test_from_model_to_export(adapter: Any, export: str, tmp_path: Path) -> None:
     if adapter is None and export == "export.adapter":
-        return  # which is none
+        return  # there is no adapter to export
     text, recipe, run = tmp_path / "text.txt", tmp_path / "recipe.yaml", tmp_path / "run"
     text.write_text("a b c a b b c a\n" * 40, encoding="utf-8")
     save_tokenizer(tmp_path / "tokenizer")

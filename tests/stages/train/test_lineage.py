@@ -1,4 +1,4 @@
-"""What a resumed training may differ in."""
+"""Differences that a resumed training may have."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOW: dict[str, Any] = {
 
 
 def refusal(then: dict[str, Any], *accept: str) -> str:
-    """Empty if it is admitted."""
+    """Return the refusal, empty if the training is accepted."""
     try:
         require_same_lineage(NOW, accept, Progress(step=5, lineage=then))
     except ResumeRefused as refused:

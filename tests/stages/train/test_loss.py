@@ -1,4 +1,4 @@
-"""The loss in chunks, and what is proven before it is used."""
+"""The loss in chunks, and the proof before its use."""
 
 from __future__ import annotations
 
@@ -112,12 +112,12 @@ def test_in_bf16_gradients_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -
     whole = gradients(F.cross_entropy((hidden @ weight.T).float(), labels, reduction="sum"))
     chunked = gradients(chunked_cross_entropy(hidden, weight, None, labels, 8))
     for one, other in zip(chunked, whole, strict=True):
-        # as many chunks summed in bf16 would be off by several per cent
+        # as many chunks, summed in bf16, would be off by several per cent
         torch.testing.assert_close(one, other, rtol=1e-2, atol=0.02)
 
 
 class Alone(Engine):
-    """A model by itself."""
+    """A model without an engine around it."""
 
     device = torch.device("cpu")
     shard = DataAxis(index=0, count=1)
@@ -200,7 +200,7 @@ def test_positions_that_do_not_begin_anew_are_found(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loss = SummedLoss(model)
-    with torch.no_grad():  # attention that is not the mean over all tokens
+    with torch.no_grad():  # attention other than the mean over all tokens
         for name, parameter in model.named_parameters():
             parameter *= 20 if "q_proj" in name or "k_proj" in name else 1
     whole = model.model.rotary_emb.forward
@@ -270,7 +270,7 @@ def test_the_same_model_without_a_cap_trains_in_chunks(tmp_path: Path) -> None:
 
 
 def copied_loss(dist: DistContext, folder: str) -> list[float]:
-    """Two steps in chunks under a wrapper that hands its model's output on as a copy."""
+    """Train two steps in chunks under a wrapper that returns a copy of its model's output."""
     ctx = context(dist, folder)
     plan = AdamW().run(ctx)
     precision = Precision(
@@ -295,7 +295,7 @@ def test_a_wrapper_may_copy_the_loss(tmp_path: Path) -> None:
 
 
 def handed_on(change: Any, value: float) -> None:
-    """A model's head gives a loss, and the rest of the model changes it."""
+    """Return a model whose head gives a loss that the rest of the model changes."""
     head = LossHead(torch.nn.Linear(2, 3), 4)
     loss = mock.patch("stages.train.loss.chunked_cross_entropy", return_value=torch.tensor(value))
     with loss, head.computing_loss(torch.tensor([1])):

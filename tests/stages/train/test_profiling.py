@@ -34,13 +34,13 @@ WHOLE = event(STEP, 100, 200, cat="user_annotation")
 @pytest.mark.parametrize(
     ("events", "expected"),
     [
-        # nothing is computed meanwhile
+        # no computation at that time
         ([event("gloo:all_reduce", 150, 170, tid=2)], 0.2),
-        # in part
+        # partly at the same time
         ([event("gloo:all_reduce", 150, 170, tid=2), event("aten::mm", 140, 160)], 0.1),
-        # two at the same time count once; what is outside of the step does not
+        # overlapping events count once; events outside of the step do not count
         ([event("gloo:all_gather", 150, 170, 2), event("gloo:all_gather", 160, 220, 3)], 0.5),
-        # what only surrounds others, or waits, computes nothing
+        # events that only surround others, or wait, compute nothing
         (
             [
                 event("gloo:all_reduce", 150, 170, tid=2),
@@ -54,7 +54,7 @@ WHOLE = event(STEP, 100, 200, cat="user_annotation")
         ),
         # other threads prepare data
         ([event("gloo:all_reduce", 150, 170, tid=2), event("aten::stack", 150, 170, tid=9)], 0.2),
-        # on a GPU its kernels count, and what the host does meanwhile does not
+        # on a GPU its kernels count, and concurrent work of the host does not
         (
             [
                 event("ncclDevKernel_AllGather", 120, 160, 7, "kernel"),

@@ -1,4 +1,4 @@
-"""What is reported of a training, and what its progress keeps."""
+"""Reports of a training, and the record in its progress."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ENGINE: Any = SimpleNamespace(shard=SimpleNamespace(count=1), device=CPU)
 
 @pytest.fixture(autouse=True)
 def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever other tests have built in this process."""
+    """Hide models that other tests have built in this process."""
     monkeypatch.setattr(host, "_before", [])
 
 
@@ -45,7 +45,7 @@ def result(loss: float, stats: BatchStats | None = None) -> StepResult:
 
 
 class Steps:
-    """A meter and a reporter, as the loop uses them."""
+    """A meter and a reporter, used as in the loop."""
 
     def __init__(self, folder: Path, progress: Progress, every: int = 1, cost: Any = None) -> None:
         log = logging.getLogger("pipe.test.report")
@@ -66,7 +66,7 @@ def lines(tmp_path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_number_that_is_none_ends_nothing(tmp_path: Path) -> None:
-    """JSON has no word for it, and the run's record is JSON."""
+    """JSON cannot represent it, and the run's record is JSON."""
     progress = Progress()
     steps = Steps(tmp_path, progress)
     seen = []
@@ -85,7 +85,7 @@ def test_a_number_that_is_none_ends_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture
 def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Sets the clock."""
+    """Set the clock."""
     clock = SimpleNamespace(perf_counter=lambda: 0.0, time=lambda: 100.0)
     monkeypatch.setattr(report, "time", clock)
 

@@ -1,12 +1,11 @@
 """Converted tensors: any range equals converting whole ones, and moved rows cost their own bytes.
 
-A conversion of real architectures only moves rows; here also everything that a conversion could do
-to look like that.
+Conversions of real architectures only move rows; the conversions here also do everything that could
+look like it.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor
 from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.errors import StageError
 from stages.model import compat
-from stages.weights import converted, safetensors, torch_files
+from stages.weights import converted
 from stages.weights.change import Change, renamed
 from stages.weights.converted import ConvertedReader, Run, Runs, trace
 from stages.weights.safetensors import SafetensorsReader
@@ -47,31 +46,16 @@ FACTOR = st.integers(2, 8)
 WORTHWHILE = converted.WORTHWHILE
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _small_chunks() -> Iterator[None]:
-    """So that small tensors take several."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_files, "CHUNK", 48)
-        patch.setattr(safetensors, "CHUNK", 48)
-        yield
-
-
 @pytest.fixture(params=["every run", "long runs"], scope="module")
 def worth(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Whether short runs, which all are here, are read one by one."""
+    """Choose whether short runs, as all runs here are, are read one by one."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "every run":
             patch.setattr(converted, "WORTHWHILE", 0)
         yield request.param
 
 
-@pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as path:
-        yield Path(path)
-
-
-# Steps of conversions. None looks at a shape to decide what to do.
+# Steps of conversions. No step looks at a shape to decide.
 
 
 def each(function: Callable[[Tensor], Tensor]) -> Step:
@@ -91,12 +75,12 @@ def chunks(count: int, dim: int) -> Step:
 
 
 def cut(factor: int, dim: int) -> Step:
-    """One axis becomes two."""
+    """Split one axis into two."""
     return each(lambda t: t.unflatten(dim, (factor, -1)))
 
 
 def regrouped(factor: int, dim: int) -> Step:
-    """The parts of an axis interleaved, as rotary heads are."""
+    """Interleave the parts of an axis, as in rotary heads."""
     first, second = (dim, dim + 1) if dim >= 0 else (dim - 1, dim)
     return each(
         lambda t: t.unflatten(dim, (factor, -1)).transpose(first, second).flatten(first, second)
@@ -145,7 +129,7 @@ def made_by(steps: Sequence[Step], sources: Sequence[str]) -> Change:
 
 @st.composite
 def sources(draw: Any) -> dict[str, Tensor]:
-    """One to three tensors, of one shape as a rule, and of one dtype."""
+    """Draw one to three tensors of one dtype, usually of one shape."""
     shape = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 8]), min_size=1, max_size=4))
     dtype, seed = draw(STORED), draw(st.integers(0, 2**32))
     shapes = [shape] * draw(st.integers(1, 3))
@@ -161,7 +145,7 @@ def sources(draw: Any) -> dict[str, Tensor]:
 
 
 def draw_change(data: st.DataObject, held: Mapping[str, Tensor], kinds: Mapping[str, Any]) -> Any:
-    """A change of one to four steps that these tensors admit, and what it makes of them."""
+    """Draw a change of one to four steps that these tensors admit, and its result."""
     steps: list[Step] = []
     for _ in range(data.draw(st.integers(1, 4))):
         kind = data.draw(st.sampled_from(list(kinds)))
@@ -218,7 +202,7 @@ def test_any_range_in_another_dtype(
 @examples(50)
 @given(held=sources(), data=st.data())
 def test_what_is_traced_is_what_is_made(held: dict[str, Tensor], data: st.DataObject) -> None:
-    """The runs of a conversion, put together, are its results: no step fools the tracing."""
+    """The runs of a conversion, put together, are its results: every step is traced correctly."""
     change, expected = draw_change(data, held, ROWS | OTHERS)
     runs = traced(change, held)
     for name, tensor in expected.items() if runs is not None else ():
@@ -385,7 +369,7 @@ def outline(family: str) -> Any:
 
 
 def saved(family: str, folder: Path) -> tuple[dict[str, Tensor], Path]:
-    """A model's state dict and the file that transformers writes of it."""
+    """Return a model's state dict and the file that transformers writes of it."""
     model = filled(random_source(FAMILIES[family], Path()))
     model.save_pretrained(folder / family)
     return model.state_dict(), folder / family / "model.safetensors"

@@ -1,11 +1,11 @@
-"""Any range of any tensor of safetensors files, at the price of its own bytes; damage is named."""
+"""Any range of any tensor of safetensors files, at the cost of its own bytes; damage is reported by
+name."""
 
 from __future__ import annotations
 
 import json
 import struct
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +33,8 @@ NAMES = st.sampled_from(["a", "a.weight", "b.0.weight", "ünïcode ✓", "", "A"
 CONTENTS = st.dictionaries(NAMES, tensors(), min_size=1)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _small_chunks() -> Iterator[None]:
-    """So that small tensors take several."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safetensors, "CHUNK", 48)
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as path:
-        yield Path(path)
-
-
 def saved(folder: Path, contents: Mapping[str, Tensor], count: int = 1) -> list[Path]:
-    """Files, `count` of them, with the tensors dealt out in turn."""
+    """Write `count` files, with the tensors dealt out in turn."""
     files = [folder / f"{number}.safetensors" for number in range(count)]
     for number, file in enumerate(files):
         save_file(dict(list(contents.items())[number::count]), file)
@@ -56,7 +42,7 @@ def saved(folder: Path, contents: Mapping[str, Tensor], count: int = 1) -> list[
 
 
 def header(folder: Path, table: Any, data: bytes = b"0123") -> Path:
-    """A file of this header, JSON or bytes."""
+    """Write a file with this header, JSON or bytes."""
     text = table if isinstance(table, bytes) else json.dumps(table).encode()
     file = folder / "made.safetensors"
     file.write_bytes(struct.pack("<Q", len(text)) + text + data)
@@ -86,7 +72,7 @@ def test_any_range_costs_its_own_bytes(
     for name, tensor in contents.items():
         span = data.draw(ranges(tensor.numel()))
         require_range(reader, name, tensor, span)
-        expected += 2 * (span[1] - span[0]) * tensor.element_size()  # by each of two ways
+        expected += 2 * (span[1] - span[0]) * tensor.element_size()  # by each of two methods
         assert reader.bytes_read == expected
     reader.close()
 

@@ -1,13 +1,13 @@
-"""Files of `torch.save`: any range of any tensor, whatever shares its memory; no code is run."""
+"""Files of `torch.save`: any range of any tensor, also of tensors that share memory; no code is
+run."""
 
 from __future__ import annotations
 
 import json
 import os
 import pickle
-import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from pipeline.checkpoint.layout import CODES
 from pipeline.errors import StageError
-from stages.weights import torch_files
 from stages.weights.torch_files import TorchFilesReader
 from tests.support.models import FAMILIES, context, filled, random_source
 from tests.support.readers import (
@@ -41,20 +40,6 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "narrowed": lambda t: t[..., :2] if t.ndim else t,
     "a parameter": lambda t: torch.nn.Parameter(t, requires_grad=False),
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _small_chunks() -> Iterator[None]:
-    """So that small tensors take several."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_files, "CHUNK", 48)
-        yield
-
-
-@pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory() as path:
-        yield Path(path)
 
 
 def saved(file: Path, content: Any, *, archive: bool = True) -> Path:
@@ -110,7 +95,7 @@ def test_what_is_read_may_be_changed(archive: bool, tmp_path: Path) -> None:
 
 
 def sharded(folder: Path, model: Any, count: int) -> None:
-    """`pytorch_model-....bin` with its index, as older tools wrote them."""
+    """Write `pytorch_model-....bin` with its index, as older tools did."""
     state = list(model.state_dict().items())
     weight_map = {}
     for number in range(count):
@@ -141,7 +126,7 @@ def test_one_name_in_two_files(tmp_path: Path) -> None:
 
 
 class Trap:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -164,7 +149,7 @@ def test_code_is_refused_and_never_run(archive: bool, place: str, tmp_path: Path
         TorchFilesReader([file])
     assert not trap.file.exists()
     torch.load(file, weights_only=False)
-    assert trap.file.exists()  # so it is a trap
+    assert trap.file.exists()  # so it does run code
 
 
 def test_a_bare_pickle_with_code_is_refused_and_never_run(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Readers that are views on memory and on other readers: other dtypes, rows from elsewhere."""
+"""Readers that are views on memory and on other readers: other dtypes, other rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from torch import Tensor
 
 from pipeline.contracts.tensors import TensorSpec
 from pipeline.errors import StageError
-from stages.weights import torch_files
 from stages.weights.torch_files import MemoryReader
 from stages.weights.views import CastReader, ExtendedReader, Origin
 from tests.support.readers import (
@@ -39,16 +38,8 @@ VIEWS = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _small_chunks() -> Iterator[None]:
-    """So that small tensors take several."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_files, "CHUNK", 48)
-        yield
-
-
 class Counting(MemoryReader):
-    """Counts what is read, and whether it was closed."""
+    """Counts reads, and records whether it was closed."""
 
     closed = False
 
@@ -93,7 +84,7 @@ def test_memory_is_given_back() -> None:
 
 @st.composite
 def reachable(draw: Any, stored: torch.dtype) -> Tensor:
-    """A tensor whose finite values `stored` reaches, though it may round them."""
+    """Return a tensor whose finite values `stored` can represent, perhaps rounded."""
     tensor: Tensor = draw(tensors())
     if torch.finfo(stored).max > 1e38 or not tensor.is_floating_point():
         return tensor
@@ -103,7 +94,7 @@ def reachable(draw: Any, stored: torch.dtype) -> Tensor:
 
 @given(stored=FLOATS, read=FLOATS, data=st.data())
 def test_any_range_of_a_cast(stored: torch.dtype, read: torch.dtype, data: st.DataObject) -> None:
-    """Values are rounded to the dtype in which they are said to be, whatever they are read as."""
+    """Values are rounded to the declared dtype, whatever dtype they are read as."""
     tensor = data.draw(reachable(stored))
     reader = CastReader(MemoryReader({"a": tensor}), lambda name: stored)
     expected = tensor.to(stored) if tensor.is_floating_point() else tensor
@@ -141,7 +132,8 @@ def test_casts_are_by_name_and_leave_the_base_open() -> None:
 
 @st.composite
 def halves(draw: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor, int]:
-    """A stored tensor, a fresh one of the final shape, and the number of elements that stay."""
+    """Draw a stored tensor, a fresh one of the final shape, and the number of elements that
+    stay."""
     rows, more, width = (draw(st.integers(0, 6)) for _ in range(3))
     seed = draw(st.integers(0, 2**32))
     stored = random_bits((rows, width), dtype, seed)
@@ -165,14 +157,15 @@ def test_any_range_of_rows_from_two_readers(data: st.DataObject) -> None:
     start, stop = data.draw(ranges(fresh.numel()))
     assert chunked(reader, "a", start, stop) == raw(flat[start:stop])
     old = max(min(stop, kept) - start, 0)
-    assert reader.bytes_read == old * dtype.itemsize  # none but those that are asked for
+    assert reader.bytes_read == old * dtype.itemsize  # only the requested ones
     require_cast(reader, "a", flat.view(fresh.shape), (start, stop), dtype)
     assert reader.bytes_read == 2 * old * dtype.itemsize
 
 
 @given(data=st.data(), read=FLOATS)
 def test_new_rows_have_the_source_s_dtype(data: st.DataObject, read: torch.dtype) -> None:
-    """However they are read, and so on every rank and under every strategy."""
+    """The dtype does not depend on how the rows are read, so it is the same on every rank and under
+    every strategy."""
     stored, fresh, kept = data.draw(halves(torch.bfloat16))
     start, stop = data.draw(ranges(fresh.numel()))
     found = filled(extended(stored, fresh, kept), "a", start, stop, read)

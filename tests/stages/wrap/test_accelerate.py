@@ -1,4 +1,4 @@
-"""Mistakes in wrap.accelerate that show before anything starts, and how its file is understood."""
+"""Mistakes in wrap.accelerate that are found before a start, and the meaning of its file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ FSDP = {"fsdp_version": 2}
 def said(
     tmp_path: Path, content: object, *, procs: int = 2, device: str = "cuda", **policy: Any
 ) -> list[str]:
-    """What `check` says of a file in a recipe of fp32 on two GPUs, unless told otherwise."""
+    """Return the problems that `check` finds with a file, by default in a recipe of fp32 on two
+    GPUs."""
     file = tmp_path / "a.json"
     file.write_text(json.dumps(content))
     stages = {"precision": PrecisionPolicy(**{"compute": "fp32", **policy})}

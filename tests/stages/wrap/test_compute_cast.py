@@ -55,7 +55,7 @@ def test_installed_casts_can_be_told() -> None:
     cast_on_use(module, torch.float32)
     assert installed_casts(module) == []
     cast_on_use(module, torch.bfloat16)
-    casts = [torch.bfloat16] * 4  # the root's too
+    casts = [torch.bfloat16] * 4  # as are the root's
     assert [cast.dtype for cast in installed_casts(module)] == casts
 
 

@@ -1,4 +1,4 @@
-"""Gradients of replicas: in what they are averaged, and where they lie between steps."""
+"""Gradients of replicas: the dtype of their average, and their place between steps."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.support.runs import context
 from tests.support.state import Setting, make_engine, train
 
 FINE = 1 + 2**-12
-"""More digits than bf16 has."""
+"""A number with more digits than bf16 has."""
 
 
 def averaged(dist: DistContext, dtype: str) -> float:
-    """The gradient of one weight, FINE on rank 0 and 3 on rank 1."""
+    """Average a gradient of one weight that is FINE on rank 0 and 3 on rank 1."""
     model = DistributedDataParallel(nn.Linear(1, 1, bias=False))
     state = ReduceIn(getattr(torch, dtype), model.process_group)
     model.register_comm_hook(state, reduce_in)
@@ -36,7 +36,7 @@ def test_the_mean_has_the_digits_of_its_dtype(dtype: str, mean: float) -> None:
 
 
 def places(dist: DistContext, folder: str) -> list[list[int]]:
-    """Addresses of the gradients after each of three steps of several micro-batches."""
+    """Return the addresses of the gradients after each of three steps of several micro-batches."""
     engine = make_engine(context(dist, folder), Setting(wrap="ddp", frozen=""))
     found = []
     for step in range(3):
@@ -49,6 +49,6 @@ def places(dist: DistContext, folder: str) -> list[list[int]]:
 
 
 def test_gradients_stay_in_their_buckets(tmp_path: Path) -> None:
-    """Or micro-batches before the last would take as much memory again."""
+    """Otherwise micro-batches before the last would need the memory twice."""
     for first, second, third in run_ranks(places, 2, str(tmp_path)):
         assert first == second == third

@@ -1,5 +1,5 @@
-"""Names of DeepSpeed that this project relies on: private ones that the training state is read
-through, which must not change unnoticed, and the keys of its configuration."""
+"""Names of DeepSpeed that this project relies on: private ones through which the training state is
+read, and keys of its configuration. A change must not go unnoticed."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_attributes_are_still_set(kind: Any) -> None:
 
 
 class Recorded(dict[str, Any]):
-    """A configuration that notes which keys are asked for."""
+    """A configuration that records the keys that are read."""
 
     def __init__(self, **items: Any) -> None:
         super().__init__(items)
@@ -105,13 +105,13 @@ def test_top_level_keys_are_those_that_deepspeed_reads() -> None:
     config = Recorded(train_micro_batch_size_per_gpu=1)
     DeepSpeedConfig(config)
     assert {"steps_per_print", "zero_optimization", "fp16"} <= config.asked
-    obsolete = {*_REMOVED_TOP_LEVEL_CONFIG_KEYS, "vocabulary_size"}  # it only warns of that one
+    obsolete = {*_REMOVED_TOP_LEVEL_CONFIG_KEYS, "vocabulary_size"}  # it only warns of that key
     elsewhere = {"sequence_parallel_size"}
     assert (config.asked - obsolete) | elsewhere == KNOWN
 
 
 def test_refused_keys_of_zero_are_those_of_its_model() -> None:
-    """Unknown ones are refused by the model itself."""
+    """The model itself refuses unknown keys."""
     fields = DeepSpeedZeroConfig.model_fields.items()
     known = {key for name, field in fields for key in (name, field.alias or name)}
     assert {key.partition(".")[2] for key in REFUSED if key.startswith(f"{ZERO}.")} <= known

@@ -1,4 +1,4 @@
-"""Which modules wrap.fsdp gathers as a unit."""
+"""Modules that wrap.fsdp gathers as a unit."""
 
 from __future__ import annotations
 

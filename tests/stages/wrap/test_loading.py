@@ -1,6 +1,7 @@
-"""Weights from files to ranks: the right values, each byte read by who needs it, little memory.
+"""Weights from files to ranks: the right values, each byte read by the rank that needs it, little
+memory.
 
-What a rank reads is counted by the reader itself; what it needs at most is asked of the kernel.
+The reader counts the bytes that a rank reads; the kernel gives the peak of its memory.
 """
 
 from __future__ import annotations
@@ -27,36 +28,25 @@ from stages.optimizer.adamw import AdamW
 from stages.weights import converted
 from stages.weights.safetensors import SafetensorsReader
 from stages.weights.torch_files import TorchFilesReader
-from stages.wrap.ddp import Ddp
-from stages.wrap.fsdp import Fsdp
-from stages.wrap.zero import OptimizerOffload, Zero
+from stages.wrap.zero import Zero
 from tests.support.models import FAMILIES, filled, random_source, tiny_llama_config
 from tests.support.processes import run_ranks
 from tests.support.runs import context
+from tests.support.strategies import STRATEGIES, having
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
 MB = 1_000_000
-WRAPS: dict[str, Any] = {
-    "ddp": Ddp(),
-    "ddp static": Ddp(static_graph=True),
-    "full_shard": Fsdp(),
-    "shard_grad_op": Fsdp(sharding="shard_grad_op"),
-    "hybrid_shard": Fsdp(sharding="hybrid_shard", shard_size=2),
-    "no_shard": Fsdp(sharding="no_shard"),
-    "offload": Fsdp(cpu_offload=True),
-    "zero1": Zero(stage=1),
-    "zero2": Zero(stage=2),
-    "zero2 round robin": Zero(stage=2, round_robin_gradients=True),
-    "zero2 offload": Zero(stage=2, offload_optimizer=OptimizerOffload()),
-    "zero3": Zero(stage=3),
-    "zero3 sub-groups": Zero(stage=3, sub_group_size=2000, param_persistence_threshold=100),
-}
+ALL_PERSIST = "zero3 all persist"
+"""ZeRO-3 with DeepSpeed's threshold, which leaves every tiny parameter whole."""
+SHARDED = [*having("sharded"), ALL_PERSIST]
+REPLICATED = list(having("replicated"))
+BASIC = list(having("basic"))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One engine; plain data, so that it travels to the ranks."""
+    """One engine, as plain data that travels to the ranks."""
 
     wrap: str
     compute: str = "fp32"
@@ -73,15 +63,17 @@ def precision(compute: str) -> Precision:
 def engine_of(dist: DistContext, folder: str, case: Case, source: ModelSource) -> Engine:
     ctx = context(dist, folder)
     plan = AdamW(lr=1e-3, weight_decay=0.1).run(ctx)  # two groups
-    built: Engine = WRAPS[case.wrap].run(ctx, source, precision(case.compute), plan)
+    wrap = Zero(stage=3) if case.wrap == ALL_PERSIST else STRATEGIES[case.wrap].stage()
+    built: Engine = wrap.run(ctx, source, precision(case.compute), plan)
     return built
 
 
-# Who reads what.
+# Ranks and the bytes that they read.
 
 
 def load(dist: DistContext, folder: str, case: Case) -> dict[str, Any]:
-    """Build the engine; what this rank read, which parts it holds, and which have other values."""
+    """Build the engine; return this rank's bytes read, the parts that it holds, and the parts with
+    wrong values."""
     converted.WORTHWHILE = case.worthwhile
     SafetensorsReader.as_stored = TorchFilesReader.as_stored = case.as_stored
     source = HfModel(path=folder).run(context(dist, folder))
@@ -102,12 +94,12 @@ def load(dist: DistContext, folder: str, case: Case) -> dict[str, Any]:
 
 
 def load_each(dist: DistContext, folder: str, cases: list[Case]) -> list[dict[str, Any]]:
-    """One after another in a process group."""
+    """Load one case after another in a process group."""
     return [load(dist, folder, case) for case in cases]
 
 
 def noted(source: ModelSource) -> tuple[list[TensorReader], list[tuple[str, int]]]:
-    """The readers that the source will have opened, and where each of their readings began."""
+    """Return the readers that the source will open, and the beginning of each of their reads."""
     readers: list[TensorReader] = []
     order: list[tuple[str, int]] = []
     opening = source.weights
@@ -136,7 +128,7 @@ def whole(source: ModelSource) -> dict[str, Tensor]:
 
 
 def used_otherwise(engine: Engine, case: Case, expected: dict[str, Tensor]) -> list[str]:
-    """Names of the parameters that are not computed with as the source has them, rounded."""
+    """Return the names of parameters whose values in computation are not the source's, rounded."""
     if not case.wrap.startswith("zero"):
         return []  # masters are the parameters themselves
     from deepspeed import zero
@@ -153,13 +145,13 @@ def used_otherwise(engine: Engine, case: Case, expected: dict[str, Tensor]) -> l
 
 @dataclass(frozen=True)
 class Told:
-    """What ranks said of a case, in bytes as stored."""
+    """Results of a case from all ranks, in bytes as stored."""
 
     case: Case
     read: list[int]
     own: list[int]
     first: list[tuple[str, int]]
-    """What each read first: tensor, and element."""
+    """First read of each rank: tensor, and element."""
     sizes: dict[str, int] = field(repr=False)
 
     @property
@@ -172,7 +164,8 @@ class Told:
 
 
 def tell(folder: Path, ranks: int, *cases: Case) -> list[Told]:
-    """Load on so many ranks. All values are right, and all elements somewhere."""
+    """Load on `ranks` ranks. Require that all values are right, and that every element is on some
+    rank."""
     reader = HfModel(path=str(folder)).run(context(DistContext(device=torch.device("cpu")), folder))
     outcome = run_ranks(load_each, ranks, str(folder), list(cases))
     stored = reader.weights()
@@ -190,7 +183,7 @@ def tell(folder: Path, ranks: int, *cases: Case) -> list[Told]:
 
 
 def distinct(reader: TensorReader) -> dict[str, int]:
-    """Sizes of the tensors, tied ones once."""
+    """Return the sizes of the tensors, tied ones once."""
     names = set(reader.names())
     if torch.equal(reader.read("lm_head.weight"), reader.read("model.embed_tokens.weight")):
         names.remove("lm_head.weight")
@@ -200,7 +193,7 @@ def distinct(reader: TensorReader) -> dict[str, int]:
 def require_complete(
     held: list[tuple[str, int, int]], sizes: dict[str, int], width: dict[str, int]
 ) -> None:
-    """The parts cover every tensor from its first to its last element."""
+    """Require that the parts cover every tensor from its first to its last element."""
     reach = dict.fromkeys(sizes, 0)
     for name, start, length in sorted(held):
         assert start <= reach[name], f"nobody holds {name} from {reach[name]} to {start}"
@@ -209,7 +202,7 @@ def require_complete(
 
 
 def require_own_parts(told: Told) -> None:
-    """Each rank has read its shard and no byte more, and shards are even."""
+    """Require that each rank has read exactly its shard, and that shards are even."""
     assert told.read == told.own
     even = told.total / len(told.own)
     assert max(told.read) <= even * 1.05 + told.largest
@@ -217,19 +210,20 @@ def require_own_parts(told: Told) -> None:
 
 
 def require_shared_reading(told: Told) -> None:
-    """Ranks that hold the same have read it once between them, about equally."""
+    """Require that ranks with the same weights have read them once between them, in about equal
+    parts."""
     assert sum(told.read) == told.total
     assert max(told.read) <= told.total / len(told.read) * 1.05 + told.largest
 
 
 def in_both(wraps: list[str], **more: Any) -> list[Case]:
-    """Under fp32 and with bf16 computed beside fp32 masters."""
+    """Return a case in fp32, and one that computes in bf16 beside fp32 masters, for each wrap."""
     return [Case(wrap=wrap, compute=compute, **more)
             for wrap in wraps for compute in ("fp32", "bf16")]  # fmt: skip
 
 
 def saved(folder: Path, *, dtype: torch.dtype = torch.float32, family: str = "llama") -> Path:
-    """A folder of a model whose sizes no number of ranks divides."""
+    """Save a model whose sizes no number of ranks divides."""
     source = random_source(FAMILIES[family], folder)
     filled(source).to(dtype).save_pretrained(folder, max_shard_size="40KB")
     assert len(list(folder.glob("*.safetensors"))) > 1
@@ -238,13 +232,8 @@ def saved(folder: Path, *, dtype: torch.dtype = torch.float32, family: str = "ll
 
 @pytest.mark.parametrize(
     ("wraps", "ranks"),
-    [
-        (["full_shard", "shard_grad_op", "offload"], 2),
-        (["zero3", "zero3 sub-groups"], 2),
-        (["zero1", "zero2", "zero2 round robin", "zero2 offload"], 2),
-        (["full_shard", "zero2", "zero3"], 3),
-    ],
-    ids=["fsdp", "zero 3", "zero 1 and 2", "on three"],
+    [(SHARDED, 2), ([wrap for wrap in SHARDED if wrap in BASIC], 3)],
+    ids=["on two", "on three"],
 )
 def test_each_rank_reads_its_shard_and_no_byte_more(
     wraps: list[str], ranks: int, tmp_path: Path
@@ -254,7 +243,7 @@ def test_each_rank_reads_its_shard_and_no_byte_more(
 
 
 @pytest.mark.parametrize(
-    ("wraps", "ranks"), [(["ddp", "no_shard"], 2), (["ddp"], 3)], ids=["on two", "on three"]
+    ("wraps", "ranks"), [(REPLICATED, 2), (["ddp"], 3)], ids=["on two", "on three"]
 )
 def test_replicas_read_what_is_computed_once_between_them(
     wraps: list[str], ranks: int, tmp_path: Path
@@ -265,13 +254,13 @@ def test_replicas_read_what_is_computed_once_between_them(
 
 
 def test_replicas_on_the_cpu_read_what_is_stored_themselves(tmp_path: Path) -> None:
-    for told in tell(saved(tmp_path), 2, *in_both(["ddp", "no_shard"])):
+    for told in tell(saved(tmp_path), 2, *in_both(REPLICATED)):
         assert told.read == told.own == [told.total] * 2
-        assert told.first[0] != told.first[1]  # or a disk would give each byte twice
+        assert told.first[0] != told.first[1]  # otherwise a disk would give each byte twice
 
 
 def test_replicas_of_shards_read_their_shard_once_between_them(tmp_path: Path) -> None:
-    for told in tell(saved(tmp_path), 4, *in_both(["hybrid_shard"], as_stored=False)):
+    for told in tell(saved(tmp_path), 4, *in_both(["fsdp hybrid"], as_stored=False)):
         require_shared_reading(told)
         assert told.own[0] == told.own[2]
         assert told.own[1] == told.own[3]
@@ -281,15 +270,12 @@ def test_replicas_of_shards_read_their_shard_once_between_them(tmp_path: Path) -
 
 
 def test_a_rank_alone_reads_everything_once(tmp_path: Path) -> None:
-    wraps = ("ddp", "full_shard", "no_shard", "zero2", "zero3")
+    wraps = (*BASIC, "fsdp no shard")
     for told in tell(saved(tmp_path), 1, *(Case(wrap=wrap) for wrap in wraps)):
         assert told.read == [told.total], told.case
 
 
-BF16_CASES = [
-    Case(wrap=wrap, compute="bf16", as_stored=False)
-    for wrap in ("ddp", "full_shard", "zero2", "zero3")
-]
+BF16_CASES = [Case(wrap=wrap, compute="bf16", as_stored=False) for wrap in BASIC]
 
 
 def test_a_source_in_bf16_is_half_to_read(tmp_path: Path) -> None:
@@ -314,33 +300,33 @@ def test_torch_files_are_read_in_parts_too(tmp_path: Path) -> None:
     for file in tmp_path.glob("*.safetensors*"):
         file.unlink()
     torch.save(state, tmp_path / "pytorch_model.bin")
-    cases = Case(wrap="full_shard"), Case(wrap="ddp", as_stored=False)
+    cases = Case(wrap="fsdp full"), Case(wrap="ddp", as_stored=False)
     sharded, replicated = tell(tmp_path, 2, *cases)
     require_own_parts(sharded)
     require_shared_reading(replicated)
 
 
 def test_stacked_experts_are_read_in_parts_too(tmp_path: Path) -> None:
-    """Their file has each alone; here also runs are read that are not worth it."""
-    cases = [Case(wrap=wrap, worthwhile=0) for wrap in ("full_shard", "zero3", "zero2")]
+    """Their file has each expert separately; here runs are also read that are not worthwhile."""
+    cases = [Case(wrap=wrap, worthwhile=0) for wrap in ("fsdp full", "zero3", "zero2")]
     for told in tell(saved(tmp_path, family="mixtral"), 2, *cases):
         require_own_parts(told)
 
 
 def test_experts_too_small_to_be_read_in_parts_have_the_same_values(tmp_path: Path) -> None:
-    cases = [Case(wrap=wrap) for wrap in ("full_shard", "zero3", "ddp")]
+    cases = [Case(wrap=wrap) for wrap in ("fsdp full", "zero3", "ddp")]
     for told in tell(saved(tmp_path, family="mixtral"), 2, *cases):
         assert max(told.read) <= told.total, told.case
 
 
-# How much memory it takes.
+# Peak memory of loading.
 
 
 BIG = tiny_llama_config(
     vocab_size=9001, hidden_size=1024, intermediate_size=9001, num_hidden_layers=1,
     num_attention_heads=16, num_key_value_heads=16, head_dim=64,
 )  # fmt: skip
-"""200 MB in tensors of 37 MB, which malloc maps and gives back one by one."""
+"""Config of 200 MB in tensors of 37 MB, which malloc maps and returns one by one."""
 SLACK = 24 * MB
 
 
@@ -356,18 +342,18 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def high_water() -> int:
-    """The most memory that this process has had since it was last reset."""
+    """Return the peak of this process's memory since the last reset."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert found is not None
     return int(found.group(1)) * 1024
 
 
 def growths(dist: DistContext, folder: str, case: Case, functions: list[str]) -> list[int]:
-    """Build an engine; the memory that each of the functions needs, at its most, while it runs."""
+    """Build an engine; return the peak growth of memory while each of the functions runs."""
     small = HfModel(config=tiny_llama_config()).run(context(dist, folder))
-    engine_of(dist, folder, case, small).close()  # has everything imported
+    engine_of(dist, folder, case, small).close()  # imports everything
     source: Any = HfModel(path=folder).run(context(dist, folder))
-    assert source.vocab_size == 9001  # has the outline built
+    assert source.vocab_size == 9001  # builds the outline
     found: list[int] = []
     for name in functions:
         module, _, leaf = name.rpartition(".")
@@ -393,7 +379,7 @@ def measured(folder: Path, case: Case, *functions: str) -> Iterator[list[int]]:
 
 
 def sizes_of(folder: Path) -> tuple[int, int]:
-    """All of the model, and its largest tensor."""
+    """Return the sizes of the model and of its largest tensor."""
     sizes = [tensor.nbytes for tensor in load_file(folder / "model.safetensors").values()]
     assert sum(sizes) == pytest.approx(200 * MB, rel=0.02)
     return sum(sizes), max(sizes)
@@ -402,7 +388,7 @@ def sizes_of(folder: Path) -> tuple[int, int]:
 @pytest.mark.parametrize("compute", ["fp32", "bf16"])
 def test_fsdp_never_has_more_than_its_shard(compute: str, big: Path) -> None:
     total, largest = sizes_of(big)
-    case = Case(wrap="full_shard", compute=compute)
+    case = Case(wrap="fsdp full", compute=compute)
     for (engine,) in measured(big, case, "stages.wrap.fsdp_engine.build"):
         assert total / 2 <= engine <= total / 2 + SLACK < total / 2 + largest + SLACK
 
@@ -418,9 +404,9 @@ def test_ddp_never_has_more_than_one_copy_beside_its_gradients(big: Path) -> Non
 
 
 def test_zero3_never_has_more_than_its_shard_and_a_tensor(big: Path) -> None:
-    """Until DeepSpeed makes its masters and buffers, and while these are loaded."""
+    """The limit holds until DeepSpeed makes its masters and buffers, and while these are loaded."""
     total, largest = sizes_of(big)
     functions = "stages.wrap.zero.build._partitioned", "stages.wrap.zero.build.load_weights"
-    for made, loading in measured(big, Case(wrap="zero3"), *functions):
+    for made, loading in measured(big, Case(wrap=ALL_PERSIST), *functions):
         assert total / 2 <= made <= total / 2 + largest + SLACK < total
         assert loading <= SLACK

@@ -1,4 +1,4 @@
-"""DeepSpeed's operators are compiled once, through DeepSpeed's own `jit_load`, here of a builder
+"""DeepSpeed's operators are compiled once, through DeepSpeed's own `jit_load`, here with a builder
 small enough to compile in a second."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PyMODINIT_FUNC ENTRY(TORCH_EXTENSION_NAME)() {
 
 
 class Number(OpBuilder):  # type: ignore[misc]
-    """Builds a module that holds a number; its sources lie in a folder of their own."""
+    """Builds a module that holds a number; its sources are in a separate folder."""
 
     def __init__(self, folder: Path, number: int = 7) -> None:
         super().__init__(name="number")
@@ -60,14 +60,14 @@ class Number(OpBuilder):  # type: ignore[misc]
 
 @pytest.fixture(autouse=True)
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of kept operators."""
+    """Return the folder of cached operators."""
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "kept"))
     point_at_device(DistContext(device=torch.device("cpu")))
     return tmp_path / "kept"
 
 
 def compiler(folder: Path, first: str = "true") -> str:
-    """A C++ compiler that does something before it compiles."""
+    """Return a C++ compiler that does something before it compiles."""
     script = folder / "g++"
     does = f'case "$*" in *" -c "*) {first};; esac\nexec g++ "$@"\n'
     script.write_text(f"#!/bin/sh\n{does}", encoding="utf-8")
@@ -115,7 +115,7 @@ def test_a_killed_compilation_leaves_nothing_to_wait_for(
     while not (tmp_path / "g++.started").exists():
         assert killed.poll() is None
         time.sleep(0.02)
-    # The process alone: its children go on, as after a kill for lack of memory.
+    # Only this process is killed; its children continue, as after a kill for lack of memory.
     killed.kill()
     killed.wait()
     assert (kept / "number" / "lock").exists()

@@ -1,4 +1,4 @@
-"""What FSDP, DDP and averages hold: by hand, beside traces, and which way it grows."""
+"""Memory of FSDP, DDP and averages: by hand, beside traces, and its direction of growth."""
 
 from __future__ import annotations
 
@@ -33,17 +33,14 @@ from stages.wrap.ddp import Ddp
 from stages.wrap.ddp_planner import DdpPlanner
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.fsdp_planner import FsdpPlanner
+from tests.support.strategies import STRATEGIES
 from tests.support.tier import examples, spread
 
 PLANNERS: Mapping[type, Any] = {Ddp: DdpPlanner, Fsdp: FsdpPlanner}
 ADAM = OptimizerShape(algorithm="adamw", bits=64, moments=2)
 WRAPS = [
-    Ddp(),
+    *(one.stage() for one in STRATEGIES.values() if one.use in ("wrap.ddp", "wrap.fsdp")),
     Ddp(gradient_as_bucket_view=False),
-    Fsdp(),
-    Fsdp(sharding="shard_grad_op"),
-    Fsdp(reduce_every_microbatch=False),
-    Fsdp(cpu_offload=True),
 ]
 LATE = {"reduce_every_microbatch": False}
 AHEAD = {"forward_prefetch": 1, "backward_prefetch": 2}
@@ -56,8 +53,8 @@ def policy(compute: str = "bf16", reduce: str = "fp32") -> Precision:
 
 
 def model(blocks: int, rows: int, words: int, again: bool = False) -> Profile:
-    """Blocks of one matrix between two tables. A sample takes 1000 bytes of each part for backward,
-    or of each block while it runs."""
+    """Return the profile of blocks of one matrix between two tables. A sample takes 1000 bytes of
+    each part for backward, or of each block while it runs."""
     hidden = 64
     head = Weight(name="head", shape=(words, hidden))
     shape = ModelShape(
@@ -102,8 +99,8 @@ def peaks(profile: Profile, strategy: StrategyMemory, **how: int) -> dict[str, H
     ("wrap", "sharded"), [(Ddp(), False), (Fsdp(), True), (Fsdp(sharding="shard_grad_op"), True)]
 )
 def test_states_are_those_of_the_zero_paper(wrap: Any, sharded: bool, ranks: int) -> None:
-    """Rajbhandari et al. 2020: 4 bytes of a weight, 4 of its gradient, 8 of Adam's moments; all of
-    it sharded is stage 3."""
+    """The paper is Rajbhandari et al. 2020: 4 bytes of a weight, 4 of its gradient, 8 of Adam's
+    moments; stage 3 shards all of it."""
     profile = model(blocks=4, rows=512, words=1024)
     each = (2 * 1024 + 4 * 512) * 64 // (ranks if sharded else 1)
     held = peaks(profile, share(wrap, profile, ranks))[UPDATE].items
@@ -111,9 +108,9 @@ def test_states_are_those_of_the_zero_paper(wrap: Any, sharded: bool, ranks: int
 
 
 def test_a_block_in_backward_by_hand() -> None:
-    """FSDP in bf16 on 8 ranks, the second block of 4, as it is reduced: shards, and those of the
-    gradients of two blocks; the root, gathered; the first block, gathered ahead; gradients of the
-    head and the block; the buffer that is reduced, in fp32."""
+    """The moment is the reduction of the second of 4 blocks, with FSDP in bf16 on 8 ranks. Held
+    are: shards, and the gradient shards of two blocks; the root, gathered; the first block,
+    gathered ahead; gradients of the head and the block; the buffer that is reduced, in fp32."""
     profile = model(blocks=4, rows=4096, words=64)
     root, head, block = 2 * 64 * 64, 64 * 64, 4096 * 64
     shards = 12 * (root + 4 * block) // 8 + 4 * 2 * block // 8

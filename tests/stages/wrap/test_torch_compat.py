@@ -1,4 +1,4 @@
-"""What torch keeps private and we read: fails when a version of torch has changed it."""
+"""Private parts of torch that we read: a test fails when a version of torch has changed them."""
 
 from __future__ import annotations
 

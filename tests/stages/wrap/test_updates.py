@@ -1,4 +1,4 @@
-"""How often a parameter was updated is known under every optimizer."""
+"""The number of a parameter's updates is known under every optimizer."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def config(stage: Zero, **overrides: Any) -> dict[str, Any]:
 
 
 def found(stage: Zero, *, device: str = "cuda", precision: Any = None) -> dict[str, str]:
-    """Key -> the whole problem, as shown."""
+    """Return the problems by key, as shown."""
     slots = {"precision": precision or PrecisionPolicy(), "wrap": stage}
     plan = PlanView(name="run", seed=0, procs=2, device=device, slots=slots)
     return {problem.key: str(problem) for problem in stage.check(plan)}

@@ -19,19 +19,19 @@ from stages.wrap.zero.memory import ZeroMemory
 from stages.wrap.zero.planner import ZeroPlanner
 from tests.support.processes import run_ranks
 
-BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 HOST = {"offload_optimizer": OptimizerOffload()}
 BOTH = {**HOST, "offload_param": ParameterOffload()}
 DISK = {"offload_optimizer": OptimizerOffload(device="nvme", path="/swap")}
 N = 12_000_000
-"""Elements of `model()`: two blocks of ten weights between the embeddings and a head as large."""
+"""Elements of `model()`: two blocks of ten weights between the embeddings and a head of the same
+size."""
 
 
 def model(
     blocks: int = 2, elements: int = N // 4, *, tied: bool = False, frozen: Any = None
 ) -> ModelShape:
-    """Blocks of ten weights, embeddings and head of a block's size. `frozen`: fields of weights
-    beside them in each block, twice the block's elements."""
+    """Return blocks of ten weights, embeddings and head of a block's size. `frozen`: fields of
+    frozen weights in each block, of twice the block's elements."""
     root = [Weight(name=name, shape=(elements,)) for name in ("embeddings", "head")[: 2 - tied]]
     block = [Weight(name=f"{number}", shape=(elements // 10,)) for number in range(10)]
     if frozen is not None:
@@ -46,7 +46,7 @@ def share(
     wrap: dict[str, Any], shape: ModelShape | None = None, ranks: int = 4, bits: float = 64,
     taken: float = 0, **policy: Any,
 ) -> ZeroMemory:  # fmt: skip
-    """The share of a stage on a model, by default in bf16 with fp32 masters."""
+    """Return the share of a stage on a model, by default in bf16 with fp32 masters."""
     policy = {"compute": "bf16", "master": "fp32", "reduce": "fp32", **policy}
     precision = Precision(buffer=None, loss_scaling=None, **policy)
     profile: Any = SimpleNamespace(model=shape or model())
@@ -56,7 +56,7 @@ def share(
 
 
 def at(memory: ZeroMemory, *moment: Any, place: str = "device", name: str = "") -> int:
-    """Bytes held at a moment at a place: of everything, or of the items of a name."""
+    """Return the bytes at a moment and a place, of everything or of the items of a name."""
     held = memory.held(Moment(*moment))
     return sum(one.bytes for one in held if one.where == place and name in ("", one.name))
 
@@ -134,12 +134,13 @@ def test_backward(wrap: dict[str, Any], name: str, expected: list[int]) -> None:
 
 
 def test_stage_3_gathers_until_the_limit_of_live_parameters() -> None:
-    """1e9 elements are whole; a fetch of 5e7 and a weight of 8e7 is in a buffer beside them."""
+    """1e9 elements are whole; a fetch of 5e7 and a weight of 8e7 are in a buffer beside them."""
     memory, name = share({"stage": 3}, model(80, 800_000_000), ranks=64), "parameters in use"
     found = [at(memory, "forward", unit, name=name) for unit in (40, "head")]
     assert found == [2 * 1_130_000_000, 2_000_000_000]
     assert at(memory, "regather", "embeddings", name=name) == 2 * 800_000_000
-    # A small model stays whole until backward has used it; in forward all is in a buffer too.
+    # A small model stays whole until backward has used it; in forward everything is in a buffer
+    # too.
     small, units = share({"stage": 3, **BUCKET}), ["forward", "regather", "between"]
     assert [at(small, unit, 1, name=name) for unit in units] == [4 * N, 3 * N // 2, 0]
     alone = share({"stage": 3}, ranks=1)
@@ -152,7 +153,7 @@ def test_stage_3_gathers_until_the_limit_of_live_parameters() -> None:
         ({"stage": 1}, "bf16", Copies()),
         # Gradients are summed on the device, in fp32; updated weights go up in bf16.
         ({"stage": 2, **HOST}, "bf16", Copies(up=2 * N // 4, down=N)),
-        # In fp32, and at stage 3, they are summed in host memory: up and down each time.
+        # In fp32, and at stage 3, gradients are summed in host memory: up and down each time.
         ({"stage": 2, **HOST}, "fp32", Copies(up=N + 3 * N, down=N + 3 * N)),
         ({"stage": 3, **HOST}, "bf16", Copies(up=3 * N + N // 2, down=4 * N)),
         # Parameters are read whenever they are gathered, updates are on the host.
@@ -175,10 +176,7 @@ def test_copies(wrap: dict[str, Any], compute: str, expected: Copies) -> None:
         {"zero": {"stage": 3, "reduce_bucket_size": 500_000, **BOTH}, "lora": {"rank": 64}},
     ],
 )
-def test_a_real_run_holds_what_was_planned(
-    fields: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
+def test_a_real_run_holds_what_was_planned(fields: dict[str, Any], tmp_path: Path) -> None:
     import zero_memory
     import zero_memory_rank
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's JSON files, by name."""
+"""DeepSpeed's JSON files by name."""
 
 from __future__ import annotations
 

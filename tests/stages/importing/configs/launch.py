@@ -1,4 +1,4 @@
-"""Files of `accelerate config`, by name."""
+"""Files of `accelerate config` by name."""
 
 from __future__ import annotations
 

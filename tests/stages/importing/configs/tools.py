@@ -1,4 +1,4 @@
-"""Configurations that accelerate and transformers write themselves, by the file's name."""
+"""Configurations that accelerate and transformers write themselves, by file name."""
 
 from __future__ import annotations
 
@@ -75,7 +75,8 @@ ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 def write_with_tools(dist: DistContext, folder: str) -> None:
-    """Have the tools write below `folder`, in a process of its own: they keep global state."""
+    """Have the tools write files below `folder`, in a separate process because they keep global
+    state."""
     from accelerate.commands.config.config_args import ClusterConfig
     from accelerate.commands.config.default import write_basic_config
     from transformers import TrainingArguments

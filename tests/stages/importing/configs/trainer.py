@@ -1,4 +1,4 @@
-"""Files of TrainingArguments, by name, with what example scripts keep there too."""
+"""Files of TrainingArguments by name, with the keys that example scripts keep there too."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ TRAINER: Mapping[str, Mapping[str, Any]] = {
 }
 
 SCRIPT = """\
-# What the script and the Trainer read, written as people write YAML.
+# Arguments of the script and the Trainer, written as people write YAML.
 model_name_or_path:
   HuggingFaceTB/SmolLM2-360M
 dataset_name: 'roneneldan/TinyStories'   # from the hub
@@ -81,4 +81,4 @@ lr_scheduler_type:
 bf16: yes
 report_to: none
 """
-"""`trainer/script.yaml`."""
+"""Content of `trainer/script.yaml`."""

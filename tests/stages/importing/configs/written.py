@@ -1,4 +1,4 @@
-"""Configurations as a person has them, written to a folder."""
+"""Configurations as people write them, written to a folder."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.stages.importing.configs.trainer import SCRIPT, TRAINER
 
 
 def write_configs(folder: Path) -> None:
-    """Every configuration of the modules beside this one, as a file below `folder`."""
+    """Write every configuration of the modules beside this one as a file below `folder`."""
     for name, content in {**LAUNCH, **ENGINES, **TRAINER}.items():
         as_yaml = name.endswith(".yaml")
         _write(folder / name, yaml.safe_dump(content) if as_yaml else json.dumps(content))
