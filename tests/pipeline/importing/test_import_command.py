@@ -111,7 +111,12 @@ def test_json_for_programs() -> None:
         ("a.yaml", "lr: 1\nlr: 2\n", "a.yaml:2:1: `lr` is given twice (first on line 1)"),
         ("a.yaml", "a: !!python/name:os.system\n", "a.yaml:1:4: tags such as "),
         ("a.yaml", "- 1\n", "error: a.yaml: is no mapping of keys to values"),
-        ("a.yaml", "some: thing\n", "error: a.yaml: its keys are those of no configuration "),
+        ("a.yaml", "some: thing\n", "error: a.yaml: its keys do not show which kind "),
+        (
+            "a.yaml",
+            "use_cpu: true\nnum_machines: 1\n",
+            "error: a.yaml: its keys do not ",
+        ),
         ("a.json", "[" * 100_000, "error: a.json: not JSON: "),
     ],
 )
