@@ -2,10 +2,6 @@
 
 The framework reads the files and shows the outcome of every key. Translators, plugins under the
 entry-point group `pipe.imports`, know the meaning of the keys.
-
-
-
-
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from xxhash import xxh3_64_hexdigest
 from pipeline import DistContext, ExportError, ModelSource, StageError, TensorReader, TensorSpec
 from pipeline.checkpoint import DTYPES
 from pipeline.hardware import free_memory
+from pipeline.utils import plural
 from stages.adapter.compat import CONFIG, PREFIX, import_peft, name_in_file, quiet
 from stages.export import manifest
 from stages.export.manifest import BLOCK, CARD, Manifest, Position, Proof, WeightFile, names_in
@@ -225,9 +226,10 @@ def verify(folder: Path, report: Callable[[str], object], *, trust_remote_code: 
     Raises ExportError for everything that differs from the finished export.
     """
     found, proof = prove_bytes(folder, strict=True)
-    report(f"{len(found.others)} files beside the weights are as they were written")
+    report(f"as they were written: {plural(len(found.others), 'file')} beside the weights")
     tensors = sum(len(entry.tensors) for entry in found.weights.values())
-    report(f"{tensors} tensors in {len(found.weights)} file(s) are as they were written")
+    files = plural(len(found.weights), "file")
+    report(f"as they were written: {plural(tensors, 'tensor')} in {files}")
     if (folder / CONFIG).is_file():
         report("an adapter is not run again: that needs its base model")
         return

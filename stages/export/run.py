@@ -21,7 +21,7 @@ from pipeline import (
     TrainedRun,
     in_words,
 )
-from pipeline.utils import Throughput, human, replace_text
+from pipeline.utils import Throughput, human, plural, replace_text
 from stages.export import target
 from stages.export.manifest import Manifest, WeightFile, facts_of, write_card
 from stages.export.plan import INDEX, index
@@ -99,9 +99,8 @@ def _exported(
         begun = _from_main(ctx, lambda: target.claim(folder, plan.digest, held))
         assert begun is not None
         if ctx.dist.is_main:
-            ctx.log.info(
-                "writing %s in %d file(s) to %s", human(plan.total), len(plan.parts), folder
-            )
+            files = plural(len(plan.parts), "file")
+            ctx.log.info("writing %s in %s to %s", human(plan.total), files, folder)
         written = _write_all(ctx, plan, partial, begun)
         sums = {file: entry.sums for file, entry in written.weights.items()}
         try:
@@ -121,7 +120,8 @@ def _write_all(ctx: Context, plan: ExportPlan, partial: Path, begun: Manifest) -
     done = begun
     missing = [part for part in plan.parts if not _is_whole(ctx, partial, part, begun)]
     if len(missing) < len(plan.parts):
-        ctx.log.info("%d file(s) are there already", len(plan.parts) - len(missing))
+        done_before = plural(len(plan.parts) - len(missing), "file")
+        ctx.log.info("written already: %s", done_before)
     for first in range(0, len(missing), ctx.dist.world_size):
         parts = missing[first : first + ctx.dist.world_size]
         sums = write(partial, parts, plan.files, ctx.dist, watch.advance)

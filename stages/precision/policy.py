@@ -51,7 +51,16 @@ class PrecisionPolicy:
             yield Problem(key="initial_loss_scale", message="is not a power of two")
 
     def run(self, ctx: Context) -> Precision:
-        self._warn_of_emulation(ctx)
+        import torch
+
+        # Narrow floats are computed by AVX-512 and its successors at the earliest.
+        narrow = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+        if self.compute != "fp32" and ctx.dist.device.type == "cpu" and narrow:
+            ctx.log.warning(
+                "this processor emulates %s; compute: fp32 in the precision slot is many times "
+                "faster",
+                self.compute,
+            )
         return self.declared()
 
     def declared(self) -> Precision:
@@ -66,15 +75,3 @@ class PrecisionPolicy:
             buffer=self.buffer,
             loss_scaling=scaling if self.compute == "fp16" else None,
         )
-
-    def _warn_of_emulation(self, ctx: Context) -> None:
-        import torch
-
-        # Narrow floats are computed by AVX-512 and its successors at the earliest.
-        narrow = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
-        if self.compute != "fp32" and ctx.dist.device.type == "cpu" and narrow:
-            ctx.log.warning(
-                "this processor only emulates %s, slowly; compute: fp32 in the precision slot is "
-                "many times faster",
-                self.compute,
-            )

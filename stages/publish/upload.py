@@ -18,6 +18,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils.sha import git_hash
 
 from pipeline import ExportedModel, StageError, in_words
+from pipeline.utils import align, human, plural
 from stages.publish.hub import LOGIN, TOKEN, PublishedModel
 
 if TYPE_CHECKING:
@@ -42,11 +43,10 @@ def _publish(stage: PublishHub, ctx: Context, model: ExportedModel) -> Published
     files = contents(model)
     _require_readable_card(files)
     sizes = {name: path.stat().st_size for name, path in files.items()}
-    ctx.log.info(
-        "%d file(s), %s bytes, for %s:", len(files), f"{sum(sizes.values()):,}", stage.repo
-    )
-    for name, size in sizes.items():
-        ctx.log.info("  %s  %s bytes", name, f"{size:,}")
+    found = f"{plural(len(files), 'file')}, {human(sum(sizes.values()))}"
+    ctx.log.info("%s, for %s:", found, stage.repo)
+    for line in align([(f"  {name}", human(size)) for name, size in sizes.items()]):
+        ctx.log.info("%s", line)
     if stage.dry_run:
         ctx.log.info("dry run: nothing was uploaded")
         return PublishedModel(repo=stage.repo, commit=None, url=None)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed
 
 from pipeline import Data, DataAxis, Engine, Progress
+from pipeline.utils import plural
 from stages.train.batches import collate, microbatches
 from stages.train.loss import SummedLoss
 from stages.train.settings import EarlyStopping
@@ -41,10 +42,7 @@ def mean_loss(
 
 def perplexity(loss: float) -> float:
     """exp of a mean loss in nats; infinite beyond the range of a float."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
+    return math.inf if loss > 709 else math.exp(loss)
 
 
 def set_metric(progress: Progress, name: str, value: float) -> None:
@@ -82,5 +80,4 @@ def reason_to_stop(progress: Progress, stopping: EarlyStopping | None) -> str:
         return ""
     known = progress.patience.get("eval_loss")
     since = "was never a number" if known is None else f"has not improved on {known:.4f}"
-    count = int(progress.patience["evaluations"])
-    return f"eval_loss {since} in {count} evaluation{'s' * (count > 1)}"
+    return f"eval_loss {since} in {plural(int(progress.patience['evaluations']), 'evaluation')}"

@@ -41,9 +41,6 @@ def require_same_lineage(
     changed = [
         part for part in now if part in progress.lineage and progress.lineage[part] != now[part]
     ]
-    # The contents of tokenised data follow from the tokenizer.
-    if "tokenizer" in changed and "tokenizer" in accept and _only_contents(progress.lineage, now):
-        changed = [part for part in changed if part != "data"]
     refused = [part for part in changed if part not in accept]
     if not refused:
         return
@@ -53,13 +50,6 @@ def require_same_lineage(
         hint="start a new run, or if that is intended: pipe resume RUN "
         + " ".join(f"--accept {part}" for part in refused),
     )
-
-
-def _only_contents(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    before, after = dict(then.get("data") or {}), dict(now["data"])
-    before.pop("contents", None)
-    after.pop("contents", None)
-    return before == after
 
 
 def _differences(part: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
