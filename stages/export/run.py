@@ -164,7 +164,5 @@ def _finish(
     )
     update = {"facts": facts, "proof": proof, "writer": contents.writer}
     done = written.model_copy(update={"others": written.beside(partial), **update})
-    kept = target.put_in_place(folder, done)
-    if kept is not None:
-        ctx.log.warning("files of the earlier export were changed: kept as %s", kept)
+    target.put_in_place(folder, done)
     return done

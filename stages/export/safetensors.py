@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import ByteSize, Field, TypeAdapter
 
 from pipeline import (
     Context,
@@ -22,7 +20,7 @@ from pipeline import (
     Weights,
 )
 
-SIZE = r"(?i)^\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I)?)?B\s*$"
+SIZE = r"(?i)^\s*\d+(\.\d+)?\s*([KMGT]I?)?B\s*$"
 """A number and a unit."""
 
 
@@ -51,20 +49,6 @@ class ExportSettings:
         reason = None if folder is None else foreign(folder)
         if reason:
             yield Problem(message=reason, key="folder", hint="name a new folder")
-
-    def for_dry_run(self, ctx: Context) -> Self:
-        """The same export into a folder that is removed when the dry run ends: one beside the
-        target, or the run's own."""
-        from stages.export.target import target_of
-
-        if self.folder is None:
-            return self
-        target = target_of(self.folder, ctx)
-        elsewhere = target.with_name(f"{target.name}.dry-run")
-        if ctx.dist.is_main:
-            shutil.rmtree(elsewhere, ignore_errors=True)
-            ctx.on_exit(lambda: shutil.rmtree(elsewhere, ignore_errors=True))
-        return replace(self, folder=str(elsewhere))
 
     def verify_result(self, exported: ExportedModel) -> None:
         """Raise ExportError unless every file has the checksum that it was written with."""
@@ -124,13 +108,9 @@ class ExportSafetensors(ExportSettings):
     def run_dry(
         self, ctx: Context, weights: Weights, model: ModelSource, trained: TrainedRun
     ) -> ExportedModel:
-        return self.for_dry_run(ctx).run(ctx, weights, model, trained)
+        return replace(self, folder=None).run(ctx, weights, model, trained)
 
 
 def parse_size(text: str) -> int:
     """Bytes of `5GB`, `512MiB`, `1.5 GB`."""
-    match = re.fullmatch(SIZE, text)
-    assert match is not None
-    number, prefix, binary = match.groups()
-    base = 1024 if binary else 1000
-    return int(float(number) * base ** (" KMGT".index(prefix.upper()) if prefix else 0))
+    return TypeAdapter(ByteSize).validate_python(text.strip())

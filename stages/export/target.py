@@ -22,8 +22,8 @@ PARTIAL = ".partial"
 
 
 def foreign(folder: Path) -> str | None:
-    """The reason why `folder` must not be replaced; None when absent, empty or wholly an export of
-    ours."""
+    """The reason why `folder` must not be replaced; None when absent, empty or an export of ours
+    without any change."""
     if not folder.exists():
         return None
     if not folder.is_dir():
@@ -38,9 +38,12 @@ def foreign(folder: Path) -> str | None:
         return str(error)
     if written is None:
         return f"{folder} holds files that are not an export of ours"
-    others = sorted(manifest.names_in(folder) - set(written.files))
-    if others and written.proof is not None:
-        return f"{folder} holds files that its export did not write: {', '.join(others[:10])}"
+    if written.proof is not None:
+        found = manifest.names_in(folder) - set(written.files)
+        found = found or dict(written.beside(folder).items() - written.others.items()).keys()
+        if found:
+            names = ", ".join(sorted(found)[:10])
+            return f"{folder} holds files that were added or changed after its export: {names}"
     return None
 
 
@@ -84,7 +87,7 @@ def claim(folder: Path, plan: str, held: contextlib.ExitStack) -> Manifest:
         reason = foreign(place)
         if reason:
             raise StageError(reason, hint="name another folder in the export slot, or move it away")
-    _retire(previous, folder)
+    shutil.rmtree(previous, ignore_errors=True)
     partial.mkdir(parents=True, exist_ok=True)
     _lock(partial, held)
     begun = manifest.load(partial)
@@ -115,9 +118,9 @@ def clear(partial: Path, keep: Collection[str] = ()) -> None:
             entry.unlink()
 
 
-def put_in_place(folder: Path, finished: Manifest) -> Path | None:
+def put_in_place(folder: Path, finished: Manifest) -> None:
     """Flush the partial folder to disk, its final manifest last, and put it in place of an earlier
-    export. Returns where that one is kept if somebody has changed a file beside its weights."""
+    export."""
     partial, previous = partial_of(folder), _previous_of(folder)
     sync_tree(partial)
     finished.save(partial)
@@ -127,27 +130,4 @@ def put_in_place(folder: Path, finished: Manifest) -> Path | None:
         folder.replace(previous)
     partial.replace(folder)
     sync(folder.parent)
-    return _retire(previous, folder)
-
-
-def _retire(previous: Path, folder: Path) -> Path | None:
-    """Remove an earlier export if the files beside its weights are as it wrote them; otherwise
-    move it to a place that is kept, and return that."""
-    if not previous.exists():
-        return None
-    if _is_as_written(previous):
-        shutil.rmtree(previous)
-        return None
-    number = 1
-    while (kept := folder.with_name(f"{folder.name}.replaced-{number}")).exists():
-        number += 1
-    previous.replace(kept)
-    return kept
-
-
-def _is_as_written(folder: Path) -> bool:
-    with contextlib.suppress(ExportError):
-        written = manifest.load(folder)
-        if written is not None:
-            return written.beside(folder).items() <= written.others.items()
-    return not manifest.names_in(folder)
+    shutil.rmtree(previous, ignore_errors=True)

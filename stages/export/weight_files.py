@@ -76,11 +76,8 @@ class Shard:
 
 
 def share(blocks: Sequence[Block], rank: int, count: int) -> Sequence[Block]:
-    """The consecutive blocks that `rank` of `count` works on: about as many bytes as the others."""
-    ends = list(itertools.accumulate(block.size for block in blocks))
-    total = ends[-1] if ends else 0
-    owner = [min((end - 1) * count // max(total, 1), count - 1) for end in ends]
-    return [block for block, one in zip(blocks, owner, strict=True) if one == rank]
+    """The consecutive blocks that `rank` of `count` works on."""
+    return blocks[len(blocks) * rank // count : len(blocks) * (rank + 1) // count]
 
 
 def write(

@@ -7,6 +7,7 @@ parameters make one flat tensor per rank, and so do their moments, in the same p
 from __future__ import annotations
 
 import base64
+import functools
 import itertools
 import math
 import re
@@ -67,9 +68,7 @@ ADMITTED = [
 ]
 
 
-def load(file: Path, *, verify: bool = True) -> Any:
-    """Content of one of DeepSpeed's files. Raises CheckpointError."""
-    return stored.load(file, ADMITTED, verify=verify)
+load = functools.partial(stored.load, admitted=ADMITTED)
 
 
 class Place(NamedTuple):

@@ -23,13 +23,13 @@ from stages.formats.stored import (
     fresh_progress,
     load,
     read_json,
-    require_file_name,
     require_moments,
     settings,
     understood,
     whole,
 )
-from stages.formats.trainer import STATE, WEIGHTS
+from stages.formats.trainer import STATE
+from stages.model.files import safetensors_files
 
 WITHOUT = "--weights-only takes the weights alone"
 
@@ -84,13 +84,7 @@ def open_trainer(folder: Path, reading: Reading) -> StateSource:
 
 def _weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Tensors of all files, mapped."""
-    single, index = WEIGHTS
-    names = [single]
-    if not (folder / single).is_file():
-        with understood(folder / index, "transformers"):
-            names = sorted(set(read_json(folder / index)["weight_map"].values()))
-    for name in names:
-        file = folder / require_file_name(name, str(folder / index))
+    for file in safetensors_files(folder):
         try:
             with safe_open(file, "pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118 - it is no dict

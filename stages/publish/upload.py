@@ -162,13 +162,9 @@ def masked(text: str, token: str) -> str:
 
 def _refusal(error: Exception, stage: PublishHub, ctx: Context, token: str) -> StageError:
     """An error of the hub or the network, without any token in it."""
-    causes = [error]
-    while isinstance(cause := causes[-1].__cause__, Exception):
-        causes.append(cause)
-    reason = masked(": ".join(dict.fromkeys(map(in_words, causes))), token)
+    reason = masked(in_words(error), token)
     hint = f"the export is untouched; retry with: pipe resume {shlex.quote(str(ctx.run_dir))}"
-    answers = (cause.response for cause in causes if isinstance(cause, HfHubHTTPError))
-    if any(answer.status_code in NOT_ALLOWED for answer in answers):
+    if isinstance(error, HfHubHTTPError) and error.response.status_code in NOT_ALLOWED:
         hint = (
             f"the token must be valid and allow to write to the repositories of "
             f"{stage.repo.partition('/')[0]}; it is that of ${stage.token_env} or, without that, "

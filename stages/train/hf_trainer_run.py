@@ -36,7 +36,7 @@ from pipeline import (
 from pipeline.utils import sync, sync_tree
 from stages.formats.stored import PROGRESS, read_json
 from stages.train.batches import Feed, MicroBatch, collate, microbatches
-from stages.train.evaluation import mean_loss, perplexity, record_evaluation
+from stages.train.evaluation import mean_loss, record_evaluation
 from stages.train.lineage import lineage, require_same_lineage
 from stages.train.loss import SummedLoss
 from stages.train.report import Reporter
@@ -266,8 +266,7 @@ class _Recorder(TrainerCallback):  # type: ignore[misc]
         model.eval()
         loss = mean_loss(SummedLoss(model), self.data, shard, dist.device, size)
         model.train()
-        record_evaluation(progress, loss, None)
-        record = {"eval_loss": loss, "perplexity": perplexity(loss)}
+        record = record_evaluation(progress, loss, None)
         self.callbacks.on_evaluation(progress.step, progress, record)
 
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:

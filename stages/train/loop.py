@@ -26,13 +26,7 @@ from pipeline.checkpoint import start_random_streams
 from stages.train.anomalies import AnomalyMonitor, Recovery
 from stages.train.batches import Feed
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.evaluation import (
-    evaluate,
-    perplexity,
-    reason_to_stop,
-    record_evaluation,
-    set_metric,
-)
+from stages.train.evaluation import evaluate, reason_to_stop, record_evaluation, set_metric
 from stages.train.flops import known_cost, known_peak
 from stages.train.lineage import require_same_lineage
 from stages.train.loss import SummedLoss
@@ -199,8 +193,7 @@ class Training:
             size = self.config.microbatch_size(engine.shard.count)
             loss = evaluate(engine, self.step.loss, self.data, size)
             self.evaluated = True
-            record_evaluation(progress, loss, self.config.early_stopping)
-            record = {"eval_loss": loss, "perplexity": perplexity(loss)}
+            record = record_evaluation(progress, loss, self.config.early_stopping)
             self.callbacks.on_evaluation(progress.step, progress, record)
 
     def _save(self) -> None:

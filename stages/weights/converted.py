@@ -55,7 +55,6 @@ class ConvertedReader(ReaderView):
     def __init__(self, base: TensorReader, changes: Iterable[Change]) -> None:
         super().__init__(base)
         self._owner: dict[str, Change] = {}
-        self._specs: dict[str, TensorSpec] = {}
         self._results: dict[Change, dict[str, TensorSpec]] = {}
         for change in changes:
             self._results[change] = self._outcome(change)
@@ -65,7 +64,6 @@ class ConvertedReader(ReaderView):
                         f"both {_listed(self._owner[name])} and {_listed(change)} become {name}"
                     )
                 self._owner[name] = change
-            self._specs |= self._results[change]
         self._runs: dict[Change, Runs | None] = {}
         self._whole: tuple[Change, Mapping[str, Tensor]] | None = None
 
@@ -73,7 +71,7 @@ class ConvertedReader(ReaderView):
         return self._owner.keys()
 
     def spec(self, name: str) -> TensorSpec:
-        return named(self._specs, name)
+        return self._results[named(self._owner, name)][name]
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
         runs = self._runs_of(name)

@@ -27,8 +27,7 @@ def named(table: Mapping[str, T], name: str) -> T:
 
 def pieces(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
     """Elements [start, stop) of a tensor, flattened, in pieces of a few MiB."""
-    whole = tensor.contiguous()
-    flat = whole.as_strided((whole.numel(),), (1,))  # one element can have any stride
+    flat = flattened(tensor)
     step = max(CHUNK // tensor.element_size(), 1)
     for first in range(start, stop, step):
         yield flat[first : min(first + step, stop)]
@@ -48,7 +47,7 @@ class MemoryReader(TensorReader):
         return TensorSpec(tuple(tensor.shape), tensor.dtype)
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
-        yield from pieces(named(self._tensors, name).detach(), start, stop)
+        yield from pieces(named(self._tensors, name), start, stop)
 
     def close(self) -> None:
         self._tensors.clear()
