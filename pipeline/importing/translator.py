@@ -86,8 +86,7 @@ class Translator(ABC):
 
     @abstractmethod
     def translate(self, files: Sequence[ConfigFile], request: Request) -> Translation:
-        """Return the recipe of all files together. Raises UsageError for files that do not belong
-        together."""
+        """Return the recipe of all files together. Raises UsageError if they do not agree."""
 
 
 class Translators(Plugins[type[Translator]]):

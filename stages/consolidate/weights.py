@@ -34,8 +34,7 @@ def open_weights(address: str, *, verify: bool = True, average: str | None = Non
 
 
 class CheckpointWeights(Weights):
-    """Parameters and stored buffers of a training state, tied names each listed; trained ones are
-    read from the `average`, if one is named."""
+    """Parameters, tied ones by each name, and buffers; trained ones from the `average` if named."""
 
     def __init__(self, source: StateSource, identity: str, average: str | None = None) -> None:
         self.identity = identity

@@ -37,8 +37,7 @@ BRIEF = 2
 def evaluate(
     config: EvaluateLm, ctx: Context, exported: ExportedModel, source: ModelSource, *, briefly: bool
 ) -> EvaluatedModel:
-    """Measure on rank 0; every rank returns the results (collective). `briefly` takes a few windows
-    and no task."""
+    """Measure on rank 0 (collective). `briefly` takes a few windows and no task."""
     text = None
     if ctx.dist.is_main:
         text = json.dumps(_measured(config, ctx, exported, source, briefly=briefly))
@@ -108,8 +107,7 @@ def _text(config: EvaluateLm, model: Any, source: ModelSource, most: int | None)
 
 
 def run_tasks(config: EvaluateLm, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Task -> its numbers, and the version of its definition, as JSON. Raises StageError for a name
-    that lm-eval does not know."""
+    """Task -> its numbers and version, as JSON. Raises StageError for an unknown task."""
     with optional("tasks need lm_eval", hint="pip install 'pipetrain[evaluate]'"):
         import lm_eval
         from lm_eval.models.huggingface import HFLM

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from stages.adapter.lora import AdaptedModel
 
 MERGED_TOLERANCE = 1e-4
-"""Largest difference of fp32 logits, relative to the largest of them, that may come from adding
-before multiplying instead of after."""
+"""Largest relative difference of fp32 logits that may come from adding before multiplying."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +62,7 @@ class ModelContents:
         self.source.export_view.save_assets(folder, dtype=dtype)
 
     def prove(self, folder: Path, plan: ExportPlan) -> Proof:
-        """Load the folder as others do and compare its logits with the trained model's. Raises
-        ExportError."""
+        """Load the folder and compare its logits with the trained ones. Raises ExportError."""
         ids = token_ids(self.source, self.prompt)
         if self.weights is not self.trained:
             merged = logits(reference(self.source.export_view, self.weights), ids)
@@ -129,8 +127,7 @@ class AdapterContents:
             save_tokenizer(self.source.tokenizer(), folder)
 
     def prove(self, folder: Path, plan: ExportPlan) -> Proof:
-        """Load the adapter onto the model in fp32, one block at a time, and compare the logits with
-        the trained ones. Raises ExportError."""
+        """Load the adapter onto the model and compare logits in fp32. Raises ExportError."""
         ids = token_ids(self.source, self.prompt)
         expected = trained_logits(self.source, self._cast(self.trained), ids)
         base = self.source.export_view

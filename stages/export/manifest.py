@@ -1,5 +1,4 @@
-"""The description of an export: `export.json`, by which it can be verified at any time, and the
-model card."""
+"""The description of an export: `export.json`, by which `pipe verify` works, and the model card."""
 
 from __future__ import annotations
 
@@ -141,8 +140,7 @@ def facts_of(
 
 
 def _training_run(ctx: Context, trained: TrainedRun | None) -> Path | None:
-    """The folder of this run or of the run that saved the checkpoint, whichever trained the model;
-    None if that is not known."""
+    """The folder of the run that trained the model: this one, or the checkpoint's, if any."""
     folders = [ctx.run_dir] + ([Path(trained.checkpoint).parent.parent] if trained else [])
     return next((folder for folder in folders if (folder / ENGINE_FILE).is_file()), None)
 

@@ -169,8 +169,7 @@ def digest(parts: Sequence[Shard], *facts: str) -> str:
 
 
 def resource_need(stage: ExportSafetensors, ctx: Context, source: ModelSource) -> ResourceNeed:
-    """Disk for the weight files; memory for the proof, which holds one block at a time and all that
-    lies outside of blocks."""
+    """Disk for the weight files; memory for one block and all outside of blocks."""
     model = outline(source.export_view)
     widest = torch.float32 if stage.dtype == AS_SOURCE else torch_dtype(stage.dtype)
 

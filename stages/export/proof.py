@@ -41,8 +41,7 @@ def logits(model: Any, ids: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def loading(failed: str) -> Iterator[None]:
-    """Silence transformers while it loads. Raises ExportError, beginning with `failed`, when it
-    cannot."""
+    """Silence transformers. Raises ExportError, beginning with `failed`, when it cannot load."""
     try:
         with compat.quiet():
             yield
@@ -119,8 +118,7 @@ def reference(
 
 
 def _by_blocks(model: nn.Module, values: LazyTensors, blocks: Collection[str]) -> nn.Module:
-    """`model`, which runs with `values`; modules of the classes `blocks` are in memory one at a
-    time."""
+    """`model`, which runs with `values`, one module of the classes `blocks` at a time."""
     from accelerate.hooks import attach_align_device_hook
 
     attach_align_device_hook(
@@ -195,8 +193,7 @@ def compare(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> fl
 
 
 def record(ids: Tensor, found: Tensor, expected: Tensor) -> Proof:
-    """The proof that an export computes `found` on `ids`. Raises ExportError unless that is
-    `expected`, the trained model's logits."""
+    """The proof that an export computes `found`. Raises ExportError unless that is `expected`."""
     difference = compare(found, expected)
     positions = []
     for row in found[0]:

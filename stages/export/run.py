@@ -51,8 +51,7 @@ def export(
 
 
 def _require_same_base(ctx: Context, model: ModelSource, trained: TrainedRun) -> None:
-    """Raise ExportError when the model's frozen weights, which the export takes from it, are not
-    those that were trained on."""
+    """Raise ExportError when the model's frozen weights are not those that were trained on."""
     then = trained.progress.lineage.get("weights")
     if not model.frozen_base or then is None or "weights" in ctx.accept:
         return

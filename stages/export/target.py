@@ -22,8 +22,7 @@ PARTIAL = ".partial"
 
 
 def foreign(folder: Path) -> str | None:
-    """The reason why `folder` must not be replaced; None when absent, empty or an export of ours
-    without any change."""
+    """The reason why `folder` must not be replaced; None for an unchanged export, or nothing."""
     if not folder.exists():
         return None
     if not folder.is_dir():
@@ -40,7 +39,7 @@ def foreign(folder: Path) -> str | None:
         return f"{folder} holds files that are not an export of ours"
     if written.proof is not None:
         found = manifest.names_in(folder) - set(written.files)
-        found = found or dict(written.beside(folder).items() - written.others.items()).keys()
+        found = found or {n for n, _ in written.beside(folder).items() - written.others.items()}
         if found:
             names = ", ".join(sorted(found)[:10])
             return f"{folder} holds files that were added or changed after its export: {names}"
@@ -119,8 +118,7 @@ def clear(partial: Path, keep: Collection[str] = ()) -> None:
 
 
 def put_in_place(folder: Path, finished: Manifest) -> None:
-    """Flush the partial folder to disk, its final manifest last, and put it in place of an earlier
-    export."""
+    """Flush the partial folder to disk, manifest last, and swap it for an earlier export."""
     partial, previous = partial_of(folder), _previous_of(folder)
     sync_tree(partial)
     finished.save(partial)

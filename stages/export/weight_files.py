@@ -157,8 +157,7 @@ def prove_files(
 
 
 def check(file: Path, part: Shard, sums: Sums, dist: DistContext) -> list[str]:
-    """Names of the tensors whose bytes in the file differ from `sums`, on every rank (collective).
-    Each rank reads what another one wrote."""
+    """Names of tensors whose bytes differ from `sums`; no rank reads its own (collective)."""
     mine = share(list(part.blocks()), (dist.rank + 1) % dist.world_size, dist.world_size)
     buffer = page_aligned(PIECE)
     try:

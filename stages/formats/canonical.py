@@ -44,8 +44,7 @@ class Canonical(StateFormat):
 
 
 class Full(Canonical):
-    """One file of weights that other tools load, one of optimizer state, with the canonical
-    checkpoint's manifest and checksums."""
+    """Weights in a file that other tools load, optimizer state in another, and a manifest."""
 
     name = "full"
     full = True

@@ -133,8 +133,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Content of `.metadata`, of which only descriptions of tensors are admitted. Raises
-    CheckpointError."""
+    """Content of `.metadata`, from which descriptions of tensors alone are unpickled."""
     file = folder / ".metadata"
     try:
         with file.open("rb") as stream:

@@ -190,8 +190,7 @@ def _values(optimizer: Optimizer, name: str, *more: str) -> dict[str, Any]:
 
 
 def write_dcp(source: StateSource, folder: Path) -> Sequence[str]:
-    """Write `folder`; returns what its reader should know. Raises CheckpointError for a state of
-    another optimizer than AdamW."""
+    """Write `folder`; returns notes for its users. Raises CheckpointError unless it is of AdamW."""
     state = source.state
     if state.moments and set(state.moments) != set(MOMENTS):
         raise CheckpointError(

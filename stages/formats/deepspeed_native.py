@@ -205,8 +205,7 @@ def _cut_each(shapes: Mapping[str, Shape], ranks: int) -> dict[str, list[Place]]
 def _cut_as_one(
     shapes: Mapping[str, Shape], flats: Sequence[Tensor], index: int, ranks: Sequence[Saved]
 ) -> dict[str, list[Place]]:
-    """Stages 1 and 2: the parameters of a group, with padding behind each, make one vector, of
-    which each rank has a part."""
+    """Stages 1 and 2: each rank has a part of a vector of all parameters, padded one by one."""
     paddings = ranks[0].get("param_alignment_paddings")
     padded = paddings[index] if paddings else [0] * len(shapes)
     found: dict[str, list[Place]] = {}

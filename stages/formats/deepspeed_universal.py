@@ -118,8 +118,7 @@ def _groups(
 
 
 def write_universal(source: StateSource, folder: Path) -> Sequence[str]:
-    """Write `folder`; returns what its reader should know. Raises CheckpointError for a state
-    that DeepSpeed cannot hold."""
+    """Write `folder`; returns notes for its users. Raises CheckpointError."""
     updates = _one_count(source)
     tag = f"global_step{source.step}"
     with appearing(folder) as partial:

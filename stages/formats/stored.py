@@ -167,8 +167,7 @@ class Stored:
 
 
 def flattened(tensor: Tensor) -> Tensor:
-    """All elements in row-major order. Raises ValueError for a tensor with more elements than its
-    memory has, which a few bytes can describe."""
+    """All elements in row-major order. Raises ValueError for more elements than are stored."""
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise ValueError("a tensor is larger than what is stored of it")
     contiguous = tensor.detach().contiguous()
@@ -199,8 +198,7 @@ def whole(tensor: Tensor) -> Stored:
 
 @dataclass(kw_only=True, eq=False)
 class MappedSource(StateSource):
-    """A state whose tensors are `stored`, by key. Raises CheckpointError for a dtype that canonical
-    checkpoints lack."""
+    """A state with the tensors `stored`. Raises CheckpointError for a dtype that is not known."""
 
     where: str
     step: int

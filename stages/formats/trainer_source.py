@@ -195,8 +195,7 @@ def identify(saved: Sequence[Shape], candidates: Named, file: Path) -> list[str]
 
 
 def _first_fit(saved: Sequence[Shape], candidates: Named) -> list[str] | None:
-    """Greedy match, in order, of the saved shapes to candidates. Matches from both ends are the
-    same exactly if there is only one."""
+    """A greedy match, in order. From both ends it is the same exactly if there is only one."""
     found = []
     rest = iter(candidates)
     for shape in saved:

@@ -161,8 +161,7 @@ def names(value: Any) -> list[str]:
 
 
 def choice(known: Collection[str], hint: str = "", *, blocks: bool = False) -> Read:
-    """Return a reader of the known texts, in upper or lower case. With a mapping, it returns their
-    values."""
+    """Return a reader of the known texts in any case; with a mapping, it returns their values."""
 
     def read(value: Any) -> Any:
         key = str(value).lower()

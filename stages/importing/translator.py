@@ -74,7 +74,7 @@ class HuggingFace(Translator):
         outcomes = reader.report.outcomes()
         blocked = any(outcome.blocks for outcome in outcomes)
         return Translation(
-            recipe=None if blocked else draft.recipe(),
+            recipe=None if blocked else {**draft.header, "stages": draft.slots},
             notes=draft.notes,
             missing={} if blocked else draft.missing,
             outcomes=outcomes,

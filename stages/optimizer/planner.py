@@ -74,8 +74,7 @@ class AdamWPlanner(Planner[AdamW]):
 
 
 def _taking(size: float, build: Callable[..., Any], groups: list[dict[str, Any]]) -> Any:
-    """An optimizer whose compiled updates, which a trace cannot see into, only allocate `size`
-    bytes for each element of a parameter."""
+    """An optimizer whose compiled updates only allocate `size` bytes per element of a parameter."""
     import torch
 
     optimizer = build(groups)

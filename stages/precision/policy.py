@@ -20,15 +20,13 @@ class PrecisionPolicy:
     """Dtype of parameters, activations and inputs in forward and backward."""
 
     master: DtypeName = "fp32"
-    """Dtype of the weights that the optimizer updates. Below fp32, small updates are lost to
-    rounding."""
+    """Dtype of the weights that the optimizer updates. Below fp32, rounding loses small updates."""
 
     reduce: DtypeName = "fp32"
     """Dtype of gradients while they are averaged over ranks."""
 
     buffer: DtypeName | None = None
-    """Dtype of floating-point buffers; null keeps what the model declares (rotary tables are
-    fp32)."""
+    """Dtype of floating buffers; null keeps what the model declares (rotary tables are fp32)."""
 
     initial_loss_scale: Annotated[float, Gt(0)] = 65536.0
     """With fp16 compute: the loss scale to start from, a power of two."""

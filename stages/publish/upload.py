@@ -127,8 +127,7 @@ def _differences(addition: CommitOperationAdd, remote: Mapping[str, RepoFile]) -
 
 
 def contents(model: ExportedModel) -> dict[str, Path]:
-    """Listed files and all files of listed folders, by name. Raises StageError for a file that is
-    missing or lies outside of the export."""
+    """All listed files by name. Raises StageError for one that is missing or elsewhere."""
     found = {}
     for place in (model.folder / listed for listed in model.files):
         inside = [path for path in place.rglob("*") if not path.is_dir()]

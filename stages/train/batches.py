@@ -37,8 +37,7 @@ def microbatches(count: int, shard: DataAxis, micro_batch_size: int) -> list[tup
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Token ids, labels and, if any sample is packed, positions of one forward pass; int64, shape
-    (samples, length)."""
+    """Token ids, labels and, with packed samples, positions; int64, shape (samples, length)."""
 
     input_ids: Tensor
     labels: Tensor
@@ -154,8 +153,7 @@ class Feed:
             yield self._data.train[index]
 
     def microbatches(self, position: int) -> Iterator[tuple[MicroBatch, bool, BatchStats]]:
-        """This rank's micro-batches of the step at `position`, each with whether it is the last,
-        and its statistics."""
+        """This rank's micro-batches of a step, whether each is the last, and its statistics."""
         shares = self._shares(position)
         batches = self._prepared(position, shares)
         for number in range(len(shares)):
@@ -179,8 +177,7 @@ class Feed:
         return [indices[start:end] for start, end in microbatches(count, self._shard, self._micro)]
 
     def _prepared(self, position: int, shares: list[list[int]]) -> Iterator[Prepared]:
-        """The micro-batches of the step at `position`; threads prepare those of the next step
-        meanwhile."""
+        """A step's micro-batches; threads prepare those of the next step meanwhile."""
         pool = self._pool
         if pool is None:
             yield from map(self._prepare, shares)

@@ -46,8 +46,7 @@ class Cost:
 
 
 def known_peak(engine: Engine) -> float | None:
-    """Operations per second of the engine's device; None without a GPU that is known, and in
-    fp32."""
+    """Operations per second of the engine's device; None in fp32, and for unknown GPUs."""
     if engine.device.type != "cuda" or engine.describe().get("compute") not in NARROW:
         return None
     device = find_accelerator(torch.cuda.get_device_name(engine.device))
@@ -55,8 +54,7 @@ def known_peak(engine: Engine) -> float | None:
 
 
 def known_cost(engine: Engine, peak: float | None) -> Cost | None:
-    """Cost of a token; None without a `peak`, for a mixture of experts, and for a model without the
-    usual config."""
+    """Cost of a token; None without a `peak`, and for mixtures of experts."""
     model = next((m for m in engine.model.modules() if isinstance(m, PreTrainedModel)), None)
     if model is None or peak is None:
         return None

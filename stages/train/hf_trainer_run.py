@@ -105,8 +105,7 @@ def complete_checkpoints(root: Path) -> list[Path]:
 
 
 def _newest(ctx: Context) -> tuple[Path | None, Progress]:
-    """The newest checkpoint that rank 0 finds, and its progress, on every rank. Raises
-    CheckpointError if it is damaged."""
+    """The newest checkpoint that rank 0 finds, and its progress. Raises CheckpointError."""
     name = None
     if ctx.dist.is_main:
         name = "".join(path.name for path in complete_checkpoints(_root(ctx))[-1:])
@@ -238,8 +237,7 @@ class _Recorder(TrainerCallback):  # type: ignore[misc]
         advance(self.progress, self.feed)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any, **rest: Any) -> None:
-        """Record the step, and evaluate if it is due (collective). Raises StageError for a
-        gradient that is not finite."""
+        """Record the step; evaluate if it is due. Raises StageError for a non-finite gradient."""
         if "loss" not in logs:
             return
         progress, norm, loss = self.progress, float(logs["grad_norm"]), float(logs["loss"])

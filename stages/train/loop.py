@@ -110,8 +110,7 @@ class Training:
     save: Save = field(init=False)
 
     def run(self) -> str:
-        """Train to the last step, or until early stopping, and save (collective). Returns the last
-        checkpoint's address."""
+        """Train, and save (collective). Returns the last checkpoint's address."""
         self._begin()
         while self._goes_on():
             number = self.progress.step + 1
@@ -181,8 +180,7 @@ class Training:
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
-        """Show steps that have not been shown, and leave the body's time out of the speed of
-        training."""
+        """Show all steps so far, and leave the body's time out of the speed of training."""
         self.reporter.show()
         yield
         self.meter.restart(self.progress)

@@ -36,8 +36,7 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
         return {"loss_chunk_size": self.stage.loss_chunk_size}
 
     def for_benchmark(self, trial: Trial) -> TrainCausalLm:
-        """A trial without evaluations. The micro-batch is the stage's own, or the one that follows
-        from the trial's `procs`."""
+        """A trial without evaluations, with the micro-batch of the stage or of `procs`."""
         return replace(
             self.stage,
             steps=trial.steps,

@@ -33,8 +33,7 @@ Rows = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class Run(NamedTuple):
-    """Elements [start, start + length) of a result, which are elements [at, at + length) of the
-    flattened `source`."""
+    """Elements [start, start + length) of a result: from `at` on in the flattened `source`."""
 
     start: int
     source: str

@@ -28,8 +28,7 @@ class _Place(NamedTuple):
 
 
 class SafetensorsReader(TensorReader):
-    """Tensors by their names in the files. Raises StageError for a damaged file, and for a name
-    that two of the files have."""
+    """Tensors of all files. Raises StageError for a damaged file, and for a name in two files."""
 
     as_stored = True
 
