@@ -6,15 +6,12 @@ import hashlib
 import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from pipeline import WEIGHT, CheckpointError, TensorSpec, Weights
 from pipeline.checkpoint import DTYPES, Reading, StateSource, as_bytes, open_state
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def open_weights(address: str, *, verify: bool = True, average: str | None = None) -> Weights:

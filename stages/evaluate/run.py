@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,16 +19,12 @@ from stages.data import tokenize
 from stages.data.documents import read_documents
 from stages.data.fields import Source
 from stages.data.sources import open_source
-from stages.evaluate.lm import FILE, WINDOW, EvaluatedModel
+from stages.evaluate.lm import FILE, WINDOW, EvaluatedModel, EvaluateLm
 from stages.export.proof import loading
 from stages.model import compat
 from stages.model.declared import outline
 from stages.train.batches import collate
 from stages.train.loss import SummedLoss
-
-if TYPE_CHECKING:
-    from stages.evaluate.lm import EvaluateLm
-
 
 BRIEF = 2
 """Windows that a dry run scores."""

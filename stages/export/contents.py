@@ -7,10 +7,13 @@ import functools
 import gc
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
+
+from torch import Tensor
 
 from pipeline import ExportError, ModelSource, StageError, TensorReader, Weights, torch_dtype
 from stages.adapter.compat import WEIGHTS, name_in_file
+from stages.adapter.lora import AdaptedModel
 from stages.export.manifest import Proof
 from stages.export.plan import ExportPlan, digest, make_plan
 from stages.export.proof import compare, loaded, logits, record, reference, token_ids, with_adapter
@@ -21,11 +24,6 @@ from stages.model.declared import outline
 from stages.weights.change import renamed
 from stages.weights.converted import ConvertedReader
 from stages.weights.views import CastReader, JoinedReader
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from stages.adapter.lora import AdaptedModel
 
 MERGED_TOLERANCE = 1e-4
 """Largest relative difference of fp32 logits that may come from adding before multiplying."""

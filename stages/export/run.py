@@ -10,7 +10,7 @@ import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline import (
     Context,
@@ -23,13 +23,10 @@ from pipeline import (
 )
 from pipeline.utils import Throughput, human, plural, replace_text
 from stages.export import target
+from stages.export.contents import Contents
 from stages.export.manifest import Manifest, WeightFile, facts_of, write_card
-from stages.export.plan import INDEX, index
+from stages.export.plan import INDEX, ExportPlan, index
 from stages.export.weight_files import Shard, check, prove_files, write
-
-if TYPE_CHECKING:
-    from stages.export.contents import Contents
-    from stages.export.plan import ExportPlan
 
 
 def export(

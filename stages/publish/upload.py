@@ -9,7 +9,6 @@ import textwrap
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, get_token
@@ -17,13 +16,9 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils.sha import git_hash
 
-from pipeline import ExportedModel, StageError, in_words
+from pipeline import Context, ExportedModel, StageError, in_words
 from pipeline.utils import align, human, plural
-from stages.publish.hub import LOGIN, TOKEN, PublishedModel
-
-if TYPE_CHECKING:
-    from pipeline import Context
-    from stages.publish.hub import PublishHub
+from stages.publish.hub import LOGIN, TOKEN, PublishedModel, PublishHub
 
 MAIN = "main"
 CARD = "README.md"

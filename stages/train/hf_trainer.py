@@ -70,36 +70,16 @@ class HfTrainer(BatchPlan):
 
 
 FREE = frozenset(
-    [
-        "activation_checkpointing",
-        "activation_checkpointing_kwargs",
-        "ddp_broadcast_buffers",
-        "ddp_bucket_cap_mb",
-        "ddp_find_unused_parameters",
-        "ddp_static_graph",
-        "debug",
-        "full_determinism",
-        "gradient_checkpointing",
-        "gradient_checkpointing_kwargs",
-        "liger_kernel_config",
-        "log_level",
-        "log_level_replica",
-        "neftune_noise_alpha",
-        "project",
-        "report_to",
-        "run_name",
-        "skip_memory_metrics",
-        "tf32",
-        "torch_compile",
-        "torch_compile_backend",
-        "torch_compile_mode",
-        "torch_empty_cache_steps",
-        "trackio_bucket_id",
-        "trackio_space_id",
-        "trackio_static_space_id",
-        "use_liger_kernel",
-    ]
-)
+    {
+        "activation_checkpointing", "activation_checkpointing_kwargs", "ddp_broadcast_buffers",
+        "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph", "debug",
+        "full_determinism", "gradient_checkpointing", "gradient_checkpointing_kwargs",
+        "liger_kernel_config", "log_level", "log_level_replica", "neftune_noise_alpha", "project",
+        "report_to", "run_name", "skip_memory_metrics", "tf32", "torch_compile",
+        "torch_compile_backend", "torch_compile_mode", "torch_empty_cache_steps",
+        "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id", "use_liger_kernel",
+    }
+)  # fmt: skip
 """TrainingArguments that no slot decides and that change neither samples, loss nor checkpoints."""
 
 

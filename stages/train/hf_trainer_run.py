@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed
@@ -37,6 +37,7 @@ from pipeline.utils import sync, sync_tree
 from stages.formats.stored import PROGRESS, read_json
 from stages.train.batches import Feed, MicroBatch, collate, microbatches
 from stages.train.evaluation import mean_loss, record_evaluation
+from stages.train.hf_trainer import HfTrainer
 from stages.train.lineage import lineage, require_same_lineage
 from stages.train.loss import SummedLoss
 from stages.train.report import Reporter
@@ -44,9 +45,6 @@ from stages.train.step import advance
 from stages.wrap.accelerate_compat import reset_state
 from stages.wrap.build import build_module, named_parameters
 from stages.wrap.load_weights import stored_tensors
-
-if TYPE_CHECKING:
-    from stages.train.hf_trainer import HfTrainer
 
 
 def train(

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipeline import Data, ModelSource, Progress, ResumeRefused
-
-if TYPE_CHECKING:
-    from pipeline import Context
-    from stages.train.settings import BatchPlan
+from pipeline import Context, Data, ModelSource, Progress, ResumeRefused
+from stages.train.settings import BatchPlan
 
 SHOWN = 12
 """Characters of a digest in a message."""

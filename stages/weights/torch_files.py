@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from pipeline import StageError, TensorReader, TensorSpec
 from pipeline.checkpoint import CHUNK
 from stages.formats.stored import flattened, load
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 T = TypeVar("T")
 

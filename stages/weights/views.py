@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from pipeline import StageError, TensorReader, TensorSpec
 from stages.weights.torch_files import named
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class ReaderView(TensorReader):
