@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import ByteSize, Field, TypeAdapter
+from pydantic import ByteSize, TypeAdapter
 
 from pipeline import (
     Context,
@@ -19,9 +19,6 @@ from pipeline import (
     TrainedRun,
     Weights,
 )
-
-SIZE = r"(?i)^\s*\d+(\.\d+)?\s*([KMGT]I?)?B\s*$"
-"""A number and a unit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,8 +77,15 @@ class ExportSafetensors(ExportSettings):
     dtype: Literal["fp32", "bf16", "fp16", "source"] = "bf16"
     """Dtype of the floating point weights in the files; `source` keeps the dtype that each tensor
     has in the model that was trained from."""
-    max_shard_size: Annotated[str, Field(pattern=SIZE)] = "5GB"
+    max_shard_size: str = "5GB"
     """Largest size of one weight file (`5GB`, `512MiB`); a larger tensor gets a file of its own."""
+
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        yield from super().check(plan)
+        try:
+            parse_size(self.max_shard_size)
+        except ValueError:
+            yield Problem(key="max_shard_size", message="is not a size", hint="write 5GB or 512MiB")
 
     def run(
         self, ctx: Context, weights: Weights, model: ModelSource, trained: TrainedRun | None = None

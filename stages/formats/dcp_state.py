@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pipeline import WEIGHT, CheckpointError, EngineState, ParameterGroup
 from pipeline.checkpoint import Reading, StateSource, appearing
+from stages.formats import stored
 from stages.formats.dcp_compat import (
     Item,
     Keys,
@@ -23,16 +24,7 @@ from stages.formats.dcp_compat import (
     read_items,
     write_state_dict,
 )
-from stages.formats.stored import (
-    MOMENTS,
-    SETTINGS,
-    MappedSource,
-    Stored,
-    fresh_progress,
-    require_moments,
-    settings,
-    weights_of,
-)
+from stages.formats.stored import MOMENTS, Stored
 
 MODEL, OPTIMIZER, STEP = "model", "optimizer", "step"
 MAPPED = 1024
@@ -55,10 +47,10 @@ def open_dcp(folder: Path, parts: Sequence[Path], reading: Reading) -> StateSour
     weights, optimizer = _weights(items), _optimizer(items)
     _require_state(folder, weights, optimizer, reading)
     load = functools.lru_cache(MAPPED)(map_chunk)
-    stored = {f"{WEIGHT}/{name}": _stored(item, name, load) for name, item in weights.items()}
-    aliases = dict(_aliases(stored, [name for name in optimizer.moments if name in weights]))
+    found = {f"{WEIGHT}/{name}": _stored(item, name, load) for name, item in weights.items()}
+    aliases = dict(_aliases(found, [name for name in optimizer.moments if name in weights]))
     for alias in aliases:
-        del stored[f"{WEIGHT}/{alias}"]
+        del found[f"{WEIGHT}/{alias}"]
     updates = {
         name: int(load_value(optimizer.counts[name], f"{name}.{STEP}"))
         for name in optimizer.moments
@@ -66,15 +58,15 @@ def open_dcp(folder: Path, parts: Sequence[Path], reading: Reading) -> StateSour
     }
     if not reading.weights_only:
         for name, kinds in optimizer.moments.items():
-            stored |= {f"{k}/{name}": _stored(item, name, load) for k, item in kinds.items()}
+            found |= {f"{k}/{name}": _stored(item, name, load) for k, item in kinds.items()}
     step = max(updates.values(), default=0)
     trained = optimizer.moments.keys() | aliases.keys()
-    return MappedSource(
+    return stored.MappedSource(
         where=str(folder),
         step=step,
         world_size=_world_size(items.values()),
         writer={"format": "dcp"},
-        progress=fresh_progress(step, reading.samples),
+        progress=stored.fresh_progress(step, reading.samples),
         state=EngineState(
             aliases=aliases,
             frozen=[name for name in weights if name not in trained],
@@ -83,7 +75,7 @@ def open_dcp(folder: Path, parts: Sequence[Path], reading: Reading) -> StateSour
             moments=[] if reading.weights_only else list(MOMENTS),
             loss_scale=None,
         ),
-        stored=stored,
+        stored=found,
     )
 
 
@@ -125,7 +117,7 @@ def _require_state(
             f"{folder}: holds no optimizer state", hint="--weights-only takes the weights alone"
         )
     for name, kinds in optimizer.moments.items():
-        require_moments(kinds, str(folder), name)
+        stored.require_moments(kinds, str(folder), name)
         if name not in weights:
             raise CheckpointError(f"{folder}: holds optimizer state of {name}, but no weight")
 
@@ -143,13 +135,13 @@ def _stored(item: Item, name: str, load: Callable[..., Tensor]) -> Stored:
     )
 
 
-def _aliases(stored: Mapping[str, Stored], trained: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _aliases(found: Mapping[str, Stored], trained: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Untrained matrices that equal a trained one: other names of a tied weight."""
-    for key, tensor in stored.items():
+    for key, tensor in found.items():
         name = key.removeprefix(f"{WEIGHT}/")
         if name not in trained and len(tensor.shape) > 1:
             for other in trained:
-                if _equal(tensor, stored[f"{WEIGHT}/{other}"]):
+                if _equal(tensor, found[f"{WEIGHT}/{other}"]):
                     yield name, other
                     break
 
@@ -174,17 +166,17 @@ def _groups(optimizer: Optimizer) -> Iterator[ParameterGroup]:
     numbers = sorted(filter(str.isdecimal, optimizer.settings), key=int)
     for number in numbers:
         values = _values(optimizer, number, "params")
-        yield ParameterGroup(settings=settings(values), parameters=values["params"])
+        yield ParameterGroup(settings=stored.settings(values), parameters=values["params"])
     found: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for name in () if numbers else optimizer.moments:
-        own = settings(_values(optimizer, name))
+        own = stored.settings(_values(optimizer, name))
         found.setdefault(str(own), (own, []))[1].append(name)
     for own, names in found.values():
         yield ParameterGroup(settings=own, parameters=names)
 
 
 def _values(optimizer: Optimizer, name: str, *more: str) -> dict[str, Any]:
-    wanted = (*SETTINGS, "initial_lr", *more)
+    wanted = (*stored.SETTINGS, "initial_lr", *more)
     items = optimizer.settings.get(name, {})
     return {key: load_value(items[key], f"{name}.{key}") for key in wanted if key in items}
 
@@ -197,7 +189,7 @@ def write_dcp(source: StateSource, folder: Path) -> Sequence[str]:
             f"{source.where}: only weights and Adam's moments can be written, here are "
             + ", ".join(state.moments)
         )
-    own = {name: entry.key for name, entry in weights_of(source).items()}
+    own = {name: entry.key for name, entry in stored.weights_of(source).items()}
     tied = {alias: own[name] for alias, name in state.aliases.items()}
     moments = {
         f"state.{name}.{kind}": f"{kind}/{name}" for name in state.updates for kind in MOMENTS
@@ -228,10 +220,10 @@ def _optimizer_values(source: StateSource) -> Iterator[tuple[str, Any]]:
 
 def _all_settings(own: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A group of torch's AdamW, of which loading needs every setting."""
-    if set(own) != set(SETTINGS):
+    if set(own) != set(stored.SETTINGS):
         raise CheckpointError(
             f"{where}: the optimizer has the settings {', '.join(sorted(own))}; only AdamW's "
-            f"{', '.join(SETTINGS)} can be converted"
+            f"{', '.join(stored.SETTINGS)} can be converted"
         )
     known = {**own, "betas": tuple(own["betas"])}
     (group,) = torch.optim.AdamW([torch.zeros(1)], **known).param_groups

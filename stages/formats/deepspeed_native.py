@@ -21,21 +21,7 @@ from torch import Tensor
 from pipeline import WEIGHT, CheckpointError, EngineState, LossScale, ParameterGroup, Progress
 from pipeline.checkpoint import Reading, StateSource, random_key
 from stages.formats import stored
-from stages.formats.stored import (
-    MOMENTS,
-    PROGRESS,
-    MappedSource,
-    Shape,
-    Stored,
-    flattened,
-    fresh_progress,
-    joined,
-    read_json,
-    require_moments,
-    settings,
-    understood,
-    whole,
-)
+from stages.formats.stored import MOMENTS, Shape, Stored, flattened, joined, whole
 
 Saved = Mapping[str, Any]
 _FILE = re.compile(
@@ -108,13 +94,13 @@ def open_native(folder: Path, state: Path, reading: Reading) -> StateSource:
     frozen = dict(_frozen_shards(models) if sharded else _frozen(model, groups))
     buffers = {name: whole(model["module"][name]) for name in model["buffer_names"]}
     step = int(model["global_steps"])
-    return MappedSource(
+    return stored.MappedSource(
         where=str(folder),
         step=step,
         world_size=len(ranks),
         writer={"format": "deepspeed", "packages": {"deepspeed": model.get("ds_version")}},
         progress=_own_progress(folder)
-        or fresh_progress(step, reading.samples, int(model.get("skipped_steps") or 0)),
+        or stored.fresh_progress(step, reading.samples, int(model.get("skipped_steps") or 0)),
         state=EngineState(
             aliases=dict(model["shared_params"]),
             frozen=list(frozen),
@@ -238,7 +224,7 @@ def _require_same_places(
 
 def _require_optimizer(group: FlatGroup, folder: Path) -> None:
     name = next(iter(group.shapes), "a parameter")
-    require_moments(group.flats.keys() - {WEIGHT}, str(folder), name)
+    stored.require_moments(group.flats.keys() - {WEIGHT}, str(folder), name)
     if len(group.counts) != 1 or -1 in group.counts:
         raise CheckpointError(f"{folder}: ranks differ in the number of updates, or have none")
 
@@ -247,7 +233,7 @@ def _optimizer_groups(groups: Sequence[FlatGroup]) -> Iterator[ParameterGroup]:
     for _, parts in itertools.groupby(groups, key=lambda group: group.number):
         first, *others = parts
         names = [name for group in (first, *others) for name in group.shapes]
-        yield ParameterGroup(settings=settings(first.settings), parameters=names)
+        yield ParameterGroup(settings=stored.settings(first.settings), parameters=names)
 
 
 def _trained(groups: Sequence[FlatGroup], kinds: Sequence[str]) -> Iterator[tuple[str, Stored]]:
@@ -282,17 +268,17 @@ def loss_scale(saved: Saved) -> LossScale | None:
 
 def _own_progress(folder: Path) -> dict[str, Any] | None:
     """The progress of a pipetrain run; None for another tool's checkpoint."""
-    file = folder / PROGRESS
+    file = folder / stored.PROGRESS
     if not file.is_file():
         return None
-    with understood(file, "pipe"):
-        return vars(Progress.from_record(read_json(file)["progress"]))
+    with stored.understood(file, "pipe"):
+        return vars(Progress.from_record(stored.read_json(file)["progress"]))
 
 
 def _own_random(folder: Path) -> Iterator[tuple[str, Stored]]:
     """States of the generators of every rank of a pipetrain run, by key."""
     for file in folder.glob("random-*.json"):
         rank = int(file.stem.removeprefix("random-"))
-        for name, text in read_json(file).items():
+        for name, text in stored.read_json(file).items():
             data = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
             yield random_key(rank, name), whole(data)
