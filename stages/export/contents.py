@@ -65,7 +65,17 @@ class ModelContents:
         if self.weights is not self.trained:
             merged = logits(reference(self.source.export_view, self.weights), ids)
             compare(merged, trained_logits(self.source, self.trained, ids), MERGED_TOLERANCE)
-        return prove_model(folder, self.source.export_view, plan, ids)
+        with loaded(folder, trust_remote_code=compat.is_remote_code(plan.outline)) as model:
+            name, trained = type(model).__name__, type(plan.outline).__name__
+            if name != trained:
+                raise ExportError(f"the export loads as {name}, trained was {trained}")
+            dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+            found = logits(model, ids)
+            del model
+        gc.collect()
+        # Both run on the CPU, one after the other, the reference one block at a time.
+        expected = logits(reference(self.source.export_view, plan.tensors, dtypes), ids)
+        return record(ids, found, expected)
 
     def close(self) -> None:
         """Close the weights that adapters were merged into."""
@@ -140,22 +150,6 @@ class AdapterContents:
 
 
 Contents = ModelContents | AdapterContents
-
-
-def prove_model(folder: Path, source: ModelSource, plan: ExportPlan, ids: Tensor) -> Proof:
-    """Load the folder as a user would and compare its logits with a reference: the declared module
-    with the checkpoint's values, in the loaded one's dtypes, one block in memory at a time. Both
-    run on the CPU, one after the other. Raises ExportError."""
-    trusted = compat.is_remote_code(plan.outline)
-    with loaded(folder, trust_remote_code=trusted) as model:
-        name, trained = type(model).__name__, type(plan.outline).__name__
-        if name != trained:
-            raise ExportError(f"the export loads as {name}, trained was {trained}")
-        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        found = logits(model, ids)
-        del model
-    gc.collect()
-    return record(ids, found, logits(reference(source, plan.tensors, dtypes), ids))
 
 
 def trained_logits(source: ModelSource, trained: TensorReader, ids: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from xxhash import xxh3_64_hexdigest
 
 from pipeline import ENGINE_FILE, EXPORT_MANIFEST, Context, ExportError, ModelSource, TrainedRun
 from pipeline.utils import human, replace_text
-from stages.adapter.lora import QuantType
 
 if TYPE_CHECKING:
     from stages.export.plan import ExportPlan
@@ -26,11 +25,11 @@ BLOCK = 1 << 24
 """Bytes of a tensor that are written, checksummed and read back as one."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True)
 
 
-class WeightFile(_Strict):
+class WeightFile(_Frozen):
     """A finished weight file."""
 
     size: int
@@ -41,7 +40,7 @@ class WeightFile(_Strict):
     """Name -> checksums of its blocks."""
 
 
-class Position(_Strict):
+class Position(_Frozen):
     """A summary of the logits at one position of the prompt."""
 
     norm: float
@@ -50,7 +49,7 @@ class Position(_Strict):
     """The largest ones: token and logit."""
 
 
-class Proof(_Strict):
+class Proof(_Frozen):
     """The logits that an export computed when it was made."""
 
     prompt: list[int]
@@ -58,11 +57,9 @@ class Proof(_Strict):
     logits: list[Position]
     difference: float
     """Largest difference of any logit to the trained model's when the export was made."""
-    quantize: QuantType | None = None
-    """The 4-bit type of the layers below an adapter in earlier versions; read, not written."""
 
 
-class Manifest(_Strict):
+class Manifest(_Frozen):
     """The state of an export: unfinished while `proof` is None, then proven."""
 
     writer: str = WRITERS[0]

@@ -19,7 +19,7 @@ from pipeline.hardware import free_memory
 from pipeline.utils import plural
 from stages.adapter.compat import CONFIG, PREFIX, import_peft, name_in_file, quiet
 from stages.export import manifest
-from stages.export.manifest import BLOCK, CARD, Manifest, Position, Proof, WeightFile, names_in
+from stages.export.manifest import BLOCK, CARD, Manifest, Position, Proof, names_in
 from stages.export.weight_files import Shard, prove_files
 from stages.model import compat
 from stages.model.declared import outline, refuse_differences, ties
@@ -231,14 +231,11 @@ def verify(folder: Path, report: Callable[[str], object], *, trust_remote_code: 
         report("an adapter is not run again: that needs its base model")
         return
     with loaded(folder, trust_remote_code=trust_remote_code) as model:
-        difference = _run_again(model, proof)
+        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+        again = logits(model, torch.tensor([proof.prompt]))
+        difference = recognise(again, proof.logits, coarsest)
     report(f"the model computes what it did (largest difference {difference:.2g})")
-
-
-def _run_again(model: nn.Module, proof: Proof) -> float:
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-    return recognise(logits(model, torch.tensor([proof.prompt])), proof.logits, coarsest)
 
 
 def prove_bytes(folder: Path, *, strict: bool) -> tuple[Manifest, Proof]:
@@ -259,12 +256,10 @@ def prove_bytes(folder: Path, *, strict: bool) -> tuple[Manifest, Proof]:
             raise ExportError(f"{folder / name}: missing")
         if xxh3_64_hexdigest((folder / name).read_bytes()) != expected:
             raise ExportError(f"{folder / name}: is not as it was written")
-    parts = [_shard(name, entry) for name, entry in found.weights.items()]
+    parts = []
+    for name, entry in found.weights.items():
+        specs = {n: TensorSpec(shape, DTYPES[code]) for n, (code, shape) in entry.tensors.items()}
+        parts.append(Shard(file=name, tensors=specs))
     sums = {name: entry.sums for name, entry in found.weights.items()}
     prove_files(folder, parts, sums, DistContext(device=torch.device("cpu")))
     return found, found.proof
-
-
-def _shard(name: str, entry: WeightFile) -> Shard:
-    specs = {n: TensorSpec(shape, DTYPES[code]) for n, (code, shape) in entry.tensors.items()}
-    return Shard(file=name, tensors=specs)

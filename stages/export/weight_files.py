@@ -94,7 +94,9 @@ def write(
     blocks = [block for part in parts for block in part.blocks()]
     if dist.is_main:
         for part in parts:
-            _create(folder / part.file, part)
+            with opened(folder / part.file, "wb", permissions=0o666) as out:
+                out.write(part.header())
+                out.truncate(part.total)
     dist.barrier()
     own = share(blocks, dist.rank, dist.world_size)
     mine: list[str] = []
@@ -106,12 +108,6 @@ def write(
     for block, one in zip(blocks, all_sums, strict=True):
         found[block.file].setdefault(block.name, []).append(one)
     return found
-
-
-def _create(file: Path, part: Shard) -> None:
-    with opened(file, "wb", permissions=0o666) as out:
-        out.write(part.header())
-        out.truncate(part.total)
 
 
 def _write_blocks(

@@ -15,15 +15,8 @@ from torch import Tensor
 
 from pipeline import WEIGHT, CheckpointError, EngineState, ParameterGroup
 from pipeline.checkpoint import Reading, StateSource, appearing
-from stages.formats import stored
-from stages.formats.dcp_compat import (
-    Item,
-    Keys,
-    load_value,
-    map_chunk,
-    read_items,
-    write_state_dict,
-)
+from stages.formats import dcp_compat, stored
+from stages.formats.dcp_compat import Item, Keys
 from stages.formats.stored import MOMENTS, Stored
 
 MODEL, OPTIMIZER, STEP = "model", "optimizer", "step"
@@ -43,16 +36,16 @@ def open_dcp(folder: Path, parts: Sequence[Path], reading: Reading) -> StateSour
     """The state in the folders `parts` of `folder`. Raises CheckpointError."""
     items: dict[Keys, Item] = {}
     for part in parts:
-        items |= read_items(part)
+        items |= dcp_compat.read_items(part)
     weights, optimizer = _weights(items), _optimizer(items)
     _require_state(folder, weights, optimizer, reading)
-    load = functools.lru_cache(MAPPED)(map_chunk)
+    load = functools.lru_cache(MAPPED)(dcp_compat.map_chunk)
     found = {f"{WEIGHT}/{name}": _stored(item, name, load) for name, item in weights.items()}
     aliases = dict(_aliases(found, [name for name in optimizer.moments if name in weights]))
     for alias in aliases:
         del found[f"{WEIGHT}/{alias}"]
     updates = {
-        name: int(load_value(optimizer.counts[name], f"{name}.{STEP}"))
+        name: int(dcp_compat.load_value(optimizer.counts[name], f"{name}.{STEP}"))
         for name in optimizer.moments
         if name in optimizer.counts or not reading.weights_only
     }
@@ -178,7 +171,9 @@ def _groups(optimizer: Optimizer) -> Iterator[ParameterGroup]:
 def _values(optimizer: Optimizer, name: str, *more: str) -> dict[str, Any]:
     wanted = (*stored.SETTINGS, "initial_lr", *more)
     items = optimizer.settings.get(name, {})
-    return {key: load_value(items[key], f"{name}.{key}") for key in wanted if key in items}
+    return {
+        key: dcp_compat.load_value(items[key], f"{name}.{key}") for key in wanted if key in items
+    }
 
 
 def write_dcp(source: StateSource, folder: Path) -> Sequence[str]:
@@ -197,7 +192,7 @@ def write_dcp(source: StateSource, folder: Path) -> Sequence[str]:
     keys = {MODEL: own | tied, **({OPTIMIZER: moments} if state.moments else {})}
     values = {OPTIMIZER: dict(_optimizer_values(source))} if state.moments else {}
     with appearing(folder) as partial:
-        write_state_dict(source, keys, values, partial)
+        dcp_compat.write_state_dict(source, keys, values, partial)
     notes = [
         "load it with torch.distributed.checkpoint.load into what get_model_state_dict and "
         "get_optimizer_state_dict(options=StateDictOptions(flatten_optimizer_state_dict=True)) "

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline import Context, PlanView, Problem, TrainedRun
+from pipeline import CheckpointError, Context, PlanView, Problem, Progress, TrainedRun
 from stages.checkpoint.settings import unknown_address
 
 
@@ -26,17 +27,13 @@ class FinishedTraining:
             yield Problem(key="checkpoint", message=f"no such folder: {self.checkpoint}")
 
     def run(self, ctx: Context) -> TrainedRun:
-        import contextlib
-
-        from pipeline import CheckpointError, Progress
         from pipeline.checkpoint import Reading, open_state
 
         address = self.checkpoint
         if "://" not in address:
             address = str(Path(address).expanduser().absolute())
-        with contextlib.closing(
-            open_state(address, Reading(weights_only=True, verify=False))
-        ) as state:
+        reading = Reading(weights_only=True, verify=False)
+        with contextlib.closing(open_state(address, reading)) as state:
             try:
                 progress = Progress.from_record(state.progress)
             except TypeError as error:

@@ -51,7 +51,7 @@ def test_earlier_export_is_replaced_only_by_a_proven_one(
         raise ExportError("no")
 
     with monkeypatch.context() as patch:
-        patch.setattr(contents, "prove_model", fail)
+        patch.setattr(contents.ModelContents, "prove", fail)
         with pytest.raises(ExportError):
             llama.export(dtype="fp32")
     assert torch.equal(stored(llama.folder)["model.norm.weight"], before["model.norm.weight"])
