@@ -24,7 +24,7 @@ def read_config(path: Path) -> ConfigFile:
         raise UsageError(f"{path}: is not UTF-8 text: {error.reason}") from error
     value = _from_json(text, path) if path.suffix == ".json" else _from_yaml(text, path)
     if not isinstance(value, dict):
-        raise UsageError(f"{path}: is no mapping of keys to values")
+        raise UsageError(f"{path}: does not map keys to values")
     return ConfigFile(path=path, content=value)
 
 

@@ -94,7 +94,7 @@ class Manifest(_Frozen):
 def load(folder: Path) -> Manifest | None:
     """The manifest of a finished or unfinished export; None for any other folder.
 
-    Raises ExportError when it is one of ours, but damaged.
+    Raises ExportError when it is damaged.
     """
     try:
         content = json.loads((folder / NAME).read_text("utf-8"))

@@ -79,11 +79,8 @@ def _digest_beside(ctx: Context, contents: Contents) -> str:
 
 def _from_main(ctx: Context, make: Callable[[], Manifest | None]) -> Manifest | None:
     """The manifest that rank 0 makes, on every rank (collective)."""
-    text = None
-    if ctx.dist.is_main:
-        made = make()
-        text = made.model_dump_json() if made else ""
-    text = ctx.dist.broadcast_str(text)
+    made = make() if ctx.dist.is_main else None
+    text = ctx.dist.broadcast_str(made.model_dump_json() if made else "")
     return Manifest.model_validate_json(text) if text else None
 
 

@@ -1,6 +1,6 @@
 """The folder an export goes to: claim it, fill a partial one beside it, swap.
 
-Only files that an earlier export of ours wrote are ever replaced: its manifest lists them.
+Only files that an earlier export wrote, by its manifest, are ever replaced.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def foreign(folder: Path) -> str | None:
     except ExportError as error:
         return str(error)
     if written is None:
-        return f"{folder} holds files that are not an export of ours"
+        return f"{folder} holds other files than an export by pipe"
     if written.proof is not None:
         found = manifest.names_in(folder) - set(written.files)
         found = found or {n for n, _ in written.beside(folder).items() - written.others.items()}

@@ -61,7 +61,7 @@ class Item(NamedTuple):
     boxes: Sequence[Box] = ()
     shape: Shape = ()
     dtype: torch.dtype | None = None
-    """None for a value that is no tensor."""
+    """None for a value that is not a tensor."""
 
 
 Keys = tuple[str, ...]

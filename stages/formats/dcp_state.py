@@ -118,7 +118,7 @@ def _require_state(
 def _stored(item: Item, name: str, load: Callable[..., Tensor]) -> Stored:
     kind = item.dtype
     if kind is None:
-        raise CheckpointError(f"{item.chunks[0].file}: the state of {name} is no tensor")
+        raise CheckpointError(f"{item.chunks[0].file}: the state of {name} is not a tensor")
     return Stored(
         shape=item.shape,
         dtype=kind,
@@ -200,7 +200,7 @@ def write_dcp(source: StateSource, folder: Path) -> Sequence[str]:
     ]
     if state.averages:
         kinds = ", ".join(state.averages)
-        notes.append(f"left out, as there is no place for it: {kinds} of the weights")
+        notes.append(f"left out, as the format lacks it: {kinds} of the weights")
     return notes
 
 

@@ -204,6 +204,6 @@ def _notes(source: StateSource) -> Iterator[str]:
     if len(state.updates) < len(stored.weights_of(source)):
         yield "DeepSpeed loads only trained parameters: load the others with the model"
     if state.averages:
-        yield f"left out, as there is no place for it: {', '.join(state.averages)} of the weights"
+        yield f"left out, as the format lacks it: {', '.join(state.averages)} of the weights"
     if state.loss_scale is not None:
         yield "left out: the loss scale, which begins anew"

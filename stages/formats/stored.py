@@ -57,7 +57,7 @@ def require_checksums(archive: zipfile.ZipFile) -> None:
 
 
 def explained(error: Exception, where: str) -> CheckpointError:
-    """What a restricted unpickler's error means: a refused class by its name, or a damaged file."""
+    """The meaning of a restricted unpickler's error: a refused class, or a damaged file."""
     text = str(error) or type(error).__name__
     refused = re.search(r"GLOBAL ([\w.]+)", text)
     if not isinstance(error, pickle.UnpicklingError) or not (refused or "Weights only" in text):

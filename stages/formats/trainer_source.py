@@ -76,7 +76,7 @@ def _weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     for file in safetensors_files(folder):
         try:
             with safe_open(file, "pt") as tensors:
-                for key in tensors.keys():  # noqa: SIM118 - it is no dict
+                for key in tensors.keys():  # noqa: SIM118 - it is not a dict
                     yield key, tensors.get_tensor(key)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: cannot be read: {error}") from error
@@ -115,7 +115,7 @@ def _build(config: Path) -> nn.Module:
         )
         kind = getattr(transformers, described.architectures[0])
         if not issubclass(kind, transformers.PreTrainedModel):
-            raise TypeError(f"{kind.__name__} is no model")
+            raise TypeError(f"{kind.__name__} is not a model")
         with torch.device("meta"):
             model: nn.Module = kind(described)
     except Exception as error:

@@ -28,9 +28,7 @@ NOT_ALLOWED = (401, 403, 404)
 
 def publish(stage: PublishHub, ctx: Context, model: ExportedModel) -> PublishedModel:
     """Upload on rank 0; every rank returns the same record."""
-    record = None
-    if ctx.dist.is_main:
-        record = json.dumps(_publish(stage, ctx, model).record())
+    record = json.dumps(_publish(stage, ctx, model).record()) if ctx.dist.is_main else None
     return PublishedModel.restore(json.loads(ctx.dist.broadcast_str(record)))
 
 

@@ -89,7 +89,7 @@ def _refused(arguments: Mapping[str, Any]) -> Iterator[Problem]:
             similar = closest(name, FREE)
             yield Problem(
                 key=f"arguments.{name}",
-                message="is no TrainingArgument, or a slot of the recipe decides it",
+                message="is not a TrainingArgument, or is set by a slot of the recipe",
                 hint=f"did you mean `{similar}`?" if similar else "",
             )
 

@@ -104,10 +104,8 @@ def complete_checkpoints(root: Path) -> list[Path]:
 
 def _newest(ctx: Context) -> tuple[Path | None, Progress]:
     """The newest checkpoint that rank 0 finds, and its progress. Raises CheckpointError."""
-    name = None
-    if ctx.dist.is_main:
-        name = "".join(path.name for path in complete_checkpoints(_root(ctx))[-1:])
-    name = ctx.dist.broadcast_str(name)
+    found = complete_checkpoints(_root(ctx))[-1:] if ctx.dist.is_main else []
+    name = ctx.dist.broadcast_str("".join(path.name for path in found))
     if not name:
         return None, Progress()
     newest = _root(ctx) / name

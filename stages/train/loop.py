@@ -80,16 +80,6 @@ def train(
     return TrainedRun(checkpoint=last, progress=progress)
 
 
-@dataclass(frozen=True)
-class Save:
-    """The newest checkpoint of this process."""
-
-    step: int
-    began: float = 0.0
-    stalled: float | None = None
-    """Seconds that training stood still; None for a checkpoint that was there at the start."""
-
-
 @dataclass(kw_only=True)
 class Training:
     """The loop from the step of `progress` on; it changes `progress` in place."""
@@ -107,7 +97,12 @@ class Training:
     callbacks: Callbacks
     evaluated: bool = field(init=False)
     """Whether the current weights have been evaluated."""
-    save: Save = field(init=False)
+    saved: int = field(init=False)
+    """Step of the newest checkpoint."""
+    began: float = 0.0
+    """Time at which its save began."""
+    stalled: float | None = None
+    """Seconds that training stood still for it; None if it was there at the start."""
 
     def run(self) -> str:
         """Train, and save (collective). Returns the last checkpoint's address."""
@@ -131,7 +126,7 @@ class Training:
     def _begin(self) -> None:
         progress, config, feed = self.progress, self.config, self.step.feed
         self.evaluated = "eval_loss" in progress.metrics
-        self.save = Save(progress.step)
+        self.saved = progress.step
         samples = feed.samples(progress.samples)
         verify_packing(self.step.engine, self.data, samples, self.step.loss)
         self.callbacks.restore(progress.callbacks)
@@ -201,15 +196,15 @@ class Training:
             began = time.perf_counter()
             self.checkpoints.save(progress)
             stalled = time.perf_counter() - began
-        if progress.step != self.save.step:  # another save of a step only amends its checkpoint
-            self.save = Save(progress.step, began, stalled)
+        if progress.step != self.saved:  # another save of a step only amends its checkpoint
+            self.saved, self.began, self.stalled = progress.step, began, stalled
 
     def _finish(self) -> str:
         """Wait until the last checkpoint is on disk; returns its address."""
         last = self.checkpoints.finish()
-        if self.save.stalled is not None:
-            seconds = time.perf_counter() - self.save.began
-            self.reporter.saved(self.progress.step, stalled=self.save.stalled, seconds=seconds)
+        if self.stalled is not None:
+            seconds = time.perf_counter() - self.began
+            self.reporter.saved(self.progress.step, stalled=self.stalled, seconds=seconds)
         return last
 
     def _recover(self, result: StepResult) -> None:

@@ -89,4 +89,4 @@ def _content(file: Path) -> Iterator[tuple[str, Tensor]]:
                 raise StageError(f"{file}: {name}: {error}") from error
             yield name, tensor
         elif name != "_metadata":
-            raise StageError(f"{file}: {name!r} is no tensor")
+            raise StageError(f"{file}: {name!r} is not a tensor")

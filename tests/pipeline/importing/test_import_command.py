@@ -110,7 +110,7 @@ def test_json_for_programs() -> None:
         ("a.json", '{"lr": 1, "lr": 2}', "error: a.json: `lr` is given twice"),
         ("a.yaml", "lr: 1\nlr: 2\n", "a.yaml:2:1: `lr` is given twice (first on line 1)"),
         ("a.yaml", "a: !!python/name:os.system\n", "a.yaml:1:4: tags such as "),
-        ("a.yaml", "- 1\n", "error: a.yaml: is no mapping of keys to values"),
+        ("a.yaml", "- 1\n", "error: a.yaml: does not map keys to values"),
         ("a.yaml", "some: thing\n", "error: a.yaml: its keys do not show which kind "),
         (
             "a.yaml",
