@@ -119,7 +119,9 @@ def facts_of(
     """Facts about the model and the run that trained it, one line each."""
     count = sum(len(part.tensors) for part in plan.parts)
     size = human(sum(part.size for part in plan.parts))
-    run = _training_run(ctx, trained)
+    # The run that trained the model: this one, or the checkpoint's.
+    folders = [ctx.run_dir] + ([Path(trained.checkpoint).parent.parent] if trained else [])
+    run = next((folder for folder in folders if (folder / ENGINE_FILE).is_file()), None)
     facts = {
         "name": run.name if run else Path(source.name).name,
         "architecture": type(plan.outline).__name__,
@@ -134,12 +136,6 @@ def facts_of(
         facts |= {name: f"{count:,}" for name, count in counts.items()}
         facts |= {name: f"{value:.6g}" for name, value in done.metrics.items()}
     return facts
-
-
-def _training_run(ctx: Context, trained: TrainedRun | None) -> Path | None:
-    """The folder of the run that trained the model: this one, or the checkpoint's, if any."""
-    folders = [ctx.run_dir] + ([Path(trained.checkpoint).parent.parent] if trained else [])
-    return next((folder for folder in folders if (folder / ENGINE_FILE).is_file()), None)
 
 
 def write_card(folder: Path, facts: Mapping[str, str], library: str, usage: str) -> None:

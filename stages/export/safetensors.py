@@ -116,5 +116,7 @@ class ExportSafetensors(ExportSettings):
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `5GB`, `512MiB`, `1.5 GB`."""
+    """Bytes of `5GB`, `512MiB`, `1.5 GB`. Raises ValueError."""
+    if not text.strip().upper().endswith("B"):
+        raise ValueError("a size has a unit, as in 5GB")
     return TypeAdapter(ByteSize).validate_python(text.strip())

@@ -91,8 +91,12 @@ def open_native(folder: Path, state: Path, reading: Reading) -> StateSource:
     model, moments = models[0], () if reading.weights_only else MOMENTS
     for group in groups if moments else ():
         _require_optimizer(group, state)
-    frozen = dict(_frozen_shards(models) if sharded else _frozen(model, groups))
     buffers = {name: whole(model["module"][name]) for name in model["buffer_names"]}
+    if sharded:
+        frozen = dict(_frozen_shards(models))
+    else:  # every rank has them whole
+        known = {*buffers, *model["shared_params"]}.union(*(group.shapes for group in groups))
+        frozen = {name: whole(t) for name, t in model["module"].items() if name not in known}
     step = int(model["global_steps"])
     return stored.MappedSource(
         where=str(folder),
@@ -243,14 +247,8 @@ def _trained(groups: Sequence[FlatGroup], kinds: Sequence[str]) -> Iterator[tupl
             yield f"{kind}/{name}", joined(group.shapes[name], parts)
 
 
-def _frozen(model: Saved, groups: Sequence[FlatGroup]) -> Iterator[tuple[str, Stored]]:
-    """Stages 1 and 2: parameters without a master, which every rank holds whole."""
-    known = {*model["buffer_names"], *model["shared_params"]}.union(*(g.shapes for g in groups))
-    yield from ((name, whole(t)) for name, t in model["module"].items() if name not in known)
-
-
 def _frozen_shards(models: Sequence[Saved]) -> Iterator[tuple[str, Stored]]:
-    """Stage 3: parameters without a master, of which each rank holds a part."""
+    """Parameters without a master under stage 3, of which each rank holds a part."""
     for name, shape in (models[0]["frozen_param_shapes"] or {}).items():
         places = _cut_each({name: shape}, len(models))[name]
         parts = [model["frozen_param_fragments"][name] for model in models]

@@ -142,17 +142,11 @@ def _enabled(dtype: str) -> Rule:
     return lambda value: automatic(value) if value == "auto" else on(value)
 
 
-def _scale(power: Any) -> float:
-    found = rules.whole(power)
-    if not 0 <= found <= 32:
-        raise WrongValueError(f"must be 0 to 32, a power of two, not {power!r}")
-    return float(2**found)
-
-
+SCALES = {str(power): float(2**power) for power in range(33)}
 FP16: Table = {
     "enabled": _enabled("fp16"),
     "loss_scale": allowed(0, hint="set loss_scale: 0"),
-    "initial_scale_power": sets("precision.initial_loss_scale", _scale),
+    "initial_scale_power": sets("precision.initial_loss_scale", rules.choice(SCALES)),
     "loss_scale_window": sets("precision.loss_scale_growth_interval", rules.positive),
 }
 BF16: Table = {

@@ -126,13 +126,9 @@ def _computing(events: Iterable[Event]) -> Iterator[Span]:
     ordered = sorted(events, key=lambda event: (event["ts"], -event.get("dur", 0)))
     for event, following in itertools.zip_longest(ordered, ordered[1:]):
         contains = following is not None and following["ts"] < _span(event)[1]
-        if not contains and _computes(event):
+        works = event.get("cat") == "cpu_op" and not event["name"].startswith(NO_WORK)
+        if works and "::" in event["name"] and not contains:
             yield _span(event)
-
-
-def _computes(event: Event) -> bool:
-    name = event["name"]
-    return event.get("cat") == "cpu_op" and "::" in name and not name.startswith(NO_WORK)
 
 
 def _span(event: Event) -> Span:
