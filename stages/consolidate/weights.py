@@ -15,11 +15,8 @@ from pipeline.checkpoint import DTYPES, Reading, StateSource, as_bytes, open_sta
 
 
 def open_weights(address: str, *, verify: bool = True, average: str | None = None) -> Weights:
-    """The weights of the checkpoint at a path or address, or their average of that kind. Raises
-    CheckpointError, and UsageError for a folder of no known format.
-
-    `verify` applies to formats with checksums of whole files; one process of several is enough.
-    """
+    """The weights of the checkpoint at a path or address, or their `average`. `verify` compares the
+    checksums of whole files, if the format has them. Raises CheckpointError, UsageError."""
     source = open_state(address, Reading(weights_only=True, verify=verify))
     if average is not None and average not in source.state.averages:
         source.close()

@@ -177,11 +177,9 @@ def measure(
 
 
 def windows(ids: Sequence[int], window: int, stride: int) -> Iterator[Sample]:
-    """The windows of a document, `stride` apart, each of at most `window` input tokens.
-
-    A window's labels are the tokens that no earlier window has. So each token but the first is a
-    label once, and a token beyond the first window has at least `window - stride` before it.
-    """
+    """The windows of a document, `stride` apart, each of at most `window` input tokens. Labels are
+    the tokens that no earlier window has: each token but the first is a label once, and one beyond
+    the first window has at least `window - stride` before it."""
     tokens = np.asarray(ids, dtype=np.int64)
     scored = 0
     for start in range(0, max(len(tokens) - 1, 0), stride):

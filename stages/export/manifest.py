@@ -92,10 +92,8 @@ class Manifest(_Frozen):
 
 
 def load(folder: Path) -> Manifest | None:
-    """The manifest of a finished or unfinished export; None for any other folder.
-
-    Raises ExportError when it is damaged.
-    """
+    """The manifest of an export, finished or not; None for any other folder. Raises ExportError
+    when it is damaged."""
     try:
         content = json.loads((folder / NAME).read_text("utf-8"))
     except (OSError, ValueError):

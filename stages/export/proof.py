@@ -217,11 +217,8 @@ def recognise(logits: Tensor, recorded: Sequence[Position], dtype: torch.dtype) 
 
 
 def verify(folder: Path, report: Callable[[str], object], *, trust_remote_code: bool) -> None:
-    """Read every byte, then load the model and run it, unless it is an adapter alone; `report`
-    takes a line for each step.
-
-    Raises ExportError for everything that differs from the finished export.
-    """
+    """Read every byte, then load the model, unless it is an adapter alone, and run it; `report`
+    takes a line for each step. Raises ExportError for any difference to the finished export."""
     found, proof = prove_bytes(folder, strict=True)
     report(f"as they were written: {plural(len(found.others), 'file')} beside the weights")
     tensors = sum(len(entry.tensors) for entry in found.weights.values())

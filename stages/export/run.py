@@ -12,15 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline import (
-    Context,
-    ExportedModel,
-    ExportError,
-    ModelSource,
-    StageError,
-    TrainedRun,
-    in_words,
-)
+from pipeline import Context, ExportedModel, ExportError, StageError, TrainedRun, in_words
 from pipeline.utils import Throughput, human, plural, replace_text
 from stages.export import target
 from stages.export.contents import Contents
@@ -34,7 +26,7 @@ def export(
 ) -> ExportedModel:
     """Write and prove (collective); every rank returns the same record. Raises StageError."""
     if ctx.dist.is_main and trained is not None:
-        _require_same_base(ctx, contents.source, trained)
+        _require_same_base(ctx, contents, trained)
     plan = contents.plan(_digest_beside(ctx, contents))
     try:
         found = _from_main(ctx, lambda: target.finished(folder, plan.digest))
@@ -47,9 +39,9 @@ def export(
     return ExportedModel(folder=folder, files=found.files, total_bytes=plan.total)
 
 
-def _require_same_base(ctx: Context, model: ModelSource, trained: TrainedRun) -> None:
+def _require_same_base(ctx: Context, contents: Contents, trained: TrainedRun) -> None:
     """Raise ExportError when the model's frozen weights are not those that were trained on."""
-    then = trained.progress.lineage.get("weights")
+    model, then = contents.source, trained.progress.lineage.get("weights")
     if not model.frozen_base or then is None or "weights" in ctx.accept:
         return
     if model.contents != then:

@@ -72,12 +72,9 @@ def finished(folder: Path, plan: str) -> Manifest | None:
 
 
 def claim(folder: Path, plan: str, held: contextlib.ExitStack) -> Manifest:
-    """Make the partial folder of `folder`; the manifest of what it already holds of the export
-    `plan`.
-
-    No other process can claim it until `held` ends. Raises StageError when one has, and when either
-    folder is not ours.
-    """
+    """Make the partial folder of `folder`, which no other process can claim until `held` ends;
+    returns the manifest of what it holds of the export `plan`. Raises StageError if another process
+    has claimed it, and if a folder must not be replaced."""
     partial, previous = partial_of(folder), _previous_of(folder)
     if not folder.exists() and previous.exists():
         # A crash fell between the two renames of an earlier swap.

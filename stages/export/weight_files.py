@@ -84,13 +84,9 @@ def write(
     folder: Path, parts: Sequence[Shard], reader: TensorReader, dist: DistContext,
     advance: Callable[[int], None],
 ) -> dict[str, Sums]:  # fmt: skip
-    """Write files from `reader`, each rank its share of all of their blocks (collective). With as
-    many files as ranks, most of a share is in a file of its own, which no other rank locks.
-
-    Returns, by file, checksums of the bytes in memory, to compare with what is read back. Calls
-    `advance` with the bytes that this rank has written. Raises OSError when the disk fails,
-    StageError when the reader does.
-    """
+    """Write files from `reader`, each rank its share of all blocks (collective): with as many files
+    as ranks, mostly a file that no other rank locks. Returns by file the checksums of the bytes in
+    memory. Calls `advance` with the bytes written. Raises OSError, StageError."""
     blocks = [block for part in parts for block in part.blocks()]
     if dist.is_main:
         for part in parts:
@@ -131,10 +127,7 @@ def _write_blocks(
 def prove_files(
     folder: Path, parts: Sequence[Shard], sums: Mapping[str, Sums], dist: DistContext
 ) -> None:
-    """Read every file back (collective): names, shapes, dtypes, and the bytes of each tensor.
-
-    Raises ExportError.
-    """
+    """Read every file back (collective): names, shapes, dtypes, bytes. Raises ExportError."""
     for part in parts:
         file, head = folder / part.file, part.header()
         try:

@@ -31,12 +31,9 @@ _NAME = re.compile(r"(?!\.)[\w.-]{1,200}", re.ASCII)
 
 
 def load(file: Path, admitted: Sequence[tuple[type, str]] = (), *, verify: bool = True) -> Any:
-    """Content of a file of `torch.save`, with its tensors mapped.
-
-    `admitted` lists stand-ins with the full names of the classes that they replace; `verify`
-    compares the checksum of every tensor, which reads the whole file. Raises CheckpointError for a
-    damaged file, and for one that needs any other class.
-    """
+    """Content of a file of `torch.save`, with its tensors mapped; `admitted` lists stand-ins with
+    the full names of their classes. `verify` compares all checksums, which reads the whole file.
+    Raises CheckpointError for a damaged file, and for one that needs any other class."""
     try:
         if verify:
             with zipfile.ZipFile(file) as archive:

@@ -50,11 +50,8 @@ class CodeBook:
         return table[codes.int()] * scales.view(-1, 1)
 
     def encode_exactly(self, blocks: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Encode values so that results of `decode` are decoded to the same bits again.
-
-        A largest value that is negative was decoded to 0.993 of its scale: for such blocks, scales
-        that are larger than the largest value are tried.
-        """
+        """Encode values so that results of `decode` are decoded to the same bits again. Blocks
+        whose largest value is negative, so 0.993 of its scale, are tried with larger scales."""
         codes, scales = self.encode(blocks, table)
         left = (self.decode(codes, scales, table) != blocks).any(-1).nonzero().view(-1)
         for candidates in self._larger_scales(blocks.abs().amax(-1)):

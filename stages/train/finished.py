@@ -13,10 +13,8 @@ from stages.checkpoint.settings import unknown_address
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedTraining:
-    """Take an existing checkpoint of any format, to consolidate and export it.
-
-    `pipe export` writes recipes with this stage.
-    """
+    """Take an existing checkpoint of any format, to consolidate and export it. `pipe export` writes
+    recipes with this stage."""
 
     checkpoint: str
     """The checkpoint's folder, or its address (`s3://bucket/run/step-00000100`)."""

@@ -83,12 +83,9 @@ NO_WORK = ("c10d::", "_c10d_functional::", "autograd::", "torch::autograd::")
 
 def communication_share(events: Sequence[Event], *, ranks: int) -> float | None:
     """Share of the step during which a collective was under way and this rank computed nothing, 0
-    to 1; None if the trace of several ranks shows no collective.
-
-    On GPUs: the time of NCCL's kernels in which no other kernel and no copy runs. On CPUs: the time
-    of gloo's operations in which the training thread is in no innermost operator. Both include
-    waiting for slower ranks, and on CPUs the interpreter's time during a collective.
-    """
+    to 1; None if the trace of several ranks shows no collective. On GPUs: NCCL's kernels without
+    any other kernel or copy. On CPUs: gloo's operations while the training thread is in no
+    innermost operator, the interpreter's time included. Both include waiting for slower ranks."""
     events = [event for event in events if event.get("ph") == "X"]
     step = next(e for e in events if e["name"] == STEP and e.get("cat") == "user_annotation")
     kernels = [event for event in events if event.get("cat") in ON_DEVICE]

@@ -45,11 +45,9 @@ Runs = Mapping[str, list[Run]]
 
 
 class ConvertedReader(ReaderView):
-    """Results of `changes` on the tensors of `base`, which it closes.
-
-    A range of a result whose rows are only moved is read from where they lie. All other results are
-    converted whole, and those of the latest change are kept.
-    """
+    """Results of `changes` on the tensors of `base`, which it closes. A range of a result whose
+    rows are only moved is read from where they lie; other results are converted whole, the latest
+    kept."""
 
     def __init__(self, base: TensorReader, changes: Iterable[Change]) -> None:
         super().__init__(base)
@@ -139,11 +137,8 @@ def _listed(change: Change) -> str:
 
 
 def trace(change: Change, sources: Specs, results: Specs, least: int = 0) -> Runs | None:
-    """The runs that make up each result, in order.
-
-    Returns None for a conversion that does more than move whole rows of elements, or that casts
-    them, and for one whose runs have less than `least` bytes on average.
-    """
+    """The runs that make up each result, in order; None for a conversion that does more than move
+    whole rows, and for runs of less than `least` bytes on average."""
     if change.renames:
         return {name: [Run(0, change.sources[0], 0, spec.numel)] for name, spec in results.items()}
     if any(not spec.shape or not spec.numel for spec in (*sources.values(), *results.values())):

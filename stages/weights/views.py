@@ -136,10 +136,8 @@ class Origin(NamedTuple):
 
 
 class ExtendedReader(ReaderView):
-    """Tensors of `base` by the names in `origins`, extended by rows of `fresh`. Closes both.
-
-    A tensor of which nothing comes from the base has the dtype of the fresh one.
-    """
+    """Tensors of `base` by the names in `origins`, extended by rows of `fresh`; closes both. A
+    tensor of which nothing comes from the base has the dtype of the fresh one."""
 
     def __init__(
         self, base: TensorReader, fresh: TensorReader | None, origins: Mapping[str, Origin]
