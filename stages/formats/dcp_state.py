@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline import WEIGHT, CheckpointError, EngineState, ParameterGroup
+from pipeline import WEIGHT, CheckpointError, EngineState, ParameterGroup, Progress
 from pipeline.checkpoint import Reading, StateSource, appearing
 from stages.formats import dcp_compat, stored
 from stages.formats.dcp_compat import Item, Keys
@@ -59,7 +59,7 @@ def open_dcp(folder: Path, parts: Sequence[Path], reading: Reading) -> StateSour
         step=step,
         world_size=_world_size(items.values()),
         writer={"format": "dcp"},
-        progress=stored.fresh_progress(step, reading.samples),
+        progress=vars(Progress(step=step, samples=reading.samples)),
         state=EngineState(
             aliases=aliases,
             frozen=[name for name in weights if name not in trained],

@@ -90,21 +90,24 @@ def open_native(folder: Path, state: Path, reading: Reading) -> StateSource:
     groups = list(_flat_groups(state, models, ranks, sharded=sharded))
     model, moments = models[0], () if reading.weights_only else MOMENTS
     for group in groups if moments else ():
-        _require_optimizer(group, state)
+        name = next(iter(group.shapes), "a parameter")
+        stored.require_moments(group.flats.keys() - {WEIGHT}, str(state), name)
+        if len(group.counts) != 1 or -1 in group.counts:
+            raise CheckpointError(f"{state}: ranks differ in the number of updates, or have none")
     buffers = {name: whole(model["module"][name]) for name in model["buffer_names"]}
     if sharded:
         frozen = dict(_frozen_shards(models))
     else:  # every rank has them whole
         known = {*buffers, *model["shared_params"]}.union(*(group.shapes for group in groups))
         frozen = {name: whole(t) for name, t in model["module"].items() if name not in known}
-    step = int(model["global_steps"])
+    step, skipped = int(model["global_steps"]), int(model.get("skipped_steps") or 0)
+    fresh = Progress(step=step, samples=reading.samples, skipped=skipped)
     return stored.MappedSource(
         where=str(folder),
         step=step,
         world_size=len(ranks),
         writer={"format": "deepspeed", "packages": {"deepspeed": model.get("ds_version")}},
-        progress=_own_progress(folder)
-        or stored.fresh_progress(step, reading.samples, int(model.get("skipped_steps") or 0)),
+        progress=_own_progress(folder) or vars(fresh),
         state=EngineState(
             aliases=dict(model["shared_params"]),
             frozen=list(frozen),
@@ -224,13 +227,6 @@ def _require_same_places(
                 f"{folder}: the files disagree on where {name} lies in the flat tensors; saved "
                 "with round_robin_gradients, or by an unknown version of DeepSpeed"
             )
-
-
-def _require_optimizer(group: FlatGroup, folder: Path) -> None:
-    name = next(iter(group.shapes), "a parameter")
-    stored.require_moments(group.flats.keys() - {WEIGHT}, str(folder), name)
-    if len(group.counts) != 1 or -1 in group.counts:
-        raise CheckpointError(f"{folder}: ranks differ in the number of updates, or have none")
 
 
 def _optimizer_groups(groups: Sequence[FlatGroup]) -> Iterator[ParameterGroup]:

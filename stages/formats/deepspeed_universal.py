@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline import WEIGHT, CheckpointError, EngineState, ParameterGroup
+from pipeline import WEIGHT, CheckpointError, EngineState, ParameterGroup, Progress
 from pipeline.checkpoint import Reading, StateSource, appearing
 from stages.formats import stored
 from stages.formats.deepspeed_native import load, loss_scale
@@ -41,7 +41,7 @@ def open_universal(folder: Path, reading: Reading) -> StateSource:
         step=step,
         world_size=int(model["dp_world_size"]),
         writer={"format": "deepspeed", "packages": {"deepspeed": model.get("ds_version")}},
-        progress=model.get("progress") or stored.fresh_progress(step, reading.samples),
+        progress=model.get("progress") or vars(Progress(step=step, samples=reading.samples)),
         state=EngineState(
             aliases=dict(model["shared_params"]),
             frozen=[name for name in others if name not in model["buffer_names"]],

@@ -21,7 +21,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline import WEIGHT, CheckpointError, EngineState, Progress
+from pipeline import WEIGHT, CheckpointError, EngineState
 from pipeline.checkpoint import CHUNK, CODES, DTYPES, StateSource, TensorEntry, as_bytes
 
 PROGRESS = "progress.json"
@@ -120,11 +120,9 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stored:
-    """A tensor that lies in files as chunks, each of which is a box of it.
-
-    `grid` is the shape that the boxes divide: that of the tensor, or its number of elements.
-    `load(number)` returns a chunk's bytes, of shape (*sizes of the box, bytes of an element).
-    """
+    """A tensor that lies in files as chunks, each a box of it. The boxes divide `grid`: the
+    tensor's shape, or its number of elements. `load(number)` returns a chunk's bytes, of shape
+    (*sizes of the box, bytes of an element)."""
 
     shape: Shape
     dtype: torch.dtype
@@ -270,8 +268,3 @@ def require_moments(kinds: Collection[str], where: str, name: str) -> None:
             f"{' and '.join(MOMENTS)} can be converted",
             hint="--weights-only takes the weights alone",
         )
-
-
-def fresh_progress(step: int, samples: int, skipped: int = 0) -> dict[str, Any]:
-    """Progress of another tool's training, whose model and data are unknown."""
-    return vars(Progress(step=step, samples=samples, skipped=skipped))

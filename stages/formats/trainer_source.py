@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from pipeline import WEIGHT, CheckpointError, EngineState, ParameterGroup
+from pipeline import WEIGHT, CheckpointError, EngineState, ParameterGroup, Progress
 from pipeline.checkpoint import Reading, StateSource
 from stages.formats import stored
 from stages.formats.stored import MOMENTS, Shape, Stored, whole
@@ -58,7 +58,7 @@ def open_trainer(folder: Path, reading: Reading) -> StateSource:
         step=step,
         world_size=1,
         writer={"format": "trainer"},
-        progress=stored.fresh_progress(step, reading.samples),
+        progress=vars(Progress(step=step, samples=reading.samples)),
         state=EngineState(
             aliases=model.aliases,
             frozen=[name for name in model.parameters if name not in updates],

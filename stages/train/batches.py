@@ -47,8 +47,7 @@ class MicroBatch:
 def collate(samples: Sequence[Sample], pad_id: int, device: torch.device) -> MicroBatch:
     """Stack samples, padding short ones on the right with `pad_id` and NO_TARGET. A causal model
     needs no mask for that: no real token attends to it. An empty sequence becomes one padding
-    token, with which the rank takes part. Beside packed samples, padding is a document of its
-    own."""
+    token, with which the rank takes part. Beside packed samples, padding is its own document."""
     length = max((len(sample.input_ids) for sample in samples), default=1)
     shape = (max(len(samples), 1), length)
     input_ids: np.ndarray[Any, Any] = np.full(shape, pad_id, dtype=np.int64)

@@ -1,13 +1,10 @@
 """Model FLOPs utilisation: the model's arithmetic as a share of an accelerator's peak.
 
 Chowdhery et al. 2022, PaLM, appendix B: a token costs 6 N + 12 L H Q T floating-point operations in
-forward and backward, with N parameters, L blocks, H attention heads of size Q, and sequence length
-T. Utilisation is that times tokens per second over the peak. Recomputation, such as activation
-checkpointing, does not count.
-
-N counts the parameters of matrix products, so the input embedding only if it is tied to the output.
-A frozen parameter costs 4 instead of 6, since it has no gradient. Attention over a sample counts in
-full, although a causal mask makes half of it unnecessary.
+forward and backward, with N parameters of matrix products (an input embedding if it is tied to the
+output), L blocks, H attention heads of size Q, and sequence length T. Utilisation is that times
+tokens per second over the peak. Recomputation does not count. A frozen parameter costs 4 instead of
+6. Attention counts in full, although a causal mask makes half of it unnecessary.
 """
 
 from __future__ import annotations

@@ -73,12 +73,14 @@ def train(
     everyone = torch.distributed.group.WORLD
     module = build_module(ctx, model, precision, replicas=everyone, casts=True)
     optimizer = plan.build(plan.groups(named_parameters(module)))
+    # The Trainer asks once more behind the last step.
+    schedule = LambdaLR(optimizer, lambda step: plan.lr_scale(min(step, steps - 1), steps))
     trainer = _RecipeTrainer(
         model=module,
         args=_arguments(config, ctx, plan, accumulation, steps),
         train_dataset=data.train,
         loader=MicroBatches(feed, data, shard, accumulation, progress, steps),
-        optimizers=(optimizer, _schedule(optimizer, plan, steps)),
+        optimizers=(optimizer, schedule),
         frozen_base=frozenset(model.frozen_base),
     )
     ctx.on_exit(reset_state)
@@ -133,11 +135,6 @@ def _arguments(
         use_cpu=ctx.dist.device.type == "cpu",
         **{"report_to": "none", **config.arguments},
     )
-
-
-def _schedule(optimizer: torch.optim.Optimizer, plan: OptimizerPlan, steps: int) -> LambdaLR:
-    # The Trainer asks once more behind the last step.
-    return LambdaLR(optimizer, lambda step: plan.lr_scale(min(step, steps - 1), steps))
 
 
 @dataclass(eq=False)

@@ -46,8 +46,7 @@ Runs = Mapping[str, list[Run]]
 
 class ConvertedReader(ReaderView):
     """Results of `changes` on the tensors of `base`, which it closes. A range of a result whose
-    rows are only moved is read from where they lie; other results are converted whole, the latest
-    kept."""
+    rows are only moved is read from where they lie; others are converted whole, the latest kept."""
 
     def __init__(self, base: TensorReader, changes: Iterable[Change]) -> None:
         super().__init__(base)
