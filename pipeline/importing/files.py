@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,36 +13,27 @@ from pipeline.importing.translator import ConfigFile
 from pipeline.recipe.nodes import plain
 from pipeline.recipe.parse import parse
 
-MAX_BYTES = 1_000_000
-
 
 def read_config(path: Path) -> ConfigFile:
-    """Return the file's content. Raises UsageError for a file that cannot be read, RecipeError for
-    mistakes in YAML."""
+    """Return the file's content. Raises UsageError, and RecipeError for mistakes in YAML."""
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        text = data.decode("utf-8-sig")
+        text = path.read_text("utf-8-sig")
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8: byte 0x{data[error.start]:02x}") from error
-    if len(data) > MAX_BYTES:
-        raise UsageError(f"{path}: larger than {MAX_BYTES} bytes")
+        raise UsageError(f"{path}: is not UTF-8 text: {error.reason}") from error
     value = _from_json(text, path) if path.suffix == ".json" else _from_yaml(text, path)
     if not isinstance(value, dict):
-        raise UsageError(f"{path}: is no mapping of keys to values")
+        raise UsageError(f"{path}: does not map keys to values")
     return ConfigFile(path=path, content=value)
 
 
 def _from_json(text: str, path: Path) -> Any:
-    def unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key, value in pairs:
-            if key in found:
+    def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        for (key, _), (following, _) in itertools.pairwise(sorted(pairs, key=lambda pair: pair[0])):
+            if key == following:
                 raise UsageError(f"{path}: `{key}` is given twice")
-            found[key] = value
-        return found
+        return dict(pairs)
 
     try:
         return json.loads(text, object_pairs_hook=unique)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -10,26 +11,26 @@ from typing import Any
 
 from pipeline.importing.translator import KeyOutcome, Translation
 from pipeline.recipe.dump import inline, render
+from pipeline.utils import align, plural
 
 WIDTH = 44
-"""Most characters in the column of keys, and of a value in it."""
+"""Most characters of a value in the column of keys."""
 
 
 def table(translation: Translation) -> Iterator[str]:
     """Yield a line for each key, for each missing recipe key, and a count of the outcomes."""
     outcomes = translation.outcomes
-    width = min(WIDTH, max((len(_key(each)) for each in outcomes), default=0))
-    file = None
-    for each in outcomes:
-        if each.file != file:
-            file = each.file
-            yield f"{file}:"
-        yield f"  {_key(each):<{width}}  {each.outcome:<14}  {_explanation(each)}".rstrip()
+    rows = [(f"  {_key(each)}", each.outcome, _explanation(each)) for each in outcomes]
+    lines = zip(outcomes, align(rows, left=3), strict=True)
+    for file, keys in itertools.groupby(lines, key=lambda pair: pair[0].file):
+        yield f"{file}:"
+        yield from (line for _, line in keys)
     for key, what in translation.missing.items():
         yield f"fill in {key}: {what}"
     counts = Counter(each.outcome for each in outcomes)
+    total = plural(len(outcomes), "key")
     yield (
-        f"{len(outcomes)} keys: {counts['translated']} translated, {counts['default']} by default, "
+        f"{total}: {counts['translated']} translated, {counts['default']} by default, "
         f"{counts['not translated']} not translated, {counts['refused']} refused"
     )
 

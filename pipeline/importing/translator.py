@@ -86,8 +86,7 @@ class Translator(ABC):
 
     @abstractmethod
     def translate(self, files: Sequence[ConfigFile], request: Request) -> Translation:
-        """Return the recipe of all files together. Raises UsageError for files that do not belong
-        together."""
+        """Return the recipe of all files together. Raises UsageError if they do not agree."""
 
 
 class Translators(Plugins[type[Translator]]):
@@ -118,9 +117,11 @@ def choose(files: Sequence[ConfigFile], translators: Sequence[Translator]) -> Tr
             tools = (translator.other_tool(file.content) for translator in translators)
             tool = next(filter(None, tools), None)
             belongs = f"is a file of {tool}, which cannot be imported"
-            unknown = "its keys are those of no configuration that can be imported"
+            unknown = "its keys do not show which kind of configuration it is"
             raise UsageError(
                 f"{file.path}: {belongs if tool else unknown}",
-                hint="an accelerate config, a DeepSpeed JSON, or transformers' TrainingArguments",
+                hint="an accelerate config has `distributed_type` or `num_processes`, a DeepSpeed "
+                "JSON `zero_optimization` or `train_batch_size`, and a file of transformers' "
+                "TrainingArguments `output_dir` or `learning_rate`",
             )
     raise UsageError("these files belong to different tools", hint="import them one by one")

@@ -1,16 +1,16 @@
-r"""Interpolations: references to other values of the recipe, and environment variables.
+"""Resolve `${...}` with OmegaConf, value by value, so that each mistake has a place.
 
-References are absolute (`${seed}`, `${stages.train.steps}`) or relative (`${.steps}`; each further
-dot is one level up). The only function is `${oc.env:NAME}`, with an optional default, for names
-that stand literally in the recipe's `env` list; its result is text and is not resolved again.
-`\${` is a literal `${`.
+References are absolute (`${seed}`, `${stages.train.steps}`) or relative (`${.steps}`). The only
+function is `${oc.env:NAME}`, with an optional default, for names that stand literally in the
+recipe's `env` list; its result is always text and is not looked into again.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.errors import Problem
@@ -20,16 +20,101 @@ from pipeline.utils.text import closest
 
 MAX_EXPANSIONS = 1000
 """Limit on interpolations resolved in one recipe, each counted as often as it is reached."""
-_INTERPOLATION = re.compile(r"(?P<slashes>\\*)\$\{(?:(?P<inner>[^${}]*)\})?")
-_CALL = re.compile(r"\s*(?P<function>[\w.]+)\s*:\s*(?P<name>[^,]*?)\s*(?:,\s*(?P<default>.*?)\s*)?")
 
 
-class _UnresolvedError(Exception):
-    """An interpolation cannot be resolved; says why."""
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One `${name:args}`."""
 
-    def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(message)
-        self.hint = hint
+    name: str
+    args: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """Function calls and references in one text."""
+
+    calls: tuple[Call, ...] = ()
+    references: tuple[str, ...] = ()
+    """`stages.train.steps` of `${stages.train.steps}`."""
+    fault: str = ""
+    """Why it cannot be resolved at all."""
+
+
+def read(text: str) -> Text:
+    """Parse, without resolving anything."""
+    from omegaconf.errors import GrammarParseError
+    from omegaconf.grammar_parser import parse
+
+    try:
+        tree = parse(text)
+        calls, references = tuple(_calls(tree)), tuple(_references(tree))
+    except (GrammarParseError, RecursionError):
+        return Text(fault=f"`{text}` is not a valid interpolation")
+    if any("${" in reference for reference in references):
+        return Text(fault="a reference inside of a reference is not allowed")
+    return Text(calls=calls, references=references)
+
+
+def expansions(references: Mapping[KeyPath, Collection[str]]) -> int:
+    """Number of interpolations that are resolved, from each interpolated value's references;
+    counting stops at the limit."""
+    if len(references) > MAX_EXPANSIONS:
+        return len(references)
+    leaves: dict[KeyPath, KeyPath] = {tuple(map(str, path)): path for path in references}
+    known: dict[KeyPath, int] = {}
+
+    def cost(leaf: KeyPath) -> int:
+        if leaf not in known:
+            known[leaf] = 1  # what leads back here is a circle; resolving stops at it
+            path = leaves[leaf]
+            targets = [_target(reference, path) for reference in references[path]]
+            known[leaf] += sum(cost(each) for to in targets for each in leaves if _meet(to, each))
+        return known[leaf]
+
+    try:
+        return sum(cost(leaf) for leaf in leaves)
+    except RecursionError:
+        return MAX_EXPANSIONS + 1
+
+
+def _target(reference: str, path: KeyPath) -> KeyPath:
+    """The path that `${reference}`, written at `path`, points to; keys and indexes as text.
+
+    One leading dot is the mapping it stands in, each further dot one level up.
+    """
+    name = reference.lstrip(".")
+    dots = len(reference) - len(name)
+    start = path[: max(len(path) - dots, 0)] if dots else ()
+    return (*map(str, start), *re.findall(r"[^.\[\]]+", name))
+
+
+def _meet(one: KeyPath, other: KeyPath) -> bool:
+    """Whether one path is the other or lies below it."""
+    return all(left == right for left, right in zip(one, other, strict=False))
+
+
+def _calls(tree: Any) -> Iterator[Call]:
+    for found in _find(tree, "InterpolationResolverContext"):
+        sequence = found.sequence()
+        args = tuple(element.getText() for element in sequence.element()) if sequence else ()
+        yield Call(name=found.resolverName().getText(), args=args)
+
+
+def _references(tree: Any) -> Iterator[str]:
+    for found in _find(tree, "InterpolationNodeContext"):
+        yield found.getText().removeprefix("${").removesuffix("}").strip()
+
+
+def _find(tree: Any, kind: str) -> Iterator[Any]:
+    if type(tree).__name__ == kind:
+        yield tree
+    for child in getattr(tree, "children", None) or ():
+        yield from _find(child, kind)
+
+
+_HIDDEN = "\\${hidden}"
+"""Resolves to text that holds `${`, also where another value refers to it."""
 
 
 def resolve(root: Node, *, hide_env: bool = False) -> tuple[Any, list[Problem]]:
@@ -37,124 +122,112 @@ def resolve(root: Node, *, hide_env: bool = False) -> tuple[Any, list[Problem]]:
 
     With `hide_env`, a value that an environment variable went into holds `${` instead.
     """
-    data, problems = plain(root), []
-    resolver = _Resolver(root, hide_env=hide_env)
-    leaves = [(path, node) for path, node in walk(root) if _interpolated(node.value)]
-    # A value that refers to a wrong one is not reported as well, so all are checked first.
-    for attempt in (resolver.check, resolver.value):
-        for path, node in leaves:
-            value = None
-            try:
-                if path not in resolver.wrong and resolver.left >= 0:
-                    value = attempt(str(node.value), path)
-            except (_UnresolvedError, RecursionError) as error:
-                resolver.wrong.add(path)
-                known = isinstance(error, _UnresolvedError)
-                message = str(error) if known else "interpolations refer to each other too often"
-                key, hint = dotted(path), getattr(error, "hint", "")
-                problems.append(Problem(message=message, key=key, hint=hint, location=node.at))
-            _put(data, path, value)
-    return data, problems
-
-
-class _Resolver:
-    def __init__(self, root: Node, *, hide_env: bool) -> None:
-        self._root, self._data, self._hide_env = root, plain(root), hide_env
-        env = self._data.get("env")
-        self._allowed = env if isinstance(env, list) else []
-        self.wrong: set[KeyPath] = set()
-        """Paths of values that have been reported."""
-        self.left = MAX_EXPANSIONS
-
-    def check(self, text: str, path: KeyPath) -> None:
-        """Raise _UnresolvedError for mistakes that show without resolving anything."""
-        for call in filter(None, (_CALL.fullmatch(inner) for _, inner in _parts(text))):
-            name, default = call["name"], call["default"]
-            if call["function"] != "oc.env":
-                message = f"`{call['function']}` is not allowed in an interpolation"
-                raise _UnresolvedError(message, "only `oc.env` is")
-            if not name:
-                raise _UnresolvedError("`oc.env` needs the name of an environment variable")
-            if name not in self._allowed:
-                message = f"environment variable `{name}` is not in the recipe's `env` list"
-                raise _UnresolvedError(message, "add it there")
-            if default is None and name not in os.environ and not self._hide_env:
-                hint = f"a default reads ${{oc.env:{name},value}}"
-                raise _UnresolvedError(f"environment variable `{name}` is not set", hint)
-
-    def value(self, text: str, path: KeyPath, chain: tuple[KeyPath, ...] = ()) -> Any:
-        """The value of `text` at `path`, to which the values at `chain` refer."""
-        if path in chain:
-            raise _UnresolvedError("the interpolation leads back to itself")
-        if path in self.wrong:
-            return None
-        found: list[Any] = []
-        for literal, inner in _parts(text):
-            found += [literal] if literal else []
-            if inner:
-                self.left -= 1
-                if self.left < 0:
-                    raise _UnresolvedError(f"interpolations expand to more than {MAX_EXPANSIONS}")
-                found.append(self._resolved(inner, path, (*chain, path)))
-        return found[0] if len(found) == 1 else "".join(map(str, found))
-
-    def _resolved(self, inner: str, path: KeyPath, chain: tuple[KeyPath, ...]) -> Any:
-        """The value of `${inner}`, written at `path`."""
-        if call := _CALL.fullmatch(inner):
-            name, default = call["name"], (call["default"] or "").strip("\"'")
-            hide(os.environ.get(name, ""), f"${name}")  # in messages and logs
-            return "${hidden}" if self._hide_env else os.environ.get(name, default)
-        name = inner.strip().lstrip(".")
-        dots = len(inner.strip()) - len(name)
-        start = path[: max(len(path) - dots, 0)] if dots else ()
-        return self._target((*start, *re.findall(r"[^.\[\]]+", name)), inner.strip(), chain)
-
-    def _target(self, target: KeyPath, name: str, chain: tuple[KeyPath, ...]) -> Any:
-        value: Any = self._data
-        here: KeyPath = ()
-        resolved = False
-        for part in target:
-            try:
-                key = int(part) if isinstance(value, list) else part
-                value, here = value[key], (*here, key)
-            except (KeyError, IndexError, ValueError, TypeError):
-                names = [".".join(map(str, path)) for path, _ in walk(self._root) if path]
-                found = closest(".".join(map(str, target)), names)
-                hint = f"did you mean `{found}`?" if found else ""
-                message = f"`${{{name}}}` refers to nothing in this recipe"
-                raise _UnresolvedError(message, hint) from None
-            if not resolved and _interpolated(value):
-                value, resolved = self.value(value, here, chain), True
-        return value if resolved else self._all(value, here, chain)
-
-    def _all(self, value: Any, path: KeyPath, chain: tuple[KeyPath, ...]) -> Any:
-        if isinstance(value, dict):
-            return {key: self._all(child, (*path, key), chain) for key, child in value.items()}
-        if isinstance(value, list):
-            return [self._all(child, (*path, i), chain) for i, child in enumerate(value)]
-        return self.value(value, path, chain) if _interpolated(value) else value
-
-
-def _parts(text: str) -> Iterator[tuple[str, str]]:
-    """Literal text with the inside of the interpolation behind it, which may be empty."""
-    done = 0
-    for found in _INTERPOLATION.finditer(text):
-        slashes, inner = found["slashes"], found["inner"]
-        literal = text[done : found.start()] + slashes[len(slashes) // 2 + len(slashes) % 2 :]
-        done = found.end()
-        if len(slashes) % 2:
-            yield literal + found[0][len(slashes) :], ""
-        elif inner and inner.strip():
-            yield literal, inner
-        elif re.match(r"[^{}]*\$\{", text[done:]):
-            raise _UnresolvedError("a reference inside of a reference is not allowed")
+    data = plain(root)
+    leaves = [(path, node) for path, node in walk(root) if _interpolated(node)]
+    if not leaves:
+        return data, []
+    texts = {path: read(str(node.value)) for path, node in leaves}
+    if expansions({path: text.references for path, text in texts.items()}) > MAX_EXPANSIONS:
+        message = f"interpolations expand to more than {MAX_EXPANSIONS}"
+        return _blank(data, leaves), [Problem(message=message, location=leaves[-1][1].at)]
+    allowed = _listed(root)
+    problems: list[Problem] = []
+    sound: list[tuple[KeyPath, Node]] = []
+    for path, node in leaves:
+        found = _refusals(texts[path], allowed, hide_env=hide_env)
+        problems += [_problem(message, "", path, node) for message in found]
+        if found:
+            _put(data, path, None)
         else:
-            raise _UnresolvedError(f"`{text}` is not a valid interpolation")
-    yield text[done:], ""
+            sound.append((path, node))
+            _hide(texts[path])
+            if hide_env and texts[path].calls:
+                _put(data, path, _HIDDEN)
+    return data, problems + _fill(data, sound, root)
 
 
-def _interpolated(value: Any) -> bool:
-    return isinstance(value, str) and "${" in value
+def _hide(text: Text) -> None:
+    """Values of the environment are not said again, here or in logs."""
+    for call in text.calls:
+        hide(os.environ.get(call.args[0], ""), f"${call.args[0]}")
+
+
+def _problem(message: str, hint: str, path: KeyPath, node: Node) -> Problem:
+    return Problem(message=message, hint=hint, key=dotted(path), location=node.at)
+
+
+def _blank(data: Any, leaves: list[tuple[KeyPath, Node]]) -> Any:
+    for path, _ in leaves:
+        _put(data, path, None)
+    return data
+
+
+def _interpolated(node: Node) -> bool:
+    return isinstance(node.value, str) and "${" in node.value
+
+
+def _listed(root: Node) -> set[str]:
+    env = root.entries().get("env")
+    entries = env.value if env and isinstance(env.value, list) else []
+    return {entry.value for entry in entries if isinstance(entry.value, str)}
+
+
+def _refusals(text: Text, allowed: Collection[str], *, hide_env: bool) -> list[str]:
+    """Mistakes of an interpolation that are found before it is resolved."""
+    if text.fault:
+        return [text.fault]
+    reasons = (_refusal(call, allowed, hide_env=hide_env) for call in text.calls)
+    return [reason for reason in reasons if reason]
+
+
+def _refusal(call: Call, allowed: Collection[str], *, hide_env: bool) -> str | None:
+    if call.name != "oc.env":
+        return f"`{call.name}` is not allowed in an interpolation (only `oc.env` is)"
+    if not call.args:
+        return "`oc.env` needs the name of an environment variable"
+    name = call.args[0]
+    if name not in allowed:
+        return f"environment variable `{name}` is not in the recipe's `env` list (add it there)"
+    if len(call.args) == 1 and name not in os.environ and not hide_env:
+        hint = f"a default reads ${{oc.env:{name},value}}"
+        return f"environment variable `{name}` is not set ({hint})"
+    return None
+
+
+def _fill(data: Any, leaves: list[tuple[KeyPath, Node]], root: Node) -> list[Problem]:
+    """Replace every sound interpolation in `data` by its value."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    config = OmegaConf.create(data)
+    problems = []
+    for path, node in leaves:
+        try:
+            container: Any = config
+            for part in path[:-1]:
+                container = container[part]
+            value = container[path[-1]]
+            if OmegaConf.is_config(value):
+                value = OmegaConf.to_container(value, resolve=True)
+        except (OmegaConfBaseException, RecursionError) as error:
+            value = None
+            message, hint = _explain(error, root)
+            problems.append(_problem(message, hint, path, node))
+        _put(data, path, value)
+    return problems
+
+
+def _explain(error: Exception, root: Node) -> tuple[str, str]:
+    text = str(error).splitlines()[0]
+    if isinstance(error, RecursionError) or "ecursive" in text:
+        return "the interpolation leads back to itself", ""
+    named = re.search(r"key '(.*?)'|access ([^:]*):", text)
+    if named is None:
+        return f"the interpolation cannot be resolved: {text}", ""
+    key = named[1] or named[2]
+    found = closest(key, [".".join(map(str, path)) for path, _ in walk(root) if path])
+    hint = f"did you mean `{found}`?" if found else ""
+    return f"`${{{key}}}` refers to nothing in this recipe", hint
 
 
 def _put(data: Any, path: KeyPath, value: Any) -> None:

@@ -21,6 +21,6 @@ if TYPE_CHECKING:
     from pipeline.utils.lazy import lazily
     from pipeline.utils.packages import optional, unheard
     from pipeline.utils.process_tree import die_with
-    from pipeline.utils.text import Throughput, closest, did_you_mean, human
+    from pipeline.utils.text import Throughput, align, closest, did_you_mean, human, plural
 else:
     __getattr__ = lazily(__name__, __file__)

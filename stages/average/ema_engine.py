@@ -24,7 +24,7 @@ class EmaEngine(Engine):
         self.model = inner.model
         self.device = inner.device
         self.shard = inner.shard
-        self._inner: Engine | None = inner
+        self._engine = inner
         self._decay = decay
         self._evaluate = evaluate
         self._trained = frozenset(inner.state().updates)
@@ -79,16 +79,8 @@ class EmaEngine(Engine):
             self._put(weights)
 
     def close(self) -> None:
-        """Release the average; the slot that made the inner engine closes it."""
-        self._inner = None
-        self._averages.clear()
-        if "model" in vars(self):
-            del self.model
-
-    @property
-    def _engine(self) -> Engine:
-        assert self._inner is not None, "the engine is closed"
-        return self._inner
+        """Release the average and all else; the slot that made the inner engine closes it."""
+        vars(self).clear()
 
     def _copies(self, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Copies of this rank's part of each trained weight, in the order of fragments."""

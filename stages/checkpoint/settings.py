@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Gt
 
 from pipeline import Checkpoints, Context, Engine, ModelSource, PlanView, Problem
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint import FileLayout, Retention
+    from pipeline.checkpoint import Retention
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointSettings(ABC):
+class CheckpointSettings:
     """When to save, what to keep, and how to begin."""
+
+    format: ClassVar[str]
+    """Name of the format of the checkpoints, canonical or full."""
 
     every: Annotated[int, Gt(0)] | None = None
     """Steps between checkpoints; null saves at the end only."""
@@ -56,19 +58,15 @@ class CheckpointSettings(ABC):
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from unknown_address("start_from", self.start_from)
 
-    @abstractmethod
-    def file_layout(self) -> FileLayout:
-        """The layout of files that the stage writes."""
-
     def run(self, ctx: Context, engine: Engine, model: ModelSource | None = None) -> Checkpoints:
-        from pipeline.checkpoint import CheckpointManager, address
+        from pipeline.checkpoint import FULL, SHARDED, CheckpointManager, address
 
         return CheckpointManager(
             ctx=ctx,
             engine=engine,
             frozen_base=frozenset(model.frozen_base if model else ()),
             address=address(ctx.run_dir, self.folder),
-            file_layout=self.file_layout(),
+            file_layout=FULL if self.format == "full" else SHARDED,
             every=self.every,
             retention=self.retention,
             asynchronous=self.asynchronous,

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pipeline import PlanView, Problem
 from stages.checkpoint.settings import CheckpointSettings, unknown_address
-
-if TYPE_CHECKING:
-    from pipeline.checkpoint import FileLayout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +23,6 @@ class ShardedCheckpoint(CheckpointSettings):
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from super().check(plan)
         yield from unknown_address("folder", self.folder)
-
-    def file_layout(self) -> FileLayout:
-        from pipeline.checkpoint import SHARDED
-
-        return SHARDED
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +45,3 @@ class FullCheckpoint(CheckpointSettings):
                 message="several processes cannot write into one object",
                 hint="use checkpoint.sharded",
             )
-
-    def file_layout(self) -> FileLayout:
-        from pipeline.checkpoint import FULL
-
-        return FULL

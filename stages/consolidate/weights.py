@@ -6,23 +6,17 @@ import hashlib
 import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from pipeline import WEIGHT, CheckpointError, TensorSpec, Weights
 from pipeline.checkpoint import DTYPES, Reading, StateSource, as_bytes, open_state
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 def open_weights(address: str, *, verify: bool = True, average: str | None = None) -> Weights:
-    """The weights of the checkpoint at a path or address, or their average of that kind. Raises
-    CheckpointError, and UsageError for a folder of no known format.
-
-    `verify` applies to formats with checksums of whole files; one process of several is enough.
-    """
+    """The weights of the checkpoint at a path or address, or their `average`. `verify` compares the
+    checksums of whole files, if the format has them. Raises CheckpointError, UsageError."""
     source = open_state(address, Reading(weights_only=True, verify=verify))
     if average is not None and average not in source.state.averages:
         source.close()
@@ -34,8 +28,7 @@ def open_weights(address: str, *, verify: bool = True, average: str | None = Non
 
 
 class CheckpointWeights(Weights):
-    """Parameters and stored buffers of a training state, tied names each listed; trained ones are
-    read from the `average`, if one is named."""
+    """Parameters, tied ones by each name, and buffers; trained ones from the `average` if named."""
 
     def __init__(self, source: StateSource, identity: str, average: str | None = None) -> None:
         self.identity = identity

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,16 +19,12 @@ from stages.data import tokenize
 from stages.data.documents import read_documents
 from stages.data.fields import Source
 from stages.data.sources import open_source
-from stages.evaluate.lm import FILE, WINDOW, EvaluatedModel
+from stages.evaluate.lm import FILE, WINDOW, EvaluatedModel, EvaluateLm
 from stages.export.proof import loading
 from stages.model import compat
 from stages.model.declared import outline
 from stages.train.batches import collate
 from stages.train.loss import SummedLoss
-
-if TYPE_CHECKING:
-    from stages.evaluate.lm import EvaluateLm
-
 
 BRIEF = 2
 """Windows that a dry run scores."""
@@ -37,8 +33,7 @@ BRIEF = 2
 def evaluate(
     config: EvaluateLm, ctx: Context, exported: ExportedModel, source: ModelSource, *, briefly: bool
 ) -> EvaluatedModel:
-    """Measure on rank 0; every rank returns the results (collective). `briefly` takes a few windows
-    and no task."""
+    """Measure on rank 0 (collective). `briefly` takes a few windows and no task."""
     text = None
     if ctx.dist.is_main:
         text = json.dumps(_measured(config, ctx, exported, source, briefly=briefly))
@@ -108,8 +103,7 @@ def _text(config: EvaluateLm, model: Any, source: ModelSource, most: int | None)
 
 
 def run_tasks(config: EvaluateLm, model: Any, tokenizer: Any) -> dict[str, Any]:
-    """Task -> its numbers, and the version of its definition, as JSON. Raises StageError for a name
-    that lm-eval does not know."""
+    """Task -> its numbers and version, as JSON. Raises StageError for an unknown task."""
     with optional("tasks need lm_eval", hint="pip install 'pipetrain[evaluate]'"):
         import lm_eval
         from lm_eval.models.huggingface import HFLM
@@ -183,11 +177,9 @@ def measure(
 
 
 def windows(ids: Sequence[int], window: int, stride: int) -> Iterator[Sample]:
-    """The windows of a document, `stride` apart, each of at most `window` input tokens.
-
-    A window's labels are the tokens that no earlier window has. So each token but the first is a
-    label once, and a token beyond the first window has at least `window - stride` before it.
-    """
+    """The windows of a document, `stride` apart, each of at most `window` input tokens. Labels are
+    the tokens that no earlier window has: each token but the first is a label once, and one beyond
+    the first window has at least `window - stride` before it."""
     tokens = np.asarray(ids, dtype=np.int64)
     scored = 0
     for start in range(0, max(len(tokens) - 1, 0), stride):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipeline import Context, ExportedModel, ModelSource, PlanView, Problem, TrainedRun, Weights
@@ -48,4 +48,4 @@ class ExportAdapter(ExportSettings):
     def run_dry(
         self, ctx: Context, weights: Weights, model: AdaptedModel, trained: TrainedRun
     ) -> ExportedModel:
-        return self.for_dry_run(ctx).run(ctx, weights, model, trained)
+        return replace(self, folder=None).run(ctx, weights, model, trained)

@@ -7,10 +7,13 @@ import functools
 import gc
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
+
+from torch import Tensor
 
 from pipeline import ExportError, ModelSource, StageError, TensorReader, Weights, torch_dtype
 from stages.adapter.compat import WEIGHTS, name_in_file
+from stages.adapter.lora import AdaptedModel
 from stages.export.manifest import Proof
 from stages.export.plan import ExportPlan, digest, make_plan
 from stages.export.proof import compare, loaded, logits, record, reference, token_ids, with_adapter
@@ -22,14 +25,8 @@ from stages.weights.change import renamed
 from stages.weights.converted import ConvertedReader
 from stages.weights.views import CastReader, JoinedReader
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from stages.adapter.lora import AdaptedModel
-
 MERGED_TOLERANCE = 1e-4
-"""Largest difference of fp32 logits, relative to the largest of them, that may come from adding
-before multiplying instead of after."""
+"""Largest relative difference of fp32 logits that may come from adding before multiplying."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +60,22 @@ class ModelContents:
         self.source.export_view.save_assets(folder, dtype=dtype)
 
     def prove(self, folder: Path, plan: ExportPlan) -> Proof:
-        """Load the folder as others do and compare its logits with the trained model's. Raises
-        ExportError."""
+        """Load the folder and compare its logits with the trained ones. Raises ExportError."""
         ids = token_ids(self.source, self.prompt)
         if self.weights is not self.trained:
             merged = logits(reference(self.source.export_view, self.weights), ids)
             compare(merged, trained_logits(self.source, self.trained, ids), MERGED_TOLERANCE)
-        return prove_model(folder, self.source.export_view, plan, ids)
+        with loaded(folder, trust_remote_code=compat.is_remote_code(plan.outline)) as model:
+            name, trained = type(model).__name__, type(plan.outline).__name__
+            if name != trained:
+                raise ExportError(f"the export loads as {name}, trained was {trained}")
+            dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+            found = logits(model, ids)
+            del model
+        gc.collect()
+        # Both run on the CPU, one after the other, the reference one block at a time.
+        expected = logits(reference(self.source.export_view, plan.tensors, dtypes), ids)
+        return record(ids, found, expected)
 
     def close(self) -> None:
         """Close the weights that adapters were merged into."""
@@ -129,8 +135,7 @@ class AdapterContents:
             save_tokenizer(self.source.tokenizer(), folder)
 
     def prove(self, folder: Path, plan: ExportPlan) -> Proof:
-        """Load the adapter onto the model in fp32, one block at a time, and compare the logits with
-        the trained ones. Raises ExportError."""
+        """Load the adapter onto the model and compare logits in fp32. Raises ExportError."""
         ids = token_ids(self.source, self.prompt)
         expected = trained_logits(self.source, self._cast(self.trained), ids)
         base = self.source.export_view
@@ -145,22 +150,6 @@ class AdapterContents:
 
 
 Contents = ModelContents | AdapterContents
-
-
-def prove_model(folder: Path, source: ModelSource, plan: ExportPlan, ids: Tensor) -> Proof:
-    """Load the folder as a user would and compare its logits with a reference: the declared module
-    with the checkpoint's values, in the loaded one's dtypes, one block in memory at a time. Both
-    run on the CPU, one after the other. Raises ExportError."""
-    trusted = compat.is_remote_code(plan.outline)
-    with loaded(folder, trust_remote_code=trusted) as model:
-        name, trained = type(model).__name__, type(plan.outline).__name__
-        if name != trained:
-            raise ExportError(f"the export loads as {name}, trained was {trained}")
-        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        found = logits(model, ids)
-        del model
-    gc.collect()
-    return record(ids, found, logits(reference(source, plan.tensors, dtypes), ids))
 
 
 def trained_logits(source: ModelSource, trained: TensorReader, ids: Tensor) -> Tensor:

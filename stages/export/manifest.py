@@ -1,5 +1,4 @@
-"""The description of an export: `export.json`, by which it can be verified at any time, and the
-model card."""
+"""The description of an export: `export.json`, by which `pipe verify` works, and the model card."""
 
 from __future__ import annotations
 
@@ -13,7 +12,6 @@ from xxhash import xxh3_64_hexdigest
 
 from pipeline import ENGINE_FILE, EXPORT_MANIFEST, Context, ExportError, ModelSource, TrainedRun
 from pipeline.utils import human, replace_text
-from stages.adapter.lora import QuantType
 
 if TYPE_CHECKING:
     from stages.export.plan import ExportPlan
@@ -27,11 +25,11 @@ BLOCK = 1 << 24
 """Bytes of a tensor that are written, checksummed and read back as one."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True)
 
 
-class WeightFile(_Strict):
+class WeightFile(_Frozen):
     """A finished weight file."""
 
     size: int
@@ -42,7 +40,7 @@ class WeightFile(_Strict):
     """Name -> checksums of its blocks."""
 
 
-class Position(_Strict):
+class Position(_Frozen):
     """A summary of the logits at one position of the prompt."""
 
     norm: float
@@ -51,7 +49,7 @@ class Position(_Strict):
     """The largest ones: token and logit."""
 
 
-class Proof(_Strict):
+class Proof(_Frozen):
     """The logits that an export computed when it was made."""
 
     prompt: list[int]
@@ -59,11 +57,9 @@ class Proof(_Strict):
     logits: list[Position]
     difference: float
     """Largest difference of any logit to the trained model's when the export was made."""
-    quantize: QuantType | None = None
-    """The 4-bit type of the layers below an adapter in earlier versions; read, not written."""
 
 
-class Manifest(_Strict):
+class Manifest(_Frozen):
     """The state of an export: unfinished while `proof` is None, then proven."""
 
     writer: str = WRITERS[0]
@@ -96,10 +92,8 @@ class Manifest(_Strict):
 
 
 def load(folder: Path) -> Manifest | None:
-    """The manifest of a finished or unfinished export; None for any other folder.
-
-    Raises ExportError when it is one of ours, but damaged.
-    """
+    """The manifest of an export, finished or not; None for any other folder. Raises ExportError
+    when it is damaged."""
     try:
         content = json.loads((folder / NAME).read_text("utf-8"))
     except (OSError, ValueError):
@@ -123,7 +117,9 @@ def facts_of(
     """Facts about the model and the run that trained it, one line each."""
     count = sum(len(part.tensors) for part in plan.parts)
     size = human(sum(part.size for part in plan.parts))
-    run = _training_run(ctx, trained)
+    # The run that trained the model: this one, or the checkpoint's.
+    folders = [ctx.run_dir] + ([Path(trained.checkpoint).parent.parent] if trained else [])
+    run = next((folder for folder in folders if (folder / ENGINE_FILE).is_file()), None)
     facts = {
         "name": run.name if run else Path(source.name).name,
         "architecture": type(plan.outline).__name__,
@@ -138,13 +134,6 @@ def facts_of(
         facts |= {name: f"{count:,}" for name, count in counts.items()}
         facts |= {name: f"{value:.6g}" for name, value in done.metrics.items()}
     return facts
-
-
-def _training_run(ctx: Context, trained: TrainedRun | None) -> Path | None:
-    """The folder of this run or of the run that saved the checkpoint, whichever trained the model;
-    None if that is not known."""
-    folders = [ctx.run_dir] + ([Path(trained.checkpoint).parent.parent] if trained else [])
-    return next((folder for folder in folders if (folder / ENGINE_FILE).is_file()), None)
 
 
 def write_card(folder: Path, facts: Mapping[str, str], library: str, usage: str) -> None:

@@ -8,7 +8,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from pipeline import (
     torch_dtype,
 )
 from pipeline.checkpoint import CODES
+from stages.export.safetensors import ExportSafetensors
 from stages.export.target import target_of
 from stages.export.weight_files import Shard
 from stages.model import compat
@@ -32,10 +33,6 @@ from stages.model.declared import misfit, outline, refuse_differences, ties
 from stages.weights.change import renamed
 from stages.weights.converted import ConvertedReader
 from stages.weights.views import CastReader
-
-if TYPE_CHECKING:
-    from stages.export.safetensors import ExportSafetensors
-
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -169,8 +166,7 @@ def digest(parts: Sequence[Shard], *facts: str) -> str:
 
 
 def resource_need(stage: ExportSafetensors, ctx: Context, source: ModelSource) -> ResourceNeed:
-    """Disk for the weight files; memory for the proof, which holds one block at a time and all that
-    lies outside of blocks."""
+    """Disk for the weight files; memory for one block and all outside of blocks."""
     model = outline(source.export_view)
     widest = torch.float32 if stage.dtype == AS_SOURCE else torch_dtype(stage.dtype)
 

@@ -16,9 +16,10 @@ from xxhash import xxh3_64_hexdigest
 from pipeline import DistContext, ExportError, ModelSource, StageError, TensorReader, TensorSpec
 from pipeline.checkpoint import DTYPES
 from pipeline.hardware import free_memory
+from pipeline.utils import plural
 from stages.adapter.compat import CONFIG, PREFIX, import_peft, name_in_file, quiet
 from stages.export import manifest
-from stages.export.manifest import BLOCK, CARD, Manifest, Position, Proof, WeightFile, names_in
+from stages.export.manifest import BLOCK, CARD, Manifest, Position, Proof, names_in
 from stages.export.weight_files import Shard, prove_files
 from stages.model import compat
 from stages.model.declared import outline, refuse_differences, ties
@@ -40,8 +41,7 @@ def logits(model: Any, ids: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def loading(failed: str) -> Iterator[None]:
-    """Silence transformers while it loads. Raises ExportError, beginning with `failed`, when it
-    cannot."""
+    """Silence transformers. Raises ExportError, beginning with `failed`, when it cannot load."""
     try:
         with compat.quiet():
             yield
@@ -118,8 +118,7 @@ def reference(
 
 
 def _by_blocks(model: nn.Module, values: LazyTensors, blocks: Collection[str]) -> nn.Module:
-    """`model`, which runs with `values`; modules of the classes `blocks` are in memory one at a
-    time."""
+    """`model`, which runs with `values`, one module of the classes `blocks` at a time."""
     from accelerate.hooks import attach_align_device_hook
 
     attach_align_device_hook(
@@ -194,8 +193,7 @@ def compare(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> fl
 
 
 def record(ids: Tensor, found: Tensor, expected: Tensor) -> Proof:
-    """The proof that an export computes `found` on `ids`. Raises ExportError unless that is
-    `expected`, the trained model's logits."""
+    """The proof that an export computes `found`. Raises ExportError unless that is `expected`."""
     difference = compare(found, expected)
     positions = []
     for row in found[0]:
@@ -219,27 +217,22 @@ def recognise(logits: Tensor, recorded: Sequence[Position], dtype: torch.dtype) 
 
 
 def verify(folder: Path, report: Callable[[str], object], *, trust_remote_code: bool) -> None:
-    """Read every byte, then load the model and run it, unless it is an adapter alone; `report`
-    takes a line for each step.
-
-    Raises ExportError for everything that differs from the finished export.
-    """
+    """Read every byte, then load the model, unless it is an adapter alone, and run it; `report`
+    takes a line for each step. Raises ExportError for any difference to the finished export."""
     found, proof = prove_bytes(folder, strict=True)
-    report(f"{len(found.others)} files beside the weights are as they were written")
+    report(f"as they were written: {plural(len(found.others), 'file')} beside the weights")
     tensors = sum(len(entry.tensors) for entry in found.weights.values())
-    report(f"{tensors} tensors in {len(found.weights)} file(s) are as they were written")
+    files = plural(len(found.weights), "file")
+    report(f"as they were written: {plural(tensors, 'tensor')} in {files}")
     if (folder / CONFIG).is_file():
         report("an adapter is not run again: that needs its base model")
         return
     with loaded(folder, trust_remote_code=trust_remote_code) as model:
-        difference = _run_again(model, proof)
+        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+        again = logits(model, torch.tensor([proof.prompt]))
+        difference = recognise(again, proof.logits, coarsest)
     report(f"the model computes what it did (largest difference {difference:.2g})")
-
-
-def _run_again(model: nn.Module, proof: Proof) -> float:
-    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-    return recognise(logits(model, torch.tensor([proof.prompt])), proof.logits, coarsest)
 
 
 def prove_bytes(folder: Path, *, strict: bool) -> tuple[Manifest, Proof]:
@@ -260,12 +253,10 @@ def prove_bytes(folder: Path, *, strict: bool) -> tuple[Manifest, Proof]:
             raise ExportError(f"{folder / name}: missing")
         if xxh3_64_hexdigest((folder / name).read_bytes()) != expected:
             raise ExportError(f"{folder / name}: is not as it was written")
-    parts = [_shard(name, entry) for name, entry in found.weights.items()]
+    parts = []
+    for name, entry in found.weights.items():
+        specs = {n: TensorSpec(shape, DTYPES[code]) for n, (code, shape) in entry.tensors.items()}
+        parts.append(Shard(file=name, tensors=specs))
     sums = {name: entry.sums for name, entry in found.weights.items()}
     prove_files(folder, parts, sums, DistContext(device=torch.device("cpu")))
     return found, found.proof
-
-
-def _shard(name: str, entry: WeightFile) -> Shard:
-    specs = {n: TensorSpec(shape, DTYPES[code]) for n, (code, shape) in entry.tensors.items()}
-    return Shard(file=name, tensors=specs)

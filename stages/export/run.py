@@ -10,26 +10,15 @@ import json
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipeline import (
-    Context,
-    ExportedModel,
-    ExportError,
-    ModelSource,
-    StageError,
-    TrainedRun,
-    in_words,
-)
-from pipeline.utils import Throughput, human, replace_text
+from pipeline import Context, ExportedModel, ExportError, StageError, TrainedRun, in_words
+from pipeline.utils import Throughput, human, plural, replace_text
 from stages.export import target
+from stages.export.contents import Contents
 from stages.export.manifest import Manifest, WeightFile, facts_of, write_card
-from stages.export.plan import INDEX, index
+from stages.export.plan import INDEX, ExportPlan, index
 from stages.export.weight_files import Shard, check, prove_files, write
-
-if TYPE_CHECKING:
-    from stages.export.contents import Contents
-    from stages.export.plan import ExportPlan
 
 
 def export(
@@ -37,7 +26,7 @@ def export(
 ) -> ExportedModel:
     """Write and prove (collective); every rank returns the same record. Raises StageError."""
     if ctx.dist.is_main and trained is not None:
-        _require_same_base(ctx, contents.source, trained)
+        _require_same_base(ctx, contents, trained)
     plan = contents.plan(_digest_beside(ctx, contents))
     try:
         found = _from_main(ctx, lambda: target.finished(folder, plan.digest))
@@ -50,10 +39,9 @@ def export(
     return ExportedModel(folder=folder, files=found.files, total_bytes=plan.total)
 
 
-def _require_same_base(ctx: Context, model: ModelSource, trained: TrainedRun) -> None:
-    """Raise ExportError when the model's frozen weights, which the export takes from it, are not
-    those that were trained on."""
-    then = trained.progress.lineage.get("weights")
+def _require_same_base(ctx: Context, contents: Contents, trained: TrainedRun) -> None:
+    """Raise ExportError when the model's frozen weights are not those that were trained on."""
+    model, then = contents.source, trained.progress.lineage.get("weights")
     if not model.frozen_base or then is None or "weights" in ctx.accept:
         return
     if model.contents != then:
@@ -83,11 +71,8 @@ def _digest_beside(ctx: Context, contents: Contents) -> str:
 
 def _from_main(ctx: Context, make: Callable[[], Manifest | None]) -> Manifest | None:
     """The manifest that rank 0 makes, on every rank (collective)."""
-    text = None
-    if ctx.dist.is_main:
-        made = make()
-        text = made.model_dump_json() if made else ""
-    text = ctx.dist.broadcast_str(text)
+    made = make() if ctx.dist.is_main else None
+    text = ctx.dist.broadcast_str(made.model_dump_json() if made else "")
     return Manifest.model_validate_json(text) if text else None
 
 
@@ -99,9 +84,8 @@ def _exported(
         begun = _from_main(ctx, lambda: target.claim(folder, plan.digest, held))
         assert begun is not None
         if ctx.dist.is_main:
-            ctx.log.info(
-                "writing %s in %d file(s) to %s", human(plan.total), len(plan.parts), folder
-            )
+            files = plural(len(plan.parts), "file")
+            ctx.log.info("writing %s in %s to %s", human(plan.total), files, folder)
         written = _write_all(ctx, plan, partial, begun)
         sums = {file: entry.sums for file, entry in written.weights.items()}
         try:
@@ -121,7 +105,8 @@ def _write_all(ctx: Context, plan: ExportPlan, partial: Path, begun: Manifest) -
     done = begun
     missing = [part for part in plan.parts if not _is_whole(ctx, partial, part, begun)]
     if len(missing) < len(plan.parts):
-        ctx.log.info("%d file(s) are there already", len(plan.parts) - len(missing))
+        done_before = plural(len(plan.parts) - len(missing), "file")
+        ctx.log.info("written already: %s", done_before)
     for first in range(0, len(missing), ctx.dist.world_size):
         parts = missing[first : first + ctx.dist.world_size]
         sums = write(partial, parts, plan.files, ctx.dist, watch.advance)
@@ -164,7 +149,5 @@ def _finish(
     )
     update = {"facts": facts, "proof": proof, "writer": contents.writer}
     done = written.model_copy(update={"others": written.beside(partial), **update})
-    kept = target.put_in_place(folder, done)
-    if kept is not None:
-        ctx.log.warning("files of the earlier export were changed: kept as %s", kept)
+    target.put_in_place(folder, done)
     return done

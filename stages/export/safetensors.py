@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
+
+from pydantic import ByteSize, TypeAdapter
 
 from pipeline import (
     Context,
@@ -47,20 +47,6 @@ class ExportSettings:
         if reason:
             yield Problem(message=reason, key="folder", hint="name a new folder")
 
-    def for_dry_run(self, ctx: Context) -> Self:
-        """The same export into a folder that is removed when the dry run ends: one beside the
-        target, or the run's own."""
-        from stages.export.target import target_of
-
-        if self.folder is None:
-            return self
-        target = target_of(self.folder, ctx)
-        elsewhere = target.with_name(f"{target.name}.dry-run")
-        if ctx.dist.is_main:
-            shutil.rmtree(elsewhere, ignore_errors=True)
-            ctx.on_exit(lambda: shutil.rmtree(elsewhere, ignore_errors=True))
-        return replace(self, folder=str(elsewhere))
-
     def verify_result(self, exported: ExportedModel) -> None:
         """Raise ExportError unless every file has the checksum that it was written with."""
         from stages.export.proof import prove_bytes
@@ -95,11 +81,11 @@ class ExportSafetensors(ExportSettings):
     """Largest size of one weight file (`5GB`, `512MiB`); a larger tensor gets a file of its own."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
+        yield from super().check(plan)
         try:
             parse_size(self.max_shard_size)
-        except ValueError as error:
-            yield Problem(message=str(error), key="max_shard_size")
-        yield from super().check(plan)
+        except ValueError:
+            yield Problem(key="max_shard_size", message="is not a size", hint="write 5GB or 512MiB")
 
     def run(
         self, ctx: Context, weights: Weights, model: ModelSource, trained: TrainedRun | None = None
@@ -126,17 +112,11 @@ class ExportSafetensors(ExportSettings):
     def run_dry(
         self, ctx: Context, weights: Weights, model: ModelSource, trained: TrainedRun
     ) -> ExportedModel:
-        return self.for_dry_run(ctx).run(ctx, weights, model, trained)
-
-
-SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(I)?)?B\s*", re.IGNORECASE)
+        return replace(self, folder=None).run(ctx, weights, model, trained)
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `5GB`, `512MiB`, `1.5 GB`. Raises ValueError with a sentence for the user."""
-    match = SIZE.fullmatch(text)
-    if match is None:
-        raise ValueError(f"{text!r} is not a size: write a number and a unit, as in 5GB or 512MiB")
-    number, prefix, binary = match.groups()
-    base = 1024 if binary else 1000
-    return int(float(number) * base ** (" KMGT".index(prefix.upper()) if prefix else 0))
+    """Bytes of `5GB`, `512MiB`, `1.5 GB`. Raises ValueError."""
+    if not text.strip().upper().endswith("B"):
+        raise ValueError("a size has a unit, as in 5GB")
+    return TypeAdapter(ByteSize).validate_python(text.strip())

@@ -1,6 +1,6 @@
 """The folder an export goes to: claim it, fill a partial one beside it, swap.
 
-Only files that an earlier export of ours wrote are ever replaced: its manifest lists them.
+Only files that an earlier export wrote, by its manifest, are ever replaced.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ PARTIAL = ".partial"
 
 
 def foreign(folder: Path) -> str | None:
-    """The reason why `folder` must not be replaced; None when absent, empty or wholly an export of
-    ours."""
+    """The reason why `folder` must not be replaced; None for an unchanged export, or nothing."""
     if not folder.exists():
         return None
     if not folder.is_dir():
@@ -37,10 +36,13 @@ def foreign(folder: Path) -> str | None:
     except ExportError as error:
         return str(error)
     if written is None:
-        return f"{folder} holds files that are not an export of ours"
-    others = sorted(manifest.names_in(folder) - set(written.files))
-    if others and written.proof is not None:
-        return f"{folder} holds files that its export did not write: {', '.join(others[:10])}"
+        return f"{folder} holds other files than an export by pipe"
+    if written.proof is not None:
+        found = manifest.names_in(folder) - set(written.files)
+        found = found or {n for n, _ in written.beside(folder).items() - written.others.items()}
+        if found:
+            names = ", ".join(sorted(found)[:10])
+            return f"{folder} holds files that were added or changed after its export: {names}"
     return None
 
 
@@ -70,12 +72,9 @@ def finished(folder: Path, plan: str) -> Manifest | None:
 
 
 def claim(folder: Path, plan: str, held: contextlib.ExitStack) -> Manifest:
-    """Make the partial folder of `folder`; the manifest of what it already holds of the export
-    `plan`.
-
-    No other process can claim it until `held` ends. Raises StageError when one has, and when either
-    folder is not ours.
-    """
+    """Make the partial folder of `folder`, which no other process can claim until `held` ends;
+    returns the manifest of what it holds of the export `plan`. Raises StageError if another process
+    has claimed it, and if a folder must not be replaced."""
     partial, previous = partial_of(folder), _previous_of(folder)
     if not folder.exists() and previous.exists():
         # A crash fell between the two renames of an earlier swap.
@@ -84,7 +83,7 @@ def claim(folder: Path, plan: str, held: contextlib.ExitStack) -> Manifest:
         reason = foreign(place)
         if reason:
             raise StageError(reason, hint="name another folder in the export slot, or move it away")
-    _retire(previous, folder)
+    shutil.rmtree(previous, ignore_errors=True)
     partial.mkdir(parents=True, exist_ok=True)
     _lock(partial, held)
     begun = manifest.load(partial)
@@ -115,9 +114,8 @@ def clear(partial: Path, keep: Collection[str] = ()) -> None:
             entry.unlink()
 
 
-def put_in_place(folder: Path, finished: Manifest) -> Path | None:
-    """Flush the partial folder to disk, its final manifest last, and put it in place of an earlier
-    export. Returns where that one is kept if somebody has changed a file beside its weights."""
+def put_in_place(folder: Path, finished: Manifest) -> None:
+    """Flush the partial folder to disk, manifest last, and swap it for an earlier export."""
     partial, previous = partial_of(folder), _previous_of(folder)
     sync_tree(partial)
     finished.save(partial)
@@ -127,27 +125,4 @@ def put_in_place(folder: Path, finished: Manifest) -> Path | None:
         folder.replace(previous)
     partial.replace(folder)
     sync(folder.parent)
-    return _retire(previous, folder)
-
-
-def _retire(previous: Path, folder: Path) -> Path | None:
-    """Remove an earlier export if the files beside its weights are as it wrote them; otherwise
-    move it to a place that is kept, and return that."""
-    if not previous.exists():
-        return None
-    if _is_as_written(previous):
-        shutil.rmtree(previous)
-        return None
-    number = 1
-    while (kept := folder.with_name(f"{folder.name}.replaced-{number}")).exists():
-        number += 1
-    previous.replace(kept)
-    return kept
-
-
-def _is_as_written(folder: Path) -> bool:
-    with contextlib.suppress(ExportError):
-        written = manifest.load(folder)
-        if written is not None:
-            return written.beside(folder).items() <= written.others.items()
-    return not manifest.names_in(folder)
+    shutil.rmtree(previous, ignore_errors=True)

@@ -76,28 +76,23 @@ class Shard:
 
 
 def share(blocks: Sequence[Block], rank: int, count: int) -> Sequence[Block]:
-    """The consecutive blocks that `rank` of `count` works on: about as many bytes as the others."""
-    ends = list(itertools.accumulate(block.size for block in blocks))
-    total = ends[-1] if ends else 0
-    owner = [min((end - 1) * count // max(total, 1), count - 1) for end in ends]
-    return [block for block, one in zip(blocks, owner, strict=True) if one == rank]
+    """The consecutive blocks that `rank` of `count` works on."""
+    return blocks[len(blocks) * rank // count : len(blocks) * (rank + 1) // count]
 
 
 def write(
     folder: Path, parts: Sequence[Shard], reader: TensorReader, dist: DistContext,
     advance: Callable[[int], None],
 ) -> dict[str, Sums]:  # fmt: skip
-    """Write files from `reader`, each rank its share of all of their blocks (collective). With as
-    many files as ranks, most of a share is in a file of its own, which no other rank locks.
-
-    Returns, by file, checksums of the bytes in memory, to compare with what is read back. Calls
-    `advance` with the bytes that this rank has written. Raises OSError when the disk fails,
-    StageError when the reader does.
-    """
+    """Write files from `reader`, each rank its share of all blocks (collective): with as many files
+    as ranks, mostly a file that no other rank locks. Returns by file the checksums of the bytes in
+    memory. Calls `advance` with the bytes written. Raises OSError, StageError."""
     blocks = [block for part in parts for block in part.blocks()]
     if dist.is_main:
         for part in parts:
-            _create(folder / part.file, part)
+            with opened(folder / part.file, "wb", permissions=0o666) as out:
+                out.write(part.header())
+                out.truncate(part.total)
     dist.barrier()
     own = share(blocks, dist.rank, dist.world_size)
     mine: list[str] = []
@@ -109,12 +104,6 @@ def write(
     for block, one in zip(blocks, all_sums, strict=True):
         found[block.file].setdefault(block.name, []).append(one)
     return found
-
-
-def _create(file: Path, part: Shard) -> None:
-    with opened(file, "wb", permissions=0o666) as out:
-        out.write(part.header())
-        out.truncate(part.total)
 
 
 def _write_blocks(
@@ -138,10 +127,7 @@ def _write_blocks(
 def prove_files(
     folder: Path, parts: Sequence[Shard], sums: Mapping[str, Sums], dist: DistContext
 ) -> None:
-    """Read every file back (collective): names, shapes, dtypes, and the bytes of each tensor.
-
-    Raises ExportError.
-    """
+    """Read every file back (collective): names, shapes, dtypes, bytes. Raises ExportError."""
     for part in parts:
         file, head = folder / part.file, part.header()
         try:
@@ -160,8 +146,7 @@ def prove_files(
 
 
 def check(file: Path, part: Shard, sums: Sums, dist: DistContext) -> list[str]:
-    """Names of the tensors whose bytes in the file differ from `sums`, on every rank (collective).
-    Each rank reads what another one wrote."""
+    """Names of tensors whose bytes differ from `sums`; no rank reads its own (collective)."""
     mine = share(list(part.blocks()), (dist.rank + 1) % dist.world_size, dist.world_size)
     buffer = page_aligned(PIECE)
     try:

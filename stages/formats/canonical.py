@@ -9,10 +9,8 @@ from pipeline.checkpoint import Reading, StateFormat, StateSource
 
 
 class Canonical(StateFormat):
-    """A manifest and a file of parts of tensors for each rank that wrote; every byte checksummed.
-
-    Written by one process it has one such file, and any number of ranks resumes from it.
-    """
+    """A manifest and, for each rank that wrote, a file of parts of tensors; every byte checksummed.
+    Any number of ranks resumes from it. Written by one process it has one such file."""
 
     name = "canonical"
     full = False
@@ -44,8 +42,7 @@ class Canonical(StateFormat):
 
 
 class Full(Canonical):
-    """One file of weights that other tools load, one of optimizer state, with the canonical
-    checkpoint's manifest and checksums."""
+    """Weights in a file that other tools load, optimizer state in another, and a manifest."""
 
     name = "full"
     full = True

@@ -25,17 +25,9 @@ from torch.distributed._shard.sharding_spec._internals import (
     check_tensor,
     validate_non_overlapping_shards_metadata,
 )
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata
 
 from pipeline import CheckpointError
 from pipeline.checkpoint import StateSource
@@ -61,7 +53,7 @@ class Item(NamedTuple):
     boxes: Sequence[Box] = ()
     shape: Shape = ()
     dtype: torch.dtype | None = None
-    """None for a value that is no tensor."""
+    """None for a value that is not a tensor."""
 
 
 Keys = tuple[str, ...]
@@ -87,7 +79,7 @@ def read_items(folder: Path) -> dict[Keys, Item]:
 
 
 def _item(name: str, described: Any, chunks: Mapping[tuple[str, Shape | None], Chunk]) -> Item:
-    if not isinstance(described, TensorStorageMetadata):
+    if not isinstance(described, metadata.TensorStorageMetadata):
         return Item([chunks[name, None]])
     boxes = [Box(tuple(c.offsets), tuple(c.sizes)) for c in described.chunks if 0 not in c.sizes]
     require_cover(boxes, described.size)
@@ -111,8 +103,9 @@ def require_cover(boxes: Sequence[Box], shape: Sequence[int]) -> None:
 
 
 _DESCRIPTIONS = (
-    BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta,
-    TensorProperties, TensorStorageMetadata, _MEM_FORMAT_ENCODING, _StorageInfo, torch.Size,
+    Metadata, metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata, metadata.MetadataIndex,
+    metadata.StorageMeta, metadata.TensorProperties, metadata.TensorStorageMetadata,
+    metadata._MEM_FORMAT_ENCODING, _StorageInfo, torch.Size,
 )  # fmt: skip
 _ADMITTED: dict[str, Any] = {
     **{f"{kind.__module__}.{kind.__qualname__}": kind for kind in _DESCRIPTIONS},
@@ -133,8 +126,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Content of `.metadata`, of which only descriptions of tensors are admitted. Raises
-    CheckpointError."""
+    """Content of `.metadata`, from which descriptions of tensors alone are unpickled."""
     file = folder / ".metadata"
     try:
         with file.open("rb") as stream:
@@ -210,11 +202,9 @@ def write_state_dict(
     values: Mapping[str, Mapping[str, Any]],
     folder: Path,
 ) -> None:
-    """Write a state dict of sections as rank 0 of one process does, one tensor in memory at a time.
-
-    A section has tensors of `source`, whose keys are in `keys`, and plain `values`. Raises
-    CheckpointError, OSError.
-    """
+    """Write a state dict of sections, as rank 0 of one process does, one tensor in memory at a
+    time: tensors of `source` by their `keys`, and plain `values`. Raises CheckpointError,
+    OSError."""
     written = Metadata({}, planner_data={}, storage_data={})
     with (folder / _DATA).open("wb") as stream:
         for section, named in keys.items():
@@ -229,13 +219,13 @@ def write_state_dict(
 def _write(keys: Keys, value: Any, stream: IO[bytes], written: Metadata) -> None:
     name, begin = ".".join(keys), stream.tell()
     append(value, stream)
-    index, described = MetadataIndex(name), cast(Any, BytesStorageMetadata())
+    index, described = metadata.MetadataIndex(name), cast(Any, metadata.BytesStorageMetadata())
     if isinstance(value, Tensor):
         zeros = torch.Size([0] * value.dim())
-        index = MetadataIndex(name, zeros)
-        chunk = ChunkStorageMetadata(zeros, value.size())
-        properties = TensorProperties.create_from_tensor(value)
-        described = TensorStorageMetadata(properties, value.size(), [chunk])
+        index = metadata.MetadataIndex(name, zeros)
+        chunk = metadata.ChunkStorageMetadata(zeros, value.size())
+        properties = metadata.TensorProperties.create_from_tensor(value)
+        described = metadata.TensorStorageMetadata(properties, value.size(), [chunk])
     if name in written.state_dict_metadata:
         raise CheckpointError(f"{name}: there are two entries of this name")
     written.planner_data[name] = keys

@@ -13,26 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline import WEIGHT, CheckpointError, EngineState, ParameterGroup
+from pipeline import WEIGHT, CheckpointError, EngineState, ParameterGroup, Progress
 from pipeline.checkpoint import Reading, StateSource, appearing
-from stages.formats.dcp_compat import (
-    Item,
-    Keys,
-    load_value,
-    map_chunk,
-    read_items,
-    write_state_dict,
-)
-from stages.formats.stored import (
-    MOMENTS,
-    SETTINGS,
-    MappedSource,
-    Stored,
-    fresh_progress,
-    require_moments,
-    settings,
-    weights_of,
-)
+from stages.formats import dcp_compat, stored
+from stages.formats.dcp_compat import Item, Keys
+from stages.formats.stored import MOMENTS, Stored
 
 MODEL, OPTIMIZER, STEP = "model", "optimizer", "step"
 MAPPED = 1024
@@ -51,30 +36,30 @@ def open_dcp(folder: Path, parts: Sequence[Path], reading: Reading) -> StateSour
     """The state in the folders `parts` of `folder`. Raises CheckpointError."""
     items: dict[Keys, Item] = {}
     for part in parts:
-        items |= read_items(part)
+        items |= dcp_compat.read_items(part)
     weights, optimizer = _weights(items), _optimizer(items)
     _require_state(folder, weights, optimizer, reading)
-    load = functools.lru_cache(MAPPED)(map_chunk)
-    stored = {f"{WEIGHT}/{name}": _stored(item, name, load) for name, item in weights.items()}
-    aliases = dict(_aliases(stored, [name for name in optimizer.moments if name in weights]))
+    load = functools.lru_cache(MAPPED)(dcp_compat.map_chunk)
+    found = {f"{WEIGHT}/{name}": _stored(item, name, load) for name, item in weights.items()}
+    aliases = dict(_aliases(found, [name for name in optimizer.moments if name in weights]))
     for alias in aliases:
-        del stored[f"{WEIGHT}/{alias}"]
+        del found[f"{WEIGHT}/{alias}"]
     updates = {
-        name: int(load_value(optimizer.counts[name], f"{name}.{STEP}"))
+        name: int(dcp_compat.load_value(optimizer.counts[name], f"{name}.{STEP}"))
         for name in optimizer.moments
         if name in optimizer.counts or not reading.weights_only
     }
     if not reading.weights_only:
         for name, kinds in optimizer.moments.items():
-            stored |= {f"{k}/{name}": _stored(item, name, load) for k, item in kinds.items()}
+            found |= {f"{k}/{name}": _stored(item, name, load) for k, item in kinds.items()}
     step = max(updates.values(), default=0)
     trained = optimizer.moments.keys() | aliases.keys()
-    return MappedSource(
+    return stored.MappedSource(
         where=str(folder),
         step=step,
         world_size=_world_size(items.values()),
         writer={"format": "dcp"},
-        progress=fresh_progress(step, reading.samples),
+        progress=vars(Progress(step=step, samples=reading.samples)),
         state=EngineState(
             aliases=aliases,
             frozen=[name for name in weights if name not in trained],
@@ -83,7 +68,7 @@ def open_dcp(folder: Path, parts: Sequence[Path], reading: Reading) -> StateSour
             moments=[] if reading.weights_only else list(MOMENTS),
             loss_scale=None,
         ),
-        stored=stored,
+        stored=found,
     )
 
 
@@ -125,7 +110,7 @@ def _require_state(
             f"{folder}: holds no optimizer state", hint="--weights-only takes the weights alone"
         )
     for name, kinds in optimizer.moments.items():
-        require_moments(kinds, str(folder), name)
+        stored.require_moments(kinds, str(folder), name)
         if name not in weights:
             raise CheckpointError(f"{folder}: holds optimizer state of {name}, but no weight")
 
@@ -133,7 +118,7 @@ def _require_state(
 def _stored(item: Item, name: str, load: Callable[..., Tensor]) -> Stored:
     kind = item.dtype
     if kind is None:
-        raise CheckpointError(f"{item.chunks[0].file}: the state of {name} is no tensor")
+        raise CheckpointError(f"{item.chunks[0].file}: the state of {name} is not a tensor")
     return Stored(
         shape=item.shape,
         dtype=kind,
@@ -143,13 +128,13 @@ def _stored(item: Item, name: str, load: Callable[..., Tensor]) -> Stored:
     )
 
 
-def _aliases(stored: Mapping[str, Stored], trained: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _aliases(found: Mapping[str, Stored], trained: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Untrained matrices that equal a trained one: other names of a tied weight."""
-    for key, tensor in stored.items():
+    for key, tensor in found.items():
         name = key.removeprefix(f"{WEIGHT}/")
         if name not in trained and len(tensor.shape) > 1:
             for other in trained:
-                if _equal(tensor, stored[f"{WEIGHT}/{other}"]):
+                if _equal(tensor, found[f"{WEIGHT}/{other}"]):
                     yield name, other
                     break
 
@@ -174,31 +159,32 @@ def _groups(optimizer: Optimizer) -> Iterator[ParameterGroup]:
     numbers = sorted(filter(str.isdecimal, optimizer.settings), key=int)
     for number in numbers:
         values = _values(optimizer, number, "params")
-        yield ParameterGroup(settings=settings(values), parameters=values["params"])
+        yield ParameterGroup(settings=stored.settings(values), parameters=values["params"])
     found: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for name in () if numbers else optimizer.moments:
-        own = settings(_values(optimizer, name))
+        own = stored.settings(_values(optimizer, name))
         found.setdefault(str(own), (own, []))[1].append(name)
     for own, names in found.values():
         yield ParameterGroup(settings=own, parameters=names)
 
 
 def _values(optimizer: Optimizer, name: str, *more: str) -> dict[str, Any]:
-    wanted = (*SETTINGS, "initial_lr", *more)
+    wanted = (*stored.SETTINGS, "initial_lr", *more)
     items = optimizer.settings.get(name, {})
-    return {key: load_value(items[key], f"{name}.{key}") for key in wanted if key in items}
+    return {
+        key: dcp_compat.load_value(items[key], f"{name}.{key}") for key in wanted if key in items
+    }
 
 
 def write_dcp(source: StateSource, folder: Path) -> Sequence[str]:
-    """Write `folder`; returns what its reader should know. Raises CheckpointError for a state of
-    another optimizer than AdamW."""
+    """Write `folder`; returns notes for its users. Raises CheckpointError unless it is of AdamW."""
     state = source.state
     if state.moments and set(state.moments) != set(MOMENTS):
         raise CheckpointError(
             f"{source.where}: only weights and Adam's moments can be written, here are "
             + ", ".join(state.moments)
         )
-    own = {name: entry.key for name, entry in weights_of(source).items()}
+    own = {name: entry.key for name, entry in stored.weights_of(source).items()}
     tied = {alias: own[name] for alias, name in state.aliases.items()}
     moments = {
         f"state.{name}.{kind}": f"{kind}/{name}" for name in state.updates for kind in MOMENTS
@@ -206,7 +192,7 @@ def write_dcp(source: StateSource, folder: Path) -> Sequence[str]:
     keys = {MODEL: own | tied, **({OPTIMIZER: moments} if state.moments else {})}
     values = {OPTIMIZER: dict(_optimizer_values(source))} if state.moments else {}
     with appearing(folder) as partial:
-        write_state_dict(source, keys, values, partial)
+        dcp_compat.write_state_dict(source, keys, values, partial)
     notes = [
         "load it with torch.distributed.checkpoint.load into what get_model_state_dict and "
         "get_optimizer_state_dict(options=StateDictOptions(flatten_optimizer_state_dict=True)) "
@@ -214,7 +200,7 @@ def write_dcp(source: StateSource, folder: Path) -> Sequence[str]:
     ]
     if state.averages:
         kinds = ", ".join(state.averages)
-        notes.append(f"left out, as there is no place for it: {kinds} of the weights")
+        notes.append(f"left out, as the format lacks it: {kinds} of the weights")
     return notes
 
 
@@ -229,10 +215,10 @@ def _optimizer_values(source: StateSource) -> Iterator[tuple[str, Any]]:
 
 def _all_settings(own: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A group of torch's AdamW, of which loading needs every setting."""
-    if set(own) != set(SETTINGS):
+    if set(own) != set(stored.SETTINGS):
         raise CheckpointError(
             f"{where}: the optimizer has the settings {', '.join(sorted(own))}; only AdamW's "
-            f"{', '.join(SETTINGS)} can be converted"
+            f"{', '.join(stored.SETTINGS)} can be converted"
         )
     known = {**own, "betas": tuple(own["betas"])}
     (group,) = torch.optim.AdamW([torch.zeros(1)], **known).param_groups

@@ -7,6 +7,7 @@ parameters make one flat tensor per rank, and so do their moments, in the same p
 from __future__ import annotations
 
 import base64
+import functools
 import itertools
 import math
 import re
@@ -20,21 +21,7 @@ from torch import Tensor
 from pipeline import WEIGHT, CheckpointError, EngineState, LossScale, ParameterGroup, Progress
 from pipeline.checkpoint import Reading, StateSource, random_key
 from stages.formats import stored
-from stages.formats.stored import (
-    MOMENTS,
-    PROGRESS,
-    MappedSource,
-    Shape,
-    Stored,
-    flattened,
-    fresh_progress,
-    joined,
-    read_json,
-    require_moments,
-    settings,
-    understood,
-    whole,
-)
+from stages.formats.stored import MOMENTS, Shape, Stored, flattened, joined, whole
 
 Saved = Mapping[str, Any]
 _FILE = re.compile(
@@ -67,9 +54,7 @@ ADMITTED = [
 ]
 
 
-def load(file: Path, *, verify: bool = True) -> Any:
-    """Content of one of DeepSpeed's files. Raises CheckpointError."""
-    return stored.load(file, ADMITTED, verify=verify)
+load = functools.partial(stored.load, admitted=ADMITTED)
 
 
 class Place(NamedTuple):
@@ -105,17 +90,24 @@ def open_native(folder: Path, state: Path, reading: Reading) -> StateSource:
     groups = list(_flat_groups(state, models, ranks, sharded=sharded))
     model, moments = models[0], () if reading.weights_only else MOMENTS
     for group in groups if moments else ():
-        _require_optimizer(group, state)
-    frozen = dict(_frozen_shards(models) if sharded else _frozen(model, groups))
+        name = next(iter(group.shapes), "a parameter")
+        stored.require_moments(group.flats.keys() - {WEIGHT}, str(state), name)
+        if len(group.counts) != 1 or -1 in group.counts:
+            raise CheckpointError(f"{state}: ranks differ in the number of updates, or have none")
     buffers = {name: whole(model["module"][name]) for name in model["buffer_names"]}
-    step = int(model["global_steps"])
-    return MappedSource(
+    if sharded:
+        frozen = dict(_frozen_shards(models))
+    else:  # every rank has them whole
+        known = {*buffers, *model["shared_params"]}.union(*(group.shapes for group in groups))
+        frozen = {name: whole(t) for name, t in model["module"].items() if name not in known}
+    step, skipped = int(model["global_steps"]), int(model.get("skipped_steps") or 0)
+    fresh = Progress(step=step, samples=reading.samples, skipped=skipped)
+    return stored.MappedSource(
         where=str(folder),
         step=step,
         world_size=len(ranks),
         writer={"format": "deepspeed", "packages": {"deepspeed": model.get("ds_version")}},
-        progress=_own_progress(folder)
-        or fresh_progress(step, reading.samples, int(model.get("skipped_steps") or 0)),
+        progress=_own_progress(folder) or vars(fresh),
         state=EngineState(
             aliases=dict(model["shared_params"]),
             frozen=list(frozen),
@@ -206,8 +198,7 @@ def _cut_each(shapes: Mapping[str, Shape], ranks: int) -> dict[str, list[Place]]
 def _cut_as_one(
     shapes: Mapping[str, Shape], flats: Sequence[Tensor], index: int, ranks: Sequence[Saved]
 ) -> dict[str, list[Place]]:
-    """Stages 1 and 2: the parameters of a group, with padding behind each, make one vector, of
-    which each rank has a part."""
+    """Stages 1 and 2: each rank has a part of a vector of all parameters, padded one by one."""
     paddings = ranks[0].get("param_alignment_paddings")
     padded = paddings[index] if paddings else [0] * len(shapes)
     found: dict[str, list[Place]] = {}
@@ -238,18 +229,11 @@ def _require_same_places(
             )
 
 
-def _require_optimizer(group: FlatGroup, folder: Path) -> None:
-    name = next(iter(group.shapes), "a parameter")
-    require_moments(group.flats.keys() - {WEIGHT}, str(folder), name)
-    if len(group.counts) != 1 or -1 in group.counts:
-        raise CheckpointError(f"{folder}: ranks differ in the number of updates, or have none")
-
-
 def _optimizer_groups(groups: Sequence[FlatGroup]) -> Iterator[ParameterGroup]:
     for _, parts in itertools.groupby(groups, key=lambda group: group.number):
         first, *others = parts
         names = [name for group in (first, *others) for name in group.shapes]
-        yield ParameterGroup(settings=settings(first.settings), parameters=names)
+        yield ParameterGroup(settings=stored.settings(first.settings), parameters=names)
 
 
 def _trained(groups: Sequence[FlatGroup], kinds: Sequence[str]) -> Iterator[tuple[str, Stored]]:
@@ -259,14 +243,8 @@ def _trained(groups: Sequence[FlatGroup], kinds: Sequence[str]) -> Iterator[tupl
             yield f"{kind}/{name}", joined(group.shapes[name], parts)
 
 
-def _frozen(model: Saved, groups: Sequence[FlatGroup]) -> Iterator[tuple[str, Stored]]:
-    """Stages 1 and 2: parameters without a master, which every rank holds whole."""
-    known = {*model["buffer_names"], *model["shared_params"]}.union(*(g.shapes for g in groups))
-    yield from ((name, whole(t)) for name, t in model["module"].items() if name not in known)
-
-
 def _frozen_shards(models: Sequence[Saved]) -> Iterator[tuple[str, Stored]]:
-    """Stage 3: parameters without a master, of which each rank holds a part."""
+    """Parameters without a master under stage 3, of which each rank holds a part."""
     for name, shape in (models[0]["frozen_param_shapes"] or {}).items():
         places = _cut_each({name: shape}, len(models))[name]
         parts = [model["frozen_param_fragments"][name] for model in models]
@@ -284,17 +262,17 @@ def loss_scale(saved: Saved) -> LossScale | None:
 
 def _own_progress(folder: Path) -> dict[str, Any] | None:
     """The progress of a pipetrain run; None for another tool's checkpoint."""
-    file = folder / PROGRESS
+    file = folder / stored.PROGRESS
     if not file.is_file():
         return None
-    with understood(file, "pipe"):
-        return vars(Progress.from_record(read_json(file)["progress"]))
+    with stored.understood(file, "pipe"):
+        return vars(Progress.from_record(stored.read_json(file)["progress"]))
 
 
 def _own_random(folder: Path) -> Iterator[tuple[str, Stored]]:
     """States of the generators of every rank of a pipetrain run, by key."""
     for file in folder.glob("random-*.json"):
         rank = int(file.stem.removeprefix("random-"))
-        for name, text in read_json(file).items():
+        for name, text in stored.read_json(file).items():
             data = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
             yield random_key(rank, name), whole(data)

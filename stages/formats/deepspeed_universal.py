@@ -10,24 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline import WEIGHT, CheckpointError, EngineState, ParameterGroup
+from pipeline import WEIGHT, CheckpointError, EngineState, ParameterGroup, Progress
 from pipeline.checkpoint import Reading, StateSource, appearing
+from stages.formats import stored
 from stages.formats.deepspeed_native import load, loss_scale
-from stages.formats.stored import (
-    MOMENTS,
-    MappedSource,
-    Shape,
-    Stored,
-    append,
-    assembled,
-    fresh_progress,
-    joined,
-    require_file_name,
-    require_moments,
-    settings,
-    weights_of,
-    whole,
-)
+from stages.formats.stored import MOMENTS, Shape, Stored, joined, whole
 
 FILES = {WEIGHT: "fp32", **{moment: moment for moment in MOMENTS}}
 """Names of the files of a parameter's folder, by kind."""
@@ -47,14 +34,14 @@ def open_universal(folder: Path, reading: Reading) -> StateSource:
     }
     step = int(model["global_steps"])
     moments = () if reading.weights_only else MOMENTS
-    stored = dict(_trained(zero, shapes, (WEIGHT, *moments)))
+    found = dict(_trained(zero, shapes, (WEIGHT, *moments)))
     others = dict(_untrained(zero, model, shapes))
-    return MappedSource(
+    return stored.MappedSource(
         where=str(folder),
         step=step,
         world_size=int(model["dp_world_size"]),
         writer={"format": "deepspeed", "packages": {"deepspeed": model.get("ds_version")}},
-        progress=model.get("progress") or fresh_progress(step, reading.samples),
+        progress=model.get("progress") or vars(Progress(step=step, samples=reading.samples)),
         state=EngineState(
             aliases=dict(model["shared_params"]),
             frozen=[name for name in others if name not in model["buffer_names"]],
@@ -63,7 +50,7 @@ def open_universal(folder: Path, reading: Reading) -> StateSource:
             moments=list(moments),
             loss_scale=loss_scale(optimizer),
         ),
-        stored=stored | {f"{WEIGHT}/{name}": value for name, value in others.items()},
+        stored=found | {f"{WEIGHT}/{name}": value for name, value in others.items()},
     )
 
 
@@ -71,10 +58,10 @@ def _trained(
     zero: Path, shapes: Mapping[str, Shape], kinds: Sequence[str]
 ) -> Iterator[tuple[str, Stored]]:
     for name, shape in shapes.items():
-        own = zero / require_file_name(name, str(zero))
+        own = zero / stored.require_file_name(name, str(zero))
         if len(kinds) > 1:
             present = [kind for kind in MOMENTS if (own / f"{kind}.pt").is_file()]
-            require_moments(present, str(zero), name)
+            stored.require_moments(present, str(zero), name)
         for kind in kinds:
             yield f"{kind}/{name}", joined(shape, [_tensor(own / f"{FILES[kind]}.pt")])
 
@@ -86,7 +73,7 @@ def _untrained(
     wanted = {*(model["frozen_param_shapes"] or {}), *model["buffer_names"]}
     present = {path.name for path in zero.iterdir() if path.is_dir()}
     for name in sorted((wanted | present) - {*shapes, *model["shared_params"]}):
-        own = zero / require_file_name(name, str(zero))
+        own = zero / stored.require_file_name(name, str(zero))
         yield name, whole(_tensor(own / f"{FILES[WEIGHT]}.pt"))
 
 
@@ -114,12 +101,11 @@ def _groups(
         raise CheckpointError(f"{folder}: optimizer groups and parameters do not belong together")
     for group in groups:
         names = [name for index in group["params"] for name in shapes[index]]
-        yield ParameterGroup(settings=settings(group), parameters=names)
+        yield ParameterGroup(settings=stored.settings(group), parameters=names)
 
 
 def write_universal(source: StateSource, folder: Path) -> Sequence[str]:
-    """Write `folder`; returns what its reader should know. Raises CheckpointError for a state
-    that DeepSpeed cannot hold."""
+    """Write `folder`; returns notes for its users. Raises CheckpointError."""
     updates = _one_count(source)
     tag = f"global_step{source.step}"
     with appearing(folder) as partial:
@@ -128,9 +114,9 @@ def write_universal(source: StateSource, folder: Path) -> Sequence[str]:
         for key in source.tensors:
             kind, _, name = key.partition("/")
             if kind in FILES:
-                own = zero / require_file_name(name, source.where)
+                own = zero / stored.require_file_name(name, source.where)
                 own.mkdir(exist_ok=True)
-                _save({"param": assembled(source, key)}, own / f"{FILES[kind]}.pt")
+                _save({"param": stored.assembled(source, key)}, own / f"{FILES[kind]}.pt")
         for name in source.state.updates:
             # torch's optimizers need a tensor, DeepSpeed's take one.
             _save(torch.tensor(float(updates)), zero / name / "step.pt")
@@ -143,7 +129,7 @@ def write_universal(source: StateSource, folder: Path) -> Sequence[str]:
 
 def _save(value: Any, file: Path) -> None:
     with file.open("xb") as stream:
-        append(value, stream)
+        stored.append(value, stream)
 
 
 def _one_count(source: StateSource) -> int:
@@ -179,7 +165,7 @@ def _optimizer_state(source: StateSource, updates: int) -> dict[str, Any]:
 
 def _model_state(source: StateSource) -> dict[str, Any]:
     state = source.state
-    shapes = {name: torch.Size(entry.shape) for name, entry in weights_of(source).items()}
+    shapes = {name: torch.Size(entry.shape) for name, entry in stored.weights_of(source).items()}
     groups = [{name: shapes[name] for name in group.parameters} for group in state.groups]
     return {
         "module": {},
@@ -215,9 +201,9 @@ def _notes(source: StateSource) -> Iterator[str]:
             "ZeRO-3: DeepSpeed 0.19 gives every optimizer group the hyperparameters of the first, "
             "weight decay too: set them again after loading"
         )
-    if len(state.updates) < len(weights_of(source)):
+    if len(state.updates) < len(stored.weights_of(source)):
         yield "DeepSpeed loads only trained parameters: load the others with the model"
     if state.averages:
-        yield f"left out, as there is no place for it: {', '.join(state.averages)} of the weights"
+        yield f"left out, as the format lacks it: {', '.join(state.averages)} of the weights"
     if state.loss_scale is not None:
         yield "left out: the loss scale, which begins anew"

@@ -21,7 +21,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline import WEIGHT, CheckpointError, EngineState, Progress
+from pipeline import WEIGHT, CheckpointError, EngineState
 from pipeline.checkpoint import CHUNK, CODES, DTYPES, StateSource, TensorEntry, as_bytes
 
 PROGRESS = "progress.json"
@@ -31,12 +31,9 @@ _NAME = re.compile(r"(?!\.)[\w.-]{1,200}", re.ASCII)
 
 
 def load(file: Path, admitted: Sequence[tuple[type, str]] = (), *, verify: bool = True) -> Any:
-    """Content of a file of `torch.save`, with its tensors mapped.
-
-    `admitted` lists stand-ins with the full names of the classes that they replace; `verify`
-    compares the checksum of every tensor, which reads the whole file. Raises CheckpointError for a
-    damaged file, and for one that needs any other class.
-    """
+    """Content of a file of `torch.save`, with its tensors mapped; `admitted` lists stand-ins with
+    the full names of their classes. `verify` compares all checksums, which reads the whole file.
+    Raises CheckpointError for a damaged file, and for one that needs any other class."""
     try:
         if verify:
             with zipfile.ZipFile(file) as archive:
@@ -57,7 +54,7 @@ def require_checksums(archive: zipfile.ZipFile) -> None:
 
 
 def explained(error: Exception, where: str) -> CheckpointError:
-    """What a restricted unpickler's error means: a refused class by its name, or a damaged file."""
+    """The meaning of a restricted unpickler's error: a refused class, or a damaged file."""
     text = str(error) or type(error).__name__
     refused = re.search(r"GLOBAL ([\w.]+)", text)
     if not isinstance(error, pickle.UnpicklingError) or not (refused or "Weights only" in text):
@@ -123,11 +120,9 @@ class Box(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stored:
-    """A tensor that lies in files as chunks, each of which is a box of it.
-
-    `grid` is the shape that the boxes divide: that of the tensor, or its number of elements.
-    `load(number)` returns a chunk's bytes, of shape (*sizes of the box, bytes of an element).
-    """
+    """A tensor that lies in files as chunks, each a box of it. The boxes divide `grid`: the
+    tensor's shape, or its number of elements. `load(number)` returns a chunk's bytes, of shape
+    (*sizes of the box, bytes of an element)."""
 
     shape: Shape
     dtype: torch.dtype
@@ -167,8 +162,7 @@ class Stored:
 
 
 def flattened(tensor: Tensor) -> Tensor:
-    """All elements in row-major order. Raises ValueError for a tensor with more elements than its
-    memory has, which a few bytes can describe."""
+    """All elements in row-major order. Raises ValueError for more elements than are stored."""
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise ValueError("a tensor is larger than what is stored of it")
     contiguous = tensor.detach().contiguous()
@@ -199,8 +193,7 @@ def whole(tensor: Tensor) -> Stored:
 
 @dataclass(kw_only=True, eq=False)
 class MappedSource(StateSource):
-    """A state whose tensors are `stored`, by key. Raises CheckpointError for a dtype that canonical
-    checkpoints lack."""
+    """A state with the tensors `stored`. Raises CheckpointError for a dtype that is not known."""
 
     where: str
     step: int
@@ -275,8 +268,3 @@ def require_moments(kinds: Collection[str], where: str, name: str) -> None:
             f"{' and '.join(MOMENTS)} can be converted",
             hint="--weights-only takes the weights alone",
         )
-
-
-def fresh_progress(step: int, samples: int, skipped: int = 0) -> dict[str, Any]:
-    """Progress of another tool's training, whose model and data are unknown."""
-    return vars(Progress(step=step, samples=samples, skipped=skipped))

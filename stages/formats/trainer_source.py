@@ -13,23 +13,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from pipeline import WEIGHT, CheckpointError, EngineState, ParameterGroup
+from pipeline import WEIGHT, CheckpointError, EngineState, ParameterGroup, Progress
 from pipeline.checkpoint import Reading, StateSource
-from stages.formats.stored import (
-    MOMENTS,
-    MappedSource,
-    Shape,
-    Stored,
-    fresh_progress,
-    load,
-    read_json,
-    require_file_name,
-    require_moments,
-    settings,
-    understood,
-    whole,
-)
-from stages.formats.trainer import STATE, WEIGHTS
+from stages.formats import stored
+from stages.formats.stored import MOMENTS, Shape, Stored, whole
+from stages.formats.trainer import STATE
+from stages.model.files import safetensors_files
 
 WITHOUT = "--weights-only takes the weights alone"
 
@@ -46,7 +35,7 @@ class Model(NamedTuple):
 
 def open_trainer(folder: Path, reading: Reading) -> StateSource:
     """The state in `checkpoint-N`. Raises CheckpointError."""
-    step = read_json(folder / STATE).get("global_step")
+    step = stored.read_json(folder / STATE).get("global_step")
     if not isinstance(step, int):
         raise CheckpointError(f"{folder / STATE}: does not say the step")
     weights = {name: whole(tensor) for name, tensor in _weights(folder)}
@@ -56,20 +45,20 @@ def open_trainer(folder: Path, reading: Reading) -> StateSource:
     else:
         model = _described(folder / "config.json")
     _require_same(folder, model, weights)
-    stored = {f"{WEIGHT}/{name}": weights[name] for name in model.shapes}
+    found = {f"{WEIGHT}/{name}": weights[name] for name in model.shapes}
     groups: list[ParameterGroup] = []
     updates: dict[str, int] = {}
     for settings_, states in () if reading.weights_only else _optimizer(folder, model):
         groups.append(ParameterGroup(settings=settings_, parameters=list(states)))
         for name, state in states.items():
             updates[name] = int(state["step"])
-            stored |= {f"{moment}/{name}": whole(state[moment]) for moment in MOMENTS}
-    return MappedSource(
+            found |= {f"{moment}/{name}": whole(state[moment]) for moment in MOMENTS}
+    return stored.MappedSource(
         where=str(folder),
         step=step,
         world_size=1,
         writer={"format": "trainer"},
-        progress=fresh_progress(step, reading.samples),
+        progress=vars(Progress(step=step, samples=reading.samples)),
         state=EngineState(
             aliases=model.aliases,
             frozen=[name for name in model.parameters if name not in updates],
@@ -78,22 +67,16 @@ def open_trainer(folder: Path, reading: Reading) -> StateSource:
             moments=list(MOMENTS) if updates else [],
             loss_scale=None,
         ),
-        stored=stored,
+        stored=found,
     )
 
 
 def _weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Tensors of all files, mapped."""
-    single, index = WEIGHTS
-    names = [single]
-    if not (folder / single).is_file():
-        with understood(folder / index, "transformers"):
-            names = sorted(set(read_json(folder / index)["weight_map"].values()))
-    for name in names:
-        file = folder / require_file_name(name, str(folder / index))
+    for file in safetensors_files(folder):
         try:
             with safe_open(file, "pt") as tensors:
-                for key in tensors.keys():  # noqa: SIM118 - it is no dict
+                for key in tensors.keys():  # noqa: SIM118 - it is not a dict
                     yield key, tensors.get_tensor(key)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{file}: cannot be read: {error}") from error
@@ -132,7 +115,7 @@ def _build(config: Path) -> nn.Module:
         )
         kind = getattr(transformers, described.architectures[0])
         if not issubclass(kind, transformers.PreTrainedModel):
-            raise TypeError(f"{kind.__name__} is no model")
+            raise TypeError(f"{kind.__name__} is not a model")
         with torch.device("meta"):
             model: nn.Module = kind(described)
     except Exception as error:
@@ -164,8 +147,8 @@ def _optimizer(
             f"{file}: missing; it holds the optimizer's state",
             hint=f"it was not saved (save_only_model), or not by one process or DDP; {WITHOUT}",
         )
-    saved = load(file)
-    with understood(file, "transformers' Trainer"):
+    saved = stored.load(file)
+    with stored.understood(file, "transformers' Trainer"):
         groups = saved["param_groups"]
         if len(groups) != 2:
             raise CheckpointError(
@@ -175,12 +158,12 @@ def _optimizer(
             own = [saved["state"][number] for number in group["params"]]
             for state in own:
                 kinds = [k for k, value in state.items() if isinstance(value, Tensor)]
-                require_moments({*kinds} - {"step"}, str(file), "a parameter")
+                stored.require_moments({*kinds} - {"step"}, str(file), "a parameter")
             candidates = [
                 (n, model.shapes[n]) for n in model.parameters if (n in model.decayed) == decays
             ]
             names = identify([tuple(state[MOMENTS[0]].shape) for state in own], candidates, file)
-            yield settings(group), dict(zip(names, own, strict=True))
+            yield stored.settings(group), dict(zip(names, own, strict=True))
 
 
 Named = Sequence[tuple[str, Shape]]
@@ -201,8 +184,7 @@ def identify(saved: Sequence[Shape], candidates: Named, file: Path) -> list[str]
 
 
 def _first_fit(saved: Sequence[Shape], candidates: Named) -> list[str] | None:
-    """Greedy match, in order, of the saved shapes to candidates. Matches from both ends are the
-    same exactly if there is only one."""
+    """A greedy match, in order. From both ends it is the same exactly if there is only one."""
     found = []
     rest = iter(candidates)
     for shape in saved:

@@ -39,14 +39,7 @@ FSDP_PREFIXED: Table = {**FSDP, **{f"fsdp_{key}": rule for key, rule in FSDP.ite
 """Keys with and without the prefix; accelerate and transformers accept both."""
 
 OFFLOADS = ("none", "cpu", "nvme")
-
-
-def zero_stage(value: Any) -> int:
-    """Return DeepSpeed's ZeRO stage, 0 for none."""
-    found = rules.whole(value)
-    if found not in (0, 1, 2, 3):
-        raise WrongValueError(f"must be 0, 1, 2 or 3, not {value!r}", blocks=True)
-    return found
+_stage = sets("zero.stage", rules.choice({str(n): n for n in range(4)}, blocks=True))
 
 
 def max_norm(value: Any) -> float | None:
@@ -64,7 +57,7 @@ def offload(block: str, prefix: str = "") -> dict[str, Rule]:
 
 DEEPSPEED_PLUGIN: Table = {
     "deepspeed_config_file": rules.unsupported("must name a file"),
-    "zero_stage": sets("zero.stage", zero_stage),
+    "zero_stage": _stage,
     "gradient_accumulation_steps": sets("accumulation", rules.positive, 1),
     "gradient_clipping": sets("optimizer.max_grad_norm", max_norm, 1.0),
     **offload("offload_optimizer", "offload_optimizer_"),
@@ -125,7 +118,7 @@ PASSED_ON = (
 """Keys that wrap.zero hands to DeepSpeed."""
 _stage_3 = _fields("", _count, *STAGE_3)
 ZERO: Table = {
-    "stage": sets("zero.stage", zero_stage),
+    "stage": _stage,
     "offload_optimizer": {
         **offload("offload_optimizer"),
         **_fields("offload_optimizer.", rules.truth, "pin_memory"),
@@ -149,17 +142,11 @@ def _enabled(dtype: str) -> Rule:
     return lambda value: automatic(value) if value == "auto" else on(value)
 
 
-def _scale(power: Any) -> float:
-    found = rules.whole(power)
-    if not 0 <= found <= 32:
-        raise WrongValueError(f"must be 0 to 32, a power of two, not {power!r}")
-    return float(2**found)
-
-
+SCALES = {str(power): float(2**power) for power in range(33)}
 FP16: Table = {
     "enabled": _enabled("fp16"),
     "loss_scale": allowed(0, hint="set loss_scale: 0"),
-    "initial_scale_power": sets("precision.initial_loss_scale", _scale),
+    "initial_scale_power": sets("precision.initial_loss_scale", rules.choice(SCALES)),
     "loss_scale_window": sets("precision.loss_scale_growth_interval", rules.positive),
 }
 BF16: Table = {
@@ -223,8 +210,7 @@ DEEPSPEED: Table = {
 
 
 def set_defaults(report: Report, *, alone: bool) -> None:
-    """Add DeepSpeed 0.19's defaults. `alone` means without TrainingArguments, which fill in some
-    of them otherwise."""
+    """Add DeepSpeed 0.19's defaults; `alone` means without TrainingArguments."""
     own = "DeepSpeed's default"
     missing: dict[str, tuple[Any, str]] = {}
     if alone:

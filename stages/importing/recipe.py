@@ -15,7 +15,8 @@ from stages.importing.training import optimizer, train
 def compose(report: Report, request: Request, name: str) -> Draft:
     """Return the recipe that the facts make. Its name is `name` unless they give one."""
     draft = Draft(report)
-    _header(draft, name)
+    named = "name" if report.given("name") else "output_name"
+    draft.put("name", report.value(named, name), named)
     _model(draft, request)
     _adapter(draft)
     _precision(draft)
@@ -30,12 +31,6 @@ def compose(report: Report, request: Request, name: str) -> Draft:
     draft.slot("export", "export.safetensors")
     draft.copy_all()
     return draft
-
-
-def _header(draft: Draft, name: str) -> None:
-    report = draft.report
-    fact = "name" if report.given("name") else "output_name"
-    draft.put("name", report.value(fact, name), fact)
 
 
 FLOATING = "the branch, as before; better the commit in `revision`"

@@ -174,10 +174,6 @@ class Draft:
         self.notes: dict[KeyPath, str] = {}
         self.missing: dict[str, str] = {}
 
-    def recipe(self) -> dict[str, Any]:
-        """Return the recipe's values."""
-        return {**self.header, "stages": self.slots}
-
     def slot(self, name: str, use: str, *facts: str) -> None:
         """Add a slot, which follows from `facts`."""
         self.slots[name] = {}

@@ -47,11 +47,6 @@ def unset() -> RuleResult:
     return RuleResult(outcome="default", why="is not set, or off")
 
 
-def translated(fact: str, content: Any, *, auto: bool = False) -> RuleResult:
-    """Return a result that gives a fact."""
-    return RuleResult(outcome="translated", fact=fact, content=content, auto=auto)
-
-
 def refused(why: str, hint: str = "", *, blocks: bool = False) -> RuleResult:
     """Return a refusal."""
     return RuleResult(outcome="refused", why=why, hint=hint, blocks=blocks)
@@ -64,8 +59,8 @@ def sets(fact: str, read: Read, auto: Any = None, *, off: tuple[Any, ...] = ()) 
     def rule(value: Any) -> RuleResult:
         if value is None or _among(value, off):
             return unset()
-        automatic = value == "auto"
-        return translated(fact, auto if automatic else read(value), auto=automatic)
+        content = auto if value == "auto" else read(value)
+        return RuleResult(outcome="translated", fact=fact, content=content, auto=value == "auto")
 
     return rule
 
@@ -77,7 +72,8 @@ def when_on(fact: str, then: Any = None) -> Rule:
         on = not is_off(value)
         if on and then is not None and not isinstance(value, Mapping):
             on = truth(value)
-        return translated(fact, value if then is None else then) if on else unset()
+        content = value if then is None else then
+        return RuleResult(outcome="translated", fact=fact, content=content) if on else unset()
 
     return rule
 
@@ -161,8 +157,7 @@ def names(value: Any) -> list[str]:
 
 
 def choice(known: Collection[str], hint: str = "", *, blocks: bool = False) -> Read:
-    """Return a reader of the known texts, in upper or lower case. With a mapping, it returns their
-    values."""
+    """Return a reader of the known texts in any case; with a mapping, it returns their values."""
 
     def read(value: Any) -> Any:
         key = str(value).lower()

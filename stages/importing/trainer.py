@@ -31,7 +31,7 @@ _ORDERS = {"random": True, "sequential": False}
 def _warmup(value: Any) -> rules.RuleResult:
     steps = rules.number(value)
     if 0 < steps < 1:
-        return rules.translated("warmup_ratio", steps)
+        return rules.RuleResult(outcome="translated", fact="warmup_ratio", content=steps)
     return sets("warmup_steps", rules.whole)(value)
 
 

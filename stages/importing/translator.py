@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,12 +49,15 @@ class HuggingFace(Translator):
     name = "hugging_face"
 
     def kind(self, content: Mapping[str, Any]) -> str | None:
+        """Return the kind that most keys belong to, of those that have a key to themselves."""
         if self.other_tool(content) is not None:
             return None
         known = {kind: _known(content, table) for kind, table in TABLES.items()}
-        best = max(known, key=lambda kind: known[kind])
+        shared = Counter(key for keys in known.values() for key in keys)
+        own = [kind for kind, keys in known.items() if any(shared[key] == 1 for key in keys)]
+        best = max(own, key=lambda kind: len(known[kind]), default=None)
         others = sum(key.startswith((*HARMLESS, *DIFFERENT)) for key in content)
-        return best if known[best] and 2 * (known[best] + others) >= len(content) else None
+        return best if best and 2 * (len(known[best]) + others) >= len(content) else None
 
     def other_tool(self, content: Mapping[str, Any]) -> str | None:
         return next((tool for tool, keys in OTHER_TOOLS.items() if content.keys() & keys), None)
@@ -70,7 +74,7 @@ class HuggingFace(Translator):
         outcomes = reader.report.outcomes()
         blocked = any(outcome.blocks for outcome in outcomes)
         return Translation(
-            recipe=None if blocked else draft.recipe(),
+            recipe=None if blocked else {**draft.header, "stages": draft.slots},
             notes=draft.notes,
             missing={} if blocked else draft.missing,
             outcomes=outcomes,
@@ -142,9 +146,10 @@ class _Reader:
         self.report.enter(file.path.name, key, name, result)
 
 
-def _known(content: Mapping[str, Any], table: Table) -> int:
-    """Return how many keys the table could have: blocks where it has blocks, values elsewhere."""
-    return sum(
-        key in table and (isinstance(value, Mapping) != callable(table[key]) or not value)
+def _known(content: Mapping[str, Any], table: Table) -> list[str]:
+    """Return the keys that the table could have: blocks where it has blocks, values elsewhere."""
+    return [
+        key
         for key, value in content.items()
-    )
+        if key in table and (isinstance(value, Mapping) != callable(table[key]) or not value)
+    ]

@@ -7,16 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from pipeline import Context, OptimizerPlan, Precision
-from pipeline.planning import (
-    BYTES,
-    NARROW_MASTERS,
-    NARROW_MOMENTS,
-    OptimizerShape,
-    Planner,
-    Saving,
-    Topology,
-)
+from pipeline import Context, OptimizerPlan, Precision, planning
+from pipeline.planning import BYTES, OptimizerShape, Planner, Saving, Topology
 from stages.optimizer.adamw import AdamW, Moments
 from stages.optimizer.lion import Lion
 
@@ -54,12 +46,12 @@ class AdamWPlanner(Planner[AdamW]):
         stage = self.stage
         if stage.moments == "master":
             what = "moments in blocks of 8 bits"
-            yield Saving(order=NARROW_MOMENTS, what=what, fields={"moments": "8bit"})
+            yield Saving(order=planning.NARROW_MOMENTS, what=what, fields={"moments": "8bit"})
         if not stage.stochastic_rounding:
             # Moments in bf16, like the masters, would lose their own small changes.
             moments = "8bit" if stage.moments == "master" else stage.moments
             yield Saving(
-                order=NARROW_MASTERS,
+                order=planning.NARROW_MASTERS,
                 what="bf16 masters with stochastic rounding, moments in blocks of 8 bits",
                 fields={"moments": moments, "stochastic_rounding": True},
                 beside={Precision: {"master": "bf16"}},
@@ -74,8 +66,7 @@ class AdamWPlanner(Planner[AdamW]):
 
 
 def _taking(size: float, build: Callable[..., Any], groups: list[dict[str, Any]]) -> Any:
-    """An optimizer whose compiled updates, which a trace cannot see into, only allocate `size`
-    bytes for each element of a parameter."""
+    """An optimizer whose compiled updates only allocate `size` bytes per element of a parameter."""
     import torch
 
     optimizer = build(groups)

@@ -27,8 +27,7 @@ AT_A_TIME = 1 << 22
 
 
 class CodeBook:
-    """The 256 dynamic values of bitsandbytes and torchao in ascending order: from 0 to 1, or signed
-    from -0.993 to 1."""
+    """The 256 dynamic values of bitsandbytes and torchao, ascending, from 0 or from -0.993 to 1."""
 
     def __init__(self, *, signed: bool) -> None:
         quantizers = torchao_compat.quantizers()
@@ -51,11 +50,8 @@ class CodeBook:
         return table[codes.int()] * scales.view(-1, 1)
 
     def encode_exactly(self, blocks: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Encode values so that results of `decode` are decoded to the same bits again.
-
-        A largest value that is negative was decoded to 0.993 of its scale: for such blocks, scales
-        that are larger than the largest value are tried.
-        """
+        """Encode values so that results of `decode` are decoded to the same bits again. Blocks
+        whose largest value is negative, so 0.993 of its scale, are tried with larger scales."""
         codes, scales = self.encode(blocks, table)
         left = (self.decode(codes, scales, table) != blocks).any(-1).nonzero().view(-1)
         for candidates in self._larger_scales(blocks.abs().amax(-1)):
@@ -68,8 +64,7 @@ class CodeBook:
         return codes, scales
 
     def _larger_scales(self, largest: Tensor) -> Iterator[Tensor]:
-        """Scales (blocks,) that the least value of the book decodes to -`largest`, up to
-        rounding."""
+        """Scales (blocks,) whose least value is -`largest`, up to rounding."""
         if self.values[0] < 0:
             below = above = largest / -self.values[0]
             yield below
@@ -102,8 +97,7 @@ class PlainMoments(StateCodec):
     def parts(
         self, state: Mapping[str, Tensor], count: int
     ) -> Iterator[tuple[int, int, Mapping[str, Tensor]]]:
-        """(start, stop, state) of each part of a parameter's `count` elements whose moments are
-        stored alike."""
+        """(start, stop, state) of each part of `count` elements that is stored alike."""
         yield 0, count, {name: state[name] for name in MOMENTS}
 
     def tables(self, device: torch.device) -> Mapping[str, Tensor]:
@@ -123,8 +117,7 @@ class PlainMoments(StateCodec):
 
 
 class BlockwiseMoments(PlainMoments):
-    """Codes and a scale for each block. Small parameters, and the remainder behind the last whole
-    block, are stored in fp32."""
+    """Codes and a scale for each block; fp32 for small parameters and behind the last block."""
 
     def __init__(self) -> None:
         super().__init__(torch.float32)

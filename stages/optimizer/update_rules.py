@@ -172,8 +172,7 @@ class Noise:
         return self._numbers.setdefault(parameter, len(self._numbers))
 
     def bits(self, parameter: Tensor, like: Tensor, shard: int, step: int) -> Tensor:
-        """int32 noise, uniform in [0, 65536), for update `step` of a parameter; shape and device
-        are those of `like`."""
+        """int32 noise for a parameter's update `step`, uniform in [0, 65536), shaped `like`."""
         text = f"{self._seed}/{shard}/{self.number(parameter)}/{step}".encode()
         generator = torch.Generator(like.device)
         generator.manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1)

@@ -20,15 +20,13 @@ class PrecisionPolicy:
     """Dtype of parameters, activations and inputs in forward and backward."""
 
     master: DtypeName = "fp32"
-    """Dtype of the weights that the optimizer updates. Below fp32, small updates are lost to
-    rounding."""
+    """Dtype of the weights that the optimizer updates. Below fp32, rounding loses small updates."""
 
     reduce: DtypeName = "fp32"
     """Dtype of gradients while they are averaged over ranks."""
 
     buffer: DtypeName | None = None
-    """Dtype of floating-point buffers; null keeps what the model declares (rotary tables are
-    fp32)."""
+    """Dtype of floating buffers; null keeps what the model declares (rotary tables are fp32)."""
 
     initial_loss_scale: Annotated[float, Gt(0)] = 65536.0
     """With fp16 compute: the loss scale to start from, a power of two."""
@@ -51,7 +49,16 @@ class PrecisionPolicy:
             yield Problem(key="initial_loss_scale", message="is not a power of two")
 
     def run(self, ctx: Context) -> Precision:
-        self._warn_of_emulation(ctx)
+        import torch
+
+        # Narrow floats are computed by AVX-512 and its successors at the earliest.
+        narrow = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+        if self.compute != "fp32" and ctx.dist.device.type == "cpu" and narrow:
+            ctx.log.warning(
+                "this processor emulates %s; compute: fp32 in the precision slot is many times "
+                "faster",
+                self.compute,
+            )
         return self.declared()
 
     def declared(self) -> Precision:
@@ -66,15 +73,3 @@ class PrecisionPolicy:
             buffer=self.buffer,
             loss_scaling=scaling if self.compute == "fp16" else None,
         )
-
-    def _warn_of_emulation(self, ctx: Context) -> None:
-        import torch
-
-        # Narrow floats are computed by AVX-512 and its successors at the earliest.
-        narrow = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
-        if self.compute != "fp32" and ctx.dist.device.type == "cpu" and narrow:
-            ctx.log.warning(
-                "this processor only emulates %s, slowly; compute: fp32 in the precision slot is "
-                "many times faster",
-                self.compute,
-            )

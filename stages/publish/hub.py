@@ -36,8 +36,7 @@ class PublishHub:
     """Make the repository private when it is created. An existing repository keeps its visibility;
     while this is true, a public one is refused."""
     revision: str | None = None
-    """Branch that the commit goes to; created from `main` if it is not there. `main` when not
-    set."""
+    """Branch that the commit goes to; created from `main` if it is not there. null: `main`."""
     commit_message: str | None = None
     """First line of the commit. Names the run when not set."""
     token_env: str = "HF_TOKEN"

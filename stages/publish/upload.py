@@ -9,7 +9,6 @@ import textwrap
 import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import yaml
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, get_token
@@ -17,12 +16,9 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils.sha import git_hash
 
-from pipeline import ExportedModel, StageError, in_words
-from stages.publish.hub import LOGIN, TOKEN, PublishedModel
-
-if TYPE_CHECKING:
-    from pipeline import Context
-    from stages.publish.hub import PublishHub
+from pipeline import Context, ExportedModel, StageError, in_words
+from pipeline.utils import align, human, plural
+from stages.publish.hub import LOGIN, TOKEN, PublishedModel, PublishHub
 
 MAIN = "main"
 CARD = "README.md"
@@ -32,9 +28,7 @@ NOT_ALLOWED = (401, 403, 404)
 
 def publish(stage: PublishHub, ctx: Context, model: ExportedModel) -> PublishedModel:
     """Upload on rank 0; every rank returns the same record."""
-    record = None
-    if ctx.dist.is_main:
-        record = json.dumps(_publish(stage, ctx, model).record())
+    record = json.dumps(_publish(stage, ctx, model).record()) if ctx.dist.is_main else None
     return PublishedModel.restore(json.loads(ctx.dist.broadcast_str(record)))
 
 
@@ -42,11 +36,10 @@ def _publish(stage: PublishHub, ctx: Context, model: ExportedModel) -> Published
     files = contents(model)
     _require_readable_card(files)
     sizes = {name: path.stat().st_size for name, path in files.items()}
-    ctx.log.info(
-        "%d file(s), %s bytes, for %s:", len(files), f"{sum(sizes.values()):,}", stage.repo
-    )
-    for name, size in sizes.items():
-        ctx.log.info("  %s  %s bytes", name, f"{size:,}")
+    found = f"{plural(len(files), 'file')}, {human(sum(sizes.values()))}"
+    ctx.log.info("%s, for %s:", found, stage.repo)
+    for line in align([(f"  {name}", human(size)) for name, size in sizes.items()]):
+        ctx.log.info("%s", line)
     if stage.dry_run:
         ctx.log.info("dry run: nothing was uploaded")
         return PublishedModel(repo=stage.repo, commit=None, url=None)
@@ -127,8 +120,7 @@ def _differences(addition: CommitOperationAdd, remote: Mapping[str, RepoFile]) -
 
 
 def contents(model: ExportedModel) -> dict[str, Path]:
-    """Listed files and all files of listed folders, by name. Raises StageError for a file that is
-    missing or lies outside of the export."""
+    """All listed files by name. Raises StageError for one that is missing or elsewhere."""
     found = {}
     for place in (model.folder / listed for listed in model.files):
         inside = [path for path in place.rglob("*") if not path.is_dir()]
@@ -162,13 +154,9 @@ def masked(text: str, token: str) -> str:
 
 def _refusal(error: Exception, stage: PublishHub, ctx: Context, token: str) -> StageError:
     """An error of the hub or the network, without any token in it."""
-    causes = [error]
-    while isinstance(cause := causes[-1].__cause__, Exception):
-        causes.append(cause)
-    reason = masked(": ".join(dict.fromkeys(map(in_words, causes))), token)
+    reason = masked(in_words(error), token)
     hint = f"the export is untouched; retry with: pipe resume {shlex.quote(str(ctx.run_dir))}"
-    answers = (cause.response for cause in causes if isinstance(cause, HfHubHTTPError))
-    if any(answer.status_code in NOT_ALLOWED for answer in answers):
+    if isinstance(error, HfHubHTTPError) and error.response.status_code in NOT_ALLOWED:
         hint = (
             f"the token must be valid and allow to write to the repositories of "
             f"{stage.repo.partition('/')[0]}; it is that of ${stage.token_env} or, without that, "

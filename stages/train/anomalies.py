@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed
 from torch import Tensor
 
 from pipeline import Checkpoints, Progress, StageError, StepGuard, StepReport
-from stages.train.settings import Action, Anomalies
+from stages.train.settings import Anomalies
 
 NON_FINITE, SPIKE = "non-finite gradient", "loss spike"
 HINT = (
@@ -31,8 +32,7 @@ class AnomalyMonitor:
         """Mean loss of the observed step; None if the policy does not look for spikes."""
 
     def observe(self, part: Tensor, progress: Progress) -> None:
-        """Take a step's loss before its update; `part` is this rank's part of the mean, a scalar
-        (collective if the policy looks for spikes)."""
+        """Take this rank's part of a step's mean loss before its update (collective)."""
         self._spikes, self.loss = False, None
         if self._policy.spike is not None:
             total = part.detach().clone()
@@ -71,8 +71,7 @@ def is_spike(loss: float, recent: list[float], policy: Anomalies) -> bool:
 
 
 def exclude(progress: Progress, start: int, stop: int) -> None:
-    """Record that positions [start, stop) of the sample order have no update; overlapping and
-    adjoining ranges are merged."""
+    """Record that positions [start, stop) have no update; adjoining ranges are merged."""
     joined: list[list[int]] = []
     for low, high in sorted([*progress.left_out, [start, stop]]):
         if joined and low <= joined[-1][1]:
@@ -82,23 +81,15 @@ def exclude(progress: Progress, start: int, stop: int) -> None:
     progress.left_out = joined
 
 
+@dataclass(frozen=True)
 class Recovery:
-    """Stops the run, skips a batch, or goes back to a checkpoint, as the policy says.
+    """Stops the run, skips a batch, or goes back to a checkpoint, as the policy says."""
 
-    `validate` is passed to `Checkpoints.restore`.
-    """
-
-    def __init__(
-        self,
-        policy: Anomalies,
-        monitor: AnomalyMonitor,
-        checkpoints: Checkpoints,
-        validate: Callable[[Progress], None],
-    ) -> None:
-        self._policy = policy
-        self._monitor = monitor
-        self._checkpoints = checkpoints
-        self._validate = validate
+    policy: Anomalies
+    monitor: AnomalyMonitor
+    checkpoints: Checkpoints
+    validate: Callable[[Progress], None]
+    """Passed to `Checkpoints.restore`."""
 
     def recover(
         self, anomaly: str, grad_norm: float, progress: Progress, samples: int
@@ -107,16 +98,14 @@ class Recovery:
         facts to report. Raises StageError if the run has to stop."""
         start, stop = progress.samples, progress.samples + samples
         what = self._describe(anomaly, grad_norm, progress, stop)
-        action: Action | None = self._policy.non_finite
-        if anomaly == SPIKE:
-            action = self._policy.spike
+        action = self.policy.spike if anomaly == SPIKE else self.policy.non_finite
         if action == "stop":
             raise StageError(what, hint=HINT)
         facts = {
             "anomaly": anomaly,
             "action": action,
             "anomalous_step": progress.step + 1,
-            "anomalous_loss": self._monitor.loss,
+            "anomalous_loss": self.monitor.loss,
             "grad_norm": grad_norm,
         }
         if action == "skip":
@@ -128,8 +117,8 @@ class Recovery:
 
     def _describe(self, anomaly: str, grad_norm: float, progress: Progress, stop: int) -> str:
         if anomaly == SPIKE:
-            mean = statistics.fmean(progress.recent_losses[-self._policy.spike_window :])
-            found = f"the loss is {self._monitor.loss:.4f}, a spike over the mean {mean:.4f}"
+            mean = statistics.fmean(progress.recent_losses[-self.policy.spike_window :])
+            found = f"the loss is {self.monitor.loss:.4f}, a spike over the mean {mean:.4f}"
         else:
             found = f"the gradient norm is {grad_norm}"
         samples = f"samples {progress.samples} to {stop - 1} of the order"
@@ -137,29 +126,23 @@ class Recovery:
 
     def _skip(self, what: str, progress: Progress, stop: int) -> None:
         progress.left_out_in_a_row += 1
-        if progress.left_out_in_a_row > self._policy.max_skips:
+        if progress.left_out_in_a_row > self.policy.max_skips:
             raise StageError(
-                f"{what}, after {self._policy.max_skips} steps in a row were skipped (max_skips)",
+                f"{what}, after {self.policy.max_skips} steps in a row were skipped (max_skips)",
                 hint=HINT,
             )
         progress.samples = stop
 
     def _roll_back(self, what: str, progress: Progress, stop: int) -> int:
         """Restore the newest checkpoint; returns the position of its next sample."""
-        if progress.rollbacks >= self._policy.max_rollbacks:
+        if progress.rollbacks >= self.policy.max_rollbacks:
             raise StageError(
                 f"{what}, after {progress.rollbacks} rollbacks (max_rollbacks)", hint=HINT
             )
-        restored = self._checkpoints.restore(self._validate)
+        restored = self.checkpoints.restore(self.validate)
         if restored is None:
             raise StageError(f"{what}, and there is no checkpoint to go back to")
-        vars(progress).update(
-            vars(restored)
-            | {
-                "samples": stop,
-                "lineage": progress.lineage,
-                "left_out": progress.left_out,
-                "rollbacks": progress.rollbacks + 1,
-            }
-        )
+        own = {"samples": stop, "lineage": progress.lineage, "left_out": progress.left_out}
+        own["rollbacks"] = progress.rollbacks + 1
+        vars(progress).update(vars(restored) | own)
         return restored.samples

@@ -37,8 +37,7 @@ def microbatches(count: int, shard: DataAxis, micro_batch_size: int) -> list[tup
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Token ids, labels and, if any sample is packed, positions of one forward pass; int64, shape
-    (samples, length)."""
+    """Token ids, labels and, with packed samples, positions; int64, shape (samples, length)."""
 
     input_ids: Tensor
     labels: Tensor
@@ -46,12 +45,9 @@ class MicroBatch:
 
 
 def collate(samples: Sequence[Sample], pad_id: int, device: torch.device) -> MicroBatch:
-    """Stack samples, padding short ones on the right with `pad_id` and NO_TARGET.
-
-    Padding on the right needs no attention mask in a causal model: no real token attends to it. An
-    empty sequence becomes one padding token without target, so that the rank still takes part.
-    Beside packed samples, padding is a document of its own.
-    """
+    """Stack samples, padding short ones on the right with `pad_id` and NO_TARGET. A causal model
+    needs no mask for that: no real token attends to it. An empty sequence becomes one padding
+    token, with which the rank takes part. Beside packed samples, padding is its own document."""
     length = max((len(sample.input_ids) for sample in samples), default=1)
     shape = (max(len(samples), 1), length)
     input_ids: np.ndarray[Any, Any] = np.full(shape, pad_id, dtype=np.int64)
@@ -154,8 +150,7 @@ class Feed:
             yield self._data.train[index]
 
     def microbatches(self, position: int) -> Iterator[tuple[MicroBatch, bool, BatchStats]]:
-        """This rank's micro-batches of the step at `position`, each with whether it is the last,
-        and its statistics."""
+        """This rank's micro-batches of a step, whether each is the last, and its statistics."""
         shares = self._shares(position)
         batches = self._prepared(position, shares)
         for number in range(len(shares)):
@@ -179,8 +174,7 @@ class Feed:
         return [indices[start:end] for start, end in microbatches(count, self._shard, self._micro)]
 
     def _prepared(self, position: int, shares: list[list[int]]) -> Iterator[Prepared]:
-        """The micro-batches of the step at `position`; threads prepare those of the next step
-        meanwhile."""
+        """A step's micro-batches; threads prepare those of the next step meanwhile."""
         pool = self._pool
         if pool is None:
             yield from map(self._prepare, shares)

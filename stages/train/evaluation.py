@@ -9,6 +9,7 @@ import torch
 import torch.distributed
 
 from pipeline import Data, DataAxis, Engine, Progress
+from pipeline.utils import plural
 from stages.train.batches import collate, microbatches
 from stages.train.loss import SummedLoss
 from stages.train.settings import EarlyStopping
@@ -39,14 +40,6 @@ def mean_loss(
     return float(total) / targets
 
 
-def perplexity(loss: float) -> float:
-    """exp of a mean loss in nats; infinite beyond the range of a float."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
-
-
 def set_metric(progress: Progress, name: str, value: float) -> None:
     """Set a metric, or remove it if the value is not finite."""
     progress.metrics.pop(name, None)
@@ -54,11 +47,14 @@ def set_metric(progress: Progress, name: str, value: float) -> None:
         progress.metrics[name] = value
 
 
-def record_evaluation(progress: Progress, loss: float, stopping: EarlyStopping | None) -> None:
-    """Record an evaluation of the current weights. A loss that is not finite is neither the best
-    nor an improvement."""
-    set_metric(progress, "eval_loss", loss)
-    set_metric(progress, "perplexity", perplexity(loss))
+def record_evaluation(
+    progress: Progress, loss: float, stopping: EarlyStopping | None
+) -> dict[str, float]:
+    """Record an evaluation of the current weights; returns its numbers. A loss that is not finite
+    is neither the best nor an improvement."""
+    record = {"eval_loss": loss, "perplexity": math.inf if loss > 709 else math.exp(loss)}
+    for name, value in record.items():
+        set_metric(progress, name, value)
     if math.isfinite(loss) and loss < progress.best.get("eval_loss", math.inf):
         progress.best = {"step": progress.step, "eval_loss": loss}
     if stopping is not None:
@@ -68,6 +64,7 @@ def record_evaluation(progress: Progress, loss: float, stopping: EarlyStopping |
         else:
             evaluations = patience.get("evaluations", 0) + 1
             progress.patience = {**patience, "evaluations": evaluations}
+    return record
 
 
 def _improves(loss: float, known: float | None, stopping: EarlyStopping) -> bool:
@@ -82,5 +79,4 @@ def reason_to_stop(progress: Progress, stopping: EarlyStopping | None) -> str:
         return ""
     known = progress.patience.get("eval_loss")
     since = "was never a number" if known is None else f"has not improved on {known:.4f}"
-    count = int(progress.patience["evaluations"])
-    return f"eval_loss {since} in {count} evaluation{'s' * (count > 1)}"
+    return f"eval_loss {since} in {plural(int(progress.patience['evaluations']), 'evaluation')}"

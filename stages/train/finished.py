@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline import Context, PlanView, Problem, TrainedRun
+from pipeline import CheckpointError, Context, PlanView, Problem, Progress, TrainedRun
 from stages.checkpoint.settings import unknown_address
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedTraining:
-    """Take an existing checkpoint of any format, to consolidate and export it.
-
-    `pipe export` writes recipes with this stage.
-    """
+    """Take an existing checkpoint of any format, to consolidate and export it. `pipe export` writes
+    recipes with this stage."""
 
     checkpoint: str
     """The checkpoint's folder, or its address (`s3://bucket/run/step-00000100`)."""
@@ -26,17 +25,13 @@ class FinishedTraining:
             yield Problem(key="checkpoint", message=f"no such folder: {self.checkpoint}")
 
     def run(self, ctx: Context) -> TrainedRun:
-        import contextlib
-
-        from pipeline import CheckpointError, Progress
         from pipeline.checkpoint import Reading, open_state
 
         address = self.checkpoint
         if "://" not in address:
             address = str(Path(address).expanduser().absolute())
-        with contextlib.closing(
-            open_state(address, Reading(weights_only=True, verify=False))
-        ) as state:
+        reading = Reading(weights_only=True, verify=False)
+        with contextlib.closing(open_state(address, reading)) as state:
             try:
                 progress = Progress.from_record(state.progress)
             except TypeError as error:

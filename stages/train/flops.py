@@ -1,13 +1,10 @@
 """Model FLOPs utilisation: the model's arithmetic as a share of an accelerator's peak.
 
 Chowdhery et al. 2022, PaLM, appendix B: a token costs 6 N + 12 L H Q T floating-point operations in
-forward and backward, with N parameters, L blocks, H attention heads of size Q, and sequence length
-T. Utilisation is that times tokens per second over the peak. Recomputation, such as activation
-checkpointing, does not count.
-
-N counts the parameters of matrix products, so the input embedding only if it is tied to the output.
-A frozen parameter costs 4 instead of 6, since it has no gradient. Attention over a sample counts in
-full, although a causal mask makes half of it unnecessary.
+forward and backward, with N parameters of matrix products (an input embedding if it is tied to the
+output), L blocks, H attention heads of size Q, and sequence length T. Utilisation is that times
+tokens per second over the peak. Recomputation does not count. A frozen parameter costs 4 instead of
+6. Attention counts in full, although a causal mask makes half of it unnecessary.
 """
 
 from __future__ import annotations
@@ -46,8 +43,7 @@ class Cost:
 
 
 def known_peak(engine: Engine) -> float | None:
-    """Operations per second of the engine's device; None without a GPU that is known, and in
-    fp32."""
+    """Operations per second of the engine's device; None in fp32, and for unknown GPUs."""
     if engine.device.type != "cuda" or engine.describe().get("compute") not in NARROW:
         return None
     device = find_accelerator(torch.cuda.get_device_name(engine.device))
@@ -55,8 +51,7 @@ def known_peak(engine: Engine) -> float | None:
 
 
 def known_cost(engine: Engine, peak: float | None) -> Cost | None:
-    """Cost of a token; None without a `peak`, for a mixture of experts, and for a model without the
-    usual config."""
+    """Cost of a token; None without a `peak`, and for mixtures of experts."""
     model = next((m for m in engine.model.modules() if isinstance(m, PreTrainedModel)), None)
     if model is None or peak is None:
         return None

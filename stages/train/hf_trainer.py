@@ -70,17 +70,16 @@ class HfTrainer(BatchPlan):
 
 
 FREE = frozenset(
-    (
-        *("activation_checkpointing", "activation_checkpointing_kwargs"),
-        *("gradient_checkpointing", "gradient_checkpointing_kwargs"),
-        *("torch_compile", "torch_compile_backend", "torch_compile_mode"),
-        *("use_liger_kernel", "liger_kernel_config", "neftune_noise_alpha"),
-        *("torch_empty_cache_steps", "tf32", "full_determinism", "debug", "skip_memory_metrics"),
-        *("ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph"),
-        *("ddp_broadcast_buffers", "report_to", "run_name", "project", "trackio_space_id"),
-        *("trackio_bucket_id", "trackio_static_space_id", "log_level", "log_level_replica"),
-    )
-)
+    {
+        "activation_checkpointing", "activation_checkpointing_kwargs", "ddp_broadcast_buffers",
+        "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph", "debug",
+        "full_determinism", "gradient_checkpointing", "gradient_checkpointing_kwargs",
+        "liger_kernel_config", "log_level", "log_level_replica", "neftune_noise_alpha", "project",
+        "report_to", "run_name", "skip_memory_metrics", "tf32", "torch_compile",
+        "torch_compile_backend", "torch_compile_mode", "torch_empty_cache_steps",
+        "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id", "use_liger_kernel",
+    }
+)  # fmt: skip
 """TrainingArguments that no slot decides and that change neither samples, loss nor checkpoints."""
 
 
@@ -90,7 +89,7 @@ def _refused(arguments: Mapping[str, Any]) -> Iterator[Problem]:
             similar = closest(name, FREE)
             yield Problem(
                 key=f"arguments.{name}",
-                message="is no TrainingArgument, or a slot of the recipe decides it",
+                message="is not a TrainingArgument, or is set by a slot of the recipe",
                 hint=f"did you mean `{similar}`?" if similar else "",
             )
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed
@@ -36,7 +36,8 @@ from pipeline import (
 from pipeline.utils import sync, sync_tree
 from stages.formats.stored import PROGRESS, read_json
 from stages.train.batches import Feed, MicroBatch, collate, microbatches
-from stages.train.evaluation import mean_loss, perplexity, record_evaluation
+from stages.train.evaluation import mean_loss, record_evaluation
+from stages.train.hf_trainer import HfTrainer
 from stages.train.lineage import lineage, require_same_lineage
 from stages.train.loss import SummedLoss
 from stages.train.report import Reporter
@@ -44,9 +45,6 @@ from stages.train.step import advance
 from stages.wrap.accelerate_compat import reset_state
 from stages.wrap.build import build_module, named_parameters
 from stages.wrap.load_weights import stored_tensors
-
-if TYPE_CHECKING:
-    from stages.train.hf_trainer import HfTrainer
 
 
 def train(
@@ -75,12 +73,14 @@ def train(
     everyone = torch.distributed.group.WORLD
     module = build_module(ctx, model, precision, replicas=everyone, casts=True)
     optimizer = plan.build(plan.groups(named_parameters(module)))
+    # The Trainer asks once more behind the last step.
+    schedule = LambdaLR(optimizer, lambda step: plan.lr_scale(min(step, steps - 1), steps))
     trainer = _RecipeTrainer(
         model=module,
         args=_arguments(config, ctx, plan, accumulation, steps),
         train_dataset=data.train,
         loader=MicroBatches(feed, data, shard, accumulation, progress, steps),
-        optimizers=(optimizer, _schedule(optimizer, plan, steps)),
+        optimizers=(optimizer, schedule),
         frozen_base=frozenset(model.frozen_base),
     )
     ctx.on_exit(reset_state)
@@ -105,12 +105,9 @@ def complete_checkpoints(root: Path) -> list[Path]:
 
 
 def _newest(ctx: Context) -> tuple[Path | None, Progress]:
-    """The newest checkpoint that rank 0 finds, and its progress, on every rank. Raises
-    CheckpointError if it is damaged."""
-    name = None
-    if ctx.dist.is_main:
-        name = "".join(path.name for path in complete_checkpoints(_root(ctx))[-1:])
-    name = ctx.dist.broadcast_str(name)
+    """The newest checkpoint that rank 0 finds, and its progress. Raises CheckpointError."""
+    found = complete_checkpoints(_root(ctx))[-1:] if ctx.dist.is_main else []
+    name = ctx.dist.broadcast_str("".join(path.name for path in found))
     if not name:
         return None, Progress()
     newest = _root(ctx) / name
@@ -138,11 +135,6 @@ def _arguments(
         use_cpu=ctx.dist.device.type == "cpu",
         **{"report_to": "none", **config.arguments},
     )
-
-
-def _schedule(optimizer: torch.optim.Optimizer, plan: OptimizerPlan, steps: int) -> LambdaLR:
-    # The Trainer asks once more behind the last step.
-    return LambdaLR(optimizer, lambda step: plan.lr_scale(min(step, steps - 1), steps))
 
 
 @dataclass(eq=False)
@@ -238,8 +230,7 @@ class _Recorder(TrainerCallback):  # type: ignore[misc]
         advance(self.progress, self.feed)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any, **rest: Any) -> None:
-        """Record the step, and evaluate if it is due (collective). Raises StageError for a
-        gradient that is not finite."""
+        """Record the step; evaluate if it is due. Raises StageError for a non-finite gradient."""
         if "loss" not in logs:
             return
         progress, norm, loss = self.progress, float(logs["grad_norm"]), float(logs["loss"])
@@ -266,8 +257,7 @@ class _Recorder(TrainerCallback):  # type: ignore[misc]
         model.eval()
         loss = mean_loss(SummedLoss(model), self.data, shard, dist.device, size)
         model.train()
-        record_evaluation(progress, loss, None)
-        record = {"eval_loss": loss, "perplexity": perplexity(loss)}
+        record = record_evaluation(progress, loss, None)
         self.callbacks.on_evaluation(progress.step, progress, record)
 
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:

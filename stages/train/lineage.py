@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipeline import Data, ModelSource, Progress, ResumeRefused
-
-if TYPE_CHECKING:
-    from pipeline import Context
-    from stages.train.settings import BatchPlan
+from pipeline import Context, Data, ModelSource, Progress, ResumeRefused
+from stages.train.settings import BatchPlan
 
 SHOWN = 12
 """Characters of a digest in a message."""
@@ -41,9 +38,6 @@ def require_same_lineage(
     changed = [
         part for part in now if part in progress.lineage and progress.lineage[part] != now[part]
     ]
-    # The contents of tokenised data follow from the tokenizer.
-    if "tokenizer" in changed and "tokenizer" in accept and _only_contents(progress.lineage, now):
-        changed = [part for part in changed if part != "data"]
     refused = [part for part in changed if part not in accept]
     if not refused:
         return
@@ -53,13 +47,6 @@ def require_same_lineage(
         hint="start a new run, or if that is intended: pipe resume RUN "
         + " ".join(f"--accept {part}" for part in refused),
     )
-
-
-def _only_contents(then: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    before, after = dict(then.get("data") or {}), dict(now["data"])
-    before.pop("contents", None)
-    after.pop("contents", None)
-    return before == after
 
 
 def _differences(part: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

@@ -26,13 +26,7 @@ from pipeline.checkpoint import start_random_streams
 from stages.train.anomalies import AnomalyMonitor, Recovery
 from stages.train.batches import Feed
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.evaluation import (
-    evaluate,
-    perplexity,
-    reason_to_stop,
-    record_evaluation,
-    set_metric,
-)
+from stages.train.evaluation import evaluate, reason_to_stop, record_evaluation, set_metric
 from stages.train.flops import known_cost, known_peak
 from stages.train.lineage import require_same_lineage
 from stages.train.loss import SummedLoss
@@ -86,16 +80,6 @@ def train(
     return TrainedRun(checkpoint=last, progress=progress)
 
 
-@dataclass(frozen=True)
-class Save:
-    """The newest checkpoint of this process."""
-
-    step: int
-    began: float = 0.0
-    stalled: float | None = None
-    """Seconds that training stood still; None for a checkpoint that was there at the start."""
-
-
 @dataclass(kw_only=True)
 class Training:
     """The loop from the step of `progress` on; it changes `progress` in place."""
@@ -113,11 +97,15 @@ class Training:
     callbacks: Callbacks
     evaluated: bool = field(init=False)
     """Whether the current weights have been evaluated."""
-    save: Save = field(init=False)
+    saved: int = field(init=False)
+    """Step of the newest checkpoint."""
+    began: float = 0.0
+    """Time at which its save began."""
+    stalled: float | None = None
+    """Seconds that training stood still for it; None if it was there at the start."""
 
     def run(self) -> str:
-        """Train to the last step, or until early stopping, and save (collective). Returns the last
-        checkpoint's address."""
+        """Train, and save (collective). Returns the last checkpoint's address."""
         self._begin()
         while self._goes_on():
             number = self.progress.step + 1
@@ -138,7 +126,7 @@ class Training:
     def _begin(self) -> None:
         progress, config, feed = self.progress, self.config, self.step.feed
         self.evaluated = "eval_loss" in progress.metrics
-        self.save = Save(progress.step)
+        self.saved = progress.step
         samples = feed.samples(progress.samples)
         verify_packing(self.step.engine, self.data, samples, self.step.loss)
         self.callbacks.restore(progress.callbacks)
@@ -187,8 +175,7 @@ class Training:
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
-        """Show steps that have not been shown, and leave the body's time out of the speed of
-        training."""
+        """Show all steps so far, and leave the body's time out of the speed of training."""
         self.reporter.show()
         yield
         self.meter.restart(self.progress)
@@ -199,8 +186,7 @@ class Training:
             size = self.config.microbatch_size(engine.shard.count)
             loss = evaluate(engine, self.step.loss, self.data, size)
             self.evaluated = True
-            record_evaluation(progress, loss, self.config.early_stopping)
-            record = {"eval_loss": loss, "perplexity": perplexity(loss)}
+            record = record_evaluation(progress, loss, self.config.early_stopping)
             self.callbacks.on_evaluation(progress.step, progress, record)
 
     def _save(self) -> None:
@@ -210,15 +196,15 @@ class Training:
             began = time.perf_counter()
             self.checkpoints.save(progress)
             stalled = time.perf_counter() - began
-        if progress.step != self.save.step:  # another save of a step only amends its checkpoint
-            self.save = Save(progress.step, began, stalled)
+        if progress.step != self.saved:  # another save of a step only amends its checkpoint
+            self.saved, self.began, self.stalled = progress.step, began, stalled
 
     def _finish(self) -> str:
         """Wait until the last checkpoint is on disk; returns its address."""
         last = self.checkpoints.finish()
-        if self.save.stalled is not None:
-            seconds = time.perf_counter() - self.save.began
-            self.reporter.saved(self.progress.step, stalled=self.save.stalled, seconds=seconds)
+        if self.stalled is not None:
+            seconds = time.perf_counter() - self.began
+            self.reporter.saved(self.progress.step, stalled=self.stalled, seconds=seconds)
         return last
 
     def _recover(self, result: StepResult) -> None:

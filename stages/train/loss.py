@@ -81,8 +81,7 @@ class LossHead:
             self._labels = self._loss = None
 
     def require_unchanged(self, output: Tensor) -> None:
-        """Raise StageError unless `output`, the model's logits, is the loss of this head. For use
-        inside of `computing_loss`."""
+        """Raise StageError unless the model's `output` is the loss that this head computed."""
         if not self._is_loss(output):
             raise StageError(
                 "loss_chunk_size: this model computes something with its logits (caps or scales "
@@ -182,8 +181,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 class _Gradients(NamedTuple):
-    """Gradients to which chunks add: to their own rows of `hidden`, to all of the others. None if
-    not needed."""
+    """Gradients to which chunks add, to `hidden` in their own rows; None if not needed."""
 
     hidden: Tensor | None
     weight: Tensor | None

@@ -6,23 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pipeline import Context, Engine
-from pipeline.planning import (
-    BACKWARD,
-    CHUNK,
-    FORWARD,
-    RESUME,
-    SAVE,
-    SMALLER,
-    UPDATE,
-    Extent,
-    Planner,
-    SampleShape,
-    Saving,
-    Step,
-    Topology,
-    Trial,
-)
+from pipeline import Context, Engine, planning
+from pipeline.planning import Extent, Planner, SampleShape, Saving, Step, Topology, Trial
 from stages.train.causal_lm import TrainCausalLm
 
 MICROBATCHES = 3
@@ -36,8 +21,7 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
         return {"loss_chunk_size": self.stage.loss_chunk_size}
 
     def for_benchmark(self, trial: Trial) -> TrainCausalLm:
-        """A trial without evaluations. The micro-batch is the stage's own, or the one that follows
-        from the trial's `procs`."""
+        """A trial without evaluations, with the micro-batch of the stage or of `procs`."""
         return replace(
             self.stage,
             steps=trial.steps,
@@ -57,11 +41,11 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
     def savings(self, ranks: int) -> Iterator[Saving]:
         if self.stage.loss_chunk_size is None:
             what = "the logits of 1024 tokens are there at a time"
-            yield Saving(order=CHUNK, what=what, fields={"loss_chunk_size": 1024})
+            yield Saving(order=planning.CHUNK, what=what, fields={"loss_chunk_size": 1024})
         size = self.stage.microbatch_size(ranks)
         if size > 1:
             fields, what = {"micro_batch_size": size // 2}, "smaller micro-batches, more of them"
-            yield Saving(order=SMALLER, what=what, fields=fields)
+            yield Saving(order=planning.SMALLER, what=what, fields=fields)
 
     def forecast(self, topology: Topology, samples: SampleShape) -> Step:
         """Forecast of an optimizer step as the loop divides it."""
@@ -92,15 +76,15 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
             # The first step makes the optimizer's state.
             for count in counts[:1] if extent.samples else counts:
                 for number in range(count):
-                    extent.phase(FORWARD)
+                    extent.phase(planning.FORWARD)
                     with engine.microbatch(last=number == count - 1):
                         summed = loss(batch)
-                        extent.phase(BACKWARD)
+                        extent.phase(planning.BACKWARD)
                         engine.backward(summed * (topology.ranks / step.tokens))
                     del summed
-                extent.phase(UPDATE)
+                extent.phase(planning.UPDATE)
                 engine.step(lr_scale=1.0, should_step=lambda norm: True)
-        for phase in (SAVE, RESUME):  # in which memory is that between steps
+        for phase in (planning.SAVE, planning.RESUME):  # in which memory is that between steps
             extent.phase(phase)
 
 

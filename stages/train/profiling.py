@@ -83,12 +83,9 @@ NO_WORK = ("c10d::", "_c10d_functional::", "autograd::", "torch::autograd::")
 
 def communication_share(events: Sequence[Event], *, ranks: int) -> float | None:
     """Share of the step during which a collective was under way and this rank computed nothing, 0
-    to 1; None if the trace of several ranks shows no collective.
-
-    On GPUs: the time of NCCL's kernels in which no other kernel and no copy runs. On CPUs: the time
-    of gloo's operations in which the training thread is in no innermost operator. Both include
-    waiting for slower ranks, and on CPUs the interpreter's time during a collective.
-    """
+    to 1; None if the trace of several ranks shows no collective. On GPUs: NCCL's kernels without
+    any other kernel or copy. On CPUs: gloo's operations while the training thread is in no
+    innermost operator, the interpreter's time included. Both include waiting for slower ranks."""
     events = [event for event in events if event.get("ph") == "X"]
     step = next(e for e in events if e["name"] == STEP and e.get("cat") == "user_annotation")
     kernels = [event for event in events if event.get("cat") in ON_DEVICE]
@@ -126,13 +123,9 @@ def _computing(events: Iterable[Event]) -> Iterator[Span]:
     ordered = sorted(events, key=lambda event: (event["ts"], -event.get("dur", 0)))
     for event, following in itertools.zip_longest(ordered, ordered[1:]):
         contains = following is not None and following["ts"] < _span(event)[1]
-        if not contains and _computes(event):
+        works = event.get("cat") == "cpu_op" and not event["name"].startswith(NO_WORK)
+        if works and "::" in event["name"] and not contains:
             yield _span(event)
-
-
-def _computes(event: Event) -> bool:
-    name = event["name"]
-    return event.get("cat") == "cpu_op" and "::" in name and not name.startswith(NO_WORK)
 
 
 def _span(event: Event) -> Span:

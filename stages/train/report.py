@@ -96,17 +96,15 @@ class Reporter(StepCallback):
         )
 
     def anomaly(self, step: int, facts: Mapping[str, Any]) -> None:
-        """Report a step without update, under the number of the step that the next batch is for.
-        Only records of updates have a `loss`."""
+        """Report a step without update. Its record has the next step's number and no `loss`."""
         self._ctx.metrics.write({"step": step, **_json(facts)})
         shown = "  ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
         self._ctx.log.warning(shown)
 
     def saved(self, step: int, *, stalled: float, seconds: float) -> None:
-        """Report the last checkpoint: seconds that training stood still for it, and seconds until
-        it was on disk."""
-        seconds_of = {"checkpoint_stall_seconds": stalled, "checkpoint_seconds": seconds}
-        self._ctx.metrics.write({"step": step, **seconds_of})
+        """Report the last checkpoint: seconds of standstill, and seconds until it was on disk."""
+        found = {"checkpoint_stall_seconds": stalled, "checkpoint_seconds": seconds}
+        self._ctx.metrics.write({"step": step, **found})
 
     def rewind(self, step: int) -> None:
         """Drop reports of steps after `step`."""

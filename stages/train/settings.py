@@ -48,8 +48,8 @@ class BatchPlan:
                 yield Problem(
                     key="global_batch_size",
                     message=f"is {self.global_batch_size}, but micro_batch_size x accumulation x "
-                    f"processes = {self.micro_batch_size} x {self.accumulation} x {plan.procs} "
-                    f"= {given}",
+                    f"processes = {self.micro_batch_size} x {self.accumulation} x {plan.procs} = "
+                    f"{given}",
                     hint="leave out one of micro_batch_size and accumulation",
                 )
 

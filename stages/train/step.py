@@ -49,8 +49,7 @@ class TrainStep:
     monitor: AnomalyMonitor
 
     def __call__(self, progress: Progress) -> StepResult:
-        """Take the step after `progress` (collective). Raises StageError for a batch without
-        targets."""
+        """Take the step after `progress` (collective). Raises StageError without targets."""
         feed, monitor, position = self.feed, self.monitor, progress.samples
         targets = feed.targets(position)
         if targets == 0:

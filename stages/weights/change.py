@@ -14,11 +14,9 @@ Convert = Callable[[Mapping[str, "Tensor"]], Mapping[str, "Tensor"]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Change:
-    """Tensors that together become others: renamed, stacked, split, permuted, computed.
-
-    `convert` takes all of `sources` and returns the results by name. It depends on shapes and
-    dtypes only, never on values, so it also takes tensors on the meta device.
-    """
+    """Tensors that together become others: renamed, stacked, split, permuted, computed. `convert`
+    takes all `sources` and returns the results by name. It depends on shapes and dtypes alone,
+    never on values, and also takes tensors on the meta device."""
 
     sources: Sequence[str]
     convert: Convert

@@ -33,8 +33,7 @@ Rows = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class Run(NamedTuple):
-    """Elements [start, start + length) of a result, which are elements [at, at + length) of the
-    flattened `source`."""
+    """Elements [start, start + length) of a result: from `at` on in the flattened `source`."""
 
     start: int
     source: str
@@ -46,16 +45,12 @@ Runs = Mapping[str, list[Run]]
 
 
 class ConvertedReader(ReaderView):
-    """Results of `changes` on the tensors of `base`, which it closes.
-
-    A range of a result whose rows are only moved is read from where they lie. All other results are
-    converted whole, and those of the latest change are kept.
-    """
+    """Results of `changes` on the tensors of `base`, which it closes. A range of a result whose
+    rows are only moved is read from where they lie; others are converted whole, the latest kept."""
 
     def __init__(self, base: TensorReader, changes: Iterable[Change]) -> None:
         super().__init__(base)
         self._owner: dict[str, Change] = {}
-        self._specs: dict[str, TensorSpec] = {}
         self._results: dict[Change, dict[str, TensorSpec]] = {}
         for change in changes:
             self._results[change] = self._outcome(change)
@@ -65,7 +60,6 @@ class ConvertedReader(ReaderView):
                         f"both {_listed(self._owner[name])} and {_listed(change)} become {name}"
                     )
                 self._owner[name] = change
-            self._specs |= self._results[change]
         self._runs: dict[Change, Runs | None] = {}
         self._whole: tuple[Change, Mapping[str, Tensor]] | None = None
 
@@ -73,7 +67,7 @@ class ConvertedReader(ReaderView):
         return self._owner.keys()
 
     def spec(self, name: str) -> TensorSpec:
-        return named(self._specs, name)
+        return self._results[named(self._owner, name)][name]
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
         runs = self._runs_of(name)
@@ -142,11 +136,8 @@ def _listed(change: Change) -> str:
 
 
 def trace(change: Change, sources: Specs, results: Specs, least: int = 0) -> Runs | None:
-    """The runs that make up each result, in order.
-
-    Returns None for a conversion that does more than move whole rows of elements, or that casts
-    them, and for one whose runs have less than `least` bytes on average.
-    """
+    """The runs that make up each result, in order; None for a conversion that does more than move
+    whole rows, and for runs of less than `least` bytes on average."""
     if change.renames:
         return {name: [Run(0, change.sources[0], 0, spec.numel)] for name, spec in results.items()}
     if any(not spec.shape or not spec.numel for spec in (*sources.values(), *results.values())):

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from pipeline import StageError, TensorReader, TensorSpec
 from pipeline.checkpoint import CHUNK, DTYPES, Placed, as_bytes, table
 from pipeline.utils import read_at
 from stages.weights.torch_files import named
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 LONGEST_HEADER = 100_000_000
 """Bytes of a header at most, a limit of the format itself."""
@@ -28,8 +26,7 @@ class _Place(NamedTuple):
 
 
 class SafetensorsReader(TensorReader):
-    """Tensors by their names in the files. Raises StageError for a damaged file, and for a name
-    that two of the files have."""
+    """Tensors of all files. Raises StageError for a damaged file, and for a name in two files."""
 
     as_stored = True
 

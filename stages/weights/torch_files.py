@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from pipeline import StageError, TensorReader, TensorSpec
 from pipeline.checkpoint import CHUNK
 from stages.formats.stored import flattened, load
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 T = TypeVar("T")
 
@@ -91,4 +89,4 @@ def _content(file: Path) -> Iterator[tuple[str, Tensor]]:
                 raise StageError(f"{file}: {name}: {error}") from error
             yield name, tensor
         elif name != "_metadata":
-            raise StageError(f"{file}: {name!r} is no tensor")
+            raise StageError(f"{file}: {name!r} is not a tensor")

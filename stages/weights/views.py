@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from pipeline import StageError, TensorReader, TensorSpec
 from stages.weights.torch_files import named
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 class ReaderView(TensorReader):
-    """A view of the tensors of `base`, which it leaves open. It has read what the base has."""
+    """A view of the tensors of `base` and others, which it leaves open. It has read what they
+    have."""
 
-    def __init__(self, base: TensorReader) -> None:
+    def __init__(self, base: TensorReader, *others: TensorReader) -> None:
         self._base = base
+        self._bases = (base, *others)
 
     @property
     def bytes_read(self) -> int:  # type: ignore[override]
-        return self._base.bytes_read
+        return sum(reader.bytes_read for reader in self._bases)
 
     @property
     def as_stored(self) -> bool:  # type: ignore[override]
-        return self._base.as_stored
+        return all(reader.as_stored for reader in self._bases)
 
 
 class CastReader(ReaderView):
@@ -71,22 +71,12 @@ def _overflows(chunk: Tensor, dtype: torch.dtype) -> bool:
     return bool(((values > most) & values.isfinite()).any())
 
 
-class JoinedReader(TensorReader):
-    """Tensors of all `readers`, which it closes. The first of several with one name counts."""
+class JoinedReader(ReaderView):
+    """Tensors of both readers, which it closes; those of `base` come first."""
 
-    def __init__(self, *readers: TensorReader) -> None:
-        self._readers = readers
-        self._owner: dict[str, TensorReader] = {}
-        for reader in readers[::-1]:
-            self._owner.update(dict.fromkeys(reader.names(), reader))
-
-    @property
-    def bytes_read(self) -> int:  # type: ignore[override]
-        return sum(reader.bytes_read for reader in self._readers)
-
-    @property
-    def as_stored(self) -> bool:  # type: ignore[override]
-        return all(reader.as_stored for reader in self._readers)
+    def __init__(self, base: TensorReader, other: TensorReader) -> None:
+        super().__init__(base, other)
+        self._owner = dict.fromkeys(other.names(), other) | dict.fromkeys(base.names(), base)
 
     def names(self) -> Collection[str]:
         return self._owner.keys()
@@ -101,7 +91,7 @@ class JoinedReader(TensorReader):
         named(self._owner, name).read_into(name, start, out)
 
     def close(self) -> None:
-        for reader in self._readers:
+        for reader in self._bases:
             reader.close()
 
 
@@ -146,10 +136,8 @@ class Origin(NamedTuple):
 
 
 class ExtendedReader(ReaderView):
-    """Tensors of `base` by the names in `origins`, extended by rows of `fresh`. Closes both.
-
-    A tensor of which nothing comes from the base has the dtype of the fresh one.
-    """
+    """Tensors of `base` by the names in `origins`, extended by rows of `fresh`; closes both. A
+    tensor of which nothing comes from the base has the dtype of the fresh one."""
 
     def __init__(
         self, base: TensorReader, fresh: TensorReader | None, origins: Mapping[str, Origin]

@@ -84,8 +84,10 @@ def test_a_copied_run_makes_its_own_damaged_export_again(trained: Trained, tmp_p
 def test_a_dry_run_that_fails_ends_the_run_on_all_ranks(plugin: Path, tmp_path: Path) -> None:
     pipe = Pipe(plugin, tmp_path)
     stages = training(checkpoint={}, train={"steps": 1}) | EXPORT
-    stages["export"] = {**stages["export"], "folder": str(tmp_path / "model")}
-    (tmp_path / "model.dry-run").write_text("in the way")
+    stages["checkpoint"] = {**stages["checkpoint"], "folder": str(tmp_path / "kept")}
+    (tmp_path / "kept").mkdir()
+    in_the_way = tmp_path / "kept" / f"{pipe.run_dir.name}.dry-run"
+    in_the_way.write_text("in the way")
     launch = {"procs": 2, "device": "cpu"}
     recipe = tmp_path / "recipe.yaml"
     content = {"name": "tiny", "dry_run": True, "launch": launch, "stages": stages}
@@ -93,7 +95,7 @@ def test_a_dry_run_that_fails_ends_the_run_on_all_ranks(plugin: Path, tmp_path: 
     outcome = pipe.run(recipe)
     assert outcome.code == 1
     assert "rank 0 failed in slot `train`" in outcome.stderr
-    assert f"{tmp_path / 'model.dry-run'} is not a folder" in outcome.stderr
+    assert str(in_the_way) in outcome.stderr
     assert not (pipe.run_dir / "metrics.jsonl").exists()
 
 
@@ -102,7 +104,7 @@ def test_what_was_lost_is_exported_again(trained: Trained, tmp_path: Path) -> No
     assert trained.pipe(*command).code == 0
     files = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
     (tmp_path / "out/model.safetensors").unlink()
-    (tmp_path / "out/config.json").write_text("{}")
+    (tmp_path / "out/config.json").unlink()
     assert trained.pipe(*command).code == 0
     assert {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()} == files
     assert f"- run: {trained.run.name}\n" in files["README.md"].decode()

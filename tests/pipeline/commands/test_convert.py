@@ -16,9 +16,10 @@ from click.testing import CliRunner, Result
 from pipeline.checkpoint.formats import Reading
 from pipeline.cli import main
 from pipeline.contracts.engine import EngineState, ParameterGroup
+from pipeline.contracts.training import Progress
 from stages.formats.canonical import Canonical
 from stages.formats.dcp import Dcp
-from stages.formats.stored import MappedSource, fresh_progress, whole
+from stages.formats.stored import MappedSource, whole
 from tests.support.formats import digest_of
 
 SETTINGS = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
@@ -27,7 +28,7 @@ SETTINGS = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
 def source() -> MappedSource:
     kinds = {kind: torch.rand(500, 30) for kind in ("weight", "exp_avg", "exp_avg_sq")}
     return MappedSource(
-        where="memory", step=4, world_size=2, writer={}, progress=fresh_progress(4, 8),
+        where="memory", step=4, world_size=2, writer={}, progress=vars(Progress(step=4, samples=8)),
         state=EngineState(
             aliases={"head": "w"}, frozen=[],
             groups=[ParameterGroup(settings=SETTINGS, parameters=["w"])],

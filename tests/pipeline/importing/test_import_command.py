@@ -45,9 +45,9 @@ def test_a_recipe_with_comments() -> None:
     assert f"use: model.hf # fill in `path`: {fill_in}" in lines
     assert said.stderr.splitlines() == [
         "args.json:",
-        '  output_dir: tiny                translated      name = "tiny"',
-        "  learning_rate: 0.001            translated      optimizer.lr = 0.001",
-        "  per_device_train_batch_size: 2  translated      train.global_batch_size = 4, "
+        '  output_dir: tiny                translated  name = "tiny"',
+        "  learning_rate: 0.001            translated  optimizer.lr = 0.001",
+        "  per_device_train_batch_size: 2  translated  train.global_batch_size = 4, "
         "train.micro_batch_size = 2",
         f"fill in model.path: {fill_in}",
         "fill in data.files: text files, or use: data.chat for conversations",
@@ -69,7 +69,7 @@ def test_a_recipe_on_stdout_lacks_what_its_check_says() -> None:
     ("key", "value", "line"),
     [
         ("report_to", "wandb", "  report_to: wandb  not translated"),
-        ("optim", "adafactor", "  optim: adafactor  refused         'adafactor' is none of the "),
+        ("optim", "adafactor", "  optim: adafactor  refused     'adafactor' is none of the "),
     ],
 )
 def test_a_setting_left_out_is_exit_code_3(key: str, value: str, line: str) -> None:
@@ -85,7 +85,7 @@ def test_no_recipe_is_exit_code_2() -> None:
     said = pipe("a.yaml", "-o", "r.yaml")
     assert said.exit_code == 2
     assert not Path("r.yaml").exists()
-    assert "1 keys: 0 translated, 0 by default, 0 not translated, 1 refused" in said.stderr
+    assert "1 key: 0 translated, 0 by default, 0 not translated, 1 refused" in said.stderr
 
 
 def test_json_for_programs() -> None:
@@ -110,8 +110,13 @@ def test_json_for_programs() -> None:
         ("a.json", '{"lr": 1, "lr": 2}', "error: a.json: `lr` is given twice"),
         ("a.yaml", "lr: 1\nlr: 2\n", "a.yaml:2:1: `lr` is given twice (first on line 1)"),
         ("a.yaml", "a: !!python/name:os.system\n", "a.yaml:1:4: tags such as "),
-        ("a.yaml", "- 1\n", "error: a.yaml: is no mapping of keys to values"),
-        ("a.yaml", "some: thing\n", "error: a.yaml: its keys are those of no configuration "),
+        ("a.yaml", "- 1\n", "error: a.yaml: does not map keys to values"),
+        ("a.yaml", "some: thing\n", "error: a.yaml: its keys do not show which kind "),
+        (
+            "a.yaml",
+            "use_cpu: true\nnum_machines: 1\n",
+            "error: a.yaml: its keys do not ",
+        ),
         ("a.json", "[" * 100_000, "error: a.json: not JSON: "),
     ],
 )

@@ -415,7 +415,7 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
         + "".join(f"    x{n}: ${{.x{n - 1}}}${{.x{n - 1}}}\n" for n in range(1, 31)),
         (),
         [
-            "r.yaml:24:9: last.x8: interpolations expand to more than 1000",
+            "r.yaml:46:10: interpolations expand to more than 1000",
             *(
                 f"r.yaml:{16 + n}:5: last.x{n}: unknown field (known here: bucket)"
                 for n in range(31)

@@ -17,13 +17,14 @@ from safetensors.torch import load_file
 from pipeline.checkpoint.formats import Formats
 from pipeline.checkpoint.layout import CODES
 from pipeline.contracts.engine import WEIGHT, EngineState
+from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import CheckpointError, UsageError
 from stages.consolidate.weights import open_weights
 from stages.export.manifest import BLOCK
 from stages.export.plan import shards
 from stages.export.weight_files import check, write
-from stages.formats.stored import MappedSource, Stored, fresh_progress, joined
+from stages.formats.stored import MappedSource, Stored, joined
 from tests.support.tier import examples
 
 HERE = DistContext(device=torch.device("cpu"))
@@ -52,7 +53,7 @@ def cut(whole: torch.Tensor, edges: Sequence[float]) -> Stored:
 def source(stored: Mapping[str, Stored]) -> MappedSource:
     names = list(stored)
     return MappedSource(
-        where="memory", step=3, world_size=2, writer={}, progress=fresh_progress(3, 6),
+        where="memory", step=3, world_size=2, writer={}, progress=vars(Progress(step=3, samples=6)),
         state=EngineState(
             aliases={"other": names[0]}, frozen=names, groups=[], updates={}, moments=[],
             loss_scale=None,

@@ -149,7 +149,7 @@ def test_writing_never_holds_a_tensor(llama: Run, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr("stages.export.weight_files.PIECE", 512)
     monkeypatch.setattr(
-        contents, "prove_model", lambda *args: Proof(prompt=[], logits=[], difference=0)
+        contents.ModelContents, "prove", lambda *args: Proof(prompt=[], logits=[], difference=0)
     )
     llama._replace(weights=Watched(llama.weights.tensors)).export(dtype="fp32")
     assert sum(sizes) == sum(t.numel() * 4 for t in llama.weights.tensors.values())

@@ -113,7 +113,7 @@ def test_a_finished_file_that_was_damaged_is_written_again(
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(contents, "prove_model", stop)
+        patch.setattr(contents.ModelContents, "prove", stop)
         with pytest.raises(StageError, match="Input/output error"):
             llama.export(dtype="fp32", max_shard_size=SHARD)
     partial = llama.folder.with_name("export.partial")
@@ -132,7 +132,7 @@ def test_other_settings_start_anew(llama: Run, monkeypatch: pytest.MonkeyPatch) 
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(contents, "prove_model", stop)
+        patch.setattr(contents.ModelContents, "prove", stop)
         with pytest.raises(StageError):
             llama.export(dtype="fp32", max_shard_size=SHARD)
     done = llama.export(dtype="bf16")

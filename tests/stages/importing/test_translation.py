@@ -12,8 +12,9 @@ import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
+from pipeline.errors import UsageError
 from pipeline.importing.table import as_json, recipe_text, table
-from pipeline.importing.translator import ConfigFile, Request, Translation
+from pipeline.importing.translator import ConfigFile, Request, Translation, choose
 from stages.importing.rules import Table
 from stages.importing.trainer import DEFAULTS
 from stages.importing.translator import TABLES, HuggingFace
@@ -310,6 +311,28 @@ def test_files_that_arguments_name(tmp_path: Path) -> None:
     assert missing.recipe is None
     assert left_out(missing) == {"deepspeed": "names another file"}
     assert outcome(missing, "deepspeed").hint.startswith("give it too: pipe import ")
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        ({"num_processes": 2}, "accelerate config"),
+        ({"mixed_precision": "bf16", "num_machines": 1, "use_cpu": True}, "accelerate config"),
+        ({"use_cpu": True, "num_machines": 1, "main_process_port": 29500}, None),
+        ({"fp16": True, "fsdp_config": {"fsdp_version": 2}}, None),
+        ({"fsdp": True, "fsdp_config": {"fsdp_version": 2}}, "transformers TrainingArguments"),
+        ({"gradient_accumulation_steps": 4}, None),
+        ({"gradient_accumulation_steps": 4, "seed": 1}, "transformers TrainingArguments"),
+        ({"gradient_accumulation_steps": 4, "bf16": {"enabled": True}}, "DeepSpeed configuration"),
+    ],
+)
+def test_a_kind_shows_by_a_key_that_it_alone_has(content: dict[str, Any], kind: str | None) -> None:
+    assert HuggingFace().kind(content) == kind
+    if kind is None:
+        file = ConfigFile(path=Path("launch.yaml"), content=content)
+        with pytest.raises(UsageError, match=r"launch\.yaml: its keys do not show") as refusal:
+            choose([file], [HuggingFace()])
+        assert "an accelerate config has `distributed_type`" in str(refusal.value)
 
 
 VALUES = st.one_of(

@@ -218,9 +218,10 @@ def test_a_dry_run_lists_and_opens_no_socket(
     assert publish(model, dry_run=True) == PublishedModel(repo=REPO, commit=None, url=None)
     assert snapshot(model.folder) == before
     listed = [record.message for record in caplog.records if record.name == "pipe.testing"]
-    assert listed[0].startswith("5 file(s), 10,4")
-    assert "  model.safetensors  10,240 bytes" in listed
-    assert "  additional_chat_templates/tools.jinja  11 bytes" in listed
+    assert listed[0] == f"5 files, 10.4 KB, for {REPO}:"
+    lines = [line.split() for line in listed]
+    assert ["model.safetensors", "10.2", "KB"] in lines
+    assert ["additional_chat_templates/tools.jinja", "11", "B"] in lines
     assert len(listed) == 1 + 5 + 1
     assert TOKEN not in caplog.text
 

@@ -21,7 +21,7 @@ from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.train import loop
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.evaluation import perplexity, reason_to_stop, record_evaluation
+from stages.train.evaluation import reason_to_stop, record_evaluation
 from stages.train.settings import EarlyStopping
 from tests.support.processes import run_ranks
 from tests.support.runs import context, toy_data
@@ -76,7 +76,7 @@ def test_the_best_is_the_first_of_the_lowest_however_small_the_improvement() -> 
 
 
 def test_perplexity_beyond_a_float_is_infinite() -> None:
-    assert perplexity(1000.0) == math.inf
+    assert record_evaluation(Progress(), 1000.0, None)["perplexity"] == math.inf
 
 
 def train(

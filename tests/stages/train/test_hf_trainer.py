@@ -28,13 +28,13 @@ def said(fields: dict[str, Any], **slots: Any) -> list[str]:
 @pytest.mark.parametrize("name", ["learning_rate", "bf16", "save_steps", "push_to_hub", "tokens"])
 def test_arguments_that_are_decided_elsewhere_or_unknown(name: str) -> None:
     (problem,) = said({"arguments": {name: 1}})
-    message = "is no TrainingArgument, or a slot of the recipe decides it"
+    message = "is not a TrainingArgument, or is set by a slot of the recipe"
     assert problem.startswith(f"arguments.{name}: {message}")
 
 
 def test_unknown_arguments() -> None:
     assert said({"arguments": {"torch_compil": True}}) == [
-        "arguments.torch_compil: is no TrainingArgument, or a slot of the recipe decides it (did "
+        "arguments.torch_compil: is not a TrainingArgument, or is set by a slot of the recipe (did "
         "you mean `torch_compile`?)"
     ]
 

@@ -21,7 +21,7 @@ from pipeline.hardware import host
 from pipeline.run.metrics import records
 from stages.train import report
 from stages.train.batches import BatchStats
-from stages.train.evaluation import perplexity, record_evaluation, set_metric
+from stages.train.evaluation import record_evaluation, set_metric
 from stages.train.flops import Cost
 from stages.train.profiling import Profile
 from stages.train.report import Reporter, StepMeter
@@ -73,8 +73,7 @@ def test_a_number_that_is_none_ends_nothing(tmp_path: Path) -> None:
     for loss, heldout in ((2.0, 3.0), (math.nan, math.inf)):
         progress.step += 1
         steps.add(result(loss))
-        record_evaluation(progress, heldout, None)
-        record = {"eval_loss": heldout, "perplexity": perplexity(heldout)}
+        record = record_evaluation(progress, heldout, None)
         steps.reporter.on_evaluation(progress.step, progress, record)
         seen.append(dict(progress.metrics))
     assert seen == [{"loss": 2.0, "eval_loss": 3.0, "perplexity": math.exp(3.0)}, {}]

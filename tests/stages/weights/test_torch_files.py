@@ -164,9 +164,9 @@ def test_a_bare_pickle_with_code_is_refused_and_never_run(tmp_path: Path) -> Non
 NO_TENSORS: Mapping[str, tuple[Any, str]] = {
     "list": ([torch.ones(1)], "holds no state dict"),
     "tensor": (torch.ones(1), "holds no state dict"),
-    "nested": ({"model": {"a": torch.ones(1)}}, "'model' is no tensor"),
-    "number": ({"a": torch.ones(1), "step": 3}, "'step' is no tensor"),
-    "name that is none": ({1: torch.ones(1)}, "1 is no tensor"),
+    "nested": ({"model": {"a": torch.ones(1)}}, "'model' is not a tensor"),
+    "number": ({"a": torch.ones(1), "step": 3}, "'step' is not a tensor"),
+    "name that is none": ({1: torch.ones(1)}, "1 is not a tensor"),
     "expanded": ({"a": torch.ones(1).expand(1 << 40)}, "larger than what is stored of it"),
     "sparse": ({"a": torch.eye(3).to_sparse()}, "a: sparse, quantized or without values"),
     "meta": ({"a": torch.empty(3, device="meta")}, "a: sparse, quantized or without values"),

@@ -121,7 +121,7 @@ def test_other_files(tmp_path: Path) -> None:
     (found,) = said(tmp_path, {"zero_optimization": {}})
     assert found == f"{tmp_path}/a.json is no accelerate configuration: no distributed_type ()"
     (found,) = said(tmp_path, [])
-    assert found == f"{tmp_path}/a.json: is no mapping of keys to values ()"
+    assert found == f"{tmp_path}/a.json: does not map keys to values ()"
 
 
 def test_the_environment_is_that_of_the_launcher(tmp_path: Path) -> None:
