@@ -20,9 +20,9 @@ from pipeline.distributed.signals import Interrupted, interruptible
 from pipeline.errors import PipeError, RecipeError, StageError, UsageError, system_errors_as
 from pipeline.plan.plan import Plan, plan_file
 from pipeline.plan.registry import Registry
-from pipeline.planning.memory_plan import estimated
-from pipeline.planning.planner import Topology
-from pipeline.planning.strategy import RESUME, SAVE
+from pipeline.planning.forecast import RESUME, SAVE
+from pipeline.planning.hardware import HardwareOptions, Margins
+from pipeline.planning.memory_plan import estimate_plan
 from pipeline.run import failures, metrics, rundir
 from pipeline.run.journal import Journal
 from pipeline.utils.process_tree import none_left, own_module
@@ -159,10 +159,10 @@ def _call(arguments: list[str], output: int, seconds: float) -> int | None:
 
 def _predicted(plan: Plan) -> int | None:
     """Estimated peak of device memory up to the last step; None if a stage has no estimate."""
-    procs = plan.view.procs
-    topology = Topology(ranks=procs, local_ranks=procs, device=plan.view.device)
+    on_cpu = plan.view.device == "cpu"
+    machine = HardwareOptions(gpus=None if on_cpu else plan.view.procs)
     try:
-        peaks = estimated(plan, topology).device
+        peaks = estimate_plan(plan, machine, Margins()).estimate.device
     except (UsageError, StageError):
         return None
     of_steps = [peak.bytes for phase, peak in peaks.items() if phase not in AFTERWARDS]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.hardware_options import asked_for, machine_options
+from pipeline.commands.hardware_options import EXISTING, FILE, asked_for, machine_options
 from pipeline.errors import NoFit, UsageError, system_errors_as
 from pipeline.plan.registry import Registry
 from pipeline.utils.files import try_writing
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from pipeline.planning.hardware import HardwareOptions
 
 COUNT = click.IntRange(min=1)
-FILE = click.Path(path_type=Path, dir_okay=False)
-EXISTING = click.Path(path_type=Path, dir_okay=False, exists=True)
 
 
 @click.command()

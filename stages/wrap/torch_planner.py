@@ -93,8 +93,7 @@ class TorchMemory(StrategyMemory):
             return
         yield Item(OPTIMIZER, home, self._optimizer.state(self._own.all))
         if moment.event == "step":
-            taken = self._optimizer.update(self._own.largest, self._own.all)
-            yield Item(UPDATE_TEMPORARIES, home, taken)
+            yield Item(UPDATE_TEMPORARIES, home, self._optimizer.update(self._own.largest))
         elif moment.event != "between":
             yield from self._running(moment, self._place(moment))
 

@@ -198,7 +198,7 @@ class ZeroMemory(StrategyMemory):
         taken = 8 * min(self.largest, self.part)
         if not self.offloaded:
             copied = self.m * self.part * (not self.low or self.m != SUMMED)
-            taken = max(taken, copied + self.optimizer.update(self.part, self.part))
+            taken = max(taken, copied + self.optimizer.update(self.part))
         filled = min(self.trained, ENGINE_BUCKET if self.accumulates else self.bucket)
         if self.accumulates:
             return max(taken, SUMMED * filled + self.r * self.trained * (self.r != SUMMED))

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from pipeline import testing
+from pipeline.planning.forecast import OptimizerShape
 from pipeline.planning.planner import Topology
-from pipeline.planning.shapes import OptimizerShape
 from stages.wrap.ddp import Ddp
 from stages.wrap.ddp_planner import DdpPlanner
 from stages.wrap.fsdp import Fsdp
