@@ -29,16 +29,19 @@ from pipeline.utils.process_tree import none_left, own_module
 
 STOP_SECONDS = 60.0
 """Time limit of this process when it is stopped; the run gets half of it."""
-EXIT_SECONDS = 30  # time limit of a run that is asked to end
+EXIT_SECONDS = 30
+"""Time limit of a run that is asked to end."""
 TRIALS, RUN = "trials", "run"
-"""Folder of the trials in that of the benchmark, and of the run in that of a trial."""
-REASONS = ("logs", failures.FOLDER)  # folders that show why a run failed
-AFTERWARDS = (SAVE, RESUME)  # phases after the measured peak
+"""Folders: of the trials in the benchmark's, and of the run in a trial's."""
+REASONS = ("logs", failures.FOLDER)
+"""Folders that show why a run failed."""
+AFTERWARDS = (SAVE, RESUME)
+"""Phases after the measured peak."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """The trials of a recipe, and what they have in common."""
+    """The trials of a recipe, and their common settings."""
 
     plan: Plan
     """Plan of the recipe itself."""
