@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -69,8 +68,8 @@ def advise(
     task: AdviceRequest, machines: HardwareOptions, margins: Margins, registry: Registry
 ) -> tuple[str | None, list[str]]:
     """The recipe under the best strategy, with as few savings as it needs, or None if nothing fits;
-    and lines for people: the choice, its reasons, the alternatives. Raises PipeError for a recipe
-    that cannot be planned at all."""
+    and lines for people, which are comments of the recipe too: the choice, its reasons, the
+    alternatives. Raises PipeError for a recipe that cannot be planned at all."""
     strategies = in_order(registry)
     if not strategies:
         raise UsageError("no installed stage offers a strategy")
@@ -102,7 +101,8 @@ def advise(
         if not task.lora and not on_gpus:
             rest += _low_rank(based(replace(trial, lora=True), "low_rank.yaml"), known)
         rest += [*_others(tried[fits:]), *(f"refused: {one}" for one in refused)]
-        return _explained(task, chosen, rest) if fits else (None, rest)
+        lines = [*_explained(chosen), *rest] if fits else rest
+        return drafted(task, chosen.changes, lines) if fits else None, lines
 
 
 def _require_sound(base: SearchBase) -> None:
@@ -115,18 +115,14 @@ def _require_sound(base: SearchBase) -> None:
             raise UsageError("; ".join(one.message for one in own), hint=own[0].hint) from error
 
 
-def _explained(
-    task: AdviceRequest, chosen: Candidate, rest: Sequence[str]
-) -> tuple[str, list[str]]:
-    """The recipe, with the choice and its reasons as comments, and the same as lines for people."""
-    head = [f"chosen: {chosen.strategy}", f"  {_numbers(chosen.memory_plan)}"]
-    reasons: dict[str, str] = {}
+def _explained(chosen: Candidate) -> Iterator[str]:
+    """The choice, and each of its savings with what the recipe would need without it."""
+    yield f"chosen: {chosen.strategy}"
+    yield f"  {_numbers(chosen.memory_plan)}"
     for one in chosen.saved:
-        without = memory(chosen.without(one).memory_plan)
-        reasons |= dict.fromkeys(one.changes, f"{one.what}; without it {without}")
-    why = [f"  {path}={json.dumps(chosen.saving[path])}: {each}" for path, each in reasons.items()]
-    recipe = drafted(task, chosen.changes, head=[*head, *rest], reasons=reasons)
-    return recipe, [*head, *why, *rest]
+        if one.changes.items() <= chosen.saving.items():  # no later one changes the same field
+            without = memory(chosen.without(one).memory_plan)
+            yield f"  {' '.join(overrides(one.changes))}: {one.what}; without it {without}"
 
 
 def _numbers(memory_plan: MemoryPlan) -> str:
@@ -170,15 +166,8 @@ def _low_rank(base: SearchBase, strategies: Sequence[Strategy]) -> Iterator[str]
         yield f"low-rank updates (--lora) would fit with {_line(tried[0])}"
 
 
-def drafted(
-    task: AdviceRequest,
-    changes: Changes,
-    *,
-    head: Sequence[str] = (),
-    reasons: Mapping[str, str] | None = None,
-) -> str:
-    """The recipe as YAML, with comments at the top (`head`) and behind fields (`reasons`, by
-    `slot.field`)."""
+def drafted(task: AdviceRequest, changes: Changes, comments: Sequence[str] = ()) -> str:
+    """The recipe as YAML, under comments."""
     template = Templates.installed().load("finetune")
     slots = {slot: dict(fields) for slot, fields in template(task).items()}
     for path, value in changes.items():
@@ -186,7 +175,4 @@ def drafted(
         slots[slot] = {**slots[slot], name: value} if name else value
     launch = {"procs": task.ranks, "device": "cuda" if task.on_gpus else "cpu"}
     recipe = {"name": task.name, "seed": 0, "launch": launch, "stages": slots}
-    comments = [f"# {line}".rstrip() for line in head]
-    known = reasons or {}
-    text = render(recipe, lambda path: known.get(".".join(map(str, path[1:])), ""))
-    return "\n".join([*comments, "", text])
+    return "\n".join([*(f"# {line}".rstrip() for line in comments), "", render(recipe)])

@@ -9,16 +9,8 @@ from dataclasses import dataclass, replace
 
 from pipeline.hardware.gpus import GIB
 from pipeline.plan.binding import Results
+from pipeline.planning import forecast
 from pipeline.planning.forecast import (
-    BACKWARD,
-    FORWARD,
-    IN_BACKWARD,
-    LOAD,
-    RESUME,
-    SAVE,
-    UPDATE,
-    WHOLE_GRADIENTS,
-    Copies,
     Extra,
     Gradients,
     Held,
@@ -27,7 +19,6 @@ from pipeline.planning.forecast import (
     Moment,
     Step,
     StrategyMemory,
-    Traffic,
     Unit,
 )
 from pipeline.planning.planner import Job, Topology, forecasts
@@ -65,8 +56,8 @@ class Estimate:
     host: Mapping[str, Held]
     offloaded: Mapping[str, int]
     storage: Sequence[Extra]
-    traffic: Sequence[Traffic]
-    copies: Copies
+    traffic: Sequence[forecast.Traffic]
+    copies: forecast.Copies
     step: Step
     work: Work
     caveats: Sequence[str] = ()
@@ -167,11 +158,11 @@ def _noted(
     profile: Profile, share: StrategyMemory, samples: int, microbatches: int
 ) -> Iterator[tuple[str, Iterable[Item]]]:
     """Each moment's phase, and everything that is held then."""
-    yield LOAD, _held(share, Moment("load"))
+    yield forecast.LOAD, _held(share, Moment("load"))
     for first, last in PASSES[microbatches - 1]:
         yield from _pass(profile, share, samples, first=first, last=last)
-    yield UPDATE, _held(share, Moment("step"))
-    for phase in (UPDATE, SAVE, RESUME):
+    yield forecast.UPDATE, _held(share, Moment("step"))
+    for phase in (forecast.UPDATE, forecast.SAVE, forecast.RESUME):
         yield phase, _held(share, Moment("between"))
 
 
@@ -187,14 +178,14 @@ def _moments(blocks: int, *, first: bool, last: bool) -> Iterator[tuple[str, Mom
     """Phases and moments of a micro-batch, in order."""
     units: list[Unit] = ["embeddings", *range(blocks), "head"]
     for unit in units:
-        yield FORWARD, Moment("gather", unit, first, last)
-        yield FORWARD, Moment("forward", unit, first, last)
-    yield FORWARD, Moment("loss", "head", first, last)
-    yield BACKWARD, Moment("begin", "head", first, last)
+        yield forecast.FORWARD, Moment("gather", unit, first, last)
+        yield forecast.FORWARD, Moment("forward", unit, first, last)
+    yield forecast.FORWARD, Moment("loss", "head", first, last)
+    yield forecast.BACKWARD, Moment("begin", "head", first, last)
     for unit in reversed(units):
-        for event in IN_BACKWARD:
+        for event in forecast.IN_BACKWARD:
             if event != "regather" or isinstance(unit, int):
-                yield BACKWARD, Moment(event, unit, first, last)
+                yield forecast.BACKWARD, Moment(event, unit, first, last)
 
 
 def _pass(
@@ -227,4 +218,4 @@ def _inside(peak: Peak, left: Gradients, samples: int, *, at_head: bool) -> Iter
     # Memory freed meanwhile is part of what was kept.
     yield Item(LOGITS if at_head else KEPT, "device", min(size, 0))
     unreduced = left.kept * peak.arrived + left.passing * peak.newest
-    yield Item(WHOLE_GRADIENTS, "device", unreduced)
+    yield Item(forecast.WHOLE_GRADIENTS, "device", unreduced)

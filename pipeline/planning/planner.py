@@ -27,7 +27,6 @@ from pipeline.planning.forecast import SampleShape, Step
 if TYPE_CHECKING:
     from pipeline.plan.plan import Plan
 
-FORECAST = "forecast"
 S = TypeVar("S")
 
 
@@ -228,11 +227,11 @@ def forecasts(
         planner, named = planners.get(step.slot), f"slot `{step.slot}` ({step.use})"
         if planner is None:
             mute.append(f"{named} has no forecast")
-        elif hasattr(planner, FORECAST):
-            missing = ", ".join(results.missing(planner, FORECAST))
+        elif hasattr(planner, "forecast"):
+            missing = ", ".join(results.missing(planner, "forecast"))
             if missing:
                 mute.append(f"{named} needs forecasts that no earlier slot gives: {missing}")
             else:
-                results[step.slot] = results.call(planner, FORECAST, topology)
+                results[step.slot] = results.call(planner, "forecast", topology)
     results |= Results.of(tuple(mute))
     return results
