@@ -62,10 +62,10 @@ OPTIONS = {
     "--interconnect": (link, "A node's links to others: 100gbe, 8x400g, ..., or their GB/s."),
     "--nvme": (amount, "GB/s of the disk that state is offloaded to."),
     "--overhead": (spare, "GiB of a GPU in use beside torch's memory, in place of what is known."),
-    "--measured": (RUN, "A run on GPUs of the same kind, which tells what they lose beside "
-                   "tensors. Default: the newest one in ./runs."),
-    "--price": (amount, "Of a GPU for an hour: tells a training's cost."),
-    "--machine": (EXISTING, "A machine like those, as `pipe doctor --out` has measured it."),
+    "--measured": (RUN, "A run on GPUs of the same kind that measured their memory beside tensors. "
+                   "Default: the newest one in ./runs."),
+    "--price": (amount, "Price of a GPU for an hour, for the training's cost."),
+    "--machine": (EXISTING, "Report of `pipe doctor --out` on a machine of the same kind."),
 }  # fmt: skip
 """Option -> its type, and help."""
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from pipeline.distributed.environment import stay_on_loopback
 
@@ -62,11 +62,9 @@ def tensors_in(given: Any) -> Iterator[Tensor]:
 
 def cast_in(given: Any, dtype: torch.dtype) -> Any:
     """Cast the floating-point tensors in a nested structure."""
-
-    def cast(one: Any) -> Any:
-        return one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one
-
-    return tree_map(cast, given)
+    return tree_map_only(
+        Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, given
+    )
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
