@@ -59,10 +59,6 @@ class Templates(Plugins[Template]):
     group = "pipe.templates"
     noun = "template"
 
-    def fault(self, loaded: Any) -> str:
-        """The reason why an object is no template; empty for a template."""
-        return "" if callable(loaded) else "cannot be called"
-
 
 def advise(
     task: AdviceRequest, machines: HardwareOptions, margins: Margins, registry: Registry
