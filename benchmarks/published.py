@@ -20,9 +20,9 @@ import yaml
 from tables import markdown
 
 from pipeline.hardware.gpus import GB, GIB
+from pipeline.planning.forecast import BACKWARD, FORWARD, UPDATE
 from pipeline.planning.hardware import HardwareOptions, Margins
 from pipeline.planning.memory_plan import MemoryPlan, check, estimate_plan
-from pipeline.planning.strategy import BACKWARD, FORWARD, UPDATE
 
 RUNS = Path(__file__).parent / "publications" / "runs.yaml"
 CLOSE = 0.15

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline import Context, Engine, ModelSource, Precision
 from pipeline.checkpoint import PASSAGE, expected_count
@@ -29,18 +29,22 @@ from stages.adapter.lora import Lora
 from stages.average.ema import ELEMENT, EmaAverage
 from stages.checkpoint.settings import CheckpointSettings
 from stages.data.chat import ChatData
-from stages.data.stream import StreamData
-from stages.data.text import TextData
-from stages.export.adapter import ExportAdapter
 from stages.export.safetensors import ExportSafetensors
 from stages.precision.policy import PrecisionPolicy
+
+if TYPE_CHECKING:
+    from stages.data.stream import StreamData
+    from stages.data.text import TextData
+    from stages.export.adapter import ExportAdapter
 
 BUFFERS = 64 << 20
 """Bytes of a proof's reading buffers and of the activations of a short prompt."""
 
 
-class DataPlanner(Planner[TextData | StreamData | ChatData]):
+class DataPlanner(Planner[Any]):
     """Planner of the data stages, whose samples all have at most `sequence_length` tokens."""
+
+    stage: TextData | StreamData | ChatData
 
     def forecast(self, topology: Topology) -> SampleShape:
         stage = self.stage
@@ -85,7 +89,7 @@ class EmaPlanner(Planner[EmaAverage]):
 
 class CheckpointPlanner(Planner[CheckpointSettings]):
     """Planner of `checkpoint.sharded` and `checkpoint.full`: disk, and host memory for each rank's
-    copy of its share. State that is in host memory is copied piece by piece."""
+    copy of its share. State in host memory is copied piece by piece."""
 
     def for_benchmark(self, trial: Trial) -> CheckpointSettings:
         """Save at the end only, into the run's folder, from a fresh start."""
@@ -118,16 +122,17 @@ class CheckpointPlanner(Planner[CheckpointSettings]):
         )
 
 
-class ExportPlanner(Planner[ExportSafetensors | ExportAdapter]):
-    """Planner of the stages that export: disk for the files; host memory of rank 0's node for the
-    proof, which holds one block at a time, in fp32 where an adapter is exported alone."""
+class ExportPlanner(Planner[Any]):
+    """Planner of the export stages: disk for the files, and host memory of rank 0's node for the
+    proof, which holds one block at a time, in fp32 if an adapter is exported alone."""
+
+    stage: ExportSafetensors | ExportAdapter
 
     def forecast(self, topology: Topology, model: ModelShape) -> tuple[Extra, ...]:
         each = wide = BYTES.get(self.stage.dtype, BYTES["fp32"])
         elements, adapter = model.exported, 0
-        if isinstance(self.stage, ExportAdapter):
+        if not isinstance(self.stage, ExportSafetensors):
             elements, wide = model.trained, BYTES["fp32"]
             adapter = each * elements
-        # The weights outside of blocks, one block, and an adapter.
         proof = wide * model.proven + adapter + BUFFERS
         return Extra("export", each * elements), Extra("proof of the export", proof, (EXPORT,))

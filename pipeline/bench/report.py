@@ -26,7 +26,7 @@ PLOT = "bench.svg"
 MEMORY = {
     "device": "peak of torch's tensors on one GPU (max_memory_allocated)",
     "host": "peak resident memory of a process beyond that before the model (VmHWM - VmRSS), "
-    "which is more than the predicted tensors, so there is no ratio",
+    "more than the predicted tensors, so without a ratio",
 }
 """Description of `Memory.kind`."""
 COLUMNS = (
@@ -35,7 +35,7 @@ COLUMNS = (
 )  # fmt: skip
 NO_SCALING = "scaling: unknown, as no strategy ran on two numbers of processes"
 SLOW_DATA, MUCH_COMMUNICATION = 0.05, 0.30
-"""Shares of a step spent waiting for data, or only communicating, that are a bottleneck."""
+"""Shares of a step from which waiting for data, or only communicating, is a bottleneck."""
 
 
 def keep(session: Benchmark, rows: Sequence[Row]) -> None:
@@ -49,8 +49,8 @@ def keep(session: Benchmark, rows: Sequence[Row]) -> None:
 def report(
     session: Benchmark, rows: Sequence[Row], stopped: Signals | None, *, json_only: bool
 ) -> None:
-    """Print the table and the verdict, or the JSON, and write the files. Raises StageError after
-    that for files that cannot be written."""
+    """Print the table and the verdict, or the JSON, then write the files. Raises StageError for
+    files that cannot be written."""
     missing = session.missing(rows)
     if not json_only:
         lines = ["", *_conditions(session, rows), "", *table(rows), "", *verdict(rows)]
@@ -70,7 +70,7 @@ def _conditions(session: Benchmark, rows: Sequence[Row]) -> Iterator[str]:
     """Lines on what was run and how it is measured."""
     length, ran = session.length, [row.measured for row in rows if row.measured]
     batches = sorted({m.samples_per_step for m in ran})
-    samples = " to ".join(str(each) for each in dict.fromkeys([*batches[:1], *batches[-1:]]))
+    samples = " to ".join(map(str, dict.fromkeys([*batches[:1], *batches[-1:]])))
     how = "samples per process stay" if length.weak else "the global batch stays"
     yield (
         f"{session.plan.recipe.name} on {session.plan.view.device}: median of "
@@ -124,7 +124,7 @@ def _text(value: float | None, form: str) -> str:
 def verdict(rows: Sequence[Row]) -> list[str]:
     """Sentences that follow from rows with their efficiency, one a line."""
     ran = {row: row.measured for row in rows if row.measured is not None}
-    failed = [f"did not run: {row.label}: {row.error}" for row in rows if row.measured is None]
+    failed = [f"did not run: {row.label}: {row.error}" for row in rows if row not in ran]
     if not ran:
         return ["nothing ran to its end"]
     speeds = {row: m.tokens_per_second for row, m in ran.items()}
@@ -200,13 +200,12 @@ def as_json(session: Benchmark, rows: Sequence[Row], plot: str | None = None) ->
 
 
 def _row(row: Row) -> dict[str, Any]:
-    """A row of the JSON; numbers of one that failed are null."""
+    """A row of the JSON; the numbers of a failed run are null."""
     numbers: dict[str, Any] = dict.fromkeys(field.name for field in fields(RunMeasurement))
     if row.measured:
         numbers = asdict(row.measured)
         numbers["memory"]["ratio"] = row.measured.memory.ratio
-    head = {field.name: getattr(row, field.name) for field in fields(Row)}
-    del head["measured"]
+    head = {key: value for key, value in vars(row).items() if key != "measured"}
     return {**head, "error": row.error or None, **numbers}
 
 

@@ -16,7 +16,7 @@ SPREAD_STEPS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Median and extremes of a number that every measured step has."""
+    """Median and extremes of a number over the measured steps."""
 
     median: float
     low: float
@@ -37,7 +37,7 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Peak of the worst rank, in bytes; `predicted` is that of the plan's tensors."""
+    """Peak of the fullest rank in bytes, measured, and predicted for the plan's tensors."""
 
     kind: Literal["device", "host"]
     """`device`: tensors on the rank's GPU. `host`: resident memory beyond that before the model."""
@@ -54,7 +54,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class RunMeasurement:
-    """The numbers of a run that ended well. Token and sample counts are those of all ranks."""
+    """The numbers of a successful run. Tokens and samples are those of all ranks."""
 
     tokens_per_second: Speed
     """Tokens without padding."""
@@ -85,7 +85,7 @@ class Row:
     efficiency: float | None = None
     """T_N / (N * T_1), or with `efficiency_base` in place of 1."""
     efficiency_base: int | None = None
-    """Smallest number of processes on which the strategy ran."""
+    """Smallest number of processes of the strategy's runs."""
 
     @property
     def label(self) -> str:
@@ -101,11 +101,9 @@ class Row:
 def measured(
     records: Sequence[Mapping[str, Any]], *, warmup: int, began: float, predicted: int | None
 ) -> RunMeasurement:
-    """The numbers in a run's `metrics.jsonl`; `began` is the start of its command (epoch seconds).
-
-    The first `warmup` steps, profiled steps and steps without an update are left out. Raises
-    StageError if no step is left.
-    """
+    """The numbers in a run's `metrics.jsonl`, without the first `warmup` steps, profiled steps and
+    steps without an update; `began` is the start of its command (epoch seconds). Raises StageError
+    if no step is left."""
     steps = [record for record in records if "loss" in record]
     plain = [record for record in steps if not record.get("profiled")]
     counted = [record for record in plain[warmup:] if _is_applied(record)]
@@ -136,7 +134,7 @@ def measured(
 
 
 def _is_applied(record: Mapping[str, Any]) -> bool:
-    """Whether the step updated the model; without loss scaling, records need not say so."""
+    """Whether the step updated the model; records without the field did."""
     return bool(record.get("applied", True))
 
 

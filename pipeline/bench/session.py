@@ -20,25 +20,28 @@ from pipeline.distributed.signals import Interrupted, interruptible
 from pipeline.errors import PipeError, RecipeError, StageError, UsageError, system_errors_as
 from pipeline.plan.plan import Plan, plan_file
 from pipeline.plan.registry import Registry
-from pipeline.planning.memory_plan import estimated
-from pipeline.planning.planner import Topology
-from pipeline.planning.strategy import RESUME, SAVE
+from pipeline.planning.forecast import RESUME, SAVE
+from pipeline.planning.hardware import HardwareOptions, Margins
+from pipeline.planning.memory_plan import estimate_plan
 from pipeline.run import failures, metrics, rundir
 from pipeline.run.journal import Journal
 from pipeline.utils.process_tree import none_left, own_module
 
 STOP_SECONDS = 60.0
 """Time limit of this process when it is stopped; the run gets half of it."""
-EXIT_SECONDS = 30  # time limit of a run that is asked to end
+EXIT_SECONDS = 30
+"""Time limit of a run that is asked to end."""
 TRIALS, RUN = "trials", "run"
-"""Folder of the trials in that of the benchmark, and of the run in that of a trial."""
-REASONS = ("logs", failures.FOLDER)  # folders that show why a run failed
-AFTERWARDS = (SAVE, RESUME)  # phases after the measured peak
+"""Folders: of the trials in the benchmark's, and of the run in a trial's."""
+REASONS = ("logs", failures.FOLDER)
+"""Folders that show why a run failed."""
+AFTERWARDS = (SAVE, RESUME)
+"""Phases after the measured peak."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Benchmark:
-    """The trials of a recipe, and what they have in common."""
+    """The trials of a recipe, and their common settings."""
 
     plan: Plan
     """Plan of the recipe itself."""
@@ -159,10 +162,10 @@ def _call(arguments: list[str], output: int, seconds: float) -> int | None:
 
 def _predicted(plan: Plan) -> int | None:
     """Estimated peak of device memory up to the last step; None if a stage has no estimate."""
-    procs = plan.view.procs
-    topology = Topology(ranks=procs, local_ranks=procs, device=plan.view.device)
+    on_cpu = plan.view.device == "cpu"
+    machine = HardwareOptions(gpus=None if on_cpu else plan.view.procs)
     try:
-        peaks = estimated(plan, topology).device
+        peaks = estimate_plan(plan, machine, Margins()).estimate.device
     except (UsageError, StageError):
         return None
     of_steps = [peak.bytes for phase, peak in peaks.items() if phase not in AFTERWARDS]

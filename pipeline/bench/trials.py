@@ -29,8 +29,8 @@ Slot = Mapping[str, Any]  # `use` and fields, as in a recipe
 
 @dataclass(frozen=True, kw_only=True)
 class BenchLength:
-    """Optimizer steps of each run. With `weak`, samples per process stay as in the recipe, not the
-    global batch."""
+    """Optimizer steps of each run. With `weak`, samples per process stay as in the recipe, instead
+    of the global batch."""
 
     steps: int
     warmup: int
@@ -38,7 +38,7 @@ class BenchLength:
 
     def trial(self, procs: int, *, own: int, most: int) -> Trial:
         """The trial on `procs` processes, for a recipe of `own` and a benchmark of at most `most`.
-        The last step is profiled apart from the others, as a profiler costs time and memory."""
+        One more step is profiled at the end, as a profiler costs time and memory."""
         last = self.warmup + self.steps + 1
         if self.weak:
             return Trial(steps=last, profile=(last,), growth=Fraction(procs, own), procs=own)
@@ -54,7 +54,7 @@ class TrialRecipe:
 
 
 def require_measurable(plan: Plan) -> None:
-    """Raise UsageError if the recipe wraps nothing, or its training cannot be cut short."""
+    """Raise UsageError for a recipe without a strategy, or whose training cannot be shortened."""
     _wrap_slot(plan)
     _shortened_slots(plan, Trial(steps=1))
 
@@ -86,7 +86,7 @@ def write(
     registry: Registry,
 ) -> list[TrialRecipe]:
     """The recipe under each strategy on each number of processes. Raises UsageError with `weak`
-    scaling for a batch that does not divide evenly."""
+    for a batch that does not divide evenly."""
     content, most = plan.recipe.public(), max(counts)
     head = {"name": plan.recipe.name, "seed": plan.recipe.seed}
     launch = {"device": plan.view.device, "threads": threads(plan, most)}
@@ -104,8 +104,8 @@ def write(
 
 
 def threads(plan: Plan, most: int) -> int | None:
-    """CPU threads of every process: on CPUs those that `most` processes leave each other, as a
-    single process with all cores would leave nothing to scale. None leaves it to the launcher."""
+    """CPU threads of every process: on CPUs, a share for `most` processes, since a single process
+    with all cores could not scale. None leaves it to the launcher."""
     given = plan.recipe.launch.threads
     if given is not None or plan.view.device != "cpu" or "OMP_NUM_THREADS" in os.environ:
         return given
@@ -114,7 +114,7 @@ def threads(plan: Plan, most: int) -> int | None:
 
 def _wrap_slot(plan: Plan) -> PlannedSlot:
     for step in plan.steps:
-        if step.gives is not None and issubclass(step.gives, Engine):
+        if issubclass(step.gives or object, Engine):
             return step
     raise UsageError(f"recipe `{plan.recipe.name}` has no slot that wraps the model in a strategy")
 
@@ -124,17 +124,16 @@ def _fields(slot: Slot) -> dict[str, Any]:
 
 
 def _shortened_slots(plan: Plan, trial: Trial) -> dict[str, Slot]:
-    """Slots up to the one that trains, shortened. Raises UsageError if none trains, or the one that
-    does cannot be shortened."""
+    """Slots up to the one that trains, shortened. Raises UsageError if none trains, or it cannot be
+    shortened."""
     found, written = {}, plan.recipe.public()["stages"]
     planners = Planners.installed()
     for step in plan.steps:
         kind = planners.find(step.use) or Planner
-        trains = step.gives is not None and issubclass(step.gives, TrainedRun)
+        trains = issubclass(step.gives or object, TrainedRun)
         if trains and kind.for_benchmark is Planner.for_benchmark:
-            raise UsageError(
-                f"{step.use} cannot be cut to a few steps: its planner has no `for_benchmark`"
-            )
+            why = "its planner has no `for_benchmark`"
+            raise UsageError(f"{step.use} cannot be cut to a few steps: {why}")
         found[step.slot] = _shortened(written[step.slot], kind(step.stage), trial)
         if trains:
             return found

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.hardware_options import asked_for, machine_options
+from pipeline.commands.hardware_options import EXISTING, FILE, asked_for, machine_options
 from pipeline.errors import NoFit, UsageError, system_errors_as
 from pipeline.plan.registry import Registry
 from pipeline.utils.files import try_writing
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from pipeline.planning.hardware import HardwareOptions
 
 COUNT = click.IntRange(min=1)
-FILE = click.Path(path_type=Path, dir_okay=False)
-EXISTING = click.Path(path_type=Path, dir_okay=False, exists=True)
 
 
 @click.command()
@@ -53,8 +51,7 @@ def advise(
     MODEL is a folder, a hub id, a GGUF file or a config.json. Savings that only cost time are tried
     before those that change what is computed (optimizer state, master weights, frozen weights in
     fewer bits), and these before offloading. Among strategies that fit, one with about the shortest
-    step is taken; the others are listed with the memory that they need. Exit code 3 when nothing
-    fits.
+    step is chosen; the others are listed with their memory. Exit code 3 when nothing fits.
     """
     from pipeline.distributed.signals import stoppable
     from pipeline.planning.advise import EXAMPLE, AdviceRequest
@@ -84,7 +81,7 @@ def advise(
     if recipe is None:
         click.echo("nothing fits: it takes more or larger GPUs, or hosts", err=True)
         sys.exit(NoFit.exit_code)
-    # An existing folder is the user's, who was asked to put data there.
+    # An existing file is the user's, who was asked to put data there.
     made = data is None and not example.exists()
     with system_errors_as(UsageError):
         target.write_text(recipe, "utf-8")
@@ -98,13 +95,13 @@ def advise(
 
 
 def _require_whole(machines: HardwareOptions) -> None:
-    """Raise UsageError where GPUs are meant, and it is not said how many, or of what kind."""
+    """Raise UsageError for GPUs without their number or their kind."""
     known = machines.kind is not None or machines.memory is not None
     if machines.gpus is None and (known or machines.nodes is not None):
         raise UsageError("say how many GPUs a node has", hint="--gpus 8")
     if machines.gpus is not None and not known:
         hint = "--gpu H100, or --memory 80, or --machine FILE"
-        raise UsageError("say what GPUs these are", hint=hint)
+        raise UsageError("name the kind of the GPUs", hint=hint)
 
 
 def _name(model: str, *, lora: bool) -> str:
@@ -115,7 +112,7 @@ def _name(model: str, *, lora: bool) -> str:
 
 def _where(model: str, revision: str | None) -> dict[str, Any]:
     """Fields of the model slot: for a config, the folder of its weights, or the tokenizer beside
-    it. A path is written so that it means the same from anywhere."""
+    it. Paths are absolute."""
     path = Path(model).expanduser().absolute()
     if not model or (model[0] in "./~" and not path.exists()):
         raise UsageError(f"there is no such model: {model or 'its name is empty'}")

@@ -20,36 +20,37 @@ GPUS = click.IntRange(min=1, max=256)
 """GPUs of a node."""
 MOST = 10**6
 """GiB, or GB/s, of anything in a machine."""
-FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+FILE = click.Path(path_type=Path, dir_okay=False)
+EXISTING = click.Path(path_type=Path, dir_okay=False, exists=True)
 RUN = click.Path(path_type=Path, exists=True)
 
 
-def amount(said: str, least: float = 1e-3) -> float:
+def amount(given: str, least: float = 1e-3) -> float:
     """GiB or GB/s; not nan, which no comparison keeps out of a range."""
-    number = float(click.FloatRange(min=least, max=MOST).convert(said, None, None))  # type: ignore[arg-type]
+    number = float(click.FloatRange(min=least, max=MOST).convert(given, None, None))  # type: ignore[arg-type]
     if math.isnan(number):
-        raise click.BadParameter(f"{said!r} is not a number.")
+        raise click.BadParameter(f"{given!r} is not a number.")
     return number
 
 
-def spare(said: str) -> float:
-    """GiB, of which there may be none."""
-    return amount(said, 0)
+def spare(given: str) -> float:
+    """GiB, possibly none."""
+    return amount(given, 0)
 
 
-def link(said: str) -> float:
+def link(given: str) -> float:
     """GB/s of a link by its name, of several as in `8x400g`, or as a number."""
     from pipeline.hardware.gpus import GB, NETWORKS
 
-    cards = re.fullmatch(r"(?:([1-9][0-9]?)x)?([0-9]+g(?:be)?)", said.lower())
+    cards = re.fullmatch(r"(?:([1-9][0-9]?)x)?([0-9]+g(?:be)?)", given.lower())
     if cards is not None and cards[2] in NETWORKS:
         return int(cards[1] or 1) * NETWORKS[cards[2]] / GB
     try:
-        float(said)
+        float(given)
     except ValueError:
         names = f"nor one of {', '.join(NETWORKS)}, nor several of them as in 8x400g"
-        raise click.BadParameter(f"{said!r} is neither a number of GB/s {names}.") from None
-    return amount(said)
+        raise click.BadParameter(f"{given!r} is neither a number of GB/s {names}.") from None
+    return amount(given)
 
 
 OPTIONS = {
@@ -61,29 +62,32 @@ OPTIONS = {
     "--interconnect": (link, "A node's links to others: 100gbe, 8x400g, ..., or their GB/s."),
     "--nvme": (amount, "GB/s of the disk that state is offloaded to."),
     "--overhead": (spare, "GiB of a GPU in use beside torch's memory, in place of what is known."),
-    "--measured": (RUN, "A run on GPUs of the same kind, which tells what they lose beside "
-                   "tensors. Default: the newest one in ./runs."),
-    "--price": (amount, "Of a GPU for an hour: tells a training's cost."),
-    "--machine": (FILE, "A machine like those, as `pipe doctor --out` has measured it."),
+    "--measured": (RUN, "A run on GPUs of the same kind that measured their memory beside tensors. "
+                   "Default: the newest one in ./runs."),
+    "--price": (amount, "Price of a GPU for an hour, for the training's cost."),
+    "--machine": (EXISTING, "Report of `pipe doctor --out` on a machine of the same kind."),
 }  # fmt: skip
 """Option -> its type, and help."""
 
 
 def machine_options(command: F) -> F:
-    """A command with these options; `asked_for` takes what they say."""
-    options = [click.option(name, type=kind, help=told) for name, (kind, told) in OPTIONS.items()]
+    """A command with these options, whose values `asked_for` takes."""
+    options = [click.option(name, type=kind, help=text) for name, (kind, text) in OPTIONS.items()]
     return reduce(lambda made, option: option(made), reversed(options), command)
 
 
 def asked_for(
     *, nvme: float | None, overhead: float | None, measured: Path | None, machine: Path | None,
-    **said: Any,
+    **given: Any,
 ) -> tuple[HardwareOptions, Margins]:  # fmt: skip
-    """The machines, and what their GPUs lose beside tensors. Raises UsageError for a file that
-    describes no machine, or no run's memory."""
-    from pipeline.doctor.report import read_machine
+    """The machines, and the margins of their GPUs. Raises UsageError for a file that describes no
+    machine, or no run's memory."""
     from pipeline.planning.hardware import HardwareOptions, margins_for
 
-    found = None if machine is None else read_machine(machine)
-    machines = HardwareOptions(disk=nvme, machine=found, **said)
+    found = None
+    if machine is not None:
+        from pipeline.doctor.report import read_machine
+
+        found = read_machine(machine)
+    machines = HardwareOptions(disk=nvme, machine=found, **given)
     return machines, margins_for(machines.kind, record=measured, overhead=overhead)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.hardware_options import asked_for, machine_options
+from pipeline.commands.hardware_options import FILE, asked_for, machine_options
 from pipeline.errors import NoFit, PipeError, UsageError, in_words, system_errors_as
 from pipeline.plan.registry import Registry
 from pipeline.utils.files import try_writing
@@ -17,11 +17,9 @@ from pipeline.utils.files import try_writing
 if TYPE_CHECKING:
     from pipeline.planning.search import Candidate
 
-FILE = click.Path(path_type=Path, dir_okay=False)
-
 
 @click.command()
-@click.argument("recipe")
+@click.argument("recipe", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
 @machine_options
 @click.option("--trace", is_flag=True, help="Run the actual model on tensors without memory, too.")
@@ -31,14 +29,14 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 def plan(
     registry: Registry | None,
     /,
-    recipe: str,
+    recipe: Path,
     overrides: tuple[str, ...],
     trace: bool,
     as_json: bool,
     out: Path | None,
     **hardware: Any,
 ) -> None:
-    """Tell what RECIPE will need: memory in every phase, disk, network, time.
+    """Predict the needs of RECIPE: memory in every phase, disk, network, time.
 
     The model's blocks are run once on tensors without memory: no GPU, no weights, no network beyond
     the model's config. With --trace the actual strategy is run so too.
@@ -47,43 +45,40 @@ def plan(
     OVERRIDES change the recipe first, as in train.micro_batch_size=2.
     """
     from pipeline.distributed.signals import stoppable
-    from pipeline.planning import choice
-    from pipeline.planning.memory_plan import estimate_plan
-    from pipeline.planning.presets import in_order
+    from pipeline.planning.memory_plan import check, estimate_plan
     from pipeline.planning.report import lines
-    from pipeline.planning.search import SearchBase
 
     machines, margins = asked_for(**hardware)
     with system_errors_as(UsageError):
         try_writing(out) if out else None
     known = registry or Registry.installed()
-    file = Path(recipe)
-    base = SearchBase(
-        recipe=file, overrides=overrides, machines=machines, margins=margins, registry=known
-    )
     with stoppable():
-        # A plan without a trace may be among what would make it fit, and is memory_plan up once.
-        memory_plan = (
-            estimate_plan(base.checked({}), machines, margins, trace=True)
-            if trace
-            else base.memory_plan({})
-        )
-    record: dict[str, Any] = memory_plan.record()
+        checked = check(recipe, overrides, machines, known)
+        memory_plan = estimate_plan(checked, machines, margins, trace=trace)
+    record = memory_plan.record() if out or as_json else {}
     if out is not None:
         with system_errors_as(UsageError):
             out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", "utf-8")
     if not as_json:
         click.echo("\n".join(lines(memory_plan)))
-    found: list[Candidate] | None = None
-    try:
-        found = [*choice.remedies(memory_plan, base, in_order(known))] if memory_plan.short else []
-    except PipeError as error:
-        click.echo(f"what would make it fit cannot be told: {in_words(error)}", err=True)
+    found: list[Candidate] | None = []
+    if memory_plan.short:
+        from pipeline.planning import choice
+        from pipeline.planning.search import SearchBase
+
+        base = SearchBase(
+            recipe=recipe, overrides=overrides, machines=machines, margins=margins, registry=known
+        )
+        try:
+            found = [*choice.remedies(memory_plan, base)]
+        except PipeError as error:
+            found = None
+            click.echo(f"no remedies can be found: {in_words(error)}", err=True)
+        if not as_json and found is not None:
+            title = "it would fit with" if found else "nothing here makes it fit"
+            click.echo("\n".join([title, *(f"  {way.line()}" for way in found)]))
     if as_json:
-        remedies = None if found is None else [*map(choice.record, found)]
+        remedies = None if found is None else [way.record() for way in found]
         click.echo(json.dumps(record | {"remedies": remedies}, allow_nan=False))
-    elif memory_plan.short and found is not None:
-        said = "it would fit with" if found else "nothing here makes it fit"
-        click.echo("\n".join([said, *(f"  {choice.line(way)}" for way in found)]))
     if memory_plan.short:
         sys.exit(NoFit.exit_code)

@@ -9,12 +9,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 
 def gpu_count(root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> int:
     """GPUs that a process here would see: the driver's, or CUDA_VISIBLE_DEVICES' choice of them."""
-    present = len(_entries(root / "proc/driver/nvidia/gpus", "*"))
-    present = present or len(_entries(root / "dev", "nvidia[0-9]*"))
+    places = (("proc/driver/nvidia/gpus", "*"), ("dev", "nvidia[0-9]*"))
+    counts = (len([*(root / folder).glob(names)]) for folder, names in places)
+    present = next(filter(None, counts), 0)
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return present
@@ -27,105 +29,83 @@ def gpu_count(root: Path = Path("/"), environment: Mapping[str, str] = os.enviro
     return min(present, chosen)
 
 
-def _entries(folder: Path, pattern: str) -> list[Path]:
-    return sorted(folder.glob(pattern)) if folder.is_dir() else []
-
-
 GIB = 1 << 30
 GB = 10**9
+UNITS = {"memory": GIB, "flops": 1e12, "fp32": 1e12, "bandwidth": GB, "peers": GB, "host": GB}
+"""Unit of a field in `gpus.json`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Accelerator:
-    """One device. Rates are the most that is possible."""
+    """A kind of device, with its highest possible rates."""
 
     name: str
     """Part of the device's own name."""
     memory: int
-    """Bytes that programs can take, as the driver reports."""
+    """Bytes that programs can allocate, as the driver reports."""
     flops: float
-    """Dense 16-bit floating-point operations a second with 32-bit accumulation."""
+    """Dense 16-bit floating-point operations per second with 32-bit accumulation."""
     flops_fp32: float
     """The same in 32 bits, without TF32."""
     bandwidth: float
-    """Bytes a second between it and its own memory."""
+    """Bytes per second between it and its own memory."""
     peers: float
-    """Bytes a second that it sends to the other devices of its node, in one direction."""
+    """Bytes per second to the other devices of its node, in one direction."""
     host: float
-    """Bytes a second to or from its machine's memory, in one direction."""
-    bf16: bool
+    """Bytes per second to or from the host's memory, in one direction."""
+    bf16: bool = True
     """Whether it has units for bf16."""
-    matmul: float
+    matmul: float = 0.8
     """Share of `flops` that large products of matrices reach."""
 
     @property
     def on_pcie(self) -> bool:
-        """Whether PCIe is how it reaches others too: a card, not a module in a socket."""
+        """Whether it is a card, which reaches others over PCIe too, not a module in a socket."""
         return self.peers == self.host
 
     def rate(self, compute: str) -> float:
-        """The most operations a second in `fp32`, `bf16` or `fp16`. Without units for bf16 it is
-        emulated in fp32, whose rate it stays below."""
+        """Operations per second in `fp32`, `bf16` or `fp16`. Without units for bf16, it is emulated
+        in fp32, at no more than its rate."""
         wide = compute == "fp32" or (compute == "bf16" and not self.bf16)
         return self.flops_fp32 if wide else self.flops
 
 
 @functools.cache
 def accelerators() -> tuple[Accelerator, ...]:
-    """All that are known, the more particular name first, as `gpus.json` has them: GiB,
-    dense TFLOP/s, GB/s.
+    """The known accelerators, as `gpus.json` has them (more specific names first; GiB, dense
+    TFLOP/s, GB/s).
 
     Arithmetic, memory and links are those of the vendors' data sheets and architecture white
-    papers; of GeForce cards, products with 32-bit accumulation, which run at half the rate of those
-    with 16 bits. Memory is a little less than what is printed on the box: the driver takes some.
-    Of the MI250X it is one of the two dies, each a device of its own. `matmul` is the share of the
+    papers; those of GeForce cards are for products with 32-bit accumulation, at half the rate of
+    16 bits. Memory is a little less than printed on the box: the driver takes some. The MI250X is
+    one of its two dies, each a device of its own. `matmul` is the share of the
     arithmetic that large products in bf16 reached in the table "Maximum Achievable Matmul FLOPS" of
     S. Bekman, Machine Learning Engineering (github.com/stas00/ml-engineering, 2025): 80 % on an
-    H100, which the others are taken to reach.
+    H100, which is assumed of the others.
     """
-    path = Path(__file__).with_suffix(".json")
-    return tuple(_device(name, **fields) for name, fields in json.loads(path.read_bytes()).items())
+    known = json.loads(Path(__file__).with_suffix(".json").read_bytes())
+    return tuple(_device(name, fields) for name, fields in known.items())
 
 
-def _device(
-    name: str,
-    *,
-    memory: float,
-    flops: float,
-    fp32: float,
-    bandwidth: float,
-    peers: float,
-    host: float,
-    bf16: bool = True,
-    matmul: float = 0.8,
-) -> Accelerator:
-    return Accelerator(
-        name=name,
-        memory=round(memory * GIB),
-        flops=flops * 1e12,
-        flops_fp32=fp32 * 1e12,
-        bandwidth=bandwidth * GB,
-        peers=peers * GB,
-        host=host * GB,
-        bf16=bf16,
-        matmul=matmul,
-    )
+def _device(name: str, fields: Mapping[str, Any]) -> Accelerator:
+    scaled = {key: value * UNITS[key] for key, value in fields.items() if key in UNITS}
+    sizes = {**fields, **scaled, "memory": round(scaled["memory"])}
+    return Accelerator(name=name, flops_fp32=sizes.pop("fp32"), **sizes)
 
 
 COMMON = {
     "nvidia", "geforce", "tesla", "amd", "instinct", "gpu", "tensor", "core", "generation", "rtx",
     "workstation", "edition", "ac", "hbm2", "hbm2e", "hbm3", "hbm3e",
 }  # fmt: skip
-"""Words for makers, series and kinds of memory, which do not distinguish devices."""
+"""Words for makers, series and kinds of memory, which distinguish no devices."""
 SOCKETS = {"sxm", "sxm2", "sxm3", "sxm4", "sxm5", "sxm6", "oam"}
 PRINTED = 0.9
-"""At least this share of the memory that is printed on the box can be taken."""
+"""Least share of the memory printed on the box that can be allocated."""
 
 
 def find_accelerator(name: str) -> Accelerator | None:
-    """The first device whose name's words are all in `name`, if the rest of `name` does not
-    contradict it. None for an unknown device, such as a laptop's, a part of a GPU, or one with
-    another memory size."""
+    """The first device whose words are all in `name`, if the rest of `name` does not contradict it.
+    None for an unknown device, such as a laptop's, a part of a GPU, or another memory size."""
     words = _words(name)
     return next((device for device in accelerators() if _is(device, words)), None)
 
@@ -136,7 +116,7 @@ def _is(device: Accelerator, words: set[str]) -> bool:
 
 
 def _suits(device: Accelerator, word: str) -> bool:
-    """Whether a word that is not in its name says what the device has."""
+    """Whether a word that is not in the device's name is true of it."""
     if word == "pcie" or word in SOCKETS:
         return device.on_pcie == (word == "pcie")
     size = re.fullmatch(r"([0-9]+)gb", word)
@@ -159,4 +139,4 @@ NETWORKS: Mapping[str, float] = {
     "400g": 50 * GB,
     "800g": 100 * GB,
 }
-"""Name of a link -> bytes a second in one direction."""
+"""Name of a link -> bytes per second in one direction."""

@@ -13,8 +13,8 @@ _OWN = Path("/proc/self/cgroup")
 
 
 def free_memory() -> int:
-    """Bytes of host memory that a process can still take, page cache counted as free; a number
-    without meaning where the system does not say."""
+    """Bytes of host memory that a process can still allocate, page cache counted as free; a huge
+    number where the system does not say."""
     try:
         free = _figures(Path("/proc/meminfo"))["MemAvailable"] * 1024
     except OSError:
@@ -23,8 +23,8 @@ def free_memory() -> int:
 
 
 def total_memory() -> int | None:
-    """Bytes of host memory that processes here may hold together: the machine's, or what a control
-    group leaves of it; None where the system does not say."""
+    """Bytes of host memory that processes here may hold together: the machine's, or a control
+    group's limit; None where the system does not say."""
     try:
         total = _figures(Path("/proc/meminfo"))["MemTotal"] * 1024
     except OSError:
@@ -33,8 +33,8 @@ def total_memory() -> int | None:
 
 
 def most_processes() -> int | None:
-    """Processes and threads that there may be at once in the control groups that this process is
-    in, those of others counted; None where none limits them."""
+    """Limit of processes and threads, others' counted, in this process's control groups; None
+    without a limit."""
     limits = []
     for folder, _ in _groups("pids"):
         with contextlib.suppress(OSError, ValueError):  # "max" is no limit
@@ -43,15 +43,15 @@ def most_processes() -> int | None:
 
 
 def usable_cores() -> float:
-    """Cores' worth of processor time that processes here may use together: this process's affinity,
-    or a control group's quota, which need not be whole."""
+    """Cores that processes here may use together: this process's affinity, or a control group's
+    quota, which need not be whole."""
     given = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return min([float(given or 1), *_quotas()])
 
 
 def cores_each(procs: int) -> int:
-    """Whole cores, and so threads that compute, for each of `procs` processes that share what is
-    usable here; at least one."""
+    """Whole cores, and so compute threads, for each of `procs` processes that share the usable
+    ones; at least one."""
     return max(1, int(usable_cores()) // procs)
 
 
@@ -59,12 +59,12 @@ def _left_in_groups() -> Iterator[int]:
     for folder, used, limit in _memory_limits():
         with contextlib.suppress(OSError, ValueError):
             figures = _figures(folder / "memory.stat")
-            # Memory that cannot be taken back; what is shared (snapshots) is kept like files.
+            # Memory that cannot be reclaimed; shared memory (snapshots) is kept like files.
             yield limit - sum(figures.get(name, 0) for name in (used, "shmem"))
 
 
 def _memory_limits() -> Iterator[tuple[Path, str, int]]:
-    """Folder, name of the figure of private memory, and limit in bytes, where there is one."""
+    """Folder, name of the figure of private memory, and limit in bytes, of each limited group."""
     for folder, old in _groups("memory"):
         file, used = ("memory.limit_in_bytes", "rss") if old else ("memory.max", "anon")
         with contextlib.suppress(OSError, ValueError):  # "max" is no limit
@@ -81,8 +81,8 @@ def _quotas() -> Iterator[float]:
 
 
 def _groups(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Every control group that this process is in, and those above them, of either version: its
-    folder, and whether it is of the old one."""
+    """Folder of each control group of this process, and of those above, with whether it is of
+    version 1."""
     for line in _OWN.read_text("ascii").splitlines() if _OWN.exists() else ():
         _, controllers, place = line.split(":", 2)
         old = controller in controllers.split(",")
@@ -103,16 +103,16 @@ _before: list[int] = []
 
 
 def model_begins() -> None:
-    """Note what is resident before the model's parameters have memory: the interpreter, libraries,
-    data. A strategy calls it then; the first call in a process counts."""
+    """Note the resident memory (interpreter, libraries, data) before the model's parameters are
+    allocated. A strategy calls it then; the first call in a process counts."""
     if not _before and _STATUS.exists():
         figures = _status()
         _before.append(figures["VmRSS"] - figures["RssShmem"])
 
 
 def peak_beyond() -> int | None:
-    """Peak of resident bytes since the baseline, without shared memory, which holds the
-    checkpoints' snapshots. None where the system does not say or the strategy sets no baseline."""
+    """Peak of resident bytes beyond that baseline, without shared memory, which holds the
+    checkpoints' snapshots. None without a baseline."""
     if not _before:
         return None
     figures = _status()

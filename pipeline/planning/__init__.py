@@ -11,7 +11,40 @@ from pipeline.utils.lazy import lazily
 
 if TYPE_CHECKING:
     from pipeline.planning.advise import AdviceRequest
-    from pipeline.planning.estimate import Extra
+    from pipeline.planning.forecast import (
+        BACKWARD,
+        BUFFERS,
+        BYTES,
+        EXPORT,
+        FORWARD,
+        GATHERED,
+        GRADIENTS,
+        IN_BACKWARD,
+        LOADED,
+        OPTIMIZER,
+        PARAMETERS,
+        RESUME,
+        SAVE,
+        UPDATE,
+        UPDATE_TEMPORARIES,
+        WHOLE_GRADIENTS,
+        Collective,
+        Copies,
+        Extra,
+        Gradients,
+        Item,
+        ModelShape,
+        Moment,
+        OptimizerShape,
+        Place,
+        SampleShape,
+        Sizes,
+        Step,
+        StrategyMemory,
+        Traffic,
+        Unit,
+        Weight,
+    )
     from pipeline.planning.planner import (
         CHUNK,
         NARROW_FROZEN,
@@ -30,40 +63,5 @@ if TYPE_CHECKING:
         Trial,
     )
     from pipeline.planning.profile import Profile
-    from pipeline.planning.shapes import (
-        BYTES,
-        ModelShape,
-        OptimizerShape,
-        SampleShape,
-        Sizes,
-        Step,
-        Weight,
-    )
-    from pipeline.planning.strategy import (
-        BACKWARD,
-        BUFFERS,
-        EXPORT,
-        FORWARD,
-        GATHERED,
-        GRADIENTS,
-        IN_BACKWARD,
-        LOADED,
-        OPTIMIZER,
-        PARAMETERS,
-        RESUME,
-        SAVE,
-        UPDATE,
-        UPDATE_TEMPORARIES,
-        WHOLE_GRADIENTS,
-        Collective,
-        Copies,
-        Gradients,
-        Item,
-        Moment,
-        Place,
-        StrategyMemory,
-        Traffic,
-        Unit,
-    )
 else:
     __getattr__ = lazily(__name__, __file__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from pipeline.planning.planner import Tier, Topology
 from pipeline.planning.presets import Strategy, in_order
 from pipeline.planning.report import memory
 from pipeline.planning.search import Candidate, Changes, SearchBase, overrides
+from pipeline.recipe.dump import render
 
 WRAP = "wrap"
 """The slot that a template leaves empty for the strategy."""
@@ -26,13 +26,11 @@ EXAMPLE = """\
 {"messages": [{"role": "user", "content": "3 + 3?"}, {"role": "assistant", "content": "6"}]}
 """
 """Data that a recipe names when none is given."""
-SLOW = 2
-"""Factor by which the network may take longer than everything else in a step before a warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdviceRequest:
-    """A training to be advised on. None leaves a number to the template."""
+    """The training to draft a recipe for. None leaves a number to the template."""
 
     name: str
     model: Mapping[str, Any]
@@ -44,15 +42,15 @@ class AdviceRequest:
     global_batch: int | None
     """Samples of an optimizer step."""
     micro_batch: int | None
-    """Samples of a forward pass to begin with."""
+    """Most samples of a forward pass."""
     ranks: int
     on_gpus: bool
     compute: str
-    """Compute dtype that suits the devices: `bf16`."""
+    """Compute dtype that suits the devices, such as `bf16`."""
 
 
 Template = Callable[[AdviceRequest], Mapping[str, Mapping[str, Any]]]
-"""Function of a request that returns the slots of a recipe, with an empty one called `wrap`."""
+"""Returns the slots of a recipe for a request, with an empty one called `wrap`."""
 
 
 class Templates(Plugins[Template]):
@@ -61,17 +59,13 @@ class Templates(Plugins[Template]):
     group = "pipe.templates"
     noun = "template"
 
-    def fault(self, loaded: Any) -> str:
-        """The first thing that an object lacks to be a template."""
-        return "" if callable(loaded) else "cannot be called"
-
 
 def advise(
     task: AdviceRequest, machines: HardwareOptions, margins: Margins, registry: Registry
 ) -> tuple[str | None, list[str]]:
-    """The recipe under the best strategy, with as little saved as it needs, or None where nothing
-    fits; and lines for people: the choice, its reasons, what else there is. Raises PipeError for
-    what cannot be planned at all."""
+    """The recipe under the best strategy, with as few savings as it needs, or None if nothing fits;
+    and lines for people, which are comments of the recipe too: the choice, its reasons, the
+    alternatives. Raises PipeError for a recipe that cannot be planned at all."""
     strategies = in_order(registry)
     if not strategies:
         raise UsageError("no installed stage offers a strategy")
@@ -94,8 +88,8 @@ def advise(
             raise UsageError("\n".join(["no strategy can be planned", *refused]))
         chosen, fits = tried[0], tried[0].fits
         on_gpus = fits and chosen.strategy.order < Tier.OFFLOADED
-        rest = [*_warnings(chosen.memory_plan)] if fits else []
-        if task.on_gpus and not (on_gpus and not chosen.narrow):
+        rest: list[str] = []
+        if task.on_gpus and (chosen.narrow or not on_gpus):
             # Enough samples for any number of nodes; memory hardly depends on it.
             batch = task.global_batch or MOST_NODES * topology.local_ranks
             larger = based(replace(trial, global_batch=batch), "nodes.yaml")
@@ -103,13 +97,12 @@ def advise(
         if not task.lora and not on_gpus:
             rest += _low_rank(based(replace(trial, lora=True), "low_rank.yaml"), known)
         rest += [*_others(tried[fits:]), *(f"refused: {one}" for one in refused)]
-        reasons = _reasons(chosen) if fits else {}
-    return _explained(task, chosen, reasons, rest) if fits else (None, rest)
+        lines = [*_explained(chosen), *rest] if fits else rest
+        return drafted(task, chosen.changes, lines) if fits else None, lines
 
 
 def _require_sound(base: SearchBase) -> None:
-    """Raise UsageError for mistakes that no strategy changes, such as a missing model or data
-    file."""
+    """Raise UsageError for mistakes that no strategy changes, such as a missing data file."""
     try:
         base.checked({})
     except RecipeError as error:
@@ -118,28 +111,18 @@ def _require_sound(base: SearchBase) -> None:
             raise UsageError("; ".join(one.message for one in own), hint=own[0].hint) from error
 
 
-def _explained(
-    task: AdviceRequest, chosen: Candidate, reasons: Mapping[str, str], rest: Sequence[str]
-) -> tuple[str, list[str]]:
-    """The recipe, with the choice and its reasons as comments, and the same lines for people."""
-    head = [f"chosen: {chosen.strategy}", f"  {_numbers(chosen.memory_plan)}"]
-    saving = chosen.saving
-    why = [f"  {path}={json.dumps(saving[path])}: {why}" for path, why in reasons.items()]
-    recipe = drafted(task, chosen.changes, head=[*head, *rest], reasons=reasons)
-    return recipe, [*head, *why, *rest]
-
-
-def _reasons(candidate: Candidate) -> Mapping[str, str]:
-    """Path -> what a change does, and what the recipe would need without it."""
-    found: dict[str, str] = {}
-    for one in candidate.saved:
-        needed = memory(candidate.without(one).memory_plan)
-        found |= dict.fromkeys(one.changes, f"{one.what}; without it {needed}")
-    return found
+def _explained(chosen: Candidate) -> Iterator[str]:
+    """The choice, and each of its savings with what the recipe would need without it."""
+    yield f"chosen: {chosen.strategy}"
+    yield f"  {_numbers(chosen.memory_plan)}"
+    for one in chosen.saved:
+        if one.changes.items() <= chosen.saving.items():  # no later one changes the same field
+            without = memory(chosen.without(one).memory_plan)
+            yield f"  {' '.join(overrides(one.changes))}: {one.what}; without it {without}"
 
 
 def _numbers(memory_plan: MemoryPlan) -> str:
-    """Memory and time, for people."""
+    """Memory and time."""
     parts, time = [memory(memory_plan)], memory_plan.time
     if time.parts:
         unknown = f"; {' and '.join(time.unknown)} not known" if time.unknown else ""
@@ -150,74 +133,42 @@ def _numbers(memory_plan: MemoryPlan) -> str:
 
 
 def _line(one: Candidate) -> str:
-    """The strategy, what is saved besides, and what it needs."""
-    words = " ".join(["", "with", *overrides(one.saving)] if one.saved else [])
-    return f"{one.strategy}{words}: {_numbers(one.memory_plan)}"
+    """The strategy, its savings, and its needs."""
+    saved = " ".join(["", "with", *overrides(one.saving)] if one.saved else [])
+    return f"{one.strategy}{saved}: {_numbers(one.memory_plan)}"
 
 
 def _others(tried: Sequence[Candidate]) -> Iterator[str]:
-    titles = {True: "fits too:", False: "needs too much, with what can be saved:"}
-    for fits, title in titles.items():
+    for fits, title in ((True, "fits too:"), (False, "needs too much, with all savings:")):
         found = [f"  {_line(one)}" for one in tried if one.fits is fits]
         yield from [title, *found] if found else []
-
-
-def _warnings(memory_plan: MemoryPlan) -> Iterator[str]:
-    network = memory_plan.time.network
-    if network > SLOW * (sum(memory_plan.time.reached.values()) - network):
-        yield (
-            f"warning: GPUs wait for the network, which takes {network:.3g} s of a step; a faster "
-            "one (--interconnect), more samples a step (--global-batch) or --lora would help"
-        )
 
 
 def _more_nodes(
     base: SearchBase, topology: Topology, strategies: Sequence[Strategy]
 ) -> Iterator[str]:
     """Name the number of nodes on which the model fits without offloading and narrower dtypes."""
-    if topology.nodes > 1:
-        yield "tensor parallelism, which is usual for models of this size, is not there"
     starts = [{WRAP: one.generous} for one in strategies if one.order == Tier.SHARDED]
     candidate = on_more_nodes(base, topology, starts[0]) if starts else None
     if candidate is not None:
         nodes = candidate.memory_plan.topology.nodes
-        yield f"without offloading, and with nothing in fewer bits, it fits on {nodes} nodes"
+        yield f"without offloading and narrower dtypes, it fits on {nodes} nodes"
 
 
 def _low_rank(base: SearchBase, strategies: Sequence[Strategy]) -> Iterator[str]:
-    """Say what fits where low-rank updates are trained in place of all weights."""
+    """Name the strategy that fits if low-rank updates are trained instead of all weights."""
     tried, _ = choose(base, [one for one in strategies if one.order < Tier.OFFLOADED], WRAP)
     if tried and tried[0].fits:
         yield f"low-rank updates (--lora) would fit with {_line(tried[0])}"
 
 
-def drafted(
-    task: AdviceRequest,
-    changes: Changes,
-    *,
-    head: Sequence[str] = (),
-    reasons: Mapping[str, str] | None = None,
-) -> str:
-    """The recipe as YAML. `head`: comments at the top; `reasons`: comments by `slot` or
-    `slot.field`."""
+def drafted(task: AdviceRequest, changes: Changes, comments: Sequence[str] = ()) -> str:
+    """The recipe as YAML, under comments."""
     template = Templates.installed().load("finetune")
     slots = {slot: dict(fields) for slot, fields in template(task).items()}
     for path, value in changes.items():
         slot, _, name = path.partition(".")
         slots[slot] = {**slots[slot], name: value} if name else value
     launch = {"procs": task.ranks, "device": "cuda" if task.on_gpus else "cpu"}
-    top = {"name": task.name, "seed": 0, "launch": launch}
-    lines = [f"# {line}".rstrip() for line in head]
-    lines += ["", *(f"{key}: {json.dumps(value)}" for key, value in top.items())]
-    return "\n".join([*lines, "", "stages:", *_written(slots, reasons or {}), ""])
-
-
-def _written(slots: Mapping[str, Mapping[str, Any]], reasons: Mapping[str, str]) -> Iterator[str]:
-    def comment(path: str) -> str:
-        return f"  # {reasons[path]}" if path in reasons else ""
-
-    for slot, fields in slots.items():
-        yield f"  {slot}:{comment(slot)}"
-        for key, value in fields.items():
-            text = value if key == "use" else json.dumps(value)
-            yield f"    {key}: {text}{comment(f'{slot}.{key}')}"
+    recipe = {"name": task.name, "seed": 0, "launch": launch, "stages": slots}
+    return "\n".join([*(f"# {line}".rstrip() for line in comments), "", render(recipe)])

@@ -4,28 +4,17 @@ find changes that would make a recipe fit."""
 from __future__ import annotations
 
 import contextlib
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
-from typing import Any
 
 from pipeline.contracts.engine import Engine
 from pipeline.errors import PipeError, RecipeError, UsageError
 from pipeline.plan.plan import PlannedSlot
 from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier, Topology
-from pipeline.planning.presets import Strategy
-from pipeline.planning.report import memory
-from pipeline.planning.search import (
-    Candidate,
-    Changes,
-    SearchBase,
-    best,
-    most_saving,
-    overrides,
-    relaxed,
-)
+from pipeline.planning.presets import Strategy, in_order
+from pipeline.planning.search import Candidate, Changes, SearchBase, best, most_saving, relaxed
 
 MOST_NODES = 512
 """Limit of the search for a number of nodes on which a recipe fits."""
@@ -34,10 +23,10 @@ MOST_NODES = 512
 def choose(
     base: SearchBase, strategies: Sequence[Strategy], slot: str
 ) -> tuple[list[Candidate], list[str]]:
-    """Candidates of all strategies that were tried, the best first if it fits, and one line for
-    each strategy that cannot be tried. Savings that change what is computed are tried only if
-    nothing fits without them, and an offloading strategy only if none before it fits. Raises
-    StageError for a model that cannot be planned."""
+    """Candidates of all strategies that were tried, the best first if it fits, and a line for each
+    strategy that cannot be tried. Savings that change numerics are tried only if nothing fits
+    without them, and an offloading strategy only if no earlier one fits. Raises StageError for a
+    model that cannot be planned."""
     tried: list[Candidate] = []
     refused: dict[str, str] = {}
     for _, tier in groupby(strategies, key=lambda one: max(one.order, Tier.OFFLOADED - 1)):
@@ -59,16 +48,16 @@ def choose(
 
 
 def on_more_nodes(base: SearchBase, topology: Topology, start: Changes) -> Candidate | None:
-    """Double the nodes until a recipe fits with the changes `start`, savings that only cost time,
-    and a sample for each rank. None if it does not fit on MOST_NODES or cannot be planned there."""
+    """The recipe on the fewest nodes (doubling) on which it fits with the changes `start`, savings
+    that only cost time, and a sample for each rank. None if it does not fit on MOST_NODES or cannot
+    be planned there."""
     nodes, local = topology.nodes, topology.local_ranks
     while (nodes := nodes * 2) <= MOST_NODES:
         machines = replace(base.machines, nodes=nodes, gpus=local)
         options = ["--gpus", str(local), "--nodes", str(nodes)]
+        more = replace(base, machines=machines, options=options)
         try:
-            candidate = most_saving(
-                replace(base, machines=machines, options=options), start, narrow=False
-            )
+            candidate = most_saving(more, start, narrow=False)
         except PipeError:  # such as a batch that is smaller than the ranks
             return None
         if candidate.fits and not candidate.memory_plan.idle:
@@ -79,29 +68,27 @@ def on_more_nodes(base: SearchBase, topology: Topology, start: Changes) -> Candi
 def suited(strategies: Sequence[Strategy], topology: Topology) -> list[Strategy]:
     """Strategies that differ from each other on this topology: sharding over one rank, say, is
     replication."""
-    several = topology.ranks > 1
 
     def differs(order: int) -> bool:
         if order >= Tier.OFFLOADED:
             return topology.device != "cpu"
         if order == Tier.SHARDED_WITHIN_NODES:
             return 1 < topology.nodes < topology.ranks
-        return several or order == Tier.REPLICATED
+        return topology.ranks > 1 or order == Tier.REPLICATED
 
     return [one for one in strategies if differs(one.order)]
 
 
-def remedies(
-    memory_plan: MemoryPlan, base: SearchBase, strategies: Sequence[Strategy]
-) -> Iterator[Candidate]:
-    """Yield changes with which a recipe would fit, at most one candidate of each kind: savings of
-    its own stages, another strategy, more nodes. Raises PipeError where the recipe itself cannot be
+def remedies(memory_plan: MemoryPlan, base: SearchBase) -> Iterator[Candidate]:
+    """Changes with which a recipe would fit, at most one candidate of each kind: savings of its own
+    stages, another strategy, more nodes. Raises PipeError if the recipe itself cannot be
     planned."""
     own = relaxed(most_saving(base, {}))
     if own.fits:
         yield own
     wraps = [one for one in memory_plan.plan.steps if issubclass(one.gives or object, Engine)]
-    others = [one for one in strategies for step in wraps[:1] if not _is(step, one)]
+    known = in_order(base.registry)
+    others = [one for one in known for step in wraps[:1] if not _is(step, one)]
     slot = wraps[0].slot if wraps else ""
     tried, _ = choose(base, suited(others, memory_plan.topology), slot)
     if tried and tried[0].fits:
@@ -120,21 +107,3 @@ def _is(step: PlannedSlot, strategy: Strategy) -> bool:
     """Whether a slot already has the strategy."""
     fields = {name: getattr(step.stage, name, None) for name in strategy.fields}
     return (step.use, fields) == (strategy.use, strategy.fields)
-
-
-def line(candidate: Candidate) -> str:
-    """Arguments to add to a command, and the memory that the recipe then needs, for people."""
-    words = shlex.join([*candidate.base.options, *overrides(candidate.changes)])
-    return f"{words}  ({memory(candidate.memory_plan)})"
-
-
-def record(candidate: Candidate) -> dict[str, Any]:
-    """The candidate as JSON: its changes, and bytes of the fullest GPU (with margins) and host."""
-    memory_plan = candidate.memory_plan
-    on_cpu = memory_plan.topology.device == "cpu"
-    return {
-        "options": list(candidate.base.options),
-        "overrides": overrides(candidate.changes),
-        "device_bytes": None if on_cpu else memory_plan.margins.of(memory_plan.estimate.peak),
-        "host_bytes": memory_plan.estimate.host_peak,
-    }

@@ -1,5 +1,5 @@
-"""Estimates: a model's profile and a strategy's memory combined at every moment of a step, with the
-needs of all other slots beside it."""
+"""Combine a model's profile and a strategy's memory at every moment of a step, and add the needs of
+all other slots."""
 
 from __future__ import annotations
 
@@ -9,30 +9,36 @@ from dataclasses import dataclass, replace
 
 from pipeline.hardware.gpus import GIB
 from pipeline.plan.binding import Results
-from pipeline.planning import strategy
+from pipeline.planning import forecast
+from pipeline.planning.forecast import (
+    Extra,
+    Gradients,
+    Held,
+    Item,
+    ModelShape,
+    Moment,
+    Step,
+    StrategyMemory,
+    Unit,
+)
 from pipeline.planning.planner import Job, Topology, forecasts
-from pipeline.planning.profile import ZERO, Peak, Profile
-from pipeline.planning.shapes import ModelShape, Step
-from pipeline.planning.strategy import Gradients, Held, Item, Moment, StrategyMemory, Unit
+from pipeline.planning.profile import ZERO, Line, Peak, Profile
 
 PROCESSES = "processes"
 PROCESS = round(0.6 * GIB)
 """Bytes of host memory of a process that has loaded the libraries, measured on CPUs."""
-
-
 KEPT, COMPUTED, LOGITS = "activations for backward", "being computed", "logits and loss"
 AVERAGE = "average of weights"
 OFFLOADED = "offloaded activations"
 PASSES = ((True, True),), ((True, False), (False, True))
-"""Micro-batches that represent a step of one and a step of several: whether it is the first (no
-gradients yet), and whether it is the last. Those in between need no more memory."""
+"""Micro-batches that represent a step of one and a step of several, as (first, last): the first
+finds no gradients. Those in between need no more memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Floating-point operations of one rank in an optimizer step, as those of a `Part`. `moved` are
-    bytes to and from its memory beside products: each tensor that is made, both ways, and what is
-    updated."""
+    """Floating-point operations of one rank in an optimizer step, as in `Part`. moved: bytes to and
+    from its memory beside products, that is each new tensor, twice, and the update's."""
 
     products: float
     attention: float
@@ -40,27 +46,18 @@ class Work:
     moved: float
 
 
-@dataclass(frozen=True)
-class Extra:
-    """Bytes that a stage needs beside the step: memory of one host in some phases, or files."""
-
-    what: str
-    bytes: int
-    phases: Sequence[str] = ()
-
-
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Needs of one recipe at one place, in bytes: by phase, what the fullest rank's device and the
-    fullest node's memory hold at their peaks, files' cache not counted; by item, state that is
-    offloaded to a node's disk."""
+    """Needs of one recipe in bytes. device, host: peaks of the fullest rank's device and of the
+    fullest node's memory by phase, page cache not counted. offloaded: state on a node's disk by
+    item."""
 
     device: Mapping[str, Held]
     host: Mapping[str, Held]
     offloaded: Mapping[str, int]
     storage: Sequence[Extra]
-    traffic: Sequence[strategy.Traffic]
-    copies: strategy.Copies
+    traffic: Sequence[forecast.Traffic]
+    copies: forecast.Copies
     step: Step
     work: Work
     caveats: Sequence[str] = ()
@@ -77,8 +74,8 @@ class Estimate:
 
 
 def ask_planners(job: Job, profile: Profile) -> Results:
-    """Collect the model's profile, every slot's forecast, and the names of slots without one.
-    Raises the planners' errors."""
+    """The model's profile, every slot's forecast, and a sentence for each slot without one. Raises
+    the planners' errors."""
     known = Results.of(profile, profile.model, job.step)
     return forecasts(job.plan, job.topology, job.planners, known)
 
@@ -87,20 +84,19 @@ def combine(
     topology: Topology, results: Results, *, traced: Mapping[str, Held] | None = None
 ) -> Estimate:
     """Combine the forecasts of all planners; `traced` replaces the device's memory. Raises
-    UsageError where no planner forecasts a strategy or a step."""
+    UsageError without a planner that forecasts a strategy or a step."""
     model = results.require(ModelShape, "the model has no shape")
     caveats, extras = (*model.caveats, *results.each(str)), [*results.each(Extra)]
     why = "; ".join(["this recipe cannot be planned: {}", *caveats])
-    profile: Profile = results.require(Profile, "the model has no profile")
-    step = results.require(Step, why.format("no slot tells how it trains"))
+    profile = results.require(Profile, "the model has no profile")
+    step = results.require(Step, why.format("no slot forecasts a training step"))
     share: StrategyMemory = results.require(StrategyMemory, why.format("no slot wraps the model"))
     peaks = step_peaks(profile, share, samples=step.micro_batch, microbatches=step.microbatches)
     device = traced or peaks["device"]
     on_cpu = topology.device == "cpu"
     host = device if traced and on_cpu else peaks["both" if on_cpu else "host"]
     disk = {item: size for one in peaks["disk"].values() for item, size in one.items.items()}
-    line = profile.total("offloaded", "forward")
-    waiting = round(line.fixed * step.microbatches + line.each * step.of_rank)
+    waiting = round(_of_step(profile.total("offloaded", "forward"), step))
     copies = share.copies(step.microbatches)
     return Estimate(
         device=device,
@@ -116,13 +112,14 @@ def combine(
 
 
 def _work(profile: Profile, share: StrategyMemory, step: Step) -> Work:
-    def total(field: str) -> float:
-        line = profile.total(field)
-        return line.fixed * step.microbatches + line.each * step.of_rank
+    names = "products", "attention", "again", "made"
+    total = {name: _of_step(profile.total(name), step) for name in names}
+    return Work(moved=2 * total.pop("made") + share.updated, **total)
 
-    names = "products", "attention", "again"
-    moved = 2 * total("made") + share.updated
-    return Work(moved=moved, **{name: total(name) for name in names})
+
+def _of_step(line: Line, step: Step) -> float:
+    """An amount of all micro-batches of a rank's step."""
+    return line.fixed * step.microbatches + line.each * step.of_rank
 
 
 def _host(topology: Topology, held: Mapping[str, Held], extras: Sequence[Extra]) -> dict[str, Held]:
@@ -141,8 +138,8 @@ def _host(topology: Topology, held: Mapping[str, Held], extras: Sequence[Extra])
 def step_peaks(
     profile: Profile, share: StrategyMemory, *, samples: int, microbatches: int
 ) -> dict[str, dict[str, Held]]:
-    """Place (`device`, `host`, or `both` for the two together) -> phase -> the most that is held:
-    in loading, in a step of `microbatches` micro-batches of `samples` samples, in saving and in
+    """Place (`device`, `host`, `disk`, or `both` for the first two together) -> phase -> the peak:
+    of loading, of a step of `microbatches` micro-batches of `samples` samples, of saving and of
     resuming."""
     tops: dict[str, dict[str, Held]] = {"device": {}, "host": {}, "disk": {}, "both": {}}
     for phase, items in _noted(profile, share, samples, min(microbatches, 2)):
@@ -160,17 +157,17 @@ def step_peaks(
 def _noted(
     profile: Profile, share: StrategyMemory, samples: int, microbatches: int
 ) -> Iterator[tuple[str, Iterable[Item]]]:
-    """Phases and what is held at each of their moments."""
-    yield strategy.LOAD, _held(share, Moment("load"))
+    """Each moment's phase, and everything that is held then."""
+    yield forecast.LOAD, _held(share, Moment("load"))
     for first, last in PASSES[microbatches - 1]:
         yield from _pass(profile, share, samples, first=first, last=last)
-    yield strategy.UPDATE, _held(share, Moment("step"))
-    for phase in (strategy.UPDATE, strategy.SAVE, strategy.RESUME):
+    yield forecast.UPDATE, _held(share, Moment("step"))
+    for phase in (forecast.UPDATE, forecast.SAVE, forecast.RESUME):
         yield phase, _held(share, Moment("between"))
 
 
 def _held(share: StrategyMemory, moment: Moment) -> Iterator[Item]:
-    """Items that a strategy holds at a moment, and averages of the weights that a rank updates."""
+    """A strategy's items at a moment, and the averages of the weights that a rank updates."""
     yield from share.held(moment)
     if moment.event != "load":
         elements, place = share.masters
@@ -181,24 +178,24 @@ def _moments(blocks: int, *, first: bool, last: bool) -> Iterator[tuple[str, Mom
     """Phases and moments of a micro-batch, in order."""
     units: list[Unit] = ["embeddings", *range(blocks), "head"]
     for unit in units:
-        yield strategy.FORWARD, Moment("gather", unit, first, last)
-        yield strategy.FORWARD, Moment("forward", unit, first, last)
-    yield strategy.FORWARD, Moment("loss", "head", first, last)
-    yield strategy.BACKWARD, Moment("begin", "head", first, last)
+        yield forecast.FORWARD, Moment("gather", unit, first, last)
+        yield forecast.FORWARD, Moment("forward", unit, first, last)
+    yield forecast.FORWARD, Moment("loss", "head", first, last)
+    yield forecast.BACKWARD, Moment("begin", "head", first, last)
     for unit in reversed(units):
-        for event in strategy.IN_BACKWARD:
+        for event in forecast.IN_BACKWARD:
             if event != "regather" or isinstance(unit, int):
-                yield strategy.BACKWARD, Moment(event, unit, first, last)
+                yield forecast.BACKWARD, Moment(event, unit, first, last)
 
 
 def _pass(
     profile: Profile, share: StrategyMemory, samples: int, *, first: bool, last: bool
 ) -> Iterator[tuple[str, Iterable[Item]]]:
-    """Phases of one micro-batch of `samples` samples, with all that is held at every moment."""
+    """Each moment's phase in one micro-batch of `samples` samples, and everything held then."""
     kept = logits = host = 0
     for phase, moment in _moments(len(profile.model.blocks), first=first, last=last):
         part, at_head = profile.part(moment.event, moment.unit), moment.unit == "head"
-        if moment.event == "reduce":  # the head is through
+        if moment.event == "reduce":  # the head's backward is over
             kept, logits = kept + logits, 0
         items = [
             *_held(share, moment),
@@ -215,11 +212,10 @@ def _pass(
 
 
 def _inside(peak: Peak, left: Gradients, samples: int, *, at_head: bool) -> Iterator[Item]:
-    """Items that are held beside those in the midst of a part."""
+    """Further items at a peak inside a part."""
     size = peak.bytes.at(samples)
-    what = LOGITS if at_head else COMPUTED
-    yield Item(what, "device", max(size, 0))
-    # Memory that is freed meanwhile is part of the memory that was kept.
+    yield Item(LOGITS if at_head else COMPUTED, "device", max(size, 0))
+    # Memory freed meanwhile is part of what was kept.
     yield Item(LOGITS if at_head else KEPT, "device", min(size, 0))
     unreduced = left.kept * peak.arrived + left.passing * peak.newest
-    yield Item(strategy.WHOLE_GRADIENTS, "device", unreduced)
+    yield Item(forecast.WHOLE_GRADIENTS, "device", unreduced)

@@ -1,5 +1,4 @@
-"""Numbers of the target hardware, from options, measurements and data sheets, and the memory that
-GPUs lose beside tensors."""
+"""The target hardware by options, measurements and data sheets, and the memory that GPUs lose."""
 
 from __future__ import annotations
 
@@ -12,20 +11,20 @@ from pipeline.errors import UsageError
 from pipeline.hardware.gpus import GB, GIB, Accelerator, accelerators, find_accelerator
 from pipeline.hardware.host import free_memory
 from pipeline.planning.planner import Topology
-from pipeline.run.memory_record import MemoryRecord, newest_record, read_record
 from pipeline.utils.text import did_you_mean
 
 if TYPE_CHECKING:
     from pipeline.doctor.report import MachineReport
+    from pipeline.run.memory_record import MemoryRecord
 
 PER_NODE = 8
-"""GPUs of a node, where nothing else is said."""
+"""GPUs of a node without `--gpus`."""
 COMPUTE, MEMORY, DISK = "compute", "memory", "NVMe"
 INSIDE, BETWEEN = "network inside nodes", "network between nodes"
 UP, DOWN = "PCIe to the GPU", "PCIe to the host"
 """Resources of a device, and of a node: its network to others and its disk. PCIe carries both
 directions at once."""
-SHEET, MEASURED = "data sheet", "measured rate"
+SHEET, MEASURED, GIVEN = "data sheet", "measured rate", "rate as given"
 EMULATED = "data sheet: fp32's rate at best, since this GPU has no bf16"
 LOST_BESIDE = round(1.2 * GIB)
 """Bytes of a GPU in use beside torch's allocator: a CUDA context of 0.3 GiB and libraries' kernels
@@ -38,30 +37,27 @@ than 10 % would contradict a QLoRA of 65B on 48 GB (Dettmers et al. 2023): tenso
 RUNS = Path("runs")
 """Default folder of runs."""
 FULL_ENOUGH = 0.25
-"""Share of a GPU's memory from which on what its allocator lost says something of a full one."""
+"""Least share of a GPU's memory in tensors for its loss to be that of a full GPU."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Operations in the compute dtype, or bytes in one direction, a second."""
+    """Operations in the compute dtype, or bytes in one direction, per second."""
 
     value: float
     origin: str = SHEET
 
     @property
     def measured(self) -> bool:
-        """Whether it is what programs reach."""
+        """Whether programs reach it."""
         return self.origin == MEASURED
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Machines of one kind.
-
-    kind, device_memory, price: the device's name, bytes, and price an hour. host_memory: bytes of a
-    node. rates: by resource. peak: operations a second by the data sheet, of which large matrix
-    products reach the share `matmul`. None where a number is unknown.
-    """
+    """Machines of one kind. kind, device_memory, price: the device's name, bytes, and price per
+    hour. host_memory: bytes of a node. rates: by resource. peak: operations per second by the data
+    sheet, of which large matrix products reach the share `matmul`. None: not known."""
 
     kind: str | None = None
     device_memory: int | None = None
@@ -74,9 +70,9 @@ class Hardware:
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareOptions:
-    """Machines as the options of a command describe them, in GiB and GB/s. None: nothing was said.
-    `gpus`, `host_memory` and `interconnect` are those of a node, `memory` and `price` of a GPU;
-    `machine` is one like those that are meant, as `pipe doctor` has found it."""
+    """Machines as the options of a command describe them, in GiB and GB/s; None: not given. gpus,
+    host_memory, interconnect: of a node; memory, price: of a GPU; machine: the report of `pipe
+    doctor` on such a machine."""
 
     gpus: int | None = None
     nodes: int | None = None
@@ -90,29 +86,29 @@ class HardwareOptions:
 
     @property
     def procs(self) -> int | None:
-        """Over all nodes."""
+        """Number of processes over all nodes."""
         return (self.gpus or PER_NODE) * (self.nodes or 1) if self.gpus or self.nodes else None
 
     @property
     def on_gpus(self) -> bool:
-        """Whether anything was said of GPUs."""
+        """Whether the machines have GPUs."""
         return bool(self.of_gpus) or (self.machine is not None and self.machine.device != "cpu")
 
     @property
     def kind(self) -> str | None:
-        """Name of the GPU that is meant."""
+        """Name of the GPU."""
         found = self.machine.devices if self.machine else ()
         return self.gpu or (found[0].name if found else None)
 
     @property
     def of_gpus(self) -> Sequence[str]:
-        """Options that were given and say something of GPUs."""
+        """Given options that are about GPUs."""
         names = "gpus", "nodes", "gpu", "memory"
         return [f"--{name}" for name in names if getattr(self, name) is not None]
 
 
 def resolve_topology(machines: HardwareOptions, ranks: int, device: str) -> Topology:
-    """Topology of `ranks` ranks. Raises UsageError for options about GPUs where there are none."""
+    """Topology of `ranks` ranks. Raises UsageError for options about GPUs on CPUs."""
     if device == "cpu" and machines.of_gpus:
         raise UsageError(
             f"{machines.of_gpus[0]} is about GPUs, launch.device on the command line means CPUs",
@@ -128,19 +124,18 @@ def resolve_hardware(machines: HardwareOptions, topology: Topology, *, compute: 
     contradicts the options."""
     on_cpu = topology.device == "cpu"
     sizes = {"device_memory": machines.memory, "host_memory": machines.host_memory}
-    said = {BETWEEN: machines.interconnect, DISK: machines.disk}
-    facts, sheet = (
-        _of_gpu(machines, compute) if not on_cpu else ({"host_memory": free_memory()}, {})
-    )
+    given = {BETWEEN: machines.interconnect, DISK: machines.disk}
+    here: tuple[dict[str, Any], dict[str, Rate]] = {"host_memory": free_memory()}, {}
+    facts, rates = here if on_cpu else _of_gpu(machines, compute)
     more, measured = _of_machine(machines, topology, compute)
     more |= {name: round(size * GIB) for name, size in sizes.items() if size}
-    rates = sheet | {part: Rate(rate, MEASURED) for part, rate in measured.items() if rate}
-    rates |= {part: Rate(rate * GB, "rate machines for") for part, rate in said.items() if rate}
+    rates |= {part: Rate(rate, MEASURED) for part, rate in measured.items() if rate}
+    rates |= {part: Rate(rate * GB, GIVEN) for part, rate in given.items() if rate}
     return Hardware(**facts | more, rates=rates, price=None if on_cpu else machines.price)
 
 
 def narrow_dtype(machines: HardwareOptions) -> str:
-    """The dtype to compute in: bf16, or fp16 where there are no units for that."""
+    """The narrow dtype to compute in: bf16, or fp16 on GPUs without bf16."""
     gpu = _gpu(machines)
     return "bf16" if gpu is None or gpu.bf16 else "fp16"
 
@@ -156,12 +151,11 @@ def _gpu(machines: HardwareOptions) -> Accelerator | None:
 
 
 def _of_gpu(machines: HardwareOptions, compute: str) -> tuple[dict[str, Any], dict[str, Rate]]:
-    """Facts and rates of a GPU, by its data sheet."""
+    """Facts and rates of a GPU by its data sheet."""
     gpu = _gpu(machines)
     if gpu is None:
         return {}, {}
-    rate = gpu.rate(compute)
-    emulated = compute == "bf16" and not gpu.bf16
+    rate, emulated = gpu.rate(compute), compute == "bf16" and not gpu.bf16
     links = {MEMORY: gpu.bandwidth, INSIDE: gpu.peers, UP: gpu.host, DOWN: gpu.host}
     rates = {COMPUTE: Rate(rate, EMULATED if emulated else SHEET)}
     facts = {"kind": gpu.name, "device_memory": gpu.memory, "matmul": gpu.matmul, "peak": rate}
@@ -171,7 +165,7 @@ def _of_gpu(machines: HardwareOptions, compute: str) -> tuple[dict[str, Any], di
 def _of_machine(
     machines: HardwareOptions, topology: Topology, compute: str
 ) -> tuple[dict[str, Any], dict[str, float | None]]:
-    """Facts and rates of the machine that was measured."""
+    """Facts and rates of the measured machine."""
     machine = machines.machine
     if machine is None:
         return {}, {}
@@ -183,7 +177,7 @@ def _of_machine(
         meant = "CPUs" if topology.device == "cpu" else machines.gpu or "GPUs"
         raise UsageError(
             f"--machine describes one with {gpu.name if gpu else 'CPUs'}, not with {meant}",
-            hint="take that of a machine like the one to be used",
+            hint="give the report of a machine like the target",
         )
     facts: dict[str, Any] = {"kind": gpu.name, "device_memory": gpu.memory_bytes} if gpu else {}
     if machine.host_memory_bytes is not None:
@@ -207,17 +201,18 @@ class Margins:
     source: str = "assumed until measured"
 
     def of(self, tensors: int) -> int:
-        """Bytes of a device that `tensors` bytes of tensors take, with the memory lost beside
-        them."""
+        """Bytes of a device for `tensors` bytes of tensors."""
         return round(tensors * (1 + self.fragmentation)) + self.overhead
 
 
 def margins_for(
     kind: str | None, *, record: Path | None, overhead: float | None, runs: Path = RUNS
 ) -> Margins:
-    """Margins of GPUs of a kind: by the record of a run that is named, by the newest one in
-    the folder of runs, or else what is assumed; `overhead` GiB in place of what is beside tensors.
-    Raises UsageError for a record of another kind, or of none."""
+    """Margins of GPUs of a kind: by the record of a named run, else of the newest run in the folder
+    of runs, else assumed; `overhead` GiB replace the bytes beside tensors. Raises UsageError for a
+    missing record, or one of another kind."""
+    from pipeline.run.memory_record import newest_record, read_record
+
     named = None if record is None else (record.name, read_record(record))
     if named is not None and kind is not None and not _same(named[1].device, kind):
         raise UsageError(
@@ -225,15 +220,16 @@ def margins_for(
             hint="name a run on GPUs of the same kind",
         )
     found = named or (newest_record(runs, lambda one: _is_of(one, kind)) if kind else None)
-    margins = Margins()
-    if found is not None:
-        run, held = found
-        margins = Margins(
-            overhead=held.beside_bytes,
-            fragmentation=max(held.reserved_bytes / held.allocated_bytes - 1, 0.0),
-            source=f"measured by run {run}",
-        )
+    margins = Margins() if found is None else _measured(*found)
     return margins if overhead is None else replace(margins, overhead=round(overhead * GIB))
+
+
+def _measured(run: str, record: MemoryRecord) -> Margins:
+    return Margins(
+        overhead=record.beside_bytes,
+        fragmentation=max(record.reserved_bytes / record.allocated_bytes - 1, 0.0),
+        source=f"measured by run {run}",
+    )
 
 
 def _is_of(record: MemoryRecord, kind: str) -> bool:

@@ -11,6 +11,7 @@ from pipeline.contracts.precision import Precision
 from pipeline.plan.plan import Plan, plan_file
 from pipeline.plan.registry import Registry
 from pipeline.planning.estimate import Estimate, ask_planners, combine
+from pipeline.planning.forecast import ModelShape
 from pipeline.planning.hardware import (
     Hardware,
     HardwareOptions,
@@ -20,9 +21,7 @@ from pipeline.planning.hardware import (
 )
 from pipeline.planning.planner import Job, Topology
 from pipeline.planning.profile import profile_of
-from pipeline.planning.shapes import ModelShape
 from pipeline.planning.step_time import Speed, StepTime, speed, step_time
-from pipeline.run.saved_plan import VERSION, identity
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +35,11 @@ class MemoryPlan:
     estimate: Estimate
     model: ModelShape
     short: Mapping[str, str]
-    """Memory that is too small, `device` or `host` -> the phase that needs the most."""
+    """Memory that is too small, `device` or `host` -> the phase with the largest peak."""
     time: StepTime
     speed: Speed | None
     profiled: int | None = None
-    """Bytes of the device at the peak by the model's profile, if the recipe was traced as well."""
+    """Peak of the device in bytes by the model's profile, if the recipe was traced as well."""
 
     @property
     def fits(self) -> bool | None:
@@ -50,12 +49,19 @@ class MemoryPlan:
         return False if self.short else None if known is None else True
 
     @property
+    def needed(self) -> int:
+        """Bytes of a device at the peak, with margins."""
+        return self.margins.of(self.estimate.peak)
+
+    @property
     def idle(self) -> int:
         """Ranks without a sample in any step."""
         return max(self.topology.ranks - self.estimate.step.samples, 0)
 
     def record(self) -> dict[str, Any]:
         """The plan as JSON, in bytes and seconds."""
+        from pipeline.run.saved_plan import VERSION, identity
+
         ends = {name: getattr(self.time, name) for name in ("least", "expected", "bound")}
         return {
             "schema_version": VERSION,
@@ -134,9 +140,3 @@ def shortages(
         for place, (phases, needed, there) in places.items()
         if there is not None and needed > there
     }
-
-
-def estimated(plan: Plan, topology: Topology) -> Estimate:
-    """Estimate of a checked recipe on a topology. Raises UsageError and StageError."""
-    job = Job.of(plan, topology)
-    return combine(topology, ask_planners(job, profile_of(job)))

@@ -1,11 +1,11 @@
-"""A planner: what planning and benchmarking ask of a stage, registered beside it.
+"""Planners: classes that answer for a stage when a recipe is planned or benchmarked.
 
-A planner is a class with an entry point in the group `pipe.planners`, under the stage's name. It
-derives from `Planner`, and may have two methods more, whose further parameters are annotated, as
-those of `run` are, with what they need of the slots before:
+A planner has an entry point in the group `pipe.planners`, under the stage's name. It derives from
+`Planner`, and may have two more methods, whose further parameters are annotated, like those of
+`run`, with the types that they need from earlier slots:
 
-- `forecast(self, topology, ...)`: what the stage will need;
-- `trace(self, ctx, ...)`: the stage's `run` for tensors without values.
+- `forecast(self, topology, ...)` returns the stage's needs (`pipeline.planning.forecast`);
+- `trace(self, ctx, ...)` is the stage's `run` for tensors without values.
 
 Importing a planner imports no torch.
 """
@@ -22,12 +22,11 @@ from pipeline.contracts.training import TrainedRun
 from pipeline.errors import UsageError
 from pipeline.plan.binding import Results
 from pipeline.plan.registry import Plugins
-from pipeline.planning.shapes import SampleShape, Step
+from pipeline.planning.forecast import SampleShape, Step
 
 if TYPE_CHECKING:
     from pipeline.plan.plan import Plan
 
-FORECAST = "forecast"
 S = TypeVar("S")
 
 
@@ -36,8 +35,9 @@ class Topology:
     """Number of ranks and nodes of a run, and its device."""
 
     ranks: int
-    """Processes over all nodes, one a device, and of one node."""
+    """Processes over all nodes, one a device."""
     local_ranks: int
+    """Processes of one node."""
     device: str
     """`cpu` or `cuda`."""
 
@@ -54,7 +54,7 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """Part of a training that is run: the first `blocks` blocks of the model (None: all), and one
+    """Part of a training to run: the first `blocks` blocks of the model (None: all), and one
     micro-batch of `samples` samples (None: two steps of the recipe). `phase` is called with the
     name of each phase when it begins."""
 
@@ -68,25 +68,24 @@ class Saving:
     """A change of a stage's own fields with which a step needs less memory."""
 
     order: int
-    """Position in the order in which savings are tried, over all stages; equal for savings of one
-    kind."""
+    """Position among the savings of all stages, which are tried in order; one for each kind."""
     what: str
     fields: Mapping[str, Any]
     beside: Mapping[type, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    """Fields of other slots that go with it, by the type that the slot gives."""
+    """Fields of other slots to change with it, by the type that the slot gives."""
 
 
 CHUNK, SMALLER, REDUCE, RECOMPUTE = 1, 2, 3, 4
-"""Orders of savings that cost time alone: logits in chunks, smaller micro-batches, gradients
-reduced more often, activations computed again, which costs the most."""
+"""Orders of savings that only cost time: logits in chunks, smaller micro-batches, gradients reduced
+more often, activations computed again, which costs the most."""
 NARROW_MOMENTS, NARROW_MASTERS, NARROW_FROZEN = 5, 6, 7
-"""Orders of those that change what is computed, each tried only where those before do not do:
+"""Orders of savings that change numerics, each tried only if the earlier ones are not enough:
 moments, master weights, frozen weights in fewer bits."""
 
 
 class Tier:
     """Positions in the order in which strategies are tried: faster ones, which need more memory,
-    first. Those from OFFLOADED on are tried one by one, only when none before them fits."""
+    first. From OFFLOADED on, each is tried only if no earlier one fits."""
 
     REPLICATED = 10
     SHARDED_WITHIN_NODES = 20
@@ -108,10 +107,10 @@ class Preset:
     what: str = ""
     """Short description, as in `every rank holds everything`."""
     order: int = 0
-    """Position in the order in which `pipe advise` tries strategies
-    (`Tier`); 0: never tried."""
+    """Position in the order in which `pipe advise` tries strategies (`Tier`); 0: never tried."""
     at_first: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Further fields that `pipe advise` begins with; its planner's `savings` take them back."""
+    """Further fields that `pipe advise` begins with, which spend memory to save time; the planner's
+    `savings` take them back."""
 
 
 Presets = Mapping[str, Preset]
@@ -129,31 +128,29 @@ class Trial:
     growth: Fraction = Fraction(1)
     """Samples of one optimizer step, in multiples of the recipe's."""
     procs: int = 1
-    """World size used for defaults that depend on it (e.g. the micro-batch), so that compared
-    trials share them."""
+    """Number of processes for defaults that depend on it, such as the micro-batch: compared trials
+    share it."""
 
     def grown(self, samples: int) -> int:
         """Samples of one optimizer step of the trial, from those of the recipe. Raises UsageError
-        where they are no whole number."""
+        if they are no whole number."""
         grown = samples * self.growth
         if grown.denominator != 1:
-            raise UsageError(
-                f"samples per process cannot stay: {samples} samples a step x {self.growth} would "
-                f"be {float(grown):g}",
-                hint="--weak needs a global batch that divides evenly",
-            )
+            why = f"{samples} samples a step x {self.growth} would be {float(grown):g}"
+            hint = "--weak needs a global batch that divides evenly"
+            raise UsageError(f"samples per process cannot stay: {why}", hint=hint)
         return int(grown)
 
 
 class Planner(Generic[S]):
-    """Forecasts of a stage, made with the checked stage. The base class stands for a stage that
-    needs nothing worth counting beside a step."""
+    """Forecasts of a checked stage. The base class stands for a stage that needs nothing worth
+    counting beside a step."""
 
     def __init__(self, stage: S) -> None:
         self.stage = stage
 
     def depends(self) -> Mapping[str, Any]:
-        """The settings of the stage on which a profile of the model depends, all if not results."""
+        """Settings of the stage on which a profile of the model depends; by default, all."""
         stage: Any = self.stage
         return dataclasses.asdict(stage)
 
@@ -163,13 +160,13 @@ class Planner(Generic[S]):
 
     def for_benchmark(self, trial: Trial) -> S:
         """The stage with the settings of a trial: a stage that trains takes `trial.steps` steps and
-        evaluates nothing, one that saves does so once and into the run's folder. Without this
-        method a stage that trains cannot be measured, and others are left as they are."""
+        evaluates nothing, one that saves does so once and into the run's folder. A stage that
+        trains cannot be measured without this method; others stay unchanged."""
         return self.stage
 
     @classmethod
     def presets(cls) -> Presets:
-        """Strategies by name, of a stage that wraps a model."""
+        """Strategies of a stage that wraps a model, by name."""
         return {}
 
 
@@ -180,12 +177,12 @@ class Planners(Plugins[type[Planner[Any]]]):
     noun = "planner of stage"
 
     def fault(self, loaded: Any) -> str:
-        """The first thing that a class lacks to be a planner."""
+        """The reason why an object is no planner; empty for a planner."""
         return "" if isinstance(loaded, type) and issubclass(loaded, Planner) else "is no Planner"
 
     def find(self, use: str) -> type[Planner[Any]] | None:
-        """The planner's class of a stage; None for one without. Raises PluginError naming the
-        package that is at fault."""
+        """The planner's class of a stage; None without one. Raises PluginError, naming the package,
+        if it cannot be loaded."""
         return self.load(use) if use in self else None
 
     def of(self, plan: Plan) -> dict[str, Any]:
@@ -196,8 +193,8 @@ class Planners(Plugins[type[Planner[Any]]]):
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A checked recipe on a topology, its slots' planners, and what is known before the model is
-    profiled: its samples, and how a step is cut into micro-batches."""
+    """A checked recipe on a topology, with its slots' planners, and the forecasts that need no
+    profile of the model: its samples, and the micro-batches of a step."""
 
     plan: Plan
     topology: Topology
@@ -207,15 +204,15 @@ class Job:
 
     @classmethod
     def of(cls, plan: Plan, topology: Topology) -> Job:
-        """Prepare the job of a recipe. Raises UsageError where no slot forecasts the length of its
-        samples, and where a slot trains without a planner."""
+        """The job of a recipe. Raises UsageError if no slot forecasts the length of its samples, or
+        a slot trains without a planner."""
         planners = Planners.installed().of(plan)
         for one in plan.steps:
             if issubclass(one.gives or object, TrainedRun) and one.slot not in planners:
                 who = f"slot `{one.slot}` ({one.use})"
                 raise UsageError(f"this recipe cannot be planned: {who} has no forecast")
         results = forecasts(plan, topology, planners, Results())
-        why = "nothing can be planned: no slot of the recipe tells the length of its samples"
+        why = "nothing can be planned: no slot of the recipe forecasts the length of its samples"
         samples, step = results.require(SampleShape, why), results.latest(Step)
         return cls(plan=plan, topology=topology, planners=planners, samples=samples, step=step)
 
@@ -223,18 +220,18 @@ class Job:
 def forecasts(
     plan: Plan, topology: Topology, planners: Mapping[str, Any], known: Results
 ) -> Results:
-    """Forecasts of planners by slot, after the results `known`, and one sentence for each slot
-    without a forecast. Raises the planners' errors."""
+    """The results `known`, each planner's forecast by slot, and a sentence for each slot without a
+    forecast. Raises the planners' errors."""
     results, mute = Results(known), []
     for step in plan.steps:
         planner, named = planners.get(step.slot), f"slot `{step.slot}` ({step.use})"
         if planner is None:
             mute.append(f"{named} has no forecast")
-        elif hasattr(planner, FORECAST):
-            missing = ", ".join(results.missing(planner, FORECAST))
+        elif hasattr(planner, "forecast"):
+            missing = ", ".join(results.missing(planner, "forecast"))
             if missing:
-                mute.append(f"{named} needs what no slot before it tells: {missing}")
+                mute.append(f"{named} needs forecasts that no earlier slot gives: {missing}")
             else:
-                results[step.slot] = results.call(planner, FORECAST, topology)
+                results[step.slot] = results.call(planner, "forecast", topology)
     results |= Results.of(tuple(mute))
     return results

@@ -1,8 +1,8 @@
-"""A profile: what a model's parts take on one rank, measured once without memory, and kept.
+"""Profiles: memory and work of a model's parts on one rank, from a run on tensors without memory.
 
-A part is what runs between two marks: what comes before the first block, a block of each kind, the
-head, the loss; each forward and backward. Bytes are functions of the samples of a micro-batch.
-Profiles are kept on disk, under a key of all that they depend on.
+Parts are everything before the first block, a block of each kind, the head, and the loss, each in
+forward and in backward. Amounts are functions of the samples of a micro-batch. Profiles are kept on
+disk, under a key of everything that they depend on.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import importlib.util
 import json
 import operator
 import os
@@ -23,19 +22,19 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+import pipeline
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.precision import Precision
 from pipeline.contracts.training import TrainedRun
+from pipeline.planning.forecast import Event, ModelShape, Unit
 from pipeline.planning.planner import Job, Planner
-from pipeline.planning.shapes import ModelShape
-from pipeline.planning.strategy import Event, Unit
 from pipeline.utils.files import private_folder, replace_text
 from pipeline.utils.versions import versions
 
 DECIDE = (ModelSource, Precision, TrainedRun)
-"""Stages that give one of these decide what a model's parts take."""
+"""Types whose stages a profile depends on."""
 CODE = ("pipeline", "stages")
-"""Packages whose files are part of a key: a change of any may change profiles."""
+"""Packages whose files are part of a key."""
 FOLDER = Path("~/.cache/pipetrain/profiles")
 
 _made: dict[str, Profile] = {}
@@ -43,7 +42,7 @@ _made: dict[str, Profile] = {}
 
 @dataclass(frozen=True)
 class Line:
-    """An amount that grows with the samples of a micro-batch: `each` more for each."""
+    """An amount that grows by `each` with each sample of a micro-batch."""
 
     fixed: float
     each: float
@@ -59,8 +58,8 @@ ZERO = Line(0, 0)
 @dataclass(frozen=True)
 class Peak:
     """A moment inside a part that may be its fullest. bytes: of activations and temporaries, beyond
-    what was there when the part began. arrived: elements of its weights whose gradients have come,
-    which a strategy may keep. newest: elements of the weight whose gradient comes then."""
+    those when the part began. arrived: elements of its weights whose gradients have been computed,
+    which a strategy may keep. newest: elements of the weight whose gradient is computed then."""
 
     bytes: Line
     arrived: int = 0
@@ -69,11 +68,11 @@ class Peak:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Memory and work of a part of the model in one direction. kept, offloaded: bytes of the device
-    and of the host that are there when it ends, beyond those when it began. peaks: moments that are
-    the fullest for some number of samples, under some strategy. products, attention, again:
-    floating-point operations of matrix products, of attention between tokens that see each other,
-    and of both done a second time. made: bytes of all tensors that are made."""
+    """Memory and work of a part of the model in one direction. kept, offloaded: bytes on the device
+    and on the host at its end, beyond those at its beginning. peaks: moments that are the fullest
+    for some number of samples, under some strategy. products, attention, again: floating-point
+    operations of matrix products, of attention between tokens that see each other, and of both when
+    recomputed. made: bytes of all new tensors."""
 
     kept: Line = ZERO
     offloaded: Line = ZERO
@@ -89,21 +88,21 @@ NOTHING = Part()
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A model under a recipe's settings, at one length of samples. parts: event and unit of a
-    strategy's moments -> what runs then, a block's kind standing for it. recomputed: which kinds of
-    blocks run again in backward, and so use their weights twice."""
+    """A model under a recipe's settings, at one length of samples. parts: event and unit (of a
+    block, its kind) -> the part that runs then. recomputed: whether blocks of each kind run again
+    in backward, and so use their weights twice."""
 
     model: ModelShape
     parts: Mapping[str, Part]
     recomputed: tuple[bool, ...]
 
     def part(self, event: Event, unit: Unit) -> Part:
-        """The part that runs at a moment, which may be nothing."""
+        """The part that runs at an event of a unit, which may be empty."""
         where = self.model.blocks[unit] if isinstance(unit, int) else unit
         return self.parts.get(f"{event} {where}", NOTHING)
 
     def total(self, field: str, event: str = "") -> Line:
-        """An amount of a whole micro-batch, or of all units at an event."""
+        """The sum of a field over a whole micro-batch, or over all units at one event."""
         times = Counter(map(str, self.model.blocks))
         fixed = each = 0.0
         for name, part in self.parts.items():
@@ -117,7 +116,7 @@ ADAPTER = TypeAdapter(Profile)
 
 
 def fullest(peaks: Iterable[Peak]) -> tuple[Peak, ...]:
-    """Drop each peak that another one exceeds for every number of samples and any bytes that a
+    """Drop each peak that another one exceeds for any number of samples and any bytes that a
     strategy keeps for an element."""
     found: dict[Peak, tuple[float, ...]] = {}
     for peak in sorted(peaks, key=_sizes, reverse=True):
@@ -133,17 +132,22 @@ def _sizes(peak: Peak) -> tuple[float, ...]:
 
 
 def profile_of(job: Job) -> Profile:
-    """The profile of a job's model. Raises StageError for a model that cannot be run without
-    values."""
+    """The profile of a job's model: one of this process, from disk, or a new one. Raises StageError
+    for a model that cannot be run without values."""
     key = _key(job)
-    found = _made.get(key) or _read(key)
-    if found is None:
-        from pipeline.planning.trace.profiling import profile
+    given = os.environ.get("PIPE_PROFILES")
+    file = (Path(given) if given else FOLDER.expanduser()) / f"{key}.json"
+    if key not in _made:
+        try:
+            _made[key] = ADAPTER.validate_json(file.read_bytes())
+        except (OSError, ValueError):  # missing, or damaged
+            from pipeline.planning.trace.profiling import profile
 
-        found = profile(job)
-        _write(key, found)
-    _made[key] = found
-    return found
+            _made[key] = profile(job)
+            with contextlib.suppress(OSError):  # a folder that cannot be written
+                private_folder(file.parent)
+                replace_text(file, ADAPTER.dump_json(_made[key]).decode() + "\n")
+    return _made[key]
 
 
 def _key(job: Job) -> str:
@@ -164,29 +168,7 @@ def _key(job: Job) -> str:
 
 @functools.cache
 def _code() -> Sequence[Any]:
-    """Sizes and times of the files that make profiles."""
-    specs = [importlib.util.find_spec(package) for package in CODE]
-    roots = [Path(str(spec.origin)).parent for spec in specs if spec is not None]
-    files = [(path, path.stat()) for root in roots for path in sorted(root.rglob("*.py"))]
-    return [(path.name, about.st_size, about.st_mtime_ns) for path, about in files]
-
-
-def _file(key: str) -> Path:
-    given = os.environ.get("PIPE_PROFILES")
-    return (Path(given) if given else FOLDER.expanduser()) / f"{key}.json"
-
-
-def _read(key: str) -> Profile | None:
-    """The profile on disk; None for a missing or unreadable one."""
-    try:
-        return ADAPTER.validate_json(_file(key).read_bytes())
-    except (OSError, ValueError):
-        return None
-
-
-def _write(key: str, profile: Profile) -> None:
-    """Keep it, if there is a place to."""
-    file = _file(key)
-    with contextlib.suppress(OSError):
-        private_folder(file.parent)
-        replace_text(file, ADAPTER.dump_json(profile).decode() + "\n")
+    """Name, size and time of each of the project's files: a change of any may change profiles."""
+    home = Path(pipeline.__file__).parents[1]
+    files = [path for package in CODE for path in sorted((home / package).rglob("*.py"))]
+    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]

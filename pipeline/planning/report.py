@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from pipeline.hardware.gpus import GIB
+from pipeline.planning.forecast import Held
 from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.step_time import crossing, sent
-from pipeline.planning.strategy import Held
-from pipeline.utils.text import human
+from pipeline.utils.text import align, human, plural
 
 WORDS = {"device": "GPU", "host": "host"}
 
 
 def lines(memory_plan: MemoryPlan) -> Iterator[str]:
-    """Whether it fits, memory, disk, network and time."""
+    """The verdict, then memory, disk, network, time, and what is not counted."""
     estimate, margins = memory_plan.estimate, memory_plan.margins
-    short = (f"a {WORDS[place]} in {phase}" for place, phase in memory_plan.short.items())
-    too_much = f"does not fit ({', '.join(short)})"
-    said = f"{too_much if memory_plan.short else 'fits'}: {memory(memory_plan)}"
-    yield "whether it fits: say --gpu or --memory" if memory_plan.fits is None else said
+    short = ", ".join(f"a {WORDS[place]} in {phase}" for place, phase in memory_plan.short.items())
+    verdict = f"does not fit ({short})" if short else "fits"
+    fits = f"{verdict}: {memory(memory_plan)}"
+    yield "whether it fits: say --gpu or --memory" if memory_plan.fits is None else fits
     yield from _head(memory_plan)
     yield ""
     if memory_plan.topology.device != "cpu":
         yield from _memory("memory per GPU, GiB", estimate.device)
-        between, beside = f"{margins.fragmentation:.0%}", gib(margins.overhead)
-        whole = f"{gib(margins.of(estimate.peak))} GiB"
-        lost = f"with {between} lost between tensors and {beside} GiB beside them"
-        yield f"{lost} ({margins.source}): {whole}"
+        yield (
+            f"with {margins.fragmentation:.0%} lost between tensors and {gib(margins.overhead)} GiB"
+            f" beside them ({margins.source}): {gib(memory_plan.needed)} GiB"
+        )
         yield ""
     yield from _memory("host memory per node, GiB", estimate.host)
     yield ""
@@ -40,63 +40,46 @@ def lines(memory_plan: MemoryPlan) -> Iterator[str]:
     yield from (f"not counted: {caveat}" for caveat in estimate.caveats)
     yield from (f"warning: {warning}" for warning in memory_plan.plan.warnings)
     if memory_plan.profiled is not None:
-        results, apart = gib(memory_plan.profiled), memory_plan.profiled / estimate.peak - 1
-        yield f"traced; without --trace: {results} GiB at the peak of a rank: {apart:+.1%}"
+        profiled, apart = gib(memory_plan.profiled), memory_plan.profiled / estimate.peak - 1
+        yield f"traced; without --trace: {profiled} GiB at the peak of a rank: {apart:+.1%}"
 
 
 def memory(memory_plan: MemoryPlan) -> str:
-    """GiB of a GPU and of a host, for people; a host that is not known is a condition."""
-    host, hosts = gib(memory_plan.estimate.host_peak), memory_plan.hardware.host_memory
+    """GiB of a GPU and of a host, for people; an unknown host is a condition."""
+    hardware = memory_plan.hardware
+    host, hosts = gib(memory_plan.estimate.host_peak), hardware.host_memory
     on_host = f"{host} GiB of {gib(hosts)} a host" if hosts else f"if a host has {host} GiB"
     if memory_plan.topology.device == "cpu":
         return on_host
-    device, there = (
-        gib(memory_plan.margins.of(memory_plan.estimate.peak)),
-        memory_plan.hardware.device_memory,
-    )
-    return f"{device} GiB{f' of {gib(there)}' if there else ''} a GPU, {on_host}"
+    there = f" of {gib(hardware.device_memory)}" if hardware.device_memory else ""
+    return f"{gib(memory_plan.needed)} GiB{there} a GPU, {on_host}"
 
 
 def _head(memory_plan: MemoryPlan) -> Iterator[str]:
-    ranks, nodes, step = (
-        memory_plan.topology.ranks,
-        memory_plan.topology.nodes,
-        memory_plan.estimate.step,
-    )
-    device = (
-        "CPU process"
-        if memory_plan.topology.device == "cpu"
-        else memory_plan.hardware.kind or "GPU"
-    )
-    name, written = memory_plan.plan.recipe.name, memory_plan.plan.recipe.launch.procs
-    yield f"{name} on {nodes} node{'s' * (nodes > 1)}, {ranks} x {device}"
+    topology, step = memory_plan.topology, memory_plan.estimate.step
+    ranks, recipe = topology.ranks, memory_plan.plan.recipe
+    written = recipe.launch.procs
+    device = "CPU process" if topology.device == "cpu" else memory_plan.hardware.kind or "GPU"
+    yield f"{recipe.name} on {plural(topology.nodes, 'node')}, {ranks} x {device}"
     if written not in (None, ranks):
-        yield f"the recipe says {written} processes; planned for {ranks}, as machines"
+        yield f"the recipe says {written} processes; planned for {ranks}, as the options say"
     parameters, trained = memory_plan.model.parameters, memory_plan.model.trained
     yield f"{parameters / 1e9:.3g} G parameters, {trained / 1e9:.3g} G of them trained"
     yield (
         f"{step.samples} samples of {step.tokens // step.samples} tokens a step: "
-        f"{step.microbatches} micro-batch{'es' * (step.microbatches > 1)} on each rank"
+        f"{plural(step.microbatches, 'micro-batch')} on each rank"
     )
     if memory_plan.idle:
         yield f"{memory_plan.idle} of {ranks} ranks idle: there is no sample for them in a step"
 
 
-def _table(*rows: Sequence[str]) -> Iterator[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *rest in rows:
-        cells = (f"  {cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True))
-        yield f"{first:<{widths[0]}}" + "".join(cells)
-
-
 def _memory(title: str, peaks: Mapping[str, Held]) -> Iterator[str]:
     """Items as rows, phases as columns."""
-    rows = []
+    rows = [[title, *peaks]]
     for item in dict.fromkeys(item for peak in peaks.values() for item in peak.items):
         sizes = [peak.items.get(item, 0) for peak in peaks.values()]
         rows.append([item, *(gib(size) if size else "-" for size in sizes)])
-    together = ["together", *(gib(peak.bytes) for peak in peaks.values())]
-    return _table([title, *peaks], *rows, together)
+    return align([*rows, ["together", *(gib(peak.bytes) for peak in peaks.values())]])
 
 
 def _moved(memory_plan: MemoryPlan) -> Iterator[str]:
@@ -115,28 +98,25 @@ def _moved(memory_plan: MemoryPlan) -> Iterator[str]:
 
 
 def _time(memory_plan: MemoryPlan) -> Iterator[str]:
-    """Seconds of a step by resource, and the totals that follow."""
-    time, speed, peak = memory_plan.time, memory_plan.speed, memory_plan.hardware.peak
+    """Seconds of a step by resource, and the speed of the training."""
+    time, speed, hardware = memory_plan.time, memory_plan.speed, memory_plan.hardware
     if time.parts:
-        rows = [
-            (part, f"{time.parts[part]:.3g}", f"{time.reached[part]:.3g}") for part in time.parts
-        ]
-        rows.append(("one step", f"{time.least:.3g}", f"{time.expected:.3g}"))
-        origins = ["", *(memory_plan.hardware.rates[part].origin for part in time.parts), ""]
-        table = _table(("time per step, s", "at least", "expected"), *rows)
+        rows = [(name, f"{at:.3g}", f"{time.reached[name]:.3g}") for name, at in time.parts.items()]
+        total = ("one step", f"{time.least:.3g}", f"{time.expected:.3g}")
+        origins = ["", *(hardware.rates[part].origin for part in time.parts), ""]
+        table = align([("time per step, s", "at least", "expected"), *rows, total])
         yield from (f"{row}  {origin}".rstrip() for row, origin in zip(table, origins, strict=True))
     if time.unknown:
         yield f"not in the time per step: {', '.join(time.unknown)}, whose rate is not given"
     if speed is not None:
-        yield (
-            f"expected: {speed.tokens_per_second:,.0f} tokens/s, "
-            f"{speed.tokens_per_second / memory_plan.topology.ranks:,.0f} per rank"
-            + (f", MFU {speed.mfu:.0%} of {peak / 1e12:.0f} TFLOP/s" if speed.mfu and peak else "")
-        )
-    if speed is not None and speed.hours is not None:
-        cost = "" if speed.cost is None else f", at a cost of {speed.cost:,.2f}"
-        steps = memory_plan.estimate.step.length.steps
-        yield f"expected: {speed.hours:,.2f} hours for {steps:,} steps{cost}"
+        per_rank = speed.tokens_per_second / memory_plan.topology.ranks
+        peak = f" of {hardware.peak / 1e12:.0f} TFLOP/s" if hardware.peak else ""
+        mfu = f", MFU {speed.mfu:.0%}{peak}" if speed.mfu else ""
+        yield f"expected: {speed.tokens_per_second:,.0f} tokens/s, {per_rank:,.0f} per rank{mfu}"
+        if speed.hours is not None:
+            cost = "" if speed.cost is None else f", at a cost of {speed.cost:,.2f}"
+            steps = memory_plan.estimate.step.length.steps
+            yield f"expected: {speed.hours:,.2f} hours for {steps:,} steps{cost}"
 
 
 def gib(size: int) -> str:

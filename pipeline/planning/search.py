@@ -1,14 +1,15 @@
 """Search for changes of a recipe with which it fits: the memory savings that its stages offer.
 
 All savings that only cost time are applied first. If that does not fit, one saving that changes
-what is computed is added. Then each saving is taken back if the recipe fits without it, the most
-expensive first.
+numerics is added. Then each saving without which the recipe fits is removed, the most expensive
+first.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,9 +22,10 @@ from pipeline.planning.hardware import HardwareOptions, Margins
 from pipeline.planning.memory_plan import MemoryPlan, check, estimate_plan
 from pipeline.planning.planner import RECOMPUTE, Planners
 from pipeline.planning.presets import Strategy
+from pipeline.planning.report import memory
 
 LONGER = 1.1
-"""Step times closer than this ratio count as equal: estimates of real steps were off by as much."""
+"""Ratio up to which two step times count as equal: estimates of real steps were off by as much."""
 
 Changes = Mapping[str, Any]
 """Changed values of a recipe by `slot` or `slot.field`."""
@@ -44,15 +46,14 @@ class SearchBase:
     margins: Margins
     registry: Registry
     options: Sequence[str] = ()
-    """Options for a command that name other machines than its own."""
+    """Options that name these machines, if they are not those of the command."""
     cannot: set[int] = field(default_factory=set)
     """Orders of savings that the model turned out not to support."""
     _checked: dict[tuple[str, ...], Plan] = field(default_factory=dict, init=False)
     _plans: dict[tuple[str, ...], MemoryPlan] = field(default_factory=dict, init=False)
 
     def checked(self, changes: Changes) -> Plan:
-        """The checked recipe with changes, without an estimate; checked once. Raises
-        RecipeError."""
+        """The recipe with changes, checked once. Raises RecipeError."""
         key = tuple(overrides(changes))
         if key not in self._checked:
             changed = [*self.overrides, *key]
@@ -67,7 +68,7 @@ class SearchBase:
         return self._plans[key]
 
 
-OWN = Strategy(name="", use="", fields={})
+OWN = Strategy(name="", use="")
 """The recipe's own strategy."""
 
 
@@ -96,7 +97,7 @@ class Candidate:
 
     @property
     def changes(self) -> Changes:
-        """All changes. A field of a slot that is replaced as a whole is changed in the new slot."""
+        """All changes; those of fields go into the new slot where a whole slot is replaced."""
         made = dict(self.start)
         for path, value in self.saving.items():
             slot, _, name = path.partition(".")
@@ -105,7 +106,7 @@ class Candidate:
 
     @property
     def memory_plan(self) -> MemoryPlan:
-        """Memory plan of the changed recipe. Raises PipeError."""
+        """The changed recipe's memory plan. Raises PipeError."""
         return self.base.memory_plan(self.changes)
 
     @property
@@ -115,17 +116,32 @@ class Candidate:
 
     @property
     def narrow(self) -> int:
-        """Largest order of the savings that change what is computed; 0 without one."""
+        """Largest order of the savings that change numerics; 0 without one."""
         return max((one.order for one in self.saved if one.order > RECOMPUTE), default=0)
 
     def without(self, saved: AppliedSaving) -> Candidate:
-        """Remove one of the savings."""
+        """The candidate without one of its savings."""
         return replace(self, saved=[one for one in self.saved if one is not saved])
+
+    def line(self) -> str:
+        """Arguments to add to a command, and the memory that the recipe then needs."""
+        words = shlex.join([*self.base.options, *overrides(self.changes)])
+        return f"{words}  ({memory(self.memory_plan)})"
+
+    def record(self) -> dict[str, Any]:
+        """The changes as JSON, and bytes of the fullest GPU (with margins) and host."""
+        on_cpu = self.memory_plan.topology.device == "cpu"
+        return {
+            "options": list(self.base.options),
+            "overrides": overrides(self.changes),
+            "device_bytes": None if on_cpu else self.memory_plan.needed,
+            "host_bytes": self.memory_plan.estimate.host_peak,
+        }
 
 
 def most_saving(base: SearchBase, start: Changes, *, narrow: bool = True) -> Candidate:
     """Apply every saving that only costs time and, if that does not fit, with `narrow` one that
-    changes what is computed. Raises RecipeError where the recipe cannot be changed by `start`, and
+    changes numerics. Raises RecipeError for changes `start` that the recipe does not accept, and
     StageError and UsageError as planning does."""
     every = [one for one in _savings(base, start) if one.order not in base.cannot]
     slower = [one for one in every if one.order <= RECOMPUTE]
@@ -145,20 +161,20 @@ def relaxed(candidate: Candidate) -> Candidate:
 
 
 def best(found: Sequence[Candidate]) -> Candidate | None:
-    """Pick a candidate that fits, or None. Those that change least in what is computed are
-    preferred, then those whose estimated step is within `LONGER` of the shortest (if all are
-    known), then the fewest savings; among equals, the first."""
-    able = [candidate for candidate in found if candidate.fits]
-    able = [candidate for candidate in able if candidate.narrow == min(one.narrow for one in able)]
-    if able and not any(candidate.memory_plan.time.unknown for candidate in able):
-        longest = LONGER * min(candidate.memory_plan.time.expected for candidate in able)
-        able = [candidate for candidate in able if candidate.memory_plan.time.expected <= longest]
-    return min(able, key=lambda candidate: len(candidate.saved), default=None)
+    """A candidate that fits, or None: one of those that change numerics the least, then of those
+    whose expected step is within `LONGER` of the shortest (if all are known), then the one with the
+    fewest savings; among equals, the first."""
+    able = [one for one in found if one.fits]
+    able = [one for one in able if one.narrow == min(other.narrow for other in able)]
+    if able and not any(one.memory_plan.time.unknown for one in able):
+        longest = LONGER * min(one.memory_plan.time.expected for one in able)
+        able = [one for one in able if one.memory_plan.time.expected <= longest]
+    return min(able, key=lambda one: len(one.saved), default=None)
 
 
 def _possible(candidate: Candidate) -> Candidate:
-    """The candidate, without the savings of one order if the model does not support them, which
-    shows only when the model is built."""
+    """The candidate, or the candidate without the savings of one order if the model does not
+    support them, which shows only when it is built."""
     for order in (0, *dict.fromkeys(one.order for one in reversed(candidate.saved))):
         rest = replace(candidate, saved=[one for one in candidate.saved if one.order != order])
         with contextlib.suppress(StageError):
@@ -169,7 +185,7 @@ def _possible(candidate: Candidate) -> Candidate:
 
 
 def _savings(base: SearchBase, start: Changes) -> list[AppliedSaving]:
-    """All savings that the recipe accepts together, in their order."""
+    """All savings that the recipe accepts together, in order."""
     plan, saved, seen = base.checked(start), list[AppliedSaving](), list[AppliedSaving]()
     while left := [one for one in _offered(plan) if one not in seen]:
         seen.append(left[0])
@@ -181,7 +197,7 @@ def _savings(base: SearchBase, start: Changes) -> list[AppliedSaving]:
 
 
 def _offered(plan: Plan) -> list[AppliedSaving]:
-    """Savings that the planners of all slots offer, in the order in which they are tried."""
+    """Savings that the planners of all slots offer, in order."""
     found = []
     for slot, planner in Planners.installed().of(plan).items():
         for saving in planner.savings(plan.view.procs):

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.planning.estimate import Estimate
+from pipeline.planning.forecast import Traffic
 from pipeline.planning.hardware import BETWEEN, COMPUTE, DISK, DOWN, INSIDE, MEMORY, UP, Hardware
 from pipeline.planning.planner import Topology
-from pipeline.planning.strategy import Traffic
 
 PRODUCTS = 0.8
-"""A training's products of matrices against the best ones (`Accelerator.matmul`): 70 % of an A100's
-peak, 64 % of an H100's. Fitted to the throughputs above."""
+"""Rate of a training's matrix products against the best ones (`Accelerator.matmul`): 70 % of an
+A100's peak, 64 % of an H100's. Fitted to the throughputs above."""
 ATTENTION = 0.55
 """Rate of attention kernels against that of products. Forward and backward of FlashAttention-2
 reach about 190 TFLOP/s on an A100 (Dao 2023) and 350 on an H100 (Shah et al. 2024) on long causal
@@ -24,18 +24,17 @@ samples: 0.7 and 0.45 of the best products."""
 REACHED = {MEMORY: 0.75, INSIDE: 0.75, BETWEEN: 0.75, UP: 0.8, DOWN: 0.8}
 """Share of a data sheet's rate that programs reach. Copies within a GPU's memory reach nine tenths;
 kernels of a step are smaller. NCCL's large all-reduces reach 230 of an A100's 300 GB/s (nccl-tests,
-8 GPUs), and a node's links between nodes as much of theirs."""
+8 GPUs), and the same share between nodes."""
 EXPOSED = 0.2
-"""Share of what is done beside the longest that adds to a step's time all the same: the first
-gather of a pass and the last reduction wait, and collectives take processors from products. Fitted
-to the throughputs above."""
+"""Share of shorter, overlapped work that adds to a step's time: the first gather of a pass and the
+last reduction wait, and collectives take processors from products. Fitted likewise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of an optimizer step by resource: at its full rate, and at the rate that programs
-    reach; the resources without a known rate; and whether resources work at once, as a GPU and its
-    links do (the cores of a CPU do everything)."""
+    """Seconds of an optimizer step by resource: at its full rate (`parts`), and at the rate that
+    programs reach; the resources of unknown rate; and whether resources work at once, as a GPU and
+    its links do (the cores of a CPU do everything)."""
 
     parts: Mapping[str, float]
     reached: Mapping[str, float]
@@ -49,7 +48,7 @@ class StepTime:
 
     @property
     def expected(self) -> float:
-        """At the rates that programs reach, with most of what can overlap hidden."""
+        """Seconds at the rates that programs reach, with most of what can overlap hidden."""
         busy = dict(self.reached)
         device = busy.pop(COMPUTE, 0.0) + busy.pop(MEMORY, 0.0)
         longest = max(device, *busy.values(), 0.0)
@@ -57,13 +56,8 @@ class StepTime:
         return sum(self.reached.values()) - (hidden if self.overlaps else 0.0)
 
     @property
-    def network(self) -> float:
-        """Seconds that the networks are busy, at the rates that programs reach."""
-        return self.reached.get(INSIDE, 0.0) + self.reached.get(BETWEEN, 0.0)
-
-    @property
     def bound(self) -> str:
-        """The resource that is busy the longest; empty without any."""
+        """The resource that is busy the longest; empty without one."""
         return max(self.parts, key=lambda part: self.parts[part], default="")
 
 
@@ -88,8 +82,8 @@ def step_time(estimate: Estimate, topology: Topology, hardware: Hardware) -> Ste
 def _uses(
     estimate: Estimate, topology: Topology, hardware: Hardware
 ) -> Iterator[tuple[str, float, float]]:
-    """Each resource, its operations or bytes in a step, and how many times slower than others of
-    their kind they are."""
+    """Each resource, its operations or bytes in a step, and the factor by which these are slower
+    than others of their kind."""
     work, copies = estimate.work, estimate.copies
     network, peers = hardware.rates.get(BETWEEN), hardware.rates.get(INSIDE)
     most = network.value / peers.value if network and peers else 0.0
@@ -107,9 +101,9 @@ def _uses(
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Speed of a training, padding counted; MFU is the model's operations, nothing computed twice
-    and attention only between tokens that see each other, against the data sheet's peak. None: not
-    known. Hours and cost are those of all steps, on all ranks."""
+    """Speed of a training, with padding. mfu: the model's operations (none twice, attention only
+    between tokens that see each other) against the data sheet's peak. hours, cost: of all steps on
+    all ranks. None: not known."""
 
     tokens_per_second: float
     mfu: float | None
@@ -120,7 +114,7 @@ class Speed:
 def speed(
     time: StepTime, estimate: Estimate, topology: Topology, hardware: Hardware
 ) -> Speed | None:
-    """Speed at the expected time of a step; None where a part of that is not known."""
+    """Speed at the expected time of a step; None if a resource's rate is not known."""
     if time.unknown or not time.expected:
         return None
     work, seconds, peak = estimate.work, time.expected, hardware.peak
@@ -141,7 +135,7 @@ def sent(traffic: Traffic) -> float:
 
 
 def crossing(traffic: Traffic, topology: Topology) -> int:
-    """Groups of a node that have ranks on others too, if groups and nodes divide each other."""
+    """Number of a node's groups that span nodes, if groups and nodes divide each other."""
     local = topology.local_ranks
     within = topology.nodes == 1 or local % (traffic.ranks * traffic.apart) == 0
     return 0 if within else min(traffic.apart, local)

@@ -17,7 +17,7 @@ LEFT_OUT = {
     "fp8": "copies of weights and activations in 8 bits are not counted",
     "kernels": "fused kernels keep less for backward than is counted here",
 }
-"""Fields that a plan leaves out, as they need values or a GPU -> the effect that is missed."""
+"""Field that a plan leaves out, as it needs values or a GPU -> the effect that is not counted."""
 
 
 class HfPlanner(Planner[HfModel]):
@@ -31,8 +31,7 @@ class HfPlanner(Planner[HfModel]):
         }
 
     def forecast(self, topology: Topology) -> tuple[str, ...]:
-        given = (name for name in LEFT_OUT if getattr(self.stage, name) is not None)
-        return tuple(LEFT_OUT[name] for name in given)
+        return tuple(LEFT_OUT[name] for name in LEFT_OUT if getattr(self.stage, name) is not None)
 
     def savings(self, ranks: int) -> Iterator[Saving]:
         if self.stage.activation_checkpointing is None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline import Context, OptimizerPlan, Precision, planning
 from pipeline.planning import BYTES, OptimizerShape, Planner, Saving, Topology
 from stages.optimizer.adamw import AdamW, Moments
-from stages.optimizer.lion import Lion
+
+if TYPE_CHECKING:
+    from stages.optimizer.lion import Lion
 
 SINGLE = 2
 """Temporary copies of a parameter in torch's kernel `single`; `fused` makes none."""
@@ -20,9 +22,9 @@ LOW_BIT: dict[Moments, tuple[float, float, float]] = {
     "bf16": (16, 0, 24),
     "8bit": (8 + 1 / 8, 8, 49),
 }
-"""Bits of one moment with its block's scale (0: those of a weight); temporary bytes of an update
-for each element of a parameter, where torch's kernels do not compute it: compiled (buffers of the
-code that torch 2.13 generates for CPUs, counted by a test), and not compiled, as traced."""
+"""Bits of one moment with its block's scale (0: those of a weight). Temporary bytes of an update
+for each element of a parameter, if torch's kernels do not compute it: compiled (buffers of the code
+that torch 2.13 generates for CPUs, counted by a test), and not compiled, as traced."""
 ROUNDING = (4, 12)
 """Further temporary bytes for each element with stochastic rounding, likewise."""
 
@@ -76,8 +78,10 @@ def _taking(size: float, build: Callable[..., Any], groups: list[dict[str, Any]]
     return optimizer
 
 
-class LionPlanner(Planner[Lion]):
+class LionPlanner(Planner[Any]):
     """Planner of `optimizer.lion`."""
+
+    stage: Lion
 
     def forecast(self, topology: Topology, precision: Precision) -> OptimizerShape:
         bits = 8 * BYTES[precision.master]

@@ -21,7 +21,8 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
         return {"loss_chunk_size": self.stage.loss_chunk_size}
 
     def for_benchmark(self, trial: Trial) -> TrainCausalLm:
-        """A trial without evaluations, with the micro-batch of the stage or of `procs`."""
+        """The stage without evaluations; the micro-batch is its own, or follows from the trial's
+        `procs`."""
         return replace(
             self.stage,
             steps=trial.steps,
@@ -40,7 +41,7 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
 
     def savings(self, ranks: int) -> Iterator[Saving]:
         if self.stage.loss_chunk_size is None:
-            what = "the logits of 1024 tokens are there at a time"
+            what = "logits of 1024 tokens at a time"
             yield Saving(order=planning.CHUNK, what=what, fields={"loss_chunk_size": 1024})
         size = self.stage.microbatch_size(ranks)
         if size > 1:
@@ -48,7 +49,7 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
             yield Saving(order=planning.SMALLER, what=what, fields=fields)
 
     def forecast(self, topology: Topology, samples: SampleShape) -> Step:
-        """Forecast of an optimizer step as the loop divides it."""
+        """An optimizer step as the loop divides it."""
         stage, ranks = self.stage, topology.ranks
         most = -(-stage.global_batch_size // ranks)
         size = min(stage.microbatch_size(ranks), most)
@@ -84,7 +85,7 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
                     del summed
                 extent.phase(planning.UPDATE)
                 engine.step(lr_scale=1.0, should_step=lambda norm: True)
-        for phase in (planning.SAVE, planning.RESUME):  # in which memory is that between steps
+        for phase in (planning.SAVE, planning.RESUME):  # with the memory between steps
             extent.phase(phase)
 
 

@@ -35,8 +35,8 @@ class Replicated(TorchMemory):
 
     - always m n of weights, their optimizer state, and m n of gradients in buckets. Without
       `views`, gradients are tensors beside the buckets, from one backward to the next;
-    - if c is another dtype, c n of each block from its forward to the end of its backward, or only
-      while it runs if it is recomputed; the same for the head.
+    - if the dtypes differ, c n of each block from its forward to the end of its backward (of a
+      recomputed one only while it runs), and of the head.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Replicated(TorchMemory):
             yield Item(BUFFERS, "device", sent)
 
     def _reduced(self, moment: Moment) -> int:
-        """In buckets, and beside them the gradients that have arrived, without those of the unit in
+        """Elements in buckets, and beside them the computed gradients except those of the unit in
         backward. The first gradient of a tied weight waits for the second."""
         trained, table = self._own.all, self._model.embedding
         if moment.event == "load":  # gradients are laid into buckets, whole or one by one
@@ -108,8 +108,7 @@ class DdpPlanner(Planner[Ddp]):
 
     @classmethod
     def presets(cls) -> Presets:
-        what = "every rank holds everything"
-        return {"ddp": Preset(order=Tier.REPLICATED, what=what)}
+        return {"ddp": Preset(order=Tier.REPLICATED, what="every rank holds everything")}
 
     def forecast(
         self, topology: Topology, profile: Profile, precision: Precision, optimizer: OptimizerShape

@@ -32,7 +32,7 @@ from stages.wrap.fsdp import Fsdp
 from stages.wrap.torch_planner import ROOT, TorchMemory, UnitAmounts
 
 WHOLE = {"reduce_every_microbatch": False}
-"""Fields that keep gradients whole until a step's last micro-batch, and reduce them once."""
+"""Fields that keep gradients whole until a step's last micro-batch, where they are reduced."""
 PRESETS = {
     "fsdp-shard-grad-op": (Tier.PARTLY_SHARDED, "shard_grad_op", "shards, gathered once a pass"),
     "fsdp": (Tier.SHARDED, "full_shard", "shards over all ranks, gathered block by block"),
@@ -143,18 +143,16 @@ class Sharded(TorchMemory):
         return Gradients(0 if added else c, c if sums else 0)
 
     def traffic(self, microbatches: int) -> Iterator[Traffic]:
-        shards, what, replicas = self._shards, "gradients", self.ranks // self._shards
+        shards, replicas = self._shards, self.ranks // self._shards
         gathered = self._twice(self._whole) * microbatches
         sent = self._sizes.reduce * self._own.all * (1 if self._late else microbatches)
         whole = sent * shards
         if shards > 1:
             yield Traffic(collective="all-gather", bytes=gathered, ranks=shards, what="parameters")
-            yield Traffic(collective="reduce-scatter", bytes=whole, ranks=shards, what=what)
+            yield Traffic(collective="reduce-scatter", bytes=whole, ranks=shards, what="gradients")
         if replicas > 1:
-            what = "gradients' shards"
-            yield Traffic(
-                collective="all-reduce", bytes=sent, ranks=replicas, apart=shards, what=what
-            )
+            groups = {"ranks": replicas, "apart": shards}
+            yield Traffic(collective="all-reduce", bytes=sent, what="gradients' shards", **groups)
 
     def copies(self, microbatches: int) -> Copies:
         if self._home == "device":
@@ -179,9 +177,9 @@ class FsdpPlanner(Planner[Fsdp]):
         }
 
     def savings(self, ranks: int) -> Iterator[Saving]:
-        what = "gradients are reduced after every micro-batch"
         if not self.stage.reduce_every_microbatch:
-            yield Saving(order=REDUCE, what=what, fields={"reduce_every_microbatch": True})
+            fields, what = {"reduce_every_microbatch": True}, "gradients reduced every micro-batch"
+            yield Saving(order=REDUCE, what=what, fields=fields)
 
     def forecast(
         self, topology: Topology, profile: Profile, precision: Precision, optimizer: OptimizerShape
@@ -189,13 +187,9 @@ class FsdpPlanner(Planner[Fsdp]):
         return Sharded(topology, profile.model, optimizer, Sizes.by(precision), config=self.stage)
 
     def trace(
-        self,
-        ctx: Context,
-        topology: Topology,
-        model: ModelSource,
-        precision: Precision,
+        self, ctx: Context, topology: Topology, model: ModelSource, precision: Precision,
         optimizer: OptimizerPlan,
-    ) -> Engine | None:
+    ) -> Engine | None:  # fmt: skip
         # A trace has no second place to offload to.
         if self.stage.cpu_offload and topology.device != "cpu":
             return None

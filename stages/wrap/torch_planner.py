@@ -1,4 +1,4 @@
-"""Memory of every engine of plain torch: weights, gradients and optimizer state, by unit."""
+"""Memory of an engine of plain torch: weights, gradients and optimizer state, by unit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROOT = -1
 
 
 class UnitAmounts:
-    """An amount of each unit, such as its bytes, by place: ROOT, or a block's number."""
+    """An amount, such as bytes, of each unit by place: ROOT, or a block's number."""
 
     def __init__(self, model: ModelShape, amount: Callable[[Weight], int]) -> None:
         kinds = [[*map(amount, weights)] for weights in (model.root, *model.kinds)]
@@ -55,15 +55,9 @@ class TorchMemory(StrategyMemory):
     """Weights, optimizer state and gradients on every rank, sharded or whole."""
 
     def __init__(
-        self,
-        ranks: int,
-        model: ModelShape,
-        optimizer: OptimizerShape,
-        sizes: Sizes,
-        *,
-        shards: int = 1,
-        home: Place = "device",
-    ) -> None:
+        self, ranks: int, model: ModelShape, optimizer: OptimizerShape, sizes: Sizes, *,
+        shards: int = 1, home: Place = "device",
+    ) -> None:  # fmt: skip
         self.ranks = ranks
         self._model, self._optimizer, self._sizes = model, optimizer, sizes
         self._shards, self._home = shards, home
@@ -93,8 +87,7 @@ class TorchMemory(StrategyMemory):
             return
         yield Item(OPTIMIZER, home, self._optimizer.state(self._own.all))
         if moment.event == "step":
-            taken = self._optimizer.update(self._own.largest, self._own.all)
-            yield Item(UPDATE_TEMPORARIES, home, taken)
+            yield Item(UPDATE_TEMPORARIES, home, self._optimizer.update(self._own.largest))
         elif moment.event != "between":
             yield from self._running(moment, self._place(moment))
 

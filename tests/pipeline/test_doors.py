@@ -99,6 +99,8 @@ def imports(file: Path) -> Iterator[tuple[str, str]]:
 @pytest.mark.parametrize("file", sorted((ROOT / "stages").rglob("*.py")), ids=str)
 def test_built_in_stages_use_the_doors(file: Path) -> None:
     for module, name in imports(file):
+        if f"{module}.{name}" in DOORS:
+            continue
         assert module in DOORS, f"{file}: {module} is no door"
         assert name in names(module), f"{file}: {module} does not offer {name}"
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pipeline.contracts.model import ModelSource
+from pipeline.planning.forecast import ModelShape
 from pipeline.planning.profile import Profile
-from pipeline.planning.shapes import ModelShape
-from pipeline.planning.trace.structure import kinds, structure
+from pipeline.planning.trace.model import kinds, structure
 
 
 def weights_alone(source: ModelSource, *, recomputed: bool = False) -> Profile:

@@ -1,4 +1,4 @@
-"""Profile a model's parts: run each kind once, forward and backward, and keep what it took."""
+"""Profile a model's parts: run each kind of block once, forward and backward."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from pipeline.errors import StageError
+from pipeline.planning.forecast import BACKWARD, FORWARD, ModelShape, Weight
 from pipeline.planning.planner import Extent, Job
 from pipeline.planning.profile import NOTHING, Line, Part, Peak, Profile, fullest
-from pipeline.planning.shapes import ModelShape, Weight
-from pipeline.planning.strategy import BACKWARD, FORWARD
-from pipeline.planning.trace.marks import HEAD, INPUT, LOSS, START
+from pipeline.planning.trace.model import Structure, kinds, structure
 from pipeline.planning.trace.run import Traced, declared, run
-from pipeline.planning.trace.structure import Structure, kinds, structure
-from pipeline.planning.trace.tracker import Level, Stretch
+from pipeline.planning.trace.tracker import HEAD, INPUT, LOSS, START, Level, Stretch
 
 SAMPLES = 1, 2
 """Sizes of micro-batches that are run; every other lies on the line through them."""
@@ -26,10 +24,10 @@ ROOT = (
     ("backward", "head", BACKWARD, HEAD),
     ("backward", "embeddings", BACKWARD, INPUT),
 )
-"""Event and unit of a strategy's moments, phase and mark of a trace, of what is no block."""
+"""Event and unit of a strategy's moments, phase and mark of a trace, of parts outside blocks."""
 
 Pieces = dict[tuple[str, Any], list[Stretch]]
-"""Phase and part of the model -> its stretches: from its beginning, and from each gradient."""
+"""Phase and part of the model -> its stretches: from its beginning, and from each gradient on."""
 
 
 def profile(job: Job) -> Profile:
@@ -38,10 +36,10 @@ def profile(job: Job) -> Profile:
     whole = structure(source.skeleton)
     numbers = kinds(whole.signatures)
     first = [numbers.index(kind) for kind in range(max(numbers, default=-1) + 1)]
-    # The last block that runs stands for none.
+    # One more: no kind is measured on the last block that runs.
     runs = _runs(job, whole, max(first, default=-1) + 2)
     parts, built = _Parts(runs), runs[0].built
-    # Nothing is added to a model that is trained as a whole.
+    # A model that is trained as a whole has no adapters, which are not exported.
     bare = source.skeleton is not source or all(weight.trained for weight in whole.weights)
     plain = whole if bare else structure(source.export_view)
     found = [(f"{event} {unit}", parts.part(phase, where)) for event, unit, phase, where in ROOT]
@@ -56,14 +54,14 @@ def profile(job: Job) -> Profile:
 
 
 def _runs(job: Job, whole: Structure, blocks: int) -> list[Traced]:
-    """Run one micro-batch of each size through the first `blocks` blocks, or through all where a
-    shallower model has other blocks. Raises StageError where even that differs."""
+    """Run one micro-batch of each size through the first `blocks` blocks, or through all if a
+    shallower model has other blocks. Raises StageError if even all differ."""
     for depth in dict.fromkeys([min(blocks, len(whole.names)), None]):
         found = [run(job, Extent(blocks=depth, samples=size), bare=True) for size in SAMPLES]
         here = structure(found[0].source.skeleton)
         if here.root == whole.root and here.signatures == whole.signatures[: len(here.names)]:
             return found
-    raise StageError("the model's blocks cannot be results apart")
+    raise StageError("the model's blocks differ from one build to the next")
 
 
 class _Parts:
@@ -77,12 +75,12 @@ class _Parts:
         if any(len(self._pieces[0].get((FORWARD, place), ())) > 1 for place in blocks):
             raise StageError(
                 "the model runs some of its blocks more than once",
-                hint="`pipe bench` measures what it takes",
+                hint="`pipe bench` measures its memory",
             )
         self.given = self._given(*self._pieces[0])
         """Names of the weights that get a gradient."""
         self.early = self._given((BACKWARD, START), (BACKWARD, HEAD))
-        """Names of the weights that get it before any block's."""
+        """Names of the weights that get a gradient before those of blocks."""
 
     def _given(self, *parts: tuple[str, Any]) -> Collection[str]:
         stretches = (one for part in parts for one in self._pieces[0].get(part, ()))
@@ -90,11 +88,11 @@ class _Parts:
         return dict.fromkeys(name for name in names if name)
 
     def repeats(self, place: int) -> bool:
-        """Whether a block is computed again in backward."""
+        """Whether a block is recomputed in backward."""
         return any(one.repeats for one in self._pieces[0].get((BACKWARD, place), ()))
 
     def part(self, phase: str, where: Any) -> Part:
-        """Memory and work of a part; empty for a part that did not run."""
+        """Memory and work of a part; empty if it did not run."""
         first, second = (pieces.get((phase, where), []) for pieces in self._pieces)
         if not first or len(first) != len(second):
             return NOTHING
@@ -141,8 +139,8 @@ def _line(low: float, high: float) -> Line:
 
 
 def _aligned(first: Sequence[Level], second: Sequence[Level]) -> list[tuple[Level, Level]]:
-    """Levels of two sizes that belong to each other: one by one, or, where a size took another
-    way, the beginnings, the highest and the ends."""
+    """Pairs of levels of two sizes: one by one, or, if their number differs, the beginnings, the
+    highest and the ends."""
     if len(first) == len(second):
         return [*zip(first, second, strict=True)]
     return [(first[0], second[0]), (max(first), max(second)), (first[-1], second[-1])]
@@ -152,8 +150,8 @@ def _shape(
     vocabulary: int, plain: Structure, built: Structure, numbers: Sequence[int],
     first: Sequence[int], parts: _Parts,
 ) -> ModelShape:  # fmt: skip
-    """The whole model: blocks that were built stand for all of their kind; `plain` has the numbers
-    that are exported."""
+    """The whole model, from the built blocks of each kind (`built`) and the exported weights
+    (`plain`)."""
     known = {weight.name for weight in plain.weights}
     root, blocks = _elements(plain.root), [_elements(plain.blocks[place]) for place in first]
     added = [
@@ -175,7 +173,7 @@ def _shape(
         parameters=root + sum(blocks[kind] + added[kind] for kind in numbers),
         exported=root + sum(blocks[kind] for kind in numbers),
         proven=root + max(blocks, default=0),
-        caveats=tuple(f"what {name}, which gets no gradient, might take" for name in idle[:1]),
+        caveats=tuple(f"memory of {name}, which gets no gradient here" for name in idle[:1]),
     )
 
 

@@ -1,4 +1,4 @@
-"""Run a recipe's stages as far as training steps, on tensors without memory."""
+"""Run a recipe's stages up to training steps, on tensors without memory."""
 
 from __future__ import annotations
 
@@ -21,26 +21,24 @@ from pipeline.contracts.training import TrainedRun
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import PipeError, StageError, UsageError
 from pipeline.plan.binding import Results
+from pipeline.planning.forecast import LOAD, Held
 from pipeline.planning.planner import Extent, Job
-from pipeline.planning.strategy import LOAD, Held
-from pipeline.planning.trace.bare_model import BareEngine, with_zero_weights
-from pipeline.planning.trace.marks import Marks
-from pipeline.planning.trace.structure import Structure, structure
+from pipeline.planning.trace.model import BareEngine, Structure, structure, with_zero_weights
 from pipeline.planning.trace.torch_compat import silent_group, single_group
-from pipeline.planning.trace.tracker import MemoryTracker, Stretch, offloading
+from pipeline.planning.trace.tracker import Marks, MemoryTracker, Stretch, offloading
 from pipeline.run.metrics import Metrics
 from pipeline.utils.fake_tensors import without_values
 
 DECLARATIONS = (ModelSource, Precision, OptimizerPlan)
 WHOLE = Extent()
 TRACE, RUN = "trace", "run"
-"""Methods: that of a planner stands for that of its stage."""
+"""Methods: a planner's `trace` replaces its stage's `run`."""
 TENSORS = "tensors, as traced"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """A model that was run, and what it took."""
+    """A model that was run, and its memory and work."""
 
     source: ModelSource
     built: Structure
@@ -51,7 +49,7 @@ class Traced:
 
     @property
     def peaks(self) -> dict[str, Held]:
-        """Phase -> the most that the device holds in it."""
+        """Peak of the device's memory by phase."""
         found: dict[str, int] = {}
         for one in self.stretches:
             most = max(level.device for level in one.levels)
@@ -60,25 +58,24 @@ class Traced:
 
 
 def declared(job: Job) -> ModelSource:
-    """The model that a recipe declares, in full depth. Raises UsageError where none is."""
+    """The model that a recipe declares, in full depth. Raises UsageError for a recipe without."""
     with _context(job) as ctx:
         return _declare(job, Results.of(WHOLE), ctx)
 
 
 def run(job: Job, extent: Extent = WHOLE, *, fake: bool = True, bare: bool = False) -> Traced:
-    """Training steps of rank 0. Without `fake`, on real tensors, by the engines that train; with
-    `bare`, without a strategy. Raises UsageError where nothing is trained, and StageError where
-    values are needed."""
+    """Run training steps of rank 0; without `fake`, on real tensors, with `bare`, without a
+    strategy. Raises UsageError if nothing is trained, and StageError for a model that needs
+    values."""
     tracker = MemoryTracker(fake=fake)
     marks = Marks(tracker)
-    heard = replace(extent, phase=marks.phase)
-    results = Results.of(job.topology, job.samples, heard)
+    results = Results.of(job.topology, job.samples, replace(extent, phase=marks.phase))
     with contextlib.ExitStack() as stack:
         ctx = stack.enter_context(_context(job))
         if not bare:
             ranks = job.topology.ranks
-            alone = single_group() if not fake and ranks == 1 else silent_group(ranks)
-            stack.enter_context(alone)
+            real = not fake and ranks == 1
+            stack.enter_context(single_group() if real else silent_group(ranks))
         source = _declare(job, results, ctx)
         # Before a strategy changes the classes of modules.
         built = structure(source)
@@ -105,7 +102,7 @@ def run(job: Job, extent: Extent = WHOLE, *, fake: bool = True, bare: bool = Fal
 
 @contextlib.contextmanager
 def _context(job: Job) -> Iterator[Context]:
-    """Inside, stages can run as rank 0 of all ranks, silently, in a folder of their own."""
+    """Inside, stages can run as rank 0 of all ranks, without a log, in a temporary folder."""
     log = logging.getLogger("pipe.planning")
     log.addHandler(logging.NullHandler())
     log.propagate = False
@@ -125,8 +122,7 @@ def _context(job: Job) -> Iterator[Context]:
 
 @contextlib.contextmanager
 def model_errors_as_ours() -> Iterator[None]:
-    """Raise any error of a model's own code as StageError, as for code that needs tensors'
-    values."""
+    """Raise any error of a model's own code, such as one that needs values, as StageError."""
     try:
         yield
     except PipeError:
@@ -135,20 +131,20 @@ def model_errors_as_ours() -> Iterator[None]:
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise StageError(
             f"the model cannot be run on tensors without values: {first}",
-            hint="if it trains all the same, `pipe bench` measures what it takes",
+            hint="if it trains all the same, `pipe bench` measures its memory",
         ) from error
 
 
 def _declare(job: Job, results: Results, ctx: Context) -> ModelSource:
-    """Run the stages that give declarations, whose tensors are real."""
+    """Run the stages that give declarations, on real tensors."""
     with model_errors_as_ours():
         _run(job, results, ctx, DECLARATIONS, TRACE, RUN)
-    return results.require(ModelSource, "no slot of the recipe gives a model to be traced")
+    return results.require(ModelSource, "no slot of the recipe gives a model to trace")
 
 
 def _run(job: Job, results: Results, ctx: Context, gives: tuple[type, ...], *methods: str) -> None:
     """Run the stages that give one of these types, by the first of `methods` that each has. Raises
-    UsageError for a stage whose needs are not met."""
+    UsageError for a stage that lacks an input."""
     for step in job.plan.steps:
         owners = {TRACE: job.planners.get(step.slot), RUN: step.stage}
         found = [(owners[method], method) for method in methods if hasattr(owners[method], method)]
@@ -160,6 +156,6 @@ def _run(job: Job, results: Results, ctx: Context, gives: tuple[type, ...], *met
 
 
 def _blocks(engine: Engine, names: Sequence[str]) -> list[nn.Module]:
-    """Modules of these names in a strategy, which may have put the model into another module."""
+    """Blocks of these names in an engine, which may have put the model into another module."""
     named = {f".{name}": module for name, module in engine.model.named_modules()}
     return [next(one for at, one in named.items() if at.endswith(f".{name}")) for name in names]

@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from pipeline.distributed.environment import stay_on_loopback
 
 ALONE = 4, 2
-"""References to a gradient and its storage that a watcher sees when it is added, if only the
+"""References to a gradient and its storage that a watcher sees at its addition, if only the
 autograd engine holds them."""
 
 
@@ -27,7 +27,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function is torch.ops.prim.device.default:  # machines for all the time, and no operation
+        if function is torch.ops.prim.device.default:  # often called, and no operation
             return function(*args)
         return self.operation(function, args, kwargs or {})
 
@@ -51,47 +51,44 @@ def adds_gradients(function: Any, args: Any) -> bool:
 
 
 def computes_again() -> bool:
-    """Whether activation checkpointing repeats a forward pass in the midst of backward."""
+    """Whether activation checkpointing is recomputing a forward pass during backward."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
 
 
 def tensors_in(given: Any) -> Iterator[Tensor]:
-    """Tensors in what an operation gives, which may be nested."""
+    """Tensors in a nested structure."""
     return (one for one in tree_iter(given) if isinstance(one, Tensor))
 
 
 def cast_in(given: Any, dtype: torch.dtype) -> Any:
-    """Cast the floating-point tensors in something, which may be nested."""
-
-    def cast(one: Any) -> Any:
-        return one.to(dtype) if isinstance(one, Tensor) and one.is_floating_point() else one
-
-    return tree_map(cast, given)
+    """Cast the floating-point tensors in a nested structure."""
+    return tree_map_only(
+        Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, given
+    )
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """A number that every object that stands for one storage has."""
-    key: int = storage._cdata
-    return key
+    """A number that identifies a storage, whose objects in Python differ."""
+    return int(storage._cdata)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this process holds, of a DTensor not all."""
+    """The tensor, or this process's shard of a DTensor."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 
 
 def silent_group(ranks: int) -> AbstractContextManager[None]:
-    """Make this process rank 0 of `ranks`; nothing is sent, and every collective completes at once.
-    The process group is the one of torch's own tests."""
+    """Inside, this process is rank 0 of `ranks`; nothing is sent, and every collective completes at
+    once. The process group is that of torch's own tests."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return _group("fake", FakeStore(), ranks)
 
 
 def single_group() -> AbstractContextManager[None]:
-    """Inside, this process is a group of its own, which really sends. DistributedDataParallel needs
-    the results of its collectives, which a silent group has not."""
+    """Inside, this process is a group of its own, which really sends: DistributedDataParallel needs
+    the results of its collectives."""
     stay_on_loopback()
     return _group("gloo", dist.HashStore(), 1)  # type: ignore[attr-defined]
 

@@ -1,4 +1,4 @@
-"""Track memory while a program runs: how it rises and falls, and what is computed meanwhile."""
+"""Track the memory of a program while it runs, what it computes, and where in a model it is."""
 
 from __future__ import annotations
 
@@ -10,28 +10,33 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.hooks import RemovableHandle
 
-from pipeline.planning.strategy import LOAD
+from pipeline.planning.forecast import LOAD
 from pipeline.planning.trace import torch_compat
+from pipeline.planning.trace.torch_compat import storage_key, tensors_in
 from pipeline.utils.fake_tensors import device_of, has_values
 
 aten = torch.ops.aten
 ATTENTION, PRODUCTS = "attention", "products"
 KEPT = 4 / 5
-"""Share of the products of an attention kernel's backward that are no repetition of forward."""
+"""Share of the products of an attention kernel's backward that do not repeat forward."""
 CPU_KERNELS: dict[Any, tuple[Any, int, float]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3, 1.0),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (sdpa_backward_flop_count, 4, KEPT),
 }
 """Kernel -> formula, the number of tensors whose shapes it takes, and the share that counts."""
 Part = int | str
+START, HEAD, LOSS, INPUT = "start", "head", "loss", "input"
+"""Parts of a model that are no block. In forward: before the first block, after the last, after the
+model. In backward: before everything (START), after the loss (HEAD), after all blocks (INPUT)."""
 
 
 class Position(NamedTuple):
-    """Position of a program: its phase, how often the phase was entered before, and the part of the
-    model that runs (a block's number or a name)."""
+    """Position of a program: its phase, the number of earlier visits to that phase, and the part of
+    the model that runs (a block's number or a name)."""
 
     phase: str
     visit: int
@@ -39,7 +44,7 @@ class Position(NamedTuple):
 
 
 class Level(NamedTuple):
-    """Bytes that are in use at a time; the host's are activations that wait there for backward."""
+    """Bytes in use at a time; the host's are activations that wait there for backward."""
 
     device: int
     host: int
@@ -47,9 +52,10 @@ class Level(NamedTuple):
 
 @dataclass(kw_only=True)
 class Stretch:
-    """A program from one position to the next: levels at its beginning and whenever memory changed;
-    floating-point operations of matrix products, of attention kernels, and of both that were done
-    before, in forward; bytes of new tensors; whether anything is computed a second time."""
+    """A program from one position to the next. levels: at its beginning and at each change of
+    memory. products, attention, again: floating-point operations of matrix products, of attention
+    kernels, and of both when recomputed. made: bytes of new tensors. repeats: whether anything is
+    recomputed."""
 
     position: Position
     levels: list[Level]
@@ -82,7 +88,7 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
 
     def move_to_host(self, tensor: Tensor) -> None:
         """Count a tensor's memory as the host's."""
-        key = torch_compat.storage_key(tensor.untyped_storage())
+        key = storage_key(tensor.untyped_storage())
         if key in self._sizes and key not in self._on_host:
             self._on_host.add(key)
             self._host += self._sizes[key]
@@ -93,7 +99,7 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
 
         def resize_(storage: Any, size: int) -> Any:
             done = original(storage, size)
-            key = torch_compat.storage_key(storage)
+            key = storage_key(storage)
             if key in self._sizes:
                 self._change(key, size)
             return done
@@ -130,13 +136,13 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         out = function(*arguments, **named)
         # A detached tensor shares its argument's memory, which may not be counted.
         if function is not aten.detach.default:
-            for tensor in map(torch_compat.local, torch_compat.tensors_in(out)):
+            for tensor in map(torch_compat.local, tensors_in(out)):
                 if device_of(tensor).type != "meta" and not (self._fake and has_values(tensor)):
                     self._add(tensor.untyped_storage())
         return out
 
     def _add(self, storage: torch.UntypedStorage) -> None:
-        key = torch_compat.storage_key(storage)
+        key = storage_key(storage)
         if key not in self._sizes:
             self._sizes[key] = 0
             weakref.finalize(storage, self._free, key)
@@ -158,11 +164,66 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         return Level(self._now - self._host, self._host)
 
 
+class Marks:
+    """Reports to a tracker which phase and which part of the model runs."""
+
+    def __init__(self, tracker: MemoryTracker) -> None:
+        self._tracker = tracker
+        self._phase = LOAD
+        self._visits: dict[str, int] = {}
+
+    def phase(self, name: str) -> None:
+        """Begin a phase."""
+        self._phase = name
+        self._visits[name] = self._visits.get(name, -1) + 1
+        self.part(START)
+
+    def part(self, part: Part) -> None:
+        """Begin a part of the model."""
+        self._tracker.enter(Position(self._phase, self._visits[self._phase], part))
+
+    @contextlib.contextmanager
+    def watching(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[None]:
+        """Inside, report the parts of the model."""
+        handles = [model.register_forward_hook(self._after_model)]
+        for place, block in enumerate(blocks):
+            handles += self._hooks(place, block, last=place == len(blocks) - 1)
+        yield
+        for handle in handles:
+            handle.remove()
+
+    def _after_model(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        self.part(LOSS)
+        self._mark(output, HEAD)
+
+    def _mark(self, tensors: Any, part: Part) -> None:
+        """Begin the part when backward gives the first of these tensors its gradient."""
+        first = next((one for one in tensors_in(tensors) if one.is_floating_point()), None)
+        if first is not None and first.requires_grad:
+            first.register_hook(lambda _: self.part(part))  # type: ignore[no-untyped-call]
+
+    def _hooks(self, place: int, block: nn.Module, *, last: bool) -> list[RemovableHandle]:
+        def before(module: nn.Module, inputs: Any, named: Any) -> None:
+            self.part(place)
+            if place == 0:
+                self._mark((inputs, named), INPUT)
+
+        def after(module: nn.Module, inputs: Any, output: Any) -> None:
+            self._mark(output, place)
+            if last:
+                self.part(HEAD)
+
+        return [
+            block.register_forward_pre_hook(before, with_kwargs=True),
+            block.register_forward_hook(after),
+        ]
+
+
 def operations(
     function: Any, arguments: Sequence[Any], named: Mapping[str, Any], out: Any
 ) -> tuple[str, float]:
-    """The kind of arithmetic of an operation, and how much: `attention` for fused kernels, half of
-    it where they are causal; `products` of matrices; nothing for all else."""
+    """ATTENTION for fused kernels, else PRODUCTS, with the floating-point operations of the
+    function: half where attention is causal, none for anything but products of matrices."""
     packet = function._overloadpacket
     if packet in CPU_KERNELS:
         formula, tensors, share = CPU_KERNELS[packet]
@@ -171,7 +232,7 @@ def operations(
         amount = formula(*(one.shape for one in arguments[:tensors]))
         return ATTENTION, amount * share * (0.5 if causal else 1.0)
     if packet is aten._grouped_mm:
-        # Rows of the first, each multiplied with a matrix of its group; or gradients of those.
+        # Each row of the first is multiplied with its group's matrix; or gradients of that.
         return PRODUCTS, 2.0 * math.prod(arguments[0].shape) * arguments[1].shape[-1]
     counted = flop_registry.get(packet)
     if counted is None:

@@ -39,9 +39,9 @@ ENGINE_BUCKET = 500_000_000
 
 
 class Amounts(NamedTuple):
-    """A unit at its backward: trained elements, those of its largest trained parameter, and those
-    whose gradients were computed before; bytes of its largest parameter, and of all parameters that
-    backward still needs."""
+    """A unit at its backward. trained, largest, before: elements that are trained, of its largest
+    trained parameter, and whose gradients were computed before; widest, left: bytes of its largest
+    parameter, and of all parameters that backward still needs."""
 
     trained: int
     largest: int
@@ -52,8 +52,8 @@ class Amounts(NamedTuple):
 
 class ZeroMemory(StrategyMemory):
     """Stages 1 and 2 (zero/stage_1_and_2.py): compute weights are whole, gradients go through a
-    bucket, each rank keeps its part of their sum and of the states. Stage 1 keeps gradients whole
-    until the step."""
+    bucket, and each rank keeps its part of their sum and of the states. Stage 1 keeps gradients
+    whole until the step."""
 
     def __init__(
         self, stage: Zero, model: ModelShape, precision: Precision, optimizer: OptimizerShape, *,
@@ -91,7 +91,7 @@ class ZeroMemory(StrategyMemory):
         self.largest = max(unit.largest for unit in self.units.values())
 
     def share(self, elements: int) -> int:
-        """A rank's part of this number of elements, padded."""
+        """A rank's padded part of this number of elements."""
         return -(-elements // self.ranks)
 
     def _units(self) -> dict[Unit, Amounts]:
@@ -123,7 +123,7 @@ class ZeroMemory(StrategyMemory):
 
     def _backward(self, moment: Moment) -> Iterator[Item]:
         """Gradients beside those that a unit computes. A full bucket is reduced while the next
-        gradient waits, one that is larger than it alone, the rest at the end."""
+        gradient waits, a larger gradient alone, the rest at the end."""
         unit, c, embedding, size = self.units[moment.unit], self.c, self.model.embedding, 0
         came = unit.before + unit.trained
         if moment.event == "reduce" and (came > self.bucket or moment.unit == "embeddings"):
@@ -181,8 +181,8 @@ class ZeroMemory(StrategyMemory):
         yield Item(GRADIENTS, "device", size)
 
     def flattened(self, unit: Amounts) -> int:
-        """Bytes of an element of a bucket that is reduced: flattened, if it is not one gradient,
-        and cast to the dtype that it travels in (allreduce_bucket)."""
+        """Bytes of an element of a bucket in its reduction: flattened, unless of one gradient, and
+        cast to the reduce dtype (allreduce_bucket)."""
         return self.c * (unit.largest <= self.bucket) + self.r * (self.r != self.c)
 
     def kept(self, moment: Moment) -> int:
@@ -198,7 +198,7 @@ class ZeroMemory(StrategyMemory):
         taken = 8 * min(self.largest, self.part)
         if not self.offloaded:
             copied = self.m * self.part * (not self.low or self.m != SUMMED)
-            taken = max(taken, copied + self.optimizer.update(self.part, self.part))
+            taken = max(taken, copied + self.optimizer.update(self.part))
         filled = min(self.trained, ENGINE_BUCKET if self.accumulates else self.bucket)
         if self.accumulates:
             return max(taken, SUMMED * filled + self.r * self.trained * (self.r != SUMMED))

@@ -127,7 +127,7 @@ class Stage3Memory(ZeroMemory):
             return size
         # While infinities are looked for, a gradient's magnitude and the answer are there.
         found = (SUMMED + 1) * self.part * (self.compute == "fp16")
-        updated = SUMMED * self._group + self.optimizer.update(self._group, self._group)
+        updated = SUMMED * self._group + self.optimizer.update(self._group)
         return max(size, found, updated)
 
     def gathered(self, microbatches: int) -> int:

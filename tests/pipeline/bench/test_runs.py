@@ -19,7 +19,7 @@ from pipeline.bench.results import Row
 from pipeline.bench.trials import BenchLength, TrialRecipe
 from pipeline.plan.plan import make_plan
 from pipeline.plan.registry import Registry
-from pipeline.planning.strategy import BACKWARD, LOAD, RESUME, SAVE, Held
+from pipeline.planning.forecast import BACKWARD, LOAD, RESUME, SAVE, Held
 from pipeline.recipe import load_recipe
 from tests.support.pipe import REPOSITORY
 from tests.support.tier import FULL
@@ -78,7 +78,8 @@ def test_memory_is_predicted_for_what_is_measured(
     plan = make_plan(load_recipe("r.yaml"))
     held = {LOAD: 5, BACKWARD: 7, SAVE: 9, RESUME: 11}
     peaks = {phase: Held(bytes=held[phase], items={}) for phase in held}
-    monkeypatch.setattr(measuring, "estimated", lambda *_: SimpleNamespace(device=peaks))
+    told = SimpleNamespace(estimate=SimpleNamespace(device=peaks))
+    monkeypatch.setattr(measuring, "estimate_plan", lambda *_: told)
     assert measuring._predicted(plan) == 7
 
 

@@ -31,9 +31,7 @@ def test_built_in_strategies() -> None:
 def test_an_unknown_strategy(registry: Registry) -> None:
     with pytest.raises(UsageError) as caught:
         chosen(["blue", "red3"], registry)
-    assert str(caught.value) == (
-        "there is no strategy `red3` (did you mean `red2`? installed: blue, red1, red2)"
-    )
+    assert str(caught.value) == "there is no strategy `red3` (did you mean `red2`?)"
 
 
 def test_two_stages_of_one_strategy(fake_entry: Callable[..., Entry]) -> None:

@@ -48,7 +48,7 @@ def test_machines_that_are_asked_about() -> None:
     assert (found.device_memory, found.host_memory) == (60 * GIB, 500 * GIB)
     assert found.peak == 989.5e12
     assert found.rates["compute"] == Rate(989.5e12, "data sheet")
-    assert found.rates["network between nodes"] == Rate(50e9, "rate machines for")
+    assert found.rates["network between nodes"] == Rate(50e9, "rate as given")
     assert resolve_hardware(machines, site, compute="fp32").rates["compute"].value == 67e12
     assert (
         HardwareOptions(nodes=4).procs,
@@ -139,7 +139,7 @@ def test_a_plan_begins_with_its_verdict_and_ends_with_what_is_expected(
     assert shown[0].endswith(" GiB of 500.0 a host")
     assert any(f"{speed['tokens_per_second']:,.0f} tokens/s" in line for line in shown)
     (network,) = (line for line in shown if line.startswith("network b"))
-    assert network.endswith("  rate machines for")
+    assert network.endswith("  rate as given")
     short = pipe(*plan, "--host-memory", "1")
     assert short.exit_code == 3
     assert short.stdout.startswith("does not fit (a host in forward and loss): ")

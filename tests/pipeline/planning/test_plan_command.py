@@ -98,7 +98,7 @@ def test_ranks_without_samples_and_other_processes_are_told() -> None:
     few = (FSDP, "train.global_batch_size=6", "train.micro_batch_size=1")
     assert "2 of 8 ranks idle: there is no sample for them in a step" in pipe("plan", *few).output
     assert planned(*few)["idle_ranks"] == 2
-    told = "the recipe says 8 processes; planned for 16, as machines"
+    told = "the recipe says 8 processes; planned for 16, as the options say"
     assert told in pipe("plan", FSDP, "--nodes", "2").output
     assert "the recipe says" not in pipe("plan", FSDP, "launch.procs=4").output
 
@@ -143,7 +143,7 @@ def test_only_slots_without_a_planner_are_not_counted(tmp_path: Path) -> None:
     ("use", "why"),
     [
         ("wrap.fsdp", "no slot wraps the model; slot `wrap` (wrap.fsdp) has no forecast"),
-        ("data.chat", "tells the length of its samples"),
+        ("data.chat", "forecasts the length of its samples"),
         ("train.causal_lm", "cannot be planned: slot `train` (train.causal_lm) has no forecast"),
     ],
 )

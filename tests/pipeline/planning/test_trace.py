@@ -13,8 +13,8 @@ from memories.cases import SMALL, Case, llama, own
 from memories.compare import trace_and_tensors
 
 from pipeline.cli import main
+from pipeline.planning.forecast import BACKWARD, FORWARD, UPDATE
 from pipeline.planning.planner import Job
-from pipeline.planning.strategy import BACKWARD, FORWARD, UPDATE
 from pipeline.planning.trace.run import run
 from tests.support.tier import spread
 

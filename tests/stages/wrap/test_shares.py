@@ -14,19 +14,21 @@ from memories.compare import profile_and_trace
 
 from pipeline.contracts.precision import Precision
 from pipeline.planning.estimate import AVERAGE, step_peaks
-from pipeline.planning.planner import Topology
-from pipeline.planning.profile import Line, Part, Peak, Profile
-from pipeline.planning.shapes import ModelShape, OptimizerShape, Weight
-from pipeline.planning.strategy import (
+from pipeline.planning.forecast import (
     GRADIENTS,
     OPTIMIZER,
     PARAMETERS,
     SAVE,
     UPDATE,
     Held,
+    ModelShape,
     Moment,
+    OptimizerShape,
     StrategyMemory,
+    Weight,
 )
+from pipeline.planning.planner import Topology
+from pipeline.planning.profile import Line, Part, Peak, Profile
 from stages.average.ema import EmaAverage
 from stages.planners import EmaPlanner
 from stages.wrap.ddp import Ddp

@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.contracts.precision import Precision
+from pipeline.planning.forecast import Copies, ModelShape, Moment, OptimizerShape, Weight
 from pipeline.planning.planner import Topology
-from pipeline.planning.shapes import ModelShape, OptimizerShape, Weight
-from pipeline.planning.strategy import Copies, Moment
 from stages.wrap.zero import OptimizerOffload, ParameterOffload, Zero
 from stages.wrap.zero.memory import ZeroMemory
 from stages.wrap.zero.planner import ZeroPlanner

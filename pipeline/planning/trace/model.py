@@ -1,11 +1,12 @@
-"""A model without weights' values and without a strategy: what its own tensors take."""
+"""The model of a trace: its structure, and an engine without a strategy that runs it."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,16 +16,85 @@ from pipeline.contracts.engine import DataAxis, Engine, StepGuard, StepReport
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.precision import Precision, torch_dtype
 from pipeline.contracts.tensors import TensorReader, TensorSpec
+from pipeline.planning.forecast import Weight
 from pipeline.planning.planner import Topology
-from pipeline.planning.trace.marks import Marks
 from pipeline.planning.trace.torch_compat import cast_in
+from pipeline.planning.trace.tracker import Marks
 from pipeline.utils.fake_tensors import with_values
 
 
+@dataclass(frozen=True, kw_only=True)
+class Structure:
+    """A model's weights and blocks."""
+
+    names: Sequence[str]
+    """Names of the modules that are blocks."""
+    root: Sequence[Weight]
+    """Weights outside of blocks, tied ones once."""
+    blocks: Sequence[Sequence[Weight]]
+    signatures: Sequence[Any]
+    """Everything that distinguishes a block from others but its number, for each block."""
+    tied: bool
+    """Whether two names of the root share one weight."""
+
+    @property
+    def weights(self) -> Sequence[Weight]:
+        """All weights."""
+        return [*self.root, *(weight for block in self.blocks for weight in block)]
+
+
+def structure(source: ModelSource) -> Structure:
+    """Structure of a source's model, built on the meta device, without memory."""
+    with torch.device("meta"):
+        model = source.build()
+    source.tie(model)
+    frozen_base = set(source.frozen_base)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    modules = {module: name for name, module in model.named_modules()}
+    blocks = source.blocks(model)
+    left = {
+        parameter: Weight(
+            name=name,
+            shape=tuple(parameter.shape),
+            trained=parameter.requires_grad,
+            frozen_base=name in frozen_base,
+            packed=not parameter.is_floating_point(),
+        )
+        for parameter, name in names.items()
+    }
+    return Structure(
+        # A weight that blocks share belongs to the first of them, the rest to the root.
+        blocks=[[left.pop(one) for one in block.parameters() if one in left] for block in blocks],
+        root=[*left.values()],
+        names=[modules[block] for block in blocks],
+        signatures=[tuple((n, *_traits(one)) for n, one in b.named_modules()) for b in blocks],
+        tied=len([*model.named_parameters(remove_duplicate=False)]) > len(names),
+    )
+
+
+def _traits(module: nn.Module) -> tuple[Any, ...]:
+    plain = {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, bool | int | float | str) and key != "layer_idx"
+    }
+    own = module.named_parameters(recurse=False)
+    shapes = tuple((name, tuple(one.shape)) for name, one in own)
+    replaced = getattr(vars(module).get("forward"), "__qualname__", "")
+    return type(module).__name__, tuple(sorted(plain.items())), shapes, replaced
+
+
+def kinds(signatures: Sequence[Any]) -> list[int]:
+    """Number of each block's kind. The first block is a kind of its own: nothing before it may need
+    a gradient."""
+    known: dict[Any, int] = {}
+    return [known.setdefault((n == 0, one), len(known)) for n, one in enumerate(signatures)]
+
+
 class BareEngine(Engine):
-    """Weights in the compute dtype; their gradients are dropped as soon as they are there. Tied
-    ones are two, so that no gradient waits for another: that is up to the strategy. Blocks are
-    given the compute dtype, as strategies that gather blocks give it."""
+    """A model in the compute dtype, whose gradients are dropped as soon as they are computed. Tied
+    weights are separate, so that no gradient waits for another, and blocks are called with the
+    compute dtype, as strategies that gather blocks do: both are up to the strategy."""
 
     def __init__(
         self, source: ModelSource, precision: Precision, topology: Topology, marks: Marks
@@ -84,15 +154,15 @@ def _cast(tensors: Any, dtype: torch.dtype) -> None:
 
 
 def with_zero_weights(source: ModelSource) -> ModelSource:
-    """A source like this one, with a reader that reads nothing."""
+    """A copy of a source, whose weights are zeros and are not read."""
     same = copy.copy(source)
     same.weights = ZeroReader  # type: ignore[method-assign]
     return same
 
 
 class ZeroReader(TensorReader):
-    """Reader of tensors of zeros. With uninitialised memory, gradients might not be finite, and
-    some strategies leave such updates out."""
+    """Reader of zeros. With uninitialised memory, gradients might not be finite, and some
+    strategies leave such updates out."""
 
     as_stored = True
 
