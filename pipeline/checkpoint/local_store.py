@@ -73,8 +73,9 @@ class LocalStore(Store):
         partial.unlink(missing_ok=True)
         with _LocalSink(partial, len(data), shared=False) as sink:
             sink.write(0, memoryview(data))
-        partial.rename(path)
-        _sync(path.parent)
+        # Opened before the rename: rank 0 moves the folder when it sees the last report.
+        with _synced(path.parent):
+            partial.rename(path)
 
     def create(self, name: str, file: str, size: int, *, shared: bool) -> Sink:
         return _LocalSink(self._root / name / file, size, shared=shared)
@@ -145,6 +146,19 @@ def _remove(folder: Path) -> None:
     """Remove a folder as far as that is possible."""
     with contextlib.suppress(OSError):  # rmtree ignores some of them only
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _synced(folder: Path) -> Iterator[None]:
+    """Force the entries of a folder to disk after the body, which may see it renamed."""
+    with naming(folder):
+        descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield
+        with naming(folder):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _sync(folder: Path) -> None:

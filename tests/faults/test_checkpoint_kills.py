@@ -20,11 +20,11 @@ def test_a_save_is_what_we_believe_it_is(recorded: Recorded) -> None:
     assert kinds >= {"mkdir", "open", "pwrite", "fsync", "close", "rename", "unlink", "rmdir"}
     first = recorded.operations[0]
     manifest = first.index(f"rename {recorded.attempt / 'manifest.json.partial'}")
-    folder = first.index(f"open {recorded.attempt}", manifest)
     parent = first.index(f"open {recorded.root}", recorded.commit)
     forget = recorded.place(0, f"rename {recorded.root / OLD}")
-    assert manifest < folder < recorded.commit < parent < forget
-    assert first[folder + 1].startswith("fsync ")
+    assert manifest < recorded.commit < parent < forget
+    assert first[manifest - 1] == f"open {recorded.attempt}"
+    assert first[manifest + 1].startswith("fsync ")
     assert first[parent + 1].startswith("fsync ")
     written = [place for place, line in enumerate(first) if line.startswith("pwrite ")]
     assert max(written) < manifest
