@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 from pipeline.utils import jsonl
-from pipeline.utils.files import replace_text
+from pipeline.utils.files import opened, replace_text
 
 
 class Metrics:
@@ -24,12 +25,26 @@ class Metrics:
             jsonl.append_line(self.path, record)
 
     def rewind(self, step: int) -> None:
-        """Drop records later than `step`, and lines that are no records, as one that a crash cut
-        short, so that a resumed run leaves neither gaps nor duplicates."""
+        """Drop records later than `step`, and a line that a crash cut short, so that a resumed run
+        leaves neither gaps nor duplicates. A file with other lines than ours is kept aside."""
         if self.path is None or not self.path.exists():
             return
-        kept = [record for record in records(self.path) if (record.get("step") or 0) <= step]
+        found = list(records(self.path))
+        self._keep_foreign(len(found))
+        kept = [record for record in found if (record.get("step") or 0) <= step]
         replace_text(self.path, "".join(json.dumps(r, allow_nan=False) + "\n" for r in kept))
+
+    def _keep_foreign(self, ours: int) -> None:
+        assert self.path is not None
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        foreign = len(lines) - ours - (not lines[-1].endswith(b"\n") if lines else 0)
+        if foreign > 0:
+            aside = self.path.with_name(f"{self.path.name}.damaged")
+            with opened(aside, "wb") as file:
+                file.writelines(lines)
+            logging.getLogger("pipe").warning(
+                "%s: %d lines are no metrics; left out, kept in %s", self.path, foreign, aside
+            )
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:

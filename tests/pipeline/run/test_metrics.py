@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from pipeline.run.metrics import Metrics, records
 
 
@@ -32,10 +34,29 @@ def test_without_a_path_nothing_is_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_lines_that_are_none_of_ours_are_left_out(tmp_path: Path) -> None:
+def test_lines_that_are_none_of_ours_are_kept_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "metrics.jsonl"
     text = b'{"step": 1, "loss": 2.0}\n\xff\n{"step": "x"}\n[]\n{"step": 2, "loss": "y"}\n{"st'
     path.write_bytes(text)
     assert list(records(path)) == [{"step": 1, "loss": 2.0}]
     Metrics(path).rewind(5)
-    assert path.read_text() == '{"step": 1, "loss": 2.0}\n'
+    assert list(records(path)) == [{"step": 1, "loss": 2.0}]
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == text
+    said = f"{path}: 4 lines are no metrics; left out, kept in {path}.damaged"
+    assert [record.getMessage() for record in caplog.records] == [said]
+    Metrics(path).rewind(5)
+    assert len(caplog.records) == 1
+
+
+def test_lines_are_not_kept_through_a_link(tmp_path: Path) -> None:
+    """The sender of a run chooses the lines and the target of the link."""
+    target = tmp_path / "target"
+    target.write_text("mine")
+    (tmp_path / "metrics.jsonl.damaged").symlink_to(target)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("theirs\n")
+    with pytest.raises(OSError, match="nothing is written through links"):
+        Metrics(path).rewind(5)
+    assert target.read_text() == "mine"
