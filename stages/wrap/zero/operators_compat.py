@@ -8,7 +8,6 @@ import hashlib
 import logging
 import os
 import shutil
-import sys
 import sysconfig
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +23,7 @@ LOG = logging.getLogger("pipe.operators")
 def keep_operators() -> None:
     """Make DeepSpeed keep the operators that it compiles, and compile one at a time.
 
-    They are in `TORCH_EXTENSIONS_DIR`, or in a folder of this environment in the user's cache.
+    They are in `TORCH_EXTENSIONS_DIR`, or in the user's cache in a folder of these packages.
     """
     import cpuinfo
     from deepspeed.ops.op_builder.builder import OpBuilder
@@ -64,12 +63,12 @@ def _original(function: Any) -> Any:
 
 
 def _folder() -> str:
-    """The folder for this environment, versions and CPU, which torch's cache takes for the same."""
+    """The folder for these packages and this CPU; torch's own cache does not tell them apart."""
     import cpuinfo
     import deepspeed
 
-    versions = torch.__version__, deepspeed.__version__
-    facts = repr((sys.prefix, versions, cpuinfo.get_cpu_info().get("flags")))
+    packages = [(package.__file__, package.__version__) for package in (torch, deepspeed)]
+    facts = repr((packages, cpuinfo.get_cpu_info().get("flags")))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = hashlib.sha256(facts.encode()).hexdigest()[:16]
     return str(cache / "pipetrain" / "operators" / key)

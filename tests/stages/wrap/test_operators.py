@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 from types import ModuleType
 
+import deepspeed
 import pytest
 import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
@@ -97,10 +98,10 @@ def test_another_process_compiles_nothing(tmp_path: Path, kept: Path) -> None:
     )  # fmt: skip
 
 
-def test_each_environment_has_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_installation_has_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = operators_compat._folder()
     assert operators_compat._folder() == plain
-    for place, name in ((torch, "__version__"), (sys, "prefix")):
+    for place, name in ((torch, "__version__"), (deepspeed, "__file__")):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, "another")
             assert operators_compat._folder() != plain
