@@ -32,7 +32,7 @@ AVERAGE = "average of weights"
 OFFLOADED = "offloaded activations"
 PASSES = ((True, True),), ((True, False), (False, True))
 """Micro-batches that represent a step of one and a step of several, as (first, last): the first
-finds no gradients. Those in between need no more memory."""
+finds no gradients. Micro-batches in between need no more memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -81,9 +81,9 @@ def try_writing(path: Path) -> None:
 
 
 def page_aligned(size: int) -> memoryview:
-    """Memory to read into, for `size` bytes, of this process alone. Where it begins a few bytes
-    after a page, as that of a large `bytearray` does, AMD's processors since Zen 3 copy into it at
-    a fifth of the speed (https://sourceware.org/bugzilla/show_bug.cgi?id=30994)."""
+    """Memory to read into, for `size` bytes, of this process alone, at the start of a page. A
+    large `bytearray` begins a few bytes after one, and AMD's processors since Zen 3 copy into that
+    at a fifth of the speed (https://sourceware.org/bugzilla/show_bug.cgi?id=30994)."""
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # the default is shared with forked processes
     return memoryview(mmap.mmap(-1, max(size, 1), flags=private))[:size]
 

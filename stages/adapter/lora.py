@@ -60,7 +60,7 @@ class Lora:
     dropout: Annotated[float, Ge(0), Lt(1)] = 0.0
     """Share of an update's inputs that is dropped in training."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Which linear layers get an update: ends of their names (`q_proj`, `mlp.up_proj`), or all but
+    """Linear layers that get an update: ends of their names (`q_proj`, `mlp.up_proj`), or all but
     the head. Experts that are one tensor are no linear layers."""
     quantize: QuantType | None = None
     """Hold the weights of all linear layers but the head in 4 bits, by bitsandbytes (Dettmers et

@@ -73,7 +73,7 @@ class Manifest(_Frozen):
     others: dict[str, str] = {}
     """Every other file -> its checksum (XXH3, 64 bits, hexadecimal)."""
     facts: dict[str, str | int] = {}
-    """Where the model comes from, for people."""
+    """Origin of the model, for people."""
     proof: Proof | None = None
 
     @property

@@ -27,7 +27,7 @@ from stages.model.declared import outline, refuse_differences, ties
 ROOM = 2 << 30
 """Bytes that must stay free beside a model that is loaded whole."""
 ON_DISK = {"": "disk"}
-"""Where the modules of a model are that is too large for memory."""
+"""Places of the modules of a model that is too large for memory."""
 
 
 def logits(model: Any, ids: Tensor) -> Tensor:

@@ -23,10 +23,10 @@ from pipeline import (
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings:
-    """Where an export goes, and how it is verified: the same for models and adapters."""
+    """Folder and verification of an export, the same for models and adapters."""
 
     folder: str | None = None
-    """Where the export goes; the run's folder `export` when not set. An earlier export there is
+    """Folder of the export; the run's folder `export` when not set. An earlier export there is
     replaced once the new one is proven; anything else there is refused."""
     prompt: str = "The quick brown fox jumps over the lazy dog."
     """Text on which the logits of the exported and the trained model are compared. Without a

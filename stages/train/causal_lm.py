@@ -54,8 +54,8 @@ class TrainCausalLm(BatchPlan):
     """End training when the held-out loss stops falling; null trains to the last step."""
 
     result: Literal["last", "best"] = "last"
-    """Which checkpoint later stages (consolidate, export) take: that of the last step, or the one
-    with the lowest held-out loss, which needs `keep_best` in the checkpoint slot."""
+    """The checkpoint that later stages (consolidate, export) take: of the last step, or with the
+    lowest held-out loss, which needs `keep_best` in the checkpoint slot."""
 
     anomalies: Anomalies = field(default_factory=Anomalies)
     """Reaction to steps whose gradient is not finite or whose loss spikes."""

@@ -47,7 +47,8 @@ class HfTrainer(BatchPlan):
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further TrainingArguments, named as in transformers (`activation_checkpointing`,
-    `torch_compile`, `report_to`). Those that a field above or another slot decides are refused."""
+    `torch_compile`, `report_to`). Arguments that a field above or another slot decides are refused.
+    """
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from super().check(plan)

@@ -1,4 +1,4 @@
-"""Where DeepSpeed 0.19 keeps this rank's part of each master weight and its optimizer state.
+"""Places in which DeepSpeed 0.19 keeps this rank's part of each master and its optimizer state.
 
 Masters are flat tensors: one per group (stages 1 and 2) or per sub-group (stage 3), with the
 optimizer's state beside them. `tests/stages/wrap/test_deepspeed_contract.py` guards the private
