@@ -19,7 +19,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
@@ -129,8 +128,9 @@ class PlanView:
         """The first slot before that of `stage` which gives `artifact` or a subclass of it; None
         without one."""
         givers = {id(giver) for giver in self.giving(artifact)}
-        earlier = takewhile(lambda item: item[1] is not stage, self.slots.items())
-        return next((slot for slot, other in earlier if id(other) in givers), None)
+        slots = list(self.slots.items())
+        place = next((at for at, (_, other) in enumerate(slots) if other is stage), 0)
+        return next((slot for slot, other in slots[:place] if id(other) in givers), None)
 
 
 @dataclass(kw_only=True)

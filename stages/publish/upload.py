@@ -152,8 +152,17 @@ def masked(text: str, token: str) -> str:
     return TOKEN.sub("<token>", text.replace(token, "<token>") if token else text)
 
 
-def _refusal(error: Exception, stage: PublishHub, ctx: Context, token: str) -> StageError:
+def _answer(error: BaseException) -> BaseException:
+    """The hub's answer that led to the error; the error itself without one."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, HfHubHTTPError):
+        cause = cause.__cause__
+    return cause or error
+
+
+def _refusal(error: BaseException, stage: PublishHub, ctx: Context, token: str) -> StageError:
     """An error of the hub or the network, without any token in it."""
+    error = _answer(error)
     reason = masked(in_words(error), token)
     hint = f"the export is untouched; retry with: pipe resume {shlex.quote(str(ctx.run_dir))}"
     if isinstance(error, HfHubHTTPError) and error.response.status_code in NOT_ALLOWED:

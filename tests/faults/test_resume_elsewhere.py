@@ -30,7 +30,7 @@ def test_another_strategy_and_world_size_go_on_and_another_training_is_refused(p
     assert own["stages"]["wrap"]["use"] == "wrap.ddp"  # the refused recipe did not replace it
     lost = pipe("resume", run, "train.steps=4", f"checkpoint.folder={pipe.folder / 'new'}")
     assert lost.code == 1
-    assert f"this run saved its checkpoints in {pipe.run_dir / 'checkpoints'}" in lost.stderr
+    assert f"this run saved checkpoints in {pipe.run_dir / 'checkpoints'}" in lost.stderr
     went_on = pipe("resume", run, "--recipe", str(there), "train.micro_batch_size=1")
     assert went_on.code == 0, went_on.stderr
     assert [step for step, _ in losses(pipe.run_dir)] == [1, 2, 3, 4, 5, 6]

@@ -20,16 +20,15 @@ from tests.parity.combinations import (
     RANKS,
     SIZES,
     STRATEGIES,
-    Strategy,
     case,
     model_fields,
     refusal,
     table,
 )
 from tests.parity.reference import reference
-from tests.parity.test_parity import ACCELERATE
 from tests.support.processes import run_ranks
 from tests.support.runs import context, packed_data, toy_data
+from tests.support.strategies import STRATEGIES as ALL_STRATEGIES
 from tests.support.tier import FULL, spread
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
@@ -133,10 +132,9 @@ def test_the_numbers_of_a_plain_loop(name: str, trained: Any) -> None:
 
 
 @pytest.mark.parametrize("name", spread(["QLoRA", "DoRA", "packing"], 1))
-@pytest.mark.parametrize("kind", ACCELERATE)
+@pytest.mark.parametrize("kind", ["accelerate ddp", "accelerate fsdp2"])
 def test_the_same_through_accelerate(kind: str, name: str, tmp_path: Path) -> None:
-    strategy = Strategy(use="wrap.accelerate", fields={"accelerate": ACCELERATE[kind]})
-    cases = {name: case(FEATURES[name], strategy)}
+    cases = {name: case(FEATURES[name], ALL_STRATEGIES[kind])}
     results = run_ranks(train_all, RANKS, str(tmp_path), cases, limit=900)[0]
     test_the_numbers_of_a_plain_loop(name, results)
 

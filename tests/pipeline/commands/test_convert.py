@@ -55,7 +55,7 @@ def test_there_and_back(checkpoint: Path, tmp_path: Path) -> None:
         assert result.exit_code == 0, result.output
         there = tmp_path / form / "step-00000004" if form == "full" else tmp_path / form
         assert f"wrote {there}\n" in result.output
-        assert "canonical, step 4, 3 tensors, 216.0 KB" in result.output
+        assert "canonical, step 4, 3 tensors, 180.0 KB" in result.output
         result = convert(there, tmp_path / str(number), "--to", "canonical", "--samples", 9)
         assert result.exit_code == 0, result.output
         assert ("samples=9 is assumed" in result.output) == (form == "dcp")

@@ -244,7 +244,7 @@ def test_a_late_import_is_no_fault_of_the_driver(
     assert result.exit_code == 0, result.output
     assert "warning: slow-import: importing torch was given up after 80 s" in result.stdout
     assert "driver:" not in result.stdout
-    assert "  of the driver  2, none of torch" in result.stdout.splitlines()
+    assert "  driver  2 GPUs, none usable by torch" in result.stdout.splitlines()
     assert list(given.values()) == [80, 11, 14, 11, 25]
 
 

@@ -83,7 +83,7 @@ def test_sample_order_does_not_depend_on_the_split(
     batch: int, ranks: int, micro: int, size: int
 ) -> None:
     order = SampleOrder(3, size)
-    expected = [order[position] for position in range(4 * batch)]
+    expected = order.indices(0, 4 * batch).tolist()
     assert seen(4, batch, ranks, micro, size, None) == expected
 
 
