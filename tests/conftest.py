@@ -19,6 +19,8 @@ from tests.support.tier import FULL, times
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Processes started by tests keep their compiled bytecode, as a user's do.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Compiling the operators as DeepSpeed does takes twice as long.
+os.environ.setdefault("CXX", str(Path(__file__).parent / "support" / "c++"))
 # Tests never reach for the hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
 

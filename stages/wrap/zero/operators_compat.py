@@ -63,12 +63,13 @@ def _original(function: Any) -> Any:
 
 
 def _folder() -> str:
-    """The folder for these packages and this CPU; torch's own cache does not tell them apart."""
+    """The folder for these packages, this CPU and the compiler; torch's own cache does not tell them
+    apart."""
     import cpuinfo
     import deepspeed
 
     packages = [(package.__file__, package.__version__) for package in (torch, deepspeed)]
-    facts = repr((packages, cpuinfo.get_cpu_info().get("flags")))
+    facts = repr((packages, cpuinfo.get_cpu_info().get("flags"), os.environ.get("CXX")))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = hashlib.sha256(facts.encode()).hexdigest()[:16]
     return str(cache / "pipetrain" / "operators" / key)
