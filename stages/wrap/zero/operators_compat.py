@@ -63,8 +63,7 @@ def _original(function: Any) -> Any:
 
 
 def _folder() -> str:
-    """The folder for these packages, this CPU and the compiler; torch's own cache does not tell them
-    apart."""
+    """The folder for these packages, this CPU and this compiler, which torch's cache mixes."""
     import cpuinfo
     import deepspeed
 
