@@ -6,6 +6,7 @@ The snapshot is computed while a writer copies it, so a state of any size needs 
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,20 @@ from apart.child import Job, Place, Work
 from exporters.trained import HOLDERS, KINDS, MOMENTS, STEP, Trained, trained
 from pipeline.checkpoint.division import Run
 from pipeline.checkpoint.file_layout import SHARDED, Layout
-from pipeline.checkpoint.layout import LocalShard, divided, message, spans_of, unpacked
-from pipeline.checkpoint.manifest import TensorEntry
+from pipeline.checkpoint.manifest import ManifestTemplate, TensorEntry
 from pipeline.checkpoint.retention import Retention
-from pipeline.checkpoint.staging import Staging, stage
+from pipeline.checkpoint.staging import Staging, plan_staging
 from pipeline.checkpoint.store import step_name
-from pipeline.checkpoint.writer_main import ManifestTemplate, Setup, carry_out
-from pipeline.checkpoint.writer_main import SaveRequest as Save
+from pipeline.checkpoint.write_plan import (
+    LocalShard,
+    decode_division,
+    divide,
+    encode_shards,
+    spans_of,
+)
+from pipeline.checkpoint.writer_main import carry_out
+from pipeline.checkpoint.writer_protocol import SaveRequest as Save
+from pipeline.checkpoint.writer_protocol import WriterSetup
 from pipeline.contracts.engine import EngineState, ParameterGroup
 from pipeline.contracts.training import Progress
 
@@ -41,15 +49,15 @@ def write(job: Job, place: Place) -> Work:
             files=[file for layout in layouts for file in layout.described],
         )  # fmt: skip
         for rank in reversed(range(job["ranks"])):  # rank 0's writer waits for the others
-            staging = stage(layouts[rank], lambda key: False)
-            setup = Setup(
+            staging = plan_staging(layouts[rank], set())
+            setup = WriterSetup(
                 store=str(root), rank=rank, world_size=job["ranks"], buffer_size=staging.size,
                 files=layouts[rank].files, rounds=staging.rounds, retention=Retention(),
                 template=None if rank else template,
             )  # fmt: skip
             snapshot: Any = _Snapshot(staging)
             save = Save(name=step_name(STEP), identity="benchmark", facts=_facts(model))
-            outcome = carry_out(setup, save, snapshot)
+            outcome = carry_out(setup, save, snapshot, itertools.chain(*staging.rounds))
             if outcome.problem:
                 raise RuntimeError(outcome.problem)
         return {"needed": list(_needed(root / step_name(STEP), layouts))}
@@ -70,7 +78,7 @@ def lay_out(
         ]
         for rank in range(ranks)
     ]
-    tensors, runs = unpacked(divided([message(own) for own in held], made))
+    tensors, runs = decode_division(divide([encode_shards(own) for own in held], made))
     table = {entry.key: entry for entry in tensors}
     spans = (spans_of(rank, tensors, runs) for rank in range(ranks))
     return tensors, runs, [made.lay_out(rank, mine, table) for rank, mine in enumerate(spans)]

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pipeline.checkpoint.manifest import FILE as MANIFEST
+from pipeline.checkpoint.manifest import MANIFEST
 from pipeline.checkpoint.store import Sink, Store, Transaction, steps_in_order
 from pipeline.utils.files import naming, read_at, sync, write_at
 
@@ -36,7 +36,7 @@ class LocalStore(Store):
     def locate(self, name: str, file: str = "") -> str:
         return str(self._root / name / file)
 
-    def attempt(self, name: str, identity: str) -> Transaction:
+    def begin(self, name: str, identity: str) -> Transaction:
         transaction = Transaction(self, name, f"{name}.tmp-{identity}", "")
         if not self._root.is_dir():
             self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -100,6 +100,7 @@ class LocalStore(Store):
     def delete(self, name: str) -> None:
         doomed = self._root / f"{name}.deleted-{os.getpid()}"
         (self._root / name).rename(doomed)
+        _sync(self._root)  # or a power loss could leave half of it under its name
         shutil.rmtree(doomed)
 
     def clean(self) -> None:

@@ -12,15 +12,15 @@ from pathlib import Path
 
 from pipeline.checkpoint import location
 from pipeline.checkpoint.file_layout import FileLayout
-from pipeline.checkpoint.layout import plan_writes
-from pipeline.checkpoint.manifest import FILE, Manifest
+from pipeline.checkpoint.manifest import MANIFEST, Manifest
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.restore import Restoration, saved_progress, without_frozen_base
 from pipeline.checkpoint.retention import Retention, best_of, expected_count
-from pipeline.checkpoint.staging import stage
+from pipeline.checkpoint.staging import plan_staging
 from pipeline.checkpoint.store import locate, open_store, step_name
+from pipeline.checkpoint.write_plan import plan_writes
 from pipeline.checkpoint.writer_client import Snapshot, WriterProcess
-from pipeline.checkpoint.writer_main import SaveRequest, SaveResult, Setup
+from pipeline.checkpoint.writer_protocol import SaveRequest, SaveResult, WriterSetup
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.resources import ResourceNeed, require_resources
 from pipeline.contracts.stage import Context
@@ -68,14 +68,14 @@ class CheckpointManager(Checkpoints):
         plan = plan_writes(self.engine, dist, self.file_layout, without=self.frozen_base)
         # Training waits for what passes, which is all that it need not copy whole to go on.
         passing = plan.on_host if self.asynchronous else plan.held
-        staging = stage(plan.layout, passing.__contains__)
+        staging = plan_staging(plan.layout, passing)
         what = f"copies of the training state, {human(staging.size)} for each process here"
         memory = staging.size * dist.local_world_size
         require_resources([ResourceNeed(what=what, memory=memory)])
         dist.barrier()  # before any rank takes its share
         self.plan = plan
         self.snapshot = Snapshot(self.engine, dist, plan, staging)
-        setup = Setup(
+        setup = WriterSetup(
             store=self.address,
             rank=dist.rank,
             world_size=dist.world_size,
@@ -132,9 +132,9 @@ class CheckpointManager(Checkpoints):
         )
         failed = self.snapshot.hand_over(self.writer, request)
         if failed is not None:
-            self._settle(failed)
+            raise self._failure(failed)
         self._pending = self._last = name
-        self.ctx.dist.barrier()  # a disk may be slower than the next collective waits
+        self.ctx.dist.barrier()  # one rank's disk may be slower than a collective may take
         self.ctx.log.debug("snapshot of %s: %.3f s", name, time.perf_counter() - began)
         if not self.asynchronous:
             self._settle_pending()
@@ -145,10 +145,10 @@ class CheckpointManager(Checkpoints):
         if not self.ctx.dist.is_main:
             return
         with system_errors_as(CheckpointError):
-            manifest = Manifest.load(self.store.get(name, FILE), self.store.locate(name))
+            manifest = Manifest.load(self.store.get(name, MANIFEST), self.store.locate(name))
             if progress.differs_from(manifest.progress):
                 amended = manifest.model_copy(update={"progress": vars(progress)})
-                self.store.put(name, FILE, amended.dump())
+                self.store.put(name, MANIFEST, amended.dump())
 
     def finish(self) -> str:
         self._settle_pending()
@@ -160,7 +160,8 @@ class CheckpointManager(Checkpoints):
     def best(self) -> TrainedRun:
         found = None
         if self.ctx.dist.is_main:
-            found = "".join(best_of(self.store, self.store.names(), 1))
+            with system_errors_as(CheckpointError):
+                found = next(iter(best_of(self.store, self.store.names(), 1)), "")
         name = self.ctx.dist.broadcast_str(found)
         if not name:
             raise CheckpointError(f"no checkpoint in {self.address} has a held-out loss")
@@ -207,7 +208,7 @@ class CheckpointManager(Checkpoints):
         self._settle_pending(wait=False)
         if self._pending or self.ctx.dist.is_main or not self._attempts or self._last is None:
             return self._pending is not None
-        return self.store.size(self._last, FILE) is None
+        return self.store.size(self._last, MANIFEST) is None
 
     def _settle_pending(self, *, wait: bool = True) -> None:
         result = None
@@ -218,13 +219,9 @@ class CheckpointManager(Checkpoints):
 
     def _settle(self, result: SaveResult) -> None:
         """Record and log the result of a save. Raises CheckpointError if it failed."""
-        self._pending = None
         if result.problem:
-            self._last = None
-            raise CheckpointError(
-                f"{result.name} could not be saved: {result.problem}",
-                hint="what was saved before is untouched",
-            )
+            raise self._failure(result)
+        self._pending = None
         for warning in result.warnings:
             self.ctx.log.warning(warning)
         if result.place:
@@ -232,3 +229,11 @@ class CheckpointManager(Checkpoints):
             self.ctx.log.info(
                 "saved %s  %.1f MB  %.1f s", result.place, result.size / 1e6, result.seconds
             )
+
+    def _failure(self, result: SaveResult) -> CheckpointError:
+        """The error of a save that has failed; nothing waits for it any more."""
+        self._pending = self._last = None
+        return CheckpointError(
+            f"{result.name} could not be saved: {result.problem}",
+            hint="what was saved before is untouched",
+        )

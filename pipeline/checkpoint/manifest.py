@@ -6,6 +6,7 @@ stand in the file.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import itertools
 import math
@@ -23,7 +24,7 @@ from pipeline.checkpoint.safetensors_format import BLOCK, ITEM_BYTES
 from pipeline.contracts.engine import WEIGHT, EngineState
 from pipeline.errors import CheckpointError
 
-FILE = "manifest.json"
+MANIFEST = "manifest.json"
 LARGEST = 1 << 42
 """Limit of a tensor's elements: a tensor's number and an element's make a 64-bit key."""
 _NAME = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", re.ASCII)
@@ -201,3 +202,25 @@ def _signed(body: bytes) -> bytes:
 def sums_name(rank: int) -> str:
     """Name of the file with a rank's checksums."""
     return f"rank-{rank:05d}.sums"
+
+
+class ManifestTemplate(BaseModel):
+    """The part of the manifest that is the same at every save of a run."""
+
+    world_size: int
+    writer: Mapping[str, Any]
+    tensors: Sequence[TensorEntry]
+    runs: Sequence[Sequence[Run]]
+    files: Sequence[DataFile]
+
+    def fill(self, facts: Mapping[str, Any], prefix: str, digests: Sequence[int]) -> Manifest:
+        """The manifest of one save, given its `step`, `progress` and `state`, the prefix of its
+        files' names, and the digest of each writing rank's checksums."""
+        named = [file.model_copy(update={"name": prefix + file.name}) for file in self.files]
+        parts = [
+            Part(sums=prefix + sums_name(rank), digest=digest)
+            for rank, digest in enumerate(digests)
+        ]
+        written = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        same = dict(self) | {"files": named}
+        return Manifest(**facts, **same, written=written, parts=parts)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pipeline.checkpoint.manifest import FILE as MANIFEST
+from pipeline.checkpoint.manifest import MANIFEST
 from pipeline.checkpoint.store import Sink, Store, Transaction, steps_in_order
 
 _ASIDE = re.compile(r"damaged-\d+-" + re.escape(MANIFEST))
@@ -42,7 +42,7 @@ class ObjectStore(Store):
     def locate(self, name: str, file: str = "") -> str:
         return "/".join(part for part in (self._address, name, file) if part)
 
-    def attempt(self, name: str, identity: str) -> Transaction:
+    def begin(self, name: str, identity: str) -> Transaction:
         self.requests.makedirs(self._path(name, identity), exist_ok=True)
         return Transaction(self, name, name, f"{identity}/")
 

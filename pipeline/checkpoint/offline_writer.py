@@ -16,9 +16,10 @@ from pathlib import Path
 from pipeline.checkpoint.division import Run, Span
 from pipeline.checkpoint.file_layout import FileLayout, Layout
 from pipeline.checkpoint.formats import StateSource
+from pipeline.checkpoint.manifest import ManifestTemplate
 from pipeline.checkpoint.safetensors_format import CHUNK
 from pipeline.checkpoint.store import Store, Transaction, step_name, step_number
-from pipeline.checkpoint.writer_main import ManifestTemplate, copy_chunks, put_sums
+from pipeline.checkpoint.writer_main import copy_chunks, put_sums
 from pipeline.errors import UsageError
 from pipeline.utils.files import sync, sync_tree
 
@@ -50,7 +51,7 @@ def write_checkpoint(source: StateSource, store: Store, name: str, file_layout: 
         files=layout.described,
     )
     facts = {"step": source.step, "progress": source.progress, "state": source.state}
-    transaction = store.attempt(name, uuid.uuid4().hex[:12])
+    transaction = store.begin(name, uuid.uuid4().hex[:12])
     try:
         digest = put_sums(transaction, 0, list(_write(source, layout, transaction)))
         store.commit(transaction, template.fill(facts, transaction.prefix, [digest]).dump())

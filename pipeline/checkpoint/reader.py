@@ -10,7 +10,7 @@ from xxhash import xxh3_64_intdigest
 
 from pipeline.checkpoint import safetensors_format
 from pipeline.checkpoint.formats import StateSource
-from pipeline.checkpoint.manifest import FILE, Damaged, Manifest, sums_name
+from pipeline.checkpoint.manifest import MANIFEST, Damaged, Manifest, sums_name
 from pipeline.checkpoint.places import Place, Places
 from pipeline.checkpoint.safetensors_format import BLOCK, SUM_BYTES
 from pipeline.checkpoint.store import Store, step_number
@@ -27,12 +27,12 @@ class CheckpointReader(StateSource):
         self.name = name
         self._store = store
         self.where = store.locate(name)
-        where = store.locate(name, FILE)
+        where = store.locate(name, MANIFEST)
         with _explained(where):
             # every checkpoint in a folder has the first rank's sums: it may have lost its manifest
-            if store.size(name, FILE) is None and store.size(name, sums_name(0)) is None:
-                raise CheckpointError(f"{self.where}: no checkpoint: it holds no {FILE}")
-            data = store.get(name, FILE)
+            if store.size(name, MANIFEST) is None and store.size(name, sums_name(0)) is None:
+                raise CheckpointError(f"{self.where}: no checkpoint: it holds no {MANIFEST}")
+            data = store.get(name, MANIFEST)
         self.manifest = Manifest.load(data, where)
         self.step = self.manifest.step
         if step_number(name) not in (None, self.step):

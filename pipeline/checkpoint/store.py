@@ -104,7 +104,7 @@ class Store(ABC):
         """Path or address, for people."""
 
     @abstractmethod
-    def attempt(self, name: str, identity: str) -> Transaction:
+    def begin(self, name: str, identity: str) -> Transaction:
         """Begin to write checkpoint `name`, or join the processes that do."""
 
     @abstractmethod

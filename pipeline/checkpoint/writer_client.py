@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint import rng_state
-from pipeline.checkpoint.layout import DTYPES, WritePlan, random_key
 from pipeline.checkpoint.staging import Copy, Staging
-from pipeline.checkpoint.writer_main import SaveRequest, SaveResult, Setup
+from pipeline.checkpoint.write_plan import DTYPES, WritePlan, random_key
+from pipeline.checkpoint.writer_protocol import SaveRequest, SaveResult, WriterSetup
 from pipeline.errors import CheckpointError
 from pipeline.utils.files import anonymous_file
 from pipeline.utils.process_tree import own_module
@@ -52,7 +52,7 @@ class WriterProcess:
     """A rank's writer, started once a run. Must be made by the main thread: it dies with the
     thread that made it."""
 
-    def __init__(self, setup: Setup, buffer: SnapshotBuffer) -> None:
+    def __init__(self, setup: WriterSetup, buffer: SnapshotBuffer) -> None:
         self._rank = setup.rank
         command = own_module("pipeline.checkpoint.writer_main")
         self._process = subprocess.Popen(
@@ -150,13 +150,13 @@ class Snapshot:
         with torch.no_grad():
             self._copy_whole()
             number = 0
-            for copy, part, source in self._passing():
+            for copy, fragment, source in self._passing():
                 while number < copy.round:
                     failed = self._pass_on(writer, request, number)
                     if failed is not None:
                         return failed
                     number += 1
-                self._copy(copy, part, source)
+                self._copy(copy, fragment, source)
         last = len(self.staging.rounds) - 1
         assert number == last, "the last round passes nothing"
         return self._pass_on(writer, request, number)
@@ -170,16 +170,18 @@ class Snapshot:
         return writer.wait_taken() if needs_room else None
 
     def _copy_whole(self) -> None:
+        left = len(self.staging.whole)
         for name, state in rng_state.capture(self._dist.device).items():
             source = torch.frombuffer(bytearray(state), dtype=torch.uint8)
             for copy in self._whole[random_key(self._dist.rank, name)]:
                 self._target(copy).copy_(source[copy.start : copy.stop])
-        if all(key.startswith("random/") for key in self._whole):
-            return
-        for part, kind, tensor in self._tensors():
-            for copy in self._whole.get(f"{kind}/{part.name}", ()):
-                if part.start <= copy.start and copy.stop <= part.stop:
-                    self._copy(copy, part, tensor)
+                left -= 1
+        for fragment, kind, tensor in self._tensors() if left else ():
+            for copy in self._whole.get(f"{kind}/{fragment.name}", ()):
+                if fragment.start <= copy.start and copy.stop <= fragment.stop:
+                    self._copy(copy, fragment, tensor)
+                    left -= 1
+        assert left == 0, "a part of the state is not there any more"
 
     def _passing(self) -> Iterator[tuple[Copy, Fragment, Tensor]]:
         """Passing pieces, in order. An engine gives its fragments in an order of its own, so they
@@ -187,23 +189,24 @@ class Snapshot:
         left = self.staging.passing[::-1]
         while left:
             before = len(left)
-            for part, kind, tensor in self._tensors():
-                key = f"{kind}/{part.name}"
-                while left and left[-1].key == key and part.start <= left[-1].start < part.stop:
-                    yield left.pop(), part, tensor
+            for fragment, kind, tensor in self._tensors():
+                key, held = f"{kind}/{fragment.name}", range(fragment.start, fragment.stop)
+                while left and left[-1].key == key and left[-1].start in held:
+                    yield left.pop(), fragment, tensor
                 if not left:
                     return
             assert len(left) < before, f"{left[-1].key} is not there any more"
 
     def _tensors(self) -> Iterator[tuple[Fragment, str, Tensor]]:
-        for part in self._engine.fragments():
-            for kind, tensor in part.state.items():
-                yield part, kind, tensor
+        for fragment in self._engine.fragments():
+            for kind, tensor in fragment.state.items():
+                yield fragment, kind, tensor
 
-    def _copy(self, copy: Copy, part: Fragment, tensor: Tensor) -> None:
+    def _copy(self, copy: Copy, fragment: Fragment, tensor: Tensor) -> None:
         """Copy into the buffer. In host memory the C library copies faster than torch."""
         target = self._target(copy)
-        source = tensor[copy.start - part.start : copy.stop - part.start]
+        source = tensor[copy.start - fragment.start : copy.stop - fragment.start]
+        assert source.shape == target.shape, f"{copy.key} is smaller than it was"
         if source.device.type == "cpu" and source.is_contiguous() and source.dtype == target.dtype:
             ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel() * target.itemsize)
         else:

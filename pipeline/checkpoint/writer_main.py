@@ -1,7 +1,7 @@
 """The process that writes one rank's part of every checkpoint, while training goes on.
 
 `python -m pipeline.checkpoint.writer_main DESCRIPTOR PARENT`: DESCRIPTOR is the snapshot buffer's.
-Standard input is one line of JSON with the Setup, then a line with a SaveRequest for each
+Standard input is one line of JSON with the WriterSetup, then a line with a SaveRequest for each
 checkpoint, whose first round is then in the buffer, and an empty line for each further round;
 standard output is one line of JSON for each checkpoint, a SaveResult, and before it an empty line
 for each round whose place in the buffer is wanted for another. The writer of rank 0 also waits for
@@ -11,23 +11,20 @@ the others' reports in the transaction, commits, and then purges what need not b
 from __future__ import annotations
 
 import contextlib
-import datetime
 import itertools
 import mmap
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
-from pydantic import BaseModel
 from xxhash import xxh3_64_intdigest
 
 from pipeline.checkpoint import safetensors_format
-from pipeline.checkpoint.division import Run
-from pipeline.checkpoint.manifest import DataFile, Manifest, Part, TensorEntry, sums_name
-from pipeline.checkpoint.retention import Retention, purge
+from pipeline.checkpoint.manifest import sums_name
+from pipeline.checkpoint.retention import purge
 from pipeline.checkpoint.store import Sink, Store, Transaction, open_store
+from pipeline.checkpoint.writer_protocol import SaveRequest, SaveResult, Write, WriterSetup
 from pipeline.distributed.signals import ENDING
 from pipeline.errors import CheckpointError, in_words
 from pipeline.utils.process_tree import die_with
@@ -35,86 +32,6 @@ from pipeline.utils.terminal import guard
 
 LONGEST_PAUSE = 0.2
 """Seconds between two looks for the other ranks' reports."""
-
-
-class NewFile(BaseModel):
-    """A file to write; its first writer also writes the header."""
-
-    name: str
-    size: int
-    shared: bool
-
-
-class Write(NamedTuple):
-    """Bytes of the snapshot buffer that go to a place of file number `file`. `piece` is false for
-    headers, which have no block checksums."""
-
-    file: int
-    offset: int
-    start: int
-    size: int
-    piece: bool
-
-
-class ManifestTemplate(BaseModel):
-    """The part of the manifest that is the same at every save of a run."""
-
-    world_size: int
-    writer: Mapping[str, Any]
-    tensors: Sequence[TensorEntry]
-    runs: Sequence[Sequence[Run]]
-    files: Sequence[DataFile]
-
-    def fill(self, facts: Mapping[str, Any], prefix: str, digests: Sequence[int]) -> Manifest:
-        """The manifest of one save, given its `step`, `progress` and `state`, the prefix of its
-        files' names, and the digest of each writing rank's checksums."""
-        named = [file.model_copy(update={"name": prefix + file.name}) for file in self.files]
-        parts = [
-            Part(sums=prefix + sums_name(rank), digest=digest)
-            for rank, digest in enumerate(digests)
-        ]
-        written = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        same = dict(self) | {"files": named}
-        return Manifest(**facts, **same, written=written, parts=parts)
-
-
-class Setup(BaseModel):
-    """Constants of one rank's writer."""
-
-    store: str
-    rank: int
-    world_size: int
-    buffer_size: int
-    """Bytes of the snapshot buffer."""
-    files: Sequence[NewFile]
-    rounds: Sequence[Sequence[Write]]
-    """File by file, each from its start to its end."""
-    template: ManifestTemplate | None
-    """Rank 0 only."""
-    retention: Retention
-
-
-class SaveRequest(BaseModel):
-    """Order to write one checkpoint."""
-
-    name: str
-    identity: str
-    facts: Mapping[str, Any] = {}
-    """Fields `step`, `progress` and `state` of the manifest, on rank 0 only."""
-
-
-class SaveResult(BaseModel):
-    """Answer of a writer to its rank, and report to the writer of rank 0, in the transaction."""
-
-    name: str
-    problem: str = ""
-    digest: int = 0
-    """Digest of the rank's checksums."""
-    place: str = ""
-    size: int = 0
-    """Bytes of the whole checkpoint's data, on rank 0."""
-    seconds: float = 0.0
-    warnings: Sequence[str] = ()
 
 
 def main(argv: Sequence[str]) -> None:
@@ -125,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
     requests, answers = sys.stdin.buffer, sys.stdout.buffer  # UTF-8, whatever the locale
-    setup = Setup.model_validate_json(requests.readline())
+    setup = WriterSetup.model_validate_json(requests.readline())
     buffer = memoryview(mmap.mmap(int(argv[0]), max(setup.buffer_size, 1), prot=mmap.PROT_READ))
 
     def writes() -> Iterator[Write]:
@@ -147,19 +64,21 @@ def main(argv: Sequence[str]) -> None:
 
 
 def carry_out(
-    setup: Setup, request: SaveRequest, buffer: memoryview, writes: Iterable[Write] | None = None
+    setup: WriterSetup, request: SaveRequest, buffer: memoryview, writes: Iterable[Write]
 ) -> SaveResult:
     """Write, report, and on rank 0 commit. Failures are in the result; nothing is raised. `writes`
-    are all rounds', and yield when their bytes are in the buffer."""
+    are those of all rounds, each yielded when its bytes are in the buffer."""
     began = time.perf_counter()
     result = SaveResult(name=request.name)
     store = transaction = None
+    reported = False
     try:
         store = open_store(setup.store)
-        transaction = store.attempt(request.name, request.identity)
-        digest = _write(setup, transaction, writes or itertools.chain(*setup.rounds), buffer)
+        transaction = store.begin(request.name, request.identity)
+        digest = _write(setup, transaction, writes, buffer)
         if setup.template is None:
             result.digest = digest
+            reported = True  # even if this fails: rank 0 may have seen it, and commit
             _report(setup, transaction, result)
             return result
         digests = [digest, *_collect(transaction, setup.world_size)]
@@ -167,7 +86,7 @@ def carry_out(
         store.commit(transaction, manifest.dump())
     except Exception as error:
         result.problem = in_words(error)
-        if store is not None and transaction is not None:
+        if store is not None and transaction is not None and not reported:
             _give_up(setup, store, transaction, result)
         return result
     result.place = store.locate(request.name)
@@ -177,7 +96,9 @@ def carry_out(
     return result
 
 
-def _give_up(setup: Setup, store: Store, transaction: Transaction, result: SaveResult) -> None:
+def _give_up(
+    setup: WriterSetup, store: Store, transaction: Transaction, result: SaveResult
+) -> None:
     """Remove the transaction's files on rank 0; on others report to rank 0, whose disk may be
     another one."""
     if setup.rank == 0:
@@ -195,7 +116,7 @@ def _report_name(rank: int) -> str:
     return f"rank-{rank:05d}.report"
 
 
-def _report(setup: Setup, transaction: Transaction, result: SaveResult) -> None:
+def _report(setup: WriterSetup, transaction: Transaction, result: SaveResult) -> None:
     """Report to rank 0; the line break at the end marks a report that is all there."""
     transaction.put(_report_name(setup.rank), result.model_dump_json().encode() + b"\n")
 
@@ -219,7 +140,7 @@ def _collect(transaction: Transaction, world_size: int) -> list[int]:
 
 
 def _write(
-    setup: Setup, transaction: Transaction, writes: Iterable[Write], buffer: memoryview
+    setup: WriterSetup, transaction: Transaction, writes: Iterable[Write], buffer: memoryview
 ) -> int:
     """Write the buffer to the files; returns the digest of the checksums."""
     found: list[int] = []

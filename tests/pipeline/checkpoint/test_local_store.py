@@ -14,7 +14,7 @@ NAME = "step-00000001"
 def test_a_report_may_start_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 commits when it sees the last report, whose writer has yet to sync the folder."""
     store = LocalStore(tmp_path)
-    transaction = store.attempt(NAME, "one")
+    transaction = store.begin(NAME, "one")
     rename = Path.rename
 
     def renamed(path: Path, target: Path) -> Path:

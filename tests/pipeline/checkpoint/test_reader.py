@@ -16,10 +16,10 @@ from xxhash import xxh3_64_intdigest
 from pipeline.checkpoint import safetensors_format
 from pipeline.checkpoint.division import Run, Span, require_cover
 from pipeline.checkpoint.file_layout import SHARDED
-from pipeline.checkpoint.layout import spans_of
 from pipeline.checkpoint.local_store import LocalStore
 from pipeline.checkpoint.manifest import Manifest, Part, TensorEntry
 from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.checkpoint.write_plan import spans_of
 from tests.support.tier import examples
 from tests.support.tiny_store import job
 
@@ -63,7 +63,7 @@ def write(root: str, tensors: list[TensorEntry], shares: list[list[Span]]) -> No
         for tensor in ordered
     ]
     store = LocalStore(root)
-    attempt = store.attempt(NAME, "x")
+    attempt = store.begin(NAME, "x")
     files, parts = [], []
     for rank in range(len(shares)):
         layout = SHARDED.lay_out(rank, spans_of(rank, ordered, runs), table)

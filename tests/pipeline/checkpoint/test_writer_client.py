@@ -16,7 +16,7 @@ import pytest
 
 from pipeline.checkpoint.local_store import LocalStore
 from pipeline.checkpoint.writer_client import SnapshotBuffer, WriterProcess
-from pipeline.checkpoint.writer_main import Write
+from pipeline.checkpoint.writer_protocol import Write
 from pipeline.distributed.signals import ENDING
 from pipeline.errors import CheckpointError
 from tests.support.tiny_store import Tiny, digests, job, read_digests
@@ -150,7 +150,7 @@ def test_a_process_with_many_open_files(tmp_path: Path) -> None:
 def test_folders_on_the_way_are_everybody_s_and_the_last_its_owner_s(tmp_path: Path) -> None:
     before = os.umask(0o002)
     try:
-        LocalStore(tmp_path / "team" / "mine" / "checkpoints").attempt(NAME, "x")
+        LocalStore(tmp_path / "team" / "mine" / "checkpoints").begin(NAME, "x")
     finally:
         os.umask(before)
     places = ("team", "team/mine", "team/mine/checkpoints")

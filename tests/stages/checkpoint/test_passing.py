@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from pipeline.checkpoint import safetensors_format
-from pipeline.checkpoint.layout import DTYPES, WritePlan
 from pipeline.checkpoint.manager import CheckpointManager
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.staging import stage
 from pipeline.checkpoint.store import locate
+from pipeline.checkpoint.write_plan import DTYPES, WritePlan
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import CheckpointError

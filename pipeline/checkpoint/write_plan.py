@@ -16,8 +16,7 @@ import torch
 from pipeline.checkpoint import rng_state
 from pipeline.checkpoint.division import CoverageError, Run, Span, share_writing
 from pipeline.checkpoint.file_layout import FileLayout, Layout
-from pipeline.checkpoint.manifest import DataFile, TensorEntry
-from pipeline.checkpoint.writer_main import ManifestTemplate
+from pipeline.checkpoint.manifest import DataFile, ManifestTemplate, TensorEntry
 from pipeline.errors import StageError
 from pipeline.utils.versions import versions
 
@@ -87,9 +86,9 @@ def plan_writes(
         LocalShard(random_key(dist.rank, name), "U8", (len(state),), 0, len(state), True)
         for name, state in rng_state.capture(dist.device).items()
     ]
-    messages = dist.collect(message([*own, *random]))
-    text = dist.broadcast_str(divided(messages, file_layout) if dist.is_main else None)
-    tensors, runs = unpacked(text)
+    messages = dist.collect(encode_shards([*own, *random]))
+    text = dist.broadcast_str(divide(messages, file_layout) if dist.is_main else None)
+    tensors, runs = decode_division(text)
     layout = file_layout.lay_out(
         dist.rank, spans_of(dist.rank, tensors, runs), {entry.key: entry for entry in tensors}
     )
@@ -121,13 +120,13 @@ def _held(engine: Engine, without: Set[str]) -> list[LocalShard]:
     ]  # fmt: skip
 
 
-def message(own: Sequence[LocalShard]) -> bytes:
-    """Message of a rank to rank 0: its shards."""
+def encode_shards(own: Sequence[LocalShard]) -> bytes:
+    """The message of a rank to rank 0: its shards, as JSON."""
     return json.dumps([shard[:5] for shard in own]).encode()
 
 
-def divided(messages: Sequence[bytes], file_layout: FileLayout) -> str:
-    """All tensors in order and who writes them, from every rank's message; for `unpacked`. Raises
+def divide(messages: Sequence[bytes], file_layout: FileLayout) -> str:
+    """All tensors in order and who writes them, as JSON, from every rank's message. Raises
     StageError unless the messages agree and make up every tensor."""
     facts: dict[str, Any] = {}
     held: list[list[Span]] = []
@@ -146,8 +145,8 @@ def divided(messages: Sequence[bytes], file_layout: FileLayout) -> str:
     return json.dumps([[t.model_dump(), own] for t, own in zip(tensors, runs, strict=True)])
 
 
-def unpacked(text: str) -> tuple[list[TensorEntry], list[list[Run]]]:
-    """The division that rank 0 has made: tensors in order, and the runs of each."""
+def decode_division(text: str) -> tuple[list[TensorEntry], list[list[Run]]]:
+    """The tensors in order, and the runs of each, from the JSON that `divide` returns."""
     made = json.loads(text)
     return [TensorEntry(**entry) for entry, _ in made], [[Run(*r) for r in own] for _, own in made]
 
