@@ -73,4 +73,6 @@ def test_ranks_die_with_a_killed_torchrun(pipe: Pipe) -> None:
     pipe.wait_for(lambda: not pipe.processes(), limit=5)
     listed = pipe("ls", "--json", str(pipe.folder))
     [run] = json.loads(listed.stdout)
-    assert (run["state"], run["slot"], Path(run["folder"])) == ("stopped", "train", pipe.run_dir)
+    assert (run["slot"], Path(run["folder"])) == ("train", pipe.run_dir)
+    # Linux closes torchrun's store before it kills the ranks, and one of them may have seen that.
+    assert run["state"] in ("stopped", "failed")
