@@ -27,6 +27,17 @@ class Ddp:
     """Search the graph every step for parameters without gradient; slow, for models that need
     it."""
 
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients stay as zeros between steps, and not as None.
+
+        They are views of buckets, which exist anyway; freed, micro-batches before the last would
+        allocate as much again. They must be None where a parameter may get none.
+        """
+        return self.gradient_as_bucket_view and not (
+            self.find_unused_parameters or self.static_graph
+        )
+
     def run(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan
     ) -> Engine:

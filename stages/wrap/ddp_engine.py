@@ -137,7 +137,7 @@ class TracedReplica(TorchEngine):
         module = build_module(ctx, model, precision, casts=True)
         super().__init__(module, make_optimizer(plan, module), ctx, precision, plan)
         self._views, self._sent_in = ddp.gradient_as_bucket_view, torch_dtype(precision.reduce)
-        self.keeps_gradients = self._views and not (ddp.find_unused_parameters or ddp.static_graph)
+        self.keeps_gradients = ddp.keeps_gradients
         self._reduces = True
         for bucket in buckets(trained(module), ddp.bucket_cap_mb << 20):
             self._reduce_together(bucket)

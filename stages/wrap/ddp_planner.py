@@ -33,18 +33,21 @@ class Replicated(TorchMemory):
 
     n: elements; m, c: bytes of a number in the master and compute dtype. A rank holds
 
-    - always m n of weights, their optimizer state, and m n of gradients in buckets. Without
-      `views`, gradients are tensors beside the buckets, from one backward to the next;
+    - always m n of weights, their optimizer state, and m n of gradients in buckets. Unless DDP
+      `keeps` them there, gradients are tensors beside the buckets, from one backward to the next;
+      as `views`, until the buckets are reduced;
     - if the dtypes differ, c n of each block from its forward to the end of its backward (of a
       recomputed one only while it runs), and of the head.
     """
 
     def __init__(
-        self, ranks: int, profile: Profile, optimizer: OptimizerShape, sizes: Sizes, *, views: bool
-    ) -> None:
+        self, ranks: int, profile: Profile, optimizer: OptimizerShape, sizes: Sizes, *,
+        views: bool, keeps: bool,
+    ) -> None:  # fmt: skip
         model = profile.model
         super().__init__(ranks, model, optimizer, sizes)
         self._views = views
+        self._keeps = keeps
         self._is_cast = sizes.master != sizes.compute
 
         def cast(weight: Weight) -> int:
@@ -82,16 +85,21 @@ class Replicated(TorchMemory):
             return trained
         backward = moment.event in IN_BACKWARD and moment.unit != "head"
         waits = table.elements * (backward and self._model.tied and table.trained)
-        if self._views:
+        if self._keeps or (self._views and (moment.event == "step" or self._is_only(moment))):
             return trained + waits
         if moment.event == "step" or not moment.first:
             return 2 * trained + waits
         come = self._head + self._own.after(self._place(moment)) if backward else 0
         return trained + come
 
+    def _is_only(self, moment: Moment) -> bool:
+        """Whether the step has a single micro-batch."""
+        return moment.first and moment.last
+
     def gradients(self, moment: Moment) -> Gradients:
         m, c = self._sizes.master, self._sizes.compute
-        kept = 0 if self._views or not moment.first else m
+        in_buckets = self._keeps or (self._views and self._is_only(moment))
+        kept = 0 if in_buckets or not moment.first else m
         if self._model.tied and moment.unit == "embeddings":
             # Both gradients of a tied weight, the earlier of which has waited, and their sum.
             return Gradients(kept, 2 * m - c - kept)
@@ -113,8 +121,9 @@ class DdpPlanner(Planner[Ddp]):
     def forecast(
         self, topology: Topology, profile: Profile, precision: Precision, optimizer: OptimizerShape
     ) -> Replicated:
-        views = self.stage.gradient_as_bucket_view
-        return Replicated(topology.ranks, profile, optimizer, Sizes.by(precision), views=views)
+        views, keeps = self.stage.gradient_as_bucket_view, self.stage.keeps_gradients
+        sizes = Sizes.by(precision)
+        return Replicated(topology.ranks, profile, optimizer, sizes, views=views, keeps=keeps)
 
     def trace(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan

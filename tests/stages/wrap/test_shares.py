@@ -140,6 +140,9 @@ CASES: dict[str, dict[str, Any]] = {
         "wrap": "ddp", "accumulation": 2, "reduce": "bf16",
         "strategy": {"gradient_as_bucket_view": False},
     },
+    "gradients that are freed": {
+        "wrap": "ddp", "accumulation": 2, "strategy": {"find_unused_parameters": True},
+    },
     "whole gradients": {"ranks": 16, "strategy": LATE, "accumulation": 3, "reduce": "bf16"},
     "kept after forward": {"ranks": 4, "strategy": {"sharding": "shard_grad_op"}, "samples": 2},
     "shards of replicas": {
