@@ -53,6 +53,7 @@ def build(
                 config=dict(config),
                 dist_init_required=False,
             )
+        compat.lift_loss_scale_floor(live)
         engine = ZeroEngine(live, ctx.dist, precision, plan)
         # Weakly, so that the engine's memory can be freed before the run ends.
         ctx.on_exit(functools.partial(_close, weakref.ref(engine)))

@@ -116,6 +116,13 @@ def loss_scaler(engine: Any) -> Any | None:
     return scaler if scaler is not None and scaler.dynamic else None
 
 
+def lift_loss_scale_floor(engine: Any) -> None:
+    """Let the loss scale fall without limit, as torch's does; DeepSpeed ends the run at its floor,
+    and refuses a configuration without one."""
+    if (scaler := loss_scaler(engine)) is not None:
+        scaler.min_scale = 0.0
+
+
 def steps_since_overflow(scaler: Any) -> int:
     """Steps applied since the last overflow, or since the start."""
     return int(scaler.cur_iter - scaler.last_overflow_iter - 1)

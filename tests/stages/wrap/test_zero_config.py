@@ -55,7 +55,7 @@ def test_precision_blocks() -> None:
     fp16 = config(Zero(), compute="fp16", loss_scaling=scaling)["fp16"]
     assert fp16["enabled"] is True
     assert fp16["initial_scale_power"] == 12
-    assert (fp16["loss_scale"], fp16["hysteresis"], fp16["min_loss_scale"]) == (0, 1, 0)
+    assert (fp16["loss_scale"], fp16["hysteresis"], fp16["min_loss_scale"]) == (0, 1, 1)
     assert config(Zero(), reduce="bf16")["communication_data_type"] == "bf16"
 
 
