@@ -82,7 +82,9 @@ def require_shared(store: Store, dist: DistContext, identity: str) -> None:
         if dist.is_main:
             trial.put("seen", b"")
     dist.barrier()
-    seen = dist.gather(trial.get("seen") is not None)
+    with system_errors_as(CheckpointError):
+        sees = trial.get("seen") is not None
+    seen = dist.gather(sees)
     store.abandon(trial)
     if not all(seen):
         raise CheckpointError(

@@ -132,9 +132,11 @@ class CheckpointManager(Checkpoints):
         )
         failed = self.snapshot.hand_over(self.writer, request)
         if failed is not None:
-            self._settle(failed)
+            raise self._failure(failed)
         self._pending = self._last = name
-        self.ctx.dist.barrier()  # a disk may be slower than the next collective waits
+        # Passing waits for this rank's disk, longer perhaps than others wait in a collective of
+        # the engine.
+        self.ctx.dist.barrier()
         self.ctx.log.debug("snapshot of %s: %.3f s", name, time.perf_counter() - began)
         if not self.asynchronous:
             self._settle_pending()
@@ -160,7 +162,8 @@ class CheckpointManager(Checkpoints):
     def best(self) -> TrainedRun:
         found = None
         if self.ctx.dist.is_main:
-            found = "".join(best_of(self.store, self.store.names(), 1))
+            with system_errors_as(CheckpointError):
+                found = next(iter(best_of(self.store, self.store.names(), 1)), "")
         name = self.ctx.dist.broadcast_str(found)
         if not name:
             raise CheckpointError(f"no checkpoint in {self.address} has a held-out loss")
@@ -218,13 +221,9 @@ class CheckpointManager(Checkpoints):
 
     def _settle(self, result: SaveResult) -> None:
         """Record and log the result of a save. Raises CheckpointError if it failed."""
-        self._pending = None
         if result.problem:
-            self._last = None
-            raise CheckpointError(
-                f"{result.name} could not be saved: {result.problem}",
-                hint="what was saved before is untouched",
-            )
+            raise self._failure(result)
+        self._pending = None
         for warning in result.warnings:
             self.ctx.log.warning(warning)
         if result.place:
@@ -232,3 +231,11 @@ class CheckpointManager(Checkpoints):
             self.ctx.log.info(
                 "saved %s  %.1f MB  %.1f s", result.place, result.size / 1e6, result.seconds
             )
+
+    def _failure(self, result: SaveResult) -> CheckpointError:
+        """Record that a save has failed; returns the error to raise."""
+        self._pending = self._last = None
+        return CheckpointError(
+            f"{result.name} could not be saved: {result.problem}",
+            hint="what was saved before is untouched",
+        )

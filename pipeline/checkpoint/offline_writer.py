@@ -38,7 +38,8 @@ def step_target(folder: Path, step: int) -> Path:
 
 
 def write_checkpoint(source: StateSource, store: Store, name: str, file_layout: FileLayout) -> None:
-    """Commit `source` as the checkpoint `name`, with checksums. Raises CheckpointError."""
+    """Commit `source` as the checkpoint `name`, with checksums. Raises OSError, and whatever
+    reading `source` raises."""
     entries = file_layout.in_order(entry for entry in source.tensors.values() if entry.numel)
     spans = [Span(entry.key, 0, entry.numel) for entry in entries]
     layout = file_layout.lay_out(0, spans, {entry.key: entry for entry in entries})

@@ -156,7 +156,7 @@ class Snapshot:
                     if failed is not None:
                         return failed
                     number += 1
-                self._copy(copy, part, source)
+                self._copy(copy, part.start, source)
         last = len(self.staging.rounds) - 1
         assert number == last, "the last round passes nothing"
         return self._pass_on(writer, request, number)
@@ -170,16 +170,19 @@ class Snapshot:
         return writer.wait_taken() if needs_room else None
 
     def _copy_whole(self) -> None:
+        left = set(self.staging.whole)
         for name, state in rng_state.capture(self._dist.device).items():
             source = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-            for copy in self._whole[random_key(self._dist.rank, name)]:
-                self._target(copy).copy_(source[copy.start : copy.stop])
-        if all(key.startswith("random/") for key in self._whole):
-            return
-        for part, kind, tensor in self._tensors():
+            for copy in self._whole.get(random_key(self._dist.rank, name), ()):
+                self._copy(copy, 0, source)
+                left.discard(copy)
+        for part, kind, tensor in self._tensors() if left else ():
             for copy in self._whole.get(f"{kind}/{part.name}", ()):
                 if part.start <= copy.start and copy.stop <= part.stop:
-                    self._copy(copy, part, tensor)
+                    self._copy(copy, part.start, tensor)
+                    left.discard(copy)
+        # The buffer would hold an earlier save's bytes.
+        assert not left, f"{min(left).key} is not there any more"
 
     def _passing(self) -> Iterator[tuple[Copy, Fragment, Tensor]]:
         """Passing pieces, in order. An engine gives its fragments in an order of its own, so they
@@ -200,10 +203,12 @@ class Snapshot:
             for kind, tensor in part.state.items():
                 yield part, kind, tensor
 
-    def _copy(self, copy: Copy, part: Fragment, tensor: Tensor) -> None:
-        """Copy into the buffer. In host memory the C library copies faster than torch."""
+    def _copy(self, copy: Copy, first: int, tensor: Tensor) -> None:
+        """Copy into the buffer, from elements of which `first` is the first. In host memory the C
+        library copies faster than torch."""
         target = self._target(copy)
-        source = tensor[copy.start - part.start : copy.stop - part.start]
+        source = tensor[copy.start - first : copy.stop - first]
+        assert source.shape == target.shape, f"{copy.key} has changed its size"
         if source.device.type == "cpu" and source.is_contiguous() and source.dtype == target.dtype:
             ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel() * target.itemsize)
         else:

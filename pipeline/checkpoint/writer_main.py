@@ -154,12 +154,14 @@ def carry_out(
     began = time.perf_counter()
     result = SaveResult(name=request.name)
     store = transaction = None
+    reported = False
     try:
         store = open_store(setup.store)
         transaction = store.attempt(request.name, request.identity)
         digest = _write(setup, transaction, writes or itertools.chain(*setup.rounds), buffer)
         if setup.template is None:
             result.digest = digest
+            reported = True  # rank 0 may see it, and commit the files, even if this raises
             _report(setup, transaction, result)
             return result
         digests = [digest, *_collect(transaction, setup.world_size)]
@@ -168,7 +170,7 @@ def carry_out(
     except Exception as error:
         result.problem = in_words(error)
         if store is not None and transaction is not None:
-            _give_up(setup, store, transaction, result)
+            _give_up(setup, store, transaction, result, keep_files=reported)
         return result
     result.place = store.locate(request.name)
     result.size = sum(file.size for file in setup.template.files)
@@ -177,14 +179,16 @@ def carry_out(
     return result
 
 
-def _give_up(setup: Setup, store: Store, transaction: Transaction, result: SaveResult) -> None:
+def _give_up(
+    setup: Setup, store: Store, transaction: Transaction, result: SaveResult, *, keep_files: bool
+) -> None:
     """Remove the transaction's files on rank 0; on others report to rank 0, whose disk may be
-    another one."""
+    another one, and remove the rank's own unless `keep_files`."""
     if setup.rank == 0:
         store.abandon(transaction)
         return
     for file in setup.files:
-        if not file.shared:
+        if not (file.shared or keep_files):
             with contextlib.suppress(OSError):
                 transaction.discard(file.name)  # on a full disk, room for the report
     with contextlib.suppress(OSError):  # this rank also ends the run by itself

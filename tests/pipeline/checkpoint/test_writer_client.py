@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import errno
 import fcntl
 import os
 import resource
@@ -16,7 +17,7 @@ import pytest
 
 from pipeline.checkpoint.local_store import LocalStore
 from pipeline.checkpoint.writer_client import SnapshotBuffer, WriterProcess
-from pipeline.checkpoint.writer_main import Write
+from pipeline.checkpoint.writer_main import Write, carry_out
 from pipeline.distributed.signals import ENDING
 from pipeline.errors import CheckpointError
 from tests.support.tiny_store import Tiny, digests, job, read_digests
@@ -157,3 +158,24 @@ def test_folders_on_the_way_are_everybody_s_and_the_last_its_owner_s(tmp_path: P
     assert [oct((tmp_path / place).stat().st_mode & 0o777) for place in places] == [
         "0o775", "0o775", "0o700"
     ]  # fmt: skip
+
+
+def test_files_of_a_rank_that_cannot_tell_whether_its_report_arrived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 sees the report and commits, so the files that it speaks of must stay."""
+    tiny, real, reports = Tiny(str(tmp_path)), LocalStore.put, []
+
+    def put(store: LocalStore, name: str, file: str, data: bytes) -> None:
+        if not file.endswith(".report"):
+            return real(store, name, file, data)
+        if not reports:
+            real(store, name, file, data)
+        reports.append(file)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(LocalStore, "put", put)
+    assert carry_out(tiny.setups[1], job(1, "x"), tiny.arena(1, 1)).problem
+    assert carry_out(tiny.setups[0], job(1, "x"), tiny.arena(0, 1)).problem == ""
+    assert len(reports) == 2
+    assert read_digests(LocalStore(tmp_path), NAME) == digests(1)
