@@ -16,10 +16,17 @@ from typing import Any
 
 from pipeline.checkpoint.division import Run
 from pipeline.checkpoint.file_layout import SHARDED, Layout
-from pipeline.checkpoint.layout import LocalShard, divided, message, random_key, spans_of, unpacked
 from pipeline.checkpoint.manifest import Manifest, Part, TensorEntry
 from pipeline.checkpoint.places import Places
-from pipeline.checkpoint.staging import stage
+from pipeline.checkpoint.staging import plan_staging
+from pipeline.checkpoint.write_plan import (
+    LocalShard,
+    decode_division,
+    divide,
+    encode_shards,
+    random_key,
+    spans_of,
+)
 from pipeline.contracts.engine import EngineState, ParameterGroup
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
@@ -103,16 +110,16 @@ def measured(strategy: str, ranks: int) -> dict[str, Any]:
     told = [_message(strategy, rank, ranks) for rank in range(ranks)]
     made = SHARDED
     main = _Taken()
-    text = divided(told, made)
+    text = divide(told, made)
     main.stop()
     received = sum(map(len, told))
     del told
     other = _Taken()
-    tensors, runs = unpacked(text)
+    tensors, runs = decode_division(text)
     table = {entry.key: entry for entry in tensors}
     mine = spans_of(ranks // 2, tensors, runs)
     layout = made.lay_out(ranks // 2, mine, table)
-    stage(layout, lambda key: True)
+    plan_staging(layout, table.keys())
     other.stop()
     data = _manifest(ranks, tensors, runs, layout).dump()
     opened = _Taken()
@@ -139,7 +146,7 @@ def _message(strategy: str, rank: int, ranks: int) -> bytes:
         LocalShard(random_key(rank, name), "U8", (size,), 0, size, True)
         for name, size in sizes.items()
     ]
-    return message(own)
+    return encode_shards(own)
 
 
 def _manifest(

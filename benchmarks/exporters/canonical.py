@@ -16,13 +16,20 @@ from apart.child import Job, Place, Work
 from exporters.trained import HOLDERS, KINDS, MOMENTS, STEP, Trained, trained
 from pipeline.checkpoint.division import Run
 from pipeline.checkpoint.file_layout import SHARDED, Layout
-from pipeline.checkpoint.layout import LocalShard, divided, message, spans_of, unpacked
-from pipeline.checkpoint.manifest import TensorEntry
+from pipeline.checkpoint.manifest import ManifestTemplate, TensorEntry
 from pipeline.checkpoint.retention import Retention
-from pipeline.checkpoint.staging import Staging, stage
+from pipeline.checkpoint.staging import Staging, plan_staging
 from pipeline.checkpoint.store import step_name
-from pipeline.checkpoint.writer_main import ManifestTemplate, Setup, carry_out
-from pipeline.checkpoint.writer_main import SaveRequest as Save
+from pipeline.checkpoint.write_plan import (
+    LocalShard,
+    decode_division,
+    divide,
+    encode_shards,
+    spans_of,
+)
+from pipeline.checkpoint.writer_main import carry_out
+from pipeline.checkpoint.writer_protocol import SaveRequest as Save
+from pipeline.checkpoint.writer_protocol import WriterSetup
 from pipeline.contracts.engine import EngineState, ParameterGroup
 from pipeline.contracts.training import Progress
 
@@ -41,8 +48,8 @@ def write(job: Job, place: Place) -> Work:
             files=[file for layout in layouts for file in layout.described],
         )  # fmt: skip
         for rank in reversed(range(job["ranks"])):  # rank 0's writer waits for the others
-            staging = stage(layouts[rank], lambda key: False)
-            setup = Setup(
+            staging = plan_staging(layouts[rank], frozenset())
+            setup = WriterSetup(
                 store=str(root), rank=rank, world_size=job["ranks"], buffer_size=staging.size,
                 files=layouts[rank].files, rounds=staging.rounds, retention=Retention(),
                 template=None if rank else template,
@@ -60,7 +67,7 @@ def write(job: Job, place: Place) -> Work:
 def lay_out(
     model: Trained, strategy: str, ranks: int
 ) -> tuple[list[TensorEntry], list[list[Run]], list[Layout]]:
-    """Return all tensors, their runs, and each rank's layout, as `layout.plan_writes` has them."""
+    """Return all tensors, their runs, and each rank's layout, as `plan_writes` has them."""
     made = SHARDED
     held = [
         [
@@ -70,7 +77,7 @@ def lay_out(
         ]
         for rank in range(ranks)
     ]
-    tensors, runs = unpacked(divided([message(own) for own in held], made))
+    tensors, runs = decode_division(divide([encode_shards(own) for own in held], made))
     table = {entry.key: entry for entry in tensors}
     spans = (spans_of(rank, tensors, runs) for rank in range(ranks))
     return tensors, runs, [made.lay_out(rank, mine, table) for rank, mine in enumerate(spans)]

@@ -8,10 +8,6 @@
 A logical tensor has a key `KIND/NAME` (`weight/model.norm.weight`, `exp_avg/...`, `random/...`) and
 is stored as pieces: contiguous ranges of its row-major flattening. Pieces of a tensor are disjoint
 and cover it, whoever wrote them; any range of it can be read and verified alone.
-
-
-
-
 """
 
 from __future__ import annotations
@@ -21,9 +17,9 @@ from typing import TYPE_CHECKING
 from pipeline.utils.lazy import lazily
 
 if TYPE_CHECKING:
+    from pipeline.checkpoint.block_sums import CHUNK
     from pipeline.checkpoint.file_layout import FULL, SHARDED, FileLayout
     from pipeline.checkpoint.formats import Formats, Reading, StateFormat, StateSource, open_state
-    from pipeline.checkpoint.layout import CODES, DTYPES, as_bytes, random_key
     from pipeline.checkpoint.local_store import LocalStore
     from pipeline.checkpoint.location import address
     from pipeline.checkpoint.manager import CheckpointManager
@@ -32,7 +28,8 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.reader import CheckpointReader
     from pipeline.checkpoint.retention import Retention, expected_count
     from pipeline.checkpoint.rng_state import start_random_streams
-    from pipeline.checkpoint.safetensors_format import CHUNK, Entry, Placed, header, table
+    from pipeline.checkpoint.safetensors_format import Entry, Placed, header, table
     from pipeline.checkpoint.staging import PASSAGE
+    from pipeline.checkpoint.write_plan import CODES, DTYPES, as_bytes, random_key
 else:
     __getattr__ = lazily(__name__, __file__)

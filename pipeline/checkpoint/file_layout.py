@@ -14,7 +14,7 @@ from xxhash import xxh3_64_intdigest
 from pipeline.checkpoint.division import Span
 from pipeline.checkpoint.manifest import DataFile, TensorEntry
 from pipeline.checkpoint.safetensors_format import Entry, header
-from pipeline.checkpoint.writer_main import NewFile
+from pipeline.checkpoint.writer_protocol import NewFile
 from pipeline.contracts.engine import WEIGHT
 
 ALIGN = 4096

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pipeline.checkpoint.manifest import FILE as MANIFEST
+from pipeline.checkpoint.manifest import MANIFEST
 from pipeline.checkpoint.store import Sink, Store, Transaction, steps_in_order
 from pipeline.utils.files import naming, read_at, sync, write_at
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoint.manifest import FILE as MANIFEST
+from pipeline.checkpoint.manifest import MANIFEST
 from pipeline.checkpoint.store import Store, locate, open_store, step_name, step_number
 from pipeline.errors import CheckpointError, ResumeRefused, UsageError, system_errors_as
 from pipeline.utils.files import replace_text
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DEFAULT = "checkpoints"
 """Folder of a run's checkpoints in its own folder."""
-FILE = "checkpoints.at"
+ADDRESS_FILE = "checkpoints.at"
 RECIPE = "recipe.yaml"
 """File by which a run's folder is known."""
 
@@ -43,7 +43,7 @@ def address(run_dir: Path, folder: str | None) -> str:
 def known(run_dir: Path) -> str | None:
     """Path or address of the checkpoints that the run has saved; None if it has saved none. Inside
     the run's folder they move with it. Raises CheckpointError for a file that names no place."""
-    file = run_dir / FILE
+    file = run_dir / ADDRESS_FILE
     try:
         text = file.read_text("utf-8") if file.exists() else ""
     except ValueError as error:
@@ -55,7 +55,7 @@ def known(run_dir: Path) -> str | None:
 def remember(run_dir: Path, address: str) -> None:
     """Record that a checkpoint has been saved at `address`. Raises CheckpointError."""
     text = DEFAULT if address == default(run_dir) else address
-    file = run_dir / FILE
+    file = run_dir / ADDRESS_FILE
     try:
         if not file.exists() or file.read_bytes() != text.encode():
             replace_text(file, text)
@@ -70,7 +70,7 @@ def require_none(run_dir: Path, address: str) -> None:
         raise ResumeRefused(
             f"this run saved checkpoints in {place}, and now there are none in {address}",
             hint="bring them back (is it mounted?), or set the checkpoint slot's folder as it was; "
-            f"to start over, delete {run_dir / FILE}",
+            f"to start over, delete {run_dir / ADDRESS_FILE}",
         )
 
 

@@ -12,15 +12,15 @@ from pathlib import Path
 
 from pipeline.checkpoint import location
 from pipeline.checkpoint.file_layout import FileLayout
-from pipeline.checkpoint.layout import plan_writes
-from pipeline.checkpoint.manifest import FILE, Manifest
+from pipeline.checkpoint.manifest import MANIFEST, Manifest
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.restore import Restoration, saved_progress, without_frozen_base
+from pipeline.checkpoint.restore import Restoration, saved_progress
 from pipeline.checkpoint.retention import Retention, best_of, expected_count
-from pipeline.checkpoint.staging import stage
+from pipeline.checkpoint.staging import plan_staging
 from pipeline.checkpoint.store import locate, open_store, step_name
+from pipeline.checkpoint.write_plan import plan_writes, without_frozen_base
 from pipeline.checkpoint.writer_client import Snapshot, WriterProcess
-from pipeline.checkpoint.writer_main import SaveRequest, SaveResult, Setup
+from pipeline.checkpoint.writer_protocol import SaveRequest, SaveResult, WriterSetup
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.resources import ResourceNeed, require_resources
 from pipeline.contracts.stage import Context
@@ -68,14 +68,14 @@ class CheckpointManager(Checkpoints):
         plan = plan_writes(self.engine, dist, self.file_layout, without=self.frozen_base)
         # Training waits for what passes, which is all that it need not copy whole to go on.
         passing = plan.on_host if self.asynchronous else plan.held
-        staging = stage(plan.layout, passing.__contains__)
+        staging = plan_staging(plan.layout, passing)
         what = f"copies of the training state, {human(staging.size)} for each process here"
         memory = staging.size * dist.local_world_size
         require_resources([ResourceNeed(what=what, memory=memory)])
         dist.barrier()  # before any rank takes its share
         self.plan = plan
         self.snapshot = Snapshot(self.engine, dist, plan, staging)
-        setup = Setup(
+        setup = WriterSetup(
             store=self.address,
             rank=dist.rank,
             world_size=dist.world_size,
@@ -147,10 +147,10 @@ class CheckpointManager(Checkpoints):
         if not self.ctx.dist.is_main:
             return
         with system_errors_as(CheckpointError):
-            manifest = Manifest.load(self.store.get(name, FILE), self.store.locate(name))
+            manifest = Manifest.load(self.store.get(name, MANIFEST), self.store.locate(name))
             if progress.differs_from(manifest.progress):
                 amended = manifest.model_copy(update={"progress": vars(progress)})
-                self.store.put(name, FILE, amended.dump())
+                self.store.put(name, MANIFEST, amended.dump())
 
     def finish(self) -> str:
         self._settle_pending()
@@ -210,7 +210,7 @@ class CheckpointManager(Checkpoints):
         self._settle_pending(wait=False)
         if self._pending or self.ctx.dist.is_main or not self._attempts or self._last is None:
             return self._pending is not None
-        return self.store.size(self._last, FILE) is None
+        return self.store.size(self._last, MANIFEST) is None
 
     def _settle_pending(self, *, wait: bool = True) -> None:
         result = None

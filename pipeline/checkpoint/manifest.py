@@ -6,6 +6,7 @@ stand in the file.
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import itertools
 import math
@@ -18,12 +19,13 @@ import pydantic
 from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict
 
+from pipeline.checkpoint.block_sums import BLOCK
 from pipeline.checkpoint.division import Count, CoverageError, Positive, Run, require_whole
-from pipeline.checkpoint.safetensors_format import BLOCK, ITEM_BYTES
+from pipeline.checkpoint.safetensors_format import ITEM_BYTES
 from pipeline.contracts.engine import WEIGHT, EngineState
 from pipeline.errors import CheckpointError
 
-FILE = "manifest.json"
+MANIFEST = "manifest.json"
 LARGEST = 1 << 42
 """Limit of a tensor's elements: a tensor's number and an element's make a 64-bit key."""
 _NAME = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", re.ASCII)
@@ -117,16 +119,16 @@ class Manifest(_Model):
 
     def dump(self) -> bytes:
         """Bytes of the file."""
-        return _signed(self.model_dump_json().encode())
+        return _framed(self.model_dump_json().encode())
 
     @classmethod
     def load(cls, data: bytes, where: str) -> Manifest:
         """Verify and parse the file's bytes. Raises Damaged, naming `where`, for anything that
         `dump` did not write."""
-        frame = _signed(b"")
+        frame = _framed(b"")
         head = frame.index(b",")
         body = data[head : head + max(len(data) - len(frame), 0)]
-        if data != _signed(body):
+        if data != _framed(body):
             raise Damaged(f"{where}: its checksum is wrong: damaged, edited or incomplete")
         try:
             manifest = cls.model_validate_json(body, strict=True)
@@ -193,7 +195,29 @@ class Manifest(_Model):
             raise Damaged(f"{where}: {tensor.key}: lies in an unknown file")
 
 
-def _signed(body: bytes) -> bytes:
+class ManifestTemplate(BaseModel):
+    """The part of the manifest that is the same at every save of a run."""
+
+    world_size: int
+    writer: Mapping[str, Any]
+    tensors: Sequence[TensorEntry]
+    runs: Sequence[Sequence[Run]]
+    files: Sequence[DataFile]
+
+    def fill(self, facts: Mapping[str, Any], prefix: str, digests: Sequence[int]) -> Manifest:
+        """The manifest of one save, given its `step`, `progress` and `state`, the prefix of its
+        files' names, and the digest of each writing rank's checksums."""
+        named = [file.model_copy(update={"name": prefix + file.name}) for file in self.files]
+        parts = [
+            Part(sums=prefix + sums_name(rank), digest=digest)
+            for rank, digest in enumerate(digests)
+        ]
+        written = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        same = dict(self) | {"files": named}
+        return Manifest(**facts, **same, written=written, parts=parts)
+
+
+def _framed(body: bytes) -> bytes:
     digest = hashlib.sha256(body).hexdigest().encode()
     return b'{"checkpoint": ' + body + b', "sha256": "' + digest + b'"}\n'
 

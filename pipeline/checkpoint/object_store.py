@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pipeline.checkpoint.manifest import FILE as MANIFEST
+from pipeline.checkpoint.manifest import MANIFEST
 from pipeline.checkpoint.store import Sink, Store, Transaction, steps_in_order
 
 _ASIDE = re.compile(r"damaged-\d+-" + re.escape(MANIFEST))

@@ -13,12 +13,13 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from pipeline.checkpoint.block_sums import CHUNK
 from pipeline.checkpoint.division import Run, Span
 from pipeline.checkpoint.file_layout import FileLayout, Layout
 from pipeline.checkpoint.formats import StateSource
-from pipeline.checkpoint.safetensors_format import CHUNK
+from pipeline.checkpoint.manifest import ManifestTemplate
 from pipeline.checkpoint.store import Store, Transaction, step_name, step_number
-from pipeline.checkpoint.writer_main import ManifestTemplate, copy_chunks, put_sums
+from pipeline.checkpoint.writer_main import copy_chunks, put_sums
 from pipeline.errors import UsageError
 from pipeline.utils.files import sync, sync_tree
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint import rng_state
-from pipeline.checkpoint.layout import DTYPES, random_key
 from pipeline.checkpoint.manifest import Damaged
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.store import Store
+from pipeline.checkpoint.write_plan import DTYPES, random_key, without_frozen_base
 from pipeline.contracts.engine import Engine, EngineState, Fragment
 from pipeline.contracts.precision import dtype_name
 from pipeline.contracts.stage import Context
@@ -52,7 +52,7 @@ class Restoration:
         model."""
         damage = ""
         while True:
-            own = json.dumps(self._choose()) if self._ctx.dist.is_main else None
+            own = json.dumps(self._quarantine_until_whole()) if self._ctx.dist.is_main else None
             name, found = json.loads(self._ctx.dist.broadcast_str(own))
             damage = found or damage
             if not name:
@@ -105,7 +105,7 @@ class Restoration:
             return True
         return False
 
-    def _choose(self) -> tuple[str, str]:
+    def _quarantine_until_whole(self) -> tuple[str, str]:
         """The newest checkpoint whose manifest and files are whole (empty: none), and in words
         which one was damaged."""
         damage = ""
@@ -163,7 +163,7 @@ class Restoration:
     def _restore_random(self, reader: CheckpointReader, progress: Progress) -> None:
         """Start new streams where the saved ones have another number of owners, or are missing."""
         dist = self._ctx.dist
-        rng_state.derive(self._ctx.seed, progress.step, dist.rank, dist.world_size)
+        rng_state.reseed(self._ctx.seed, progress.step, dist.rank, dist.world_size)
         if reader.world_size == dist.world_size:
             keys = {name: random_key(dist.rank, name) for name in rng_state.NAMES}
             states = {n: reader.read_bytes(key) for n, key in keys.items() if key in reader.tensors}
@@ -211,14 +211,3 @@ def _differences(saved: EngineState, live: EngineState) -> Iterator[str]:
 def _list(items: Sequence[str]) -> str:
     more = len(items) - LISTED
     return ", ".join(items[:LISTED]) + (f" and {more} more" if more > 0 else "")
-
-
-def without_frozen_base(engine: Engine, frozen_base: Set[str]) -> EngineState:
-    """Engine state without the frozen weights that the model source can supply again."""
-    state = engine.state()
-    return dataclasses.replace(
-        state,
-        shapes={name: shape for name, shape in state.shapes.items() if name not in frozen_base},
-        aliases={name: kept for name, kept in state.aliases.items() if kept not in frozen_base},
-        frozen=[name for name in state.frozen if name not in frozen_base],
-    )

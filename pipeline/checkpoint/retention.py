@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from pydantic import BaseModel
 
-from pipeline.checkpoint.manifest import FILE, Manifest
+from pipeline.checkpoint.manifest import MANIFEST, Manifest
 from pipeline.checkpoint.store import Store, step_number
 from pipeline.contracts.training import TrainingLength
 from pipeline.errors import CheckpointError, in_words
@@ -68,7 +68,7 @@ def heldout_loss(manifest: Manifest) -> float | None:
 
 def _stored_loss(store: Store, name: str) -> float | None:
     try:
-        return heldout_loss(Manifest.load(store.get(name, FILE), name))
+        return heldout_loss(Manifest.load(store.get(name, MANIFEST), name))
     except (OSError, CheckpointError):
         return None
 

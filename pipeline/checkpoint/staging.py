@@ -8,12 +8,13 @@ still unwritten when training goes on.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipeline.checkpoint.safetensors_format import BLOCK, ITEM_BYTES
-from pipeline.checkpoint.writer_main import Write
+from pipeline.checkpoint.block_sums import BLOCK
+from pipeline.checkpoint.safetensors_format import ITEM_BYTES
+from pipeline.checkpoint.writer_protocol import Write
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.division import Span
@@ -52,9 +53,9 @@ class Staging:
     """Pieces that are written: file by file, each from its start to its end."""
 
 
-def stage(layout: Layout, passes: Callable[[str], bool], passage: int = PASSAGE) -> Staging:
-    """The staging of a layout. Tensors whose key `passes` take at most `passage` bytes."""
-    fixed = [item for item in layout.items if item.span is None or not passes(item.span.key)]
+def plan_staging(layout: Layout, passing: Set[str], passage: int = PASSAGE) -> Staging:
+    """The staging of a layout. Tensors whose keys are `passing` take at most `passage` bytes."""
+    fixed = [item for item in layout.items if item.span is None or item.span.key not in passing]
     edges = list(itertools.accumulate((_padded(item.size) for item in fixed), initial=0))
     places = dict(zip(fixed, edges, strict=False))
     rounds = _Rounds(edges[-1], passage // 2 // BLOCK * BLOCK)

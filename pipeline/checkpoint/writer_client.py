@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint import rng_state
-from pipeline.checkpoint.layout import DTYPES, WritePlan, random_key
 from pipeline.checkpoint.staging import Copy, Staging
-from pipeline.checkpoint.writer_main import SaveRequest, SaveResult, Setup
+from pipeline.checkpoint.write_plan import DTYPES, WritePlan, random_key
+from pipeline.checkpoint.writer_protocol import SaveRequest, SaveResult, WriterSetup
 from pipeline.errors import CheckpointError
 from pipeline.utils.files import anonymous_file
 from pipeline.utils.process_tree import own_module
@@ -52,7 +52,7 @@ class WriterProcess:
     """A rank's writer, started once a run. Must be made by the main thread: it dies with the
     thread that made it."""
 
-    def __init__(self, setup: Setup, buffer: SnapshotBuffer) -> None:
+    def __init__(self, setup: WriterSetup, buffer: SnapshotBuffer) -> None:
         self._rank = setup.rank
         command = own_module("pipeline.checkpoint.writer_main")
         self._process = subprocess.Popen(

@@ -1,7 +1,7 @@
 """The process that writes one rank's part of every checkpoint, while training goes on.
 
 `python -m pipeline.checkpoint.writer_main DESCRIPTOR PARENT`: DESCRIPTOR is the snapshot buffer's.
-Standard input is one line of JSON with the Setup, then a line with a SaveRequest for each
+Standard input is one line of JSON with the WriterSetup, then a line with a SaveRequest for each
 checkpoint, whose first round is then in the buffer, and an empty line for each further round;
 standard output is one line of JSON for each checkpoint, a SaveResult, and before it an empty line
 for each round whose place in the buffer is wanted for another. The writer of rank 0 also waits for
@@ -11,23 +11,20 @@ the others' reports in the transaction, commits, and then purges what need not b
 from __future__ import annotations
 
 import contextlib
-import datetime
 import itertools
 import mmap
 import signal
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
-from pydantic import BaseModel
 from xxhash import xxh3_64_intdigest
 
-from pipeline.checkpoint import safetensors_format
-from pipeline.checkpoint.division import Run
-from pipeline.checkpoint.manifest import DataFile, Manifest, Part, TensorEntry, sums_name
-from pipeline.checkpoint.retention import Retention, purge
+from pipeline.checkpoint import block_sums
+from pipeline.checkpoint.manifest import sums_name
+from pipeline.checkpoint.retention import purge
 from pipeline.checkpoint.store import Sink, Store, Transaction, open_store
+from pipeline.checkpoint.writer_protocol import SaveRequest, SaveResult, Write, WriterSetup
 from pipeline.distributed.signals import ENDING
 from pipeline.errors import CheckpointError, in_words
 from pipeline.utils.process_tree import die_with
@@ -35,86 +32,6 @@ from pipeline.utils.terminal import guard
 
 LONGEST_PAUSE = 0.2
 """Seconds between two looks for the other ranks' reports."""
-
-
-class NewFile(BaseModel):
-    """A file to write; its first writer also writes the header."""
-
-    name: str
-    size: int
-    shared: bool
-
-
-class Write(NamedTuple):
-    """Bytes of the snapshot buffer that go to a place of file number `file`. `piece` is false for
-    headers, which have no block checksums."""
-
-    file: int
-    offset: int
-    start: int
-    size: int
-    piece: bool
-
-
-class ManifestTemplate(BaseModel):
-    """The part of the manifest that is the same at every save of a run."""
-
-    world_size: int
-    writer: Mapping[str, Any]
-    tensors: Sequence[TensorEntry]
-    runs: Sequence[Sequence[Run]]
-    files: Sequence[DataFile]
-
-    def fill(self, facts: Mapping[str, Any], prefix: str, digests: Sequence[int]) -> Manifest:
-        """The manifest of one save, given its `step`, `progress` and `state`, the prefix of its
-        files' names, and the digest of each writing rank's checksums."""
-        named = [file.model_copy(update={"name": prefix + file.name}) for file in self.files]
-        parts = [
-            Part(sums=prefix + sums_name(rank), digest=digest)
-            for rank, digest in enumerate(digests)
-        ]
-        written = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        same = dict(self) | {"files": named}
-        return Manifest(**facts, **same, written=written, parts=parts)
-
-
-class Setup(BaseModel):
-    """Constants of one rank's writer."""
-
-    store: str
-    rank: int
-    world_size: int
-    buffer_size: int
-    """Bytes of the snapshot buffer."""
-    files: Sequence[NewFile]
-    rounds: Sequence[Sequence[Write]]
-    """File by file, each from its start to its end."""
-    template: ManifestTemplate | None
-    """Rank 0 only."""
-    retention: Retention
-
-
-class SaveRequest(BaseModel):
-    """Order to write one checkpoint."""
-
-    name: str
-    identity: str
-    facts: Mapping[str, Any] = {}
-    """Fields `step`, `progress` and `state` of the manifest, on rank 0 only."""
-
-
-class SaveResult(BaseModel):
-    """Answer of a writer to its rank, and report to the writer of rank 0, in the transaction."""
-
-    name: str
-    problem: str = ""
-    digest: int = 0
-    """Digest of the rank's checksums."""
-    place: str = ""
-    size: int = 0
-    """Bytes of the whole checkpoint's data, on rank 0."""
-    seconds: float = 0.0
-    warnings: Sequence[str] = ()
 
 
 def main(argv: Sequence[str]) -> None:
@@ -125,7 +42,7 @@ def main(argv: Sequence[str]) -> None:
     for number in ENDING:
         signal.signal(number, signal.SIG_IGN)
     requests, answers = sys.stdin.buffer, sys.stdout.buffer  # UTF-8, whatever the locale
-    setup = Setup.model_validate_json(requests.readline())
+    setup = WriterSetup.model_validate_json(requests.readline())
     buffer = memoryview(mmap.mmap(int(argv[0]), max(setup.buffer_size, 1), prot=mmap.PROT_READ))
 
     def writes() -> Iterator[Write]:
@@ -147,7 +64,10 @@ def main(argv: Sequence[str]) -> None:
 
 
 def carry_out(
-    setup: Setup, request: SaveRequest, buffer: memoryview, writes: Iterable[Write] | None = None
+    setup: WriterSetup,
+    request: SaveRequest,
+    buffer: memoryview,
+    writes: Iterable[Write] | None = None,
 ) -> SaveResult:
     """Write, report, and on rank 0 commit. Failures are in the result; nothing is raised. `writes`
     are all rounds', and yield when their bytes are in the buffer."""
@@ -180,7 +100,12 @@ def carry_out(
 
 
 def _give_up(
-    setup: Setup, store: Store, transaction: Transaction, result: SaveResult, *, keep_files: bool
+    setup: WriterSetup,
+    store: Store,
+    transaction: Transaction,
+    result: SaveResult,
+    *,
+    keep_files: bool,
 ) -> None:
     """Remove the transaction's files on rank 0; on others report to rank 0, whose disk may be
     another one, and remove the rank's own unless `keep_files`."""
@@ -199,7 +124,7 @@ def _report_name(rank: int) -> str:
     return f"rank-{rank:05d}.report"
 
 
-def _report(setup: Setup, transaction: Transaction, result: SaveResult) -> None:
+def _report(setup: WriterSetup, transaction: Transaction, result: SaveResult) -> None:
     """Report to rank 0; the line break at the end marks a report that is all there."""
     transaction.put(_report_name(setup.rank), result.model_dump_json().encode() + b"\n")
 
@@ -223,7 +148,7 @@ def _collect(transaction: Transaction, world_size: int) -> list[int]:
 
 
 def _write(
-    setup: Setup, transaction: Transaction, writes: Iterable[Write], buffer: memoryview
+    setup: WriterSetup, transaction: Transaction, writes: Iterable[Write], buffer: memoryview
 ) -> int:
     """Write the buffer to the files; returns the digest of the checksums."""
     found: list[int] = []
@@ -238,22 +163,22 @@ def _write(
 
 def _chunks(buffer: memoryview, write: Write) -> Iterator[memoryview]:
     end = write.start + write.size
-    for start in range(write.start, end, safetensors_format.CHUNK):
-        yield buffer[start : min(start + safetensors_format.CHUNK, end)]
+    for start in range(write.start, end, block_sums.CHUNK):
+        yield buffer[start : min(start + block_sums.CHUNK, end)]
 
 
 def copy_chunks(sink: Sink, offset: int, chunks: Iterable[memoryview]) -> Iterator[int]:
     """Write chunks one behind the other, from byte `offset` on; yields the checksums of their
     blocks. All chunks but the last are whole blocks."""
     for data in chunks:
-        yield from safetensors_format.sums(data)
+        yield from block_sums.sums(data)
         sink.write(offset, data)
         offset += len(data)
 
 
 def put_sums(transaction: Transaction, rank: int, sums: Sequence[int]) -> int:
     """Write the file of a rank's checksums; returns its digest."""
-    data = safetensors_format.pack(sums)
+    data = block_sums.pack(sums)
     transaction.put(sums_name(rank), data)
     return xxh3_64_intdigest(data)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoint.manifest import FILE, Damaged
+from pipeline.checkpoint.manifest import MANIFEST, Damaged
 from pipeline.checkpoint.object_store import ObjectStore
 from pipeline.checkpoint.retention import Retention
 from pipeline.checkpoint.store import open_store
@@ -32,7 +32,7 @@ def test_killed_at_every_request(memory: Path) -> None:
         assert (seen.saved.problems, seen.after.names) == (["", ""], [NEW])
     requests = [log.read_text().splitlines() for log in logs]
     points = [
-        requests[0].index(f"pipe_file {root}/{NEW}/{FILE}"),
+        requests[0].index(f"pipe_file {root}/{NEW}/{MANIFEST}"),
         requests[1].index(f"pipe_file {root}/{NEW}/attempt2/rank-00001.report"),
     ]
     faults, passed = [], []
@@ -84,9 +84,9 @@ def entries(store: ObjectStore, name: str) -> list[str]:
 def test_what_a_dead_attempt_left_beside_a_good_one_is_removed(store: ObjectStore) -> None:
     store.attempt(OLD, "dead").put("rank-00000.sums", b"rest")
     write(tiny(store), 1, identity="alive")
-    assert entries(store, OLD) == ["alive", "dead", FILE]
+    assert entries(store, OLD) == ["alive", "dead", MANIFEST]
     store.clean()
-    assert entries(store, OLD) == ["alive", FILE]
+    assert entries(store, OLD) == ["alive", MANIFEST]
     assert read_digests(store, OLD) == digests(1)
 
 
@@ -111,12 +111,12 @@ def test_a_commit_whose_answer_is_lost_is_taken_back(
 
     def lose(path: str, data: bytes) -> None:
         put(path, data)
-        if path.endswith(FILE):
+        if path.endswith(MANIFEST):
             raise RuntimeError("the connection is gone")
 
     monkeypatch.setattr(type(store.requests.fs), "pipe_file", staticmethod(lose))
     outcome = write(tiny(store), 1)
-    where = store.locate(OLD, FILE).removeprefix("file://")
+    where = store.locate(OLD, MANIFEST).removeprefix("file://")
     assert outcome.problem == f"RuntimeError: the connection is gone: {where}"
     assert store.names() == []
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.checkpoint.layout import CODES
+from pipeline.checkpoint.write_plan import CODES
 from pipeline.contracts.tensors import TensorReader, TensorSpec
 
 SIDES = st.integers(0, 6)

@@ -10,18 +10,13 @@ import random
 import threading
 
 from pipeline.checkpoint.division import Run
-from pipeline.checkpoint.manifest import TensorEntry
+from pipeline.checkpoint.manifest import ManifestTemplate, TensorEntry
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.retention import Retention
-from pipeline.checkpoint.staging import Staging, stage
+from pipeline.checkpoint.staging import Staging, plan_staging
 from pipeline.checkpoint.store import Store, step_name
-from pipeline.checkpoint.writer_main import (
-    ManifestTemplate,
-    SaveRequest,
-    SaveResult,
-    Setup,
-    carry_out,
-)
+from pipeline.checkpoint.writer_main import carry_out
+from pipeline.checkpoint.writer_protocol import SaveRequest, SaveResult, WriterSetup
 
 TENSORS = [
     TensorEntry(key="weight/a", dtype="F32", shape=(3, 50)),
@@ -43,10 +38,10 @@ RUNS = [
 
 def setups(
     address: str, arrangement: str = "sharded", retention: Retention | None = None
-) -> tuple[list[Setup], list[Staging]]:
-    """Return for each rank its Setup and the content of its arena."""
+) -> tuple[list[WriterSetup], list[Staging]]:
+    """Return for each rank its WriterSetup and the content of its arena."""
     from pipeline.checkpoint.file_layout import FULL, SHARDED
-    from pipeline.checkpoint.layout import spans_of
+    from pipeline.checkpoint.write_plan import spans_of
 
     made = SHARDED if arrangement == "sharded" else FULL
     runs = {tensor.key: own for tensor, own in zip(TENSORS, RUNS, strict=True)}
@@ -54,14 +49,14 @@ def setups(
     own = [runs[tensor.key] for tensor in ordered]
     tensors = {tensor.key: tensor for tensor in ordered}
     layouts = [made.lay_out(rank, spans_of(rank, ordered, own), tensors) for rank in range(2)]
-    stagings = [stage(layout, lambda key: False) for layout in layouts]
+    stagings = [plan_staging(layout, frozenset()) for layout in layouts]
     files = [file for layout in layouts for file in layout.described]
     template = ManifestTemplate(
         world_size=2, writer={"engine": {"strategy": "tiny"}, "packages": {"torch": "2.0"}},
         tensors=ordered, runs=own, files=files,
     )  # fmt: skip
     return [
-        Setup(
+        WriterSetup(
             store=address, rank=rank, world_size=2, buffer_size=staging.size, files=layout.files,
             rounds=staging.rounds, template=None if rank else template,
             retention=retention or Retention(),

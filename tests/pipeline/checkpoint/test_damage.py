@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pipeline.checkpoint.local_store import LocalStore
-from pipeline.checkpoint.manifest import FILE, Damaged
+from pipeline.checkpoint.manifest import MANIFEST, Damaged
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.errors import CheckpointError
 from tests.support.tier import times
@@ -56,7 +56,7 @@ def regions(root: Path) -> list[tuple[Path, int, int, str]]:
     """Yield file, first byte, end, and the tensor whose data is there, if any."""
     reader = CheckpointReader(LocalStore(root), NAME)
     manifest, folder = reader.manifest, root / NAME
-    found = [(folder / FILE, 0, (folder / FILE).stat().st_size, "")]
+    found = [(folder / MANIFEST, 0, (folder / MANIFEST).stat().st_size, "")]
     for file in manifest.files:
         found.append((folder / file.name, 0, file.data_start, ""))
     for part in manifest.parts:
@@ -129,7 +129,7 @@ def test_files_of_another_step(root: Path, request: pytest.FixtureRequest) -> No
         Tiny(str(other), "full" if (root / NAME / "model.safetensors").exists() else "sharded"), 2
     )
     foreign = {path.name: path.read_bytes() for path in (other / "step-00000002").iterdir()}
-    files = [file for file in files_of(root) if file.name != FILE]
+    files = [file for file in files_of(root) if file.name != MANIFEST]
     for names in [{file.name} for file in files] + [
         {"rank-00001.sums", file.name} for file in files
     ]:
@@ -164,7 +164,7 @@ def test_a_folder_of_another_format_is_not_called_damaged(tmp_path: Path) -> Non
 
 def edit(root: Path, change: Change, *, sign: bool = True) -> None:
     """Change the manifest and correct its checksum."""
-    path = root / NAME / FILE
+    path = root / NAME / MANIFEST
     data = json.loads(path.read_bytes())
     change(data["checkpoint"])
     body = json.dumps(data["checkpoint"])
@@ -266,7 +266,7 @@ def test_an_edited_manifest(root: Path, name: str) -> None:
 
 def test_an_edited_manifest_with_the_old_checksum(root: Path) -> None:
     edit(root, lambda manifest: manifest.update(step=2), sign=False)
-    with pytest.raises(Damaged, match=f"{root / NAME / FILE}: its checksum is wrong"):
+    with pytest.raises(Damaged, match=f"{root / NAME / MANIFEST}: its checksum is wrong"):
         read_all(root, whole=True)
 
 

@@ -21,7 +21,7 @@ from pipeline.checkpoint.manifest import (
     TensorEntry,
 )
 from pipeline.checkpoint.safetensors_format import ITEM_BYTES
-from pipeline.checkpoint.writer_main import SaveRequest
+from pipeline.checkpoint.writer_protocol import SaveRequest
 from pipeline.contracts.engine import EngineState, LossScale, ParameterGroup
 from tests.support.tiny_store import setups
 

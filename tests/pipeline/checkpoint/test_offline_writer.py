@@ -17,7 +17,7 @@ from pipeline.checkpoint.local_store import LocalStore
 from pipeline.checkpoint.manifest import TensorEntry
 from pipeline.checkpoint.offline_writer import appearing, step_target, write_checkpoint
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.staging import stage
+from pipeline.checkpoint.staging import plan_staging
 from pipeline.contracts.engine import EngineState, ParameterGroup
 from pipeline.errors import CheckpointError, UsageError
 
@@ -75,7 +75,7 @@ def test_every_part_of_the_arena_can_be_viewed_in_its_dtype(arrangement: FileLay
     )
     tensors = {entry.key: entry for entry in entries}
     layout = arrangement.lay_out(0, [Span(key, 0, 7) for key in tensors], tensors)
-    staging = stage(layout, {"weight/b", "exp_avg/a"}.__contains__)
+    staging = plan_staging(layout, {"weight/b", "exp_avg/a"})
     copies = [(tensors[copy.key].itemsize, copy) for copy in (*staging.whole, *staging.passing)]
     assert len(copies) == 4
     assert [copy.place % itemsize for itemsize, copy in copies] == [0] * 4

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.checkpoint.local_store import LocalStore
-from pipeline.checkpoint.manifest import FILE
+from pipeline.checkpoint.manifest import MANIFEST
 from pipeline.checkpoint.retention import Retention, expected_count, purge
 from pipeline.checkpoint.store import step_name, step_number, steps_in_order
 from pipeline.contracts.training import TrainingLength
@@ -53,7 +53,7 @@ def test_what_is_kept(store: LocalStore, retention: Retention, kept: list[int]) 
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_the_best(store: LocalStore) -> None:
-    Path(store.locate(step_name(3), FILE)).write_bytes(b"")
+    Path(store.locate(step_name(3), MANIFEST)).write_bytes(b"")
     assert purge(store, Retention(last=1, best=1)) == []
     assert steps(store) == [5, 8]
 

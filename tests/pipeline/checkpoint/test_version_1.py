@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.checkpoint.local_store import LocalStore
-from pipeline.checkpoint.manifest import FILE, Manifest
+from pipeline.checkpoint.manifest import MANIFEST, Manifest
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.errors import CheckpointError
 from tests.pipeline.checkpoint.test_damage import NAME, edit
@@ -52,7 +52,7 @@ def test_any_damage_is_found(root: Path) -> None:
 
 
 def test_it_stays_as_it_is_when_it_is_amended(root: Path) -> None:
-    path = root / NAME / FILE
+    path = root / NAME / MANIFEST
     manifest = Manifest.load(path.read_bytes(), "here")
     path.write_bytes(manifest.model_copy(update={"progress": {"step": 1, "more": 2}}).dump())
     assert CheckpointReader(LocalStore(root), NAME).progress == {"step": 1, "more": 2}

@@ -17,7 +17,8 @@ import pytest
 
 from pipeline.checkpoint.local_store import LocalStore
 from pipeline.checkpoint.writer_client import SnapshotBuffer, WriterProcess
-from pipeline.checkpoint.writer_main import Write, carry_out
+from pipeline.checkpoint.writer_main import carry_out
+from pipeline.checkpoint.writer_protocol import Write
 from pipeline.distributed.signals import ENDING
 from pipeline.errors import CheckpointError
 from tests.support.tiny_store import Tiny, digests, job, read_digests

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from pipeline.checkpoint.formats import Formats
-from pipeline.checkpoint.layout import CODES
+from pipeline.checkpoint.write_plan import CODES
 from pipeline.contracts.engine import WEIGHT, EngineState
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from pipeline.checkpoint.layout import CODES
+from pipeline.checkpoint.write_plan import CODES
 from pipeline.contracts.tensors import TensorSpec
 from pipeline.testing import problems
 from pipeline.utils.text import human

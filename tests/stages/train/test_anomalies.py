@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.checkpoint.manifest import FILE, Manifest
+from pipeline.checkpoint.manifest import MANIFEST, Manifest
 from pipeline.contracts.precision import LossScaling
 from pipeline.contracts.training import Progress
 from pipeline.testing import plan_view, problems
@@ -167,7 +167,7 @@ def test_the_last_checkpoint_knows_of_the_batch_that_was_left_out_behind_it(
     assert evaluated_at(told) == [4]
     step = tmp_path / "checkpoints" / "step-00000004"
     assert told["checkpoint"] == str(step)
-    saved = Manifest.load((step / FILE).read_bytes(), "here")
+    saved = Manifest.load((step / MANIFEST).read_bytes(), "here")
     assert saved.progress == told["progress"]
     assert saved.progress["left_out"] == [[16, 20]]
     assert saved.progress["metrics"]["eval_loss"] == saved.progress["best"]["eval_loss"]
@@ -176,7 +176,7 @@ def test_the_last_checkpoint_knows_of_the_batch_that_was_left_out_behind_it(
     # A kill before that was recorded has the same result.
     unaware = Progress.from_record(saved.progress).as_new_run()
     unaware.samples, unaware.metrics = 16, {"loss": saved.progress["metrics"]["loss"]}
-    (step / FILE).write_bytes(saved.model_copy(update={"progress": vars(unaware)}).dump())
+    (step / MANIFEST).write_bytes(saved.model_copy(update={"progress": vars(unaware)}).dump())
     again = run_ranks(train, 2, str(tmp_path), case)[0]
     assert again["progress"] == told["progress"]
     assert again["checkpoint"] == told["checkpoint"]

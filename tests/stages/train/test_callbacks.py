@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import testing
-from pipeline.checkpoint.manifest import FILE, Manifest
+from pipeline.checkpoint.manifest import MANIFEST, Manifest
 from pipeline.contracts.signature import needs
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Callbacks, Progress, StepCallback
@@ -90,7 +90,7 @@ def train_with_sink(dist: DistContext, folder: str, case: Poisoned) -> dict[str,
 
 def saved(folder: Path, step: int) -> Any:
     """Return the state of callbacks in a checkpoint."""
-    file = folder / "checkpoints" / f"step-{step:08d}" / FILE
+    file = folder / "checkpoints" / f"step-{step:08d}" / MANIFEST
     return Manifest.load(file.read_bytes(), "here").progress["callbacks"]
 
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pipeline.checkpoint.layout import CODES
+from pipeline.checkpoint.write_plan import CODES
 from pipeline.errors import StageError
 from stages.weights.torch_files import TorchFilesReader
 from tests.support.models import FAMILIES, context, filled, random_source

@@ -6,6 +6,7 @@ result by rule; then each rank lays out its own files. Only rank 0's work grows 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -16,13 +17,12 @@ import torch
 from pipeline.checkpoint import rng_state
 from pipeline.checkpoint.division import CoverageError, Run, Span, share_writing
 from pipeline.checkpoint.file_layout import FileLayout, Layout
-from pipeline.checkpoint.manifest import DataFile, TensorEntry
-from pipeline.checkpoint.writer_main import ManifestTemplate
+from pipeline.checkpoint.manifest import DataFile, ManifestTemplate, TensorEntry
 from pipeline.errors import StageError
 from pipeline.utils.versions import versions
 
 if TYPE_CHECKING:
-    from pipeline.contracts.engine import Engine
+    from pipeline.contracts.engine import Engine, EngineState
     from pipeline.distributed.process_group import DistContext
 
 CODES = {
@@ -87,9 +87,9 @@ def plan_writes(
         LocalShard(random_key(dist.rank, name), "U8", (len(state),), 0, len(state), True)
         for name, state in rng_state.capture(dist.device).items()
     ]
-    messages = dist.collect(message([*own, *random]))
-    text = dist.broadcast_str(divided(messages, file_layout) if dist.is_main else None)
-    tensors, runs = unpacked(text)
+    messages = dist.collect(encode_shards([*own, *random]))
+    text = dist.broadcast_str(divide(messages, file_layout) if dist.is_main else None)
+    tensors, runs = decode_division(text)
     layout = file_layout.lay_out(
         dist.rank, spans_of(dist.rank, tensors, runs), {entry.key: entry for entry in tensors}
     )
@@ -121,14 +121,25 @@ def _held(engine: Engine, without: Set[str]) -> list[LocalShard]:
     ]  # fmt: skip
 
 
-def message(own: Sequence[LocalShard]) -> bytes:
+def without_frozen_base(engine: Engine, frozen_base: Set[str]) -> EngineState:
+    """Engine state without the frozen weights that the model source can supply again."""
+    state = engine.state()
+    return dataclasses.replace(
+        state,
+        shapes={name: shape for name, shape in state.shapes.items() if name not in frozen_base},
+        aliases={name: kept for name, kept in state.aliases.items() if kept not in frozen_base},
+        frozen=[name for name in state.frozen if name not in frozen_base],
+    )
+
+
+def encode_shards(own: Sequence[LocalShard]) -> bytes:
     """Message of a rank to rank 0: its shards."""
     return json.dumps([shard[:5] for shard in own]).encode()
 
 
-def divided(messages: Sequence[bytes], file_layout: FileLayout) -> str:
-    """All tensors in order and who writes them, from every rank's message; for `unpacked`. Raises
-    StageError unless the messages agree and make up every tensor."""
+def divide(messages: Sequence[bytes], file_layout: FileLayout) -> str:
+    """All tensors in order and who writes them, for `decode_division`, from every rank's message.
+    Raises StageError unless the messages agree and make up every tensor."""
     facts: dict[str, Any] = {}
     held: list[list[Span]] = []
     for received in messages:
@@ -146,7 +157,7 @@ def divided(messages: Sequence[bytes], file_layout: FileLayout) -> str:
     return json.dumps([[t.model_dump(), own] for t, own in zip(tensors, runs, strict=True)])
 
 
-def unpacked(text: str) -> tuple[list[TensorEntry], list[list[Run]]]:
+def decode_division(text: str) -> tuple[list[TensorEntry], list[list[Run]]]:
     """The division that rank 0 has made: tensors in order, and the runs of each."""
     made = json.loads(text)
     return [TensorEntry(**entry) for entry, _ in made], [[Run(*r) for r in own] for _, own in made]

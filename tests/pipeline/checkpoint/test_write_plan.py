@@ -6,7 +6,14 @@ import pytest
 
 from pipeline.checkpoint.division import Run
 from pipeline.checkpoint.file_layout import FULL, SHARDED, FileLayout
-from pipeline.checkpoint.layout import LocalShard, divided, message, random_key, spans_of, unpacked
+from pipeline.checkpoint.write_plan import (
+    LocalShard,
+    decode_division,
+    divide,
+    encode_shards,
+    random_key,
+    spans_of,
+)
 from pipeline.errors import StageError
 
 SHAPES = [(f"weight/{number}", (4096 + number, 8)) for number in range(12)]
@@ -21,7 +28,7 @@ def told(rank: int, ranks: int, dtype: str = "F32") -> bytes:
         if start < stop:
             own.append(LocalShard(key, dtype, (rows, columns), start, stop, True))
     own.append(LocalShard(random_key(rank, "torch"), "U8", (9,), 0, 9, True))
-    return message(own)
+    return encode_shards(own)
 
 
 @pytest.mark.parametrize("arrangement", [SHARDED, FULL], ids=lambda one: one.name)
@@ -31,7 +38,7 @@ def test_tensors_are_described_in_as_many_words_for_more_ranks(
     described = {}
     for ranks in (4, 700):
         messages = [told(rank, ranks) for rank in range(ranks)]
-        tensors, runs = unpacked(divided(messages, arrangement))
+        tensors, runs = decode_division(divide(messages, arrangement))
         assert [entry.key for entry in tensors] == [
             *(key for key, _ in SHAPES), *(f"random/{rank:05d}/torch" for rank in range(ranks))
         ]  # fmt: skip
@@ -44,6 +51,6 @@ def test_tensors_are_described_in_as_many_words_for_more_ranks(
 
 def test_ranks_that_do_not_fit_together() -> None:
     with pytest.raises(StageError, match="weight/0: ranks differ in its shape or dtype"):
-        divided([told(0, 2), told(1, 2, "BF16")], SHARDED)
+        divide([told(0, 2), told(1, 2, "BF16")], SHARDED)
     with pytest.raises(StageError, match="the ranks' parts do not make up weight/0: ends at"):
-        divided([told(0, 3), told(1, 3)], SHARDED)
+        divide([told(0, 3), told(1, 3)], SHARDED)

@@ -1,0 +1,70 @@
+"""Messages between a rank and its writer, each one line of JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+
+from pipeline.checkpoint.manifest import ManifestTemplate
+from pipeline.checkpoint.retention import Retention
+
+
+class NewFile(BaseModel):
+    """A file that a rank writes: all of it, or with `shared` its own pieces and, on rank 0, the
+    header."""
+
+    name: str
+    size: int
+    shared: bool
+
+
+class Write(NamedTuple):
+    """Bytes of the snapshot buffer that go to a place of file number `file`. `piece` is false for
+    headers, which have no block checksums."""
+
+    file: int
+    offset: int
+    start: int
+    size: int
+    piece: bool
+
+
+class WriterSetup(BaseModel):
+    """Constants of one rank's writer."""
+
+    store: str
+    rank: int
+    world_size: int
+    buffer_size: int
+    """Bytes of the snapshot buffer."""
+    files: Sequence[NewFile]
+    rounds: Sequence[Sequence[Write]]
+    """File by file, each from its start to its end."""
+    template: ManifestTemplate | None
+    """Rank 0 only."""
+    retention: Retention
+
+
+class SaveRequest(BaseModel):
+    """Order to write one checkpoint."""
+
+    name: str
+    identity: str
+    facts: Mapping[str, Any] = {}
+    """Fields `step`, `progress` and `state` of the manifest, on rank 0 only."""
+
+
+class SaveResult(BaseModel):
+    """Answer of a writer to its rank, and report to the writer of rank 0, in the transaction."""
+
+    name: str
+    problem: str = ""
+    digest: int = 0
+    """Digest of the rank's checksums."""
+    place: str = ""
+    size: int = 0
+    """Bytes of the whole checkpoint's data, on rank 0."""
+    seconds: float = 0.0
+    warnings: Sequence[str] = ()
