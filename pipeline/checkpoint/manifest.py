@@ -86,7 +86,7 @@ class DataFile(_Model):
     header: Count
 
 
-class Part(_Model):
+class RankShare(_Model):
     """The share of one rank: `sums` is the file with the block checksums of its pieces, piece after
     piece, and `digest` that file's XXH3 (64 bits)."""
 
@@ -113,7 +113,7 @@ class Manifest(_Model):
     runs: Sequence[Sequence[Run]] = ()
     """Division of each tensor among ranks; empty in version 1."""
     files: Sequence[DataFile]
-    parts: Sequence[Part]
+    parts: Sequence[RankShare]
     """Parts by rank. Where tensors do not lie whole in files, file number N is that of part number
     N."""
 
@@ -209,7 +209,7 @@ class ManifestTemplate(BaseModel):
         files' names, and the digest of each writing rank's checksums."""
         named = [file.model_copy(update={"name": prefix + file.name}) for file in self.files]
         parts = [
-            Part(sums=prefix + sums_name(rank), digest=digest)
+            RankShare(sums=prefix + sums_name(rank), digest=digest)
             for rank, digest in enumerate(digests)
         ]
         written = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

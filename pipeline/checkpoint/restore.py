@@ -133,19 +133,19 @@ class Restoration:
         live = without_frozen_base(self._engine, self._frozen_base)
         saved = dataclasses.replace(reader.state, shapes=reader.manifest.shapes())
         require_same_model(saved, live, reader.where)
-        for part in self._engine.restore(saved):
-            for kind, tensor in part.state.items():
-                if part.name not in self._frozen_base:
-                    self._fill(reader, part, kind, tensor)
+        for fragment in self._engine.restore(saved):
+            for kind, tensor in fragment.state.items():
+                if fragment.name not in self._frozen_base:
+                    self._fill(reader, fragment, kind, tensor)
         self._restore_random(reader, progress)
         self.bytes_read += reader.bytes_read
         return progress
 
-    def _fill(self, reader: CheckpointReader, part: Fragment, kind: str, live: Tensor) -> None:
-        key = f"{kind}/{part.name}"
+    def _fill(self, reader: CheckpointReader, fragment: Fragment, kind: str, live: Tensor) -> None:
+        key = f"{kind}/{fragment.name}"
         entry = reader.entry(key)
         stored = DTYPES[entry.dtype]
-        trained = part.name in reader.state.updates
+        trained = fragment.name in reader.state.updates
         narrows = trained and torch.promote_types(stored, live.dtype) != live.dtype
         if narrows and "precision" not in self._ctx.accept:
             raise ResumeRefused(
@@ -153,9 +153,9 @@ class Restoration:
                 f"{dtype_name(live.dtype)}: loading it loses precision",
                 hint="keep master weights as they were, or pipe resume --accept precision",
             )
-        for first, data in reader.read(key, part.start, part.start + live.numel()):
+        for first, data in reader.read(key, fragment.start, fragment.start + live.numel()):
             value = torch.frombuffer(data, dtype=stored)
-            target = live[first - part.start : first - part.start + value.numel()]
+            target = live[first - fragment.start : first - fragment.start + value.numel()]
             # An untrained tensor that was stored rounded is here already, unrounded.
             if trained or not torch.equal(target.to("cpu", stored), value):
                 target.copy_(value)

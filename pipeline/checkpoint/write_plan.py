@@ -112,12 +112,12 @@ def plan_writes(
 def _held(engine: Engine, without: Set[str]) -> list[LocalShard]:
     return [
         LocalShard(
-            f"{kind}/{part.name}", CODES[tensor.dtype], tuple(part.shape), part.start, part.stop,
-            tensor.device.type == "cpu",
+            f"{kind}/{fragment.name}", CODES[tensor.dtype], tuple(fragment.shape),
+            fragment.start, fragment.stop, tensor.device.type == "cpu",
         )
-        for part in engine.fragments()
-        for kind, tensor in part.state.items()
-        if tensor.numel() and part.name not in without
+        for fragment in engine.fragments()
+        for kind, tensor in fragment.state.items()
+        if tensor.numel() and fragment.name not in without
     ]  # fmt: skip
 
 

@@ -150,13 +150,13 @@ class Snapshot:
         with torch.no_grad():
             self._copy_whole()
             number = 0
-            for copy, part, source in self._passing():
+            for copy, fragment, source in self._passing():
                 while number < copy.round:
                     failed = self._pass_on(writer, request, number)
                     if failed is not None:
                         return failed
                     number += 1
-                self._copy(copy, part.start, source)
+                self._copy(copy, fragment.start, source)
         last = len(self.staging.rounds) - 1
         assert number == last, "the last round passes nothing"
         return self._pass_on(writer, request, number)
@@ -176,10 +176,10 @@ class Snapshot:
             for copy in self._whole.get(random_key(self._dist.rank, name), ()):
                 self._copy(copy, 0, source)
                 left.discard(copy)
-        for part, kind, tensor in self._tensors() if left else ():
-            for copy in self._whole.get(f"{kind}/{part.name}", ()):
-                if part.start <= copy.start and copy.stop <= part.stop:
-                    self._copy(copy, part.start, tensor)
+        for fragment, kind, tensor in self._tensors() if left else ():
+            for copy in self._whole.get(f"{kind}/{fragment.name}", ()):
+                if fragment.start <= copy.start and copy.stop <= fragment.stop:
+                    self._copy(copy, fragment.start, tensor)
                     left.discard(copy)
         # The buffer would hold an earlier save's bytes.
         assert not left, f"{min(left).key} is not there any more"
@@ -190,18 +190,19 @@ class Snapshot:
         left = self.staging.passing[::-1]
         while left:
             before = len(left)
-            for part, kind, tensor in self._tensors():
-                key = f"{kind}/{part.name}"
-                while left and left[-1].key == key and part.start <= left[-1].start < part.stop:
-                    yield left.pop(), part, tensor
+            for fragment, kind, tensor in self._tensors():
+                key = f"{kind}/{fragment.name}"
+                held = range(fragment.start, fragment.stop)
+                while left and left[-1].key == key and left[-1].start in held:
+                    yield left.pop(), fragment, tensor
                 if not left:
                     return
             assert len(left) < before, f"{left[-1].key} is not there any more"
 
     def _tensors(self) -> Iterator[tuple[Fragment, str, Tensor]]:
-        for part in self._engine.fragments():
-            for kind, tensor in part.state.items():
-                yield part, kind, tensor
+        for fragment in self._engine.fragments():
+            for kind, tensor in fragment.state.items():
+                yield fragment, kind, tensor
 
     def _copy(self, copy: Copy, first: int, tensor: Tensor) -> None:
         """Copy into the buffer, from elements of which `first` is the first. In host memory the C

@@ -17,7 +17,7 @@ from pipeline.checkpoint import block_sums
 from pipeline.checkpoint.division import Run, Span, require_cover
 from pipeline.checkpoint.file_layout import SHARDED
 from pipeline.checkpoint.local_store import LocalStore
-from pipeline.checkpoint.manifest import Manifest, Part, TensorEntry
+from pipeline.checkpoint.manifest import Manifest, RankShare, TensorEntry
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.write_plan import spans_of
 from tests.support.tier import examples
@@ -79,7 +79,7 @@ def write(root: str, tensors: list[TensorEntry], shares: list[list[Span]]) -> No
         attempt.put(f"rank-{rank:05d}.sums", block_sums.pack(sums))
         files += layout.described
         digest = xxh3_64_intdigest(block_sums.pack(sums))
-        parts.append(Part(sums=f"rank-{rank:05d}.sums", digest=digest))
+        parts.append(RankShare(sums=f"rank-{rank:05d}.sums", digest=digest))
     facts: dict[str, Any] = json.loads(json.dumps(dict(job(1, "x").facts)))
     manifest = Manifest(
         **facts,
