@@ -90,7 +90,7 @@ def carry_out(
     except Exception as error:
         result.problem = in_words(error)
         if store is not None and transaction is not None:
-            _give_up(setup, store, transaction, result, keep_files=reported)
+            _give_up(setup, store, transaction, result, reported)
         return result
     result.place = store.locate(request.name)
     result.size = sum(file.size for file in setup.template.files)
@@ -100,20 +100,15 @@ def carry_out(
 
 
 def _give_up(
-    setup: WriterSetup,
-    store: Store,
-    transaction: Transaction,
-    result: SaveResult,
-    *,
-    keep_files: bool,
+    setup: WriterSetup, store: Store, transaction: Transaction, result: SaveResult, reported: bool
 ) -> None:
     """Remove the transaction's files on rank 0; on others report to rank 0, whose disk may be
-    another one, and remove the rank's own unless `keep_files`."""
+    another one, and remove the rank's own unless `reported` as written."""
     if setup.rank == 0:
         store.abandon(transaction)
         return
     for file in setup.files:
-        if not (file.shared or keep_files):
+        if not (file.shared or reported):
             with contextlib.suppress(OSError):
                 transaction.discard(file.name)  # on a full disk, room for the report
     with contextlib.suppress(OSError):  # this rank also ends the run by itself
