@@ -6,7 +6,6 @@ The snapshot is computed while a writer copies it, so a state of any size needs 
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,7 @@ def write(job: Job, place: Place) -> Work:
             files=[file for layout in layouts for file in layout.described],
         )  # fmt: skip
         for rank in reversed(range(job["ranks"])):  # rank 0's writer waits for the others
-            staging = plan_staging(layouts[rank], set())
+            staging = plan_staging(layouts[rank], frozenset())
             setup = WriterSetup(
                 store=str(root), rank=rank, world_size=job["ranks"], buffer_size=staging.size,
                 files=layouts[rank].files, rounds=staging.rounds, retention=Retention(),
@@ -57,7 +56,7 @@ def write(job: Job, place: Place) -> Work:
             )  # fmt: skip
             snapshot: Any = _Snapshot(staging)
             save = Save(name=step_name(STEP), identity="benchmark", facts=_facts(model))
-            outcome = carry_out(setup, save, snapshot, itertools.chain(*staging.rounds))
+            outcome = carry_out(setup, save, snapshot)
             if outcome.problem:
                 raise RuntimeError(outcome.problem)
         return {"needed": list(_needed(root / step_name(STEP), layouts))}
@@ -68,7 +67,7 @@ def write(job: Job, place: Place) -> Work:
 def lay_out(
     model: Trained, strategy: str, ranks: int
 ) -> tuple[list[TensorEntry], list[list[Run]], list[Layout]]:
-    """Return all tensors, their runs, and each rank's layout, as `layout.plan_writes` has them."""
+    """Return all tensors, their runs, and each rank's layout, as `plan_writes` has them."""
     made = SHARDED
     held = [
         [

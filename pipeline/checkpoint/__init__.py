@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from pipeline.utils.lazy import lazily
 
 if TYPE_CHECKING:
+    from pipeline.checkpoint.block_sums import CHUNK
     from pipeline.checkpoint.file_layout import FULL, SHARDED, FileLayout
     from pipeline.checkpoint.formats import Formats, Reading, StateFormat, StateSource, open_state
     from pipeline.checkpoint.local_store import LocalStore
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.reader import CheckpointReader
     from pipeline.checkpoint.retention import Retention, expected_count
     from pipeline.checkpoint.rng_state import start_random_streams
-    from pipeline.checkpoint.safetensors_format import CHUNK, Entry, Placed, header, table
+    from pipeline.checkpoint.safetensors_format import Entry, Placed, header, table
     from pipeline.checkpoint.staging import PASSAGE
     from pipeline.checkpoint.write_plan import CODES, DTYPES, as_bytes, random_key
 else:

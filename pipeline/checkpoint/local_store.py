@@ -100,7 +100,7 @@ class LocalStore(Store):
     def delete(self, name: str) -> None:
         doomed = self._root / f"{name}.deleted-{os.getpid()}"
         (self._root / name).rename(doomed)
-        _sync(self._root)  # or a power loss could leave half of it under its name
+        _sync(self._root)  # or a power loss may bring the name back, with some of the files gone
         shutil.rmtree(doomed)
 
     def clean(self) -> None:

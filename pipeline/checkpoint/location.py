@@ -83,8 +83,8 @@ def require_shared(store: Store, dist: DistContext, identity: str) -> None:
             trial.put("seen", b"")
     dist.barrier()
     with system_errors_as(CheckpointError):
-        found = trial.get("seen") is not None
-    seen = dist.gather(found)
+        sees = trial.get("seen") is not None
+    seen = dist.gather(sees)
     store.abandon(trial)
     if not all(seen):
         raise CheckpointError(

@@ -14,11 +14,11 @@ from pipeline.checkpoint import location
 from pipeline.checkpoint.file_layout import FileLayout
 from pipeline.checkpoint.manifest import MANIFEST, Manifest
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.restore import Restoration, saved_progress, without_frozen_base
+from pipeline.checkpoint.restore import Restoration, saved_progress
 from pipeline.checkpoint.retention import Retention, best_of, expected_count
 from pipeline.checkpoint.staging import plan_staging
 from pipeline.checkpoint.store import locate, open_store, step_name
-from pipeline.checkpoint.write_plan import plan_writes
+from pipeline.checkpoint.write_plan import plan_writes, without_frozen_base
 from pipeline.checkpoint.writer_client import Snapshot, WriterProcess
 from pipeline.checkpoint.writer_protocol import SaveRequest, SaveResult, WriterSetup
 from pipeline.contracts.engine import Engine
@@ -134,7 +134,9 @@ class CheckpointManager(Checkpoints):
         if failed is not None:
             raise self._failure(failed)
         self._pending = self._last = name
-        self.ctx.dist.barrier()  # one rank's disk may be slower than a collective may take
+        # Passing waits for this rank's disk, longer perhaps than others wait in a collective of
+        # the engine.
+        self.ctx.dist.barrier()
         self.ctx.log.debug("snapshot of %s: %.3f s", name, time.perf_counter() - began)
         if not self.asynchronous:
             self._settle_pending()
@@ -231,7 +233,7 @@ class CheckpointManager(Checkpoints):
             )
 
     def _failure(self, result: SaveResult) -> CheckpointError:
-        """The error of a save that has failed; nothing waits for it any more."""
+        """Record that a save has failed; returns the error to raise."""
         self._pending = self._last = None
         return CheckpointError(
             f"{result.name} could not be saved: {result.problem}",

@@ -19,8 +19,9 @@ import pydantic
 from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict
 
+from pipeline.checkpoint.block_sums import BLOCK
 from pipeline.checkpoint.division import Count, CoverageError, Positive, Run, require_whole
-from pipeline.checkpoint.safetensors_format import BLOCK, ITEM_BYTES
+from pipeline.checkpoint.safetensors_format import ITEM_BYTES
 from pipeline.contracts.engine import WEIGHT, EngineState
 from pipeline.errors import CheckpointError
 
@@ -85,7 +86,7 @@ class DataFile(_Model):
     header: Count
 
 
-class Part(_Model):
+class RankShare(_Model):
     """The share of one rank: `sums` is the file with the block checksums of its pieces, piece after
     piece, and `digest` that file's XXH3 (64 bits)."""
 
@@ -112,22 +113,22 @@ class Manifest(_Model):
     runs: Sequence[Sequence[Run]] = ()
     """Division of each tensor among ranks; empty in version 1."""
     files: Sequence[DataFile]
-    parts: Sequence[Part]
+    parts: Sequence[RankShare]
     """Parts by rank. Where tensors do not lie whole in files, file number N is that of part number
     N."""
 
     def dump(self) -> bytes:
         """Bytes of the file."""
-        return _signed(self.model_dump_json().encode())
+        return _framed(self.model_dump_json().encode())
 
     @classmethod
     def load(cls, data: bytes, where: str) -> Manifest:
         """Verify and parse the file's bytes. Raises Damaged, naming `where`, for anything that
         `dump` did not write."""
-        frame = _signed(b"")
+        frame = _framed(b"")
         head = frame.index(b",")
         body = data[head : head + max(len(data) - len(frame), 0)]
-        if data != _signed(body):
+        if data != _framed(body):
             raise Damaged(f"{where}: its checksum is wrong: damaged, edited or incomplete")
         try:
             manifest = cls.model_validate_json(body, strict=True)
@@ -194,16 +195,6 @@ class Manifest(_Model):
             raise Damaged(f"{where}: {tensor.key}: lies in an unknown file")
 
 
-def _signed(body: bytes) -> bytes:
-    digest = hashlib.sha256(body).hexdigest().encode()
-    return b'{"checkpoint": ' + body + b', "sha256": "' + digest + b'"}\n'
-
-
-def sums_name(rank: int) -> str:
-    """Name of the file with a rank's checksums."""
-    return f"rank-{rank:05d}.sums"
-
-
 class ManifestTemplate(BaseModel):
     """The part of the manifest that is the same at every save of a run."""
 
@@ -218,9 +209,19 @@ class ManifestTemplate(BaseModel):
         files' names, and the digest of each writing rank's checksums."""
         named = [file.model_copy(update={"name": prefix + file.name}) for file in self.files]
         parts = [
-            Part(sums=prefix + sums_name(rank), digest=digest)
+            RankShare(sums=prefix + sums_name(rank), digest=digest)
             for rank, digest in enumerate(digests)
         ]
         written = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         same = dict(self) | {"files": named}
         return Manifest(**facts, **same, written=written, parts=parts)
+
+
+def _framed(body: bytes) -> bytes:
+    digest = hashlib.sha256(body).hexdigest().encode()
+    return b'{"checkpoint": ' + body + b', "sha256": "' + digest + b'"}\n'
+
+
+def sums_name(rank: int) -> str:
+    """Name of the file with a rank's checksums."""
+    return f"rank-{rank:05d}.sums"

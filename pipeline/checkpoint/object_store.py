@@ -111,7 +111,7 @@ class ObjectStore(Store):
             self._clean(name)
 
     def _clean(self, name: str) -> None:
-        """Remove the attempts that no manifest names, quarantined ones included."""
+        """Remove the attempts that no manifest names; one in quarantine is a manifest too."""
         entries = self._entries(name)
         manifests = [file for file in entries if file == MANIFEST or _ASIDE.fullmatch(file)]
         attempts = [entry for entry, kind in entries.items() if kind == "directory"]

@@ -13,11 +13,11 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
+from pipeline.checkpoint.block_sums import CHUNK
 from pipeline.checkpoint.division import Run, Span
 from pipeline.checkpoint.file_layout import FileLayout, Layout
 from pipeline.checkpoint.formats import StateSource
 from pipeline.checkpoint.manifest import ManifestTemplate
-from pipeline.checkpoint.safetensors_format import CHUNK
 from pipeline.checkpoint.store import Store, Transaction, step_name, step_number
 from pipeline.checkpoint.writer_main import copy_chunks, put_sums
 from pipeline.errors import UsageError
@@ -39,7 +39,8 @@ def step_target(folder: Path, step: int) -> Path:
 
 
 def write_checkpoint(source: StateSource, store: Store, name: str, file_layout: FileLayout) -> None:
-    """Commit `source` as the checkpoint `name`, with checksums. Raises CheckpointError."""
+    """Commit `source` as the checkpoint `name`, with checksums. Raises OSError, and whatever
+    reading `source` raises."""
     entries = file_layout.in_order(entry for entry in source.tensors.values() if entry.numel)
     spans = [Span(entry.key, 0, entry.numel) for entry in entries]
     layout = file_layout.lay_out(0, spans, {entry.key: entry for entry in entries})

@@ -7,8 +7,8 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from pipeline.checkpoint.block_sums import count
 from pipeline.checkpoint.manifest import LARGEST, Damaged, Manifest, Piece
-from pipeline.checkpoint.safetensors_format import count
 
 
 class Place(NamedTuple):

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 
 from xxhash import xxh3_64_intdigest
 
-from pipeline.checkpoint import safetensors_format
+from pipeline.checkpoint import block_sums
+from pipeline.checkpoint.block_sums import BLOCK, SUM_BYTES
 from pipeline.checkpoint.formats import StateSource
 from pipeline.checkpoint.manifest import MANIFEST, Damaged, Manifest, sums_name
 from pipeline.checkpoint.places import Place, Places
-from pipeline.checkpoint.safetensors_format import BLOCK, SUM_BYTES
 from pipeline.checkpoint.store import Store, step_number
 from pipeline.errors import CheckpointError
 from pipeline.utils.files import page_aligned
@@ -48,7 +48,7 @@ class CheckpointReader(StateSource):
         """Numbers of the files whose header was verified."""
         self._sums: dict[int, memoryview] = {}  # a 2048th of the parts that are read
         longest = max((entry.nbytes for entry in self.manifest.tensors), default=0)
-        self._buffer = page_aligned(min(safetensors_format.CHUNK, longest))
+        self._buffer = page_aligned(min(block_sums.CHUNK, longest))
 
     def close(self) -> None:
         """Keep nothing open: each read opens its file."""
@@ -97,8 +97,8 @@ class CheckpointReader(StateSource):
             where = self._read_file(piece.file, piece.offset + begin, into, key)
             self.bytes_read += len(into)
             first = piece.first_sum + begin // BLOCK
-            expected = self._sums_of(piece.part)[first:][: safetensors_format.count(len(into))]
-            wrong = safetensors_format.first_wrong(into, expected)
+            expected = self._sums_of(piece.part)[first:][: block_sums.count(len(into))]
+            wrong = block_sums.first_wrong(into, expected)
             if wrong is not None:
                 raise Damaged(f"{where}: damaged near byte {piece.offset + begin + wrong * BLOCK}")
         except Damaged as error:
@@ -136,7 +136,7 @@ class CheckpointReader(StateSource):
                 data = self._store.get(self.name, part.sums)
             if xxh3_64_intdigest(data) != part.digest:
                 raise Damaged(f"{where}: damaged")
-            self._sums[number] = safetensors_format.unpack(data)
+            self._sums[number] = block_sums.unpack(data)
             if len(self._sums[number]) != self._places.sums(number):
                 raise Damaged(f"{where}: of another file")
         return self._sums[number]
@@ -165,7 +165,7 @@ def _chunks(
     start = begin - begin % BLOCK
     while start < end:
         is_partial = start < begin or start >= whole
-        length = BLOCK if is_partial else min(safetensors_format.CHUNK, whole - start)
+        length = BLOCK if is_partial else min(block_sums.CHUNK, whole - start)
         length = min(length, size - start)
         yield start, length, max(begin - start, 0), min(end - start, length)
         start += length

@@ -13,7 +13,7 @@ from pipeline.checkpoint import rng_state
 from pipeline.checkpoint.manifest import Damaged
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.store import Store
-from pipeline.checkpoint.write_plan import DTYPES, random_key
+from pipeline.checkpoint.write_plan import DTYPES, random_key, without_frozen_base
 from pipeline.contracts.engine import Engine, EngineState, Fragment
 from pipeline.contracts.precision import dtype_name
 from pipeline.contracts.stage import Context
@@ -52,7 +52,7 @@ class Restoration:
         model."""
         damage = ""
         while True:
-            own = json.dumps(self._choose()) if self._ctx.dist.is_main else None
+            own = json.dumps(self._quarantine_until_whole()) if self._ctx.dist.is_main else None
             name, found = json.loads(self._ctx.dist.broadcast_str(own))
             damage = found or damage
             if not name:
@@ -105,7 +105,7 @@ class Restoration:
             return True
         return False
 
-    def _choose(self) -> tuple[str, str]:
+    def _quarantine_until_whole(self) -> tuple[str, str]:
         """The newest checkpoint whose manifest and files are whole (empty: none), and in words
         which one was damaged."""
         damage = ""
@@ -133,19 +133,19 @@ class Restoration:
         live = without_frozen_base(self._engine, self._frozen_base)
         saved = dataclasses.replace(reader.state, shapes=reader.manifest.shapes())
         require_same_model(saved, live, reader.where)
-        for part in self._engine.restore(saved):
-            for kind, tensor in part.state.items():
-                if part.name not in self._frozen_base:
-                    self._fill(reader, part, kind, tensor)
+        for fragment in self._engine.restore(saved):
+            for kind, tensor in fragment.state.items():
+                if fragment.name not in self._frozen_base:
+                    self._fill(reader, fragment, kind, tensor)
         self._restore_random(reader, progress)
         self.bytes_read += reader.bytes_read
         return progress
 
-    def _fill(self, reader: CheckpointReader, part: Fragment, kind: str, live: Tensor) -> None:
-        key = f"{kind}/{part.name}"
+    def _fill(self, reader: CheckpointReader, fragment: Fragment, kind: str, live: Tensor) -> None:
+        key = f"{kind}/{fragment.name}"
         entry = reader.entry(key)
         stored = DTYPES[entry.dtype]
-        trained = part.name in reader.state.updates
+        trained = fragment.name in reader.state.updates
         narrows = trained and torch.promote_types(stored, live.dtype) != live.dtype
         if narrows and "precision" not in self._ctx.accept:
             raise ResumeRefused(
@@ -153,9 +153,9 @@ class Restoration:
                 f"{dtype_name(live.dtype)}: loading it loses precision",
                 hint="keep master weights as they were, or pipe resume --accept precision",
             )
-        for first, data in reader.read(key, part.start, part.start + live.numel()):
+        for first, data in reader.read(key, fragment.start, fragment.start + live.numel()):
             value = torch.frombuffer(data, dtype=stored)
-            target = live[first - part.start : first - part.start + value.numel()]
+            target = live[first - fragment.start : first - fragment.start + value.numel()]
             # An untrained tensor that was stored rounded is here already, unrounded.
             if trained or not torch.equal(target.to("cpu", stored), value):
                 target.copy_(value)
@@ -163,7 +163,7 @@ class Restoration:
     def _restore_random(self, reader: CheckpointReader, progress: Progress) -> None:
         """Start new streams where the saved ones have another number of owners, or are missing."""
         dist = self._ctx.dist
-        rng_state.derive(self._ctx.seed, progress.step, dist.rank, dist.world_size)
+        rng_state.reseed(self._ctx.seed, progress.step, dist.rank, dist.world_size)
         if reader.world_size == dist.world_size:
             keys = {name: random_key(dist.rank, name) for name in rng_state.NAMES}
             states = {n: reader.read_bytes(key) for n, key in keys.items() if key in reader.tensors}
@@ -211,14 +211,3 @@ def _differences(saved: EngineState, live: EngineState) -> Iterator[str]:
 def _list(items: Sequence[str]) -> str:
     more = len(items) - LISTED
     return ", ".join(items[:LISTED]) + (f" and {more} more" if more > 0 else "")
-
-
-def without_frozen_base(engine: Engine, frozen_base: Set[str]) -> EngineState:
-    """Engine state without the frozen weights that the model source can supply again."""
-    state = engine.state()
-    return dataclasses.replace(
-        state,
-        shapes={name: shape for name, shape in state.shapes.items() if name not in frozen_base},
-        aliases={name: kept for name, kept in state.aliases.items() if kept not in frozen_base},
-        frozen=[name for name in state.frozen if name not in frozen_base],
-    )

@@ -81,7 +81,7 @@ def expected_count(retention: Retention, every: int | None, length: TrainingLeng
     if retention.last is None:
         return len(saved) if length.steps is not None else min(len(saved), 2)
     older = saved[:-1]
-    if not retention.best:  # or those of evaluations, which may be saved or not, are the newest
+    if not retention.best:  # else those of evaluations, saved or not, may be the newest
         older = older[: -retention.last]
     period = retention.every if length.steps is not None else None
     for_good = sum(step % period == 0 for step in older) if period else 0

@@ -58,7 +58,7 @@ def apply(states: Mapping[str, bytes], device: torch.device) -> None:
         torch.cuda.set_rng_state(tensors["cuda"], device)
 
 
-def derive(seed: int, step: int, rank: int, world_size: int) -> None:
+def reseed(seed: int, step: int, rank: int, world_size: int) -> None:
     """Start new streams, a pure function of the arguments."""
     text = f"{seed}/{step}/{rank}/{world_size}".encode()
     start_random_streams(int.from_bytes(hashlib.sha256(text).digest()[:8], "little"))

@@ -1,13 +1,11 @@
-"""The safetensors format, and the checksums of the data in its files. Imports no torch."""
+"""The safetensors format. Imports no torch."""
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple
-
-from xxhash import xxh3_64_intdigest
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2,
@@ -67,39 +65,3 @@ def header(
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % align)
     return struct.pack("<Q", len(text)) + text
-
-
-BLOCK: Final = 16384
-"""Bytes of a block. Blocks count from the start of their piece; the last may be short."""
-
-CHUNK: Final = 256 * BLOCK
-"""Bytes that are read, written or verified at a time."""
-
-SUM_BYTES = 8
-
-
-def count(size: int) -> int:
-    """Blocks of a piece of `size` bytes."""
-    return -(-size // BLOCK)
-
-
-def sums(data: memoryview) -> list[int]:
-    """The checksum (XXH3, 64 bits) of each block of `data`, which starts at a block's start."""
-    return [xxh3_64_intdigest(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
-
-
-def first_wrong(data: memoryview, expected: Sequence[int]) -> int | None:
-    """Index of the first block of `data` whose checksum differs; None if all agree."""
-    pairs = enumerate(zip(sums(data), expected, strict=True))
-    return next((at for at, (found, wanted) in pairs if found != wanted), None)
-
-
-def pack(values: Sequence[int]) -> bytes:
-    """Checksums as they are stored: 8 bytes little-endian each."""
-    return struct.pack(f"<{len(values)}Q", *values)
-
-
-def unpack(data: bytes) -> memoryview:
-    """Checksums that `pack` stored: a view, as there can be millions. Tensors are read and written
-    in the machine's order of bytes too, which is little-endian wherever torch runs on GPUs."""
-    return memoryview(data).cast("Q")

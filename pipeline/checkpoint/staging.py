@@ -12,7 +12,8 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipeline.checkpoint.safetensors_format import BLOCK, ITEM_BYTES
+from pipeline.checkpoint.block_sums import BLOCK
+from pipeline.checkpoint.safetensors_format import ITEM_BYTES
 from pipeline.checkpoint.writer_protocol import Write
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Staging:
 
 
 def plan_staging(layout: Layout, passing: Set[str], passage: int = PASSAGE) -> Staging:
-    """The staging of a layout. Tensors with the keys `passing` take at most `passage` bytes."""
+    """The staging of a layout. Tensors whose keys are `passing` take at most `passage` bytes."""
     fixed = [item for item in layout.items if item.span is None or item.span.key not in passing]
     edges = list(itertools.accumulate((_padded(item.size) for item in fixed), initial=0))
     places = dict(zip(fixed, edges, strict=False))

@@ -63,7 +63,7 @@ class Sink(ABC):
 
 class Transaction:
     """A checkpoint that is being written, by all processes that gave the same name and identity.
-    Its files begin with `prefix` in the manifest, and lie in `folder` of the store until then."""
+    Their names begin with `prefix` in the manifest, and until the commit they lie in `folder`."""
 
     def __init__(self, store: Store, name: str, folder: str, prefix: str) -> None:
         self._store = store
@@ -77,7 +77,8 @@ class Transaction:
         return self._store.create(self.folder, self.prefix + file, size, shared=shared)
 
     def put(self, file: str, data: bytes) -> None:
-        """Write a small file durably. Until it returns, `get` may see a part of it."""
+        """Write a small file durably. Before this returns, and even if it raises, `get` may see the
+        file or a part of it."""
         self._store.put(self.folder, self.prefix + file, data)
 
     def get(self, file: str) -> bytes | None:

@@ -6,6 +6,7 @@ result by rule; then each rank lays out its own files. Only rank 0's work grows 
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from pipeline.errors import StageError
 from pipeline.utils.versions import versions
 
 if TYPE_CHECKING:
-    from pipeline.contracts.engine import Engine
+    from pipeline.contracts.engine import Engine, EngineState
     from pipeline.distributed.process_group import DistContext
 
 CODES = {
@@ -111,23 +112,34 @@ def plan_writes(
 def _held(engine: Engine, without: Set[str]) -> list[LocalShard]:
     return [
         LocalShard(
-            f"{kind}/{part.name}", CODES[tensor.dtype], tuple(part.shape), part.start, part.stop,
-            tensor.device.type == "cpu",
+            f"{kind}/{fragment.name}", CODES[tensor.dtype], tuple(fragment.shape),
+            fragment.start, fragment.stop, tensor.device.type == "cpu",
         )
-        for part in engine.fragments()
-        for kind, tensor in part.state.items()
-        if tensor.numel() and part.name not in without
+        for fragment in engine.fragments()
+        for kind, tensor in fragment.state.items()
+        if tensor.numel() and fragment.name not in without
     ]  # fmt: skip
 
 
+def without_frozen_base(engine: Engine, frozen_base: Set[str]) -> EngineState:
+    """Engine state without the frozen weights that the model source can supply again."""
+    state = engine.state()
+    return dataclasses.replace(
+        state,
+        shapes={name: shape for name, shape in state.shapes.items() if name not in frozen_base},
+        aliases={name: kept for name, kept in state.aliases.items() if kept not in frozen_base},
+        frozen=[name for name in state.frozen if name not in frozen_base],
+    )
+
+
 def encode_shards(own: Sequence[LocalShard]) -> bytes:
-    """The message of a rank to rank 0: its shards, as JSON."""
+    """Message of a rank to rank 0: its shards."""
     return json.dumps([shard[:5] for shard in own]).encode()
 
 
 def divide(messages: Sequence[bytes], file_layout: FileLayout) -> str:
-    """All tensors in order and who writes them, as JSON, from every rank's message. Raises
-    StageError unless the messages agree and make up every tensor."""
+    """All tensors in order and who writes them, for `decode_division`, from every rank's message.
+    Raises StageError unless the messages agree and make up every tensor."""
     facts: dict[str, Any] = {}
     held: list[list[Span]] = []
     for received in messages:
@@ -146,7 +158,7 @@ def divide(messages: Sequence[bytes], file_layout: FileLayout) -> str:
 
 
 def decode_division(text: str) -> tuple[list[TensorEntry], list[list[Run]]]:
-    """The tensors in order, and the runs of each, from the JSON that `divide` returns."""
+    """The division that rank 0 has made: tensors in order, and the runs of each."""
     made = json.loads(text)
     return [TensorEntry(**entry) for entry, _ in made], [[Run(*r) for r in own] for _, own in made]
 

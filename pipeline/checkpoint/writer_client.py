@@ -156,7 +156,7 @@ class Snapshot:
                     if failed is not None:
                         return failed
                     number += 1
-                self._copy(copy, fragment, source)
+                self._copy(copy, fragment.start, source)
         last = len(self.staging.rounds) - 1
         assert number == last, "the last round passes nothing"
         return self._pass_on(writer, request, number)
@@ -170,18 +170,19 @@ class Snapshot:
         return writer.wait_taken() if needs_room else None
 
     def _copy_whole(self) -> None:
-        left = len(self.staging.whole)
+        left = set(self.staging.whole)
         for name, state in rng_state.capture(self._dist.device).items():
             source = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-            for copy in self._whole[random_key(self._dist.rank, name)]:
-                self._target(copy).copy_(source[copy.start : copy.stop])
-                left -= 1
+            for copy in self._whole.get(random_key(self._dist.rank, name), ()):
+                self._copy(copy, 0, source)
+                left.discard(copy)
         for fragment, kind, tensor in self._tensors() if left else ():
             for copy in self._whole.get(f"{kind}/{fragment.name}", ()):
                 if fragment.start <= copy.start and copy.stop <= fragment.stop:
-                    self._copy(copy, fragment, tensor)
-                    left -= 1
-        assert left == 0, "a part of the state is not there any more"
+                    self._copy(copy, fragment.start, tensor)
+                    left.discard(copy)
+        # The buffer would hold an earlier save's bytes.
+        assert not left, f"{min(left).key} is not there any more"
 
     def _passing(self) -> Iterator[tuple[Copy, Fragment, Tensor]]:
         """Passing pieces, in order. An engine gives its fragments in an order of its own, so they
@@ -190,7 +191,8 @@ class Snapshot:
         while left:
             before = len(left)
             for fragment, kind, tensor in self._tensors():
-                key, held = f"{kind}/{fragment.name}", range(fragment.start, fragment.stop)
+                key = f"{kind}/{fragment.name}"
+                held = range(fragment.start, fragment.stop)
                 while left and left[-1].key == key and left[-1].start in held:
                     yield left.pop(), fragment, tensor
                 if not left:
@@ -202,11 +204,12 @@ class Snapshot:
             for kind, tensor in fragment.state.items():
                 yield fragment, kind, tensor
 
-    def _copy(self, copy: Copy, fragment: Fragment, tensor: Tensor) -> None:
-        """Copy into the buffer. In host memory the C library copies faster than torch."""
+    def _copy(self, copy: Copy, first: int, tensor: Tensor) -> None:
+        """Copy into the buffer, from elements of which `first` is the first. In host memory the C
+        library copies faster than torch."""
         target = self._target(copy)
-        source = tensor[copy.start - fragment.start : copy.stop - fragment.start]
-        assert source.shape == target.shape, f"{copy.key} is smaller than it was"
+        source = tensor[copy.start - first : copy.stop - first]
+        assert source.shape == target.shape, f"{copy.key} has changed its size"
         if source.device.type == "cpu" and source.is_contiguous() and source.dtype == target.dtype:
             ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel() * target.itemsize)
         else:

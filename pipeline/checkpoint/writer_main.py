@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from xxhash import xxh3_64_intdigest
 
-from pipeline.checkpoint import safetensors_format
+from pipeline.checkpoint import block_sums
 from pipeline.checkpoint.manifest import sums_name
 from pipeline.checkpoint.retention import purge
 from pipeline.checkpoint.store import Sink, Store, Transaction, open_store
@@ -64,10 +64,13 @@ def main(argv: Sequence[str]) -> None:
 
 
 def carry_out(
-    setup: WriterSetup, request: SaveRequest, buffer: memoryview, writes: Iterable[Write]
+    setup: WriterSetup,
+    request: SaveRequest,
+    buffer: memoryview,
+    writes: Iterable[Write] | None = None,
 ) -> SaveResult:
     """Write, report, and on rank 0 commit. Failures are in the result; nothing is raised. `writes`
-    are those of all rounds, each yielded when its bytes are in the buffer."""
+    are all rounds', and yield when their bytes are in the buffer."""
     began = time.perf_counter()
     result = SaveResult(name=request.name)
     store = transaction = None
@@ -75,10 +78,10 @@ def carry_out(
     try:
         store = open_store(setup.store)
         transaction = store.begin(request.name, request.identity)
-        digest = _write(setup, transaction, writes, buffer)
+        digest = _write(setup, transaction, writes or itertools.chain(*setup.rounds), buffer)
         if setup.template is None:
             result.digest = digest
-            reported = True  # even if this fails: rank 0 may have seen it, and commit
+            reported = True  # rank 0 may see it, and commit the files, even if this raises
             _report(setup, transaction, result)
             return result
         digests = [digest, *_collect(transaction, setup.world_size)]
@@ -86,8 +89,8 @@ def carry_out(
         store.commit(transaction, manifest.dump())
     except Exception as error:
         result.problem = in_words(error)
-        if store is not None and transaction is not None and not reported:
-            _give_up(setup, store, transaction, result)
+        if store is not None and transaction is not None:
+            _give_up(setup, store, transaction, result, reported)
         return result
     result.place = store.locate(request.name)
     result.size = sum(file.size for file in setup.template.files)
@@ -97,15 +100,15 @@ def carry_out(
 
 
 def _give_up(
-    setup: WriterSetup, store: Store, transaction: Transaction, result: SaveResult
+    setup: WriterSetup, store: Store, transaction: Transaction, result: SaveResult, reported: bool
 ) -> None:
     """Remove the transaction's files on rank 0; on others report to rank 0, whose disk may be
-    another one."""
+    another one, and remove the rank's own unless `reported` as written."""
     if setup.rank == 0:
         store.abandon(transaction)
         return
     for file in setup.files:
-        if not file.shared:
+        if not (file.shared or reported):
             with contextlib.suppress(OSError):
                 transaction.discard(file.name)  # on a full disk, room for the report
     with contextlib.suppress(OSError):  # this rank also ends the run by itself
@@ -155,22 +158,22 @@ def _write(
 
 def _chunks(buffer: memoryview, write: Write) -> Iterator[memoryview]:
     end = write.start + write.size
-    for start in range(write.start, end, safetensors_format.CHUNK):
-        yield buffer[start : min(start + safetensors_format.CHUNK, end)]
+    for start in range(write.start, end, block_sums.CHUNK):
+        yield buffer[start : min(start + block_sums.CHUNK, end)]
 
 
 def copy_chunks(sink: Sink, offset: int, chunks: Iterable[memoryview]) -> Iterator[int]:
     """Write chunks one behind the other, from byte `offset` on; yields the checksums of their
     blocks. All chunks but the last are whole blocks."""
     for data in chunks:
-        yield from safetensors_format.sums(data)
+        yield from block_sums.sums(data)
         sink.write(offset, data)
         offset += len(data)
 
 
 def put_sums(transaction: Transaction, rank: int, sums: Sequence[int]) -> int:
     """Write the file of a rank's checksums; returns its digest."""
-    data = safetensors_format.pack(sums)
+    data = block_sums.pack(sums)
     transaction.put(sums_name(rank), data)
     return xxh3_64_intdigest(data)
 

@@ -1,4 +1,4 @@
-"""Messages between a rank and the process that writes its part of every checkpoint."""
+"""Messages between a rank and its writer, each one line of JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pipeline.checkpoint.retention import Retention
 
 
 class NewFile(BaseModel):
-    """A file that a rank writes, alone or, if `shared`, with other ranks."""
+    """A file that a rank writes: all of it, or with `shared` its own pieces and, on rank 0, the
+    header."""
 
     name: str
     size: int

@@ -168,7 +168,7 @@ class Checkpoints(ABC):
 
     @abstractmethod
     def due(self, progress: Progress) -> bool:
-        """Whether to write a checkpoint now."""
+        """Whether to write a checkpoint now. Raises CheckpointError if the save before failed."""
 
     @abstractmethod
     def save(self, progress: Progress) -> None:

@@ -18,9 +18,10 @@ from typing import Any
 from fsspec import get_filesystem_class
 
 from pipeline.checkpoint import object_store
+from pipeline.checkpoint.writer_main import carry_out
 from tests.support.injection import Fault
 from tests.support.sweep import REPOSITORY
-from tests.support.tiny_store import Tiny, carry_out_whole, job
+from tests.support.tiny_store import Tiny, job
 
 REQUESTS = ("makedirs", "open", "pipe_file", "rm", "rm_file")
 
@@ -96,8 +97,9 @@ def main() -> None:
     task: Task = pickle.load(sys.stdin.buffer)  # noqa: S301
     if task.fault is not None:
         install(task.fault)
-    work = job(task.step, task.identity)
-    print(carry_out_whole(task.tiny, task.rank, work, task.step).model_dump_json())
+    setup = task.tiny.setups[task.rank]
+    arena = task.tiny.arena(task.rank, task.step)
+    print(carry_out(setup, job(task.step, task.identity), arena).model_dump_json())
 
 
 if __name__ == "__main__":

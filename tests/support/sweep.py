@@ -23,9 +23,10 @@ from typing import Any, NamedTuple
 from pipeline.checkpoint.local_store import LocalStore
 from pipeline.checkpoint.object_store import ObjectStore
 from pipeline.checkpoint.store import Store
+from pipeline.checkpoint.writer_main import carry_out
 from tests.support import injection
 from tests.support.injection import Fault
-from tests.support.tiny_store import Tiny, carry_out_whole, digests, job, read_digests
+from tests.support.tiny_store import Tiny, digests, job, read_digests
 
 PREVIOUS, NEW, NEXT = 1, 2, 3
 REPOSITORY = Path(__file__).parent.parent.parent
@@ -156,7 +157,7 @@ def _fork(tiny: Tiny, step: int, rank: int, prepare: Callable[[int], Any], tell:
     try:
         work = job(step, f"attempt{step}")
         prepare(rank)
-        outcome = carry_out_whole(tiny, rank, work, step)
+        outcome = carry_out(tiny.setups[rank], work, tiny.arena(rank, step))
         injection.unlimit_file_size()
         tell.write_text(outcome.model_dump_json())
         code = 0

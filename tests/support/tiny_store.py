@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import random
 import threading
-from itertools import chain
 
 from pipeline.checkpoint.division import Run
 from pipeline.checkpoint.manifest import ManifestTemplate, TensorEntry
@@ -40,7 +39,7 @@ RUNS = [
 def setups(
     address: str, arrangement: str = "sharded", retention: Retention | None = None
 ) -> tuple[list[WriterSetup], list[Staging]]:
-    """Return for each rank its Setup and the content of its arena."""
+    """Return for each rank its WriterSetup and the content of its arena."""
     from pipeline.checkpoint.file_layout import FULL, SHARDED
     from pipeline.checkpoint.write_plan import spans_of
 
@@ -50,7 +49,7 @@ def setups(
     own = [runs[tensor.key] for tensor in ordered]
     tensors = {tensor.key: tensor for tensor in ordered}
     layouts = [made.lay_out(rank, spans_of(rank, ordered, own), tensors) for rank in range(2)]
-    stagings = [plan_staging(layout, set()) for layout in layouts]
+    stagings = [plan_staging(layout, frozenset()) for layout in layouts]
     files = [file for layout in layouts for file in layout.described]
     template = ManifestTemplate(
         world_size=2, writer={"engine": {"strategy": "tiny"}, "packages": {"torch": "2.0"}},
@@ -125,17 +124,11 @@ def read_digests(store: Store, name: str) -> dict[str, str]:
         reader.close()
 
 
-def carry_out_whole(tiny: Tiny, rank: int, work: SaveRequest, step: int) -> SaveResult:
-    """Carry out one rank's save, whose rounds are all in memory."""
-    setup = tiny.setups[rank]
-    return carry_out(setup, work, tiny.arena(rank, step), chain(*setup.rounds))
-
-
 def write(tiny: Tiny, step: int, *, identity: str = "", loss: float | None = None) -> SaveResult:
     """Save in this process; return rank 0's outcome."""
     work = job(step, identity or f"attempt{step}", loss=loss)
-    other = threading.Thread(target=carry_out_whole, args=(tiny, 1, work, step))
+    other = threading.Thread(target=carry_out, args=(tiny.setups[1], work, tiny.arena(1, step)))
     other.start()
-    outcome = carry_out_whole(tiny, 0, work, step)
+    outcome = carry_out(tiny.setups[0], work, tiny.arena(0, step))
     other.join()
     return outcome

@@ -17,7 +17,7 @@ from pipeline.checkpoint.manifest import (
     Damaged,
     DataFile,
     Manifest,
-    Part,
+    RankShare,
     TensorEntry,
 )
 from pipeline.checkpoint.safetensors_format import ITEM_BYTES
@@ -75,7 +75,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         tensors=tensors,
         runs=runs,
         files=[file],
-        parts=[Part(sums="rank-00000.sums", digest=draw(COUNTS))],
+        parts=[RankShare(sums="rank-00000.sums", digest=draw(COUNTS))],
     )
 
 

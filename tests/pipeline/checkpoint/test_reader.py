@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
-from pipeline.checkpoint import safetensors_format
+from pipeline.checkpoint import block_sums
 from pipeline.checkpoint.division import Run, Span, require_cover
 from pipeline.checkpoint.file_layout import SHARDED
 from pipeline.checkpoint.local_store import LocalStore
-from pipeline.checkpoint.manifest import Manifest, Part, TensorEntry
+from pipeline.checkpoint.manifest import Manifest, RankShare, TensorEntry
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.write_plan import spans_of
 from tests.support.tier import examples
@@ -34,7 +34,7 @@ def layouts(draw: st.DrawFn) -> tuple[list[TensorEntry], list[list[Span]]]:
     shares: list[list[Span]] = [[] for _ in range(ranks)]
     for number in range(draw(st.integers(1, 3))):
         dtype = draw(st.sampled_from(["F64", "F32", "BF16", "U8"]))
-        length = draw(st.integers(1, 3 * safetensors_format.BLOCK))
+        length = draw(st.integers(1, 3 * block_sums.BLOCK))
         tensors.append(TensorEntry(key=f"weight/{number}", dtype=dtype, shape=(length,)))
         cuts = draw(st.sets(st.integers(1, max(1, length - 1)), max_size=4))
         edges = sorted({0, *cuts, length})
@@ -74,12 +74,12 @@ def write(root: str, tensors: list[TensorEntry], shares: list[list[Span]]) -> No
             size = table[span.key].itemsize
             data = content(table[span.key])[span.start * size : span.stop * size]
             memory += data
-            sums += safetensors_format.sums(memoryview(data))
+            sums += block_sums.sums(memoryview(data))
         attempt.put(layout.files[0].name, bytes(memory))
-        attempt.put(f"rank-{rank:05d}.sums", safetensors_format.pack(sums))
+        attempt.put(f"rank-{rank:05d}.sums", block_sums.pack(sums))
         files += layout.described
-        digest = xxh3_64_intdigest(safetensors_format.pack(sums))
-        parts.append(Part(sums=f"rank-{rank:05d}.sums", digest=digest))
+        digest = xxh3_64_intdigest(block_sums.pack(sums))
+        parts.append(RankShare(sums=f"rank-{rank:05d}.sums", digest=digest))
     facts: dict[str, Any] = json.loads(json.dumps(dict(job(1, "x").facts)))
     manifest = Manifest(
         **facts,
@@ -99,9 +99,7 @@ def write(root: str, tensors: list[TensorEntry], shares: list[list[Span]]) -> No
 def test_any_range(layout: tuple[list[TensorEntry], list[list[Span]]], data: st.DataObject) -> None:
     tensors, shares = layout
     with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            safetensors_format, "CHUNK", safetensors_format.BLOCK * data.draw(st.integers(1, 3))
-        )
+        patch.setattr(block_sums, "CHUNK", block_sums.BLOCK * data.draw(st.integers(1, 3)))
         write(root, tensors, shares)
         opened = CheckpointReader(LocalStore(root), NAME)
         for _ in range(6):
@@ -117,9 +115,7 @@ def test_any_range(layout: tuple[list[TensorEntry], list[list[Span]]], data: st.
             expected = content(tensor)[start * size : stop * size]
             assert b"".join(part for _, part in found) == expected
             pieces = sum(len(share) for share in shares)
-            assert (
-                opened.bytes_read - before <= len(expected) + 2 * safetensors_format.BLOCK * pieces
-            )
+            assert opened.bytes_read - before <= len(expected) + 2 * block_sums.BLOCK * pieces
             memory = bytearray(len(expected))
             opened.read_into(tensor.key, start, memoryview(memory))
             assert memory == expected

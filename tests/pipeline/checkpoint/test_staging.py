@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.checkpoint import safetensors_format
+from pipeline.checkpoint import block_sums
 from pipeline.checkpoint.division import Span
 from pipeline.checkpoint.file_layout import SHARDED, Layout
 from pipeline.checkpoint.manifest import TensorEntry
 from pipeline.checkpoint.staging import PASSAGE, Staging, plan_staging
 
 KINDS = st.sampled_from(["F32", "BF16", "U8", "F64"])
-BLOCK = safetensors_format.BLOCK
+BLOCK = block_sums.BLOCK
 
 
 def laid_out(sizes: list[tuple[str, int]]) -> tuple[dict[str, TensorEntry], Layout]:
@@ -55,10 +55,10 @@ def test_rounds(sizes: list[tuple[str, int]], whole: set[int], passage: int) -> 
             assert write.offset == len(file)
             data = memory[write.start : write.start + write.size]
             file += data
-            sums += safetensors_format.sums(memoryview(data)) if write.piece else []
+            sums += block_sums.sums(memoryview(data)) if write.piece else []
     every = [content(tensors, key, 0, entry.numel) for key, entry in tensors.items()]
     assert bytes(file) == layout.items[0].head + b"".join(every)
-    assert sums == [one for data in every for one in safetensors_format.sums(memoryview(data))]
+    assert sums == [one for data in every for one in block_sums.sums(memoryview(data))]
     fixed = sum(len(d) + 8 for k, d in zip(tensors, every, strict=True) if k not in passes)
     assert made.size <= len(layout.items[0].head) + fixed + passage * BLOCK
 
@@ -76,7 +76,7 @@ def both_halves(made: Staging) -> Iterator[tuple[int, int]]:
 
 def test_a_round_is_filled_while_the_one_before_is_taken() -> None:
     tensors, layout = laid_out([("F32", 3 * BLOCK), ("F32", 2 * BLOCK)])
-    made = plan_staging(layout, set(tensors), 4 * BLOCK)
+    made = plan_staging(layout, tensors.keys(), 4 * BLOCK)
     halves = list(both_halves(made))
     assert len(halves) == 10
     for (low, high), (following, _) in itertools.pairwise(halves):
@@ -86,7 +86,7 @@ def test_a_round_is_filled_while_the_one_before_is_taken() -> None:
 @pytest.mark.parametrize("terabytes", [0.001, 0.1, 3])
 def test_memory_does_not_grow_with_what_passes(terabytes: float) -> None:
     tensors, layout = laid_out([("F32", int(terabytes * 1e12) // 12)] * 3)
-    passing = plan_staging(layout, set(tensors))
+    passing = plan_staging(layout, tensors.keys())
     assert passing.size <= PASSAGE + len(layout.items[0].head)
-    whole = plan_staging(layout, set())
+    whole = plan_staging(layout, frozenset())
     assert 0 <= whole.size - layout.files[0].size <= 8 * 3

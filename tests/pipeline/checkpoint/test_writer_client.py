@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import errno
 import fcntl
 import os
 import resource
@@ -11,12 +12,21 @@ import termios
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
+from pipeline.checkpoint.division import Span
+from pipeline.checkpoint.file_layout import SHARDED
 from pipeline.checkpoint.local_store import LocalStore
-from pipeline.checkpoint.writer_client import SnapshotBuffer, WriterProcess
+from pipeline.checkpoint.manifest import TensorEntry
+from pipeline.checkpoint.staging import plan_staging
+from pipeline.checkpoint.writer_client import Snapshot, SnapshotBuffer, WriterProcess
+from pipeline.checkpoint.writer_main import carry_out
 from pipeline.checkpoint.writer_protocol import Write
+from pipeline.contracts.engine import Fragment
 from pipeline.distributed.signals import ENDING
 from pipeline.errors import CheckpointError
 from tests.support.tiny_store import Tiny, digests, job, read_digests
@@ -157,3 +167,45 @@ def test_folders_on_the_way_are_everybody_s_and_the_last_its_owner_s(tmp_path: P
     assert [oct((tmp_path / place).stat().st_mode & 0o777) for place in places] == [
         "0o775", "0o775", "0o700"
     ]  # fmt: skip
+
+
+def test_files_of_a_rank_that_cannot_tell_whether_its_report_arrived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 sees the report and commits, so the files that it speaks of must stay."""
+    tiny, real, reports = Tiny(str(tmp_path)), LocalStore.put, []
+
+    def put(store: LocalStore, name: str, file: str, data: bytes) -> None:
+        if not file.endswith(".report"):
+            return real(store, name, file, data)
+        if not reports:
+            real(store, name, file, data)
+        reports.append(file)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(LocalStore, "put", put)
+    assert carry_out(tiny.setups[1], job(1, "x"), tiny.arena(1, 1)).problem
+    assert carry_out(tiny.setups[0], job(1, "x"), tiny.arena(0, 1)).problem == ""
+    assert len(reports) == 2
+    assert read_digests(LocalStore(tmp_path), NAME) == digests(1)
+
+
+@pytest.mark.parametrize(
+    ("moments", "problem"),
+    [({}, "exp_avg/a is not there any more"), ({"exp_avg": 7}, "exp_avg/a has changed its size")],
+)
+def test_a_lost_tensor_is_not_saved_with_the_bytes_of_an_earlier_save(
+    moments: dict[str, int], problem: str
+) -> None:
+    entry = TensorEntry(key="exp_avg/a", dtype="F32", shape=(9,))
+    layout = SHARDED.lay_out(0, [Span(entry.key, 0, 9)], {entry.key: entry})
+    state = {kind: torch.zeros(numel) for kind, numel in ({"weight": 9} | moments).items()}
+    fragment = Fragment(name="a", shape=(9,), start=0, state=state)
+    engine: Any = SimpleNamespace(fragments=lambda: [fragment])
+    plan: Any = SimpleNamespace(template=SimpleNamespace(tensors=[entry]))
+    dist: Any = SimpleNamespace(rank=0, device=torch.device("cpu"))
+    snapshot = Snapshot(engine, dist, plan, plan_staging(layout, frozenset()))
+    writer: Any = None
+    with pytest.raises(AssertionError, match=problem):
+        snapshot.hand_over(writer, job(1, "x"))
+    snapshot.buffer.close()

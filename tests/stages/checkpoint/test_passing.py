@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.checkpoint import safetensors_format
+from pipeline.checkpoint import block_sums
 from pipeline.checkpoint.manager import CheckpointManager
 from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.staging import stage
+from pipeline.checkpoint.staging import plan_staging
 from pipeline.checkpoint.store import locate
 from pipeline.checkpoint.write_plan import DTYPES, WritePlan
 from pipeline.contracts.training import Progress
@@ -22,7 +22,7 @@ from tests.support.processes import run_ranks
 from tests.support.runs import context
 from tests.support.state import Setting, checkpoint_stage, digest, hashed, make_engine, train
 
-SMALL = 2 * safetensors_format.BLOCK
+SMALL = 2 * block_sums.BLOCK
 """Bytes of the staging buffer, which the tiny model's state fills many times."""
 
 
@@ -32,8 +32,8 @@ def save(
     """Return the saved and the expected state, the rank's share, and the memory used. Kinds in
     `on_device` are treated as if they were on the device."""
     with pytest.MonkeyPatch.context() as patch:
-        small = lambda layout, passes: stage(layout, passes, SMALL)  # noqa: E731
-        patch.setattr("pipeline.checkpoint.manager.stage", small)
+        small = lambda layout, passing: plan_staging(layout, passing, SMALL)  # noqa: E731
+        patch.setattr("pipeline.checkpoint.manager.plan_staging", small)
         if on_device:
             patch.setattr(
                 WritePlan, "__post_init__", lambda plan: moved(plan, on_device), raising=False
@@ -90,8 +90,8 @@ def test_memory_and_content(tmp_path: Path) -> None:
 
 def save_on_a_full_disk(dist: DistContext, folder: str) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        small = lambda layout, passes: stage(layout, passes, SMALL)  # noqa: E731
-        patch.setattr("pipeline.checkpoint.manager.stage", small)
+        small = lambda layout, passing: plan_staging(layout, passing, SMALL)  # noqa: E731
+        patch.setattr("pipeline.checkpoint.manager.plan_staging", small)
         ctx = context(dist, folder)
         engine = make_engine(ctx, Setting(wrap="ddp"))
         kept: CheckpointManager = checkpoint_stage(Setting(wrap="ddp")).run(ctx, engine)
