@@ -63,13 +63,13 @@ class OurLoop:
         blocks = TokenBlocks(map_tokens(job.folder), job.length)
         data = Data(train=blocks, heldout=None, pad_id=0, identity={})
         engine, self._progress = self.engine, Progress()
-        feed = Feed(config, data, ctx.seed, engine.shard, engine.device)
+        feed = Feed(config, data, ctx.seed, engine.data_axis, engine.device)
         self._step = TrainStep(
             engine=engine,
             loss=SummedLoss(engine.model),
             feed=feed,
             plan=self._plan,
-            monitor=AnomalyMonitor(config.anomalies, engine.shard.count),
+            monitor=AnomalyMonitor(config.anomalies, engine.data_axis.count),
         )
         self._meter = StepMeter(engine, self._progress)
         self._reporter = Reporter(ctx, log_every=config.log_every, total_steps=feed.total_steps)

@@ -122,8 +122,8 @@ class Engine(ABC):
 
     Rules that every engine keeps:
 
-    - `backward(loss)` takes the local sum over target tokens, times `shard.count`, over the number
-      of target tokens in the whole optimizer step on all ranks. The strategy averages over ranks,
+    - `backward(loss)` takes the local sum over target tokens, times `data_axis.count`, over the
+      number of target tokens in the whole optimizer step on all ranks. The strategy averages,
       so the gradient is that of the mean over all target tokens, however they are split.
     - Every micro-batch runs forward and backward inside `microbatch(last=...)`; `last` is True for
       the final micro-batch of an optimizer step, and the same on all ranks.
@@ -137,7 +137,7 @@ class Engine(ABC):
     model: nn.Module
     """Call it for the forward pass."""
     device: torch.device
-    shard: DataAxis
+    data_axis: DataAxis
 
     @abstractmethod
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:

@@ -23,7 +23,7 @@ class EmaEngine(Engine):
     def __init__(self, inner: Engine, *, decay: float, evaluate: bool) -> None:
         self.model = inner.model
         self.device = inner.device
-        self.shard = inner.shard
+        self.data_axis = inner.data_axis
         self._engine = inner
         self._decay = decay
         self._evaluate = evaluate

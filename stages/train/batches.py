@@ -24,12 +24,12 @@ from pipeline import NO_TARGET, Data, DataAxis, Progress, Sample, StageError
 from stages.train.settings import BatchPlan
 
 
-def microbatches(count: int, shard: DataAxis, micro_batch_size: int) -> list[tuple[int, int]]:
+def microbatches(count: int, axis: DataAxis, micro_batch_size: int) -> list[tuple[int, int]]:
     """Ranges of this rank's micro-batches within a batch of `count` samples. Every rank gets the
     same number of ranges, as collectives need; ranges may be empty."""
-    share, extra = divmod(count, shard.count)  # shares differ by at most one
-    start = shard.index * share + min(shard.index, extra)
-    end = start + share + (shard.index < extra)
+    share, extra = divmod(count, axis.count)  # shares differ by at most one
+    start = axis.index * share + min(axis.index, extra)
+    end = start + share + (axis.index < extra)
     pieces = -(-(share + bool(extra)) // micro_batch_size)
     edges = [min(start + piece * micro_batch_size, end) for piece in range(pieces + 1)]
     return list(itertools.pairwise(edges))
@@ -104,16 +104,16 @@ class Feed:
         plan: BatchPlan,
         data: Data,
         seed: int,
-        shard: DataAxis,
+        axis: DataAxis,
         device: torch.device,
         *,
         workers: int = 0,
     ) -> None:
         self._data = data
-        self._shard = shard
+        self._axis = axis
         self._device = device
         self._batch = plan.global_batch_size
-        self._micro = plan.microbatch_size(shard.count)
+        self._micro = plan.microbatch_size(axis.count)
         order = data.train.order(seed, shuffle=plan.shuffle)
         self._indices = functools.lru_cache(maxsize=2)(order.indices)  # every step asks twice
         self._pool = ThreadPoolExecutor(workers, "pipe-feed") if workers else None
@@ -171,7 +171,7 @@ class Feed:
         if count <= 0:
             return []
         indices = self._indices(position, count).tolist()
-        return [indices[start:end] for start, end in microbatches(count, self._shard, self._micro)]
+        return [indices[start:end] for start, end in microbatches(count, self._axis, self._micro)]
 
     def _prepared(self, position: int, shares: list[list[int]]) -> Iterator[Prepared]:
         """A step's micro-batches; threads prepare those of the next step meanwhile."""

@@ -19,23 +19,23 @@ def evaluate(engine: Engine, loss: SummedLoss, data: Data, micro_batch_size: int
     """Mean loss in nats over all target tokens of the held-out samples (collective)."""
     engine.model.eval()
     with torch.no_grad(), engine.evaluating():
-        mean = mean_loss(loss, data, engine.shard, engine.device, micro_batch_size)
+        mean = mean_loss(loss, data, engine.data_axis, engine.device, micro_batch_size)
     engine.model.train()
     return mean
 
 
 @torch.no_grad()
 def mean_loss(
-    loss: SummedLoss, data: Data, shard: DataAxis, device: torch.device, micro_batch_size: int
+    loss: SummedLoss, data: Data, axis: DataAxis, device: torch.device, micro_batch_size: int
 ) -> float:
     """Same as `evaluate`, for a model that is in evaluation mode already (collective)."""
     assert data.heldout is not None
     total = torch.zeros((), dtype=torch.float32, device=device)
     targets = data.heldout.total_targets(np.arange(len(data.heldout)))
-    for start, end in microbatches(len(data.heldout), shard, micro_batch_size):
+    for start, end in microbatches(len(data.heldout), axis, micro_batch_size):
         rows = [data.heldout[index] for index in range(start, end)]
         total += loss(collate(rows, data.pad_id, device))
-    if shard.count > 1:
+    if axis.count > 1:
         torch.distributed.all_reduce(total)
     return float(total) / targets
 

@@ -57,19 +57,19 @@ def train(
     callback: StepCallback | None,
 ) -> TrainedRun:
     """Train to the last step, from the newest complete checkpoint if there is one (collective)."""
-    shard = DataAxis(index=ctx.dist.rank, count=ctx.dist.world_size)
+    axis = DataAxis(index=ctx.dist.rank, count=ctx.dist.world_size)
     identity = lineage(config, ctx, data, model)
     newest, progress = _newest(ctx)
     require_same_lineage(identity, ctx.accept, progress)
     progress.lineage = identity
-    feed = Feed(config, data, ctx.seed, shard, ctx.dist.device)
+    feed = Feed(config, data, ctx.seed, axis, ctx.dist.device)
     ctx.on_exit(feed.close)
     steps = feed.total_steps(progress)
     if newest is not None and progress.step >= steps:
         ctx.log.info("nothing left to train: step %d of %d", progress.step, steps)
         return TrainedRun(checkpoint=str(newest), progress=progress)
-    micro = config.microbatch_size(shard.count)
-    accumulation = len(microbatches(config.global_batch_size, shard, micro))
+    micro = config.microbatch_size(axis.count)
+    accumulation = len(microbatches(config.global_batch_size, axis, micro))
     everyone = torch.distributed.group.WORLD
     module = build_module(ctx, model, precision, replicas=everyone, casts=True)
     optimizer = plan.build(plan.groups(named_parameters(module)))
@@ -79,7 +79,7 @@ def train(
         model=module,
         args=_arguments(config, ctx, plan, accumulation, steps),
         train_dataset=data.train,
-        loader=MicroBatches(feed, data, shard, accumulation, progress, steps),
+        loader=MicroBatches(feed, data, axis, accumulation, progress, steps),
         optimizers=(optimizer, schedule),
         frozen_base=frozenset(model.frozen_base),
     )
@@ -144,7 +144,7 @@ class MicroBatches:
 
     feed: Feed
     data: Data
-    shard: DataAxis
+    axis: DataAxis
     accumulation: int
     progress: Progress
     steps: int
@@ -160,7 +160,7 @@ class MicroBatches:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         position = self.progress.samples
         for _ in range(self.progress.step, self.steps):
-            scale = self.shard.count / self.feed.targets(position)
+            scale = self.axis.count / self.feed.targets(position)
             batches = [batch for batch, *_ in self.feed.microbatches(position)]
             empty = collate([], self.data.pad_id, batches[0].input_ids.device)
             for batch in [*batches, *[empty] * (self.accumulation - len(batches))]:
@@ -252,10 +252,10 @@ class _Recorder(TrainerCallback):  # type: ignore[misc]
 
     def _evaluate(self) -> None:
         model, dist, progress = self.trainer.model_wrapped, self.ctx.dist, self.progress
-        shard = DataAxis(index=dist.rank, count=dist.world_size)
-        size = self.config.microbatch_size(shard.count)
+        axis = DataAxis(index=dist.rank, count=dist.world_size)
+        size = self.config.microbatch_size(axis.count)
         model.eval()
-        loss = mean_loss(SummedLoss(model), self.data, shard, dist.device, size)
+        loss = mean_loss(SummedLoss(model), self.data, axis, dist.device, size)
         model.train()
         record = record_evaluation(progress, loss, None)
         self.callbacks.on_evaluation(progress.step, progress, record)

@@ -51,16 +51,16 @@ def train(
     is the lineage of this run: its model, data, seed and global batch."""
     if config.evaluates and not data.heldout:
         raise StageError(f"{config.evaluates[0]} {NO_SAMPLES}", hint=GIVE_SAMPLES)
-    start_random_streams(zlib.crc32(f"{ctx.seed}/{engine.shard.index}".encode()))
+    start_random_streams(zlib.crc32(f"{ctx.seed}/{engine.data_axis.index}".encode()))
     validate = functools.partial(require_same_lineage, identity, ctx.accept)
     restored = checkpoints.restore(validate)
     ctx.metrics.rewind(-1 if restored is None else restored.step)
     progress = restored or Progress()
     progress.lineage = dict(identity)
-    feed = Feed(config, data, ctx.seed, engine.shard, engine.device, workers=config.workers)
+    feed = Feed(config, data, ctx.seed, engine.data_axis, engine.device, workers=config.workers)
     ctx.on_exit(feed.close)
     loss = SummedLoss(engine.model, config.loss_chunk_size)
-    monitor = AnomalyMonitor(config.anomalies, engine.shard.count)
+    monitor = AnomalyMonitor(config.anomalies, engine.data_axis.count)
     reporter = Reporter(ctx, log_every=config.log_every, total_steps=feed.total_steps)
     last = Training(
         config=config,
@@ -183,7 +183,7 @@ class Training:
     def _evaluate(self) -> None:
         engine, progress = self.step.engine, self.progress
         with self._paused():
-            size = self.config.microbatch_size(engine.shard.count)
+            size = self.config.microbatch_size(engine.data_axis.count)
             loss = evaluate(engine, self.step.loss, self.data, size)
             self.evaluated = True
             record = record_evaluation(progress, loss, self.config.early_stopping)

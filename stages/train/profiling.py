@@ -45,11 +45,11 @@ class Profiler:
         write its trace, and return its profile too (collective)."""
         if step not in self._steps:
             return take(), None
-        device, shard = self._engine.device, self._engine.shard
+        device, axis = self._engine.device, self._engine.data_axis
         on_gpu = device.type == "cuda"
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         with profile(activities=kinds) as recorded:
-            if shard.count > 1:
+            if axis.count > 1:
                 torch.distributed.barrier()  # starting takes some ranks longer than others
             began = time.perf_counter()
             with record_function(STEP):
@@ -58,14 +58,14 @@ class Profiler:
                     torch.cuda.synchronize(device)
             seconds = time.perf_counter() - began
         self._folder.mkdir(exist_ok=True)
-        path = self._folder / f"step-{step:08d}-rank-{shard.index:05d}.json.gz"
+        path = self._folder / f"step-{step:08d}-rank-{axis.index:05d}.json.gz"
         recorded.export_chrome_trace(str(path))
         with gzip.open(path, "rt", encoding="utf-8") as file:
-            share = communication_share(json.load(file)["traceEvents"], ranks=shard.count)
+            share = communication_share(json.load(file)["traceEvents"], ranks=axis.count)
         total = torch.tensor(math.nan if share is None else share, device=device)
-        if shard.count > 1:
+        if axis.count > 1:
             torch.distributed.all_reduce(total)
-        return taken, Profile(seconds=seconds, communication=float(total) / shard.count)
+        return taken, Profile(seconds=seconds, communication=float(total) / axis.count)
 
 
 Event = Mapping[str, Any]

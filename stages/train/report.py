@@ -40,7 +40,7 @@ class StepMeter:
         has waited for the step's gradient norm already."""
         now = time.perf_counter()
         seconds = now - self._since if profile is None else profile.seconds
-        ranks = self._engine.shard.count
+        ranks = self._engine.data_axis.count
         loss, total = _summed(result, ranks)
         record = {
             "grad_norm": result.report.grad_norm,

@@ -75,6 +75,6 @@ class TrainStep:
             stats += taken
             with engine.microbatch(last=last):
                 summed = self.loss(batch)
-                engine.backward(summed * (engine.shard.count / targets))
+                engine.backward(summed * (engine.data_axis.count / targets))
             total += summed.detach()
         return total / targets, stats

@@ -84,7 +84,7 @@ class TorchEngine(Engine):
         self.optimizer = optimizer
         self.plan = plan
         self.device = ctx.dist.device
-        self.shard = DataAxis(index=ctx.dist.rank, count=ctx.dist.world_size)
+        self.data_axis = DataAxis(index=ctx.dist.rank, count=ctx.dist.world_size)
         self.scaler = make_scaler(precision, next(model.parameters()).device)
 
     @property
@@ -99,7 +99,7 @@ class TorchEngine(Engine):
         master = dtype_names(trained)
         casts = {dtype_name(cast.dtype) for cast in installed_casts(self.module)}
         return {
-            "world_size": self.shard.count,
+            "world_size": self.data_axis.count,
             "compute": sorted(casts) or master,
             "reduce": master,
             "model": type(self.module).__name__,

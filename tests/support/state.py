@@ -82,12 +82,12 @@ def train(engine: Engine, first: int, last: int, samples: int = 12) -> list[floa
         tokens, labels = batch(step, samples)
         targets = int((labels != -100).sum())
         total = torch.zeros(())
-        rounds = samples // engine.shard.count
+        rounds = samples // engine.data_axis.count
         for turn in range(rounds):
-            row = slice(turn * engine.shard.count + engine.shard.index, None, samples)
+            row = slice(turn * engine.data_axis.count + engine.data_axis.index, None, samples)
             with engine.microbatch(last=turn == rounds - 1):
                 loss = summed_loss(engine.model, tokens[row], labels[row])
-                engine.backward(loss * engine.shard.count / targets)
+                engine.backward(loss * engine.data_axis.count / targets)
             total += loss.detach() / targets
         torch.distributed.all_reduce(total)
         engine.step(lr_scale=1 - 0.05 * step)

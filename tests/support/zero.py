@@ -103,13 +103,13 @@ def one_step(engine: Engine, step: int, case: Case) -> dict[str, Any]:
     tokens, labels = batch(step, case.samples)
     targets = int((labels != -100).sum())
     total = torch.zeros(())
-    rounds = case.samples // engine.shard.count
+    rounds = case.samples // engine.data_axis.count
     for turn in range(rounds):
-        row = slice(turn * engine.shard.count + engine.shard.index, None, case.samples)
+        row = slice(turn * engine.data_axis.count + engine.data_axis.index, None, case.samples)
         with engine.microbatch(last=turn == rounds - 1):
             loss = summed_loss(engine.model, tokens[row], labels[row])
             scale = 1e6 if step == case.explode_at else 1.0
-            engine.backward(loss * engine.shard.count / targets * scale)
+            engine.backward(loss * engine.data_axis.count / targets * scale)
         total += loss.detach() / targets
     torch.distributed.all_reduce(total)
     report = engine.step(lr_scale=1 - 0.1 * step)

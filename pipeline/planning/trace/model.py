@@ -113,7 +113,7 @@ class BareEngine(Engine):
                 _cast(model.buffers(), torch_dtype(precision.buffer))
         self.model = model.to_empty(device="cpu").train()
         self.device = torch.device("cpu")
-        self.shard = DataAxis(index=0, count=topology.ranks)
+        self.data_axis = DataAxis(index=0, count=topology.ranks)
 
         def enter(module: nn.Module, inputs: Any, named: Any) -> Any:
             return cast_in((inputs, named), compute)

@@ -13,11 +13,19 @@ import torch
 import torch.distributed
 from torch import nn
 
-from pipeline import Context, ModelSource, NamedParameter, OptimizerPlan, Precision
+from pipeline import (
+    Context,
+    ModelSource,
+    NamedParameter,
+    OptimizerPlan,
+    Precision,
+    StageError,
+)
 from pipeline.utils import replace_text
 from stages.wrap.build import build_empty, cast_buffers, declared_facts, materialize, verify_engine
 from stages.wrap.load_weights import load_weights
 from stages.wrap.zero import compat
+from stages.wrap.zero.checks import offload_problems
 from stages.wrap.zero.config import generate
 from stages.wrap.zero.engine import ZeroEngine
 from stages.wrap.zero.stage import uses_cpu_adam
@@ -32,6 +40,9 @@ def build(
     stage: Zero, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
 ) -> ZeroEngine:
     """Create the parameters, initialise DeepSpeed, load its master weights, verify the engine."""
+    # An optimizer stage of another package may not say its rule to `pipe check`.
+    for problem in offload_problems(stage, precision.master, plan.algorithm):
+        raise StageError(f"{problem.key}: {problem.message}", hint=problem.hint)
     config = generate(stage, precision, max_grad_norm=plan.max_grad_norm)
     if ctx.dist.is_main:
         replace_text(ctx.run_dir / "deepspeed.json", json.dumps(config, indent=1) + "\n")

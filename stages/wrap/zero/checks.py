@@ -84,17 +84,23 @@ def _selective_problems(plan: PlanView) -> Iterator[Problem]:
 
 def _rule_problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
     """Offloads that need DeepSpeed's CPU Adam while the optimizer slot asks for another rule."""
-    offload = stage.offload_optimizer
     narrow = any(policy.master == "bf16" for policy in plan.giving(Precision))
-    if offload is not None and offload.device == "nvme":
+    for optimizer in plan.giving(OptimizerPlan):
+        algorithm = getattr(optimizer, "algorithm", RULE)
+        yield from offload_problems(stage, "bf16" if narrow else "fp32", algorithm)
+
+
+def offload_problems(stage: Zero, master: str, algorithm: str) -> Iterator[Problem]:
+    """An offload that needs DeepSpeed's CPU Adam, for masters of a dtype and an update rule."""
+    offload = stage.offload_optimizer
+    if offload is None or algorithm == RULE:
+        return
+    if offload.device == "nvme":
         key, what, hint = "offload_optimizer.device", "nvme needs", "set device: cpu"
-    elif offload is not None and narrow:
+    elif master == "bf16":
         key, what = "offload_optimizer", "offloaded bf16 master weights need"
         hint = "leave it out or set master: fp32 in the precision slot"
     else:
         return
-    for optimizer in plan.giving(OptimizerPlan):
-        algorithm = getattr(optimizer, "algorithm", RULE)
-        if algorithm != RULE:
-            asked = f"which computes {RULE}; the optimizer slot asks for {algorithm}"
-            yield Problem(key=key, message=f"{what} DeepSpeed's CPU Adam, {asked}", hint=hint)
+    asked = f"which computes {RULE}; the optimizer slot asks for {algorithm}"
+    yield Problem(key=key, message=f"{what} DeepSpeed's CPU Adam, {asked}", hint=hint)

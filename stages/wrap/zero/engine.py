@@ -40,7 +40,7 @@ class ZeroEngine(Engine):
         self.deepspeed = live
         self.model = live
         self.device = dist.device
-        self.shard = DataAxis(index=dist.rank, count=dist.world_size)
+        self.data_axis = DataAxis(index=dist.rank, count=dist.world_size)
         self._scaling = precision.loss_scaling
         # Groups are renewed when a checkpoint is loaded, base rates are not.
         self._base_rates = [group["lr"] for group in live.optimizer.optimizer.param_groups]

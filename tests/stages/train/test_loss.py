@@ -120,7 +120,7 @@ class Alone(Engine):
     """A model without an engine around it."""
 
     device = torch.device("cpu")
-    shard = DataAxis(index=0, count=1)
+    axis = DataAxis(index=0, count=1)
 
     def __init__(self, model: Any) -> None:
         self.model = model

@@ -29,7 +29,7 @@ from stages.train.step import StepResult
 from tests.support.runs import context
 
 CPU = torch.device("cpu")
-ENGINE: Any = SimpleNamespace(shard=SimpleNamespace(count=1), device=CPU)
+ENGINE: Any = SimpleNamespace(data_axis=SimpleNamespace(count=1), device=CPU)
 
 
 @pytest.fixture(autouse=True)

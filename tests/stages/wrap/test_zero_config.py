@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from pipeline import ModelSource, StageError
 from pipeline.contracts.precision import LossScaling, Precision
 from pipeline.contracts.stage import PlanView
+from pipeline.testing import context
 from stages.optimizer.adamw import AdamW
 from stages.optimizer.lion import Lion
 from stages.precision.policy import PrecisionPolicy
@@ -184,6 +187,13 @@ def test_rules_that_only_torch_computes_are_refused_where_deepspeed_must(
     slots = {"precision": PrecisionPolicy(compute="bf16", master=master), "optimizer": optimizer}
     plan = PlanView(name="", seed=0, procs=1, device="cpu", slots=slots)
     assert [str(found) for found in stage.check(plan)] == ([problem] if problem else [])
+
+
+def test_a_rule_that_no_field_tells_is_refused_at_the_start(tmp_path: Path) -> None:
+    """An optimizer stage of another package has no `algorithm` for `pipe check`."""
+    stage, ctx = Zero(stage=3, offload_optimizer=NVME), context(tmp_path)
+    with pytest.raises(StageError, match=r"nvme needs DeepSpeed's CPU Adam, .* asks for lion"):
+        stage.run(ctx, cast("ModelSource", None), policy(), LION.run(ctx))
 
 
 def test_checking_imports_neither_torch_nor_deepspeed() -> None:
