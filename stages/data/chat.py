@@ -11,7 +11,7 @@ from pydantic import Field
 
 from pipeline import Context, Data, ModelSource, PlanView, Problem
 from stages.data.fields import Selection, problems
-from stages.data.formats import first_format
+from stages.data.forms import first_form
 from stages.data.sources import find_files
 from stages.model.config_checks import tokenizer_problems
 
@@ -77,7 +77,7 @@ class ChatData(Selection):
         """Whether rows are certain to need the chat template: by `form`, or by the first row of
         each source's first file, since there may be thousands of files."""
         paths = [path for source in self.trained_on() for path in find_files(source.files)[:1]]
-        found = {self.form} if self.form else {first_format(path) for path in paths}
+        found = {self.form} if self.form else {first_form(path) for path in paths}
         always = {"messages", "sharegpt"}
         return bool(found & (always | {"prompt/completion", "alpaca"} if self.template else always))
 

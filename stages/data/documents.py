@@ -14,7 +14,7 @@ from stages.data import tokenize
 from stages.data.cache import KEYS, Counts, Entry, digest
 from stages.data.rows import TEXT, read_text, require_text
 from stages.data.samples import STARTS, TOKENS, TokenBlocks
-from stages.data.sources import Opened, Part
+from stages.data.sources import OpenedSource, Part
 
 if TYPE_CHECKING:
     from stages.data.fields import DocumentSettings
@@ -103,11 +103,11 @@ class Documents:
         }
         """Everything that decides the samples of a text, for the identity of the data."""
 
-    def key(self, opened: Opened) -> str:
+    def key(self, opened: OpenedSource) -> str:
         """Return the cache key of a source."""
         return digest(["text", KEYS, opened.digest, self.settings_digest])
 
-    def build(self, opened: Opened, folder: Path) -> Counts:
+    def build(self, opened: OpenedSource, folder: Path) -> Counts:
         """Tokenise a source into a folder. Raises DataError if it has no target."""
         counts = self.write(folder, self.read(opened.parts))
         if counts["tokens"] < 2:

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline import DataError, StageError
-from stages.data import formats
-from stages.data.formats import Completion, Example, Format, Tokens
+from stages.data import forms
+from stages.data.forms import Completion, Example, Form, Tokens
 from stages.data.messages import Conversation
 from stages.data.rows import Row
 from stages.data.tokenize import Span, TextTokenizer, TextTokens
@@ -201,14 +201,14 @@ class RowEncoder:
     start: list[int]
     """Ids to put before a text; they are not trained on."""
 
-    def batch(self, rows: Sequence[tuple[Format, Row]]) -> list[Encoded | Dropped]:
+    def batch(self, rows: Sequence[tuple[Form, Row]]) -> list[Encoded | Dropped]:
         """Encode rows in order. Raises DataError for a row that cannot be used."""
-        return [self._row(format, row) for format, row in rows]
+        return [self._row(form, row) for form, row in rows]
 
-    def _row(self, format: Format, row: Row) -> Encoded | Dropped:
+    def _row(self, form: Form, row: Row) -> Encoded | Dropped:
         stage = self.stage
-        example = formats.read(
-            row, format, template=stage.template, roles=stage.roles, vocab_size=self.vocab_size
+        example = forms.read(
+            row, form, template=stage.template, roles=stage.roles, vocab_size=self.vocab_size
         )
         return self._truncated(row, self._example(example))
 

@@ -81,7 +81,7 @@ def conversation(
             hint="give the row the `tools` that may be called; use `tools: []` if the messages "
             "describe them",
         )
-    silent = frozenset(i for i, message in enumerate(messages) if not _is_trained(row, message, i))
+    silent = frozenset(i for i, message in enumerate(messages) if not message.get("train", True))
     plain = [{k: v for k, v in m.items() if k not in ("train", "weight")} for m in messages]
     return Conversation(row=row, messages=plain, first=first, silent=silent, extra=extra)
 
@@ -99,6 +99,7 @@ def _message(row: Row, message: Any, where: str, known: Sequence[str]) -> dict[s
     require(row, message, dict, f"`{where}`")
     given = {key: value for key, value in message.items() if value is not None}
     role = _role(row, given.get("role"), f"{where}.role", known)
+    given["train"] = _is_trained(row, given, where)
     if given.get("tool_calls"):
         if role != "assistant":
             raise row.error(f"`{where}` calls a tool, but its role is {role!r}, not 'assistant'")
@@ -169,12 +170,12 @@ def _parsed(row: Row, value: Any, where: str) -> Any:
         raise row.error(f"`{where}` is not JSON: {error}") from error
 
 
-def _is_trained(row: Row, message: Mapping[str, Any], index: int) -> bool:
-    """Return the message's `train`, or OpenAI's `weight`, which is 0 or 1."""
+def _is_trained(row: Row, message: Mapping[str, Any], where: str) -> bool:
+    """Return the message's `train`, and OpenAI's `weight`, which is 0 or 1."""
     train, weight = message.get("train", True), message.get("weight", 1)
-    require(row, train, bool, f"`train` of message {index}")
+    require(row, train, bool, f"`{where}.train`")
     if isinstance(weight, bool) or weight not in (0, 1):
-        raise row.error(f"`weight` of message {index} is {weight!r}, neither 0 nor 1")
+        raise row.error(f"`{where}.weight` is {weight!r}, neither 0 nor 1")
     return bool(train and weight == 1)
 
 

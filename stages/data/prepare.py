@@ -15,9 +15,9 @@ from stages.data import tokenize
 from stages.data.cache import KEYS, Counts, Entry, cache_folder, digest, prepare
 from stages.data.documents import Documents
 from stages.data.encode import RowEncoder
-from stages.data.formats import rows_with_formats
+from stages.data.forms import rows_with_forms
 from stages.data.samples import FORM, MaskedSamples, write_samples
-from stages.data.sources import Opened, open_source
+from stages.data.sources import OpenedSource, open_source
 from stages.data.tokenize import ProgressLog, TextTokenizer
 from stages.data.views import PackedSamples, pack_key, train_and_heldout, write_packs
 
@@ -132,19 +132,19 @@ class Rows:
     def has_start(self, entry: Entry) -> bool:
         """Whether any row of an entry begins with `start`."""
         texts = {"text"} if self.stage.template else {"text", "prompt/completion", "alpaca"}
-        return bool(self.start) and any(entry.counts.get(FORM + format) for format in texts)
+        return bool(self.start) and any(entry.counts.get(FORM + form) for form in texts)
 
     def content(self, entry: Entry) -> str:
         """Return an entry's key, without the digest of `start` if no row begins with it: so runs of
         conversations from before `prepend_bos` existed can be resumed."""
         return entry.key if self.has_start(entry) else entry.key.partition(_START)[0]
 
-    def key(self, opened: Opened) -> str:
+    def key(self, opened: OpenedSource) -> str:
         settings = [self.settings, self.stage.roles, self.dtype]
         rest = digest(["chat", KEYS, opened.digest, self.tokenizer_identity, settings])
         return rest + _START + digest(self.start)[:16] if self.start else rest
 
-    def build(self, opened: Opened, folder: Path) -> Counts:
+    def build(self, opened: OpenedSource, folder: Path) -> Counts:
         log = self.ctx.log
         encoder = RowEncoder(
             stage=self.stage,
@@ -152,7 +152,7 @@ class Rows:
             vocab_size=self.model.vocab_size,
             start=self.start,
         )
-        rows = rows_with_formats(opened.parts, self.stage.form)
+        rows = rows_with_forms(opened.parts, self.stage.form)
         batches = iter(lambda: list(itertools.islice(rows, _BATCH)), [])
         progress = ProgressLog(log=log, unit="rows")
         results = tokenize.map_batches(encoder.batch, batches, self.stage.workers)

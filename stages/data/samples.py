@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,18 +16,14 @@ from numpy.typing import NDArray
 from pipeline import NO_TARGET, Sample, Samples, StageError
 from stages.data.cache import Counts, Entry, VerifiedArray
 from stages.data.encode import Dropped, Encoded
-from stages.data.formats import Format
+from stages.data.forms import Form
 from stages.data.rows import Row
 from stages.data.tokenize import ProgressLog
-
-if TYPE_CHECKING:
-    pass
-
 
 TOKENS, STARTS = "tokens.bin", "starts.bin"
 _TRAINED, _OFFSETS, _TARGETS = "trained.bin", "offsets.bin", "targets.bin"
 FORM = "form "
-"""Prefix of the counts of an entry's rows by format."""
+"""Prefix of the counts of an entry's rows by form."""
 
 
 def require_within(indices: NDArray[np.int64], count: int) -> NDArray[np.int64]:
@@ -74,13 +70,13 @@ class MaskedSamples(CountedSamples):
 
 def write_samples(
     folder: Path,
-    batches: Iterable[tuple[Sequence[tuple[Format, Row]], Sequence[Encoded | Dropped]]],
+    batches: Iterable[tuple[Sequence[tuple[Form, Row]], Sequence[Encoded | Dropped]]],
     dtype: str,
     progress: ProgressLog,
 ) -> Counts:
     """Write batches of rows with their tokens as the files of MaskedSamples. Returns `rows`,
     `samples`, `tokens`, `targets`, `largest` (id), `long` (rows that were truncated or dropped),
-    `dropped`, and the rows of each format. Raises StageError if every row is dropped.
+    `dropped`, and the rows of each form. Raises StageError if every row is dropped.
     """
     names = ("rows", "samples", "tokens", "targets", "largest", "long", "dropped")
     counts, dropped = dict.fromkeys(names, 0), Counter[str]()
@@ -88,10 +84,10 @@ def write_samples(
     offsets, targets = array("q", [0]), array("i")
     with (folder / TOKENS).open("wb") as tokens, (folder / _TRAINED).open("wb") as trained:
         for batch, results in batches:
-            for (format, row), result in zip(batch, results, strict=True):
+            for (form, row), result in zip(batch, results, strict=True):
                 counts["rows"] += 1
                 counts["long"] += result.long
-                counts[FORM + format] = counts.get(FORM + format, 0) + 1
+                counts[FORM + form] = counts.get(FORM + form, 0) + 1
                 if isinstance(result, Dropped):
                     dropped[result.why] += 1
                     first.setdefault(result.why, row)

@@ -159,7 +159,7 @@ Part = LocalFile | HubSplit
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedSource:
     """A source with its files found, or its split downloaded."""
 
     source: Source
@@ -178,14 +178,14 @@ class Opened:
         return total.hexdigest()
 
 
-def open_source(source: Source) -> Opened:
+def open_source(source: Source) -> OpenedSource:
     """Find the files of a source, or download its split. Raises StageError if there is nothing that
     can be read."""
     if source.dataset is not None:
-        return Opened(source, (_hub_split(source),))
+        return OpenedSource(source, (_hub_split(source),))
     for problem in file_problems("files", source.files):
         raise StageError(problem.message, hint=problem.hint)
-    return Opened(source, tuple(map(LocalFile, find_files(source.files))))
+    return OpenedSource(source, tuple(map(LocalFile, find_files(source.files))))
 
 
 def _hub_split(source: Source) -> HubSplit:

@@ -141,7 +141,7 @@ def _loss(draft: Draft) -> None:
 
 def _has_fields(file: str) -> bool:
     """Return whether the first row has fields for data.chat, not text alone."""
-    from stages.data.formats import KEYS
+    from stages.data.forms import KEYS
     from stages.data.rows import TEXT, rows
 
     if file.endswith(TEXT):

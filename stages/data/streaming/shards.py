@@ -20,6 +20,7 @@ from pipeline.utils import append_line, read_lines
 from stages.data import tokenize
 from stages.data.cache import Counts, cache_errors, digest, prepare_locally
 from stages.data.documents import Documents
+from stages.data.rows import KNOWN
 from stages.data.samples import TokenBlocks, block_count
 from stages.data.sources import LocalFile, Patterns, content_digest, each_pattern, find_files
 
@@ -46,13 +47,16 @@ class Shard:
 
 def list_shards(patterns: Patterns) -> list[Shard]:
     """Return the shards in the order given; the matches of a pattern are sorted. Raises StageError
-    if a pattern matches nothing."""
+    if a pattern matches nothing, or a file of a kind that cannot be read."""
     found: dict[str, Shard] = {}
     for pattern in each_pattern(patterns):
         matches = list(_matches(pattern))
         if not matches:
             raise StageError(f"no such file: {pattern}")
         found.update((shard.address, shard) for shard in matches)
+    for address in found:
+        if not address.endswith(KNOWN):
+            raise StageError(f"{address}: unknown kind of file", hint=f"known: {' '.join(KNOWN)}")
     return list(found.values())
 
 

@@ -160,11 +160,11 @@ CHAT = {
     ),
     "train is a number": second(
         {"messages": [USER, {**ASSISTANT, "train": 0}]},
-        "`train` of message 1 is a number, not true or false",
+        "`messages[1].train` is a number, not true or false",
     ),
     "weight is a share": second(
         {"messages": [USER, {**ASSISTANT, "weight": 0.5}]},
-        "`weight` of message 1 is 0.5, neither 0 nor 1",
+        "`messages[1].weight` is 0.5, neither 0 nor 1",
     ),
     "assistant first": second(
         {"messages": [ASSISTANT]}, "begins with an assistant message, which answers nothing"

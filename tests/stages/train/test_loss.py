@@ -120,7 +120,7 @@ class Alone(Engine):
     """A model without an engine around it."""
 
     device = torch.device("cpu")
-    axis = DataAxis(index=0, count=1)
+    data_axis = DataAxis(index=0, count=1)
 
     def __init__(self, model: Any) -> None:
         self.model = model

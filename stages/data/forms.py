@@ -1,4 +1,4 @@
-"""Formats of rows: each is recognised by its keys and read as an example."""
+"""Forms of rows: each is recognised by its keys and read as an example."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from stages.data.messages import Conversation, checked, conversation
 from stages.data.rows import JSON_LINES, Row, kind, require, require_text, rows
 from stages.data.sources import Part
 
-Format = Literal["messages", "sharegpt", "prompt/completion", "alpaca", "text", "input_ids"]
-KEYS: Mapping[Format, tuple[str, ...]] = {
+Form = Literal["messages", "sharegpt", "prompt/completion", "alpaca", "text", "input_ids"]
+KEYS: Mapping[Form, tuple[str, ...]] = {
     "messages": ("messages",),
     "sharegpt": ("conversations",),
     "prompt/completion": ("prompt", "completion"),
@@ -22,7 +22,7 @@ KEYS: Mapping[Format, tuple[str, ...]] = {
     "text": ("text",),
     "input_ids": ("input_ids",),
 }
-"""Keys that a row of each format has."""
+"""Keys that a row of each form has."""
 
 _WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further "
@@ -61,16 +61,16 @@ class Tokens:
 Example = Conversation | Completion | Tokens
 
 
-def rows_with_formats(parts: Iterable[Part], given: Format | None) -> Iterator[tuple[Format, Row]]:
-    """Yield every row with its format: the `given` one, or else the one that its keys fit.
+def rows_with_forms(parts: Iterable[Part], given: Form | None) -> Iterator[tuple[Form, Row]]:
+    """Yield every row with its form: the `given` one, or else the one that its keys fit.
 
-    Raises DataError for a row that fits no format or several, or lacks the keys of the given one,
-    for a row of another format than the first of its file, and for a file without rows.
+    Raises DataError for a row that fits no form or several, or lacks the keys of the given one,
+    for a row of another form than the first of its file, and for a file without rows.
     """
     for part in parts:
-        first: Format | None = None
+        first: Form | None = None
         for row in part.rows():
-            found = _format(row, given)
+            found = _form(row, given)
             first = first or found
             if found != first:
                 raise row.error(f"a row of form {found!r} in a file of {first!r} rows")
@@ -79,21 +79,21 @@ def rows_with_formats(parts: Iterable[Part], given: Format | None) -> Iterator[t
             raise Row(file=part.name, number=1, value=None).error("no row in this file")
 
 
-def first_format(path: Path) -> Format | None:
-    """Return the format of the first row of a file of JSON lines; None for other files, and if the
-    row cannot be read or fits no format."""
+def first_form(path: Path) -> Form | None:
+    """Return the form of the first row of a file of JSON lines; None for other files, and if the
+    row cannot be read or fits no form."""
     if not path.name.endswith(JSON_LINES):
         return None
     try:
         first = next(rows(path), None)
-        return _format(first) if first else None
+        return _form(first) if first else None
     except (StageError, OSError):
         return None  # the run reports it
 
 
-def _format(row: Row, given: Format | None = None) -> Format:
+def _form(row: Row, given: Form | None = None) -> Form:
     keys = {key for key, value in row.value.items() if value is not None}
-    fits = [format for format, needed in KEYS.items() if keys.issuperset(needed)]
+    fits = [form for form, needed in KEYS.items() if keys.issuperset(needed)]
     if given in fits or (given is None and len(fits) == 1):
         return given or fits[0]
     if fits and given is None:
@@ -102,19 +102,17 @@ def _format(row: Row, given: Format | None = None) -> Format:
     raise row.error(f"has {sorted(keys)}", hint=f"a row has one of: {wanted}")
 
 
-def _quoted(format: Format) -> str:
-    return " and ".join(f"`{key}`" for key in KEYS[format])
+def _quoted(form: Form) -> str:
+    return " and ".join(f"`{key}`" for key in KEYS[form])
 
 
-def read(
-    row: Row, format: Format, *, template: bool, roles: Sequence[str], vocab_size: int
-) -> Example:
-    """Read a row of a format as an example. Raises DataError for a mistake in the row.
+def read(row: Row, form: Form, *, template: bool, roles: Sequence[str], vocab_size: int) -> Example:
+    """Read a row of a form as an example. Raises DataError for a mistake in the row.
 
     `template`: whether a pair of texts becomes a user's and an assistant's turn of the chat
     template. `roles`: roles of messages besides the usual ones. `vocab_size`: bound of token ids.
     """
-    match format:
+    match form:
         case "messages":
             return conversation(row, checked(row, row.value["messages"], "messages", roles))
         case "sharegpt":
