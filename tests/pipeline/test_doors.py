@@ -62,6 +62,12 @@ def test_the_surface_is_frozen() -> None:
     assert list(surface()) == SURFACE.read_text("utf-8").splitlines()
 
 
+def test_the_guide_names_all_that_the_first_door_gives() -> None:
+    guide = (ROOT / "docs" / "writing-a-stage.md").read_text("utf-8")
+    table = guide.partition("## The door")[2].partition("Further doors")[0]
+    assert set(re.findall(r"`(\w+)`", table)) - {"pipeline"} == set(names("pipeline"))
+
+
 @pytest.mark.parametrize("door", DOORS)
 def test_every_name_is_resolved(door: str) -> None:
     module = importlib.import_module(door)
