@@ -29,11 +29,8 @@ class Ddp:
 
     @property
     def keeps_gradients(self) -> bool:
-        """Whether gradients stay as zeros between steps, and not as None.
-
-        They are views of buckets, which exist anyway; freed, micro-batches before the last would
-        allocate as much again. They must be None where a parameter may get none.
-        """
+        """Whether gradients stay as zeros between steps, and not as None: what
+        `torch_compat.keeps_gradients` says of the live model."""
         return self.gradient_as_bucket_view and not (
             self.find_unused_parameters or self.static_graph
         )

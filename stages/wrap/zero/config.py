@@ -66,7 +66,7 @@ def _fp16_block(scaling: LossScaling) -> dict[str, Any]:
         "initial_scale_power": round(math.log2(scaling.initial_scale)),
         "loss_scale_window": NEVER,
         "hysteresis": 1,
-        "min_loss_scale": 1,
+        "min_loss_scale": 1,  # `compat.lift_loss_scale_floor` removes it
     }
 
 
