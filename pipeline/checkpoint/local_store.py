@@ -159,7 +159,8 @@ def _synced(folder: Path) -> Iterator[None]:
         with naming(folder):
             os.fsync(descriptor)
     finally:
-        os.close(descriptor)
+        with naming(folder):
+            os.close(descriptor)
 
 
 def _sync(folder: Path) -> None:
