@@ -16,7 +16,7 @@ from typing import Any
 
 from pipeline.checkpoint.division import Run
 from pipeline.checkpoint.file_layout import SHARDED, Layout
-from pipeline.checkpoint.manifest import Manifest, Part, TensorEntry
+from pipeline.checkpoint.manifest import Manifest, RankShare, TensorEntry
 from pipeline.checkpoint.places import Places
 from pipeline.checkpoint.staging import plan_staging
 from pipeline.checkpoint.write_plan import (
@@ -167,7 +167,7 @@ def _manifest(
     return Manifest(
         step=1, written="", world_size=ranks, writer={}, progress={}, state=state,
         tensors=tensors, runs=runs, files=files,
-        parts=[Part(sums=f"rank-{rank:05d}.sums", digest=2**63 + rank) for rank in range(ranks)],
+        parts=[RankShare(sums=f"rank-{r:05d}.sums", digest=2**63 + r) for r in range(ranks)],
     )  # fmt: skip
 
 

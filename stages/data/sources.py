@@ -61,12 +61,17 @@ def file_problems(key: str, patterns: Patterns) -> Iterator[Problem]:
                 hint=f"paths are relative to the working directory, {Path.cwd()}",
             )
         for path in matches:
-            if not path.name.endswith(KNOWN):
-                hint = "known: " + " ".join(KNOWN)
-                yield Problem(message=f"{path}: unknown kind of file", key=key, hint=hint)
+            yield from kind_problems(key, str(path))
             if path.resolve() in seen:
                 yield Problem(message=f"{path} is named twice", key=key)
             seen.add(path.resolve())
+
+
+def kind_problems(key: str, name: str) -> Iterator[Problem]:
+    """Yield the mistake of a path or address whose ending is of no kind that can be read."""
+    if not name.endswith(KNOWN):
+        hint = "known: " + " ".join(KNOWN)
+        yield Problem(message=f"{name}: unknown kind of file", key=key, hint=hint)
 
 
 SETTLED = 60.0

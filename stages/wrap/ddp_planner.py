@@ -85,21 +85,20 @@ class Replicated(TorchMemory):
             return trained
         backward = moment.event in IN_BACKWARD and moment.unit != "head"
         waits = table.elements * (backward and self._model.tied and table.trained)
-        if self._keeps or (self._views and (moment.event == "step" or self._is_only(moment))):
+        if self._in_buckets(moment) or (self._views and moment.event == "step"):
             return trained + waits
         if moment.event == "step" or not moment.first:
             return 2 * trained + waits
         come = self._head + self._own.after(self._place(moment)) if backward else 0
         return trained + come
 
-    def _is_only(self, moment: Moment) -> bool:
-        """Whether the step has a single micro-batch."""
-        return moment.first and moment.last
+    def _in_buckets(self, moment: Moment) -> bool:
+        """Whether a backward leaves gradients in buckets: always, or in a step's only one."""
+        return self._keeps or (self._views and moment.first and moment.last)
 
     def gradients(self, moment: Moment) -> Gradients:
         m, c = self._sizes.master, self._sizes.compute
-        in_buckets = self._keeps or (self._views and self._is_only(moment))
-        kept = 0 if in_buckets or not moment.first else m
+        kept = 0 if self._in_buckets(moment) or not moment.first else m
         if self._model.tied and moment.unit == "embeddings":
             # Both gradients of a tied weight, the earlier of which has waited, and their sum.
             return Gradients(kept, 2 * m - c - kept)

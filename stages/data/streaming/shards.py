@@ -20,9 +20,15 @@ from pipeline.utils import append_line, read_lines
 from stages.data import tokenize
 from stages.data.cache import Counts, cache_errors, digest, prepare_locally
 from stages.data.documents import Documents
-from stages.data.rows import KNOWN
 from stages.data.samples import TokenBlocks, block_count
-from stages.data.sources import LocalFile, Patterns, content_digest, each_pattern, find_files
+from stages.data.sources import (
+    LocalFile,
+    Patterns,
+    content_digest,
+    each_pattern,
+    find_files,
+    kind_problems,
+)
 
 _DIGEST = "sha256"
 """File of an entry with the digest of the shard's file."""
@@ -55,8 +61,8 @@ def list_shards(patterns: Patterns) -> list[Shard]:
             raise StageError(f"no such file: {pattern}")
         found.update((shard.address, shard) for shard in matches)
     for address in found:
-        if not address.endswith(KNOWN):
-            raise StageError(f"{address}: unknown kind of file", hint=f"known: {' '.join(KNOWN)}")
+        for problem in kind_problems("shards", address):
+            raise StageError(problem.message, hint=problem.hint)
     return list(found.values())
 
 

@@ -13,14 +13,7 @@ import torch
 import torch.distributed
 from torch import nn
 
-from pipeline import (
-    Context,
-    ModelSource,
-    NamedParameter,
-    OptimizerPlan,
-    Precision,
-    StageError,
-)
+from pipeline import Context, ModelSource, NamedParameter, OptimizerPlan, Precision, StageError
 from pipeline.utils import replace_text
 from stages.wrap.build import build_empty, cast_buffers, declared_facts, materialize, verify_engine
 from stages.wrap.load_weights import load_weights
