@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         TrainingLength,
     )
     from pipeline.distributed.environment import worker_rank
+    from pipeline.distributed.heartbeat import Heartbeat, Phase
     from pipeline.distributed.process_group import DistContext
     from pipeline.errors import (
         CheckpointError,

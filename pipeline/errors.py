@@ -7,7 +7,7 @@ import errno
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -135,13 +135,28 @@ class ExportError(StageError):
 class RunFailed(PipeError):
     """A worker process failed; carries the first failing rank's error as its message."""
 
+    def __init__(
+        self, message: str, *, restart: Literal["never", "after progress", "always"] = "never"
+    ) -> None:
+        self.restart = restart
+        """When another start may succeed: `after progress` if this one had come further than the
+        one before."""
+        super().__init__(message)
+
 
 class RunStopped(PipeError):
-    """A signal asked the run to end; the exit code is 128 plus the signal's number."""
+    """A signal asked the run to end, and all that was done is kept: the same command goes on. The
+    exit code is EX_TEMPFAIL of sysexits.h."""
 
-    def __init__(self, signal_number: int, message: str, *, hint: str = "") -> None:
+    exit_code = 75
+
+
+class CommandStopped(PipeError):
+    """A signal ended a command; the exit code is 128 plus the signal's number."""
+
+    def __init__(self, signal_number: int, message: str) -> None:
         self.exit_code = 128 + signal_number
-        super().__init__(message, hint=hint)
+        super().__init__(message)
 
 
 class MachineUnfit(PipeError):

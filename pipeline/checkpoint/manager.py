@@ -228,6 +228,7 @@ class CheckpointManager(Checkpoints):
             self.ctx.log.warning(warning)
         if result.place:
             location.remember(self.ctx.run_dir, self.address)
+            self.ctx.dist.heartbeat.landmark()
             self.ctx.log.info(
                 "saved %s  %.1f MB  %.1f s", result.place, result.size / 1e6, result.seconds
             )

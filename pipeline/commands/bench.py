@@ -65,7 +65,7 @@ def bench(
     from pipeline.bench import report, trials
     from pipeline.bench.session import Benchmark
     from pipeline.distributed.environment import is_worker, require_contract
-    from pipeline.errors import RunStopped, UsageError
+    from pipeline.errors import CommandStopped, UsageError
     from pipeline.plan.plan import plan_file
     from pipeline.planning.presets import chosen
 
@@ -95,7 +95,7 @@ def bench(
     if rows:
         report.report(session, rows, stopped, json_only=as_json)
     if stopped:
-        raise RunStopped(stopped, f"stopped by {stopped.name}")
+        raise CommandStopped(stopped, f"stopped by {stopped.name}")
     if not any(row.measured for row in rows):
         sys.exit(1)
 

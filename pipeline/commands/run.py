@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 @click.command("run")
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
-@click.option("--run-dir", type=click.Path(path_type=Path), help="The run's folder itself.")
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    help="The run's folder itself. If it holds a run, go on with that under RECIPE.",
+)
+@click.option("--fresh", is_flag=True, help="Refuse a --run-dir that holds a run (exit code 2).")
 @click.option(
     "--runs",
     type=click.Path(path_type=Path),
@@ -32,6 +37,7 @@ def run(
     recipe: Path,
     overrides: tuple[str, ...],
     run_dir: Path | None,
+    fresh: bool,
     runs: Path,
     planned: Path | None,
 ) -> None:
@@ -54,7 +60,10 @@ def run(
         if planned is not None:
             per_node = worker_local_world_size() if is_worker() else plan.view.procs
             require_planned(plan, per_node, planned)
-        folder = rundir.claim(run_dir) if run_dir else rundir.create(runs, plan.recipe.name)
+        if run_dir is None:
+            folder = rundir.create(runs, plan.recipe.name)
+        else:
+            folder = rundir.claim(run_dir, fresh=fresh)
         click.echo(f"run folder: {folder}")
         return plan, folder.resolve()
 

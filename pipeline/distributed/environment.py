@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 from pipeline.errors import UsageError
 
@@ -13,6 +14,13 @@ MASTER_PORT."""
 FINISHED = 76
 """Exit code of a rank whose stages have all run. A library that calls exit(0) inside a rank ends it
 too, so 0 does not prove that."""
+STOPPED = 75
+"""Exit code of a rank that was asked to stop and has saved what it had (EX_TEMPFAIL in
+sysexits.h)."""
+STACKS = "PIPE_STACKS"
+"""Environment variable: the file in memory to which a rank writes its threads' stacks on DUMP."""
+DUMP = signal.SIGRTMIN
+"""Signal at which a rank writes its threads' stacks, whatever it is doing."""
 STARTED = (
     "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE",
     "JSM_NAMESPACE_SIZE", "PET_NNODES",

@@ -20,6 +20,8 @@ from pipeline.distributed.environment import (
     stay_on_loopback,
     worker_rank,
 )
+from pipeline.distributed.heartbeat import Heartbeat, own_heartbeat
+from pipeline.distributed.signals import StopRequest
 from pipeline.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,6 +31,9 @@ if TYPE_CHECKING:
 LONG_WAIT = datetime.timedelta(hours=24)
 """Timeout of waits on work of unknown length (tokenising a corpus, exporting a model). A dead peer
 ends them early: the launcher stops the whole run."""
+
+RENDEZVOUS_SECONDS = 600.0
+"""Seconds to wait for the other ranks before the recipe, which may give another time, is known."""
 
 PIECE = 1 << 20
 """Characters of one value in the store. torch's server drops the connection of a client that sends
@@ -49,6 +54,11 @@ class DistContext:
     device: torch.device
     store: Store | None = None
     """Key-value store of the run; None exactly when there is one process and no group."""
+    heartbeat: Heartbeat = field(default_factory=Heartbeat, repr=False)
+    """This rank's signs of life. Work that takes minutes gives one now and then."""
+    stop: StopRequest = field(default_factory=StopRequest, repr=False)
+    """Signals that ask this process to end. They end it at once, except where a stage defers them
+    to keep what it has done."""
     _spent: list[str] = field(default_factory=list, init=False, repr=False)
     """Keys that rank 0 may delete once every rank has come to a later call."""
 
@@ -66,7 +76,8 @@ class DistContext:
         opened = f"{key}/open"
         if self.store.add(key, 1) == self.world_size:
             self.store.set(opened, "1")
-        self.store.wait([opened], LONG_WAIT)
+        with self.heartbeat.waiting():
+            self.store.wait([opened], LONG_WAIT)
         self._forget()
         self._spent += [key, opened]
 
@@ -85,8 +96,9 @@ class DistContext:
                 self._spent.append(f"{key}/{number}")
             self.store.set(key, str(len(pieces)))
             return value
-        count = int(receive(self.store, key))
-        return "".join(receive(self.store, f"{key}/{number}") for number in range(count))
+        with self.heartbeat.waiting():
+            count = int(receive(self.store, key))
+            return "".join(receive(self.store, f"{key}/{number}") for number in range(count))
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's JSON value, in rank order, on every rank."""
@@ -100,6 +112,17 @@ class DistContext:
         texts = [torch.empty_like(mine) for _ in sizes]
         dist.all_gather(texts, mine)
         return [json.loads(text) for text in _cut(texts, sizes)]
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank (collective)."""
+        import torch
+        import torch.distributed as dist
+
+        if self.world_size == 1:
+            return flag
+        flags = torch.tensor([int(flag)])
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        return bool(flags.item())
 
     def collect(self, value: bytes) -> list[bytes]:
         """Every rank's bytes, in rank order, on rank 0; nothing on the others (collective)."""
@@ -164,22 +187,23 @@ def receive(store: Store, key: str) -> str:
     return bytes(store.get(key)).decode()
 
 
-def environment_store() -> Store | None:
+def environment_store(seconds: float = RENDEZVOUS_SECONDS) -> Store | None:
     """Meet the ranks that the launcher's environment describes: in a file if it was `pipe`, else at
-    MASTER_ADDR and MASTER_PORT (the torchrun contract). None when there is no launcher."""
+    MASTER_ADDR and MASTER_PORT (the torchrun contract). None when there is no launcher. Waits at
+    most `seconds` for the others."""
     from torch.distributed import FileStore  # type: ignore[attr-defined]
-    from torch.distributed.constants import default_pg_timeout
     from torch.distributed.rendezvous import rendezvous
 
+    timeout = datetime.timedelta(seconds=seconds)
     if not is_worker():
         return None
     if STORE in os.environ:
         store = FileStore(os.environ[STORE], int(os.environ["WORLD_SIZE"]))
-        store.set_timeout(default_pg_timeout)
+        store.set_timeout(timeout)
         return store
     if worker_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return _served(default_pg_timeout)
-    store, _, _ = next(rendezvous("env://"))
+        return _served(timeout)
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
     return store  # type: ignore[no-any-return]
 
 
@@ -215,11 +239,14 @@ def _listening(host: str, port: int) -> socket.socket:
         raise UsageError(f"{place}: {error.strerror}", hint=hint) from error
 
 
-def environment_dist(store: Store | None, *, device: str) -> DistContext:
+def environment_dist(
+    store: Store | None, *, device: str, timeout: float | None = None
+) -> DistContext:
     """Start the process group of the ranks that meet in `store`, from `environment_store`.
 
-    `device` is `cpu` or `cuda`. A group is started for one process too, because strategies need
-    one. Where all are on this machine, no other can connect to them.
+    `device` is `cpu` or `cuda`; `timeout` is the time limit of a collective in seconds, by default
+    torch's. A group is started for one process too, because strategies need one. Where all are on
+    this machine, no other can connect to them.
     """
     import torch
     import torch.distributed as dist
@@ -241,6 +268,7 @@ def environment_dist(store: Store | None, *, device: str) -> DistContext:
         rank=rank,
         world_size=world_size,
         device_id=place if device == "cuda" else None,
+        timeout=None if timeout is None else datetime.timedelta(seconds=timeout),
     )
     return DistContext(
         rank=rank,
@@ -249,4 +277,5 @@ def environment_dist(store: Store | None, *, device: str) -> DistContext:
         local_world_size=int(group.get("LOCAL_WORLD_SIZE", "1")),
         device=place,
         store=common,
+        heartbeat=own_heartbeat(),
     )

@@ -8,8 +8,9 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import NoReturn
 
-from pipeline.errors import RunStopped
+from pipeline.errors import CommandStopped
 
 ENDING = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT,
@@ -19,11 +20,13 @@ ENDING = (
 
 
 class Interrupted(BaseException):
-    """A signal asked this process to end. No `except Exception` of a stage swallows it."""
+    """A signal asked this process to end, or another rank. No `except Exception` of a stage
+    swallows it."""
 
-    def __init__(self, number: int) -> None:
-        self.number = signal.Signals(number)
-        super().__init__(self.number.name)
+    def __init__(self, number: int | None = None) -> None:
+        self.number = signal.SIGTERM if number is None else signal.Signals(number)
+        """The signal; SIGTERM if another rank got it."""
+        super().__init__("a signal to one of the ranks" if number is None else self.number.name)
 
 
 def default_signals() -> None:
@@ -33,14 +36,57 @@ def default_signals() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
+class StopRequest:
+    """Request by a signal that this process ends."""
+
+    def __init__(self) -> None:
+        self._number: int | None = None
+
+    @property
+    def asked(self) -> bool:
+        """Whether a signal has asked for the end while that was deferred."""
+        return self._number is not None
+
+    @contextlib.contextmanager
+    def deferred(self) -> Iterator[None]:
+        """Only take note of ending signals in the body, so that it can bring its work to an end; it
+        should look at `asked` now and then. Raises Interrupted behind the body if one came. A
+        second Ctrl-C ends the process at once.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in ENDING}
+        for number, handler in before.items():
+            if handler is not signal.SIG_IGN:
+                signal.signal(number, self._note)
+        try:
+            yield
+            if self._number is not None:
+                raise Interrupted(self._number)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def end(self) -> NoReturn:
+        """Raise Interrupted: all ranks have agreed to stop, though another one may have been
+        asked."""
+        raise Interrupted(self._number)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._number = number
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextlib.contextmanager
-def interruptible(*, force_after: float) -> Iterator[None]:
+def interruptible(*, force_after: float | None) -> Iterator[None]:
     """Raise Interrupted in the main thread on the first ending signal.
 
     After it the others are ignored while the run is wound up, and a second Ctrl-C ends the process
-    at once. The process ends `force_after` seconds after the first in any case, as the main thread
-    may be in a native call that never returns. A signal that is ignored from the start (nohup)
-    stays ignored.
+    at once. The process ends `force_after` seconds after the first in any case, if given, as the
+    main thread may be in a native call that never returns. A signal that is ignored from the start
+    (nohup) stays ignored.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -58,7 +104,7 @@ def interruptible(*, force_after: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _forced_end(seconds: float) -> Iterator[None]:
+def _forced_end(seconds: float | None) -> Iterator[None]:
     """Python's low-level handler writes a signal's number to a pipe, whatever the main thread does;
     another thread reads it there."""
     reader, writer = os.pipe()
@@ -112,17 +158,12 @@ os.register_at_fork(after_in_child=_in_forked_child)
 
 
 @contextlib.contextmanager
-def stoppable(*, force_after: float = 10.0) -> Iterator[None]:
+def stoppable(*, force_after: float | None = 10.0) -> Iterator[None]:
     """Leave the body at an ending signal as at an exception, so that its folders are removed and
-    its processes ended; then raise RunStopped. See `interruptible` for `force_after`."""
+    its processes ended; then raise CommandStopped. See `interruptible` for `force_after`."""
     with interruptible(force_after=force_after):
         try:
             yield
         except Interrupted as interrupted:
-            raise stopped(interrupted) from None
-
-
-def stopped(interrupted: Interrupted, then: str = "") -> RunStopped:
-    """The error for people, with what to do `then`."""
-    number = interrupted.number
-    return RunStopped(number, f"stopped by {number.name}{then}")
+            number = interrupted.number
+            raise CommandStopped(number, f"stopped by {number.name}") from None

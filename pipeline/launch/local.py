@@ -1,127 +1,138 @@
-"""Start the ranks of a run on this machine and wait for them."""
+"""Run a plan's ranks on this machine, and start them again after failures."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
-import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.distributed.environment import FINISHED, STORE, place
+import click
+
+from pipeline.distributed.environment import FINISHED, STOPPED, STORE, place
+from pipeline.distributed.signals import ENDING, Interrupted
 from pipeline.errors import RunFailed, in_words
 from pipeline.hardware.host import cores_each
+from pipeline.launch.ranks import LocalRanks
+from pipeline.launch.restarts import Attempts
+from pipeline.launch.stalls import report_stall
+from pipeline.launch.watch import Watch, landmarks
 from pipeline.plan.plan import Plan
+from pipeline.recipe.launch import Launch
 from pipeline.run import failures, rundir
 from pipeline.run.failures import Exit
 from pipeline.run.journal import Journal
 from pipeline.utils.files import anonymous_file
-from pipeline.utils.process_tree import kill_sessions, none_left, own_module
+from pipeline.utils.process_tree import none_left
 
-LOOK_SECONDS = 0.05
-SHUTDOWN_SECONDS = 10
-"""Seconds that ranks get to end when the run is stopped, before they are killed."""
+POLL_SECONDS = 0.05
 
 
 def launch(plan: Plan, run_dir: Path, accept: Sequence[str] = ()) -> None:
-    """Run every rank to its end. Raises RunFailed with the first failing rank's error.
+    """Run every rank to its end, started again after failures as `launch.restarts` says.
 
-    `accept` names changes that are intended. No rank outlives this call: the rest are
-    stopped when one fails, and ranks die with this process.
+    `accept` names changes that are intended. Raises RunFailed with the first failing rank's error,
+    and Interrupted once a signal has stopped the ranks. No rank outlives this call.
     """
-    _set_threads(plan)
-    if plan.view.procs == 1:
-        _one(run_dir, accept)
-    else:
-        _many(plan.view.procs, run_dir, accept)
-
-
-def _set_threads(plan: Plan) -> None:
-    """Share the cores among the ranks unless the recipe or the environment has decided."""
-    threads = plan.recipe.launch.threads
-    if threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(threads)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        os.environ["OMP_NUM_THREADS"] = str(cores_each(plan.view.procs))
-
-
-def _one(run_dir: Path, accept: Sequence[str]) -> None:
-    from pipeline.run.worker import run_rank
-
-    try:
-        run_rank(run_dir, accept=accept)
-    except (Exception, SystemExit) as error:
-        if failures.first_rank(run_dir) is None:  # it could not be written down
-            raise RunFailed(failures.describe(error)) from error
-        raise failures.first(run_dir, []) from None
-
-
-def _many(procs: int, run_dir: Path, accept: Sequence[str]) -> None:
-    command = own_module("pipeline.run.worker", str(run_dir), str(os.getpid()))
-    ranks: list[subprocess.Popen[bytes]] = []
-    ends: list[Exit] = []
-    with none_left(), _spare_failures() as spare:
+    settings, attempts = plan.recipe.launch, Attempts(plan.recipe.launch.restarts)
+    set_threads(settings, plan.view.procs)
+    while True:
+        ranks = LocalRanks([place(rank, plan.view.procs) for rank in range(plan.view.procs)])
         try:
-            ranks += _started([*command, *accept], procs, spare)
-            ends += _first_ends(ranks)
-        except OSError as error:
-            reason = in_words(error)
-            raise RunFailed(f"the processes could not be started: {reason}") from error
-        finally:
-            ends += _stopped(ranks)
-        if ends:
-            slot = Journal(run_dir / rundir.JOURNAL).running()
-            raise failures.first(run_dir, ends, slot)
+            with none_left(), ranks:
+                try:
+                    run_ranks(ranks, settings, run_dir, accept)
+                    return
+                finally:
+                    done = landmarks(ranks.heartbeats, len(ranks.places))
+        except RunFailed as error:
+            wait = attempts.wait_after(error, progressed=done > 0)
+            if wait is None:
+                raise
+            restarted(run_dir, plan, error, attempts.number, wait)
 
 
-@contextlib.contextmanager
-def _spare_failures() -> Iterator[int]:
-    """A file in memory for reports of failures that a full disk does not take."""
-    spare = anonymous_file("failures")
-    os.environ[failures.SPARE] = f"/proc/self/fd/{spare}"
-    try:
-        yield spare
-    finally:
-        del os.environ[failures.SPARE]
-        os.close(spare)
+def set_threads(settings: Launch, ranks_here: int) -> None:
+    """Share the cores among the ranks unless the recipe or the environment has decided."""
+    if settings.threads is not None:
+        os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = str(cores_each(ranks_here))
 
 
-def _started(command: Sequence[str], procs: int, spare: int) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the ranks. They meet in a file in memory, which nobody else can open and which ends
-    with them."""
+def restarted(run_dir: Path, plan: Plan, error: RunFailed, number: int, wait: float) -> None:
+    """Record and show a failure after which the run is started again; wait before that."""
+    journal = Journal(run_dir / rundir.JOURNAL)
+    journal.write("run failed", problem=str(error))
+    problem = str(error).removesuffix(f"\n{failures.continuation(run_dir)}")
+    click.echo(f"{problem}\n  starting again in {wait:.0f} s (restart {number})", err=True)
+    time.sleep(wait)
+    failures.clear(run_dir)
+    journal.write("run started", procs=plan.view.procs, device=plan.view.device, restart=number)
+
+
+def run_ranks(ranks: LocalRanks, settings: Launch, run_dir: Path, accept: Sequence[str]) -> None:
+    """Run the ranks to their end. They meet in a file in memory, which nobody else can open and
+    which ends with them."""
     store = anonymous_file("store")
+    for own in ranks.places:
+        own[STORE] = f"/proc/self/fd/{store}"
     try:
-        for rank in range(procs):
-            own = {STORE: f"/proc/self/fd/{store}", **place(rank, procs)}
-            yield subprocess.Popen(
-                command, env=os.environ | own, pass_fds=[store, spare], stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )  # fmt: skip
+        ranks.start(run_dir, accept, [store])
+    except OSError as error:
+        reason = in_words(error)
+        raise RunFailed(f"the processes could not be started: {reason}") from error
     finally:
         os.close(store)
+    supervise(ranks, settings, run_dir)
 
 
-def _first_ends(ranks: Sequence[subprocess.Popen[bytes]]) -> list[Exit]:
-    """Wait for all to finish, or for the first that end otherwise, which are returned."""
-    while True:
-        codes = {rank: process.poll() for rank, process in enumerate(ranks)}
-        ends = [Exit(rank, code) for rank, code in codes.items() if code not in (None, FINISHED)]
-        if ends or None not in codes.values():
-            return ends
-        time.sleep(LOOK_SECONDS)
+def supervise(ranks: LocalRanks, settings: Launch, run_dir: Path) -> None:
+    """Watch started ranks until all have finished. Raises RunFailed when one fails or stalls; a
+    signal makes all of them stop as soon as they can, and is raised again when they have."""
+    pids = [process.pid for process in ranks.processes]
+    watch = Watch(ranks.heartbeats, pids, settings.timeouts)
+    try:
+        while not ranks.finished():
+            _look(ranks, watch, run_dir)
+            time.sleep(POLL_SECONDS)
+    except Interrupted as interrupted:
+        _wind_down(ranks, watch, run_dir, interrupted)
 
 
-def _stopped(ranks: Sequence[subprocess.Popen[bytes]]) -> list[Exit]:
-    """End those that are left. Returns the ones that another signal than ours ended: a dying
-    process can take longer to be gone than its peers take to notice."""
-    for process in ranks:
-        process.terminate()
-    deadline = time.monotonic() + SHUTDOWN_SECONDS
-    for process in ranks:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
-    codes = {rank: process.returncode or 0 for rank, process in enumerate(ranks)}
-    kill_sessions(ranks)
-    return [Exit(rank, code) for rank, code in codes.items() if 0 > code != -signal.SIGTERM]
+def _look(ranks: LocalRanks, watch: Watch, run_dir: Path) -> None:
+    """Raise RunFailed if a rank has failed or stalled, Interrupted if one was asked to stop."""
+    ends = [end for end in ranks.ends() if end.code != FINISHED]
+    if ends and all(_was_asked(end) for end in ends):
+        raise Interrupted(next((-end.code for end in ends if end.code < 0), None))
+    _raise_failure(ranks, ends, watch, run_dir)
+
+
+def _raise_failure(ranks: LocalRanks, ends: list[Exit], watch: Watch, run_dir: Path) -> None:
+    slot = Journal(run_dir / rundir.JOURNAL).running() if ends else None
+    if ends:
+        raise failures.first(run_dir, [*ends, *ranks.stop()], slot)
+    stalls = watch.stalled()
+    if stalls:
+        slot = Journal(run_dir / rundir.JOURNAL).running()
+        raise report_stall(run_dir, slot, ranks, stalls)
+
+
+def _was_asked(end: Exit) -> bool:
+    """Whether the rank ended because it was asked to, not by a failure."""
+    return end.code == STOPPED or -end.code in ENDING
+
+
+def _wind_down(ranks: LocalRanks, watch: Watch, run_dir: Path, interrupted: Interrupted) -> None:
+    """Have all ranks save and end. Raises `interrupted` if they have, RunFailed if one fails."""
+    ranks.send(interrupted.number)
+    while len(ends := ranks.ends()) < len(ranks.processes):
+        at_once = [end for end in ends if -end.code in ENDING]
+        failed = [end for end in ends if not _was_asked(end) and end.code != FINISHED]
+        if at_once:
+            break  # there was nothing to save, and the others would wait for this rank
+        _raise_failure(ranks, failed, watch, run_dir)
+        time.sleep(POLL_SECONDS)
+    ranks.stop()
+    if not ranks.finished():
+        raise interrupted

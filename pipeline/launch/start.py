@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.distributed.environment import is_worker, require_contract, worker_rank
-from pipeline.distributed.signals import Interrupted, default_signals, stoppable, stopped
-from pipeline.errors import PipeError, UsageError, system_errors_as
+from pipeline.distributed.environment import STOPPED, is_worker, require_contract, worker_rank
+from pipeline.distributed.signals import Interrupted, default_signals, stoppable
+from pipeline.errors import PipeError, RunStopped, UsageError, system_errors_as
 from pipeline.plan.plan import Plan
 from pipeline.run import failures, rundir
 from pipeline.run.journal import Journal
@@ -43,7 +43,7 @@ def start(prepare: Prepare, accept: Sequence[str] = ()) -> None:
         _follow(accept)
         return
     # torchrun waits 30 s for a rank that it stops; a rank can be in a collective that never ends.
-    with stoppable(force_after=3.0 if is_worker() else 20.0):
+    with stoppable(force_after=3.0 if is_worker() else None):
         if is_worker():
             _lead(prepare, accept)
         else:
@@ -113,6 +113,10 @@ def _run_as_rank(folder: Path, store: Store, accept: Sequence[str]) -> None:
 
     try:
         run_rank(folder, store, accept=accept)
+    except Interrupted:
+        if worker_rank() == 0:  # which records and reports it
+            raise
+        sys.exit(STOPPED)
     except (Exception, SystemExit):
         if failures.first_rank(folder) == worker_rank():
             raise failures.first(folder, []) from None
@@ -169,7 +173,7 @@ def _opened(plan: Plan, folder: Path) -> Iterator[None]:
             if before is not None and failures.refused(folder):
                 replace_text(recipe, before)
         if isinstance(error, Interrupted):
-            raise stopped(error, f"\n{failures.continuation(folder)}") from None
+            raise RunStopped(f"stopped by {error}\n{failures.continuation(folder)}") from None
         raise
     journal.write("run finished")
     click.echo(f"finished in {_duration(time.monotonic() - began)}")

@@ -1,8 +1,8 @@
 """Recipes: YAML files, what they extend, and overrides -> one checked `Recipe`."""
 
+from pipeline.recipe.launch import Launch
 from pipeline.recipe.load import (
     Header,
-    Launch,
     Recipe,
     SlotSpec,
     load_recipe,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -16,24 +16,13 @@ from pipeline.recipe.dump import render
 from pipeline.recipe.fields import build
 from pipeline.recipe.includes import Sources
 from pipeline.recipe.interpolation import resolve
+from pipeline.recipe.launch import Launch
 from pipeline.recipe.merge import drop_removed
 from pipeline.recipe.nodes import KeyPath, Node, SourceMap, places_of, plain
 from pipeline.recipe.overrides import apply
 from pipeline.utils.text import did_you_mean
 
 SLOT = re.compile(r"[a-z][a-z0-9_]*")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """Processes and devices of a run."""
-
-    procs: Annotated[int, Field(ge=1, le=65_536)] | None = None
-    """Processes; null is one per GPU, or one on the CPU."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to compute on; auto is cuda where there is a GPU."""
-    threads: Annotated[int, Field(ge=1)] | None = None
-    """CPU threads of each process; null shares the cores out evenly."""
 
 
 @dataclass(frozen=True, kw_only=True)

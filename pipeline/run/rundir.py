@@ -57,11 +57,14 @@ def create(root: Path, name: str) -> Path:
         folder = root / f"{name}-{stamp}-{attempt}"
 
 
-def claim(folder: Path) -> Path:
-    """Use `folder`, given by the user, for a new run. Raises UsageError if it already holds one, or
-    what one has left, from which the new run would go on."""
+def claim(folder: Path, *, fresh: bool = False) -> Path:
+    """Use `folder`, given by the user, for a run: the one that it holds, or a new one. Raises
+    UsageError if it holds one and the run is to be `fresh`, and if it holds what another run has
+    left, from which a new one would go on."""
     if (folder / RECIPE).exists():
-        raise UsageError(f"{folder} already holds a run", hint=f"continue it: pipe resume {folder}")
+        if fresh:
+            raise UsageError(f"{folder} already holds a run", hint="without --fresh it goes on")
+        return folder
     left = next((name for name in LEFT if (folder / name).exists()), None)
     if left is not None:
         raise UsageError(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.contracts.stage import Context, Durable
 from pipeline.contracts.training import TrainedRun
+from pipeline.distributed.heartbeat import Phase
 from pipeline.errors import StageError
 from pipeline.run.journal import Journal
 from pipeline.run.memory_record import record_memory
@@ -68,6 +69,7 @@ class Runner:
 
     def _run_step(self, step: PlannedSlot) -> None:
         self.ctx.slot = step.slot
+        self.ctx.dist.heartbeat.beat(Phase.LOAD, step=0)
         self._note("slot started", step)
         self.ctx.log.info("%s: %s", step.slot, step.use)
         began = time.perf_counter()
@@ -91,7 +93,10 @@ class Runner:
             )
         if step.gives is not None:
             self.artifacts[step.slot] = artifact
-        return artifact.record() if isinstance(artifact, Durable) else None
+        if not isinstance(artifact, Durable):
+            return None
+        self.ctx.dist.heartbeat.landmark()
+        return artifact.record()
 
     def _note(self, event: str, step: PlannedSlot, **facts: Any) -> None:
         if self.ctx.dist.is_main:

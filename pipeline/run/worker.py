@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.contracts.stage import Context
-from pipeline.distributed.environment import FINISHED, worker_rank, worker_world_size
+from pipeline.distributed.environment import (
+    DUMP,
+    FINISHED,
+    STACKS,
+    STOPPED,
+    worker_rank,
+    worker_world_size,
+)
 from pipeline.distributed.process_group import DistContext, environment_dist, environment_store
 from pipeline.distributed.signals import Interrupted, default_signals
 from pipeline.errors import StageError
@@ -37,11 +44,15 @@ that will never come."""
 
 
 def main(argv: list[str]) -> int:
-    """Entry point of a launched rank: its exit code, 1 after a failure that has been recorded."""
+    """Entry point of a launched rank: its exit code, STOPPED if it was asked to end and has saved
+    what it had, 1 after a failure that has been recorded."""
     run_dir, launcher = Path(argv[0]), int(argv[1])
     die_with(launcher)
     default_signals()
     guard()
+    if STACKS in os.environ:
+        stacks = os.open(os.environ[STACKS], os.O_WRONLY | os.O_APPEND)
+        faulthandler.register(DUMP, stacks)
     try:
         faulthandler.enable(open_log(run_dir, worker_rank()))
     except StageError as error:
@@ -49,6 +60,8 @@ def main(argv: list[str]) -> int:
         return 1
     try:
         run_rank(run_dir, accept=argv[2:])
+    except Interrupted:
+        return STOPPED
     except BaseException:
         return 1
     return FINISHED
@@ -106,9 +119,11 @@ def process_group(plan: Plan, store: Store | None) -> Iterator[DistContext]:
     import torch
     import torch.distributed
 
-    if plan.recipe.launch.threads is not None:
-        torch.set_num_threads(plan.recipe.launch.threads)
-    dist = environment_dist(store or environment_store(), device=plan.view.device)
+    launch = plan.recipe.launch
+    if launch.threads is not None:
+        torch.set_num_threads(launch.threads)
+    found = store or environment_store(launch.timeouts.rendezvous)
+    dist = environment_dist(found, device=plan.view.device, timeout=launch.timeouts.collectives)
     try:
         yield dist
     finally:

@@ -69,6 +69,11 @@ def anonymous_file(purpose: str) -> int:
     return os.memfd_create(f"pipe-{purpose}")
 
 
+def read_all(descriptor: int) -> bytes:
+    """All bytes of an open file, whatever its position."""
+    return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+
+
 def try_writing(path: Path) -> None:
     """Raise OSError where a file could not be written, before the work whose result it is for. An
     existing file stays, and no new one is left."""

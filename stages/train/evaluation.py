@@ -8,31 +8,44 @@ import numpy as np
 import torch
 import torch.distributed
 
-from pipeline import Data, DataAxis, Engine, Progress
+from pipeline import Data, DataAxis, DistContext, Engine, Progress
 from pipeline.utils import plural
 from stages.train.batches import collate, microbatches
 from stages.train.loss import SummedLoss
 from stages.train.settings import EarlyStopping
 
 
-def evaluate(engine: Engine, loss: SummedLoss, data: Data, micro_batch_size: int) -> float:
-    """Mean loss in nats over all target tokens of the held-out samples (collective)."""
+def evaluate(
+    engine: Engine, loss: SummedLoss, data: Data, micro_batch_size: int, dist: DistContext
+) -> float | None:
+    """Mean loss in nats over all target tokens of the held-out samples (collective); None if a rank
+    was asked to stop meanwhile."""
     engine.model.eval()
     with torch.no_grad(), engine.evaluating():
-        mean = mean_loss(loss, data, engine.data_axis, engine.device, micro_batch_size)
+        mean = mean_loss(loss, data, engine.data_axis, engine.device, micro_batch_size, dist)
     engine.model.train()
     return mean
 
 
 @torch.no_grad()
 def mean_loss(
-    loss: SummedLoss, data: Data, axis: DataAxis, device: torch.device, micro_batch_size: int
-) -> float:
-    """Same as `evaluate`, for a model that is in evaluation mode already (collective)."""
+    loss: SummedLoss,
+    data: Data,
+    axis: DataAxis,
+    device: torch.device,
+    micro_batch_size: int,
+    dist: DistContext | None = None,
+) -> float | None:
+    """Same as `evaluate`, for a model that is in evaluation mode already (collective). Without
+    `dist` it does not end before the last sample."""
     assert data.heldout is not None
     total = torch.zeros((), dtype=torch.float32, device=device)
     targets = data.heldout.total_targets(np.arange(len(data.heldout)))
     for start, end in microbatches(len(data.heldout), axis, micro_batch_size):
+        if dist is not None:
+            dist.heartbeat.beat()
+            if dist.any(dist.stop.asked):
+                return None
         rows = [data.heldout[index] for index in range(start, end)]
         total += loss(collate(rows, data.pad_id, device))
     if axis.count > 1:

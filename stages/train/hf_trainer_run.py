@@ -27,6 +27,7 @@ from pipeline import (
     DataAxis,
     ModelSource,
     OptimizerPlan,
+    Phase,
     Precision,
     Progress,
     StageError,
@@ -89,8 +90,12 @@ def train(
     callbacks = Callbacks(reporter, callback)
     callbacks.restore(progress.callbacks)
     ctx.metrics.rewind(progress.step)
-    trainer.add_callback(_Recorder(config, ctx, data, feed, progress, trainer, callbacks))
-    trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
+    recorder = _Recorder(config, ctx, data, feed, progress, trainer, callbacks)
+    trainer.add_callback(recorder)
+    with ctx.dist.stop.deferred():
+        trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
+        if recorder.stopped:
+            ctx.dist.stop.end()
     return TrainedRun(checkpoint=str(complete_checkpoints(_root(ctx))[-1]), progress=progress)
 
 
@@ -224,10 +229,19 @@ class _Recorder(TrainerCallback):  # type: ignore[misc]
     progress: Progress
     trainer: Trainer
     callbacks: Callbacks
+    stopped: bool = False
+    """Whether training ends, saved, because a rank was asked to stop."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Give a sign of life."""
+        self.ctx.dist.heartbeat.beat(Phase.STEP, step=self.progress.step + 1)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Advance the progress."""
+        """Advance the progress; stop if a rank was asked to."""
         advance(self.progress, self.feed)
+        dist = self.ctx.dist
+        if dist.any(dist.stop.asked):
+            self.stopped = control.should_save = control.should_training_stop = True
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any, **rest: Any) -> None:
         """Record the step; evaluate if it is due. Raises StageError for a non-finite gradient."""
@@ -257,6 +271,7 @@ class _Recorder(TrainerCallback):  # type: ignore[misc]
         model.eval()
         loss = mean_loss(SummedLoss(model), self.data, axis, dist.device, size)
         model.train()
+        assert loss is not None
         record = record_evaluation(progress, loss, None)
         self.callbacks.on_evaluation(progress.step, progress, record)
 

@@ -8,7 +8,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from pipeline import (
     Callbacks,
@@ -17,6 +17,7 @@ from pipeline import (
     Data,
     Engine,
     OptimizerPlan,
+    Phase,
     Progress,
     StageError,
     StepCallback,
@@ -68,7 +69,14 @@ def train(
         data=data,
         checkpoints=checkpoints,
         progress=progress,
-        step=TrainStep(engine=engine, loss=loss, feed=feed, plan=plan, monitor=monitor),
+        step=TrainStep(
+            engine=engine,
+            loss=loss,
+            feed=feed,
+            plan=plan,
+            monitor=monitor,
+            heartbeat=ctx.dist.heartbeat,
+        ),
         recovery=Recovery(config.anomalies, monitor, checkpoints, validate),
         profiler=Profiler(config.profile_steps, ctx.run_dir, engine),
         meter=StepMeter(engine, progress, known_cost(engine, known_peak(engine))),
@@ -105,23 +113,32 @@ class Training:
     """Seconds that training stood still for it; None if it was there at the start."""
 
     def run(self) -> str:
-        """Train, and save (collective). Returns the last checkpoint's address."""
-        self._begin()
-        while self._goes_on():
-            number = self.progress.step + 1
-            result, profile = self.profiler.run(number, lambda: self.step(self.progress))
-            if result.anomaly:
-                self._recover(result)
-                continue
-            self._record(result, profile)
-            if self._evaluation_due():
-                self._evaluate()
-            if self.checkpoints.due(self.progress):
-                self._save()
-        if self.data.heldout and self.config.eval_last and not self.evaluated:
-            self._evaluate()  # the last batch of all was skipped
-        self._save()
-        return self._finish()
+        """Train, and save (collective). Returns the last checkpoint's address. Raises Interrupted
+        when a rank was asked to stop, once all steps that were taken are saved."""
+        with self.ctx.dist.stop.deferred():
+            self._begin()
+            while self._goes_on():
+                self._advance()
+            if self.data.heldout and self.config.eval_last and not self.evaluated:
+                self._evaluate()  # the last batch of all was skipped
+            self._save()
+            return self._finish()
+
+    def _advance(self) -> None:
+        """Take a step, and do what is due behind it."""
+        number = self.progress.step + 1
+        self.ctx.dist.heartbeat.beat(Phase.STEP, step=number)
+        result, profile = self.profiler.run(number, lambda: self.step(self.progress))
+        if result.anomaly:
+            self._recover(result)
+            return
+        self._record(result, profile)
+        if self.meter.stop:
+            self._stop()
+        if self._evaluation_due():
+            self._evaluate()
+        if self.checkpoints.due(self.progress):
+            self._save()
 
     def _begin(self) -> None:
         progress, config, feed = self.progress, self.config, self.step.feed
@@ -138,7 +155,9 @@ class Training:
             for warning in self.step.plan.schedule_warnings(total):
                 self.ctx.log.warning("%s", warning)
             first = not progress.step and not progress.best
-            if self.data.heldout and config.eval_first and first:
+            # a stop came before the evaluation of these weights; they are this run's own
+            owed = self._evaluation_due() and not self.evaluated and "loss" in progress.metrics
+            if self.data.heldout and ((config.eval_first and first) or owed):
                 self._evaluate()
                 if self.checkpoints.due(progress):
                     self._save()
@@ -161,7 +180,8 @@ class Training:
     def _record(self, result: StepResult, profile: Profile | None) -> None:
         progress = self.progress
         self.evaluated = False
-        record = self.meter.measure(result, progress, profile)
+        asked = self.ctx.dist.stop.asked
+        record = self.meter.measure(result, progress, profile, stop=asked)
         set_metric(progress, "loss", record["loss"])
         self.callbacks.on_step(progress.step, progress, record)
 
@@ -181,10 +201,13 @@ class Training:
         self.meter.restart(self.progress)
 
     def _evaluate(self) -> None:
-        engine, progress = self.step.engine, self.progress
+        engine, progress, dist = self.step.engine, self.progress, self.ctx.dist
+        dist.heartbeat.beat(Phase.EVALUATE)
         with self._paused():
             size = self.config.microbatch_size(engine.data_axis.count)
-            loss = evaluate(engine, self.step.loss, self.data, size)
+            loss = evaluate(engine, self.step.loss, self.data, size, dist)
+            if loss is None:
+                self._stop()  # a resumed run evaluates these weights first
             self.evaluated = True
             record = record_evaluation(progress, loss, self.config.early_stopping)
             self.callbacks.on_evaluation(progress.step, progress, record)
@@ -192,12 +215,20 @@ class Training:
     def _save(self) -> None:
         progress = self.progress
         progress.callbacks = self.callbacks.state()
+        self.ctx.dist.heartbeat.beat(Phase.SAVE)
         with self._paused():
             began = time.perf_counter()
             self.checkpoints.save(progress)
             stalled = time.perf_counter() - began
         if progress.step != self.saved:  # another save of a step only amends its checkpoint
             self.saved, self.began, self.stalled = progress.step, began, stalled
+
+    def _stop(self) -> NoReturn:
+        """Save, and end this process, as a rank was asked to (collective)."""
+        self._save()
+        self._finish()
+        self.ctx.log.info("stopped at step %d, which is saved", self.progress.step)
+        self.ctx.dist.stop.end()
 
     def _finish(self) -> str:
         """Wait until the last checkpoint is on disk; returns its address."""

@@ -25,6 +25,8 @@ class StepMeter:
     def __init__(self, engine: Engine, progress: Progress, cost: Cost | None = None) -> None:
         self._engine = engine
         self._cost = cost
+        self.stop = False
+        """Whether any rank was asked to stop before the step that was measured last."""
         self.restart(progress)
 
     def restart(self, progress: Progress) -> None:
@@ -33,15 +35,22 @@ class StepMeter:
         self._tokens, self._samples = progress.tokens, progress.samples
 
     def measure(
-        self, result: StepResult, progress: Progress, profile: Profile | None = None
+        self,
+        result: StepResult,
+        progress: Progress,
+        profile: Profile | None = None,
+        *,
+        stop: bool = False,
     ) -> dict[str, float]:
         """The record of a step that `progress` has (collective). A profiled step took the time of
-        its `profile`. Reading the loss costs a small sum over ranks and no further wait: the host
-        has waited for the step's gradient norm already."""
+        its `profile`; `stop` says whether this rank was asked to stop. Reading the loss costs a
+        small sum over ranks and no further wait: the host has waited for the step's gradient norm
+        already."""
         now = time.perf_counter()
         seconds = now - self._since if profile is None else profile.seconds
         ranks = self._engine.data_axis.count
-        loss, total = _summed(result, ranks)
+        loss, stops, total = _summed(result, stop, ranks)
+        self.stop = stops > 0
         record = {
             "grad_norm": result.report.grad_norm,
             "lr": result.lr,
@@ -145,15 +154,16 @@ def _json(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: None if name in odd else value for name, value in record.items()}
 
 
-def _summed(result: StepResult, ranks: int) -> tuple[float, BatchStats]:
-    """Mean loss in nats and batch statistics over all ranks (collective)."""
-    own = [0.0, *dataclasses.astuple(result.stats)]
+def _summed(result: StepResult, stop: bool, ranks: int) -> tuple[float, float, BatchStats]:
+    """Mean loss in nats, number of ranks that were asked to stop, and batch statistics over all
+    ranks (collective)."""
+    own = [0.0, float(stop), *dataclasses.astuple(result.stats)]
     sums = torch.tensor(own, dtype=torch.float64, device=result.loss.device)
     sums[0] = result.loss
     if ranks > 1:
         torch.distributed.all_reduce(sums)
-    loss, *stats = sums.tolist()
-    return loss, BatchStats(*stats)
+    loss, stops, *stats = sums.tolist()
+    return loss, stops, BatchStats(*stats)
 
 
 def _peak_memory(device: torch.device, ranks: int) -> dict[str, int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipeline import Engine, OptimizerPlan, Progress, StageError, StepReport
+from pipeline import Engine, Heartbeat, OptimizerPlan, Progress, StageError, StepReport
 from stages.train.anomalies import AnomalyMonitor
 from stages.train.batches import BatchStats, Feed
 from stages.train.loss import SummedLoss
@@ -47,6 +47,7 @@ class TrainStep:
     feed: Feed
     plan: OptimizerPlan
     monitor: AnomalyMonitor
+    heartbeat: Heartbeat
 
     def __call__(self, progress: Progress) -> StepResult:
         """Take the step after `progress` (collective). Raises StageError without targets."""
@@ -72,6 +73,7 @@ class TrainStep:
         engine, stats = self.engine, BatchStats()
         total = torch.zeros((), device=engine.device)
         for batch, last, taken in self.feed.microbatches(position):
+            self.heartbeat.beat()
             stats += taken
             with engine.microbatch(last=last):
                 summed = self.loss(batch)

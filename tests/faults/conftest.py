@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.distributed.environment import STORE, place
+from pipeline.utils.files import anonymous_file
 from tests.support.pipe import Pipe
 from tests.support.processes import forking
 from tests.support.recorded import Recorded, record
@@ -65,7 +67,8 @@ def recorded(request: pytest.FixtureRequest, memory: Path) -> Recorded:
 
 @pytest.fixture(scope="session")
 def pipe_in_child(plugin: Path) -> Callable[..., int]:
-    """Run `pipe ARGUMENTS` in a process that has torch loaded already; return its exit code."""
+    """Run `pipe ARGUMENTS` in a process that has torch loaded already, which is the only rank of a
+    launcher without a name; return its exit code."""
     context = forking()
 
     def call(*arguments: str, kill_at: str = "") -> int:
@@ -82,5 +85,6 @@ def _child(plugin: str, arguments: tuple[str, ...], kill_at: str) -> None:
     from pipeline.cli import main
 
     sys.path.insert(0, plugin)
-    os.environ |= {"KILL_AT": kill_at, "OMP_NUM_THREADS": "1"}
+    store = f"/proc/self/fd/{anonymous_file('store')}"
+    os.environ |= {**place(0, 1), STORE: store, "KILL_AT": kill_at, "OMP_NUM_THREADS": "1"}
     main(arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,7 @@ class Toy(Samples):
         self._reads += 1
         if os.environ.get("KILL_AT") == f"read {self._reads}":
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(float(os.environ.get("READ_SECONDS", "0")))
         tokens = self._tokens[index]
         return Sample(input_ids=tokens[:-1], labels=tokens[1:])
 

@@ -13,7 +13,6 @@ DIED = {
     "segv": "rank 1 was killed by SIGSEGV",
     "exit": "rank 1 ended by itself with exit code 3",
     "exit0": "rank 1 ended by itself with exit code 0",
-    "term": "rank 1 was killed by SIGTERM",
 }
 
 
@@ -109,13 +108,19 @@ def test_a_signal_stops_the_run(pipe: Pipe, procs: int, number: signal.Signals) 
     pipe.wait_for((pipe.run_dir / "hanging").exists)
     process.send_signal(number)
     result = pipe.end(process, limit=15)
-    assert result.code == 128 + number
+    assert result.code == 75
     assert result.stderr.splitlines() == [
         f"error: stopped by {number.name}",
         f"  continue with: pipe resume '{pipe.run_dir}'",
     ]
     last = pipe.events()[-1]
     assert (last["event"], last["problem"]) == ("run stopped", number.name)
+
+
+def test_a_signal_to_one_rank_stops_the_run(pipe: Pipe) -> None:
+    result = pipe.run(pipe.recipe(procs=2, train={"fault": "term", "rank": 1}))
+    assert result.code == 75
+    assert result.stderr.splitlines()[0] == "error: stopped by SIGTERM"
 
 
 def test_ranks_die_with_a_killed_launcher_and_the_run_can_be_resumed(pipe: Pipe) -> None:

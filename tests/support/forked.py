@@ -19,9 +19,9 @@ from typing import Any
 
 def fork_ranks() -> None:
     """Have this process fork the ranks that it starts."""
-    from pipeline.launch import local
+    from pipeline.launch import ranks
 
-    local.subprocess = Ranks  # type: ignore[attr-defined]
+    ranks.subprocess = Ranks  # type: ignore[attr-defined]
 
 
 class ForkedRank:

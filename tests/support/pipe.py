@@ -48,16 +48,18 @@ class Pipe:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             self.environment.pop(name, None)
 
-    def recipe(self, *, procs: int = 1, **slots: Mapping[str, Any]) -> Path:
+    def recipe(
+        self, *, procs: int = 1, launch: Mapping[str, Any] | None = None, **slots: Mapping[str, Any]
+    ) -> Path:
         """Write a recipe; arguments such as `export=dict(fault="raise")` add fields to the usual
-        chain's slots."""
+        chain's slots. Without `launch`, a failed run is not started again."""
         chain: dict[str, dict[str, Any]] = {
             slot: {"use": f"fault.{slot}"} for slot in ("declare", "train", "export", "report")
         }
         for slot, fields in slots.items():
             chain[slot] |= fields
         path = self.folder / "recipe.yaml"
-        launch = {"procs": procs, "device": "cpu"}
+        launch = {"procs": procs, "device": "cpu", **(launch or {"restarts": {"limit": 0}})}
         path.write_text(json.dumps({"name": "faulty", "launch": launch, "stages": chain}))
         return path
 

@@ -88,8 +88,19 @@ name: good
 seed: 0
 launch:
   procs: null
+  nodes: null
   device: auto
   threads: null
+  restarts:
+    limit: 3
+    backoff: 5.0
+    max_backoff: 300.0
+  timeouts:
+    rendezvous: 600.0
+    collectives: 1800.0
+    step: 1800.0
+    save: 1800.0
+    load: 3600.0
 env: [PIPE_SECRET]
 dry_run: false
 stages:

@@ -10,16 +10,17 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from pipeline.distributed.environment import place
 from pipeline.distributed.signals import ENDING, Interrupted, default_signals, interruptible
 from pipeline.errors import RecipeError, RunFailed
-from pipeline.launch.local import _many, _set_threads, _stopped
+from pipeline.launch.local import run_ranks, set_threads
+from pipeline.launch.ranks import LocalRanks
 from pipeline.plan.plan import make_plan
 from pipeline.plan.registry import Registry
-from pipeline.recipe import load_recipe
+from pipeline.recipe import Launch, load_recipe
 from pipeline.run import failures
 from pipeline.utils.process_tree import none_left, own_module
 
@@ -114,7 +115,7 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
     (tmp_path / "random.py").write_text("raise SystemExit(9)")  # in the user's folder
     monkeypatch.setenv("PYTHONPATH", str(path))
     monkeypatch.setattr(
-        "pipeline.launch.local.own_module", lambda _, *rest: own_module("misbehaving", *rest)
+        "pipeline.launch.ranks.own_module", lambda _, *rest: own_module("misbehaving", *rest)
     )
     monkeypatch.chdir(tmp_path)
     scratch = tmp_path / "scratch"
@@ -123,7 +124,9 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
 
     def start(fault: str) -> None:
         (tmp_path / "fault").write_text(fault)
-        _many(2, tmp_path, ())
+        ranks = LocalRanks([place(rank, 2) for rank in range(2)])
+        with none_left(), ranks:
+            run_ranks(ranks, Launch(), tmp_path, ())
         assert not list(scratch.iterdir())
 
     return start
@@ -134,7 +137,6 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
     [
         ("leave", "rank 1 ended by itself with exit code 0"),
         ("killed", "rank 1 was killed by SIGKILL (the system does this when memory runs out)"),
-        ("terminated", "rank 1 was killed by SIGTERM"),
         ("late", "rank 0 ended by itself with exit code 1"),
     ],
 )
@@ -146,6 +148,12 @@ def test_the_rank_that_ended_first_ends_the_run(
         ranks(fault)
     assert str(caught.value).startswith(f"{words} before the first slot\n")
     assert time.monotonic() - began < 30
+
+
+def test_a_signal_to_one_rank_stops_all(ranks: Callable[[str], None]) -> None:
+    with pytest.raises(Interrupted) as caught:
+        ranks("terminated")
+    assert caught.value.number == signal.SIGTERM
 
 
 def test_a_rank_that_was_dying_already_is_the_cause(
@@ -161,7 +169,9 @@ def test_a_rank_that_died_before_the_others_are_stopped_is_named() -> None:
     process = subprocess.Popen(["sleep", "60"], start_new_session=True)
     process.kill()
     process.wait()
-    assert _stopped([process]) == [failures.Exit(rank=0, code=-signal.SIGKILL)]
+    with LocalRanks([place(0, 1)]) as ranks:
+        ranks.processes.append(process)
+        assert ranks.stop() == [failures.Exit(rank=0, code=-signal.SIGKILL)]
 
 
 def test_files_of_the_user_stand_in_for_no_module_of_a_rank(ranks: Callable[[str], None]) -> None:
@@ -219,9 +229,7 @@ def test_threads(
     monkeypatch.setenv("OMP_NUM_THREADS", set_before or "")
     if set_before is None:
         monkeypatch.delenv("OMP_NUM_THREADS")
-    launch = SimpleNamespace(threads=asked)
-    plan = SimpleNamespace(recipe=SimpleNamespace(launch=launch), view=SimpleNamespace(procs=2))
-    _set_threads(plan)  # type: ignore[arg-type]
+    set_threads(Launch(threads=asked), 2)
     assert os.environ["OMP_NUM_THREADS"] == str(expected)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
+from pipeline.distributed.environment import STORE, place
 from tests.support.models import save_tokenizer
 from tests.support.runs import TINY
 
@@ -35,9 +37,11 @@ def test_neither_a_run_nor_its_resumption_imports_planning(tmp_path: Path) -> No
     (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
     for command in (["run", "recipe.yaml", "--run-dir", "run"], ["resume", "run", "train.steps=3"]):
         code = SCRIPT.format(command=command)
+        alone = place(0, 1) | {STORE: str(tmp_path / f"store-{command[0]}")}
         done = subprocess.run(
-            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
+            [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False,
+            env=os.environ | alone,
+        )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
     lines = (tmp_path / "run/metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["step"] == 3

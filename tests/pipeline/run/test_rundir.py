@@ -38,8 +38,9 @@ def test_a_given_folder_holds_one_run(tmp_path: Path) -> None:
         rundir.existing(folder)
     (folder / "recipe.yaml").write_text("name: x\n")
     assert rundir.existing(folder) == folder
-    with pytest.raises(UsageError, match=r"already holds a run \(continue it: pipe resume"):
-        rundir.claim(folder)
+    assert rundir.claim(folder) == folder
+    with pytest.raises(UsageError, match=r"already holds a run \(without --fresh it goes on\)"):
+        rundir.claim(folder, fresh=True)
     assert [path.name for path in folder.iterdir()] == ["recipe.yaml"]
 
 

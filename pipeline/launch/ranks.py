@@ -1,0 +1,99 @@
+"""The processes of a run on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.distributed.environment import FINISHED, STACKS
+from pipeline.distributed.heartbeat import HEARTBEATS, Heartbeats
+from pipeline.run.failures import SPARE, Exit
+from pipeline.utils.files import anonymous_file, read_all
+from pipeline.utils.process_tree import kill_sessions, own_module
+
+SHUTDOWN_SECONDS = 10
+"""Seconds that ranks get to end when one has failed, before they are killed."""
+
+
+class LocalRanks:
+    """Ranks on this machine, and the memory that they share with this process: their heartbeats,
+    their stacks, and reports of failures that a full disk does not take.
+
+    A context manager: no rank, and nothing that a rank has started, outlives the body.
+    """
+
+    def __init__(self, places: Sequence[dict[str, str]]) -> None:
+        """`places` has the environment of each rank, by its number on this machine."""
+        self.places = places
+        self.heartbeats = Heartbeats(len(places))
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._stacks = [anonymous_file("stacks") for _ in places]
+        self._spare = anonymous_file("failures")
+
+    def __enter__(self) -> LocalRanks:
+        os.environ[SPARE] = f"/proc/self/fd/{self._spare}"
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        kill_sessions(self.processes)
+        del os.environ[SPARE]
+        self.heartbeats.close()
+        for descriptor in (self._spare, *self._stacks):
+            os.close(descriptor)
+
+    def start(self, run_dir: Path, accept: Sequence[str], descriptors: Sequence[int] = ()) -> None:
+        """Start all; they inherit `descriptors`. Raises OSError."""
+        command = own_module("pipeline.run.worker", str(run_dir), str(os.getpid()), *accept)
+        shared = [*descriptors, self._spare, self.heartbeats.descriptor]
+        for place, stacks in zip(self.places, self._stacks, strict=True):
+            own = {
+                HEARTBEATS: f"/proc/self/fd/{self.heartbeats.descriptor}",
+                STACKS: f"/proc/self/fd/{stacks}",
+            }
+            process = subprocess.Popen(
+                command, env=os.environ | own | place, pass_fds=[*shared, stacks],
+                stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+            self.processes.append(process)
+
+    def rank(self, number: int) -> int:
+        """The rank, among all nodes' ranks, of the one with this number on this machine."""
+        return int(self.places[number]["RANK"])
+
+    def ends(self) -> list[Exit]:
+        """The ends of those that have ended."""
+        codes = [process.poll() for process in self.processes]
+        return [Exit(self.rank(n), code) for n, code in enumerate(codes) if code is not None]
+
+    def finished(self) -> bool:
+        """Whether all stages of all ranks here have run."""
+        return [end.code for end in self.ends()] == [FINISHED] * len(self.places)
+
+    def send(self, number: int) -> None:
+        """Send a signal to those that are alive."""
+        for process in self.processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, number)
+
+    def stop(self) -> list[Exit]:
+        """End those that are left. Returns the ones that another signal than ours ended: a dying
+        process can take longer to be gone than its peers take to notice."""
+        self.send(signal.SIGTERM)
+        self.send(signal.SIGCONT)
+        deadline = time.monotonic() + SHUTDOWN_SECONDS
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        ends = self.ends()
+        kill_sessions(self.processes)
+        return [end for end in ends if 0 > end.code != -signal.SIGTERM]
+
+    def stacks(self, number: int) -> str:
+        """What a rank has written of its threads' stacks so far."""
+        return read_all(self._stacks[number]).decode(errors="replace")

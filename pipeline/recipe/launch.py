@@ -1,0 +1,94 @@
+"""The `launch` block of a recipe: processes, nodes, restarts and time limits of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """Bounds of the number of nodes of an elastic run."""
+
+    min: Annotated[int, Field(ge=1, le=65_536)] = 1
+    """Nodes without which the run does not go on."""
+    max: Annotated[int, Field(ge=1, le=65_536)]
+    """Nodes that the run starts with, if all come in time, and returns to when lost ones come
+    back."""
+
+    def __post_init__(self) -> None:
+        if self.min > self.max:
+            raise ValueError(f"min is {self.min}, but max is {self.max}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restarts:
+    """Automatic restarts after a failure, each from the newest checkpoint.
+
+    A rank that was killed, that stalled, or whose node was lost is restarted. One that raised an
+    error is restarted only if this start had saved a checkpoint before: otherwise the same would
+    happen again. An error that a person has to act on (a full disk, broken data, a loss that is no
+    number) ends the run.
+    """
+
+    limit: Annotated[int, Field(ge=0)] = 3
+    """Restarts in a row without a new checkpoint or a finished stage; 0 never restarts."""
+    backoff: Annotated[float, Field(ge=0, le=3600)] = 5.0
+    """Seconds before the first restart; twice as many before each further one in a row."""
+    max_backoff: Annotated[float, Field(ge=0, le=24 * 3600)] = 300.0
+    """Most seconds before a restart."""
+
+    def delay(self, number: int) -> float:
+        """Seconds before restart `number` in a row, counted from 1."""
+        return float(min(self.backoff * 2.0 ** min(number - 1, 60), self.max_backoff))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeouts:
+    """Seconds without a sign of life after which a rank counts as stalled. Then the stacks of all
+    ranks are kept in the run's folder, and the run is restarted."""
+
+    rendezvous: Seconds = 600.0
+    """Time for all processes and nodes to meet."""
+    collectives: Seconds = 1800.0
+    """Time of one collective operation, after which torch ends the process."""
+    step: Seconds = 1800.0
+    """Time of one micro-batch, in a step or an evaluation."""
+    save: Seconds = 1800.0
+    """Time in which a checkpoint is handed over to the process that writes it, or is written where
+    training waits for that."""
+    load: Seconds = 3600.0
+    """Time of one sign of life to the next in all else: loading, tokenising, exporting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Processes and devices of a run."""
+
+    procs: Annotated[int, Field(ge=1, le=65_536)] | None = None
+    """Processes on each node; null is one per GPU, or one on the CPU."""
+    nodes: Annotated[int, Field(ge=1, le=65_536)] | Nodes | None = None
+    """Nodes, or `{min, max}` for a run that goes on with the nodes that are left; null is as many
+    as the launcher has, or one."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to compute on; auto is cuda where there is a GPU."""
+    threads: Annotated[int, Field(ge=1)] | None = None
+    """CPU threads of each process; null shares the cores out evenly."""
+    restarts: Restarts = Restarts()
+    """Automatic restarts after a failure."""
+    timeouts: Timeouts = Timeouts()
+    """Time limits, after which a run counts as stalled."""
+
+    @property
+    def most_nodes(self) -> int | None:
+        """Nodes that the run starts with; None if the recipe does not say."""
+        return self.nodes.max if isinstance(self.nodes, Nodes) else self.nodes
+
+    @property
+    def fewest_nodes(self) -> int | None:
+        """Nodes without which the run does not go on; None if the recipe does not say."""
+        return self.nodes.min if isinstance(self.nodes, Nodes) else self.nodes
