@@ -136,9 +136,14 @@ class RunFailed(PipeError):
     """A worker process failed; carries the first failing rank's error as its message."""
 
     def __init__(
-        self, message: str, *, restart: Literal["never", "after progress", "always"] = "never"
+        self,
+        message: str,
+        *,
+        kind: Literal["raised", "stalled", "died"] = "raised",
+        restart: Literal["never", "after progress", "always"] = "never",
     ) -> None:
-        self.restart = restart
+        self.kind: Literal["raised", "stalled", "died"] = kind
+        self.restart: Literal["never", "after progress", "always"] = restart
         """When another start may succeed: `after progress` if this one had come further than the
         one before."""
         super().__init__(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from pipeline.plan.plan import Plan
+    from pipeline.plan.plan import Plan, Started
 
 
 @click.command("export")
@@ -46,28 +47,29 @@ def export(
     torch.distributed.checkpoint or transformers' Trainer. The same command again continues an
     interrupted export.
     """
-    from pipeline.distributed.environment import worker_world_size
     from pipeline.errors import UsageError, system_errors_as
     from pipeline.hardware.host import cores_each
-    from pipeline.launch.start import start
+    from pipeline.launch.start import Job, start
     from pipeline.plan.plan import plan_file
     from pipeline.run import rundir
     from pipeline.run.export_recipe import chosen, recipe_text
     from pipeline.utils.files import replace_text
 
+    choose = functools.cache(lambda: chosen(source, step=step, model=model, to=to))
+
     @system_errors_as(UsageError)
-    def prepare() -> tuple[Plan, Path]:
-        choice = chosen(source, step=step, model=model, to=to)
+    def plan(started: Started) -> Plan:
+        choice = choose()
         settings: Mapping[str, Any] = {"dtype": dtype, "max_shard_size": max_shard_size}
         given = {key: value for key, value in settings.items() if value is not None}
-        count = worker_world_size() or procs or min(4, cores_each(1))
+        count = started.per_node or started.procs or procs or min(4, cores_each(1))
         choice.job.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Every stage runs again: the export itself finds out which of its files are finished.
         (choice.job / rundir.JOURNAL).unlink(missing_ok=True)
         file = choice.job / "export.yaml"
         replace_text(file, recipe_text(choice, given, count))
-        plan = plan_file(file, here=True, procs=worker_world_size())
+        made = plan_file(file, here=True, started=started)
         click.echo(f"{choice.checkpoint} -> {choice.folder}")
-        return plan, choice.job
+        return made
 
-    start(prepare, accept)
+    start(Job(plan=plan, folder=lambda _: choose().job, accept=accept))

@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
-    from pipeline.plan.plan import Plan
+    from pipeline.plan.plan import Plan, Started
+
+
+def node_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say which of several nodes this is."""
+    for option in (
+        click.option(
+            "--hostfile",
+            type=click.Path(path_type=Path, dir_okay=False),
+            help="DeepSpeed's list of nodes: `HOST slots=N` a line; node 0 comes first.",
+        ),
+        click.option(
+            "--rdzv", metavar="HOST:PORT", help="Address of node 0, where the nodes meet."
+        ),
+        click.option("--node-rank", type=click.IntRange(0), help="Number of this node, from 0."),
+        click.option(
+            "--nodes",
+            metavar="N|MIN:MAX",
+            help="Number of nodes; this command is started on each. With MIN:MAX the run goes on "
+            "with those that are left.",
+        ),
+    ):
+        command = option(command)
+    return command
 
 
 @click.command("run")
@@ -33,6 +57,7 @@ if TYPE_CHECKING:
     type=click.Path(path_type=Path, dir_okay=False),
     help="A plan saved by `pipe plan --out`: refuse to run anything else (exit code 4).",
 )
+@node_options
 def run(
     recipe: Path,
     overrides: tuple[str, ...],
@@ -40,34 +65,35 @@ def run(
     fresh: bool,
     runs: Path,
     planned: Path | None,
+    **where: Any,
 ) -> None:
     """Carry out RECIPE, from loading the model to exporting it.
 
     OVERRIDES change the recipe, as in train.steps=50 wrap.stage=2.
     """
-    from pipeline.distributed.environment import (
-        is_worker,
-        worker_local_world_size,
-        worker_world_size,
-    )
-    from pipeline.launch.start import start
+    from pipeline.distributed.environment import is_worker, worker_local_world_size
+    from pipeline.distributed.launchers import NodeOptions
+    from pipeline.launch.start import Job, start
     from pipeline.plan.plan import plan_file
     from pipeline.run import rundir
     from pipeline.run.saved_plan import require_planned
 
-    def prepare() -> tuple[Plan, Path]:
-        plan = plan_file(recipe, overrides, here=True, procs=worker_world_size())
+    def plan(started: Started) -> Plan:
+        made = plan_file(recipe, overrides, here=True, started=started)
         if planned is not None:
-            per_node = worker_local_world_size() if is_worker() else plan.view.procs
-            require_planned(plan, per_node, planned)
-        if run_dir is None:
-            folder = rundir.create(runs, plan.recipe.name)
-        else:
-            folder = rundir.claim(run_dir, fresh=fresh)
-        click.echo(f"run folder: {folder}")
-        return plan, folder.resolve()
+            per_node = worker_local_world_size() if is_worker() else made.per_node
+            require_planned(made, per_node, planned)
+        return made
 
-    start(prepare)
+    def folder(made: Plan) -> Path:
+        if run_dir is None:
+            found = rundir.create(runs, made.recipe.name)
+        else:
+            found = rundir.claim(run_dir, fresh=fresh)
+        click.echo(f"run folder: {found}")
+        return found.resolve()
+
+    start(Job(plan=plan, folder=folder), NodeOptions(**where))
 
 
 ACCEPTABLE = (
@@ -90,8 +116,13 @@ ACCEPTABLE = (
     multiple=True,
     help="Continue although this part of the training has changed. May be repeated.",
 )
+@node_options
 def resume(
-    run_dir: Path, overrides: tuple[str, ...], recipe: Path | None, accept: tuple[str, ...]
+    run_dir: Path,
+    overrides: tuple[str, ...],
+    recipe: Path | None,
+    accept: tuple[str, ...],
+    **where: Any,
 ) -> None:
     """Continue RUN at its first unfinished stage, training from its newest checkpoint.
 
@@ -100,14 +131,16 @@ def resume(
     micro-batch or accumulation continues the same training; another model, tokenizer, data, order
     or global batch is refused, unless it is named with --accept.
     """
-    from pipeline.distributed.environment import worker_world_size
-    from pipeline.launch.start import start
+    from pipeline.distributed.launchers import NodeOptions
+    from pipeline.launch.start import Job, start
     from pipeline.plan.plan import plan_file
     from pipeline.run import rundir
 
-    def prepare() -> tuple[Plan, Path]:
-        folder = rundir.existing(run_dir).resolve()
-        path = recipe or folder / rundir.RECIPE
-        return plan_file(path, overrides, here=True, procs=worker_world_size()), folder
+    def plan(started: Started) -> Plan:
+        path = recipe or rundir.existing(run_dir) / rundir.RECIPE
+        return plan_file(path, overrides, here=True, started=started)
 
-    start(prepare, accept)
+    def folder(_: Plan) -> Path:
+        return rundir.existing(run_dir).resolve()
+
+    start(Job(plan=plan, folder=folder, accept=accept), NodeOptions(**where))

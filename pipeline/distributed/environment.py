@@ -6,6 +6,7 @@ import os
 import signal
 
 from pipeline.errors import UsageError
+from pipeline.plan.plan import Started
 
 CONTRACT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 STORE = "PIPE_STORE"
@@ -60,6 +61,11 @@ def worker_local_world_size() -> int | None:
     launcher does not say."""
     size = os.environ.get("LOCAL_WORLD_SIZE")
     return int(size) if is_worker() and size else None
+
+
+def started() -> Started:
+    """Processes that another launcher has started, as far as it says."""
+    return Started(procs=worker_world_size(), per_node=worker_local_world_size())
 
 
 def all_here() -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import click
@@ -35,9 +35,9 @@ def launch(plan: Plan, run_dir: Path, accept: Sequence[str] = ()) -> None:
     and Interrupted once a signal has stopped the ranks. No rank outlives this call.
     """
     settings, attempts = plan.recipe.launch, Attempts(plan.recipe.launch.restarts)
-    set_threads(settings, plan.view.procs)
+    set_threads(settings, plan.per_node)
     while True:
-        ranks = LocalRanks([place(rank, plan.view.procs) for rank in range(plan.view.procs)])
+        ranks = LocalRanks([place(rank, plan.per_node) for rank in range(plan.per_node)])
         try:
             with none_left(), ranks:
                 try:
@@ -49,7 +49,8 @@ def launch(plan: Plan, run_dir: Path, accept: Sequence[str] = ()) -> None:
             wait = attempts.wait_after(error, progressed=done > 0)
             if wait is None:
                 raise
-            restarted(run_dir, plan, error, attempts.number, wait)
+            restarted(run_dir, plan, str(error), attempts.number, wait)
+            time.sleep(wait)
 
 
 def set_threads(settings: Launch, ranks_here: int) -> None:
@@ -60,13 +61,13 @@ def set_threads(settings: Launch, ranks_here: int) -> None:
         os.environ["OMP_NUM_THREADS"] = str(cores_each(ranks_here))
 
 
-def restarted(run_dir: Path, plan: Plan, error: RunFailed, number: int, wait: float) -> None:
-    """Record and show a failure after which the run is started again; wait before that."""
+def restarted(run_dir: Path, plan: Plan, problem: str, number: int, wait: float) -> None:
+    """Record and show a failure after which the run is started again in `wait` seconds, as number
+    `number` in a row."""
     journal = Journal(run_dir / rundir.JOURNAL)
-    journal.write("run failed", problem=str(error))
-    problem = str(error).removesuffix(f"\n{failures.continuation(run_dir)}")
-    click.echo(f"{problem}\n  starting again in {wait:.0f} s (restart {number})", err=True)
-    time.sleep(wait)
+    journal.write("run failed", problem=problem)
+    shown = problem.removesuffix(f"\n{failures.continuation(run_dir)}")
+    click.echo(f"{shown}\n  starting again in {wait:.0f} s (restart {number})", err=True)
     failures.clear(run_dir)
     journal.write("run started", procs=plan.view.procs, device=plan.view.device, restart=number)
 
@@ -87,17 +88,21 @@ def run_ranks(ranks: LocalRanks, settings: Launch, run_dir: Path, accept: Sequen
     supervise(ranks, settings, run_dir)
 
 
-def supervise(ranks: LocalRanks, settings: Launch, run_dir: Path) -> None:
+def supervise(
+    ranks: LocalRanks, settings: Launch, run_dir: Path, check: Callable[[], None] = lambda: None
+) -> None:
     """Watch started ranks until all have finished. Raises RunFailed when one fails or stalls; a
-    signal makes all of them stop as soon as they can, and is raised again when they have."""
+    signal makes all of them stop as soon as they can, and is raised again when they have. `check`
+    is called now and then, and what it raises ends them."""
     pids = [process.pid for process in ranks.processes]
     watch = Watch(ranks.heartbeats, pids, settings.timeouts)
     try:
         while not ranks.finished():
             _look(ranks, watch, run_dir)
+            check()
             time.sleep(POLL_SECONDS)
     except Interrupted as interrupted:
-        _wind_down(ranks, watch, run_dir, interrupted)
+        _wind_down(ranks, watch, run_dir, interrupted, check)
 
 
 def _look(ranks: LocalRanks, watch: Watch, run_dir: Path) -> None:
@@ -123,7 +128,13 @@ def _was_asked(end: Exit) -> bool:
     return end.code == STOPPED or -end.code in ENDING
 
 
-def _wind_down(ranks: LocalRanks, watch: Watch, run_dir: Path, interrupted: Interrupted) -> None:
+def _wind_down(
+    ranks: LocalRanks,
+    watch: Watch,
+    run_dir: Path,
+    interrupted: Interrupted,
+    check: Callable[[], None],
+) -> None:
     """Have all ranks save and end. Raises `interrupted` if they have, RunFailed if one fails."""
     ranks.send(interrupted.number)
     while len(ends := ranks.ends()) < len(ranks.processes):
@@ -132,6 +143,7 @@ def _wind_down(ranks: LocalRanks, watch: Watch, run_dir: Path, interrupted: Inte
         if at_once:
             break  # there was nothing to save, and the others would wait for this rank
         _raise_failure(ranks, failed, watch, run_dir)
+        check()
         time.sleep(POLL_SECONDS)
     ranks.stop()
     if not ranks.finished():

@@ -42,7 +42,7 @@ def report_stall(
     with contextlib.suppress(OSError):  # a disk that does not answer may be what they wait for
         lines.append(f"  stacks of all ranks: {_keep(run_dir, text, ranks, stalls, stacks)}")
     lines.append(failures.continuation(run_dir))
-    return RunFailed("\n".join(lines), restart="always")
+    return RunFailed("\n".join(lines), kind="stalled", restart="always")
 
 
 def _written(ranks: LocalRanks, before: Sequence[int]) -> list[str]:

@@ -7,15 +7,23 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.distributed.environment import STOPPED, is_worker, require_contract, worker_rank
+from pipeline.distributed.environment import STOPPED, is_worker, started, worker_rank
+from pipeline.distributed.launchers import (
+    NodeOptions,
+    NodePlacement,
+    RankPlacement,
+    combined,
+    placement,
+)
 from pipeline.distributed.signals import Interrupted, default_signals, stoppable
 from pipeline.errors import PipeError, RunStopped, UsageError, system_errors_as
-from pipeline.plan.plan import Plan
+from pipeline.plan.plan import Plan, Started
 from pipeline.run import failures, rundir
 from pipeline.run.journal import Journal
 from pipeline.run.resume import plan_resume, results
@@ -25,56 +33,75 @@ from pipeline.utils.text import align
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-Prepare = Callable[[], tuple[Plan, Path]]
-"""Makes the plan and makes or finds the run's folder; called once in the whole run."""
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run to start, or to go on with."""
+
+    plan: Callable[[Started], Plan]
+    """Makes the plan for what a launcher has started."""
+    folder: Callable[[Plan], Path]
+    """Makes or finds the run's folder; called once in the whole run."""
+    accept: Sequence[str] = ()
+    """Changes that are intended."""
+
 
 FOLDER_KEY = "pipe/folder"
 """Key under which rank 0 publishes the run's folder; an empty text when there is nothing to do."""
 
 
-def start(prepare: Prepare, accept: Sequence[str] = ()) -> None:
-    """Run what is not done yet; `accept` names changes that are intended.
+def start(job: Job, options: NodeOptions | None = None) -> None:
+    """Run what is not done yet: all of it on this machine, one node's part of it, or one rank's,
+    as the `options` and the environment say.
 
-    Raises what `prepare` raises, RunLocked, RunFailed, RunStopped, and UsageError where another
-    launcher's environment is incomplete.
+    Raises what the job's parts raise, RunLocked, RunFailed, RunStopped, and UsageError where the
+    environment or the options contradict themselves.
     """
-    require_contract()
+    found = combined(options or NodeOptions(), placement(os.environ))
+    if isinstance(found, RankPlacement):
+        os.environ |= found.environment()
     if worker_rank() > 0:
-        _follow(accept)
+        _follow(job)
         return
     # torchrun waits 30 s for a rank that it stops; a rank can be in a collective that never ends.
     with stoppable(force_after=3.0 if is_worker() else None):
         if is_worker():
-            _lead(prepare, accept)
+            _lead(job)
+        elif isinstance(found, NodePlacement):
+            from pipeline.launch.node import start_node
+
+            start_node(job, found)
         else:
-            _start_here(prepare, accept)
+            _start_here(job)
 
 
-def _start_here(prepare: Prepare, accept: Sequence[str]) -> None:
-    plan, folder = prepare()
+def _start_here(job: Job) -> None:
+    plan = job.plan(Started())
+    folder = job.folder(plan)
     with rundir.locked(folder):
-        if _is_done(plan, folder):
+        if is_done(plan, folder):
             return
         from pipeline.launch.local import launch
 
-        with _opened(plan, folder):
-            launch(plan, folder, accept)
+        with opened(plan, folder):
+            launch(plan, folder, job.accept)
 
 
-def _lead(prepare: Prepare, accept: Sequence[str]) -> None:
+def _lead(job: Job) -> None:
     """Rank 0 under another launcher: it prepares the run, prints, and holds the lock."""
-    plan, folder = prepare()
+    plan = job.plan(started())
+    folder = job.folder(plan)
     with rundir.locked(folder):
         store = _meet()
-        if _is_done(plan, folder):
+        if is_done(plan, folder):
             _publish(store, "")
             return
-        with _opened(plan, folder):
+        with opened(plan, folder):
             _publish(store, str(folder))
-            _run_as_rank(folder, store, accept)
+            _run_as_rank(folder, store, job.accept)
 
 
-def _follow(accept: Sequence[str]) -> None:
+def _follow(job: Job) -> None:
     """Another rank: it learns from rank 0 where the run is, and need not see the recipe."""
     from pipeline.distributed.process_group import receive
 
@@ -83,7 +110,7 @@ def _follow(accept: Sequence[str]) -> None:
     folder = receive(store, FOLDER_KEY)
     store.add(f"{FOLDER_KEY}/received", 1)
     if folder:
-        _run_as_rank(Path(folder), store, accept)
+        _run_as_rank(Path(folder), store, job.accept)
 
 
 def _meet() -> Store:
@@ -123,7 +150,7 @@ def _run_as_rank(folder: Path, store: Store, accept: Sequence[str]) -> None:
         sys.exit(1)
 
 
-def _is_done(plan: Plan, folder: Path) -> bool:
+def is_done(plan: Plan, folder: Path) -> bool:
     """Whether every stage has finished already; says so."""
     journal = Journal(folder / rundir.JOURNAL)
     if plan_resume(plan, journal, thorough=False).run or plan_resume(plan, journal).run:
@@ -142,7 +169,7 @@ def _show_results(plan: Plan, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _opened(plan: Plan, folder: Path) -> Iterator[None]:
+def opened(plan: Plan, folder: Path) -> Iterator[None]:
     """Record the start and the end of a run in its folder, whose lock is held, and print a good
     end.
 

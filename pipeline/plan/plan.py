@@ -15,6 +15,7 @@ from pipeline.plan.registry import Registry
 from pipeline.plan.wiring import SlotType, inputs, missing_inputs
 from pipeline.recipe import Recipe, SlotSpec, read_recipe, unless_reported
 from pipeline.recipe.fields import build
+from pipeline.recipe.launch import Launch
 from pipeline.recipe.nodes import SourceMap
 from pipeline.utils.text import plural
 
@@ -32,12 +33,26 @@ class PlannedSlot:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Started:
+    """Processes that a launcher has started, or is about to start, as far as that is known."""
+
+    procs: int | None = None
+    """Over all nodes."""
+    per_node: int | None = None
+    """On each node."""
+    nodes: int | None = None
+    """Nodes; the most of an elastic run."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """A whole recipe, checked."""
 
     recipe: Recipe
     view: PlanView
     steps: tuple[PlannedSlot, ...]
+    per_node: int
+    """Processes on each node."""
     warnings: tuple[Problem, ...] = ()
     """Findings that are probably mistakes, though the recipe can run."""
 
@@ -65,14 +80,15 @@ def make_plan(
     *,
     registry: Registry | None = None,
     here: bool = False,
-    procs: int | None = None,
+    started: Started | None = None,
 ) -> Plan:
     """Check everything that can be checked before starting. Raises RecipeError with all problems.
 
-    `here` also asks whether this machine can run it. `procs` is the number of processes when
-    another launcher has already decided it.
+    `here` also asks whether this machine can run it. `started` is what another launcher has already
+    decided.
     """
-    plan, problems = _draft(recipe, registry or Registry.installed(), here=here, procs=procs)
+    known = registry or Registry.installed()
+    plan, problems = _draft(recipe, known, here=here, started=started or Started())
     if problems:
         raise RecipeError(in_order(problems))
     return plan
@@ -85,7 +101,7 @@ def plan_file(
     registry: Registry | None = None,
     here: bool = False,
     forecast: bool = False,
-    procs: int | None = None,
+    started: Started | None = None,
 ) -> Plan:
     """`load_recipe` and `make_plan` in one, so that the problems of both come together; `forecast`
     leaves out what only a run needs."""
@@ -93,7 +109,8 @@ def plan_file(
     if recipe is None:
         raise RecipeError(in_order(problems))
     known = registry or Registry.installed()
-    plan, more = _draft(recipe, known, here=here, forecast=forecast, procs=procs)
+    given = started or Started()
+    plan, more = _draft(recipe, known, here=here, forecast=forecast, started=given)
     problems += unless_reported(more, problems)
     if problems:
         raise RecipeError(in_order(problems))
@@ -125,11 +142,11 @@ def _draft(
     *,
     here: bool,
     forecast: bool = False,
-    procs: int | None,
+    started: Started,
 ) -> tuple[Plan, list[Problem]]:
     links, stages, problems = load_slots(recipe, registry)
     problems += missing_inputs(links, registry, recipe.places)
-    view = _view(recipe, stages, procs, forecast)
+    view = _view(recipe, stages, started, forecast)
     for slot, stage in stages.items():
         problems += _checked(slot, stage, view, recipe.places)
     if not recipe.stages:
@@ -138,7 +155,7 @@ def _draft(
             Problem(message="a recipe needs at least one stage", key="stages", location=location)
         )
     if here:
-        problems += _impossible_here(recipe, procs)
+        problems += _impossible_here(recipe, started)
     steps = tuple(
         PlannedSlot(
             slot=link.slot,
@@ -152,7 +169,10 @@ def _draft(
     )
     warnings = tuple(in_order([problem for problem in problems if problem.warning]))
     mistakes = [problem for problem in problems if not problem.warning]
-    return Plan(recipe=recipe, view=view, steps=steps, warnings=warnings), mistakes
+    nodes = started.nodes or recipe.launch.most_nodes or 1
+    per_node = recipe.launch.procs or started.per_node or view.procs // nodes
+    plan = Plan(recipe=recipe, view=view, steps=steps, per_node=per_node, warnings=warnings)
+    return plan, mistakes
 
 
 def _load(
@@ -172,38 +192,62 @@ def _load(
         return kind, None, [Problem(message=str(error), key=key, location=location)]
 
 
-def _view(recipe: Recipe, stages: Mapping[str, Any], procs: int | None, forecast: bool) -> PlanView:
+def _view(recipe: Recipe, stages: Mapping[str, Any], started: Started, forecast: bool) -> PlanView:
     launch, gpus = recipe.launch, gpu_count()
     device: str = launch.device
     if device == "auto":
         device = "cuda" if gpus else "cpu"
+    per_node = launch.procs or started.per_node or (max(gpus, 1) if device == "cuda" else 1)
     return PlanView(
         name=recipe.name,
         seed=recipe.seed,
-        procs=procs or launch.procs or (max(gpus, 1) if device == "cuda" else 1),
+        procs=started.procs or per_node * (started.nodes or launch.most_nodes or 1),
         device=device,
         slots=stages,
         forecast=forecast,
     )
 
 
-def _impossible_here(recipe: Recipe, procs: int | None) -> list[Problem]:
+def _impossible_here(recipe: Recipe, started: Started) -> list[Problem]:
+    """Why the recipe cannot run on this machine, or with what was started; at most one problem."""
     launch, gpus = recipe.launch, gpu_count()
-    asked = plural(launch.procs or 1, "process")
     if launch.device == "cuda" and not gpus:
         key, message = "device", "this machine has no CUDA device"
         hint = "use launch.device=cpu or auto"
-    elif procs is None and gpus and launch.device != "cpu" and (launch.procs or 1) > gpus:
-        key, message = "procs", f"{asked}, but this machine has {plural(gpus, 'GPU')}"
-        hint = "start it on every node: torchrun --nnodes NODES --node-rank NUMBER "
-        hint += "--nproc-per-node GPUS --master-addr HOST -m pipetrain run RECIPE"
-    elif procs is not None and launch.procs not in (None, procs):
-        key, message = "procs", f"{asked}, but the launcher started {procs}"
-        hint = f"set launch.procs={procs}, or null to take as many as are started"
+    elif launch.device != "cpu" and gpus and started.procs is None and (launch.procs or 1) > gpus:
+        key = "procs"
+        asked = plural(launch.procs or 1, "process")
+        message = f"{asked} on each node, but this machine has {plural(gpus, 'GPU')}"
+        hint = f"set launch.procs={gpus} and launch.nodes, or null to take as many as there are"
+    elif wrong := _not_as_started(launch, started):
+        key, message, hint = wrong
     else:
         return []
     location = recipe.places.value(("launch", key))
     return [Problem(message=message, key=f"launch.{key}", hint=hint, location=location)]
+
+
+def _not_as_started(launch: Launch, started: Started) -> tuple[str, str, str] | None:
+    """Key, message and hint where what was started contradicts the recipe."""
+    here = started.per_node or (started.procs if launch.most_nodes in (None, 1) else None)
+    if launch.procs is not None and here not in (None, launch.procs):
+        asked = plural(launch.procs, "process")
+        on = "" if launch.most_nodes in (None, 1) else " on each node"
+        message = f"{asked}{on}, but the launcher started {here}"
+        return "procs", message, f"set launch.procs={here}, or null to take as many as are started"
+    nodes = started.nodes
+    if nodes is None and started.procs is not None and (launch.procs or started.per_node):
+        nodes = started.procs // (launch.procs or started.per_node or 1)
+    least, most = launch.fewest_nodes or 1, launch.most_nodes
+    if nodes is None and started.procs is None and least > 1:
+        hint = "on every node: pipe run RECIPE --nodes NODES --node-rank NUMBER --rdzv HOST:PORT, "
+        hint += "or have `pipe launch` write a script; or set launch.nodes=1"
+        return "nodes", f"{least} nodes, but this is one", hint
+    if nodes is not None and most is not None and not least <= nodes <= most:
+        asked = str(most) if least == most else f"{least} to {most}"
+        hint = f"set launch.nodes={nodes}, or null to take as many as there are"
+        return "nodes", f"{asked} nodes, but {plural(nodes, 'node')} were started", hint
+    return None
 
 
 def _checked(slot: str, stage: Any, view: PlanView, places: SourceMap) -> list[Problem]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.contracts.precision import Precision
-from pipeline.plan.plan import Plan, plan_file
+from pipeline.plan.plan import Plan, Started, plan_file
 from pipeline.plan.registry import Registry
 from pipeline.planning.estimate import Estimate, ask_planners, combine
 from pipeline.planning.forecast import ModelShape
@@ -92,7 +92,9 @@ def check(
     """Check a recipe for the machines of the options. Raises RecipeError."""
     # Options replace the recipe's device; one in the overrides contradicts them.
     lines = [*(["launch.device=cuda"] if machines.on_gpus else []), *overrides]
-    return plan_file(recipe, lines, registry=registry, forecast=True, procs=machines.procs)
+    return plan_file(
+        recipe, lines, registry=registry, forecast=True, started=Started(procs=machines.procs)
+    )
 
 
 def estimate_plan(

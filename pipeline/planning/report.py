@@ -58,7 +58,7 @@ def memory(memory_plan: MemoryPlan) -> str:
 def _head(memory_plan: MemoryPlan) -> Iterator[str]:
     topology, step = memory_plan.topology, memory_plan.estimate.step
     ranks, recipe = topology.ranks, memory_plan.plan.recipe
-    written = recipe.launch.procs
+    written = recipe.launch.ranks
     device = "CPU process" if topology.device == "cpu" else memory_plan.hardware.kind or "GPU"
     yield f"{recipe.name} on {plural(topology.nodes, 'node')}, {ranks} x {device}"
     if written not in (None, ranks):

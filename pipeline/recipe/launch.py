@@ -84,6 +84,11 @@ class Launch:
     """Time limits, after which a run counts as stalled."""
 
     @property
+    def ranks(self) -> int | None:
+        """Processes that the run starts with; None if the recipe does not say."""
+        return None if self.procs is None else self.procs * (self.most_nodes or 1)
+
+    @property
     def most_nodes(self) -> int | None:
         """Nodes that the run starts with; None if the recipe does not say."""
         return self.nodes.max if isinstance(self.nodes, Nodes) else self.nodes

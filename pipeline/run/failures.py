@@ -97,12 +97,12 @@ def first(run_dir: Path, exits: Sequence[Exit], slot: str | None = None) -> RunF
     silent = [end for end in exits if end.rank not in reported]
     causes = [end for end in silent if end.code != -signal.SIGABRT]
     if causes:
-        return RunFailed(_died(run_dir, causes[0], slot), restart="always")
+        return RunFailed(_died(run_dir, causes[0], slot), kind="died", restart="always")
     if reports:
         restart: Any = "never" if reports[0]["expected"] else "after progress"
         return RunFailed(_raised(run_dir, reports[0]), restart=restart)
     if silent:
-        return RunFailed(_died(run_dir, silent[0], slot), restart="always")
+        return RunFailed(_died(run_dir, silent[0], slot), kind="died", restart="always")
     return RunFailed(f"the run failed without saying why\n{continuation(run_dir)}")
 
 

@@ -17,6 +17,7 @@ from pipeline.distributed.environment import (
     FINISHED,
     STACKS,
     STOPPED,
+    started,
     worker_rank,
     worker_world_size,
 )
@@ -76,9 +77,7 @@ def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str]
     with rank_log(run_dir, rank) as log, contextlib.ExitStack() as stack:
         current: list[Context] = []
         try:
-            plan = make_plan(
-                load_recipe(run_dir / rundir.RECIPE), here=True, procs=worker_world_size()
-            )
+            plan = make_plan(load_recipe(run_dir / rundir.RECIPE), here=True, started=started())
             dist = stack.enter_context(process_group(plan, store))
             ctx = context(plan, run_dir, dist, log)
             ctx.accept = frozenset(accept)

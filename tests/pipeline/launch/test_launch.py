@@ -18,7 +18,7 @@ from pipeline.distributed.signals import ENDING, Interrupted, default_signals, i
 from pipeline.errors import RecipeError, RunFailed
 from pipeline.launch.local import run_ranks, set_threads
 from pipeline.launch.ranks import LocalRanks
-from pipeline.plan.plan import make_plan
+from pipeline.plan.plan import Started, make_plan
 from pipeline.plan.registry import Registry
 from pipeline.recipe import Launch, load_recipe
 from pipeline.run import failures
@@ -247,7 +247,7 @@ def test_more_processes_than_gpus_need_torchrun(
     assert "start it on every node: torchrun --nnodes" in problem.hint
     assert str(problem.location) == f"{path}:2:31"
     with pytest.raises(RecipeError) as caught:
-        make_plan(recipe, registry=Registry([]), here=True, procs=16)
+        make_plan(recipe, registry=Registry([]), here=True, started=Started(procs=16, per_node=8))
     assert [p.key for p in caught.value.problems] == ["stages"]
 
 
@@ -255,7 +255,7 @@ def test_the_launcher_and_the_recipe_agree_on_the_number_of_processes(tmp_path: 
     path = tmp_path / "recipe.yaml"
     path.write_text("name: x\nlaunch: {device: cpu, procs: 2}\nstages: {}\n")
     with pytest.raises(RecipeError) as caught:
-        make_plan(load_recipe(path), registry=Registry([]), here=True, procs=1)
+        make_plan(load_recipe(path), registry=Registry([]), here=True, started=Started(procs=1))
     problem = next(p for p in caught.value.problems if p.key == "launch.procs")
     assert str(problem) == (
         f"{path}:2:30: launch.procs: 2 processes, but the launcher started 1 "

@@ -136,7 +136,7 @@ def step(slot: str, stage: Any, **inputs: str | None) -> PlannedSlot:
 
 
 def plan(*steps: PlannedSlot, seed: int = 0) -> Plan:
-    return Plan(recipe=SimpleNamespace(seed=seed), view=None, steps=steps)  # type: ignore[arg-type]
+    return Plan(recipe=SimpleNamespace(seed=seed), view=None, steps=steps, per_node=1)  # type: ignore[arg-type]
 
 
 def chain(size: int = 1, fail: bool = False) -> Plan:

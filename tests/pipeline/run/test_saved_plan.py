@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from pipeline.cli import main
 from pipeline.distributed.environment import CONTRACT, worker_local_world_size
 from pipeline.errors import PlanDrift, UsageError
-from pipeline.plan.plan import Plan, plan_file
+from pipeline.plan.plan import Plan, Started, plan_file
 from pipeline.run.saved_plan import identity, require_planned
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "llama8b_fsdp.yaml"
@@ -22,7 +22,7 @@ Record = dict[str, Any]
 
 
 def plan(*overrides: str, recipe: Path = RECIPE, procs: int | None = None) -> Plan:
-    return plan_file(recipe, overrides, procs=procs)
+    return plan_file(recipe, overrides, started=Started(procs=procs))
 
 
 def saved(file: Path, plan: Plan, per_node: int = 8) -> Record:

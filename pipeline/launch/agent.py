@@ -1,0 +1,172 @@
+"""One node of a run of several: beats, and runs this machine's ranks as the coordinator says."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from pipeline.distributed.signals import Interrupted
+from pipeline.errors import RunFailed
+from pipeline.launch.exchange import BEAT_SECONDS, Link
+from pipeline.launch.local import set_threads, supervise
+from pipeline.launch.messages import Beat, Over, Place, Reply, Report
+from pipeline.launch.ranks import LocalRanks
+from pipeline.launch.watch import landmarks
+from pipeline.plan.plan import Plan
+from pipeline.run import rundir
+from pipeline.utils.process_tree import none_left
+
+SILENCE_SECONDS = 12.0
+"""Seconds without an answer after which this node ends its ranks: the others have gone on without
+it."""
+MOST_TEXT = 8000
+"""Characters of a failure that are told."""
+
+
+class _RoundOverError(Exception):
+    """The round has ended elsewhere, or nobody answers any more."""
+
+
+class Agent:
+    """This node's agent."""
+
+    def __init__(
+        self, plan: Plan, node: int, rendezvous: tuple[str, int], before_round: Callable[[], None]
+    ) -> None:
+        """`before_round` is called before ranks are started again."""
+        self._plan, self._settings = plan, plan.recipe.launch
+        self._host, self._port = rendezvous
+        self._node, self._before_round = node, before_round
+        self._asked = False
+
+    def run(self) -> Over:
+        """Take part in the run to its end, and return that. Raises RunFailed when node 0 is not
+        there."""
+        beat = Beat(
+            agent=uuid.uuid4().hex,
+            node=self._node,
+            host=socket.gethostname(),
+            procs=self._plan.per_node,
+            port=_free_port(),
+        )
+        with Link(self._host, self._port, beat) as link:
+            while True:
+                reply = self._wait_for_round(link)
+                if reply.over is not None:
+                    return reply.over
+                assert reply.place is not None
+                self._before_round()
+                link.tell(round=reply.round, report=None, landmarks=0)
+                report = self._run_round(link, reply, reply.place)
+                link.tell(report=report)
+                self._wait_until_over(link, reply.round)
+                link.tell(round=0, report=None, landmarks=0, port=_free_port())
+
+    def _wait_for_round(self, link: Link) -> Reply:
+        """The reply that gives this node a place, or ends the run."""
+        last = link.beat.round
+        while True:
+            reply = link.reply
+            if reply is not None and (reply.over or (reply.place and reply.round > last)):
+                return reply
+            self._pause(link)
+
+    def _wait_until_over(self, link: Link, number: int) -> None:
+        """Wait until the coordinator has ended the round, or the run."""
+        while True:
+            reply = link.reply
+            if reply is not None and (reply.over or reply.place is None or reply.round != number):
+                return
+            self._pause(link)
+
+    def _pause(self, link: Link) -> None:
+        try:
+            time.sleep(0.05)
+        except Interrupted:
+            link.tell(stopping=True)
+            time.sleep(2 * BEAT_SECONDS)  # until node 0 has heard of it
+            raise
+        limit = self._settings.timeouts.rendezvous
+        if link.silent_for() > limit:
+            reason = f": {link.refused}" if link.refused else ""
+            raise RunFailed(
+                f"node 0 has not answered at {self._host}:{self._port} for {limit:.0f} s{reason}",
+                restart="always",
+            )
+
+    def _run_round(self, link: Link, reply: Reply, place: Place) -> Report:
+        """Run this node's ranks to their end."""
+        run_dir = Path(reply.folder)
+        if not (run_dir / rundir.RECIPE).is_file():
+            text = (
+                f"node {self._node} ({link.beat.host}) does not see the run's folder {run_dir}: it "
+                "must lie where all nodes see it (--run-dir)"
+            )
+            return Report(kind="raised", text=text, time=time.time())
+        set_threads(self._settings, self._plan.per_node)
+        interfaces = _interfaces(link.address)
+        ranks = LocalRanks(
+            [interfaces | _place(place, n, self._plan.per_node) for n in range(self._plan.per_node)]
+        )
+        try:
+            with none_left(), ranks:
+                ranks.start(run_dir, reply.accept)
+                supervise(ranks, self._settings, run_dir, lambda: self._obey(link, reply, ranks))
+        except Interrupted as interrupted:
+            return Report(kind="stopped", text=str(interrupted))
+        except _RoundOverError as over:
+            return Report(kind="raised", text=str(over), restart="always", time=time.time())
+        except RunFailed as error:
+            text = str(error)[:MOST_TEXT]
+            return Report(kind=error.kind, text=text, restart=error.restart, time=time.time())
+        return Report(kind="finished")
+
+    def _obey(self, link: Link, begun: Reply, ranks: LocalRanks) -> None:
+        """Do as the coordinator says: raise Interrupted for a stop, _RoundOver for the end of the
+        round."""
+        done = landmarks(ranks.heartbeats, len(ranks.places))
+        if done != link.beat.landmarks:
+            link.tell(landmarks=done)
+        reply = link.reply
+        assert reply is not None
+        if link.silent_for() > SILENCE_SECONDS:
+            where = f"{self._host}:{self._port}"
+            raise _RoundOverError(f"node {self._node} has lost its link to node 0 at {where}")
+        if reply.over or reply.place is None or reply.round != begun.round:
+            raise _RoundOverError("the round has ended")
+        if reply.stop and not self._asked:
+            self._asked = True
+            raise Interrupted
+
+
+def _place(place: Place, number: int, per_node: int) -> dict[str, str]:
+    """Environment of the rank with this number on its node."""
+    return {
+        "RANK": str(place.first_rank + number),
+        "LOCAL_RANK": str(number),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_WORLD_SIZE": str(per_node),
+        "MASTER_ADDR": place.master,
+        "MASTER_PORT": str(place.port),
+    }
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def _interfaces(address: str) -> dict[str, str]:
+    """Variables that bind gloo and NCCL to the interface with this address, unless they are set."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in {entry.address for entry in addresses}:
+            variables = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}"}
+            return {key: os.environ.get(key, value) for key, value in variables.items()}
+    return {}

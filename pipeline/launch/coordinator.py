@@ -1,0 +1,267 @@
+"""The decisions of a run of several nodes: who takes part, when it ends, whether it goes on.
+
+Each node has an agent, which beats about once a second: it tells the coordinator its state, and is
+told what to do. The coordinator lives on node 0 and decides alone, so nodes cannot disagree. A
+round is one start of the ranks of all members; a failure ends it, and the next begins with those
+that are there. Nothing here touches the network or the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from pipeline.errors import RunFailed
+from pipeline.launch.messages import Beat, Over, Place, Reply, Report
+from pipeline.launch.restarts import Attempts
+from pipeline.recipe.launch import Restarts
+
+LOST_SECONDS = 10.0
+"""Seconds without a beat after which a node counts as lost."""
+SUSPENDED_SECONDS = 5.0
+"""Seconds without a look at the clock after which this process must have been suspended."""
+FIRST_CALL_SECONDS = 60.0
+"""Seconds that the first round waits for more nodes, when there are enough to begin."""
+LAST_CALL_SECONDS = 5.0
+"""The same for later rounds, whose nodes are there already unless they are lost."""
+GATHER_SECONDS = 2.0
+"""Seconds to wait for further reports behind the first: a lost peer makes others fail too."""
+GRAVITY = ("raised", "stalled", "died", "lost")
+"""Kinds of failures: of several in a round, the last of these is the cause."""
+
+
+class Restart(NamedTuple):
+    """A failure after which the run goes on."""
+
+    text: str
+    number: int
+    """Number of the restart in a row."""
+    seconds: float
+    """Seconds until then."""
+
+
+@dataclass(kw_only=True)
+class _Node:
+    """A node whose agent has beaten."""
+
+    beat: Beat
+    address: str
+    seen: float
+
+
+@dataclass(kw_only=True)
+class Coordinator:
+    """Decides for all nodes. Call `beat` for each message, and `tick` now and then."""
+
+    fewest: int
+    most: int
+    restarts: Restarts
+    rendezvous_seconds: float
+    notes: list[Restart] = field(default_factory=list)
+    """Restarts that nobody has recorded yet."""
+    folder: str = ""
+    accept: tuple[str, ...] = ()
+    over: Over | None = field(default=None, init=False)
+    _nodes: dict[str, _Node] = field(default_factory=dict, init=False)
+    """By the agents' identities."""
+    _replaced: set[str] = field(default_factory=set, init=False)
+    """Agents whose node has another one by now."""
+    _told: set[str] = field(default_factory=set, init=False)
+    """Agents that know that the run is over."""
+    round: int = field(default=0, init=False)
+    """The round that runs, or ended last."""
+    _members: list[str] = field(default_factory=list, init=False)
+    """Agents of the running round, in the order of their nodes; empty between rounds."""
+    _stop: Literal["", "for good", "to regroup"] = field(default="", init=False)
+    _failed_at: float | None = field(default=None, init=False)
+    _not_before: float = field(default=0.0, init=False)
+    _enough_since: float | None = field(default=None, init=False)
+    _waits_since: float | None = field(default=None, init=False)
+    _ticked: float | None = field(default=None, init=False)
+    _failures: list[Report] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self._attempts = Attempts(self.restarts)
+
+    def beat(self, beat: Beat, address: str, now: float) -> Reply:
+        """Take note of an agent's state, which came from `address`; what it is to do."""
+        problem = self._refusal(beat, address)
+        if problem:
+            return Reply(round=self.round, over=Over(kind="failed", text=problem))
+        self._nodes[beat.agent] = _Node(beat=beat, address=address, seen=now)
+        self.tick(now)
+        if self.over is not None:
+            self._told.add(beat.agent)
+        return Reply(
+            round=self.round,
+            folder=self.folder,
+            accept=self.accept,
+            place=self._place(beat.agent),
+            stop=bool(self._stop) and beat.agent in self._members,
+            over=self.over,
+        )
+
+    def tick(self, now: float) -> None:
+        """Decide what is due."""
+        if self._ticked is not None and now - self._ticked > SUSPENDED_SECONDS:
+            for node in self._nodes.values():
+                node.seen = now
+        self._ticked = now
+        if self.over is not None:
+            return
+        if self._members:
+            self._look_at_round(now)
+        else:
+            self._gather(now)
+
+    def end(self, over: Over) -> None:
+        """End the run, unless it has ended."""
+        self.over = self.over or over
+
+    def known_by_all(self) -> bool:
+        """Whether all agents that are alive know that the run is over."""
+        return self.over is not None and self._told >= set(self._alive())
+
+    def _refusal(self, beat: Beat, address: str) -> str:
+        """Why this agent cannot take part; empty if it can. An agent that was started again on its
+        node takes the place of the one before."""
+        if beat.node >= self.most:
+            return f"node rank {beat.node} is none of {self.most} nodes, which count from 0"
+        if beat.agent in self._replaced:
+            return f"another process was started for node rank {beat.node}"
+        if beat.agent in self._nodes:
+            return ""
+        for other, node in list(self._nodes.items()):
+            if node.beat.node != beat.node:
+                continue
+            if node.address != address:
+                return f"node rank {beat.node} is taken by {node.beat.host} ({node.address})"
+            self._replaced.add(other)
+            node.seen = float("-inf")
+        different = {node.beat.procs for node in self._nodes.values()} - {beat.procs}
+        if different:
+            return (
+                f"{beat.host} has {beat.procs} processes, but the other nodes have "
+                f"{different.pop()}: all need the same number (launch.procs)"
+            )
+        return ""
+
+    def _alive(self) -> list[str]:
+        """Agents that beat, in the order of their nodes."""
+        assert self._ticked is not None
+        alive = [n for n, node in self._nodes.items() if self._ticked - node.seen < LOST_SECONDS]
+        return sorted(alive, key=lambda agent: self._nodes[agent].beat.node)
+
+    def _gather(self, now: float) -> None:
+        """Begin a round when all nodes are there, or enough and the others had their time."""
+        if any(node.beat.stopping for node in self._nodes.values()):
+            self.over = Over(kind="stopped", text="")
+            return
+        alive = [n for n in self._alive() if self._nodes[n].beat.round == 0]
+        if self._waits_since is None:
+            self._waits_since = now
+        enough = len(alive) >= self.fewest
+        self._enough_since = (self._enough_since or now) if enough else None
+        call = LAST_CALL_SECONDS if self.round else FIRST_CALL_SECONDS
+        complete = len(alive) == self.most
+        if self._enough_since is not None and now >= self._not_before:
+            if complete or now - self._enough_since >= call:
+                self._begin(alive)
+        elif not enough and now - self._waits_since > self.rendezvous_seconds:
+            self._give_up(
+                f"{len(alive)} of at least {self.fewest} nodes were there within "
+                f"{self.rendezvous_seconds:.0f} s: {', '.join(self._names(alive)) or 'none'}"
+            )
+
+    def _begin(self, members: list[str]) -> None:
+        self._members = members
+        self.round += 1
+        self._stop, self._failed_at = "", None
+        self._enough_since = self._waits_since = None
+        self._failures = []
+        self._nodes = {agent: self._nodes[agent] for agent in self._alive()}
+
+    def _look_at_round(self, now: float) -> None:
+        reports = {n: self._report(n, now) for n in self._members}
+        given = [report for report in reports.values() if report is not None]
+        kinds = {report.kind for report in given}
+        if any(self._nodes[n].beat.stopping for n in self._members) or "stopped" in kinds:
+            self._stop = self._stop or "for good"
+        if kinds & set(GRAVITY):
+            self._failed_at = now if self._failed_at is None else self._failed_at
+            if len(given) == len(reports) or now - self._failed_at >= GATHER_SECONDS:
+                self._decide(given, now)
+        elif len(given) == len(reports):
+            self._end_round(kinds, now)
+        elif not self._stop and self._others_wait():
+            self._stop = "to regroup"
+
+    def _report(self, agent: str, now: float) -> Report | None:
+        """How a member's part in this round has ended; None while it goes on."""
+        node = self._nodes[agent]
+        if now - node.seen >= LOST_SECONDS:
+            text = f"{self._name(agent)} gave no sign of life for {LOST_SECONDS:.0f} s"
+            return Report(kind="lost", text=text, restart="always")
+        return node.beat.report if node.beat.round == self.round else None
+
+    def _others_wait(self) -> bool:
+        """Whether a node that is not a member could become one."""
+        return len(self._members) < self.most and any(n not in self._members for n in self._alive())
+
+    def _end_round(self, kinds: Collection[str], now: float) -> None:
+        """End a round whose members have all finished or stopped."""
+        if set(kinds) == {"finished"}:
+            self.over = Over(kind="finished", text="")
+        elif self._stop == "to regroup":
+            self._members, self._not_before = [], now
+        else:
+            self.over = Over(kind="stopped", text="")
+
+    def _decide(self, reports: list[Report], now: float) -> None:
+        """Go on after a failure, or give up."""
+        failed = [report for report in reports if report.kind in GRAVITY]
+        cause = max(failed, key=lambda report: (GRAVITY.index(report.kind), -report.time))
+        if self._stop == "for good":
+            self.over = Over(kind="stopped" if _by_stop(failed) else "failed", text=cause.text)
+            return
+        if self._stop == "to regroup" and _by_stop(failed):
+            self._members, self._not_before = [], now
+            return
+        progressed = any(self._nodes[n].beat.landmarks for n in self._members)
+        error = RunFailed(cause.text, restart=cause.restart)
+        wait = self._attempts.wait_after(error, progressed=progressed)
+        if wait is None:
+            self._give_up(cause.text)
+            return
+        self.notes.append(Restart(cause.text, self._attempts.number, wait))
+        self._members, self._not_before = [], now + wait
+
+    def _give_up(self, text: str) -> None:
+        self.over = Over(kind="failed", text=text)
+
+    def _place(self, agent: str) -> Place | None:
+        if agent not in self._members:
+            return None
+        first = self._nodes[self._members[0]]
+        procs, index = first.beat.procs, self._members.index(agent)
+        return Place(
+            first_rank=index * procs,
+            world_size=len(self._members) * procs,
+            nodes=len(self._members),
+            master=first.address,
+            port=first.beat.port,
+        )
+
+    def _name(self, agent: str) -> str:
+        node = self._nodes[agent]
+        return f"node {node.beat.node} ({node.beat.host}, {node.address})"
+
+    def _names(self, agents: list[str]) -> list[str]:
+        return [self._name(agent) for agent in agents]
+
+
+def _by_stop(failed: list[Report]) -> bool:
+    """Whether failures are the consequence of a stop: ranks that lost a peer which had nothing to
+    save."""
+    return all(report.kind == "raised" and report.restart != "never" for report in failed)

@@ -1,0 +1,101 @@
+"""Start one node of a run of several. Node 0 makes the run's folder, holds its lock and decides for
+all; the others learn from it what to run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.distributed.launchers import NodePlacement
+from pipeline.distributed.signals import Interrupted
+from pipeline.errors import RunFailed, RunStopped
+from pipeline.launch.agent import Agent
+from pipeline.launch.coordinator import Coordinator
+from pipeline.launch.exchange import Server
+from pipeline.launch.local import restarted
+from pipeline.launch.messages import Over
+from pipeline.launch.start import is_done, opened
+from pipeline.plan.plan import Plan, Started
+from pipeline.run import rundir
+
+if TYPE_CHECKING:
+    from pipeline.launch.start import Job
+
+LINGER_SECONDS = 10.0
+"""Seconds that node 0 waits until all nodes know how the run has ended."""
+GATHER_SECONDS = 30.0
+"""The same for a run that had ended before, whose nodes may still be starting."""
+
+
+def start_node(job: Job, found: NodePlacement) -> None:
+    """Take part in the run as this node. Raises RunFailed, RunStopped, and what the job raises."""
+    plan = job.plan(Started(per_node=found.procs, nodes=found.max_nodes))
+    if found.node_rank > 0:
+        _join(plan, found)
+        return
+    folder = job.folder(plan)
+    with rundir.locked(folder):
+        coordinator = _coordinator(job, plan, folder, found)
+        with _served(coordinator, found):
+            if is_done(plan, folder):
+                coordinator.over = Over(kind="finished", text="")
+                return
+            with opened(plan, folder):
+                _lead(coordinator, plan, folder, found)
+
+
+def _coordinator(job: Job, plan: Plan, folder: Path, found: NodePlacement) -> Coordinator:
+    launch = plan.recipe.launch
+    return Coordinator(
+        fewest=min(found.min_nodes, launch.fewest_nodes or found.min_nodes),
+        most=found.max_nodes,
+        restarts=launch.restarts,
+        rendezvous_seconds=launch.timeouts.rendezvous,
+        folder=str(folder),
+        accept=tuple(job.accept),
+    )
+
+
+@contextlib.contextmanager
+def _served(coordinator: Coordinator, found: NodePlacement) -> Iterator[None]:
+    """Answer other nodes, until they know how the run has ended."""
+    with Server(coordinator, found.host, found.port) as server:
+        began = coordinator.round
+        try:
+            yield
+        except BaseException as error:
+            kind: Any = "stopped" if isinstance(error, Interrupted | RunStopped) else "failed"
+            coordinator.end(Over(kind=kind, text=str(error) or type(error).__name__))
+            raise
+        finally:
+            server.linger(LINGER_SECONDS if coordinator.round > began else GATHER_SECONDS)
+
+
+def _lead(coordinator: Coordinator, plan: Plan, folder: Path, found: NodePlacement) -> None:
+    """Take part as node 0, and record restarts while no rank runs here."""
+
+    def record() -> None:
+        while coordinator.notes:
+            note = coordinator.notes.pop(0)
+            restarted(folder, plan, note.text, note.number, note.seconds)
+
+    agent = Agent(plan, 0, (found.host, found.port), record)
+    _conclude(agent.run())
+
+
+def _join(plan: Plan, found: NodePlacement) -> None:
+    agent = Agent(plan, found.node_rank, (found.host, found.port), lambda: None)
+    try:
+        _conclude(agent.run())
+    except Interrupted as interrupted:
+        raise RunStopped(f"stopped by {interrupted}") from None
+
+
+def _conclude(over: Over) -> None:
+    """Raise the error that a run's end stands for, if it does."""
+    if over.kind == "failed":
+        raise RunFailed(over.text)
+    if over.kind == "stopped":
+        raise Interrupted
