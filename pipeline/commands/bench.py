@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -64,14 +65,17 @@ def bench(
     """
     from pipeline.bench import report, trials
     from pipeline.bench.session import Benchmark
-    from pipeline.distributed.environment import is_worker, require_contract
+    from pipeline.distributed.launchers import placement
     from pipeline.errors import CommandStopped, UsageError
     from pipeline.plan.plan import plan_file
     from pipeline.planning.presets import chosen
 
-    if is_worker():
-        raise UsageError("pipe bench starts its own processes", hint="run it without torchrun")
-    require_contract()
+    started = placement(os.environ)
+    if started is not None:
+        raise UsageError(
+            f"pipe bench starts its own processes, and this one is {started.describe()}",
+            hint=f"run it without {started.source}",
+        )
     registry = registry or Registry.installed()
     plan = plan_file(recipe, overrides, registry=registry)
     trials.require_measurable(plan)

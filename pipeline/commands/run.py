@@ -72,7 +72,7 @@ def run(
     OVERRIDES change the recipe, as in train.steps=50 wrap.stage=2.
     """
     from pipeline.distributed.environment import is_worker, worker_local_world_size
-    from pipeline.distributed.launchers import NodeOptions
+    from pipeline.distributed.placement import NodeOptions
     from pipeline.launch.start import Job, start
     from pipeline.plan.plan import plan_file
     from pipeline.run import rundir
@@ -131,7 +131,7 @@ def resume(
     micro-batch or accumulation continues the same training; another model, tokenizer, data, order
     or global batch is refused, unless it is named with --accept.
     """
-    from pipeline.distributed.launchers import NodeOptions
+    from pipeline.distributed.placement import NodeOptions
     from pipeline.launch.start import Job, start
     from pipeline.plan.plan import plan_file
     from pipeline.run import rundir

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 
-from pipeline.errors import UsageError
 from pipeline.plan.plan import Started
 
 CONTRACT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -22,11 +21,6 @@ STACKS = "PIPE_STACKS"
 """Environment variable: the file in memory to which a rank writes its threads' stacks on DUMP."""
 DUMP = signal.SIGRTMIN
 """Signal at which a rank writes its threads' stacks, whatever it is doing."""
-STARTED = (
-    "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE",
-    "JSM_NAMESPACE_SIZE", "PET_NNODES",
-)  # fmt: skip
-"""Variables in which other launchers put the number of processes or nodes that they started."""
 LOOPBACK = "lo"
 """Loopback interface, which is up on every machine and enough within one."""
 
@@ -77,34 +71,3 @@ def stay_on_loopback() -> None:
     """Make gloo and NCCL listen on the loopback interface alone, whatever the environment says for
     runs of several nodes."""
     os.environ |= {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": f"={LOOPBACK}"}
-
-
-def require_contract() -> None:
-    """Raise UsageError where another launcher has started several processes without the variables
-    that make them one run: each would make a run of its own."""
-    missing = [name for name in CONTRACT if name not in os.environ]
-    if not missing:
-        _require_numbers()
-        return
-    part = [name for name in CONTRACT[:3] if name in os.environ]
-    several = [name for name in STARTED if os.environ.get(name, "1") not in ("", "1")]
-    found = part if os.environ.get("WORLD_SIZE") != "1" and part else several
-    if found:
-        raise UsageError(
-            f"{_settings(found)} is set by a launcher of several processes, but not "
-            f"{', '.join(missing)}: each process would make a run of its own",
-            hint="have it start torchrun, once a node, and that `-m pipetrain run`; "
-            f"or unset {', '.join(found)} for a run by itself",
-        )
-
-
-def _require_numbers() -> None:
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
-        if not os.environ[name].isdecimal():
-            raise UsageError(f"{_settings([name])}, which is not a number")
-    if worker_rank() >= int(os.environ["WORLD_SIZE"]):
-        raise UsageError(f"{_settings(['RANK', 'WORLD_SIZE'])}: ranks count from 0")
-
-
-def _settings(names: list[str]) -> str:
-    return " and ".join(f"{name}={os.environ[name]}" for name in names)

@@ -96,7 +96,8 @@ class Agent:
         if link.silent_for() > limit:
             reason = f": {link.refused}" if link.refused else ""
             raise RunFailed(
-                f"node 0 has not answered at {self._host}:{self._port} for {limit:.0f} s{reason}",
+                f"node 0 has not answered at {self._host}:{self._port} for {limit:.0f} s{reason}\n"
+                "  to go on, start the same command again on every node",
                 restart="always",
             )
 

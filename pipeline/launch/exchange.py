@@ -40,14 +40,13 @@ class Server:
         handler = type("_Handler", (_Handler,), {"answer": self._answer})
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            kind = type("_Server", (ThreadingHTTPServer,), {"address_family": family})
+            kind = type("_Server", (_QuietServer,), {"address_family": family})
             self._http = kind(address[:2], handler)
         except OSError as error:
             raise UsageError(
                 f"node 0 cannot listen at {host}:{port}: {error.strerror}",
                 hint="--rdzv names an address of node 0 and a port that is free there",
             ) from error
-        self._http.daemon_threads = True
         for work in (self._http.serve_forever, self._tick):
             threading.Thread(target=work, name="pipe-coordinator", daemon=True).start()
 
@@ -76,6 +75,13 @@ class Server:
         while not self._closed.wait(TICK_SECONDS):
             with self._lock:
                 self._coordinator.tick(time.monotonic())
+
+
+class _QuietServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Keep a client that went away off the screen."""
 
 
 class _Handler(BaseHTTPRequestHandler):

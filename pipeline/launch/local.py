@@ -67,7 +67,7 @@ def restarted(run_dir: Path, plan: Plan, problem: str, number: int, wait: float)
     journal = Journal(run_dir / rundir.JOURNAL)
     journal.write("run failed", problem=problem)
     shown = problem.removesuffix(f"\n{failures.continuation(run_dir)}")
-    click.echo(f"{shown}\n  starting again in {wait:.0f} s (restart {number})", err=True)
+    click.echo(f"{shown}\n  starting again in {wait:g} s (restart {number})", err=True)
     failures.clear(run_dir)
     journal.write("run started", procs=plan.view.procs, device=plan.view.device, restart=number)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.distributed.launchers import NodePlacement
+from pipeline.distributed.placement import NodePlacement
 from pipeline.distributed.signals import Interrupted
 from pipeline.errors import RunFailed, RunStopped
 from pipeline.launch.agent import Agent

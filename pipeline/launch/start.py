@@ -14,13 +14,8 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.distributed.environment import STOPPED, is_worker, started, worker_rank
-from pipeline.distributed.launchers import (
-    NodeOptions,
-    NodePlacement,
-    RankPlacement,
-    combined,
-    placement,
-)
+from pipeline.distributed.launchers import placement
+from pipeline.distributed.placement import NodeOptions, NodePlacement, RankPlacement, combined
 from pipeline.distributed.signals import Interrupted, default_signals, stoppable
 from pipeline.errors import PipeError, RunStopped, UsageError, system_errors_as
 from pipeline.plan.plan import Plan, Started
@@ -67,16 +62,16 @@ def start(job: Job, options: NodeOptions | None = None) -> None:
     with stoppable(force_after=3.0 if is_worker() else None):
         if is_worker():
             _lead(job)
-        elif isinstance(found, NodePlacement):
+        elif isinstance(found, NodePlacement) and found.max_nodes > 1:
             from pipeline.launch.node import start_node
 
             start_node(job, found)
         else:
-            _start_here(job)
+            _start_here(job, found.procs if isinstance(found, NodePlacement) else None)
 
 
-def _start_here(job: Job) -> None:
-    plan = job.plan(Started())
+def _start_here(job: Job, procs: int | None) -> None:
+    plan = job.plan(Started(per_node=procs))
     folder = job.folder(plan)
     with rundir.locked(folder):
         if is_done(plan, folder):

@@ -1,0 +1,131 @@
+"""Lists of hosts: Slurm's short form, and DeepSpeed's hostfiles."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from pipeline.errors import UsageError, system_errors_as
+
+MOST_HOSTS = 65_536
+_LINE = re.compile(r"(\S+)\s+slots\s*=\s*(\d+)\s*")
+
+
+def expand_hosts(text: str) -> list[str]:
+    """Hosts of a Slurm host list, as in `n[001-003,7]-ib,gpu-a`. Raises UsageError."""
+    hosts: list[str] = []
+    for part in _split(text):
+        hosts.extend(_expand(part, text))
+        if len(hosts) > MOST_HOSTS:
+            raise UsageError(f"more than {MOST_HOSTS} hosts in the host list {text[:80]}")
+    return hosts
+
+
+def _split(text: str) -> Iterator[str]:
+    """The parts between commas outside of brackets."""
+    depth, begin = 0, 0
+    for place, letter in enumerate(text):
+        depth += (letter == "[") - (letter == "]")
+        if letter == "," and depth == 0:
+            yield text[begin:place]
+            begin = place + 1
+    yield text[begin:]
+
+
+def _expand(part: str, text: str) -> Iterator[str]:
+    head, bracket, rest = part.partition("[")
+    if not bracket:
+        if not part or "]" in part:
+            raise UsageError(f"the host list {text} is not one of Slurm's")
+        yield part
+        return
+    ranges, closing, tail = rest.partition("]")
+    if not closing:
+        raise UsageError(f"the host list {text} is not one of Slurm's")
+    tails = list(_expand(tail, text)) if tail else [""]
+    for one in ranges.split(","):
+        low, dash, high = one.partition("-")
+        if not (low.isdecimal() and (high.isdecimal() or not dash)):
+            raise UsageError(f"the host list {text} is not one of Slurm's")
+        last = int(high) if dash else int(low)
+        if last - int(low) > MOST_HOSTS:
+            raise UsageError(f"more than {MOST_HOSTS} hosts in the host list {text[:80]}")
+        for value in range(int(low), last + 1):
+            yield from (f"{head}{value:0{len(low)}}{end}" for end in tails)
+
+
+def expand_counts(text: str) -> list[int]:
+    """Tasks of each node of Slurm's `2(x3),1`. Raises UsageError."""
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if not found or int(found[2] or 1) > MOST_HOSTS:
+            raise UsageError(f"SLURM_STEP_TASKS_PER_NODE={text} does not read like 2(x3),1")
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostLine:
+    """A line of a hostfile."""
+
+    name: str
+    slots: int
+
+
+def read_hostfile(file: Path) -> list[HostLine]:
+    """Hosts of DeepSpeed's hostfile: lines of `HOST slots=N`, comments after #. All have the same
+    number of slots. Raises UsageError with file and line."""
+    with system_errors_as(UsageError):
+        text = file.read_text("utf-8", errors="replace")
+    hosts: list[HostLine] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        content = line.partition("#")[0].strip()
+        if content:
+            hosts.append(_host_line(content, f"{file}:{number}", hosts))
+    if not hosts:
+        raise UsageError(f"{file}: no host in the file", hint="a line reads: worker-1 slots=8")
+    return hosts
+
+
+def _host_line(content: str, place: str, before: Sequence[HostLine]) -> HostLine:
+    found = _LINE.fullmatch(content)
+    if not found or int(found[2]) == 0:
+        raise UsageError(f"{place}: `{content}` does not read like: worker-1 slots=8")
+    host = HostLine(name=found[1], slots=int(found[2]))
+    if host.name in {other.name for other in before}:
+        raise UsageError(f"{place}: {host.name} occurs twice")
+    if before and before[0].slots != host.slots:
+        raise UsageError(
+            f"{place}: {host.name} has {host.slots} slots, but {before[0].name} has "
+            f"{before[0].slots}: all nodes need the same number"
+        )
+    return host
+
+
+def own_rank(file: Path, hosts: Sequence[str]) -> int:
+    """Place of this machine among the hosts. Raises UsageError if it is none or several of them."""
+    names = {socket.gethostname(), socket.gethostname().partition(".")[0]}
+    addresses = {a.address for found in psutil.net_if_addrs().values() for a in found}
+    mine = [rank for rank, host in enumerate(hosts) if host in names | addresses]
+    mine = mine or [rank for rank, host in enumerate(hosts) if _addresses(host) & addresses]
+    if len(mine) != 1:
+        which = "none" if not mine else "several"
+        found = ", ".join(hosts[rank] for rank in mine) or ", ".join(hosts)
+        raise UsageError(
+            f"this machine, {socket.gethostname()}, is {which} of the hosts in {file}: {found}",
+            hint="say which with --node-rank",
+        )
+    return mine[0]
+
+
+def _addresses(host: str) -> set[str]:
+    try:
+        return {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+    except OSError:
+        return set()

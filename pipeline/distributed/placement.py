@@ -1,0 +1,183 @@
+"""This process's place in a run, as launchers, options and hostfiles say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pipeline.distributed.hosts import own_rank, read_hostfile
+from pipeline.errors import UsageError
+
+RDZV_PORT = 29400
+"""Port of node 0, where nodes meet unless another is given; torchrun's default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlacement:
+    """This process is one rank; another launcher has started the others."""
+
+    source: str
+    """Its launcher."""
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int | None
+    """Ranks on this machine; None if the launcher does not say."""
+    host: str
+    """Rank 0's machine."""
+    port: int
+
+    def environment(self) -> dict[str, str]:
+        """The variables in which torchrun says the same."""
+        found = {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "MASTER_ADDR": self.host,
+            "MASTER_PORT": str(self.port),
+        }
+        if self.local_world_size is not None:
+            found["LOCAL_WORLD_SIZE"] = str(self.local_world_size)
+        return found
+
+    def describe(self) -> str:
+        """Its place, for messages."""
+        return f"rank {self.rank} of {self.world_size} ({self.source})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodePlacement:
+    """This process starts the ranks of one node."""
+
+    source: str
+    """What says so."""
+    node_rank: int
+    min_nodes: int
+    max_nodes: int
+    host: str
+    """Node 0's machine."""
+    port: int
+    procs: int | None = None
+    """Ranks of each node; None leaves it to the recipe."""
+
+    def describe(self) -> str:
+        """Its place, for messages."""
+        few, most = self.min_nodes, self.max_nodes
+        nodes = str(most) if few == most else f"{few}:{most}"
+        return f"node {self.node_rank} of {nodes} ({self.source})"
+
+
+Placement = RankPlacement | NodePlacement
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions:
+    """Options of `pipe run` that say which of several nodes this is."""
+
+    nodes: str | None = None
+    """`N` or `MIN:MAX`."""
+    node_rank: int | None = None
+    rdzv: str | None = None
+    """`HOST:PORT` of node 0; without a port, RDZV_PORT."""
+    hostfile: Path | None = None
+
+    def given(self) -> bool:
+        """Whether any is."""
+        return any(value is not None for value in vars(self).values())
+
+
+def combined(options: NodeOptions, found: Placement | None) -> Placement | None:
+    """The place that options and launcher give together: options add what the launcher leaves open.
+    None if this process runs by itself. Raises UsageError where they contradict each other."""
+    if not options.given():
+        return found
+    if isinstance(found, RankPlacement):
+        raise UsageError(
+            f"this process is {found.describe()}, so --nodes, --node-rank, --rdzv and --hostfile "
+            "have no meaning",
+            hint="leave them out, or start one process a node",
+        )
+    base = found
+    if options.hostfile is not None:
+        base = _of_hostfile(options.hostfile, options.node_rank)
+        if found is not None:
+            _require_same(base, found)
+    return _laid_over(options, base)
+
+
+def _of_hostfile(file: Path, node_rank: int | None) -> NodePlacement:
+    hosts = read_hostfile(file)
+    rank = own_rank(file, [host.name for host in hosts]) if node_rank is None else node_rank
+    return NodePlacement(
+        source=str(file),
+        node_rank=rank,
+        min_nodes=len(hosts),
+        max_nodes=len(hosts),
+        host=hosts[0].name,
+        port=RDZV_PORT,
+        procs=hosts[0].slots,
+    )
+
+
+def _laid_over(options: NodeOptions, base: NodePlacement | None) -> NodePlacement:
+    needed = () if base else ("nodes", "node_rank", "rdzv")
+    missing = [name for name in needed if getattr(options, name) is None]
+    if missing:
+        flags = ", ".join("--" + name.replace("_", "-") for name in missing)
+        raise UsageError(
+            f"{flags} not given, and no launcher or hostfile says so",
+            hint="on every node: pipe run RECIPE --nodes N --node-rank NUMBER --rdzv HOST:PORT",
+        )
+    own: dict[str, object] = {}
+    if options.nodes is not None:
+        own["min_nodes"], own["max_nodes"] = bounds(options.nodes, "--nodes")
+    if options.node_rank is not None:
+        own["node_rank"] = options.node_rank
+    if options.rdzv is not None:
+        own["host"], own["port"] = address(options.rdzv, "--rdzv")
+    if base is None:
+        made = NodePlacement(source="options", **own)  # type: ignore[arg-type]
+    else:
+        made = replace(base, **own)  # type: ignore[arg-type]
+        if (made.node_rank, made.max_nodes) != (base.node_rank, base.max_nodes):
+            said = replace(made, source="the options").describe()
+            raise UsageError(f"{said} contradicts {base.describe()}")
+    if made.node_rank >= made.max_nodes:
+        raise UsageError(f"{made.describe()}: node ranks count from 0")
+    return made
+
+
+def _require_same(one: NodePlacement, other: NodePlacement) -> None:
+    if (one.node_rank, one.max_nodes) != (other.node_rank, other.max_nodes):
+        raise UsageError(f"{one.describe()} contradicts {other.describe()}")
+
+
+def bounds(text: str, where: str) -> tuple[int, int]:
+    """Fewest and most nodes of `N` or `MIN:MAX`. Raises UsageError naming `where` it is from."""
+    low, colon, high = text.strip().partition(":")
+    parts = (low, high) if colon else (low, low)
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise UsageError(f"{where}={text} is neither N nor MIN:MAX")
+    if int(parts[0]) > int(parts[1]):
+        raise UsageError(f"{where}={text}: MIN is above MAX")
+    return int(parts[0]), int(parts[1])
+
+
+def address(text: str, where: str) -> tuple[str, int]:
+    """Host and port of `HOST:PORT`, `[IPV6]:PORT` or `HOST`. Raises UsageError."""
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]"):
+        host, port = text, str(RDZV_PORT)
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise UsageError(f"{where}={text} is not HOST:PORT")
+    return host, int(port)
+
+
+def number(environ: Mapping[str, str], name: str) -> int:
+    """Value of a variable that holds a whole number. Raises UsageError."""
+    value = environ[name].strip()
+    if not value.isdecimal():
+        raise UsageError(f"{name}={environ[name]}, which is not a whole number")
+    return int(value)
