@@ -1,0 +1,87 @@
+"""Runs on two and three hosts, each with one fault: they recover, or fail cleanly, within a
+minute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support import trials
+from tests.support.network import why_not
+from tests.support.pipe import Pipe
+from tests.support.tier import FULL, times
+from tests.support.trials import STEPS, Ended, write_recipe
+
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
+
+FAULTS = (trials.lose_worker, trials.lose_agent, trials.freeze, trials.cut_link)
+REPEATS = times(quick=1, full=7)
+CASES = [(fault, hosts, seed) for seed in range(REPEATS) for hosts in (2, 3) for fault in FAULTS]
+QUICK = [(trials.cut_link, 2, 0)]
+
+
+@pytest.fixture(scope="module")
+def calm(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], bytes]:
+    """Return the weights of an undisturbed run on as many processes of one machine."""
+    known: dict[int, bytes] = {}
+
+    def weights(procs: int) -> bytes:
+        if procs not in known:
+            folder = tmp_path_factory.mktemp("calm")
+            pipe = Pipe(plugin, folder)
+            assert pipe.run(write_recipe(folder, procs=procs)).code == 0
+            known[procs] = (pipe.run_dir / "export" / "model.safetensors").read_bytes()
+        return known[procs]
+
+    return weights
+
+
+def check(ended: Ended) -> None:
+    """Check what is so of every end."""
+    assert None not in ended.codes, ended.said
+    assert ended.left == 0
+    assert ended.seconds < trials.LIMIT
+    assert ended.steps == list(range(1, len(ended.steps) + 1)), ended.said
+    assert "Traceback" not in ended.said
+
+
+@pytest.mark.parametrize(("fault", "hosts", "seed"), CASES if FULL else QUICK)
+def test_a_run_recovers_bit_for_bit(
+    pipe: Pipe,
+    calm: Callable[[int], bytes],
+    fault: Callable[..., None],
+    hosts: int,
+    seed: int,
+) -> None:
+    ended = trials.trial(pipe.folder, fault, seed, pipe.environment, hosts=hosts)
+    check(ended)
+    assert ended.codes == [0] * hosts, ended.said
+    assert len(ended.steps) == STEPS
+    assert ended.weights == calm(hosts)
+
+
+@pytest.mark.full
+def test_a_host_that_is_gone_ends_a_run_that_needs_it(pipe: Pipe) -> None:
+    ended = trials.trial(pipe.folder, trials.lose_host, 0, pipe.environment)
+    check(ended)
+    assert ended.codes == [1, -9]
+    assert ended.said.endswith(")\n  to go on, start the same command again on every node\n"), (
+        ended.said
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("hosts", [2, 3])
+@pytest.mark.parametrize("fault", [trials.lose_host, trials.come_back, trials.freeze])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_an_elastic_run_goes_on_with_the_hosts_that_are_left(
+    pipe: Pipe, fault: Callable[..., None], hosts: int, seed: int
+) -> None:
+    nodes = f"1:{hosts}"
+    ended = trials.trial(pipe.folder, fault, seed, pipe.environment, hosts=hosts, nodes=nodes)
+    check(ended)
+    assert ended.codes[0] == 0, ended.said
+    assert len(ended.steps) == STEPS
+    assert ended.weights

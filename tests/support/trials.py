@@ -1,0 +1,198 @@
+"""One fault of a run on several hosts, and what becomes of the run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.run.metrics import records
+from tests.support.network import Host, network
+from tests.support.tiny_recipe import EXPORT, training
+
+STEPS = 40
+LIMIT = 60.0
+"""Seconds after a fault in which a run recovers, or fails cleanly."""
+PORT = 29400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """What became of a run."""
+
+    codes: list[int | None]
+    """Exit codes of the nodes; None for one that had not ended."""
+    seconds: float
+    """Seconds from the fault to the end."""
+    steps: list[int]
+    """Steps in the order of metrics.jsonl."""
+    weights: bytes
+    """The exported model; empty without one."""
+    left: int
+    """Processes that were left."""
+    said: str
+    """Output of node 0."""
+
+
+def write_recipe(folder: Path, *, procs: int = 1, wrap: str = "wrap.ddp") -> Path:
+    """Write a recipe that saves every five steps and is started again at once."""
+    stages = training(wrap=wrap, checkpoint={"every": 5, "keep": 2}, train={"steps": STEPS})
+    launch = {
+        "procs": procs,
+        "device": "cpu",
+        "restarts": {"backoff": 0.5},
+        "timeouts": {"rendezvous": 25},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps({"name": "tiny", "launch": launch, "stages": stages | EXPORT}))
+    return path
+
+
+class Cluster:
+    """A run on several hosts."""
+
+    def __init__(
+        self, hosts: Sequence[Host], recipe: Path, nodes: str, environment: dict[str, str]
+    ) -> None:
+        self.hosts, self.recipe, self.nodes = hosts, recipe, nodes
+        self.run_dir = recipe.parent / "run"
+        self.environment = environment | {"READ_SECONDS": "0.05"}
+        self.agents: list[subprocess.Popen[str]] = [self.start(n) for n in range(len(hosts))]
+
+    def start(self, number: int) -> subprocess.Popen[str]:
+        """Start the agent of a host."""
+        where = ["--node-rank", str(number), "--rdzv", f"{self.hosts[0].address}:{PORT}"]
+        command = ["run", str(self.recipe), "--run-dir", str(self.run_dir), "--nodes", self.nodes]
+        with self.said(number).open("a") as output:
+            return self.hosts[number].start(
+                [sys.executable, "-m", "pipetrain", *command, *where], self.environment, output
+            )
+
+    def again(self, number: int) -> None:
+        """Start the agent of a host anew once it is gone, as a scheduler does."""
+        self.agents[number].wait(LIMIT)
+        self.agents[number] = self.start(number)
+
+    def said(self, number: int) -> Path:
+        """Return the file with a host's output."""
+        return self.recipe.parent / f"said-{number}"
+
+    def steps(self) -> list[int]:
+        """Return the steps so far."""
+        return [r["step"] for r in records(self.run_dir / "metrics.jsonl") if "loss" in r]
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until training has come to a step."""
+        deadline = time.monotonic() + LIMIT
+        while (self.steps() or [0])[-1] < step:
+            assert time.monotonic() < deadline, self.said(0).read_text()
+            time.sleep(0.05)
+
+    def ranks(self, number: int) -> list[int]:
+        """Return the processes of a host's ranks."""
+        return [pid for pid in self.hosts[number].processes() if "pipeline.run.worker" in line(pid)]
+
+    def agent(self, number: int) -> int:
+        """Return the process of a host's agent."""
+        return next(pid for pid in self.hosts[number].processes() if "pipetrain run" in line(pid))
+
+    def end(self, began: float) -> Ended:
+        """Wait for all agents, and look at what they leave."""
+        codes: list[int | None] = []
+        for agent in self.agents:
+            try:
+                codes.append(agent.wait(max(0.1, began + LIMIT - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                codes.append(None)
+        seconds = time.monotonic() - began
+        model = self.run_dir / "export" / "model.safetensors"
+        return Ended(
+            codes=codes,
+            seconds=seconds,
+            steps=self.steps(),
+            weights=model.read_bytes() if model.exists() else b"",
+            left=sum(len(host.processes()) for host in self.hosts),
+            said=self.said(0).read_text(),
+        )
+
+
+def line(pid: int) -> str:
+    """Return the command line of a process; empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def trial(
+    folder: Path,
+    fault: Callable[[Cluster, random.Random], None],
+    seed: int,
+    environment: dict[str, str],
+    *,
+    hosts: int = 2,
+    nodes: str = "",
+) -> Ended:
+    """Run on `hosts` hosts, and commit the fault in the middle."""
+    chance = random.Random(seed)
+    with network(hosts) as made:
+        cluster = Cluster(made, write_recipe(folder), nodes or str(hosts), environment)
+        cluster.wait_for_step(chance.randrange(4, 20))
+        began = time.monotonic()
+        fault(cluster, chance)
+        return cluster.end(began)
+
+
+def lose_worker(cluster: Cluster, chance: random.Random) -> None:
+    """Kill a rank."""
+    os.kill(cluster.ranks(chance.randrange(len(cluster.hosts)))[0], signal.SIGKILL)
+
+
+def lose_agent(cluster: Cluster, chance: random.Random) -> None:
+    """Kill an agent; its scheduler starts it again after a moment."""
+    number = chance.randrange(len(cluster.hosts))
+    os.kill(cluster.agent(number), signal.SIGKILL)
+    time.sleep(chance.uniform(0, 3))
+    cluster.again(number)
+
+
+def freeze(cluster: Cluster, chance: random.Random) -> None:
+    """Stop all processes of a host, and let them go on after a while."""
+    host = cluster.hosts[chance.randrange(len(cluster.hosts))]
+    host.send(signal.SIGSTOP)
+    time.sleep(chance.uniform(3, 18))
+    host.send(signal.SIGCONT)
+
+
+def cut_link(cluster: Cluster, chance: random.Random) -> None:
+    """Take a host's link down, and up after a while."""
+    host = cluster.hosts[chance.randrange(1, len(cluster.hosts))]
+    host.link("down")
+    time.sleep(chance.uniform(3, 18))
+    host.link("up")
+
+
+def lose_host(cluster: Cluster, chance: random.Random) -> None:
+    """Take a host other than the first away for good."""
+    host = cluster.hosts[chance.randrange(1, len(cluster.hosts))]
+    host.link("down")
+    host.send(signal.SIGKILL)
+
+
+def come_back(cluster: Cluster, chance: random.Random) -> None:
+    """Lose a host's processes; it comes back when the others have gone on without it."""
+    number = chance.randrange(1, len(cluster.hosts))
+    cluster.hosts[number].send(signal.SIGKILL)
+    before = len(cluster.steps())
+    deadline = time.monotonic() + LIMIT
+    while "restored" not in cluster.said(0).read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert before
+    cluster.again(number)
