@@ -141,11 +141,14 @@ class RunFailed(PipeError):
         *,
         kind: Literal["raised", "stalled", "died"] = "raised",
         restart: Literal["never", "after progress", "always"] = "never",
+        memory: Literal["", "host", "device"] = "",
     ) -> None:
         self.kind: Literal["raised", "stalled", "died"] = kind
         self.restart: Literal["never", "after progress", "always"] = restart
         """When another start may succeed: `after progress` if this one had come further than the
         one before."""
+        self.memory: Literal["", "host", "device"] = memory
+        """Kind of memory that ran out."""
         super().__init__(message)
 
 

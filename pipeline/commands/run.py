@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +94,32 @@ def run(
         click.echo(f"run folder: {found}")
         return found.resolve()
 
-    start(Job(plan=plan, folder=folder), NodeOptions(**where))
+    with plan_beside(plan):
+        start(Job(plan=plan, folder=folder), NodeOptions(**where))
+
+
+@contextlib.contextmanager
+def plan_beside(make: Callable[[Started], Plan]) -> Iterator[None]:
+    """Where the body runs out of memory, say what the recipe's plan is."""
+    from pipeline.errors import PipeError, RunFailed
+
+    try:
+        yield
+    except RunFailed as error:
+        if not error.memory:
+            raise
+        from pipeline.distributed.environment import started
+        from pipeline.planning.hardware import HardwareOptions, Margins
+        from pipeline.planning.memory_plan import estimate_plan
+        from pipeline.planning.report import memory
+
+        try:
+            made = make(started())
+            machine = HardwareOptions(gpus=None if made.view.device == "cpu" else made.view.procs)
+            planned = f"the plan: {memory(estimate_plan(made, machine, Margins()))}"
+        except PipeError as reason:
+            planned = f"there is no plan: {str(reason).splitlines()[0]}"
+        raise RunFailed(f"{error}\n  {planned}") from error
 
 
 ACCEPTABLE = (
@@ -143,4 +169,5 @@ def resume(
     def folder(_: Plan) -> Path:
         return rundir.existing(run_dir).resolve()
 
-    start(Job(plan=plan, folder=folder, accept=accept), NodeOptions(**where))
+    with plan_beside(plan):
+        start(Job(plan=plan, folder=folder, accept=accept), NodeOptions(**where))

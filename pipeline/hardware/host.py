@@ -32,6 +32,16 @@ def total_memory() -> int | None:
     return min([total, *(limit for _, _, limit in _memory_limits())])
 
 
+def oom_kills() -> int:
+    """Processes that the system has killed in this process's control groups for lack of memory, so
+    far; 0 where it does not say."""
+    counts = [0]
+    for folder, _ in _groups("memory"):
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            counts.append(_figures(folder / "memory.events")["oom_kill"])
+    return max(counts)
+
+
 def most_processes() -> int | None:
     """Limit of processes and threads, others' counted, in this process's control groups; None
     without a limit."""

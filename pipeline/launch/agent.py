@@ -125,7 +125,13 @@ class Agent:
             return Report(kind="raised", text=str(over), restart="always", time=time.time())
         except RunFailed as error:
             text = str(error)[:MOST_TEXT]
-            return Report(kind=error.kind, text=text, restart=error.restart, time=time.time())
+            return Report(
+                kind=error.kind,
+                text=text,
+                restart=error.restart,
+                memory=error.memory,
+                time=time.time(),
+            )
         return Report(kind="finished")
 
     def _obey(self, link: Link, begun: Reply, ranks: LocalRanks) -> None:

@@ -156,7 +156,7 @@ class Coordinator:
     def _gather(self, now: float) -> None:
         """Begin a round when all nodes are there, or enough and the others had their time."""
         if any(node.beat.stopping for node in self._nodes.values()):
-            self.over = Over(kind="stopped", text="")
+            self.over = Over(kind="stopped")
             return
         alive = [n for n in self._alive() if self._nodes[n].beat.round == 0]
         if self._waits_since is None:
@@ -213,11 +213,11 @@ class Coordinator:
     def _end_round(self, kinds: Collection[str], now: float) -> None:
         """End a round whose members have all finished or stopped."""
         if set(kinds) == {"finished"}:
-            self.over = Over(kind="finished", text="")
+            self.over = Over(kind="finished")
         elif self._stop == "to regroup":
             self._members, self._not_before = [], now
         else:
-            self.over = Over(kind="stopped", text="")
+            self.over = Over(kind="stopped")
 
     def _decide(self, reports: list[Report], now: float) -> None:
         """Go on after a failure, or give up."""
@@ -233,7 +233,7 @@ class Coordinator:
         error = RunFailed(cause.text, restart=cause.restart)
         wait = self._attempts.wait_after(error, progressed=progressed)
         if wait is None:
-            self._give_up(cause.text)
+            self.over = Over(kind="failed", text=cause.text, memory=cause.memory)
             return
         self.notes.append(Restart(cause.text, self._attempts.number, wait))
         self._members, self._not_before = [], now + wait

@@ -116,7 +116,8 @@ def _look(ranks: LocalRanks, watch: Watch, run_dir: Path) -> None:
 def _raise_failure(ranks: LocalRanks, ends: list[Exit], watch: Watch, run_dir: Path) -> None:
     slot = Journal(run_dir / rundir.JOURNAL).running() if ends else None
     if ends:
-        raise failures.first(run_dir, [*ends, *ranks.stop()], slot)
+        ends = [*ends, *ranks.stop()]
+        raise failures.first(run_dir, ends, slot, oom=ranks.oom())
     stalls = watch.stalled()
     if stalls:
         slot = Journal(run_dir / rundir.JOURNAL).running()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Restart = Literal["never", "after progress", "always"]
+Memory = Literal["", "host", "device"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +18,8 @@ class Report:
     """The failure, for people."""
     restart: Restart = "never"
     """When another start may succeed, as in RunFailed."""
+    memory: Memory = ""
+    """Kind of memory that ran out."""
     time: float = 0.0
     """Time of the failure, in seconds since 1970."""
 
@@ -62,8 +65,10 @@ class Over:
     """The end of a run."""
 
     kind: Literal["finished", "stopped", "failed"]
-    text: str
+    text: str = ""
     """The failure, for people."""
+    memory: Memory = ""
+    """Kind of memory that ran out."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,7 +40,7 @@ def start_node(job: Job, found: NodePlacement) -> None:
         coordinator = _coordinator(job, plan, folder, found)
         with _served(coordinator, found):
             if is_done(plan, folder):
-                coordinator.over = Over(kind="finished", text="")
+                coordinator.over = Over(kind="finished")
                 return
             with opened(plan, folder):
                 _lead(coordinator, plan, folder, found)
@@ -96,6 +96,6 @@ def _join(plan: Plan, found: NodePlacement) -> None:
 def _conclude(over: Over) -> None:
     """Raise the error that a run's end stands for, if it does."""
     if over.kind == "failed":
-        raise RunFailed(over.text)
+        raise RunFailed(over.text, memory=over.memory)
     if over.kind == "stopped":
         raise Interrupted

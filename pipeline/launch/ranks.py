@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pipeline.distributed.environment import FINISHED, STACKS
 from pipeline.distributed.heartbeat import HEARTBEATS, Heartbeats
+from pipeline.hardware.host import oom_kills
 from pipeline.run.failures import SPARE, Exit
 from pipeline.utils.files import anonymous_file, read_all
 from pipeline.utils.process_tree import kill_sessions, own_module
@@ -34,6 +35,7 @@ class LocalRanks:
         self.processes: list[subprocess.Popen[bytes]] = []
         self._stacks = [anonymous_file("stacks") for _ in places]
         self._spare = anonymous_file("failures")
+        self._oom_kills = oom_kills()
 
     def __enter__(self) -> LocalRanks:
         os.environ[SPARE] = f"/proc/self/fd/{self._spare}"
@@ -93,6 +95,10 @@ class LocalRanks:
         ends = self.ends()
         kill_sessions(self.processes)
         return [end for end in ends if 0 > end.code != -signal.SIGTERM]
+
+    def oom(self) -> bool:
+        """Whether the system has killed a process here for lack of memory since the start."""
+        return oom_kills() > self._oom_kills
 
     def stacks(self, number: int) -> str:
         """What a rank has written of its threads' stacks so far."""

@@ -52,6 +52,7 @@ def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
             "message": shown(describe(error)),
             "expected": is_expected(error),
             "refused": isinstance(error, ResumeRefused),
+            "memory": _memory(error),
             "place": _place(error),
         }
     )
@@ -67,6 +68,13 @@ def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
                 spare.write(facts + "\n")
         if SPARE not in os.environ or not is_expected(error):
             print(describe(error) if is_expected(error) else trace, file=sys.stderr)
+
+
+def _memory(error: BaseException) -> str:
+    """Kind of memory that the error is about; empty if it is about something else."""
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for this
+        return "device"
+    return "host" if isinstance(error, MemoryError) else ""
 
 
 def describe(error: BaseException) -> str:
@@ -85,11 +93,14 @@ def _place(error: BaseException) -> str:
     return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
 
 
-def first(run_dir: Path, exits: Sequence[Exit], slot: str | None = None) -> RunFailed:
+def first(
+    run_dir: Path, exits: Sequence[Exit], slot: str | None = None, *, oom: bool = False
+) -> RunFailed:
     """The error to show: of the rank that failed first.
 
     `exits` are those of ranks that did not end well, earliest first, without what the launcher
-    itself brought about; `slot` is the one that was running. A rank that died without a word comes
+    itself brought about; `slot` is the one that was running. `oom` says whether the system has
+    killed a process here for lack of memory. A rank that died without a word comes
     before ranks that raised, because a lost peer makes others raise, or has a library abort them.
     """
     reports = _reports(run_dir)
@@ -97,12 +108,13 @@ def first(run_dir: Path, exits: Sequence[Exit], slot: str | None = None) -> RunF
     silent = [end for end in exits if end.rank not in reported]
     causes = [end for end in silent if end.code != -signal.SIGABRT]
     if causes:
-        return RunFailed(_died(run_dir, causes[0], slot), kind="died", restart="always")
+        return _died(run_dir, causes[0], slot, oom)
     if reports:
         restart: Any = "never" if reports[0]["expected"] else "after progress"
-        return RunFailed(_raised(run_dir, reports[0]), restart=restart)
+        memory = reports[0].get("memory", "")
+        return RunFailed(_raised(run_dir, reports[0]), restart=restart, memory=memory)
     if silent:
-        return RunFailed(_died(run_dir, silent[0], slot), kind="died", restart="always")
+        return _died(run_dir, silent[0], slot, oom)
     return RunFailed(f"the run failed without saying why\n{continuation(run_dir)}")
 
 
@@ -128,12 +140,15 @@ def _reports(run_dir: Path) -> list[dict[str, Any]]:
     return sorted(reports, key=lambda report: (report["time"], report["rank"]))
 
 
-def _died(run_dir: Path, end: Exit, slot: str | None) -> str:
+def _died(run_dir: Path, end: Exit, slot: str | None, oom: bool) -> RunFailed:
     where = f"in slot `{slot}`" if slot else "before the first slot"
-    return (
-        f"rank {end.rank} {manner(end.code)} {where}\n"
+    killed = oom and -end.code == signal.SIGKILL
+    how = "was killed by the system, which was out of memory," if killed else manner(end.code)
+    text = (
+        f"rank {end.rank} {how} {where}\n"
         f"  log: {run_dir}/logs/rank-{end.rank:05d}.log\n{continuation(run_dir)}"
     )
+    return RunFailed(text, kind="died", restart="always", memory="host" if killed else "")
 
 
 def manner(code: int) -> str:

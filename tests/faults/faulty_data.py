@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from pipeline.contracts.data import Data, Sample, Samples
 from pipeline.contracts.stage import Context
@@ -30,6 +31,8 @@ class Toy(Samples):
         self._reads += 1
         if os.environ.get("KILL_AT") == f"read {self._reads}":
             os.kill(os.getpid(), signal.SIGKILL)
+        if os.environ.get("OOM_AT") == f"read {self._reads}":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
         time.sleep(float(os.environ.get("READ_SECONDS", "0")))
         tokens = self._tokens[index]
         return Sample(input_ids=tokens[:-1], labels=tokens[1:])
