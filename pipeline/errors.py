@@ -48,10 +48,16 @@ class Problem:
         return f"{where}{key}{self.message}{hint}"
 
 
+Restart = Literal["never", "after progress", "always"]
+"""When another start of a failed run may succeed; `after progress` if this one had come further
+than the one before."""
+
+
 class PipeError(Exception):
     """Base of every error a user can cause or can act on; shown without a traceback."""
 
     exit_code = 1
+    restart: Restart = "never"
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(f"{message} ({hint})" if hint else message)
@@ -124,6 +130,12 @@ class CheckpointError(StageError):
     """A checkpoint is incomplete, damaged, or does not belong to this run."""
 
 
+class WriterDied(CheckpointError):
+    """The process that writes a rank's checkpoints was killed, or has crashed."""
+
+    restart = "always"
+
+
 class ResumeRefused(CheckpointError):
     """The recipe differs from the training whose checkpoint it would continue."""
 
@@ -140,13 +152,11 @@ class RunFailed(PipeError):
         message: str,
         *,
         kind: Literal["raised", "stalled", "died"] = "raised",
-        restart: Literal["never", "after progress", "always"] = "never",
+        restart: Restart = "never",
         memory: Literal["", "host", "device"] = "",
     ) -> None:
         self.kind: Literal["raised", "stalled", "died"] = kind
-        self.restart: Literal["never", "after progress", "always"] = restart
-        """When another start may succeed: `after progress` if this one had come further than the
-        one before."""
+        self.restart = restart
         self.memory: Literal["", "host", "device"] = memory
         """Kind of memory that ran out."""
         super().__init__(message)

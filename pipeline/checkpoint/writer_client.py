@@ -21,7 +21,7 @@ from pipeline.checkpoint import rng_state
 from pipeline.checkpoint.staging import Copy, Staging
 from pipeline.checkpoint.write_plan import DTYPES, WritePlan, random_key
 from pipeline.checkpoint.writer_protocol import SaveRequest, SaveResult, WriterSetup
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, WriterDied
 from pipeline.utils.files import anonymous_file
 from pipeline.utils.process_tree import own_module
 
@@ -121,7 +121,7 @@ class WriterProcess:
     def _dead(self) -> CheckpointError:
         code = self._process.wait()
         how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return CheckpointError(
+        return WriterDied(
             f"the process that writes rank {self._rank}'s checkpoints ended ({how})",
             hint="its messages are above or in the rank's log",
         )

@@ -31,7 +31,7 @@ GRAVITY = ("raised", "stalled", "died", "lost")
 """Kinds of failures: of several in a round, the last of these is the cause."""
 
 
-class Restart(NamedTuple):
+class Restarted(NamedTuple):
     """A failure after which the run goes on."""
 
     text: str
@@ -58,7 +58,7 @@ class Coordinator:
     most: int
     restarts: Restarts
     rendezvous_seconds: float
-    notes: list[Restart] = field(default_factory=list)
+    notes: list[Restarted] = field(default_factory=list)
     """Restarts that nobody has recorded yet."""
     folder: str = ""
     accept: tuple[str, ...] = ()
@@ -235,7 +235,7 @@ class Coordinator:
         if wait is None:
             self.over = Over(kind="failed", text=cause.text, memory=cause.memory)
             return
-        self.notes.append(Restart(cause.text, self._attempts.number, wait))
+        self.notes.append(Restarted(cause.text, self._attempts.number, wait))
         self._members, self._not_before = [], now + wait
 
     def _give_up(self, text: str) -> None:

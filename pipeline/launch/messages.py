@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Restart = Literal["never", "after progress", "always"]
+from pipeline.errors import Restart
+
 Memory = Literal["", "host", "device"]
 
 

@@ -15,9 +15,15 @@ import click
 
 from pipeline.distributed.environment import STOPPED, is_worker, started, worker_rank
 from pipeline.distributed.launchers import placement
-from pipeline.distributed.placement import NodeOptions, NodePlacement, RankPlacement, combined
+from pipeline.distributed.placement import (
+    NodeOptions,
+    NodePlacement,
+    Placement,
+    RankPlacement,
+    combined,
+)
 from pipeline.distributed.signals import Interrupted, default_signals, stoppable
-from pipeline.errors import PipeError, RunStopped, UsageError, system_errors_as
+from pipeline.errors import CommandStopped, PipeError, RunStopped, UsageError, system_errors_as
 from pipeline.plan.plan import Plan, Started
 from pipeline.run import failures, rundir
 from pipeline.run.journal import Journal
@@ -59,15 +65,22 @@ def start(job: Job, options: NodeOptions | None = None) -> None:
         _follow(job)
         return
     # torchrun waits 30 s for a rank that it stops; a rank can be in a collective that never ends.
-    with stoppable(force_after=3.0 if is_worker() else None):
-        if is_worker():
-            _lead(job)
-        elif isinstance(found, NodePlacement) and found.max_nodes > 1:
-            from pipeline.launch.node import start_node
+    try:
+        with stoppable(force_after=3.0 if is_worker() else None):
+            _start(job, found)
+    except CommandStopped as stopped:  # before there was anything to go on with
+        raise RunStopped(str(stopped)) from None
 
-            start_node(job, found)
-        else:
-            _start_here(job, found.procs if isinstance(found, NodePlacement) else None)
+
+def _start(job: Job, found: Placement | None) -> None:
+    if is_worker():
+        _lead(job)
+    elif isinstance(found, NodePlacement) and found.max_nodes > 1:
+        from pipeline.launch.node import start_node
+
+        start_node(job, found)
+    else:
+        _start_here(job, found.procs if isinstance(found, NodePlacement) else None)
 
 
 def _start_here(job: Job, procs: int | None) -> None:

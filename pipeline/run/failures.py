@@ -18,7 +18,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipeline.errors import ResumeRefused, RunFailed, in_words, is_expected
+from pipeline.errors import (
+    PipeError,
+    Restart,
+    ResumeRefused,
+    RunFailed,
+    in_words,
+    is_expected,
+)
 from pipeline.utils.files import private_folder, replace_text
 from pipeline.utils.terminal import shown
 
@@ -53,6 +60,7 @@ def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
             "expected": is_expected(error),
             "refused": isinstance(error, ResumeRefused),
             "memory": _memory(error),
+            "restart": _restart(error),
             "place": _place(error),
         }
     )
@@ -68,6 +76,13 @@ def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
                 spare.write(facts + "\n")
         if SPARE not in os.environ or not is_expected(error):
             print(describe(error) if is_expected(error) else trace, file=sys.stderr)
+
+
+def _restart(error: BaseException) -> Restart:
+    """When another start may succeed. What a person need not act on may have been an accident."""
+    if isinstance(error, PipeError):
+        return error.restart
+    return "never" if is_expected(error) else "after progress"
 
 
 def _memory(error: BaseException) -> str:
@@ -110,9 +125,9 @@ def first(
     if causes:
         return _died(run_dir, causes[0], slot, oom)
     if reports:
-        restart: Any = "never" if reports[0]["expected"] else "after progress"
-        memory = reports[0].get("memory", "")
-        return RunFailed(_raised(run_dir, reports[0]), restart=restart, memory=memory)
+        cause = reports[0]
+        text, memory = _raised(run_dir, cause), cause["memory"]
+        return RunFailed(text, restart=cause["restart"], memory=memory)
     if silent:
         return _died(run_dir, silent[0], slot, oom)
     return RunFailed(f"the run failed without saying why\n{continuation(run_dir)}")

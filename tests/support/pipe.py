@@ -37,6 +37,31 @@ class Outcome:
     seconds: float
 
 
+class Forked:
+    """A command that runs in a forked process."""
+
+    def __init__(self, process: Any, place: Path) -> None:
+        self._process, self._place = process, place
+        self._began = time.monotonic()
+
+    def send(self, number: int) -> None:
+        """Send a signal to it, if it is alive."""
+        if self._process.exitcode is None:
+            os.kill(self._process.pid, number)
+
+    def alive(self) -> bool:
+        """Return whether it has not ended."""
+        return self._process.exitcode is None
+
+    def end(self) -> Outcome:
+        """Wait for its end."""
+        self._process.join(LIMIT)
+        assert self._process.exitcode is not None, "the command has not ended"
+        said, wrong = (Path(self._place, name).read_text() for name in STREAMS)
+        seconds = time.monotonic() - self._began
+        return Outcome(code=self._process.exitcode, stdout=said, stderr=wrong, seconds=seconds)
+
+
 class Pipe:
     """`pipe` in its own processes, with the misbehaving stages installed."""
 
@@ -81,16 +106,15 @@ class Pipe:
         """Run `pipe ARGUMENTS` to its end; in the quick tier it and its ranks are forked."""
         if FULL:
             return self.end(self.start("-m", "pipetrain", *arguments, **environment))
-        began = time.monotonic()
         with tempfile.TemporaryDirectory() as place:
-            work = (place, str(self.folder), self.environment | environment, arguments)
-            process = forking().Process(target=_pipe, args=work)
-            process.start()
-            process.join(LIMIT)
-            assert process.exitcode is not None, f"pipe {arguments} has not ended"
-            said, wrong = (Path(place, name).read_text() for name in STREAMS)
-        seconds = time.monotonic() - began
-        return Outcome(code=process.exitcode, stdout=said, stderr=wrong, seconds=seconds)
+            return self.fork(Path(place), *arguments, **environment).end()
+
+    def fork(self, place: Path, *arguments: str, **environment: str) -> Forked:
+        """Start `pipe ARGUMENTS` forked, as its ranks are, with its output in `place`."""
+        work = (str(place), str(self.folder), self.environment | environment, arguments)
+        process = forking().Process(target=_pipe, args=work)
+        process.start()
+        return Forked(process, place)
 
     def run(self, recipe: Path, **environment: str) -> Outcome:
         """Run `pipe run` in the run folder of this test."""

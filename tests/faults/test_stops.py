@@ -1,0 +1,161 @@
+"""Signals and kills at random moments: nothing is lost, and the same command goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from pipeline.run.metrics import records
+from tests.support.pipe import Forked, Outcome, Pipe
+from tests.support.tier import times
+from tests.support.tiny_recipe import EXPORT, losses, outcome, training
+
+STEPS, RANKS = times(quick=120, full=1200), 2
+STOPS = times(quick=4, full=50)
+KILLS = times(quick=3, full=20)
+Command = Callable[..., Forked]
+
+
+def recipe(folder: Path, **fields: object) -> Path:
+    """Write a recipe whose run goes on by itself after kills, and saves now and then."""
+    stages = training(
+        data={"heldout": True},
+        checkpoint={"every": 10, "keep": 2},
+        train={"steps": STEPS, "eval_every": 7, **fields},
+    )
+    launch = {"procs": RANKS, "device": "cpu", "restarts": {"limit": 5, "backoff": 0}}
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps({"name": "tiny", "launch": launch, "stages": stages | EXPORT}))
+    return path
+
+
+@pytest.fixture
+def command(pipe: Pipe, tmp_path: Path) -> Command:
+    """Start the same command again and again."""
+    path, numbers = recipe(tmp_path), iter(range(1000))
+
+    def start(**environment: str) -> Forked:
+        place = tmp_path / f"said-{next(numbers)}"
+        place.mkdir()
+        arguments = ("run", str(path), "--run-dir", str(pipe.run_dir))
+        return pipe.fork(place, *arguments, **environment)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def calm(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[float]]:
+    """Return weights and losses of an undisturbed run."""
+    folder = tmp_path_factory.mktemp("calm")
+    pipe = Pipe(plugin, folder)
+    assert pipe.run(recipe(folder)).code == 0
+    return outcome(pipe.run_dir, STEPS)
+
+
+def ranks(run: Path) -> list[int]:
+    """Return the processes of a run's ranks: they alone hold its rank logs open."""
+    found = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        try:
+            place = str(link.readlink())
+        except OSError:
+            continue
+        if place.startswith(f"{run}/logs/rank-"):
+            found.add(int(link.parts[2]))
+    return sorted(found)
+
+
+def moments(chance: random.Random, run: Path, process: Forked) -> Iterator[None]:
+    """Wait for random moments while the process is alive, most of them in the training."""
+    while process.alive():
+        before = len(losses(run))
+        steps = chance.choice([0, 5, 12, 30])
+        deadline = time.monotonic() + 10
+        while steps and len(losses(run)) < before + steps and time.monotonic() < deadline:
+            if not process.alive():
+                return
+            time.sleep(0.01)
+        time.sleep(chance.uniform(0, 0.3))
+        if process.alive():
+            yield
+
+
+def evaluations(run: Path) -> list[int]:
+    return [r["step"] for r in records(run / "metrics.jsonl") if "eval_loss" in r]
+
+
+def newest(run: Path) -> int:
+    """Return the step of the newest checkpoint; 0 without one."""
+    names = sorted(path.name for path in (run / "checkpoints").glob("step-????????"))
+    return int(names[-1].removeprefix("step-")) if names else 0
+
+
+def test_stops_lose_no_step(pipe: Pipe, command: Command, calm: tuple[bytes, list[float]]) -> None:
+    chance, codes = random.Random(5), []
+    result: Outcome | None = None
+    for _ in range(STOPS):
+        process = command()
+        if next(moments(chance, pipe.run_dir, process), "ended") != "ended":
+            target = chance.choice(["launcher", "rank"])
+            pids = ranks(pipe.run_dir)
+            number = chance.choice([signal.SIGTERM, signal.SIGUSR1])
+            if target == "rank" and pids:
+                os.kill(chance.choice(pids), number)
+            else:
+                process.send(number)
+        result = process.end()
+        codes.append(result.code)
+        assert result.code in (0, 75), result.stderr
+        assert newest(pipe.run_dir) == (losses(pipe.run_dir) or [(0, 0.0)])[-1][0], result.stdout
+        if result.code == 0:
+            break
+    assert 75 in codes
+    if result is None or result.code != 0:
+        result = command().end()
+    assert result.code == 0, result.stderr
+    assert outcome(pipe.run_dir, STEPS) == calm
+    assert evaluations(pipe.run_dir) == [*range(7, STEPS, 7), STEPS]
+
+
+def test_ranks_that_are_killed_are_started_again(
+    pipe: Pipe, command: Command, calm: tuple[bytes, list[float]]
+) -> None:
+    chance, killed, process = random.Random(6), 0, command()
+    for _ in moments(chance, pipe.run_dir, process):
+        saved = newest(pipe.run_dir)
+        pids = ranks(pipe.run_dir)
+        if pids and saved:
+            os.kill(chance.choice(pids), signal.SIGKILL)
+            killed += 1
+            pipe.wait_for(lambda saved=saved: newest(pipe.run_dir) > saved or not process.alive())
+        if killed == KILLS:
+            break
+    result = process.end()
+    assert result.code == 0, result.stderr
+    assert killed == KILLS
+    assert result.stderr.count("starting again in 0 s (restart 1)") == killed
+    assert outcome(pipe.run_dir, STEPS) == calm
+
+
+def test_a_launcher_that_is_killed_goes_on_by_the_same_command(
+    pipe: Pipe, command: Command, calm: tuple[bytes, list[float]]
+) -> None:
+    chance, killed = random.Random(7), 0
+    while killed < KILLS:
+        process = command()
+        if next(moments(chance, pipe.run_dir, process), "ended") == "ended":
+            break
+        process.send(signal.SIGKILL)
+        assert process.end().code == -signal.SIGKILL
+        pipe.wait_for(lambda: not ranks(pipe.run_dir), limit=5)
+        killed += 1
+    assert command().end().code == 0
+    assert killed == KILLS or newest(pipe.run_dir) == STEPS
+    assert outcome(pipe.run_dir, STEPS) == calm
