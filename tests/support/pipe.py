@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.forked import fork_ranks
+from tests.support.points import install_from_environment
 from tests.support.processes import forking
 from tests.support.tier import FULL
 
@@ -159,4 +160,5 @@ def _pipe(place: str, folder: str, environment: dict[str, str], arguments: tuple
     from pipeline.cli import main
 
     fork_ranks()
+    install_from_environment()
     main()

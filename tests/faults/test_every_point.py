@@ -1,0 +1,119 @@
+"""A run that dies, or is refused an operation, at any point goes on to the same end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.support.pipe import REPOSITORY, Outcome, Pipe
+from tests.support.points import SITECUSTOMIZE, STARTS, VARIABLE, Plan, Point
+from tests.support.tier import FULL, spread, times
+from tests.support.tiny_recipe import EXPORT, outcome, training
+
+STEPS, RANKS = 4, 2
+STRATEGIES = {
+    "ddp": {"use": "wrap.ddp"},
+    "fsdp": {"use": "wrap.fsdp"},
+    "zero1": {"use": "wrap.zero", "stage": 1},
+    "zero3": {"use": "wrap.zero", "stage": 3},
+}
+EACH = times(quick=4, full=30)
+"""Points of each strategy and kind of fault."""
+REFUSALS = ("ENOSPC", "EIO", "EROFS")
+
+
+class Instrumented:
+    """A tiny run of a strategy in a folder of its own, with one fault."""
+
+    def __init__(self, plugin: Path, folder: Path, strategy: str) -> None:
+        self.pipe = Pipe(plugin, folder)
+        stages = training(checkpoint={"every": 2}, train={"steps": STEPS}) | EXPORT
+        stages["wrap"] = STRATEGIES[strategy]
+        restarts = {"limit": 2, "backoff": 0}
+        launch = {"procs": RANKS, "device": "cpu", "restarts": restarts}
+        self.recipe = folder / "recipe.yaml"
+        self.recipe.write_text(json.dumps({"name": "tiny", "launch": launch, "stages": stages}))
+        site = folder / "site"
+        site.mkdir()
+        (site / "sitecustomize.py").write_text(SITECUSTOMIZE)
+        path = f"{site}:{plugin}:{REPOSITORY}"
+        self.pipe.environment |= {"PYTHONPATH": path}
+
+    def start(self, **plan: object) -> Outcome:
+        """Run `pipe run`, instrumented if there is a plan."""
+        fields = {"root": str(self.pipe.run_dir), "fired": str(self.pipe.folder / "fired"), **plan}
+        given = {VARIABLE: json.dumps(dataclasses.asdict(Plan(**fields)))} if plan else {}  # type: ignore[arg-type]
+        return self.pipe.run(self.recipe, **given)
+
+    def outcome(self) -> tuple[bytes, list[float]]:
+        """Return weights and losses at the end."""
+        return outcome(self.pipe.run_dir, STEPS)
+
+    def fired(self) -> bool:
+        """Return whether the fault has happened."""
+        return (self.pipe.folder / "fired").exists()
+
+
+Calm = Callable[[str], tuple[list[Point], tuple[bytes, list[float]]]]
+
+
+@pytest.fixture(scope="session")
+def calm(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Calm:
+    """Return the points of an undisturbed run under a strategy, and its outcome."""
+    known: dict[str, tuple[list[Point], tuple[bytes, list[float]]]] = {}
+
+    def find(strategy: str) -> tuple[list[Point], tuple[bytes, list[float]]]:
+        if strategy not in known:
+            run = Instrumented(plugin, tmp_path_factory.mktemp("calm"), strategy)
+            log = run.pipe.folder / "points"
+            result = run.start(log=str(log))
+            assert result.code == 0, result.stderr
+            points = [Point(*json.loads(line)) for line in log.read_text().splitlines()]
+            known[strategy] = (sorted(set(points), key=lambda p: (p.role, p.number)), run.outcome())
+        return known[strategy]
+
+    return find
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES if FULL else ["ddp"])
+def test_a_process_that_is_killed_anywhere(
+    plugin: Path, tmp_path_factory: pytest.TempPathFactory, calm: Calm, strategy: str
+) -> None:
+    points, expected = calm(strategy)
+    assert {point.role for point in points} == {"launcher", "rank 0", "rank 1", "writer 0",
+                                                "writer 1"}  # fmt: skip
+    assert len(points) > 150
+    for point in spread(points, EACH):
+        run = Instrumented(plugin, tmp_path_factory.mktemp("kill"), strategy)
+        result = run.start(role=point.role, number=point.number)
+        if point.role == "launcher":
+            assert result.code == -9, point
+            result = run.start()
+        assert run.fired(), point
+        assert result.code == 0, (point, result.stderr)
+        assert run.outcome() == expected, point
+        assert run.pipe.processes() == []
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES if FULL else ["zero1"])
+def test_an_operation_that_is_refused_anywhere(
+    plugin: Path, tmp_path_factory: pytest.TempPathFactory, calm: Calm, strategy: str
+) -> None:
+    points, expected = calm(strategy)
+    writing = [point for point in points if point.kind not in STARTS]
+    for number, point in enumerate(spread(writing, EACH)):
+        run = Instrumented(plugin, tmp_path_factory.mktemp("refusal"), strategy)
+        how = REFUSALS[number % len(REFUSALS)]
+        result = run.start(role=point.role, number=point.number, how=how)
+        assert run.fired(), point
+        assert result.code in (0, 1, 2), (point, how, result.stderr)
+        assert "Traceback" not in result.stderr + result.stdout, (point, how, result.stderr)
+        assert "a bug in pipe" not in result.stderr, (point, how, result.stderr)
+        if result.code:
+            assert run.start().code == 0, (point, how)
+        assert run.outcome() == expected, (point, how)
+        assert run.pipe.processes() == []
