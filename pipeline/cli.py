@@ -23,6 +23,7 @@ from pipeline.utils.terminal import guard
 COMMANDS = {
     "run": ("run:run", "Run a recipe's stages, in order."),
     "resume": ("run:resume", "Continue a run where it stopped."),
+    "launch": ("launch:launch", "Write or submit the script with which a scheduler runs a recipe."),
     "bench": ("bench:bench", "Measure a recipe under several strategies and process counts."),
     "ls": ("ls:ls", "List runs."),
     "inspect": ("inspect:inspect", "Show what is in a checkpoint; verify it."),

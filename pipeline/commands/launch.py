@@ -1,0 +1,157 @@
+"""`pipe launch`."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from shutil import which
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from pipeline.launch.targets.job import Job, Target
+    from pipeline.plan.plan import Plan
+
+TARGETS = ("slurm", "kubeflow", "skypilot", "dstack", "docker")
+OPTIONS = {
+    "kind": "--gpu-kind", "image": "--image", "mounts": "--mount", "time_limit": "--time-limit",
+    "grace": "--grace", "tasks": "--tasks", "extra": "--extra",
+}  # fmt: skip
+DEFAULTS = {"grace": 300, "tasks": "node"}
+
+
+@click.command("launch")
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@click.option("--target", type=click.Choice(TARGETS), required=True, help="Where it will run.")
+@click.option("--print", "shows", is_flag=True, help="Write the script to standard output.")
+@click.option("--submit", is_flag=True, help="Hand it to the target's client.")
+@click.option(
+    "--run-dir",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="The run's folder, which all nodes see. A job that is started again goes on with it.",
+)
+@click.option("--nodes", metavar="N|MIN:MAX", help="Nodes, if not those of the recipe.")
+@click.option("--gpus", type=click.IntRange(0), help="GPUs of each node (default: launch.procs).")
+@click.option("--gpu-kind", "kind", help="Kind of GPU, as the target calls it, such as H100.")
+@click.option("--image", help="Container image with this program (Slurm: through pyxis).")
+@click.option(
+    "--mount",
+    "mounts",
+    multiple=True,
+    metavar="SOURCE:TARGET",
+    help="Folder (Kubeflow: volume claim, SkyPilot: bucket) that the container sees.",
+)
+@click.option("--time-limit", help="As Slurm writes it, such as 24:00:00.")
+@click.option("--grace", type=click.IntRange(1), help="Seconds to save before the end [300].")
+@click.option(
+    "--tasks",
+    type=click.Choice(["node", "gpu"]),
+    help="One task a node, which starts its ranks, or one a GPU [node].",
+)
+@click.option(
+    "--extra", multiple=True, help="An option of the target's own, such as --partition=a."
+)
+def launch(
+    recipe: Path,
+    overrides: tuple[str, ...],
+    target: str,
+    shows: bool,
+    submit: bool,
+    run_dir: Path,
+    nodes: str | None,
+    gpus: int | None,
+    **given: Any,
+) -> None:
+    """Write the script or file with which a scheduler runs RECIPE, or submit it.
+
+    OVERRIDES change the recipe, as in train.steps=50. The recipe is checked first. Nothing of the
+    environment is written into the script: variables that the recipe reads are passed by name.
+    """
+    from pipeline.distributed.placement import bounds
+    from pipeline.errors import UsageError
+    from pipeline.launch.targets import TARGETS as KNOWN
+    from pipeline.plan.plan import plan_file
+
+    if shows == submit:
+        raise UsageError("give exactly one of --print and --submit")
+    kind = KNOWN[target]
+    _require_options(target, kind, given)
+    if nodes is not None:
+        few, most = bounds(nodes, "--nodes")
+        own = str(most) if few == most else f"{{min: {few}, max: {most}}}"
+        overrides = (*overrides, f"launch.nodes={own}")
+    plan = plan_file(recipe, overrides, forecast=True)
+    arguments = ["run", str(recipe), *overrides, "--run-dir", str(run_dir)]
+    job = _job(plan, arguments, gpus, given)
+    lacking = next((n for n in kind.needs_with_gpus if job.gpus and not getattr(job, n)), None)
+    if lacking is not None:
+        raise UsageError(f"{target} needs {OPTIONS[lacking]} for a job on GPUs")
+    if target == "docker" and job.most_nodes > 1:
+        raise UsageError(f"docker runs on one machine, and this is for {job.most_nodes} nodes")
+    text = kind.write(job)
+    click.echo(text, nl=False) if shows else _submit(target, kind, text)
+
+
+def _require_options(target: str, kind: Target, given: dict[str, Any]) -> None:
+    from pipeline.errors import UsageError
+
+    for name, flag in OPTIONS.items():
+        if given[name] and name not in kind.uses:
+            raise UsageError(f"{flag} means nothing to {target}", hint="leave it out")
+        if not given[name] and name in kind.needs:
+            raise UsageError(f"{target} needs {flag}")
+
+
+def _job(plan: Plan, arguments: Sequence[str], gpus: int | None, given: dict[str, Any]) -> Job:
+    from pipeline.errors import UsageError
+    from pipeline.launch.targets.job import Job
+
+    launch = plan.recipe.launch
+    few, most = launch.fewest_nodes or 1, launch.most_nodes or 1
+    on_cpu = launch.device == "cpu"
+    if on_cpu and gpus:
+        raise UsageError(f"--gpus {gpus}, but the recipe computes on CPUs (launch.device: cpu)")
+    if gpus is None and not on_cpu:
+        gpus = launch.procs
+    if gpus is None and not on_cpu:
+        raise UsageError("how many GPUs a node has is not known", hint="give --gpus")
+    if launch.procs is not None and gpus and gpus != launch.procs:
+        raise UsageError(f"--gpus {gpus}, but launch.procs is {launch.procs}: one process a GPU")
+    fields: dict[str, Any] = {n: value or DEFAULTS.get(n, value) for n, value in given.items()}
+    fields |= {name: fields[name] or "" for name in ("kind", "image", "time_limit")}
+    if given["tasks"] == "gpu" and few != most:
+        raise UsageError("an elastic run needs one task a node", hint="leave out --tasks gpu")
+    return Job(
+        name=plan.recipe.name,
+        arguments=arguments,
+        fewest_nodes=few,
+        most_nodes=most,
+        procs=launch.procs,
+        gpus=gpus or 0,
+        env=plan.recipe.env,
+        **fields,
+    )
+
+
+def _submit(target: str, kind: Target, text: str) -> None:
+    """Hand the text to the target's client."""
+    from pipeline.errors import UsageError
+
+    if which(kind.submit[0]) is None:
+        raise UsageError(
+            f"--submit needs {kind.submit[0]}, which is not installed here",
+            hint=f"--print writes what {target} wants",
+        )
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        command = [file.name if word == "{file}" else word for word in kind.submit]
+        whole = None if "{file}" in kind.submit else text
+        done = subprocess.run(command, input=whole, text=True, check=False)
+    if done.returncode:
+        raise UsageError(f"{kind.submit[0]} has refused it: exit code {done.returncode}")

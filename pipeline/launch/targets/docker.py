@@ -1,0 +1,42 @@
+"""A script that runs a container on one machine."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from pipeline.launch.targets.job import Job, Target, comment
+
+
+def write(job: Job) -> str:
+    """The script for bash."""
+    return "".join(["#!/bin/bash\n", *_lines(job)])
+
+
+def _lines(job: Job) -> Iterator[str]:
+    yield comment(
+        f"{job.name}: written by `pipe launch`; run it with bash. The same script goes on with the "
+        "run that is in its folder, which must lie in a mounted folder.",
+        "`docker stop` asks the run to save and stop; it gets as long as --stop-timeout says.",
+    )
+    yield "set -u\n\n"
+    options = ["docker", "run", "--rm", "--init", "--stop-timeout", str(job.grace)]
+    options += ["--name", job.name]
+    if job.gpus:
+        options += ["--gpus", str(job.gpus)]
+    yield comment("Processes of a run exchange data in shared memory, of which Docker gives 64 MB.")
+    options += ["--ipc", "host"]
+    for mount in job.mounts:
+        options += ["--volume", mount]
+    for name in job.env:
+        options += ["--env", name]
+    options += [*job.extra, job.image, "pipe", *job.arguments]
+    yield f"exec {shlex.join(options)}\n"
+
+
+TARGET = Target(
+    write=write,
+    submit=("bash", "{file}"),
+    uses=frozenset({"image", "mounts", "grace", "extra"}),
+    needs=frozenset({"image"}),
+)

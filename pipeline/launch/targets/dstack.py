@@ -1,0 +1,53 @@
+"""A task for dstack."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pipeline.launch.targets.job import Job, Target, block, comment
+from pipeline.launch.targets.kubeflow import label
+
+
+def write(job: Job) -> str:
+    """The file for `dstack apply`."""
+    return "".join(_parts(job))
+
+
+def _parts(job: Job) -> Iterator[str]:
+    yield comment(
+        f"{job.name}: written by `pipe launch`; submit it with dstack apply -f.",
+        "The run's folder must lie on a volume; the same task goes on with the run that is in it.",
+    )
+    yield block("type", "task")
+    yield block("name", label(job.name))
+    yield block("nodes", job.most_nodes)
+    if job.image:
+        yield block("image", job.image)
+    else:
+        yield block("python", "3.12")
+    if job.env:
+        yield block("env", list(job.env), "Their values come from your environment.")
+    setup = [] if job.image else ["pip install pipetrain"]
+    yield block(
+        "commands", [*setup, job.command],
+        "Each node runs this; it learns its place from DSTACK_* variables.",
+    )  # fmt: skip
+    resources: dict[str, Any] = {}
+    if job.gpus:
+        resources["gpu"] = f"{job.kind}:{job.gpus}" if job.kind else job.gpus
+    resources["shm_size"] = "16GB"
+    yield block("resources", resources)
+    if job.mounts:
+        yield block("volumes", list(job.mounts))
+    yield block(
+        "retry", {"on_events": ["no-capacity", "interruption", "error"], "duration": "1d"},
+        "A run that was stopped, or has failed, is started again, and goes on.",
+    )  # fmt: skip
+
+
+TARGET = Target(
+    write=write,
+    submit=("dstack", "apply", "--yes", "--file", "{file}"),
+    uses=frozenset({"image", "mounts", "kind"}),
+)

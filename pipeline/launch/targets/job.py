@@ -1,0 +1,93 @@
+"""A run to hand to a scheduler, and what a target makes of it."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+WIDTH = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What a script needs to know of a run."""
+
+    name: str
+    arguments: Sequence[str]
+    """Of `pipe`: `run RECIPE ... --run-dir DIR`."""
+    fewest_nodes: int
+    most_nodes: int
+    procs: int | None
+    """Processes on each node; None is one per GPU that is there."""
+    gpus: int
+    """GPUs of each node; 0 computes on CPUs."""
+    kind: str
+    """Kind of GPU, as the scheduler calls it; empty for any."""
+    image: str
+    mounts: Sequence[str]
+    """`SOURCE:TARGET` of each folder that the container sees."""
+    time_limit: str
+    """As the scheduler writes it; empty for its own."""
+    grace: int
+    """Seconds before the time limit at which the run is asked to save and stop."""
+    tasks: str
+    """`node`: one process a node starts the others; `gpu`: the scheduler starts each rank."""
+    env: Sequence[str]
+    """Names of the environment variables that the recipe reads."""
+    extra: Sequence[str]
+    """Lines or options of the target's own."""
+
+    @property
+    def command(self) -> str:
+        """The command line of `pipe`, for a POSIX shell."""
+        return shlex.join(["pipe", *self.arguments])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A scheduler, or a machine with Docker."""
+
+    write: Callable[[Job], str]
+    """Makes the text of the script or file."""
+    submit: Sequence[str]
+    """Command that takes the text on standard input, or in the file that stands for `{file}`."""
+    uses: frozenset[str]
+    """Fields of a job that it can do something with, besides those that all can."""
+    needs: frozenset[str] = frozenset()
+    """Fields without which it makes no sense."""
+    needs_with_gpus: frozenset[str] = frozenset()
+    """The same for a job on GPUs."""
+
+
+def comment(*paragraphs: str) -> str:
+    """Paragraphs as comment lines of a shell script or YAML file."""
+    lines: list[str] = []
+    for paragraph in paragraphs:
+        lines += textwrap.wrap(paragraph, WIDTH - 2, break_long_words=False, break_on_hyphens=False)
+    return "".join(f"# {line}\n" for line in lines)
+
+
+def block(key: str, value: Any, *words: str) -> str:
+    """An entry of a YAML mapping, behind its comment."""
+    text = yaml.dump({key: value}, Dumper=_Dumper, sort_keys=False, width=1 << 20)
+    return comment(*words) + text
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes commands as literal blocks, and everything where it stands."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    style = "|" if text.endswith("\n") and text.strip() else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _text)

@@ -1,0 +1,92 @@
+"""A TrainJob for Kubeflow's Trainer v2."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from pipeline.launch.targets.job import Job, Target, block, comment
+
+
+def write(job: Job) -> str:
+    """The file for `kubectl create`."""
+    return "".join(_parts(job))
+
+
+def _parts(job: Job) -> Iterator[str]:
+    yield comment(
+        f"{job.name}: written by `pipe launch`; submit it with kubectl create -f.",
+        "Recipe and run folder must lie on a volume that all nodes mount. A node's process learns "
+        "its place from PET_* variables, which the trainer's torch runtimes set.",
+        "A pod that is asked to leave gets SIGTERM: the run saves and ends with exit code 75. "
+        "Whether it is started again is said by the runtime (its JobSet's failurePolicy, its jobs' "
+        "podFailurePolicy); the same TrainJob goes on with the run that is in its folder.",
+    )
+    yield block("apiVersion", "trainer.kubeflow.org/v1alpha1")
+    yield block("kind", "TrainJob")
+    yield block("metadata", {"name": label(job.name)})
+    spec = {
+        "runtimeRef": {"name": "torch-distributed"},
+        "trainer": _trainer(job),
+        "runtimePatches": [_patch(job)],
+    }
+    if job.env:
+        yield comment(
+            f"Variables that the recipe reads come from the secret {_secret(job)}: kubectl create "
+            f"secret generic {_secret(job)} --from-literal=NAME=VALUE"
+        )
+    yield block("spec", spec)
+
+
+def _trainer(job: Job) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "image": job.image,
+        "command": ["pipe", *job.arguments],
+        "numNodes": job.most_nodes,
+    }
+    ranks = job.procs or job.gpus
+    if ranks:
+        found["numProcPerNode"] = ranks
+    if job.gpus:
+        gpus = {"nvidia.com/gpu": str(job.gpus)}
+        found["resourcesPerNode"] = {"limits": gpus, "requests": gpus}
+    if job.env:
+        found["env"] = [
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": _secret(job), "key": name}}}
+            for name in job.env
+        ]
+    return found
+
+
+def _patch(job: Job) -> dict[str, Any]:
+    """Changes of the runtime's pods: volumes, and time to save before they are killed."""
+    pod: dict[str, Any] = {"terminationGracePeriodSeconds": job.grace}
+    if job.mounts:
+        pairs = [(f"volume-{n}", *mount.rpartition(":")) for n, mount in enumerate(job.mounts)]
+        pod["volumes"] = [
+            {"name": name, "persistentVolumeClaim": {"claimName": claim}}
+            for name, claim, *_ in pairs
+        ]
+        mounts = [{"name": name, "mountPath": target} for name, *_, target in pairs]
+        pod["containers"] = [{"name": "node", "volumeMounts": mounts}]
+    node = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
+    jobs = {"template": {"spec": {"replicatedJobs": [node]}}}
+    return {"manager": "pipetrain/pipe-launch", "trainingRuntimeSpec": jobs}
+
+
+def label(name: str) -> str:
+    """The name with what Kubernetes allows in it."""
+    return re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:50] or "run"
+
+
+def _secret(job: Job) -> str:
+    return f"{label(job.name)}-env"
+
+
+TARGET = Target(
+    write=write,
+    submit=("kubectl", "create", "-f", "{file}"),
+    uses=frozenset({"image", "mounts", "grace"}),
+    needs=frozenset({"image"}),
+)

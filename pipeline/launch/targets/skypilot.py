@@ -1,0 +1,52 @@
+"""A task for SkyPilot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pipeline.launch.targets.job import Job, Target, block, comment
+
+
+def write(job: Job) -> str:
+    """The file for `sky jobs launch`."""
+    return "".join(_parts(job))
+
+
+def _parts(job: Job) -> Iterator[str]:
+    yield comment(
+        f"{job.name}: written by `pipe launch`; submit it with sky jobs launch, which starts it "
+        "again elsewhere when its machines are taken away.",
+        "The run's folder must lie in a mounted bucket or volume, or the recipe's checkpoint slot "
+        "name a bucket (folder: s3://...): the same command then goes on with the run.",
+    )
+    yield block("name", job.name)
+    resources: dict[str, Any] = {}
+    if job.gpus:
+        resources["accelerators"] = f"{job.kind}:{job.gpus}"
+    if job.image:
+        resources["image_id"] = f"docker:{job.image}"
+    resources["job_recovery"] = {"max_restarts_on_errors": 3, "recover_on_exit_codes": [75]}
+    yield block("resources", resources, "75: it was asked to stop, and all that was done is saved.")
+    yield block("num_nodes", job.most_nodes)
+    if job.mounts:
+        pairs = (mount.rpartition(":") for mount in job.mounts)
+        yield block("file_mounts", {target: source for source, _, target in pairs})
+    if job.env:
+        flags = " ".join(f"--secret {name}" for name in job.env)
+        yield block(
+            "secrets", dict.fromkeys(job.env, None),
+            f"Their values come from your environment: sky jobs launch {flags} FILE",
+        )  # fmt: skip
+    if not job.image:
+        yield block("setup", "pip install pipetrain\n")
+    yield comment("Each node runs this; it learns its place from SKYPILOT_* variables.")
+    yield block("run", f"{job.command}\n")
+
+
+TARGET = Target(
+    write=write,
+    submit=("sky", "jobs", "launch", "--yes", "{file}"),
+    uses=frozenset({"image", "mounts", "kind"}),
+    needs_with_gpus=frozenset({"kind"}),
+)

@@ -1,0 +1,78 @@
+"""A batch script for Slurm."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+
+from pipeline.launch.targets.job import Job, Target, comment
+
+STOPPED = 75
+
+
+def write(job: Job) -> str:
+    """The script for `sbatch`."""
+    return "".join(["#!/bin/bash\n", *_head(job), "\n", *_options(job), "\n", *_body(job)])
+
+
+def _head(job: Job) -> Iterator[str]:
+    yield comment(f"{job.name}: written by `pipe launch`; submit it with sbatch.")
+    yield comment(
+        "The recipe, the run's folder and the program must lie where all nodes see them. The same "
+        "script goes on with the run that is in its folder."
+    )
+
+
+def _options(job: Job) -> Iterator[str]:
+    few, most = job.fewest_nodes, job.most_nodes
+    ranks = job.procs or job.gpus or 1
+    yield _option("job-name", job.name)
+    yield _option("nodes", str(most) if few == most else f"{few}-{most}")
+    yield _option("ntasks-per-node", str(ranks if job.tasks == "gpu" else 1))
+    if job.gpus:
+        yield _option("gpus-per-node", f"{job.kind}:{job.gpus}" if job.kind else str(job.gpus))
+    if job.time_limit:
+        yield _option("time", job.time_limit)
+    yield "\n" + comment(
+        f"{job.grace} s before the time limit all tasks get SIGUSR1: the run saves and ends with "
+        f"exit code {STOPPED}."
+    )
+    yield _option("signal", f"USR1@{job.grace}")
+    yield comment("When it was preempted, or a node has failed, it goes back into the queue.")
+    yield _option("requeue")
+    yield _option("open-mode", "append")
+    yield _option("output", f"{job.name}-%j.out")
+    for line in job.extra:
+        yield f"#SBATCH {line}\n"
+
+
+def _option(name: str, value: str | None = None) -> str:
+    return f"#SBATCH --{name}\n" if value is None else f"#SBATCH --{name}={value}\n"
+
+
+def _body(job: Job) -> Iterator[str]:
+    if job.tasks == "gpu":
+        yield comment("One task a GPU: each is a rank, which learns its place from Slurm.")
+    else:
+        yield comment("One task a node: it starts the node's ranks, and starts them again when one")
+        yield comment("dies. Where the nodes meet follows from the job's nodes and its number.")
+    options = ["srun", "--kill-on-bad-exit=0" if job.tasks == "node" else "--kill-on-bad-exit=1"]
+    if job.image:
+        options.append(f"--container-image={job.image}")
+        if job.mounts:
+            options.append(f"--container-mounts={','.join(job.mounts)}")
+    yield f"{shlex.join(options)} \\\n  {job.command}\ncode=$?\n\n"
+    yield comment(f"{STOPPED}: it was asked to stop, and all that was done is saved.")
+    yield (
+        f'if [ "$code" -eq {STOPPED} ]; then\n'
+        '  scontrol requeue "$SLURM_JOB_ID"\n'
+        "fi\n"
+        'exit "$code"\n'
+    )
+
+
+TARGET = Target(
+    write=write,
+    submit=("sbatch",),
+    uses=frozenset({"image", "mounts", "time_limit", "grace", "tasks", "extra", "kind"}),
+)
