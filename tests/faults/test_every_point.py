@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,7 +48,9 @@ class Instrumented:
         """Run `pipe run`, instrumented if there is a plan."""
         fields = {"root": str(self.pipe.run_dir), "fired": str(self.pipe.folder / "fired"), **plan}
         given = {VARIABLE: json.dumps(dataclasses.asdict(Plan(**fields)))} if plan else {}  # type: ignore[arg-type]
-        return self.pipe.run(self.recipe, **given)
+        arguments = ("run", str(self.recipe), "--run-dir", str(self.pipe.run_dir))
+        with tempfile.TemporaryDirectory() as place:
+            return self.pipe.fork(Path(place), *arguments, **given).end()
 
     def outcome(self) -> tuple[bytes, list[float]]:
         """Return weights and losses at the end."""

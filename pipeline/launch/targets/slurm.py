@@ -52,11 +52,18 @@ def _option(name: str, value: str | None = None) -> str:
 
 def _body(job: Job) -> Iterator[str]:
     if job.tasks == "gpu":
-        yield comment("One task a GPU: each is a rank, which learns its place from Slurm.")
+        yield comment(
+            "One task a GPU: each is a rank, which learns its place from Slurm. When one has ended "
+            "the others get a minute to do so too."
+        )
+        wait = 60
     else:
-        yield comment("One task a node: it starts the node's ranks, and starts them again when one")
-        yield comment("dies. Where the nodes meet follows from the job's nodes and its number.")
-    options = ["srun", "--kill-on-bad-exit=0" if job.tasks == "node" else "--kill-on-bad-exit=1"]
+        yield comment(
+            "One task a node: it starts the node's ranks, and starts them again when one dies. "
+            "Where the nodes meet follows from the job's nodes and its number."
+        )
+        wait = 0
+    options = ["srun", "--kill-on-bad-exit=0", f"--wait={wait}"]
     if job.image:
         options.append(f"--container-image={job.image}")
         if job.mounts:

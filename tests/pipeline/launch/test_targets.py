@@ -1,0 +1,262 @@
+"""Scripts and files of `pipe launch`: read by the targets' own tools, and safe with any name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.cli import main
+from pipeline.commands.launch import TARGETS as NAMES
+from pipeline.launch.targets import TARGETS
+from pipeline.launch.targets.job import Job
+from tests.support.tier import examples
+
+RECIPE = str(Path(__file__).parents[3] / "recipes" / "llama8b_fsdp.yaml")
+NEEDED = {
+    "slurm": [], "kubeflow": ["--image", "img:1"], "skypilot": ["--gpu-kind", "H100"],
+    "dstack": [], "docker": ["--image", "img:1"],
+}  # fmt: skip
+
+
+def launch(target: str, *options: str, recipe: str = RECIPE) -> Result:
+    arguments = ["launch", recipe, "--target", target, "--run-dir", "/shared/run", *options]
+    return CliRunner().invoke(main, arguments)
+
+
+def printed(target: str, *options: str) -> str:
+    result = launch(target, "--print", *NEEDED[target], *options)
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+def job(**fields: Any) -> Job:
+    known: dict[str, Any] = {
+        "name": "a", "arguments": ("run", "r.yaml"), "fewest_nodes": 1, "most_nodes": 1, "procs": 8,
+        "gpus": 8, "kind": "H100", "image": "img", "mounts": (), "time_limit": "", "grace": 300,
+        "tasks": "node", "env": (), "extra": (),
+    }  # fmt: skip
+    return Job(**(known | fields))
+
+
+def test_the_names_are_those_of_the_targets() -> None:
+    assert list(NAMES) == list(TARGETS)
+
+
+def test_slurm_script() -> None:
+    text = printed(
+        "slurm", "--nodes", "2:4", "--time-limit", "8:00:00", "--grace", "120", "--image", "a#b",
+        "--mount", "/x:/y", "--gpu-kind", "h100", "--extra=--partition=big",
+    )  # fmt: skip
+    lines = text.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    assert [line for line in lines if line.startswith("#SBATCH")] == [
+        "#SBATCH --job-name=llama8b_fsdp",
+        "#SBATCH --nodes=2-4",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --gpus-per-node=h100:8",
+        "#SBATCH --time=8:00:00",
+        "#SBATCH --signal=USR1@120",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --output=llama8b_fsdp-%j.out",
+        "#SBATCH --partition=big",
+    ]
+    assert (
+        "srun --kill-on-bad-exit=0 --wait=0 '--container-image=a#b' --container-mounts=/x:/y \\"
+        in text
+    )
+    assert f"  pipe run {RECIPE} 'launch.nodes={{min: 2, max: 4}}' --run-dir /shared/run\n" in text
+    assert 'if [ "$code" -eq 75 ]; then\n  scontrol requeue "$SLURM_JOB_ID"\nfi\n' in text
+
+
+def test_a_task_for_each_gpu() -> None:
+    text = printed("slurm", "--nodes", "2", "--tasks", "gpu")
+    assert "#SBATCH --ntasks-per-node=8\n" in text
+    assert "srun --kill-on-bad-exit=0 --wait=60 \\" in text
+
+
+@pytest.mark.parametrize("target", ["slurm", "docker"])
+def test_shells_accept_the_script(target: str, tmp_path: Path) -> None:
+    file = tmp_path / "script"
+    file.write_text(printed(target))
+    subprocess.run(["bash", "-n", str(file)], check=True)
+    checker = shutil.which("shellcheck")
+    if checker is None:
+        pytest.skip("bash reads it; shellcheck is not installed here")
+    subprocess.run([checker, str(file)], check=True)
+
+
+def test_kubeflow_job() -> None:
+    found = yaml.safe_load(printed("kubeflow", "--nodes", "2", "--mount", "claim:/shared"))
+    assert found["metadata"]["name"] == "llama8b-fsdp"
+    trainer = found["spec"]["trainer"]
+    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
+    assert trainer["command"] == ["pipe", "run", RECIPE, "launch.nodes=2", "--run-dir",
+                                  "/shared/run"]  # fmt: skip
+    node = found["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]
+    pod = node["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 300
+    assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "claim"}
+    assert pod["containers"][0]["volumeMounts"] == [{"name": "volume-0", "mountPath": "/shared"}]
+
+
+@pytest.mark.parametrize("target", NAMES)
+def test_values_of_the_environment_stay_out(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_SECRET", "hunter2hunter2")
+    monkeypatch.setenv("HF_TOKEN", "hunter2hunter2")
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"extends: {RECIPE}\nenv: [MY_SECRET]\nname: x-${{oc.env:MY_SECRET}}\n")
+    result = launch(target, "--print", *NEEDED[target], recipe=str(recipe))
+    if result.exit_code == 0:
+        assert "hunter2" not in result.stdout
+        assert target == "slurm" or "MY_SECRET" in result.stdout
+
+
+QUOTED = st.text(st.characters(codec="utf-8", exclude_characters="\0\n\r"), min_size=1, max_size=12)
+
+
+@examples(25)
+@given(st.lists(QUOTED, min_size=1, max_size=3), QUOTED)
+def test_a_shell_gives_pipe_the_same_arguments(arguments: list[str], mount: str) -> None:
+    given_ = ["run", *arguments]
+    fields = {"arguments": given_, "mounts": [f"{mount}:/x"], "image": mount}
+    stand_in = f'pipe() {{ {sys.executable} -c {_SHOW} "$@"; }}; srun() {{ shift 4; "$@"; }};\n'
+    assert _run(stand_in + TARGETS["slurm"].write(job(**fields))) == given_
+    docker = f'docker() {{ {sys.executable} -c {_SHOW} "$@"; }};\n'
+    text = TARGETS["docker"].write(job(**fields)).replace("exec docker", "docker")
+    shown = _run(docker + text)
+    assert shown[-len(given_) - 2 :] == [mount, "pipe", *given_]
+    assert shown[shown.index("--volume") + 1] == f"{mount}:/x"
+    for target in ("skypilot", "dstack"):
+        found = yaml.safe_load(TARGETS[target].write(job(**fields)))
+        command = found["run"] if target == "skypilot" else found["commands"][-1]
+        assert _run(stand_in + command) == given_
+    found = yaml.safe_load(TARGETS["kubeflow"].write(job(**fields)))
+    assert found["spec"]["trainer"]["command"] == ["pipe", *given_]
+
+
+_SHOW = "'import json,sys; print(json.dumps(sys.argv[1:]))'"
+
+
+def _run(script: str) -> list[str]:
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    shown: list[str] = json.loads(done.stdout)
+    return shown
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "words"),
+    [
+        ("slurm", [], "give exactly one of --print and --submit"),
+        ("slurm", ["--print", "--submit"], "give exactly one of --print and --submit"),
+        ("skypilot", ["--print", "--tasks", "gpu"], "--tasks means nothing to skypilot"),
+        ("skypilot", ["--print"], "skypilot needs --gpu-kind for a job on GPUs"),
+        ("docker", ["--print"], "docker needs --image"),
+        ("docker", ["--print", "--image", "a", "--nodes", "2"], "docker runs on one machine"),
+        ("slurm", ["--print", "--gpus", "4"], "--gpus 4, but launch.procs is 8"),
+        ("slurm", ["--print", "--nodes", "2:1"], "--nodes=2:1: MIN is above MAX"),
+        ("slurm", ["--print", "--nodes", "1:2", "--tasks", "gpu"], "an elastic run needs one task"),
+    ],
+)
+def test_options_that_do_not_fit(target: str, options: list[str], words: str) -> None:
+    result = launch(target, *options)
+    assert result.exit_code == 2
+    assert words in result.stderr
+
+
+def test_a_recipe_with_mistakes_is_not_launched(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"extends: {RECIPE}\nstages: {{train: {{stps: 5}}}}\n")
+    result = launch("slurm", "--print", recipe=str(recipe))
+    assert result.exit_code == 2
+    assert "train.stps: unknown field" in result.stderr
+    assert result.stdout == ""
+
+
+def test_submit_hands_the_script_to_the_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = tmp_path / "sbatch"
+    client.write_text(f"#!/bin/sh\n/bin/cat > {tmp_path}/given\n")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    missing = launch("slurm", "--submit")
+    assert missing.exit_code == 2
+    assert "--submit needs sbatch, which is not installed here" in missing.stderr
+    client.chmod(0o755)
+    assert launch("slurm", "--submit").exit_code == 0
+    assert (tmp_path / "given").read_text() == printed("slurm")
+    client.write_text("#!/bin/sh\nexit 3\n")
+    refused = launch("slurm", "--submit")
+    assert refused.exit_code == 2
+    assert "sbatch has refused it: exit code 3" in refused.stderr
+
+
+@pytest.fixture(scope="module")
+def environment_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the Python of an environment of its own with a package."""
+
+    def make(package: str) -> Path:
+        folder = tmp_path_factory.mktemp("environment")
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        python = folder / "bin" / "python"
+        install = [str(python), "-m", "pip", "install", "-q", package]
+        done = subprocess.run(install, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"{package} cannot be installed: {done.stderr.strip()[-200:]}")
+        return python
+
+    return make
+
+
+PARSERS = {
+    "kubeflow": ("kubeflow-trainer-api>=2.3", """
+import json, sys, yaml
+from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
+given = yaml.safe_load(open(sys.argv[1]))
+kept = TrainerV1alpha1TrainJob.from_dict(given).to_dict()
+assert json.dumps(kept, sort_keys=True) == json.dumps(given, sort_keys=True), (kept, given)
+"""),
+    "skypilot": ("skypilot>=0.14", """
+import sys, sky
+task = sky.Task.from_yaml(sys.argv[1])
+assert task.num_nodes == 2 and task.run.startswith("pipe run "), task
+assert "H100" in str(task.resources), task.resources
+"""),
+    "dstack": ("dstack>=0.22", """
+import sys, yaml
+from dstack._internal.core.models.configurations import parse_apply_configuration
+task = parse_apply_configuration(yaml.safe_load(open(sys.argv[1])))
+assert task.nodes == 2 and task.commands[-1].startswith("pipe run "), task
+assert task.resources.gpu.count.min == 8, task.resources
+"""),
+}  # fmt: skip
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", PARSERS)
+def test_the_targets_own_parser(
+    target: str, environment_with: Callable[[str], Path], tmp_path: Path
+) -> None:
+    package, program = PARSERS[target]
+    python = environment_with(f"{package}")
+    subprocess.run([str(python), "-m", "pip", "install", "-q", "pyyaml"], check=True)
+    mount = [] if target == "skypilot" else ["--mount", "place:/shared"]
+    file = tmp_path / "job.yaml"
+    file.write_text(printed(target, "--nodes", "2", *mount))
+    done = subprocess.run(
+        [str(python), "-c", program, str(file)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
