@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.pipe import REPOSITORY, Outcome, Pipe
 from tests.support.points import SITECUSTOMIZE, STARTS, VARIABLE, Plan, Point
-from tests.support.tier import FULL, spread, times
+from tests.support.tier import FULL, times
 from tests.support.tiny_recipe import EXPORT, outcome, training
 
 STEPS, RANKS = 4, 2
@@ -61,6 +61,11 @@ class Instrumented:
         return (self.pipe.folder / "fired").exists()
 
 
+def evenly(points: list[Point]) -> list[Point]:
+    """Return EACH of the points, at even distances."""
+    return [points[(2 * n + 1) * len(points) // (2 * EACH)] for n in range(EACH)]
+
+
 Calm = Callable[[str], tuple[list[Point], tuple[bytes, list[float]]]]
 
 
@@ -90,7 +95,7 @@ def test_a_process_that_is_killed_anywhere(
     assert {point.role for point in points} == {"launcher", "rank 0", "rank 1", "writer 0",
                                                 "writer 1"}  # fmt: skip
     assert len(points) > 150
-    for point in spread(points, EACH):
+    for point in evenly(points):
         run = Instrumented(plugin, tmp_path_factory.mktemp("kill"), strategy)
         result = run.start(role=point.role, number=point.number)
         if point.role == "launcher":
@@ -108,7 +113,7 @@ def test_an_operation_that_is_refused_anywhere(
 ) -> None:
     points, expected = calm(strategy)
     writing = [point for point in points if point.kind not in STARTS]
-    for number, point in enumerate(spread(writing, EACH)):
+    for number, point in enumerate(evenly(writing)):
         run = Instrumented(plugin, tmp_path_factory.mktemp("refusal"), strategy)
         how = REFUSALS[number % len(REFUSALS)]
         result = run.start(role=point.role, number=point.number, how=how)

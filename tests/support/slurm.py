@@ -86,7 +86,8 @@ class Slurm:
         deadline = time.monotonic() + limit
         while self.state(job) != "RUNNING":
             assert time.monotonic() < deadline, self.state(job)
-            self.call("scontrol", "update", f"JobId={job}", "StartTime=now")
+            with contextlib.suppress(subprocess.CalledProcessError):  # it is still being requeued
+                self.call("scontrol", "update", f"JobId={job}", "StartTime=now")
             time.sleep(0.5)
 
 
