@@ -134,6 +134,7 @@ class Restoration:
         saved = dataclasses.replace(reader.state, shapes=reader.manifest.shapes())
         require_same_model(saved, live, reader.where)
         for fragment in self._engine.restore(saved):
+            self._ctx.dist.heartbeat.beat()
             for kind, tensor in fragment.state.items():
                 if fragment.name not in self._frozen_base:
                     self._fill(reader, fragment, kind, tensor)

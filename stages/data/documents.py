@@ -136,7 +136,8 @@ class Documents:
         The memory needed is bounded by the longest documents.
         """
         counts = {"documents": 0, "tokens": 0, "largest": 0}
-        progress = tokenize.ProgressLog(log=self.ctx.log, unit="documents")
+        heartbeat = self.ctx.dist.heartbeat
+        progress = tokenize.ProgressLog(log=self.ctx.log, heartbeat=heartbeat, unit="documents")
         batches = _batches(documents)
         with (folder / TOKENS).open("wb") as tokens, (folder / STARTS).open("wb") as starts:
             for _, (ids, lengths) in tokenize.map_batches(self._encode, batches, self.workers):

@@ -145,7 +145,6 @@ class Rows:
         return rest + _START + digest(self.start)[:16] if self.start else rest
 
     def build(self, opened: OpenedSource, folder: Path) -> Counts:
-        log = self.ctx.log
         encoder = RowEncoder(
             stage=self.stage,
             tokens=TextTokenizer(self.tokenizer),
@@ -154,7 +153,8 @@ class Rows:
         )
         rows = rows_with_forms(opened.parts, self.stage.form)
         batches = iter(lambda: list(itertools.islice(rows, _BATCH)), [])
-        progress = ProgressLog(log=log, unit="rows")
+        heartbeat = self.ctx.dist.heartbeat
+        progress = ProgressLog(log=self.ctx.log, heartbeat=heartbeat, unit="rows")
         results = tokenize.map_batches(encoder.batch, batches, self.stage.workers)
         return write_samples(folder, results, self.dtype, progress)
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline import ModelSource, StageError
+from pipeline import Heartbeat, ModelSource, StageError
 from pipeline.hardware import cores_each
 from pipeline.utils import die_with
 from stages.data.cache import digest
@@ -218,9 +218,10 @@ def _call(batch: Any) -> Any:
 
 @dataclass(kw_only=True)
 class ProgressLog:
-    """Logs every ten seconds how much has been tokenised."""
+    """Logs every ten seconds how much has been tokenised, and gives a sign of life each time."""
 
     log: logging.Logger
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
     unit: str
     """Plural of what is counted: `rows`, `documents`."""
     _began: float = field(init=False, default_factory=lambda: time.monotonic())
@@ -228,6 +229,7 @@ class ProgressLog:
 
     def update(self, count: int, tokens: int) -> None:
         """Log, if it is time, that `count` units with `tokens` tokens are done."""
+        self.heartbeat.beat()
         now = time.monotonic()
         if now - self._logged >= 10:
             self._logged, rate = now, count / (now - self._began)

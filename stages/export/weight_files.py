@@ -98,7 +98,9 @@ def write(
     mine: list[str] = []
     for file, blocks_of_file in itertools.groupby(own, lambda block: block.file):
         with opened(folder / file, "r+b") as out:
-            mine += _write_blocks(out.fileno(), blocks_of_file, reader, advance)
+            for written in _write_blocks(out.fileno(), blocks_of_file, reader, advance):
+                dist.heartbeat.beat()
+                mine.append(written)
     found: dict[str, Sums] = {part.file: {} for part in parts}
     all_sums = itertools.chain.from_iterable(dist.gather(mine))
     for block, one in zip(blocks, all_sums, strict=True):
@@ -147,6 +149,7 @@ def prove_files(
 
 def check(file: Path, part: Shard, sums: Sums, dist: DistContext) -> list[str]:
     """Names of tensors whose bytes differ from `sums`; no rank reads its own (collective)."""
+    dist.heartbeat.beat()
     mine = share(list(part.blocks()), (dist.rank + 1) % dist.world_size, dist.world_size)
     buffer = page_aligned(PIECE)
     try:

@@ -121,6 +121,7 @@ def _read(shards: Iterable[LocalShard], reader: TensorReader, ctx: Context) -> N
     throughput = Throughput(ctx.log, "loading weights")
     before = reader.bytes_read
     for name, start, target in shards:
+        ctx.dist.heartbeat.beat()
         if reader.spec(name).dtype == torch.uint8:  # packed bytes, whatever dtype they are held in
             start, target = start * target.itemsize, target.view(torch.uint8)
         reader.read_into(name, start, target)

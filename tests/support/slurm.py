@@ -80,7 +80,6 @@ class Slurm:
             assert time.monotonic() < deadline, self.state(job)
             time.sleep(0.2)
 
-
     def start_again(self, job: str, limit: float = 60) -> None:
         """Start a job that was requeued without the two minutes that Slurm gives it."""
         deadline = time.monotonic() + limit
