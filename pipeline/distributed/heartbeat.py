@@ -48,6 +48,13 @@ class Beat:
     landmarks: int
     """Checkpoints and durable results that it has brought to an end since its start."""
 
+    def where(self) -> str:
+        """Where it was, to be put behind what it does not do any more; empty before training."""
+        if self.phase in (Phase.SAVE, Phase.EVALUATE):
+            doing = "saving" if self.phase is Phase.SAVE else "evaluating"
+            return f" while {doing} at step {self.step}"
+        return f" in step {self.step}" if self.step else ""
+
 
 @dataclass(eq=False)
 class Heartbeat:
@@ -73,6 +80,10 @@ class Heartbeat:
             self.beat()
             self._numbers[3] -= 1
 
+    def read(self) -> Beat:
+        """The newest sign of life."""
+        return _beat(self._numbers)
+
     def landmark(self) -> None:
         """Note that something was brought to an end which a restart need not repeat."""
         self._numbers[4] += 1
@@ -90,20 +101,28 @@ class Heartbeats:
 
     def read(self, rank: int) -> Beat:
         """The newest sign of life of the rank with this local number."""
-        time_, phase, step, waits, landmarks = self._numbers[rank * _FIELDS :][:5]
-        return Beat(
-            time=time_,
-            phase=Phase(int(phase)),
-            step=int(step),
-            waits=waits > 0,
-            landmarks=int(landmarks),
-        )
+        return _beat(self._numbers[rank * _FIELDS :])
+
+    def writer(self, rank: int) -> Heartbeat:
+        """The rank's own side."""
+        return Heartbeat(self._numbers[rank * _FIELDS : (rank + 1) * _FIELDS])
 
     def close(self) -> None:
         """Release the memory; ranks that have it keep it."""
         self._numbers.release()
         self._map.close()
         os.close(self.descriptor)
+
+
+def _beat(numbers: memoryview[float]) -> Beat:
+    time_, phase, step, waits, landmarks = numbers[:5]
+    return Beat(
+        time=time_,
+        phase=Phase(int(phase)),
+        step=int(step),
+        waits=waits > 0,
+        landmarks=int(landmarks),
+    )
 
 
 def own_heartbeat() -> Heartbeat:

@@ -13,6 +13,7 @@ import psutil
 
 from pipeline.distributed.signals import Interrupted
 from pipeline.errors import RunFailed
+from pipeline.launch import flight_recorder
 from pipeline.launch.exchange import BEAT_SECONDS, Link
 from pipeline.launch.local import set_threads, supervise
 from pipeline.launch.messages import Beat, Over, Place, Reply, Report
@@ -111,10 +112,11 @@ class Agent:
             )
             return Report(kind="raised", text=text, time=time.time())
         set_threads(self._settings, self._plan.per_node)
-        interfaces = _interfaces(link.address)
-        ranks = LocalRanks(
-            [interfaces | _place(place, n, self._plan.per_node) for n in range(self._plan.per_node)]
-        )
+        common = _interfaces(link.address)
+        if self._plan.view.device == "cuda":
+            common |= flight_recorder.environment(run_dir)
+        per_node = self._plan.per_node
+        ranks = LocalRanks([common | _place(place, n, per_node) for n in range(per_node)])
         try:
             with none_left(), ranks:
                 ranks.start(run_dir, reply.accept)

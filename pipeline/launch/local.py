@@ -13,6 +13,7 @@ from pipeline.distributed.environment import FINISHED, STOPPED, STORE, place
 from pipeline.distributed.signals import ENDING, Interrupted
 from pipeline.errors import RunFailed, in_words
 from pipeline.hardware.host import cores_each
+from pipeline.launch import flight_recorder
 from pipeline.launch.ranks import LocalRanks
 from pipeline.launch.restarts import Attempts
 from pipeline.launch.stalls import report_stall
@@ -37,7 +38,8 @@ def launch(plan: Plan, run_dir: Path, accept: Sequence[str] = ()) -> None:
     settings, attempts = plan.recipe.launch, Attempts(plan.recipe.launch.restarts)
     set_threads(settings, plan.per_node)
     while True:
-        ranks = LocalRanks([place(rank, plan.per_node) for rank in range(plan.per_node)])
+        recorder = flight_recorder.environment(run_dir) if plan.view.device == "cuda" else {}
+        ranks = LocalRanks([recorder | place(n, plan.per_node) for n in range(plan.per_node)])
         try:
             with none_left(), ranks:
                 try:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pipeline.distributed.environment import DUMP
 from pipeline.errors import RunFailed
+from pipeline.launch import flight_recorder
 from pipeline.launch.ranks import LocalRanks
 from pipeline.launch.watch import Stall
 from pipeline.run import failures
@@ -32,6 +33,7 @@ def report_stall(
     """Have all ranks of this machine write their stacks, keep those in the run's folder, and return
     the error that names the rank which stands still, the first of `stalls`."""
     before = [len(ranks.stacks(number)) for number in range(len(ranks.places))]
+    flight_recorder.request(run_dir, [ranks.rank(n) for n in range(len(ranks.places))])
     ranks.send(DUMP)
     ranks.send(signal.SIGCONT)  # a stopped process acts on a signal only when it goes on
     stacks = _written(ranks, before)

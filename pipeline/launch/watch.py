@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.distributed.heartbeat import Beat, Heartbeats, Phase
+from pipeline.distributed.heartbeat import Beat, Heartbeats
 from pipeline.recipe.launch import Timeouts
 
 LOOK_SECONDS = 1.0
@@ -33,12 +33,8 @@ class Stall:
 
     def describe(self) -> str:
         """The rank's state, to be put behind its name."""
-        where = f" in step {self.beat.step}" if self.beat.step else ""
-        if self.beat.phase in (Phase.SAVE, Phase.EVALUATE):
-            doing = "saving" if self.beat.phase is Phase.SAVE else "evaluating"
-            where = f" while {doing} at step {self.beat.step}"
         why = ": something has stopped its process (SIGSTOP)" if self.stopped else ""
-        return f"has given no sign of life for {self.seconds:.0f} s{where}{why}"
+        return f"has given no sign of life for {self.seconds:.0f} s{self.beat.where()}{why}"
 
 
 class Watch:

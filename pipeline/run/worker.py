@@ -31,6 +31,7 @@ from pipeline.run.journal import Journal
 from pipeline.run.metrics import Metrics
 from pipeline.run.rank_logging import open_log, rank_log
 from pipeline.run.runner import Runner
+from pipeline.run.self_watch import watched
 from pipeline.utils.process_tree import die_with
 from pipeline.utils.terminal import guard
 
@@ -85,6 +86,8 @@ def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str]
             current.append(ctx)
             for warning in plan.warnings:
                 log.warning("%s", warning)
+            timeouts = plan.recipe.launch.timeouts
+            stack.enter_context(watched(run_dir, rank, dist.heartbeat, timeouts))
             runner = Runner(plan, ctx, Journal(run_dir / rundir.JOURNAL))
             stack.callback(runner.close)
             runner.run()

@@ -35,6 +35,7 @@ from stages.train.profiling import Profile, Profiler
 from stages.train.report import Reporter, StepMeter
 from stages.train.settings import GIVE_SAMPLES, NO_SAMPLES
 from stages.train.step import StepResult, TrainStep
+from stages.train.stragglers import StragglerWatch
 from stages.train.verify_loss import verify_packing
 
 
@@ -80,6 +81,7 @@ def train(
         recovery=Recovery(config.anomalies, monitor, checkpoints, validate),
         profiler=Profiler(config.profile_steps, ctx.run_dir, engine),
         meter=StepMeter(engine, progress, known_cost(engine, known_peak(engine))),
+        stragglers=StragglerWatch(ctx),
         reporter=reporter,
         callbacks=Callbacks(reporter, callback),
     ).run()
@@ -101,6 +103,7 @@ class Training:
     recovery: Recovery
     profiler: Profiler
     meter: StepMeter
+    stragglers: StragglerWatch
     reporter: Reporter
     callbacks: Callbacks
     evaluated: bool = field(init=False)
@@ -184,6 +187,9 @@ class Training:
         record = self.meter.measure(result, progress, profile, stop=asked)
         set_metric(progress, "loss", record["loss"])
         self.callbacks.on_step(progress.step, progress, record)
+        seconds = record["step_seconds"]
+        if self.stragglers.look(progress.step, seconds=seconds, data=result.stats.seconds):
+            self.meter.restart(progress)
 
     def _evaluation_due(self) -> bool:
         step, every = self.progress.step, self.config.eval_every

@@ -1,0 +1,120 @@
+"""Find ranks that hold up the others.
+
+The time of a step is the same on all ranks, since they wait for each other. So a rank is judged by
+what it does alone: its wait for data, and the same arithmetic on every rank, timed between steps.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipeline import Context
+
+EVERY = 25
+"""Steps between two comparisons."""
+MARGIN = 1.5
+"""A rank that takes this many times as long as the others is named."""
+LEAST_SHARE = 0.1
+"""Share of the step that it must cost."""
+REPEATS = 5
+ROWS = {"cpu": 384, "cuda": 2048}
+"""Rows of the square matrices whose product is timed; 16 MiB on a GPU."""
+PRODUCTS = {"cpu": 1, "cuda": 20}
+"""Products in one timing, which is about a millisecond."""
+
+
+class Figures(NamedTuple):
+    """What one rank does alone. Seconds."""
+
+    step: float
+    """Mean of a step."""
+    data: float
+    """Mean wait for data in a step."""
+    arithmetic: float
+    """Time of the same products of matrices on every rank."""
+
+
+class Straggler(NamedTuple):
+    """A rank that holds up the others."""
+
+    rank: int
+    share: float
+    """Share of the step's time that it costs."""
+    why: str
+
+
+def stragglers(figures: Sequence[Figures]) -> Iterator[Straggler]:
+    """Ranks that hold up the others, by the figures of all in rank order."""
+    step = statistics.fmean(one.step for one in figures)
+    for rank, own in enumerate(figures):
+        others = [one for number, one in enumerate(figures) if number != rank]
+        if not others:
+            return
+        usual = statistics.median(one.data for one in others)
+        share = (own.data - usual) / step
+        if own.data > MARGIN * usual and share > LEAST_SHARE:
+            why = f"it waits {own.data:.3g} s for data, the others {usual:.3g} s"
+            yield Straggler(rank, share, why)
+        usual = statistics.median(one.arithmetic for one in others)
+        factor = own.arithmetic / usual
+        if factor > MARGIN:
+            why = f"it takes {factor:.1f} times as long for the same arithmetic"
+            yield Straggler(rank, 1 - 1 / factor, why)
+
+
+@dataclass(eq=False)
+class StragglerWatch:
+    """Compares the ranks every EVERY steps."""
+
+    ctx: Context
+    _steps: int = field(default=0, init=False)
+    _seconds: float = field(default=0.0, init=False)
+    _data: float = field(default=0.0, init=False)
+    _matrices: tuple[Tensor, Tensor] | None = field(default=None, init=False)
+
+    def look(self, step: int, *, seconds: float, data: float) -> bool:
+        """Take note of a step that took `seconds`, `data` of them waiting for data on this rank;
+        compare the ranks if it is time (collective), and return whether it was."""
+        dist = self.ctx.dist
+        if dist.world_size == 1:
+            return False
+        self._steps, self._seconds, self._data = (
+            self._steps + 1, self._seconds + seconds, self._data + data,
+        )  # fmt: skip
+        if self._steps < EVERY:
+            return False
+        own = Figures(self._seconds / self._steps, self._data / self._steps, self._arithmetic())
+        self._steps, self._seconds, self._data = 0, 0.0, 0.0
+        for found in stragglers([Figures(*one) for one in dist.gather(own)]):
+            self.ctx.log.warning(
+                "step %d: rank %d holds up the others for %.0f%% of a step: %s",
+                step, found.rank, 100 * found.share, found.why,
+            )  # fmt: skip
+            record = {"straggler": found.rank, "share": round(found.share, 3), "why": found.why}
+            self.ctx.metrics.write({"step": step, **record})
+        return True
+
+    def _arithmetic(self) -> float:
+        """Shortest of a few timings: what else the machine does at a moment is not its speed."""
+        device = self.ctx.dist.device
+        if self._matrices is None:
+            rows = ROWS[device.type]
+            dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+            factor = torch.full((rows, rows), 1 / rows, device=device, dtype=dtype)
+            self._matrices = factor, torch.empty_like(factor)
+        factor, product = self._matrices
+        shortest = float("inf")
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            for _ in range(PRODUCTS[device.type]):
+                torch.mm(factor, factor, out=product)
+            float(product[0, 0])  # waits for the device
+            shortest = min(shortest, time.perf_counter() - began)
+        return shortest
