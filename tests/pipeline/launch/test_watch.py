@@ -70,8 +70,8 @@ def test_ranks_over_their_time(clock: Clock) -> None:
     ranks[1].beat(Phase.SAVE)
     with ranks[2].waiting():  # for the others, however long
         assert clock.look(found, 25) == ["0 has given no sign of life for 26 s in step 4"]
-        assert clock.look(found, 6) == [
-            "0 has given no sign of life for 32 s in step 4",
+        assert clock.look(found, 7) == [
+            "0 has given no sign of life for 33 s in step 4",
             "1 has given no sign of life for 31 s while saving at step 4",
         ]
 
