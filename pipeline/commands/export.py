@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipeline.commands.trust import trust_option
+
 if TYPE_CHECKING:
     from pipeline.plan.plan import Plan, Started
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     multiple=True,
     help="Export although the frozen weights of the model have changed since training.",
 )
+@trust_option
 def export(
     source: str,
     step: str | None,

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipeline.commands.trust import trust_option
+
 if TYPE_CHECKING:
     from pipeline.plan.plan import Plan, Started
 
@@ -59,6 +61,7 @@ def node_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="A plan saved by `pipe plan --out`: refuse to run anything else (exit code 4).",
 )
 @node_options
+@trust_option
 def run(
     recipe: Path,
     overrides: tuple[str, ...],
@@ -143,6 +146,7 @@ ACCEPTABLE = (
     help="Continue although this part of the training has changed. May be repeated.",
 )
 @node_options
+@trust_option
 def resume(
     run_dir: Path,
     overrides: tuple[str, ...],

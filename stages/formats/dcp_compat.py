@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from pipeline import CheckpointError
 from pipeline.checkpoint import StateSource
+from pipeline.utils import require_trust
 from stages.formats.stored import Box, Shape, append, assembled, explained, require_checksums
 
 _FILE = re.compile(r"(?!\.)[\w.-]+", re.ASCII)
@@ -128,6 +129,7 @@ class _Unpickler(pickle.Unpickler):
 def read_metadata(folder: Path) -> Metadata:
     """Content of `.metadata`, from which descriptions of tensors alone are unpickled."""
     file = folder / ".metadata"
+    require_trust(file)
     try:
         with file.open("rb") as stream:
             found = _Unpickler(stream).load()

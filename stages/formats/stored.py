@@ -23,6 +23,7 @@ from torch import Tensor
 
 from pipeline import WEIGHT, CheckpointError, EngineState
 from pipeline.checkpoint import CHUNK, CODES, DTYPES, StateSource, TensorEntry, as_bytes
+from pipeline.utils import require_trust
 
 PROGRESS = "progress.json"
 """Name of the file with the progress of a pipetrain run, in a checkpoint of a foreign format."""
@@ -33,7 +34,9 @@ _NAME = re.compile(r"(?!\.)[\w.-]{1,200}", re.ASCII)
 def load(file: Path, admitted: Sequence[tuple[type, str]] = (), *, verify: bool = True) -> Any:
     """Content of a file of `torch.save`, with its tensors mapped; `admitted` lists stand-ins with
     the full names of their classes. `verify` compares all checksums, which reads the whole file.
-    Raises CheckpointError for a damaged file, and for one that needs any other class."""
+    Raises CheckpointError for a damaged file, and for one that needs any other class; UsageError
+    where pickles are not trusted."""
+    require_trust(file)
     try:
         if verify:
             with zipfile.ZipFile(file) as archive:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import PlanView, Problem, StageError
-from pipeline.utils import did_you_mean
+from pipeline import PlanView, Problem, StageError, UsageError
+from pipeline.utils import did_you_mean, require_trust
 from stages.model.compat import causal_types
 from stages.model.config_checks import wrong_size
 from stages.model.files import (
@@ -20,6 +20,7 @@ from stages.model.files import (
     is_plain,
     local,
     read_json,
+    safetensors_files,
 )
 
 if TYPE_CHECKING:
@@ -119,10 +120,22 @@ def _path(stage: HfModel, path: str) -> Found:
             yield "gguf_file", f"no such file: {place / name}", ""
     elif (place / "config.json").is_file():
         yield from _config_file(stage, place / "config.json", "path")
+        if stage.init != "random":
+            yield from _pickles(place)
     else:
         gguf = sorted(place.glob("*.gguf"))
         hint = f"set `gguf_file: {gguf[0].name}`" if gguf else "expected Hugging Face layout"
         yield "path", f"no config.json in {place}", hint
+
+
+def _pickles(folder: Path) -> Found:
+    """A model whose weights can only be read from pickles."""
+    pickles = sorted(folder.glob("pytorch_model*.bin"))
+    if pickles and not safetensors_files(folder):
+        try:
+            require_trust(pickles[0])
+        except UsageError as error:
+            yield "path", str(error), ""
 
 
 def _hub(stage: HfModel, path: str) -> Found:
