@@ -25,6 +25,7 @@ from pipeline.run.failures import Exit
 from pipeline.run.journal import Journal
 from pipeline.utils.files import anonymous_file
 from pipeline.utils.process_tree import none_left
+from pipeline.utils.terminal import shown
 
 POLL_SECONDS = 0.05
 
@@ -67,9 +68,9 @@ def restarted(run_dir: Path, plan: Plan, problem: str, number: int, wait: float)
     """Record and show a failure after which the run is started again in `wait` seconds, as number
     `number` in a row."""
     journal = Journal(run_dir / rundir.JOURNAL)
-    journal.write("run failed", problem=problem)
-    shown = problem.removesuffix(f"\n{failures.continuation(run_dir)}")
-    click.echo(f"{shown}\n  starting again in {wait:g} s (restart {number})", err=True)
+    journal.write("run failed", problem=shown(problem))
+    first = problem.removesuffix(f"\n{failures.continuation(run_dir)}")
+    click.echo(f"{first}\n  starting again in {wait:g} s (restart {number})", err=True)
     failures.clear(run_dir)
     journal.write("run started", procs=plan.view.procs, device=plan.view.device, restart=number)
 

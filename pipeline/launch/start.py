@@ -29,6 +29,7 @@ from pipeline.run import failures, rundir
 from pipeline.run.journal import Journal
 from pipeline.run.resume import plan_resume, results
 from pipeline.utils.files import replace_text
+from pipeline.utils.terminal import shown
 from pipeline.utils.text import align
 
 if TYPE_CHECKING:
@@ -217,10 +218,10 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
 
 def _journal_end(journal: Journal, folder: Path, error: BaseException) -> None:
     if isinstance(error, PipeError):
-        journal.write("run failed", problem=str(error))
+        journal.write("run failed", problem=shown(str(error)))
     elif failures.first_rank(folder) is not None:
         # torchrun stops rank 0 when another rank has failed, which has reported why
-        journal.write("run failed", problem=str(failures.first(folder, [])))
+        journal.write("run failed", problem=shown(str(failures.first(folder, []))))
     else:
         journal.write("run stopped", problem=str(error) or type(error).__name__)
 

@@ -31,6 +31,7 @@ from pipeline.checkpoint import location
 from pipeline.contracts.stage import ENVIRONMENT_FILE
 from pipeline.errors import RunLocked, UsageError, in_words, system_errors_as
 from pipeline.utils.files import naming, opened, replace_text
+from pipeline.utils.terminal import shown
 from pipeline.utils.versions import versions
 
 RECIPE = location.RECIPE
@@ -146,7 +147,7 @@ def environment() -> dict[str, Any]:
     """Facts of the machine and the packages that this start runs on."""
     return {
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": sys.argv,
+        "command": [shown(word) for word in sys.argv],
         "folder": str(Path.cwd()),
         "python": platform.python_version(),
         "platform": platform.platform(),

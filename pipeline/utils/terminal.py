@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import sys
 from typing import Any, TextIO
@@ -21,6 +22,10 @@ _NO_SECRET = re.compile(r"\d+|.{0,4}|[a-z]{5,7}", re.DOTALL)
 """Values that stay: numbers, and words, which would hide half of what is said and break JSON
 (`false`, `train`)."""
 
+_SECRET_NAME = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|(?:API|ACCESS|PRIVATE|ACCOUNT)_?KEY")
+_USERINFO = re.compile(r"(?<=://)[^/@\s\"']+@")
+"""User name and password in an address."""
+
 _hidden: dict[str, str] = {}
 
 
@@ -30,10 +35,18 @@ def hide(value: str, name: str) -> None:
         _hidden[value] = _hidden[json.dumps(value)[1:-1]] = name
 
 
+def hide_secrets() -> None:
+    """Hide the values of environment variables whose names say that they are secret."""
+    for name, value in os.environ.items():
+        if _SECRET_NAME.search(name) and not value.startswith(("/", "./", "~")):  # a file's name
+            hide(value, f"${name}")
+
+
 def shown(text: str) -> str:
     """`text` as people may see it: colours are dropped, other commands are spelled out."""
     for value in sorted(_hidden, key=len, reverse=True):
         text = text.replace(value, _hidden[value])
+    text = _USERINFO.sub("***@", text) if "@" in text else text
     return UNSAFE.sub(_spelled, _COLOUR.sub("", text)) if UNSAFE.search(text) else text
 
 
@@ -66,7 +79,9 @@ class Guarded:
 
 
 def guard() -> None:
-    """Put this process's standard output and error behind a `Guarded` stream, once."""
+    """Put this process's standard output and error behind a `Guarded` stream, once, and hide the
+    environment's secrets."""
+    hide_secrets()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, Guarded):

@@ -30,6 +30,7 @@ Fault = Literal[
     "child",
     "cleanup",
     "full",
+    "leak",
 ]
 
 SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "term": signal.SIGTERM}
@@ -170,6 +171,8 @@ def misbehave(fault: Fault, ctx: Context) -> None:
         sys.exit(0)
     if fault == "cleanup":
         ctx.on_exit(functools.partial(misbehave, "raise", ctx))
+    if fault == "leak":
+        leak(ctx)
     if fault == "full":
         with (ctx.run_dir / "fill").open("wb", buffering=0) as file:
             while True:
@@ -180,6 +183,20 @@ def misbehave(fault: Fault, ctx: Context) -> None:
     if fault == "hang":
         (ctx.run_dir / "hanging").touch()
         time.sleep(600)
+
+
+def leak(ctx: Context) -> None:
+    """Say the environment's secrets wherever a careless stage could."""
+    import warnings
+
+    secrets = [os.environ[name] for name in os.environ["LEAK"].split()]
+    for secret in secrets:
+        ctx.log.info("with %s", secret)
+        ctx.log.debug("with %s", secret)
+        print(f"printed {secret}")
+        print(f"printed {secret}", file=sys.stderr)
+        warnings.warn(f"warned of {secret}", stacklevel=1)
+    raise ValueError(" and ".join(secrets))
 
 
 def start_child(ctx: Context) -> None:

@@ -1,0 +1,62 @@
+"""Secrets of the environment, and of addresses, are in nothing that a run writes or shows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.pipe import Pipe
+
+SECRETS = {
+    "HF_TOKEN": "hf_canaryCanary01",
+    "AWS_SECRET_ACCESS_KEY": "aws/canary+Canary02",
+    "WANDB_API_KEY": "wandbcanary03wandb",
+    "DB_PASSWORD": "canary 04 with spaces",
+    "MY_SETTING": "s3://user05:canary05@bucket/x",
+}
+CANARIES = ("hf_canary", "canary+", "wandbcanary", "canary 04", "user05", "canary05")
+
+
+def leaks(place: Path) -> list[str]:
+    """Return the files under `place` with a canary in them."""
+    texts = {path: path.read_bytes() for path in place.rglob("*") if path.is_file()}
+    return [
+        f"{path.name}: {canary}"
+        for path, text in texts.items()
+        for canary in CANARIES
+        if canary.encode() in text
+    ]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_canaries_of_a_stage_that_tells_all(pipe: Pipe, rank: int) -> None:
+    recipe = pipe.recipe(procs=2, train={"fault": "leak", "rank": rank})
+    environment = SECRETS | {"LEAK": " ".join(SECRETS)}
+    result = pipe.run(recipe, **environment)
+    assert result.code == 1
+    for canary in CANARIES:
+        assert canary not in result.stdout + result.stderr
+    assert leaks(pipe.run_dir) == []
+    assert "ValueError: $HF_TOKEN and $AWS_SECRET_ACCESS_KEY and " in result.stderr
+    assert "s3://***@bucket/x" in result.stderr
+    problem = [event for event in pipe.events() if event["event"] == "run failed"][-1]["problem"]
+    assert "$DB_PASSWORD" in problem
+    log = (pipe.run_dir / "logs" / f"rank-{rank:05d}.log").read_text()
+    assert log.count("with $WANDB_API_KEY") == 2
+    for command in (["ls", "--json", str(pipe.folder)], ["inspect", str(pipe.run_dir)]):
+        shown = pipe(*command, **environment)
+        assert not any(canary in shown.stdout + shown.stderr for canary in CANARIES)
+
+
+def test_canaries_on_the_command_line(pipe: Pipe) -> None:
+    """The variable's value, given as an override, is in the merged recipe alone: as written."""
+    result = pipe(
+        "run", str(pipe.recipe()), f"declare.text={SECRETS['WANDB_API_KEY']}", "--run-dir",
+        str(pipe.run_dir), **SECRETS,
+    )  # fmt: skip
+    assert result.code == 0, result.stderr
+    assert leaks(pipe.run_dir) == ["recipe.yaml: wandbcanary"]
+    command = json.loads((pipe.run_dir / "environment.json").read_text())["command"]
+    assert "declare.text=$WANDB_API_KEY" in command
