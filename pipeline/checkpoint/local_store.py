@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pipeline.checkpoint.manifest import MANIFEST
 from pipeline.checkpoint.store import Sink, Store, Transaction, steps_in_order
-from pipeline.utils.files import naming, read_at, sync, write_at
+from pipeline.utils.files import let_group_read, naming, private_folder, read_at, sync, write_at
 
 _LEFTOVER = re.compile(r"step-\d{8,}\.(tmp|deleted)-.+")
 _ASIDE = re.compile(r"step-\d{8,}\.damaged-\d+")
@@ -39,9 +39,9 @@ class LocalStore(Store):
     def begin(self, name: str, identity: str) -> Transaction:
         transaction = Transaction(self, name, f"{name}.tmp-{identity}", "")
         if not self._root.is_dir():
-            self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            private_folder(self._root)
             _sync(self._root.parent)
-        (self._root / transaction.folder).mkdir(exist_ok=True, mode=0o700)
+        private_folder(self._root / transaction.folder)
         return transaction
 
     def commit(self, transaction: Transaction, manifest: bytes) -> None:
@@ -119,6 +119,7 @@ class _LocalSink(Sink):
         flags |= 0 if shared else os.O_EXCL
         self._path = path
         self._file = os.open(path, flags, 0o600)
+        let_group_read(self._file, path.parent)
         try:
             # Where a file system cannot reserve room, the C library writes zeros: over what other
             # processes have written by then.

@@ -46,6 +46,7 @@ def node_options(command: Callable[..., Any]) -> Callable[..., Any]:
     type=click.Path(path_type=Path),
     help="The run's folder itself. If it holds a run, go on with that under RECIPE.",
 )
+@click.option("--group", help="Let the members of this group read the run's folder.")
 @click.option("--fresh", is_flag=True, help="Refuse a --run-dir that holds a run (exit code 2).")
 @click.option(
     "--runs",
@@ -66,6 +67,7 @@ def run(
     recipe: Path,
     overrides: tuple[str, ...],
     run_dir: Path | None,
+    group: str | None,
     fresh: bool,
     runs: Path,
     planned: Path | None,
@@ -94,6 +96,8 @@ def run(
             found = rundir.create(runs, made.recipe.name)
         else:
             found = rundir.claim(run_dir, fresh=fresh)
+        if group is not None:
+            rundir.open_to(found, group)
         click.echo(f"run folder: {found}")
         return found.resolve()
 

@@ -21,6 +21,9 @@ import fcntl
 import json
 import os
 import platform
+import shlex
+import shutil
+import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -30,7 +33,7 @@ from typing import IO, Any
 from pipeline.checkpoint import location
 from pipeline.contracts.stage import ENVIRONMENT_FILE
 from pipeline.errors import RunLocked, UsageError, in_words, system_errors_as
-from pipeline.utils.files import naming, opened, replace_text
+from pipeline.utils.files import GROUP_FOLDER, naming, opened, replace_text
 from pipeline.utils.terminal import shown
 from pipeline.utils.versions import versions
 
@@ -93,12 +96,35 @@ def existing(folder: Path) -> Path:
     return folder
 
 
+def open_to(folder: Path, group: str) -> None:
+    """Let the members of a group read a run's folder and all that will be in it. Raises
+    UsageError."""
+    try:
+        shutil.chown(folder, group=group)
+        folder.chmod(GROUP_FOLDER)
+    except (LookupError, OSError) as error:
+        reason = in_words(error) if isinstance(error, OSError) else "there is no such group"
+        raise UsageError(f"{folder} cannot be opened to the group {group}: {reason}") from error
+
+
+def _require_safe(folder: Path) -> None:
+    """Raise UsageError for a folder that others can write in, or that is another user's."""
+    facts = folder.stat()
+    if facts.st_mode & stat.S_IWOTH:
+        raise UsageError(
+            f"everybody can write in {folder}", hint=f"chmod o-w {shlex.quote(str(folder))}"
+        )
+    if os.geteuid() not in (0, facts.st_uid):
+        raise UsageError(f"{folder} belongs to another user (number {facts.st_uid})")
+
+
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the run's lock. The system frees it when its owner dies, however it dies.
 
     Raises RunLocked while another live process holds it, UsageError if there can be no lock.
     """
+    _require_safe(folder)
     try:
         file = opened(folder / LOCK, "a+")
     except OSError as error:

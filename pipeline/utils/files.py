@@ -6,6 +6,7 @@ import contextlib
 import errno
 import mmap
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -16,28 +17,53 @@ folios); a virtual machine may have given pieces of 2 MiB back to its host, and 
 takes ten times as long as writing does."""
 
 
+GROUP_FOLDER, GROUP_FILE = 0o2750, 0o640
+"""Permissions in a folder that is open to its group, which new files and folders inherit."""
+
+
+def open_to_group(folder: Path) -> bool:
+    """Whether a folder's group may read what is in it, and is inherited by new files."""
+    mode = folder.stat().st_mode
+    return bool(mode & stat.S_ISGID and mode & stat.S_IRGRP)
+
+
 def opened(path: str | Path, mode: str, *, permissions: int = 0o600) -> IO[Any]:
-    """A file to write, which only its owner can read if it is new. Raises OSError for a link: in a
-    folder that came from elsewhere it leads to any file of ours."""
+    """A file to write, which only its owner can read if it is new, and the group of a folder that
+    is open to one. Raises OSError for a link: in a folder that came from elsewhere it leads to any
+    file of ours."""
 
     def opener(name: str, flags: int) -> int:
         try:
-            return os.open(name, flags | os.O_NOFOLLOW, permissions)
+            descriptor = os.open(name, flags | os.O_NOFOLLOW, permissions)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
             raise _is_link(path) from None
+        if permissions == 0o600 and flags & os.O_CREAT:
+            let_group_read(descriptor, Path(name).parent)
+        return descriptor
 
     encoding = None if "b" in mode else "utf-8"
     return open(path, mode, encoding=encoding, opener=opener)
 
 
+def let_group_read(descriptor: int, folder: Path) -> None:
+    """Open a new file to the group that its folder is open to, whatever the umask says."""
+    if open_to_group(folder):
+        with contextlib.suppress(PermissionError):  # another owner's, who has decided
+            os.fchmod(descriptor, GROUP_FILE)
+
+
 def private_folder(path: Path) -> Path:
-    """`path` as a folder of its owner's, made if need be. Raises OSError for a link."""
+    """`path` as a folder of its owner's, and of the group that the folder above is open to, made if
+    need be. Raises OSError for a link."""
     if path.is_symlink():
         raise _is_link(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.mkdir(exist_ok=True, mode=0o700)
+    if not path.exists():
+        path.mkdir(exist_ok=True, mode=0o700)
+        if open_to_group(path.parent):
+            path.chmod(GROUP_FOLDER)
     return path
 
 
