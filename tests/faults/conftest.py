@@ -31,7 +31,11 @@ ENTRIES = {
 @pytest.fixture(scope="session")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder that any process with it on its path sees as an installed distribution."""
-    folder = tmp_path_factory.mktemp("plugin")
+    return install_plugin(tmp_path_factory.mktemp("plugin"))
+
+
+def install_plugin(folder: Path) -> Path:
+    """Write the distribution of the misbehaving stages into a folder; return that."""
     for module in ("faulty_stages", "faulty_data"):
         shutil.copy(HERE / f"{module}.py", folder)
     info = folder / "faulty-1.0.dist-info"

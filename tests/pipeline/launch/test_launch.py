@@ -233,31 +233,68 @@ def test_threads(
     assert os.environ["OMP_NUM_THREADS"] == str(expected)
 
 
-def test_more_processes_than_gpus_need_torchrun(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("launch", "started", "key", "words"),
+    [
+        (
+            "device: cuda, procs: 16", Started(), "procs",
+            "16 processes on each node, but this machine has 8 GPUs (set launch.procs=8 and "
+            "launch.nodes, or null to take as many as there are)",
+        ),
+        (
+            "device: cpu, procs: 2", Started(procs=1), "procs",
+            "2 processes, but the launcher started 1 (set launch.procs=1, or null to take as many "
+            "as are started)",
+        ),
+        (
+            "device: cpu, procs: 2, nodes: 2", Started(procs=6, per_node=3), "procs",
+            "2 processes on each node, but the launcher started 3 (set launch.procs=3, or null to "
+            "take as many as are started)",
+        ),
+        (
+            "device: cpu, procs: 2, nodes: 2", Started(procs=6, per_node=2), "nodes",
+            "2 nodes, but 3 nodes were started (set launch.nodes=3, or null to take as many as "
+            "there are)",
+        ),
+        (
+            "device: cpu, nodes: {min: 2, max: 4}", Started(nodes=5), "nodes",
+            "2 to 4 nodes, but 5 nodes were started (set launch.nodes=5, or null to take as many "
+            "as there are)",
+        ),
+        (
+            "device: cpu, nodes: 8", Started(), "nodes",
+            "8 nodes, but this is one (on every node: pipe run RECIPE --nodes NODES --node-rank "
+            "NUMBER --rdzv HOST:PORT, or have `pipe launch` write a script; or set launch.nodes=1)",
+        ),
+    ],
+)  # fmt: skip
+def test_what_was_started_and_the_recipe_agree(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    launch: str,
+    started: Started,
+    key: str,
+    words: str,
 ) -> None:
     monkeypatch.setattr("pipeline.plan.plan.gpu_count", lambda: 8)
     path = tmp_path / "recipe.yaml"
-    path.write_text("name: x\nlaunch: {device: cuda, procs: 16}\nstages: {}\n")
-    recipe = load_recipe(path)
+    path.write_text(f"name: x\nlaunch: {{{launch}}}\nstages: {{}}\n")
     with pytest.raises(RecipeError) as caught:
-        make_plan(recipe, registry=Registry([]), here=True)
-    problem = next(p for p in caught.value.problems if p.key == "launch.procs")
-    assert problem.message == "16 processes, but this machine has 8 GPUs"
-    assert "start it on every node: torchrun --nnodes" in problem.hint
-    assert str(problem.location) == f"{path}:2:31"
-    with pytest.raises(RecipeError) as caught:
-        make_plan(recipe, registry=Registry([]), here=True, started=Started(procs=16, per_node=8))
-    assert [p.key for p in caught.value.problems] == ["stages"]
+        make_plan(load_recipe(path), registry=Registry([]), here=True, started=started)
+    problem = next(p for p in caught.value.problems if p.key == f"launch.{key}")
+    assert str(problem).endswith(f": launch.{key}: {words}")
 
 
-def test_the_launcher_and_the_recipe_agree_on_the_number_of_processes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "started",
+    [Started(procs=16, per_node=8), Started(nodes=2), Started(procs=16), Started(procs=8, nodes=1)],
+)
+def test_what_was_started_as_the_recipe_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: Started
+) -> None:
+    monkeypatch.setattr("pipeline.plan.plan.gpu_count", lambda: 8)
     path = tmp_path / "recipe.yaml"
-    path.write_text("name: x\nlaunch: {device: cpu, procs: 2}\nstages: {}\n")
+    path.write_text("name: x\nlaunch: {procs: 8, nodes: {min: 1, max: 2}}\nstages: {}\n")
     with pytest.raises(RecipeError) as caught:
-        make_plan(load_recipe(path), registry=Registry([]), here=True, started=Started(procs=1))
-    problem = next(p for p in caught.value.problems if p.key == "launch.procs")
-    assert str(problem) == (
-        f"{path}:2:30: launch.procs: 2 processes, but the launcher started 1 "
-        "(set launch.procs=1, or null to take as many as are started)"
-    )
+        make_plan(load_recipe(path), registry=Registry([]), here=True, started=started)
+    assert [problem.key for problem in caught.value.problems] == ["stages"]

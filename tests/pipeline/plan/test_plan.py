@@ -13,7 +13,7 @@ from pipeline.contracts.stage import Context
 from pipeline.errors import RecipeError
 from pipeline.hardware.gpus import gpu_count
 from pipeline.plan import plan as plan_module
-from pipeline.plan.plan import Plan, PlannedSlot, make_plan
+from pipeline.plan.plan import Plan, PlannedSlot, Started, make_plan
 from pipeline.plan.registry import Registry
 from pipeline.recipe import load_recipe
 
@@ -141,7 +141,10 @@ def test_device_and_processes(
 
 
 def test_processes_that_a_launcher_decided(planned: Callable[..., Plan]) -> None:
-    assert planned("launch.procs=2", procs=16).view.procs == 16
+    plan = planned("launch.procs=2", started=Started(procs=16, per_node=2))
+    assert (plan.view.procs, plan.per_node) == (16, 2)
+    elastic = planned("launch.procs=2", "launch.nodes={min: 1, max: 4}")
+    assert (elastic.view.procs, elastic.per_node) == (8, 2)
 
 
 def test_cuda_is_asked_for_where_there_is_none(
