@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pipeline.checkpoint.manifest import MANIFEST
 from pipeline.checkpoint.store import Sink, Store, Transaction, steps_in_order
-from pipeline.utils.files import let_group_read, naming, private_folder, read_at, sync, write_at
+from pipeline.utils.files import let_group_enter, let_group_read, naming, read_at, sync, write_at
 
 _LEFTOVER = re.compile(r"step-\d{8,}\.(tmp|deleted)-.+")
 _ASIDE = re.compile(r"step-\d{8,}\.damaged-\d+")
@@ -39,9 +39,12 @@ class LocalStore(Store):
     def begin(self, name: str, identity: str) -> Transaction:
         transaction = Transaction(self, name, f"{name}.tmp-{identity}", "")
         if not self._root.is_dir():
-            private_folder(self._root)
+            self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
+            let_group_enter(self._root)
             _sync(self._root.parent)
-        private_folder(self._root / transaction.folder)
+        folder = self._root / transaction.folder
+        folder.mkdir(exist_ok=True, mode=0o700)
+        let_group_enter(folder)
         return transaction
 
     def commit(self, transaction: Transaction, manifest: bytes) -> None:

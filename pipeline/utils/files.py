@@ -60,11 +60,16 @@ def private_folder(path: Path) -> Path:
     if path.is_symlink():
         raise _is_link(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        path.mkdir(exist_ok=True, mode=0o700)
-        if open_to_group(path.parent):
-            path.chmod(GROUP_FOLDER)
+    path.mkdir(exist_ok=True, mode=0o700)
+    let_group_enter(path)
     return path
+
+
+def let_group_enter(folder: Path) -> None:
+    """Open a folder to the group that the one above is open to, whatever the umask says."""
+    if open_to_group(folder.parent):
+        with contextlib.suppress(PermissionError):  # another owner's, who has decided
+            folder.chmod(GROUP_FOLDER)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeline.distributed.process_group import DistContext
-from pipeline.plan.plan import plan_file
+from pipeline.plan.plan import Started, plan_file
 from pipeline.run.journal import Journal
 from pipeline.run.runner import Runner
 from tests.support.runs import context
@@ -15,7 +15,7 @@ from tests.support.runs import context
 
 def run_recipe(dist: DistContext, recipe: str, folder: str, overrides: Sequence[str] = ()) -> None:
     """Run all stages of the recipe on this rank; `folder` is the run's."""
-    plan = plan_file(recipe, list(overrides), procs=dist.world_size)
+    plan = plan_file(recipe, list(overrides), started=Started(procs=dist.world_size))
     ctx = context(dist, folder, plan.recipe.seed)
     with contextlib.ExitStack() as stack:
         ctx.on_exit = stack.callback
