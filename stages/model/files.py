@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import StageError
+from pipeline import StageError, system_errors_as
 
 if TYPE_CHECKING:
     from stages.model.hf import HfModel
@@ -128,9 +128,10 @@ def weight_files(folder: Path, gguf: str | None) -> list[Path]:
             f"no weights in {folder}",
             hint="expected model.safetensors, model.safetensors.index.json or pytorch_model.bin",
         )
-    for file in files:
-        if not file.is_file():
-            raise StageError(f"a weight file is missing: {file}")
+    with system_errors_as(StageError):  # a name that is too long
+        missing = next((file for file in files if not file.is_file()), None)
+    if missing is not None:
+        raise StageError(f"a weight file is missing: {missing}")
     return files
 
 

@@ -16,19 +16,10 @@ from pipeline.errors import CheckpointError, UsageError
 from pipeline.utils.trust import TRUST
 from stages.formats.dcp_compat import read_metadata
 from stages.formats.stored import load
+from tests.support.damage import Bomb
 from tests.support.runs import TINY
 
 WHY = "is a pickle, a format that can run code when it is read (--trust-pickle reads it"
-
-
-class Bomb:
-    """Makes a file when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[object, tuple[str, str]]:
-        return os.system, (f"touch {self.mark}",)
 
 
 @pytest.fixture
