@@ -192,6 +192,7 @@ def environment_store(seconds: float = RENDEZVOUS_SECONDS) -> Store | None:
     MASTER_ADDR and MASTER_PORT (the torchrun contract). None when there is no launcher. Waits at
     most `seconds` for the others."""
     from torch.distributed import FileStore  # type: ignore[attr-defined]
+    from torch.distributed.distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
     timeout = datetime.timedelta(seconds=seconds)
@@ -202,9 +203,15 @@ def environment_store(seconds: float = RENDEZVOUS_SECONDS) -> Store | None:
         store.set_timeout(timeout)
         return store
     if worker_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return _served(timeout)
+        return PrefixStore(f"start/{_start()}", _served(timeout))
     store, _, _ = next(rendezvous("env://", timeout=timeout))
-    return store  # type: ignore[no-any-return]
+    # torchrun's own store outlives its ranks, and has the keys of those that it started before.
+    return PrefixStore(f"start/{_start()}", store)
+
+
+def _start() -> str:
+    """Number of torchrun's restarts before this one."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _served(timeout: datetime.timedelta) -> Store:

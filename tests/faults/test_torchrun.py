@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.support.pipe import Outcome, Pipe
+from tests.support.tiny_recipe import EXPORT, losses, outcome, training, write
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port")
 
 
-def start(pipe: Pipe, *arguments: str) -> subprocess.Popen[str]:
+def start(
+    pipe: Pipe, *arguments: str, restarts: int = 0, **environment: str
+) -> subprocess.Popen[str]:
     """Run `torchrun ... -m pipetrain ARGUMENTS` on a free port."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = str(probe.getsockname()[1])
-    return pipe.start(*TORCHRUN, port, "-m", "pipetrain", *arguments)
+    own = ["--max-restarts", str(restarts), "-m", "pipetrain"]
+    return pipe.start(*TORCHRUN, port, *own, *arguments, **environment)
 
 
 def torchrun(pipe: Pipe, *arguments: str) -> Outcome:
@@ -62,6 +70,39 @@ def test_the_rank_that_failed_first_tells(pipe: Pipe) -> None:
     last = pipe.events()[-1]
     assert last["event"] == "run failed"
     assert "ValueError: boom" in last["problem"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_torchrun_starts_a_run_again_and_it_goes_on(pipe: Pipe, number: signal.Signals) -> None:
+    stages = training(checkpoint={"every": 2}, train={"steps": 20}) | EXPORT
+    recipe = write(pipe.folder / "recipe.yaml", stages, procs=2)
+    calm = pipe.folder / "calm"
+    assert pipe("run", str(recipe), "--run-dir", str(calm)).code == 0
+    command = ["run", str(recipe), "--run-dir", str(pipe.run_dir)]
+    process = start(pipe, *command, restarts=2, READ_SECONDS="0.05")
+    pipe.wait_for(lambda: len(losses(pipe.run_dir)) >= 5)
+    [rank] = [pid for pid in pids(str(pipe.run_dir)) if environment_of(pid).get("RANK") == "1"]
+    os.kill(rank, number)
+    result = pipe.end(process)
+    assert result.code == 0, result.stderr
+    assert outcome(pipe.run_dir, 20) == outcome(calm, 20)
+
+
+def pids(word: str) -> list[int]:
+    """Return the processes whose command lines have a word."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if word in (place / "cmdline").read_bytes().decode(errors="replace"):
+                found.append(int(place.name))
+    return found
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """Return the environment of a process."""
+    lines = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(line.split("=", 1) for line in lines if "=" in line)
 
 
 def test_ranks_die_with_a_killed_torchrun(pipe: Pipe) -> None:
