@@ -17,7 +17,7 @@ from tests.support.trials import STEPS, Ended, write_recipe
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 FAULTS = (trials.lose_worker, trials.lose_agent, trials.freeze, trials.cut_link)
-REPEATS = times(quick=1, full=7)
+REPEATS = times(quick=1, full=4)
 CASES = [(fault, hosts, seed) for seed in range(REPEATS) for hosts in (2, 3) for fault in FAULTS]
 QUICK = [(trials.cut_link, 2, 0)]
 

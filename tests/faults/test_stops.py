@@ -23,12 +23,12 @@ KILLS = times(quick=3, full=20)
 Command = Callable[..., Forked]
 
 
-def recipe(folder: Path, **fields: object) -> Path:
+def recipe(folder: Path) -> Path:
     """Write a recipe whose run goes on by itself after kills, and saves now and then."""
     stages = training(
         data={"heldout": True},
         checkpoint={"every": 10, "keep": 2},
-        train={"steps": STEPS, "eval_every": 7, **fields},
+        train={"steps": STEPS, "eval_every": 7, "micro_batch_size": 1},
     )
     launch = {"procs": RANKS, "device": "cpu", "restarts": {"limit": 5, "backoff": 0}}
     path = folder / "recipe.yaml"
@@ -159,3 +159,29 @@ def test_a_launcher_that_is_killed_goes_on_by_the_same_command(
     assert command().end().code == 0
     assert killed == KILLS or newest(pipe.run_dir) == STEPS
     assert outcome(pipe.run_dir, STEPS) == calm
+
+
+def test_an_evaluation_ends_at_once_and_is_made_up_for(
+    pipe: Pipe, command: Command, calm: tuple[bytes, list[float]]
+) -> None:
+    process = command(READ_SECONDS="0.4")  # for each of two micro-batches
+    pipe.wait_for(lambda: len(losses(pipe.run_dir)) >= 7)
+    began = time.monotonic()
+    process.send(signal.SIGTERM)
+    assert process.end().code == 75
+    assert time.monotonic() - began < 10
+    assert newest(pipe.run_dir) == 7
+    assert evaluations(pipe.run_dir) == []
+    assert command().end().code == 0
+    assert evaluations(pipe.run_dir) == [*range(7, STEPS, 7), STEPS]
+    assert outcome(pipe.run_dir, STEPS) == calm
+
+
+def test_a_second_ctrl_c_ends_everything(pipe: Pipe, command: Command) -> None:
+    process = command(READ_SECONDS="0.5")
+    pipe.wait_for(lambda: len(losses(pipe.run_dir)) >= 1)
+    process.send(signal.SIGINT)
+    time.sleep(0.3)
+    process.send(signal.SIGINT)
+    assert process.end().code == -signal.SIGINT
+    pipe.wait_for(lambda: not ranks(pipe.run_dir), limit=5)
