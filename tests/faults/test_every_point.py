@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.pipe import REPOSITORY, Outcome, Pipe
-from tests.support.points import SITECUSTOMIZE, STARTS, VARIABLE, Plan, Point
+from tests.support.points import READ, SITECUSTOMIZE, STARTS, VARIABLE, Plan, Point
 from tests.support.tier import FULL, times
 from tests.support.tiny_recipe import EXPORT, outcome, training
 
@@ -119,7 +119,7 @@ def test_an_operation_that_is_refused_anywhere(
     missed: list[Point] = []
     for number, point in enumerate(evenly(writing)):
         run = Instrumented(plugin, tmp_path_factory.mktemp("refusal"), strategy)
-        how = REFUSALS[number % len(REFUSALS)]
+        how = "EIO" if point.kind == READ else REFUSALS[number % len(REFUSALS)]
         result = run.start(role=point.role, number=point.number, how=how)
         if not run.fired():
             missed.append(point)

@@ -23,10 +23,11 @@ EVENTS = (
     "open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "os.link", "os.fork",
     "subprocess.Popen",
 )  # fmt: skip
-"""Python's audit events that count; `open` if it is for writing."""
+"""Python's audit events that count."""
 CALLS = ("pwrite", "write", "fsync", "posix_fallocate")
 """Functions of `os` that count, on files of the folder."""
 STARTS = ("os.fork", "subprocess.Popen")
+READ = "open to read"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +88,8 @@ class _Counter:
     def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Handle an audit event."""
         if event in EVENTS and not self._busy and self._concerns(event, arguments):
-            self._pass(event)
+            reads = event == "open" and not _writes(*arguments[1:])
+            self._pass(READ if reads else event)
 
     def wrap(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         """Return an `os` function that counts."""
@@ -104,11 +106,6 @@ class _Counter:
         if event in STARTS:
             return True
         place = arguments[0]
-        if event == "open":
-            _, mode, flags = arguments
-            writes = isinstance(mode, str) and set(mode) & set("wax+")
-            if not writes and not (flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
-                return False
         return isinstance(place, str | Path) and str(place).startswith(self._plan.root)
 
     def _pass(self, kind: str) -> None:
@@ -134,6 +131,12 @@ class _Counter:
         finally:
             self._busy = False
         return True
+
+
+def _writes(mode: object, flags: int | None) -> bool:
+    """Return whether a file is opened to be written."""
+    asked = isinstance(mode, str) and bool(set(mode) & set("wax+"))
+    return asked or bool((flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
 
 
 _write = os.write
