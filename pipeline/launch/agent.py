@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from pipeline.distributed.signals import Interrupted
-from pipeline.errors import RunFailed
+from pipeline.errors import RunFailed, in_words
 from pipeline.launch import flight_recorder
 from pipeline.launch.exchange import BEAT_SECONDS, Link
 from pipeline.launch.local import set_threads, supervise
@@ -38,13 +38,12 @@ class Agent:
     """This node's agent."""
 
     def __init__(
-        self, plan: Plan, node: int, rendezvous: tuple[str, int], before_round: Callable[[], None]
+        self, plan: Plan, node: int, rendezvous: tuple[str, int], between: Callable[[], None]
     ) -> None:
-        """`before_round` is called before ranks are started again."""
+        """`between` is called now and then while no rank runs here."""
         self._plan, self._settings = plan, plan.recipe.launch
         self._host, self._port = rendezvous
-        self._node, self._before_round = node, before_round
-        self._asked = False
+        self._node, self._between = node, between
 
     def run(self) -> Over:
         """Take part in the run to its end, and return that. Raises RunFailed when node 0 is not
@@ -62,7 +61,6 @@ class Agent:
                 if reply.over is not None:
                     return reply.over
                 assert reply.place is not None
-                self._before_round()
                 link.tell(round=reply.round, report=None, landmarks=0)
                 report = self._run_round(link, reply, reply.place)
                 link.tell(report=report)
@@ -87,6 +85,7 @@ class Agent:
             self._pause(link)
 
     def _pause(self, link: Link) -> None:
+        self._between()
         try:
             time.sleep(0.05)
         except Interrupted:
@@ -120,7 +119,14 @@ class Agent:
         try:
             with none_left(), ranks:
                 ranks.start(run_dir, reply.accept)
-                supervise(ranks, self._settings, run_dir, lambda: self._obey(link, reply, ranks))
+
+                def obey(stopping: bool) -> None:
+                    self._obey(link, reply, ranks, stopping)
+
+                supervise(ranks, self._settings, run_dir, obey)
+        except OSError as error:
+            text = f"the processes of node {self._node} could not be started: {in_words(error)}"
+            return Report(kind="raised", text=text, time=time.time())
         except Interrupted as interrupted:
             return Report(kind="stopped", text=str(interrupted))
         except _RoundOverError as over:
@@ -136,9 +142,9 @@ class Agent:
             )
         return Report(kind="finished")
 
-    def _obey(self, link: Link, begun: Reply, ranks: LocalRanks) -> None:
-        """Do as the coordinator says: raise Interrupted for a stop, _RoundOver for the end of the
-        round."""
+    def _obey(self, link: Link, begun: Reply, ranks: LocalRanks, stopping: bool) -> None:
+        """Do as the coordinator says: raise Interrupted for a stop, unless the ranks are `stopping`
+        already, and _RoundOverError for the end of the round."""
         done = landmarks(ranks.heartbeats, len(ranks.places))
         if done != link.beat.landmarks:
             link.tell(landmarks=done)
@@ -149,8 +155,7 @@ class Agent:
             raise _RoundOverError(f"node {self._node} has lost its link to node 0 at {where}")
         if reply.over or reply.place is None or reply.round != begun.round:
             raise _RoundOverError("the round has ended")
-        if reply.stop and not self._asked:
-            self._asked = True
+        if reply.stop and not stopping:
             raise Interrupted
 
 

@@ -28,7 +28,9 @@ def environment(run_dir: Path) -> dict[str, str]:
         "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{folder}/rank-",
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": f"{folder}/rank-",
     }
-    if not any(name in os.environ for name in wanted):
+    if any(name in os.environ for name in wanted):
+        return {}
+    with contextlib.suppress(OSError):  # a full disk will be told by those who need it
         private_folder(run_dir / "stalls")
         private_folder(folder)
         return wanted

@@ -92,17 +92,20 @@ def run_ranks(ranks: LocalRanks, settings: Launch, run_dir: Path, accept: Sequen
 
 
 def supervise(
-    ranks: LocalRanks, settings: Launch, run_dir: Path, check: Callable[[], None] = lambda: None
+    ranks: LocalRanks,
+    settings: Launch,
+    run_dir: Path,
+    check: Callable[[bool], None] = lambda stopping: None,
 ) -> None:
     """Watch started ranks until all have finished. Raises RunFailed when one fails or stalls; a
     signal makes all of them stop as soon as they can, and is raised again when they have. `check`
-    is called now and then, and what it raises ends them."""
+    is called now and then with whether they are stopping, and what it raises ends them."""
     pids = [process.pid for process in ranks.processes]
     watch = Watch(ranks.heartbeats, pids, settings.timeouts)
     try:
         while not ranks.finished():
             _look(ranks, watch, run_dir)
-            check()
+            check(False)
             time.sleep(POLL_SECONDS)
     except Interrupted as interrupted:
         _wind_down(ranks, watch, run_dir, interrupted, check)
@@ -137,7 +140,7 @@ def _wind_down(
     watch: Watch,
     run_dir: Path,
     interrupted: Interrupted,
-    check: Callable[[], None],
+    check: Callable[[bool], None],
 ) -> None:
     """Have all ranks save and end. Raises `interrupted` if they have, RunFailed if one fails."""
     ranks.send(interrupted.number)
@@ -147,7 +150,7 @@ def _wind_down(
         if at_once:
             break  # there was nothing to save, and the others would wait for this rank
         _raise_failure(ranks, failed, watch, run_dir)
-        check()
+        check(True)
         time.sleep(POLL_SECONDS)
     ranks.stop()
     if not ranks.finished():

@@ -85,3 +85,19 @@ def test_an_elastic_run_goes_on_with_the_hosts_that_are_left(
     assert ended.codes[0] == 0, ended.said
     assert len(ended.steps) == STEPS
     assert ended.weights
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(4))
+def test_a_stop_of_one_process_stops_all_and_loses_no_step(
+    pipe: Pipe, calm: Callable[[int], bytes], seed: int
+) -> None:
+    ended = trials.trial(pipe.folder, trials.ask_to_stop, seed, pipe.environment)
+    check(ended)
+    assert ended.codes == [75, 75], ended.said
+    run = pipe.folder / "run"
+    saved = sorted(path.name for path in (run / "checkpoints").glob("step-????????"))
+    assert int(saved[-1].removeprefix("step-")) == ended.steps[-1]
+    result = pipe("run", str(write_recipe(pipe.folder, procs=2)), "--run-dir", str(run))
+    assert result.code == 0, result.stderr
+    assert (run / "export" / "model.safetensors").read_bytes() == calm(2)

@@ -150,6 +150,13 @@ def trial(
         return cluster.end(began)
 
 
+def ask_to_stop(cluster: Cluster, chance: random.Random) -> None:
+    """Ask one agent or one rank for the end."""
+    number = chance.randrange(len(cluster.hosts))
+    pid = chance.choice([cluster.agent(number), cluster.ranks(number)[0]])
+    os.kill(pid, chance.choice([signal.SIGTERM, signal.SIGUSR1]))
+
+
 def lose_worker(cluster: Cluster, chance: random.Random) -> None:
     """Kill a rank."""
     os.kill(cluster.ranks(chance.randrange(len(cluster.hosts)))[0], signal.SIGKILL)
