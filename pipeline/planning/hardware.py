@@ -107,14 +107,17 @@ class HardwareOptions:
         return [f"--{name}" for name in names if getattr(self, name) is not None]
 
 
-def resolve_topology(machines: HardwareOptions, ranks: int, device: str) -> Topology:
-    """Topology of `ranks` ranks. Raises UsageError for options about GPUs on CPUs."""
+def resolve_topology(
+    machines: HardwareOptions, ranks: int, device: str, per_node: int | None = None
+) -> Topology:
+    """Topology of `ranks` ranks, `per_node` on each node unless the options say otherwise. Raises
+    UsageError for options about GPUs on CPUs."""
     if device == "cpu" and machines.of_gpus:
         raise UsageError(
             f"{machines.of_gpus[0]} is about GPUs, launch.device on the command line means CPUs",
             hint="leave out one of them",
         )
-    local = ranks if device == "cpu" else machines.gpus or PER_NODE
+    local = ranks if device == "cpu" else machines.gpus or per_node or PER_NODE
     return Topology(ranks=ranks, local_ranks=min(local, ranks), device=device)
 
 

@@ -102,7 +102,8 @@ def estimate_plan(
 ) -> MemoryPlan:
     """Estimate a checked recipe; with `trace`, device memory comes from running it on tensors
     without memory. Raises UsageError and StageError."""
-    topology = resolve_topology(machines, plan.view.procs, plan.view.device)
+    per_node = plan.recipe.launch.procs if plan.recipe.launch.nodes else None
+    topology = resolve_topology(machines, plan.view.procs, plan.view.device, per_node)
     job = Job.of(plan, topology)
     profile = profile_of(job)
     results = ask_planners(job, profile)
