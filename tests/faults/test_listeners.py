@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support import network, trials
 from tests.support.pipe import Pipe
 
 
@@ -74,3 +75,18 @@ def test_a_killed_launcher_leaves_no_folder_behind(pipe: Pipe, tmp_path: Path) -
     pipe.end(process)
     pipe.wait_for(lambda: not pipe.processes(), limit=5)
     assert list(scratch.iterdir()) == []
+
+
+@pytest.mark.full
+@pytest.mark.skipif(bool(network.why_not()), reason=network.why_not())
+def test_nodes_listen_at_the_addresses_alone_by_which_they_meet(pipe: Pipe) -> None:
+    with network.network(2) as hosts:
+        recipe = trials.write_recipe(pipe.folder)
+        cluster = trials.Cluster(hosts, recipe, "2", pipe.environment)
+        cluster.wait_for_step(3)
+        for host in hosts:
+            assert host.address in host.listening()
+            assert host.listening() <= {host.address, "127.0.0.1"}
+        for agent in cluster.agents:
+            agent.terminate()
+        assert [agent.wait(60) for agent in cluster.agents] == [75, 75]

@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 import signal
+import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -51,6 +52,12 @@ class Host:
             ["ip", "netns", "pids", self.name], capture_output=True, text=True, check=True
         )
         return [int(line) for line in done.stdout.split()]
+
+    def listening(self) -> set[str]:
+        """Return the addresses on which anything here listens."""
+        table = Path(f"/proc/{self.processes()[0]}/net/tcp").read_text().splitlines()[1:]
+        places = [line.split()[1] for line in table if line.split()[3] == "0A"]
+        return {socket.inet_ntoa(bytes.fromhex(place[:8])[::-1]) for place in places}
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to all processes of this host."""
