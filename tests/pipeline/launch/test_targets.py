@@ -84,7 +84,7 @@ def test_slurm_script() -> None:
     )
     assert f"  pipe run {RECIPE} 'launch.nodes={{min: 2, max: 4}}' --run-dir /shared/run\n" in text
     assert "--trust-pickle" in printed("slurm", "--trust-pickle")
-    assert 'if [ "$code" -eq 75 ]; then\n  scontrol requeue "$SLURM_JOB_ID"\nfi\n' in text
+    assert 'if [ "$code" -eq 75 ]; then\n  scontrol requeue "$SLURM_JOB_ID"\n  sleep 60' in text
 
 
 def test_a_task_for_each_gpu() -> None:
