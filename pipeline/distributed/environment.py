@@ -11,6 +11,9 @@ CONTRACT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 STORE = "PIPE_STORE"
 """The file where the ranks of one machine meet; `pipe` sets it, in place of MASTER_ADDR and
 MASTER_PORT."""
+JOB = "PIPE_JOB"
+"""Environment variable: identity of the scheduler's job. Ranks of another one, whose port happens
+to be the same, do not meet those of this one."""
 FINISHED = 76
 """Exit code of a rank whose stages have all run. A library that calls exit(0) inside a rank ends it
 too, so 0 does not prove that."""

@@ -99,6 +99,7 @@ def _mpi(source: str, names: tuple[str, str, str, str]) -> Callable[[Environ], P
             raise _incomplete(environ, [size], missing)
         here = _optional(environ, local_size)
         host, port = _mpi_master(environ, number(environ, size), here, source)
+        namespace = environ.get("PMIX_NAMESPACE", "")
         found = RankPlacement(
             source=source,
             rank=number(environ, rank),
@@ -107,6 +108,7 @@ def _mpi(source: str, names: tuple[str, str, str, str]) -> Callable[[Environ], P
             local_world_size=here,
             host=host,
             port=port,
+            job=namespace,
         )
         return _consistent(found, environ, *names)
 
@@ -150,8 +152,9 @@ def _slurm(environ: Environ) -> Placement | None:
     port = _optional(environ, "MASTER_PORT") or 20_000 + (job * 16 + step) % 20_000
     if tasks == len(hosts):
         return NodePlacement(
-            source="Slurm", node_rank=node, min_nodes=tasks, max_nodes=tasks, host=host, port=port
-        )
+            source="Slurm", node_rank=node, min_nodes=tasks, max_nodes=tasks, host=host, port=port,
+            job=f"slurm-{job}.{step}",
+        )  # fmt: skip
     counts = expand_counts(environ.get("SLURM_STEP_TASKS_PER_NODE", str(tasks)))
     if sum(counts) != tasks or len(counts) != len(hosts):
         raise UsageError(
@@ -166,6 +169,7 @@ def _slurm(environ: Environ) -> Placement | None:
         local_world_size=counts[node],
         host=host,
         port=port,
+        job=f"slurm-{job}.{step}",
     )
     return _consistent(
         found, environ, "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID",

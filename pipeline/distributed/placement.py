@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pipeline.distributed.environment import JOB
 from pipeline.distributed.hosts import own_rank, read_hostfile
 from pipeline.errors import UsageError
 
@@ -27,6 +28,8 @@ class RankPlacement:
     host: str
     """Rank 0's machine."""
     port: int
+    job: str = ""
+    """Identity of the launcher's job, where the port follows from it."""
 
     def environment(self) -> dict[str, str]:
         """The variables in which torchrun says the same."""
@@ -37,6 +40,8 @@ class RankPlacement:
             "MASTER_ADDR": self.host,
             "MASTER_PORT": str(self.port),
         }
+        if self.job:
+            found[JOB] = self.job
         if self.local_world_size is not None:
             found["LOCAL_WORLD_SIZE"] = str(self.local_world_size)
         return found
@@ -60,6 +65,8 @@ class NodePlacement:
     port: int
     procs: int | None = None
     """Ranks of each node; None leaves it to the recipe."""
+    job: str = ""
+    """Identity of the launcher's job, where the port follows from it."""
 
     def describe(self) -> str:
         """Its place, for messages."""

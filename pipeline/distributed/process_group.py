@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.distributed.environment import (
+    JOB,
     STORE,
     all_here,
     is_worker,
@@ -203,15 +204,16 @@ def environment_store(seconds: float = RENDEZVOUS_SECONDS) -> Store | None:
         store.set_timeout(timeout)
         return store
     if worker_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return PrefixStore(f"start/{_start()}", _served(timeout))
+        return PrefixStore(_keys(), _served(timeout))
     store, _, _ = next(rendezvous("env://", timeout=timeout))
     # torchrun's own store outlives its ranks, and has the keys of those that it started before.
-    return PrefixStore(f"start/{_start()}", store)
+    return PrefixStore(_keys(), store)
 
 
-def _start() -> str:
-    """Number of torchrun's restarts before this one."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+def _keys() -> str:
+    """Prefix of the keys of these ranks: of their job, and of this one of torchrun's starts."""
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"{os.environ.get(JOB, '')}/start/{start}"
 
 
 def _served(timeout: datetime.timedelta) -> Store:

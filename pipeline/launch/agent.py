@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 
+from pipeline.distributed.placement import NodePlacement
 from pipeline.distributed.signals import Interrupted
 from pipeline.errors import RunFailed, in_words
 from pipeline.launch import flight_recorder
@@ -37,19 +38,19 @@ class _RoundOverError(Exception):
 class Agent:
     """This node's agent."""
 
-    def __init__(
-        self, plan: Plan, node: int, rendezvous: tuple[str, int], between: Callable[[], None]
-    ) -> None:
+    def __init__(self, plan: Plan, found: NodePlacement, between: Callable[[], None]) -> None:
         """`between` is called now and then while no rank runs here."""
         self._plan, self._settings = plan, plan.recipe.launch
-        self._host, self._port = rendezvous
-        self._node, self._between = node, between
+        self._host, self._port = found.host, found.port
+        self._node, self._between = found.node_rank, between
+        self._run = run_name(plan, found)
 
     def run(self) -> Over:
         """Take part in the run to its end, and return that. Raises RunFailed when node 0 is not
         there."""
         beat = Beat(
             agent=uuid.uuid4().hex,
+            run=self._run,
             node=self._node,
             host=socket.gethostname(),
             procs=self._plan.per_node,
@@ -157,6 +158,11 @@ class Agent:
             raise _RoundOverError("the round has ended")
         if reply.stop and not stopping:
             raise Interrupted
+
+
+def run_name(plan: Plan, found: NodePlacement) -> str:
+    """What all nodes of a run agree on, so that those of another are told apart."""
+    return f"{plan.recipe.name} ({found.job})" if found.job else plan.recipe.name
 
 
 def _place(place: Place, number: int, per_node: int) -> dict[str, str]:

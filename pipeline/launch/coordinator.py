@@ -60,6 +60,9 @@ class Coordinator:
     rendezvous_seconds: float
     notes: list[Restarted] = field(default_factory=list)
     """Restarts that nobody has recorded yet."""
+    run: str = ""
+    """Name of the run, and of the scheduler's job if there is one: two may have come by one
+    port."""
     folder: str = ""
     accept: tuple[str, ...] = ()
     over: Over | None = field(default=None, init=False)
@@ -126,6 +129,8 @@ class Coordinator:
     def _refusal(self, beat: Beat, address: str) -> str:
         """Why this agent cannot take part; empty if it can. An agent that was started again on its
         node takes the place of the one before."""
+        if beat.run != self.run:
+            return f"node 0 runs {self.run} there, and this node {beat.run}"
         if beat.node >= self.most:
             return f"node rank {beat.node} is none of {self.most} nodes, which count from 0"
         if beat.agent in self._replaced:

@@ -31,6 +31,8 @@ class Beat:
 
     agent: str
     """Identity of this start of the agent."""
+    run: str
+    """Name of the run, and of the scheduler's job if there is one."""
     node: int
     """Node rank."""
     host: str

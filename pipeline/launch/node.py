@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.distributed.placement import NodePlacement
 from pipeline.distributed.signals import Interrupted
 from pipeline.errors import RunFailed, RunStopped
-from pipeline.launch.agent import Agent
+from pipeline.launch.agent import Agent, run_name
 from pipeline.launch.coordinator import Coordinator
 from pipeline.launch.exchange import Server
 from pipeline.launch.local import restarted
@@ -53,6 +53,7 @@ def _coordinator(job: Job, plan: Plan, folder: Path, found: NodePlacement) -> Co
         most=found.max_nodes,
         restarts=launch.restarts,
         rendezvous_seconds=launch.timeouts.rendezvous,
+        run=run_name(plan, found),
         folder=str(folder),
         accept=tuple(job.accept),
     )
@@ -81,14 +82,12 @@ def _lead(coordinator: Coordinator, plan: Plan, folder: Path, found: NodePlaceme
             note = coordinator.notes.pop(0)
             restarted(folder, plan, note.text, note.number, note.seconds)
 
-    agent = Agent(plan, 0, (found.host, found.port), record)
-    _conclude(agent.run())
+    _conclude(Agent(plan, found, record).run())
 
 
 def _join(plan: Plan, found: NodePlacement) -> None:
-    agent = Agent(plan, found.node_rank, (found.host, found.port), lambda: None)
     try:
-        _conclude(agent.run())
+        _conclude(Agent(plan, found, lambda: None).run())
     except Interrupted as interrupted:
         raise RunStopped(f"stopped by {interrupted}") from None
 

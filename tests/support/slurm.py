@@ -35,6 +35,7 @@ SchedulerType=sched/builtin
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 JobRequeue=1
+FirstJobId={first}
 KillWait=20
 SlurmctldPort={ports[0]}
 SlurmdPort={ports[1]}
@@ -98,8 +99,9 @@ def slurm(folder: Path) -> Iterator[Slurm]:
         (folder / name).mkdir()
     ports = [_free_port(), _free_port()]
     settings = SETTINGS.format(
-        host=socket.gethostname(), folder=folder, ports=ports, cores=os.cpu_count()
-    )
+        host=socket.gethostname(), folder=folder, ports=ports, cores=os.cpu_count(),
+        first=os.getpid() % 50_000 + 1,
+    )  # fmt: skip
     (folder / "slurm.conf").write_text(settings)
     key = folder / "munge.key"
     key.write_bytes(os.urandom(1024))

@@ -62,19 +62,21 @@ def without(variables: Variables, *names: str) -> Variables:
     return {name: value for name, value in variables.items() if name not in names}
 
 
-def ranks(source: str, host: str = "n0", port: int = 29500) -> RankPlacement:
+def ranks(source: str, host: str = "n0", port: int = 29500, job: str = "") -> RankPlacement:
     """Return the place that all of the launchers of ranks above give."""
     return RankPlacement(
-        source=source, rank=3, world_size=4, local_rank=1, local_world_size=2, host=host, port=port
-    )
+        source=source, rank=3, world_size=4, local_rank=1, local_world_size=2, host=host, port=port,
+        job=job,
+    )  # fmt: skip
 
 
 def node(
-    source: str, rank: int, nodes: int, host: str, port: int = 29400, procs: int | None = 8
-) -> NodePlacement:
+    source: str, rank: int, nodes: int, host: str, port: int = 29400, procs: int | None = 8,
+    job: str = "",
+) -> NodePlacement:  # fmt: skip
     return NodePlacement(
         source=source, node_rank=rank, min_nodes=nodes, max_nodes=nodes, host=host, port=port,
-        procs=procs,
+        procs=procs, job=job,
     )  # fmt: skip
 
 
@@ -87,11 +89,12 @@ def node(
         (ELASTIC | KUBEFLOW | {"PET_NNODES": "2", "PET_NODE_RANK": "1"},
          ranks("torchrun's variables")),
         (TORCHRUN | TASKS, ranks("torchrun's variables")),
-        (TASKS, ranks("Slurm", port=20_000 + 4242 * 16 % 20_000)),
-        (TASKS | {"MASTER_ADDR": "ib0", "MASTER_PORT": "1234"}, ranks("Slurm", "ib0", 1234)),
-        (NODES, node("Slurm", 1, 2, "n0", 20_000 + (4242 * 16 + 1) % 20_000, None)),
-        (OPEN_MPI, ranks("Open MPI")),
-        (OPEN_MPI | NODES | {"SLURM_STEP_NUM_TASKS": "2"}, ranks("Open MPI")),
+        (TASKS, ranks("Slurm", port=20_000 + 4242 * 16 % 20_000, job="slurm-4242.0")),
+        (TASKS | {"MASTER_ADDR": "ib0", "MASTER_PORT": "1234"},
+         ranks("Slurm", "ib0", 1234, "slurm-4242.0")),
+        (NODES, node("Slurm", 1, 2, "n0", 20_000 + (4242 * 16 + 1) % 20_000, None, "slurm-4242.1")),
+        (OPEN_MPI, ranks("Open MPI", job="prte-1")),
+        (OPEN_MPI | NODES | {"SLURM_STEP_NUM_TASKS": "2"}, ranks("Open MPI", job="prte-1")),
         (HYDRA, ranks("MPICH")),
         (KUBEFLOW, node("Kubeflow's PET_* variables", 2, 4, "job-node-0-0.job")),
         (without(KUBEFLOW, "PET_MASTER_ADDR") | {"PET_RDZV_ENDPOINT": "h:1", "PET_NNODES": "4"},

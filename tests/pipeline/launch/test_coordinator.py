@@ -33,6 +33,7 @@ class Nodes:
             most=most,
             restarts=Restarts(**{"limit": 2, "backoff": 1.0, **settings}),
             rendezvous_seconds=120,
+            run="a",
             folder="/run",
         )
         self.states: dict[int, dict[str, Any]] = {}
@@ -57,7 +58,7 @@ class Nodes:
 
     def _beat(self, node: int, state: dict[str, Any]) -> None:
         told = {k: v for k, v in state.items() if k not in ("silent", "address")}
-        beat = Beat(node=node, host=f"h{node}", procs=2, port=9000 + node, **told)
+        beat = Beat(run="a", node=node, host=f"h{node}", procs=2, port=9000 + node, **told)
         reply = self.coordinator.beat(beat, state.get("address", f"10.0.0.{node}"), self.now)
         self.replies[node] = reply
         if reply.place is None:
@@ -226,6 +227,7 @@ def test_an_agent_that_is_started_again_replaces_the_one_before() -> None:
     ("state", "words"),
     [
         ({"address": "10.0.0.9"}, "node rank 1 is taken by h1 (10.0.0.1)"),
+        ({"run": "b"}, "node 0 runs a there, and this node b"),
         ({"procs": 4}, "h1 has 4 processes, but the other nodes have 2: all need the same number"),
     ],
 )
@@ -233,7 +235,7 @@ def test_nodes_that_do_not_fit(state: dict[str, Any], words: str) -> None:
     nodes = Nodes(most=3)
     nodes.start(0, 1)
     nodes.run(2)
-    beat = {"agent": "x", "node": 1, "host": "h1", "procs": 2, "port": 1}
+    beat = {"agent": "x", "run": "a", "node": 1, "host": "h1", "procs": 2, "port": 1}
     address = state.pop("address", "10.0.0.1")
     reply = nodes.coordinator.beat(Beat(**(beat | state)), address, nodes.now)
     assert reply.over is not None
