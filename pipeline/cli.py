@@ -2,7 +2,8 @@
 
 Exit codes: 0 done, 1 a stage failed, 2 wrong usage or recipe, 3 an import left something out or a
 plan does not fit, 4 a run is not what was planned, 5 training will fail on this machine (doctor),
-128 + N after signal N (130 SIGINT, 143 SIGTERM, 129 SIGHUP).
+75 a run was stopped by a signal with everything saved, 128 + N another command after signal N (130
+SIGINT, 143 SIGTERM, 129 SIGHUP).
 """
 
 from __future__ import annotations

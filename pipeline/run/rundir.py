@@ -124,8 +124,8 @@ def locked(folder: Path) -> Iterator[None]:
 
     Raises RunLocked while another live process holds it, UsageError if there can be no lock.
     """
-    _require_safe(folder)
     try:
+        _require_safe(folder)
         file = opened(folder / LOCK, "a+")
     except OSError as error:
         raise UsageError(f"cannot write in {folder}: {in_words(error)}") from error

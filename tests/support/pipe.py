@@ -58,7 +58,8 @@ class Forked:
         """Wait for its end."""
         self._process.join(LIMIT)
         assert self._process.exitcode is not None, "the command has not ended"
-        said, wrong = (Path(self._place, name).read_text() for name in STREAMS)
+        files = [self._place / name for name in STREAMS]  # none, if it was killed before it began
+        said, wrong = (file.read_text() if file.exists() else "" for file in files)
         seconds = time.monotonic() - self._began
         return Outcome(code=self._process.exitcode, stdout=said, stderr=wrong, seconds=seconds)
 

@@ -80,6 +80,7 @@ def _body(job: Job) -> Iterator[str]:
     yield (
         f'if [ "$code" -eq {STOPPED} ]; then\n'
         '  scontrol requeue "$SLURM_JOB_ID"\n'
+        "  sleep 60 # until Slurm has taken the job back, which ends this script\n"
         "fi\n"
         'exit "$code"\n'
     )
