@@ -21,6 +21,7 @@ from pipeline.cli import main
 from pipeline.commands.launch import TARGETS as NAMES
 from pipeline.launch.targets import TARGETS
 from pipeline.launch.targets.job import Job
+from pipeline.utils.trust import TRUST
 from tests.support.tier import examples
 
 RECIPE = str(Path(__file__).parents[3] / "recipes" / "llama8b_fsdp.yaml")
@@ -31,8 +32,8 @@ NEEDED = {
 
 
 @pytest.fixture(autouse=True)
-def _no_trust(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("PIPE_TRUST_PICKLE")
+def nothing_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TRUST, raising=False)
 
 
 def launch(target: str, *options: str, recipe: str = RECIPE) -> Result:
@@ -84,7 +85,8 @@ def test_slurm_script() -> None:
         in text
     )
     assert f"  pipe run {RECIPE} 'launch.nodes={{min: 2, max: 4}}' --run-dir /shared/run\n" in text
-    assert 'if [ "$code" -eq 75 ]; then\n  scontrol requeue "$SLURM_JOB_ID"\nfi\n' in text
+    assert "--trust-pickle" in printed("slurm", "--trust-pickle")
+    assert 'if [ "$code" -eq 75 ]; then\n  scontrol requeue "$SLURM_JOB_ID"\n  sleep 60' in text
 
 
 def test_a_task_for_each_gpu() -> None:
