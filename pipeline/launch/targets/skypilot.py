@@ -33,7 +33,7 @@ def _parts(job: Job) -> Iterator[str]:
         pairs = (mount.rpartition(":") for mount in job.mounts)
         yield block(
             "file_mounts", {target: _mounted(source) for source, _, target in pairs},
-            "Buckets are mounted; named by their address alone they would be copied, and lose the run.",
+            "A bucket that is only named is copied once, and nothing goes back; so it is mounted.",
         )  # fmt: skip
     if job.env:
         flags = " ".join(f"--secret {name}" for name in job.env)

@@ -281,7 +281,7 @@ def test_skypilot_is_told_which_variables_to_take(
     done = launch("skypilot", "--submit", "--gpu-kind", "H100", recipe=str(recipe))
     assert done.exit_code == 0, done.stderr
     words = (tmp_path / "given").read_text().split()
-    assert words[:-1] == "jobs launch --yes --secret FIRST --secret SECOND".split()
+    assert words[:-1] == ["jobs", "launch", "--yes", "--secret", "FIRST", "--secret", "SECOND"]
 
 
 def test_docker_carries_the_run_out_and_ends_as_it_does(
