@@ -21,6 +21,7 @@ from pipeline.checkpoint import rng_state
 from pipeline.checkpoint.staging import Copy, Staging
 from pipeline.checkpoint.write_plan import DTYPES, WritePlan, random_key
 from pipeline.checkpoint.writer_protocol import SaveRequest, SaveResult, WriterSetup
+from pipeline.distributed.signals import held_back
 from pipeline.errors import CheckpointError, WriterDied
 from pipeline.utils.files import anonymous_file
 from pipeline.utils.process_tree import own_module
@@ -55,12 +56,13 @@ class WriterProcess:
     def __init__(self, setup: WriterSetup, buffer: SnapshotBuffer) -> None:
         self._rank = setup.rank
         command = own_module("pipeline.checkpoint.writer_main")
-        self._process = subprocess.Popen(
-            [*command, str(buffer.descriptor), str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=[buffer.descriptor],
-        )
+        with held_back():  # it ignores ending signals, but not before Python has started
+            self._process = subprocess.Popen(
+                [*command, str(buffer.descriptor), str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=[buffer.descriptor],
+            )
         self._send(setup.model_dump_json())
 
     def begin(self, request: SaveRequest) -> None:

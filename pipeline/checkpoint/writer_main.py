@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import mmap
-import signal
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,7 +24,7 @@ from pipeline.checkpoint.manifest import sums_name
 from pipeline.checkpoint.retention import purge
 from pipeline.checkpoint.store import Sink, Store, Transaction, open_store
 from pipeline.checkpoint.writer_protocol import SaveRequest, SaveResult, Write, WriterSetup
-from pipeline.distributed.signals import ENDING
+from pipeline.distributed.signals import ignore_signals
 from pipeline.errors import CheckpointError, in_words
 from pipeline.utils.process_tree import die_with
 from pipeline.utils.terminal import guard
@@ -39,8 +38,7 @@ def main(argv: Sequence[str]) -> None:
     die_with(int(argv[1]))
     guard()
     # terminals and schedulers send these to all processes of a run; the rank decides what they mean
-    for number in ENDING:
-        signal.signal(number, signal.SIG_IGN)
+    ignore_signals()
     requests, answers = sys.stdin.buffer, sys.stdout.buffer  # UTF-8, whatever the locale
     setup = WriterSetup.model_validate_json(requests.readline())
     buffer = memoryview(mmap.mmap(int(argv[0]), max(setup.buffer_size, 1), prot=mmap.PROT_READ))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -99,7 +100,8 @@ def launch(
     if target == "docker" and job.most_nodes > 1:
         raise UsageError(f"docker runs on one machine, and this is for {job.most_nodes} nodes")
     text = kind.write(job)
-    click.echo(text, nl=False) if shows else _submit(target, kind, text)
+    _require_shown(text)
+    click.echo(text, nl=False) if shows else _submit(target, kind, text, job.env)
 
 
 def _require_options(target: str, kind: Target, given: dict[str, Any]) -> None:
@@ -143,20 +145,41 @@ def _job(plan: Plan, arguments: Sequence[str], gpus: int | None, given: dict[str
     )
 
 
-def _submit(target: str, kind: Target, text: str) -> None:
+def _require_shown(text: str) -> None:
+    """Raise UsageError where the script would be printed otherwise than it is."""
+    from pipeline.errors import UsageError
+    from pipeline.utils.terminal import hidden_in, shown
+
+    if names := hidden_in(text):
+        raise UsageError(
+            f"the script would hold the value of {', '.join(names)}, which is not written down",
+            hint="see that the recipe's name, the overrides and the options do not contain it",
+        )
+    if shown(text) != text:
+        raise UsageError(
+            "the script would hold control characters, or the password of an address",
+            hint="see that the overrides and the options do not contain them",
+        )
+
+
+def _submit(target: str, kind: Target, text: str, env: Sequence[str]) -> None:
     """Hand the text to the target's client."""
     from pipeline.errors import UsageError
 
-    if which(kind.submit[0]) is None:
+    if which(kind.client) is None:
         raise UsageError(
-            f"--submit needs {kind.submit[0]}, which is not installed here",
+            f"--submit needs {kind.client}, which is not installed here",
             hint=f"--print writes what {target} wants",
         )
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        command = [file.name if word == "{file}" else word for word in kind.submit]
+        by_name = [word for name in env for word in (kind.env_option, name) if kind.env_option]
+        values = {"{file}": [file.name], "{env}": by_name}
+        command = [word for part in kind.submit for word in values.get(part, [part])]
         whole = None if "{file}" in kind.submit else text
         done = subprocess.run(command, input=whole, text=True, check=False)
+    if kind.carries_out:
+        sys.exit(done.returncode)
     if done.returncode:
-        raise UsageError(f"{kind.submit[0]} has refused it: exit code {done.returncode}")
+        raise UsageError(f"{kind.client} has refused it: exit code {done.returncode}")

@@ -36,6 +36,24 @@ def default_signals() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Keep ending signals from processes that the body starts until they call `ignore_signals`.
+    Those that this thread gets come behind the body."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def ignore_signals() -> None:
+    """Ignore ending signals, those that are held back too."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+
+
 class StopRequest:
     """Request by a signal that this process ends."""
 

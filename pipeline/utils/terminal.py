@@ -50,6 +50,11 @@ def shown(text: str) -> str:
     return UNSAFE.sub(_spelled, _COLOUR.sub("", text)) if UNSAFE.search(text) else text
 
 
+def hidden_in(text: str) -> list[str]:
+    """Names of the variables whose values the text holds."""
+    return sorted({name for value, name in _hidden.items() if value in text})
+
+
 def _spelled(match: re.Match[str]) -> str:
     """The value as JSON and YAML write it, so that JSON stays JSON."""
     code = ord(match[0])

@@ -37,6 +37,8 @@ def _lines(job: Job) -> Iterator[str]:
 TARGET = Target(
     write=write,
     submit=("bash", "{file}"),
+    client="docker",
+    carries_out=True,
     uses=frozenset({"image", "mounts", "grace", "extra"}),
     needs=frozenset({"image"}),
 )

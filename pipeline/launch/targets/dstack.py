@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.launch.targets.job import Job, Target, block, comment
-from pipeline.launch.targets.kubeflow import label
+from pipeline.launch.targets.job import Job, Target, block, comment, label
 
 
 def write(job: Job) -> str:
@@ -20,7 +19,7 @@ def _parts(job: Job) -> Iterator[str]:
         "The run's folder must lie on a volume; the same task goes on with the run that is in it.",
     )
     yield block("type", "task")
-    yield block("name", label(job.name))
+    yield block("name", label(job.name, 41))
     yield block("nodes", job.most_nodes)
     if job.image:
         yield block("image", job.image)
@@ -49,5 +48,6 @@ def _parts(job: Job) -> Iterator[str]:
 TARGET = Target(
     write=write,
     submit=("dstack", "apply", "--yes", "--file", "{file}"),
+    client="dstack",
     uses=frozenset({"image", "mounts", "kind"}),
 )

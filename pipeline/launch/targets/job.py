@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import textwrap
 from collections.abc import Callable, Sequence
@@ -55,13 +56,28 @@ class Target:
     write: Callable[[Job], str]
     """Makes the text of the script or file."""
     submit: Sequence[str]
-    """Command that takes the text on standard input, or in the file that stands for `{file}`."""
+    """Command that takes the text on standard input, or in the file that stands for `{file}`;
+    `{env}` stands for the recipe's variables, by name."""
+    client: str
+    """Program that must be installed for that."""
     uses: frozenset[str]
     """Fields of a job that it can do something with, besides those that all can."""
     needs: frozenset[str] = frozenset()
     """Fields without which it makes no sense."""
     needs_with_gpus: frozenset[str] = frozenset()
     """The same for a job on GPUs."""
+    env_option: str = ""
+    """Option that `{env}` puts before each name."""
+    carries_out: bool = False
+    """Whether the client carries out the run itself, and ends with its exit code."""
+
+
+def label(name: str, longest: int) -> str:
+    """The name with what DNS allows in a label: small letters, digits and dashes, a letter first.
+    dstack wants two of them at least."""
+    found = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
+    found = found if len(found) > 1 and found[0].isalpha() else f"run-{found}"
+    return found[:longest].rstrip("-")
 
 
 def comment(*paragraphs: str) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.launch.targets.job import Job, Target, block, comment
+from pipeline.launch.targets.job import Job, Target, block, comment, label
 
 
 def write(job: Job) -> str:
@@ -25,7 +24,7 @@ def _parts(job: Job) -> Iterator[str]:
     )
     yield block("apiVersion", "trainer.kubeflow.org/v1alpha1")
     yield block("kind", "TrainJob")
-    yield block("metadata", {"name": label(job.name)})
+    yield block("metadata", {"name": _name(job)})
     spec = {
         "runtimeRef": {"name": "torch-distributed"},
         "trainer": _trainer(job),
@@ -75,18 +74,19 @@ def _patch(job: Job) -> dict[str, Any]:
     return {"manager": "pipetrain/pipe-launch", "trainingRuntimeSpec": jobs}
 
 
-def label(name: str) -> str:
-    """The name with what Kubernetes allows in it."""
-    return re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")[:50] or "run"
+def _name(job: Job) -> str:
+    """The job's name, with room for what its pods' names add."""
+    return label(job.name, 50)
 
 
 def _secret(job: Job) -> str:
-    return f"{label(job.name)}-env"
+    return f"{_name(job)}-env"
 
 
 TARGET = Target(
     write=write,
     submit=("kubectl", "create", "-f", "{file}"),
+    client="kubectl",
     uses=frozenset({"image", "mounts", "grace"}),
     needs=frozenset({"image"}),
 )

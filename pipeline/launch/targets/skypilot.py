@@ -31,7 +31,10 @@ def _parts(job: Job) -> Iterator[str]:
     yield block("num_nodes", job.most_nodes)
     if job.mounts:
         pairs = (mount.rpartition(":") for mount in job.mounts)
-        yield block("file_mounts", {target: source for source, _, target in pairs})
+        yield block(
+            "file_mounts", {target: _mounted(source) for source, _, target in pairs},
+            "A bucket that is only named is copied once, and nothing goes back; so it is mounted.",
+        )  # fmt: skip
     if job.env:
         flags = " ".join(f"--secret {name}" for name in job.env)
         yield block(
@@ -44,9 +47,15 @@ def _parts(job: Job) -> Iterator[str]:
     yield block("run", f"{job.command}\n")
 
 
+def _mounted(source: str) -> str | dict[str, str]:
+    return {"source": source, "mode": "MOUNT"} if "://" in source else source
+
+
 TARGET = Target(
     write=write,
-    submit=("sky", "jobs", "launch", "--yes", "{file}"),
+    submit=("sky", "jobs", "launch", "--yes", "{env}", "{file}"),
+    client="sky",
+    env_option="--secret",
     uses=frozenset({"image", "mounts", "kind"}),
     needs_with_gpus=frozenset({"kind"}),
 )

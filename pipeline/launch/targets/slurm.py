@@ -29,6 +29,11 @@ def _options(job: Job) -> Iterator[str]:
     yield _option("job-name", job.name)
     yield _option("nodes", str(most) if few == most else f"{few}-{most}")
     yield _option("ntasks-per-node", str(ranks if job.tasks == "gpu" else 1))
+    yield comment(
+        "A core for each rank, where Slurm would give one to each task; --extra=--cpus-per-task=N "
+        "asks for more."
+    )
+    yield _option("cpus-per-task", str(1 if job.tasks == "gpu" else ranks))
     if job.gpus:
         yield _option("gpus-per-node", f"{job.kind}:{job.gpus}" if job.kind else str(job.gpus))
     if job.time_limit:
@@ -63,6 +68,8 @@ def _body(job: Job) -> Iterator[str]:
             "Where the nodes meet follows from the job's nodes and its number."
         )
         wait = 0
+    yield comment("Since Slurm 22.05 srun does not take the number of cores from the job.")
+    yield 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"\n'
     options = ["srun", "--kill-on-bad-exit=0", f"--wait={wait}"]
     if job.image:
         options.append(f"--container-image={job.image}")
@@ -82,5 +89,6 @@ def _body(job: Job) -> Iterator[str]:
 TARGET = Target(
     write=write,
     submit=("sbatch",),
+    client="sbatch",
     uses=frozenset({"image", "mounts", "time_limit", "grace", "tasks", "extra", "kind"}),
 )

@@ -101,6 +101,14 @@ def test_signals_to_the_whole_run_do_not_stop_a_save(
     assert read_digests(LocalStore(tmp_path), NAME) == digests(1)
 
 
+def test_signals_to_a_writer_that_is_just_starting(writers: list[WriterProcess]) -> None:
+    """Slurm sends them to every process of a job, at any moment."""
+    for number in ENDING:
+        os.kill(pid(writers[1]), number)
+    writers[1].begin(job(1, "x"))
+    assert writers[1].wait().problem == ""
+
+
 def test_a_dead_writer_is_told_by_whatever_asks_it(writers: list[WriterProcess]) -> None:
     os.kill(pid(writers[1]), signal.SIGKILL)
     os.waitid(os.P_PID, pid(writers[1]), os.WEXITED | os.WNOWAIT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -70,6 +71,7 @@ def test_slurm_script() -> None:
         "#SBATCH --job-name=llama8b_fsdp",
         "#SBATCH --nodes=2-4",
         "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --cpus-per-task=8",
         "#SBATCH --gpus-per-node=h100:8",
         "#SBATCH --time=8:00:00",
         "#SBATCH --signal=USR1@120",
@@ -90,6 +92,7 @@ def test_slurm_script() -> None:
 def test_a_task_for_each_gpu() -> None:
     text = printed("slurm", "--nodes", "2", "--tasks", "gpu")
     assert "#SBATCH --ntasks-per-node=8\n" in text
+    assert "#SBATCH --cpus-per-task=1\n" in text
     assert "srun --kill-on-bad-exit=0 --wait=60 \\" in text
 
 
@@ -125,11 +128,66 @@ def test_values_of_the_environment_stay_out(
     monkeypatch.setenv("MY_SECRET", "hunter2hunter2")
     monkeypatch.setenv("HF_TOKEN", "hunter2hunter2")
     recipe = tmp_path / "r.yaml"
-    recipe.write_text(f"extends: {RECIPE}\nenv: [MY_SECRET]\nname: x-${{oc.env:MY_SECRET}}\n")
+    path = "stages: {model: {path: '${oc.env:MY_SECRET}'}}"
+    recipe.write_text(f"extends: {RECIPE}\nenv: [MY_SECRET]\n{path}\n")
     result = launch(target, "--print", *NEEDED[target], recipe=str(recipe))
-    if result.exit_code == 0:
-        assert "hunter2" not in result.stdout
-        assert target == "slurm" or "MY_SECRET" in result.stdout
+    assert result.exit_code == 0, result.stderr
+    assert "hunter2" not in result.stdout
+    assert target == "slurm" or "MY_SECRET" in result.stdout
+
+
+@pytest.mark.parametrize("place", ["name", "option"])
+def test_a_script_that_would_hold_a_hidden_value_is_refused(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Printing would put the variable's name in its place, which containers take as it stands.
+    monkeypatch.setenv("MY_PLACE", "a1b2c3d4e5")
+    recipe = tmp_path / "r.yaml"
+    value = "${oc.env:MY_PLACE}"
+    field = f"name: x-{value}" if place == "name" else f"stages: {{model: {{path: '{value}'}}}}"
+    recipe.write_text(f"extends: {RECIPE}\nenv: [MY_PLACE]\n{field}\n")
+    mount = ["--mount", "/a1b2c3d4e5:/data"] if place == "option" else []
+    result = launch("docker", "--print", "--image", "a", *mount, recipe=str(recipe))
+    assert result.exit_code == 2
+    assert "the script would hold the value of $MY_PLACE" in result.stderr
+    assert result.stdout == ""
+
+
+def test_a_script_with_control_characters_is_refused() -> None:
+    result = launch("docker", "--print", "--image", "a\u202eb")
+    assert result.exit_code == 2
+    assert "the script would hold control characters" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama8b_fsdp", "llama8b-fsdp"),
+        ("8B.model", "run-8b-model"),
+        ("...", "run"),
+        ("a" * 40 + "-b", "a" * 40),  # cut behind the dash, which must not be the last
+    ],
+)
+def test_names_are_those_that_kubernetes_and_dstack_take(name: str, expected: str) -> None:
+    for target, found in (("kubeflow", lambda y: y["metadata"]["name"]),
+                          ("dstack", lambda y: y["name"])):  # fmt: skip
+        given_ = found(yaml.safe_load(TARGETS[target].write(job(name=name))))
+        assert given_ == (expected if target == "dstack" or len(name) < 42 else f"{expected}-b")
+
+
+@given(st.text(st.sampled_from("aB9._-"), min_size=1, max_size=60))
+def test_any_recipe_name_becomes_a_label(name: str) -> None:
+    written = yaml.safe_load(TARGETS["dstack"].write(job(name=name)))["name"]
+    assert re.fullmatch("[a-z][a-z0-9-]{0,39}[a-z0-9]", written)
+    written = yaml.safe_load(TARGETS["kubeflow"].write(job(name=name)))["metadata"]["name"]
+    assert re.fullmatch("[a-z][a-z0-9-]{0,48}[a-z0-9]", written)
+
+
+def test_buckets_of_skypilot_are_mounted() -> None:
+    text = printed("skypilot", "--mount", "s3://bucket/runs:/shared", "--mount", "./data:/data")
+    assert yaml.safe_load(text)["file_mounts"] == {
+        "/shared": {"source": "s3://bucket/runs", "mode": "MOUNT"}, "/data": "./data"
+    }  # fmt: skip
 
 
 QUOTED = st.text(st.characters(codec="utf-8", exclude_characters="\0\n\r"), min_size=1, max_size=12)
@@ -211,6 +269,36 @@ def test_submit_hands_the_script_to_the_client(
     assert "sbatch has refused it: exit code 3" in refused.stderr
 
 
+def test_skypilot_is_told_which_variables_to_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"extends: {RECIPE}\nenv: [FIRST, SECOND]\n")
+    client = tmp_path / "sky"
+    client.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/given\n')
+    client.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    done = launch("skypilot", "--submit", "--gpu-kind", "H100", recipe=str(recipe))
+    assert done.exit_code == 0, done.stderr
+    words = (tmp_path / "given").read_text().split()
+    assert words[:-1] == ["jobs", "launch", "--yes", "--secret", "FIRST", "--secret", "SECOND"]
+
+
+def test_docker_carries_the_run_out_and_ends_as_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("bash", "cat"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    missing = launch("docker", "--submit", "--image", "a")
+    assert missing.exit_code == 2
+    assert "--submit needs docker, which is not installed here" in missing.stderr
+    client = tmp_path / "docker"
+    client.write_text("#!/bin/sh\nexit 75\n")
+    client.chmod(0o755)
+    assert launch("docker", "--submit", "--image", "a").exit_code == 75
+
+
 @pytest.fixture(scope="module")
 def environment_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return the Python of an environment of its own with a package."""
@@ -241,6 +329,9 @@ import sys, sky
 task = sky.Task.from_yaml(sys.argv[1])
 assert task.num_nodes == 2 and task.run.startswith("pipe run "), task
 assert "H100" in str(task.resources), task.resources
+(place, storage), = task.storage_mounts.items()
+assert (place, storage.source) == ("/shared", "s3://bucket/runs"), task.storage_mounts
+assert storage.mode.value == "MOUNT", storage
 """),
     "dstack": ("dstack>=0.22", """
 import sys, yaml
@@ -260,9 +351,9 @@ def test_the_targets_own_parser(
     package, program = PARSERS[target]
     python = environment_with(f"{package}")
     subprocess.run([str(python), "-m", "pip", "install", "-q", "pyyaml"], check=True)
-    mount = [] if target == "skypilot" else ["--mount", "place:/shared"]
+    place = "s3://bucket/runs" if target == "skypilot" else "place"
     file = tmp_path / "job.yaml"
-    file.write_text(printed(target, "--nodes", "2", *mount))
+    file.write_text(printed(target, "--nodes", "2", "--mount", f"{place}:/shared"))
     done = subprocess.run(
         [str(python), "-c", program, str(file)], capture_output=True, text=True, check=False
     )
