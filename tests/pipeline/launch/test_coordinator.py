@@ -27,7 +27,7 @@ class Nodes:
     """Nodes that beat every second, and a coordinator."""
 
     def __init__(self, fewest: int = 2, most: int = 2, **settings: Any) -> None:
-        self.now = 100.0
+        self.now, self.obedient = 100.0, False
         self.coordinator = Coordinator(
             fewest=fewest,
             most=most,
@@ -65,6 +65,8 @@ class Nodes:
             state |= {"round": 0, "report": None}
         elif state.get("round") != reply.round:
             state |= {"round": reply.round, "report": None, "landmarks": 0}
+        elif reply.stop and self.obedient and state.get("report") is None:
+            state["report"] = Report(kind="stopped")
 
     @property
     def over(self) -> Over | None:
@@ -252,6 +254,7 @@ EVENTS = st.tuples(st.sampled_from(["die", "raise", "silence", "back", "again", 
 def test_whatever_happens_ranks_are_never_in_two_worlds(events: list[tuple[str, int]]) -> None:
     """All members of a round see the same world, and the run either goes on or has ended."""
     nodes = Nodes(fewest=1, most=3, limit=100)
+    nodes.obedient = True
     nodes.start(0, 1, 2)
     nodes.run(2)
     for event, node in events:
