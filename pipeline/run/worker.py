@@ -87,7 +87,7 @@ def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str]
             for warning in plan.warnings:
                 log.warning("%s", warning)
             timeouts = plan.recipe.launch.timeouts
-            stack.enter_context(watched(run_dir, rank, dist.heartbeat, timeouts))
+            stack.enter_context(watched(run_dir, dist, timeouts))
             runner = Runner(plan, ctx, Journal(run_dir / rundir.JOURNAL))
             stack.callback(runner.close)
             runner.run()

@@ -144,12 +144,14 @@ def test_the_flight_recorder_is_asked(tmp_path: Path, monkeypatch: pytest.Monkey
 SELF = """
 import sys, time
 from pathlib import Path
-from pipeline.distributed.heartbeat import Heartbeat, Phase
+from pipeline.distributed.heartbeat import Phase
+from pipeline.distributed.process_group import DistContext
 from pipeline.recipe.launch import Timeouts
 from pipeline.run.self_watch import watched
-heartbeat = Heartbeat()
+dist = DistContext(rank=5, device=None)
+heartbeat = dist.heartbeat
 heartbeat.beat(Phase.STEP, step=3)
-with watched(Path(sys.argv[1]), 5, heartbeat, Timeouts(step=1.5)):
+with watched(Path(sys.argv[1]), dist, Timeouts(step=1.5)):
     for _ in range(30):
         time.sleep(0.1)
         heartbeat.beat()
@@ -168,4 +170,26 @@ def test_a_rank_that_nobody_watches_watches_itself(tmp_path: Path) -> None:
     report = (tmp_path / "failures" / "rank-00005.json").read_text()
     assert "this rank has given no sign of life for" in report
     assert "in step 3" in report
-    assert 'File "<string>", line 14' in (tmp_path / "logs" / "rank-00005.log").read_text()
+    assert 'File "<string>", line 16' in (tmp_path / "logs" / "rank-00005.log").read_text()
+
+
+STOPPED = """
+import os, signal, sys, time
+from pathlib import Path
+from pipeline.distributed.process_group import DistContext
+from pipeline.recipe.launch import Timeouts
+from pipeline.run import self_watch
+self_watch.STOP_SECONDS = 2.0
+dist = DistContext(rank=5, device=None)
+with self_watch.watched(Path(sys.argv[1]), dist, Timeouts()), dist.stop.deferred():
+    with dist.heartbeat.waiting():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+"""
+
+
+def test_a_rank_that_is_asked_to_stop_does_not_wait_for_the_dead(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", STOPPED, str(tmp_path)], check=False, timeout=40)
+    assert done.returncode == 1
+    report = (tmp_path / "failures" / "rank-00005.json").read_text()
+    assert "this rank was asked to stop, and the others do not come" in report
