@@ -1,0 +1,43 @@
+"""Variables of launchers: numbers, and errors that name them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pipeline.distributed.placement import RankPlacement, number
+from pipeline.errors import UsageError
+
+Environ = Mapping[str, str]
+
+
+def consistent(
+    found: RankPlacement, environ: Environ, rank: str, size: str, local_rank: str, local_size: str
+) -> RankPlacement:
+    """The placement, if its numbers can be. Raises UsageError with the variables that differ."""
+    here = found.local_world_size
+    if found.rank >= found.world_size:
+        raise UsageError(f"{settings(environ, [rank, size])}: ranks count from 0")
+    if here is not None and found.local_rank >= here:
+        raise UsageError(f"{settings(environ, [local_rank, local_size])}: ranks count from 0")
+    if here is not None and here > found.world_size:
+        raise UsageError(
+            f"{settings(environ, [local_size, size])}: this machine cannot have more than all"
+        )
+    return found
+
+
+def optional(environ: Environ, name: str) -> int | None:
+    return number(environ, name) if environ.get(name) else None
+
+
+def incomplete(environ: Environ, found: list[str], missing: list[str]) -> UsageError:
+    return UsageError(
+        f"{settings(environ, found)} is set by a launcher of several processes, but not "
+        f"{', '.join(missing)}: each process would make a run of its own",
+        hint="have it start torchrun, once a node, and that `-m pipetrain run`; "
+        f"or unset {', '.join(found)} for a run by itself",
+    )
+
+
+def settings(environ: Environ, names: list[str]) -> str:
+    return " and ".join(f"{name}={environ[name]}" for name in names if name in environ)
