@@ -27,10 +27,12 @@ def consistent(
 
 
 def optional(environ: Environ, name: str) -> int | None:
+    """A variable's whole number; None if it is not set. Raises UsageError."""
     return number(environ, name) if environ.get(name) else None
 
 
 def incomplete(environ: Environ, found: list[str], missing: list[str]) -> UsageError:
+    """The error for a launcher that has set some of its variables and not others."""
     return UsageError(
         f"{settings(environ, found)} is set by a launcher of several processes, but not "
         f"{', '.join(missing)}: each process would make a run of its own",
@@ -40,4 +42,5 @@ def incomplete(environ: Environ, found: list[str], missing: list[str]) -> UsageE
 
 
 def settings(environ: Environ, names: list[str]) -> str:
+    """Variables with their values, for messages."""
     return " and ".join(f"{name}={environ[name]}" for name in names if name in environ)
