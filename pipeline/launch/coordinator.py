@@ -81,14 +81,14 @@ class Coordinator:
     _not_before: float = field(default=0.0, init=False)
     _enough_since: float | None = field(default=None, init=False)
     _waits_since: float | None = field(default=None, init=False)
-    _ticked: float | None = field(default=None, init=False)
+    _ticked: float = field(default=float("inf"), init=False)
     _failures: list[Report] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self._attempts = Attempts(self.restarts)
 
     def beat(self, beat: Beat, address: str, now: float) -> Reply:
-        """Take note of an agent's state, which came from `address`; what it is to do."""
+        """Take note of an agent's state, which came from `address`, and return what it is to do."""
         problem = self._refusal(beat, address)
         if problem:
             return Reply(round=self.round, over=Over(kind="failed", text=problem))
@@ -107,7 +107,7 @@ class Coordinator:
 
     def tick(self, now: float) -> None:
         """Decide what is due."""
-        if self._ticked is not None and now - self._ticked > SUSPENDED_SECONDS:
+        if now - self._ticked > SUSPENDED_SECONDS:
             for node in self._nodes.values():
                 node.seen = now
         self._ticked = now
@@ -122,16 +122,16 @@ class Coordinator:
         """End the run, unless it has ended."""
         self.over = self.over or over
 
-    def known_by_all(self) -> bool:
-        """Whether all agents that are alive know that the run is over."""
-        return self.over is not None and self._told >= set(self._alive())
+    def known_by_all(self, fewest: int = 0) -> bool:
+        """Whether all agents that are alive, and `fewest` at least, know that the run is over."""
+        return len(self._told) >= fewest and self._told >= set(self._alive())
 
     def _refusal(self, beat: Beat, address: str) -> str:
         """Why this agent cannot take part; empty if it can. An agent that was started again on its
         node takes the place of the one before."""
         if beat.run != self.run:
             return f"node 0 runs {self.run} there, and this node {beat.run}"
-        if beat.node >= self.most:
+        if not 0 <= beat.node < self.most:
             return f"node rank {beat.node} is none of {self.most} nodes, which count from 0"
         if beat.agent in self._replaced:
             return f"another process was started for node rank {beat.node}"
@@ -154,7 +154,6 @@ class Coordinator:
 
     def _alive(self) -> list[str]:
         """Agents that beat, in the order of their nodes."""
-        assert self._ticked is not None
         alive = [n for n, node in self._nodes.items() if self._ticked - node.seen < LOST_SECONDS]
         return sorted(alive, key=lambda agent: self._nodes[agent].beat.node)
 

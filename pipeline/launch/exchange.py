@@ -58,12 +58,13 @@ class Server:
         self._http.shutdown()
         self._http.server_close()
 
-    def linger(self, seconds: float) -> None:
-        """Wait until all agents know that the run is over, at most for so long."""
+    def linger(self, seconds: float, nodes: int = 0) -> None:
+        """Wait until all agents, and at least as many as `nodes`, know that the run is over, at
+        most for so long."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             with self._lock:
-                if self._coordinator.known_by_all():
+                if self._coordinator.known_by_all(nodes):
                     return
             time.sleep(TICK_SECONDS)
 

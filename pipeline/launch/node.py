@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from pipeline.launch.start import Job
 
 LINGER_SECONDS = 10.0
-"""Seconds that node 0 waits until all nodes know how the run has ended."""
-GATHER_SECONDS = 30.0
-"""The same for a run that had ended before, whose nodes may still be starting."""
+"""Seconds that node 0 waits until the nodes that are there know how the run has ended."""
+ARRIVAL_SECONDS = 30.0
+"""Seconds that node 0 waits for the others to arrive when there is nothing to do."""
 
 
 def start_node(job: Job, found: NodePlacement) -> None:
@@ -38,9 +38,10 @@ def start_node(job: Job, found: NodePlacement) -> None:
     folder = job.folder(plan)
     with rundir.locked(folder):
         coordinator = _coordinator(job, plan, folder, found)
-        with _served(coordinator, found):
+        with _served(coordinator, found) as server:
             if is_done(plan, folder):
-                coordinator.over = Over(kind="finished")
+                coordinator.end(Over(kind="finished"))
+                server.linger(ARRIVAL_SECONDS, nodes=found.max_nodes - 1)
                 return
             with opened(plan, folder):
                 _lead(coordinator, plan, folder, found)
@@ -60,18 +61,17 @@ def _coordinator(job: Job, plan: Plan, folder: Path, found: NodePlacement) -> Co
 
 
 @contextlib.contextmanager
-def _served(coordinator: Coordinator, found: NodePlacement) -> Iterator[None]:
+def _served(coordinator: Coordinator, found: NodePlacement) -> Iterator[Server]:
     """Answer other nodes, until they know how the run has ended."""
     with Server(coordinator, found.host, found.port) as server:
-        began = coordinator.round
         try:
-            yield
+            yield server
         except BaseException as error:
             kind: Any = "stopped" if isinstance(error, Interrupted | RunStopped) else "failed"
             coordinator.end(Over(kind=kind, text=str(error) or type(error).__name__))
             raise
         finally:
-            server.linger(LINGER_SECONDS if coordinator.round > began else GATHER_SECONDS)
+            server.linger(LINGER_SECONDS)
 
 
 def _lead(coordinator: Coordinator, plan: Plan, folder: Path, found: NodePlacement) -> None:
