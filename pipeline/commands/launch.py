@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 TARGETS = ("slurm", "kubeflow", "skypilot", "dstack", "docker")
 OPTIONS = {
-    "kind": "--gpu-kind", "image": "--image", "mounts": "--mount", "time_limit": "--time-limit",
-    "grace": "--grace", "tasks": "--tasks", "extra": "--extra",
+    "kind": "--gpu-kind", "image": "--image", "setup": "--setup", "mounts": "--mount",
+    "time_limit": "--time-limit", "grace": "--grace", "tasks": "--tasks", "extra": "--extra",
 }  # fmt: skip
 DEFAULTS = {"grace": 300, "tasks": "node"}
 
@@ -42,6 +42,7 @@ DEFAULTS = {"grace": 300, "tasks": "node"}
 @click.option("--gpus", type=click.IntRange(0), help="GPUs of each node (default: launch.procs).")
 @click.option("--gpu-kind", "kind", help="Kind of GPU, as the target calls it, such as H100.")
 @click.option("--image", help="Container image with this program (Slurm: through pyxis).")
+@click.option("--setup", help="Command that installs this program, where no image has it.")
 @click.option(
     "--mount",
     "mounts",
@@ -112,6 +113,10 @@ def _require_options(target: str, kind: Target, given: dict[str, Any]) -> None:
             raise UsageError(f"{flag} means nothing to {target}", hint="leave it out")
         if not given[name] and name in kind.needs:
             raise UsageError(f"{target} needs {flag}")
+    if "setup" in kind.uses and not (given["image"] or given["setup"]):
+        raise UsageError(
+            f"{target} needs --image, or --setup", hint="how does this program get onto its machines?"
+        )
 
 
 def _job(plan: Plan, arguments: Sequence[str], gpus: int | None, given: dict[str, Any]) -> Job:
@@ -130,7 +135,7 @@ def _job(plan: Plan, arguments: Sequence[str], gpus: int | None, given: dict[str
     if launch.procs is not None and gpus and gpus != launch.procs:
         raise UsageError(f"--gpus {gpus}, but launch.procs is {launch.procs}: one process a GPU")
     fields: dict[str, Any] = {n: value or DEFAULTS.get(n, value) for n, value in given.items()}
-    fields |= {name: fields[name] or "" for name in ("kind", "image", "time_limit")}
+    fields |= {name: fields[name] or "" for name in ("kind", "image", "setup", "time_limit")}
     if given["tasks"] == "gpu" and few != most:
         raise UsageError("an elastic run needs one task a node", hint="leave out --tasks gpu")
     return Job(

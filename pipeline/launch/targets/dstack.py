@@ -16,7 +16,8 @@ def write(job: Job) -> str:
 def _parts(job: Job) -> Iterator[str]:
     yield comment(
         f"{job.name}: written by `pipe launch`; submit it with dstack apply -f.",
-        "The run's folder must lie on a volume; the same task goes on with the run that is in it.",
+        "The recipe and the run's folder must lie on a volume, or the recipe in the image; the same "
+        "task goes on with the run that is in its folder.",
     )
     yield block("type", "task")
     yield block("name", label(job.name, 41))
@@ -27,7 +28,7 @@ def _parts(job: Job) -> Iterator[str]:
         yield block("python", "3.12")
     if job.env:
         yield block("env", list(job.env), "Their values come from your environment.")
-    setup = [] if job.image else ["pip install pipetrain"]
+    setup = [job.setup] if job.setup else []
     yield block(
         "commands", [*setup, job.command],
         "Each node runs this; it learns its place from DSTACK_* variables.",
@@ -41,7 +42,8 @@ def _parts(job: Job) -> Iterator[str]:
         yield block("volumes", list(job.mounts))
     yield block(
         "retry", {"on_events": ["no-capacity", "interruption", "error"], "duration": "1d"},
-        "A run that was stopped, or has failed, is started again, and goes on.",
+        "A run that was stopped, or has failed, is started again, and goes on. dstack does not tell "
+        "exit codes apart: one that must fail is started again for just as long.",
     )  # fmt: skip
 
 
@@ -49,5 +51,5 @@ TARGET = Target(
     write=write,
     submit=("dstack", "apply", "--yes", "--file", "{file}"),
     client="dstack",
-    uses=frozenset({"image", "mounts", "kind"}),
+    uses=frozenset({"image", "setup", "mounts", "kind"}),
 )

@@ -30,6 +30,9 @@ class Job:
     kind: str
     """Kind of GPU, as the scheduler calls it; empty for any."""
     image: str
+    """Container image that has this program; empty for none."""
+    setup: str
+    """Command that installs this program where no image has it; empty for none."""
     mounts: Sequence[str]
     """`SOURCE:TARGET` of each folder that the container sees."""
     time_limit: str

@@ -29,6 +29,11 @@ def _parts(job: Job) -> Iterator[str]:
     resources["job_recovery"] = {"max_restarts_on_errors": 3, "recover_on_exit_codes": [75]}
     yield block("resources", resources, "75: it was asked to stop, and all that was done is saved.")
     yield block("num_nodes", job.most_nodes)
+    yield block(
+        "workdir", ".",
+        "The folder from which the job is submitted goes with it: a relative path of the recipe is "
+        "one in there.",
+    )  # fmt: skip
     if job.mounts:
         pairs = (mount.rpartition(":") for mount in job.mounts)
         yield block(
@@ -41,8 +46,8 @@ def _parts(job: Job) -> Iterator[str]:
             "secrets", dict.fromkeys(job.env, None),
             f"Their values come from your environment: sky jobs launch {flags} FILE",
         )  # fmt: skip
-    if not job.image:
-        yield block("setup", "pip install pipetrain\n")
+    if job.setup:
+        yield block("setup", f"{job.setup}\n")
     yield comment("Each node runs this; it learns its place from SKYPILOT_* variables.")
     yield block("run", f"{job.command}\n")
 
@@ -56,6 +61,6 @@ TARGET = Target(
     submit=("sky", "jobs", "launch", "--yes", "{env}", "{file}"),
     client="sky",
     env_option="--secret",
-    uses=frozenset({"image", "mounts", "kind"}),
+    uses=frozenset({"image", "setup", "mounts", "kind"}),
     needs_with_gpus=frozenset({"kind"}),
 )

@@ -26,8 +26,9 @@ from tests.support.tier import examples
 
 RECIPE = str(Path(__file__).parents[3] / "recipes" / "llama8b_fsdp.yaml")
 NEEDED = {
-    "slurm": [], "kubeflow": ["--image", "img:1"], "skypilot": ["--gpu-kind", "H100"],
-    "dstack": [], "docker": ["--image", "img:1"],
+    "slurm": [], "kubeflow": ["--image", "img:1"], "docker": ["--image", "img:1"],
+    "skypilot": ["--gpu-kind", "H100", "--setup", "pip install ./wheel"],
+    "dstack": ["--setup", "pip install ./wheel"],
 }  # fmt: skip
 
 
@@ -50,7 +51,7 @@ def printed(target: str, *options: str) -> str:
 def job(**fields: Any) -> Job:
     known: dict[str, Any] = {
         "name": "a", "arguments": ("run", "r.yaml"), "fewest_nodes": 1, "most_nodes": 1, "procs": 8,
-        "gpus": 8, "kind": "H100", "image": "img", "mounts": (), "time_limit": "", "grace": 300,
+        "gpus": 8, "kind": "H100", "image": "img", "setup": "", "mounts": (), "time_limit": "", "grace": 300,
         "tasks": "node", "env": (), "extra": (),
     }  # fmt: skip
     return Job(**(known | fields))
@@ -228,7 +229,10 @@ def _run(script: str) -> list[str]:
         ("slurm", [], "give exactly one of --print and --submit"),
         ("slurm", ["--print", "--submit"], "give exactly one of --print and --submit"),
         ("skypilot", ["--print", "--tasks", "gpu"], "--tasks means nothing to skypilot"),
-        ("skypilot", ["--print"], "skypilot needs --gpu-kind for a job on GPUs"),
+        ("skypilot", ["--print", "--image", "a"], "skypilot needs --gpu-kind for a job on GPUs"),
+        ("skypilot", ["--print", "--gpu-kind", "A"], "skypilot needs --image, or --setup"),
+        ("dstack", ["--print"], "dstack needs --image, or --setup"),
+        ("slurm", ["--print", "--setup", "a"], "--setup means nothing to slurm"),
         ("docker", ["--print"], "docker needs --image"),
         ("docker", ["--print", "--image", "a", "--nodes", "2"], "docker runs on one machine"),
         ("slurm", ["--print", "--gpus", "4"], "--gpus 4, but launch.procs is 8"),
@@ -278,7 +282,7 @@ def test_skypilot_is_told_which_variables_to_take(
     client.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/given\n')
     client.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    done = launch("skypilot", "--submit", "--gpu-kind", "H100", recipe=str(recipe))
+    done = launch("skypilot", "--submit", *NEEDED["skypilot"], recipe=str(recipe))
     assert done.exit_code == 0, done.stderr
     words = (tmp_path / "given").read_text().split()
     assert words[:-1] == ["jobs", "launch", "--yes", "--secret", "FIRST", "--secret", "SECOND"]
@@ -349,7 +353,7 @@ def test_the_targets_own_parser(
     target: str, environment_with: Callable[[str], Path], tmp_path: Path
 ) -> None:
     package, program = PARSERS[target]
-    python = environment_with(f"{package}")
+    python = environment_with(package)
     subprocess.run([str(python), "-m", "pip", "install", "-q", "pyyaml"], check=True)
     place = "s3://bucket/runs" if target == "skypilot" else "place"
     file = tmp_path / "job.yaml"
