@@ -115,7 +115,8 @@ def _require_options(target: str, kind: Target, given: dict[str, Any]) -> None:
             raise UsageError(f"{target} needs {flag}")
     if "setup" in kind.uses and not (given["image"] or given["setup"]):
         raise UsageError(
-            f"{target} needs --image, or --setup", hint="how does this program get onto its machines?"
+            f"{target} needs --image, or --setup",
+            hint="which say how this program gets onto its machines",
         )
 
 

@@ -51,8 +51,8 @@ def printed(target: str, *options: str) -> str:
 def job(**fields: Any) -> Job:
     known: dict[str, Any] = {
         "name": "a", "arguments": ("run", "r.yaml"), "fewest_nodes": 1, "most_nodes": 1, "procs": 8,
-        "gpus": 8, "kind": "H100", "image": "img", "setup": "", "mounts": (), "time_limit": "", "grace": 300,
-        "tasks": "node", "env": (), "extra": (),
+        "gpus": 8, "kind": "H100", "image": "img", "setup": "", "mounts": (), "time_limit": "",
+        "grace": 300, "tasks": "node", "env": (), "extra": (),
     }  # fmt: skip
     return Job(**(known | fields))
 
