@@ -141,7 +141,7 @@ class Pipe:
                     found.append(line)
         return found
 
-    def wait_for(self, condition: Callable[[], object], limit: float = 60) -> None:
+    def wait_for(self, condition: Callable[[], object], limit: float = LIMIT) -> None:
         """Wait until the condition is true."""
         deadline = time.monotonic() + limit
         while not condition():

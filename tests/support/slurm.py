@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "scontrol", "squeue")
+PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "scancel", "scontrol", "squeue")
 SETTINGS = """\
 ClusterName=test
 SlurmctldHost={host}(127.0.0.1)
@@ -81,6 +81,14 @@ class Slurm:
             assert time.monotonic() < deadline, self.state(job)
             time.sleep(0.2)
 
+    def cancel_all(self, limit: float = 30) -> None:
+        """End all jobs, so that no process of one is left."""
+        deadline = time.monotonic() + limit
+        with contextlib.suppress(subprocess.CalledProcessError):  # there may be no controller
+            self.call("scancel", f"--user={os.geteuid()}")
+            while self.call("squeue", "--noheader") and time.monotonic() < deadline:
+                time.sleep(0.2)
+
     def start_again(self, job: str, limit: float = 60) -> None:
         """Start a job that was requeued without the two minutes that Slurm gives it."""
         deadline = time.monotonic() + limit
@@ -115,6 +123,7 @@ def slurm(folder: Path) -> Iterator[Slurm]:
         found.call("slurmd", **path)
         yield found
     finally:
+        found.cancel_all()
         for name in ("slurmd.pid", "slurmctld.pid", "munge.pid"):
             with contextlib.suppress(OSError, ValueError):
                 os.kill(int((folder / name).read_text()), 15)
