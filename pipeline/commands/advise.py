@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.commands.hardware_options import EXISTING, FILE, asked_for, machine_options
+from pipeline.commands.trust import trust_options
 from pipeline.errors import NoFit, UsageError, system_errors_as
 from pipeline.plan.registry import Registry
 from pipeline.utils.files import try_writing
@@ -31,6 +32,7 @@ COUNT = click.IntRange(min=1)
 @click.option("--revision", help="Commit of a hub model.")
 @click.option("--attention", help="How it is computed, for a model that cannot have sdpa.")
 @click.option("--out", type=FILE, help="Where to write the recipe.")
+@trust_options
 @click.pass_obj
 def advise(
     registry: Registry | None,

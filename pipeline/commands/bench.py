@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from pipeline.commands.trust import trust_option
+from pipeline.commands.trust import trust_options
 from pipeline.plan.registry import Registry
 
 
@@ -43,7 +43,7 @@ from pipeline.plan.registry import Registry
 )
 @click.option("--keep", is_flag=True, help="Keep the folders of all runs.")
 @click.pass_obj
-@trust_option
+@trust_options
 def bench(
     registry: Registry | None,
     recipe: Path,

@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from pipeline.commands.trust import trust_option
+from pipeline.commands.trust import trust_options
 from pipeline.errors import Problem, RecipeError
 from pipeline.plan.plan import Plan, plan_file
 from pipeline.plan.registry import Registry
@@ -19,7 +19,7 @@ from pipeline.utils.text import plural
 @click.argument("overrides", nargs=-1)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
-@trust_option
+@trust_options
 def check(
     registry: Registry | None, recipe: str, overrides: tuple[str, ...], as_json: bool
 ) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.commands.trust import trust_option
+from pipeline.commands.trust import trust_options
 from pipeline.utils.terminal import bare
 from pipeline.utils.text import human, plural
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     help="Samples that were trained on, for formats that do not keep it.",
 )
 @click.option("--weights-only", is_flag=True, help="Leave the optimizer's state out.")
-@trust_option
+@trust_options
 def convert(
     src: Path, dst: Path, to: str, from_: str | None, samples: int, weights_only: bool
 ) -> None:

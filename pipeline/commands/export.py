@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.trust import trust_option
+from pipeline.commands.trust import trust_options
 
 if TYPE_CHECKING:
     from pipeline.plan.plan import Plan, Started
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     multiple=True,
     help="Export although the frozen weights of the model have changed since training.",
 )
-@trust_option
+@trust_options
 def export(
     source: str,
     step: str | None,

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.trust import trust_option
+from pipeline.commands import trust
+from pipeline.commands.trust import trust_options
 
 if TYPE_CHECKING:
     from pipeline.launch.targets.job import Job, Target
@@ -60,7 +61,7 @@ DEFAULTS = {"grace": 300, "tasks": "node"}
 @click.option(
     "--extra", multiple=True, help="An option of the target's own, such as --partition=a."
 )
-@trust_option
+@trust_options
 def launch(
     recipe: Path,
     overrides: tuple[str, ...],
@@ -81,7 +82,6 @@ def launch(
     from pipeline.errors import UsageError
     from pipeline.launch.targets import TARGETS as KNOWN
     from pipeline.plan.plan import plan_file
-    from pipeline.utils.trust import trusted
 
     if shows == submit:
         raise UsageError("give exactly one of --print and --submit")
@@ -93,7 +93,7 @@ def launch(
         overrides = (*overrides, f"launch.nodes={own}")
     plan = plan_file(recipe, overrides, forecast=True)
     arguments = ["run", str(recipe), *overrides, "--run-dir", str(run_dir)]
-    arguments += ["--trust-pickle"] * trusted()
+    arguments += trust.given()
     job = _job(plan, arguments, gpus, given)
     lacking = next((n for n in kind.needs_with_gpus if job.gpus and not getattr(job, n)), None)
     if lacking is not None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.commands.hardware_options import FILE, asked_for, machine_options
-from pipeline.commands.trust import trust_option
+from pipeline.commands.trust import trust_options
 from pipeline.errors import NoFit, PipeError, UsageError, in_words, system_errors_as
 from pipeline.plan.registry import Registry
 from pipeline.utils.files import try_writing
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--out", type=FILE, help="Save the plan, for `pipe run --plan`.")
 @click.pass_obj
-@trust_option
+@trust_options
 def plan(
     registry: Registry | None,
     /,

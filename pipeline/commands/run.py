@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.trust import trust_option
+from pipeline.commands.trust import trust_options
 
 if TYPE_CHECKING:
     from pipeline.plan.plan import Plan, Started
@@ -62,7 +62,7 @@ def node_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="A plan saved by `pipe plan --out`: refuse to run anything else (exit code 4).",
 )
 @node_options
-@trust_option
+@trust_options
 def run(
     recipe: Path,
     overrides: tuple[str, ...],
@@ -150,7 +150,7 @@ ACCEPTABLE = (
     help="Continue although this part of the training has changed. May be repeated.",
 )
 @node_options
-@trust_option
+@trust_options
 def resume(
     run_dir: Path,
     overrides: tuple[str, ...],

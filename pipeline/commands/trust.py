@@ -1,4 +1,4 @@
-"""The option with which a command reads pickles."""
+"""The options with which a command reads pickles, and runs code that is no installed stage."""
 
 from __future__ import annotations
 
@@ -8,21 +8,39 @@ from typing import Any
 
 import click
 
-from pipeline.utils.trust import TRUST
+from pipeline.utils.trust import TRUST_CODE, TRUST_PICKLE, trusted
 
-
-def _set(context: click.Context, parameter: click.Parameter, given: bool) -> None:
-    if given:
-        os.environ[TRUST] = "1"
-
-
-def trust_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--trust-pickle`, which sets the environment variable of the same meaning."""
-    return click.option(
-        "--trust-pickle",
-        is_flag=True,
-        expose_value=False,
-        callback=_set,
-        help="Read files that are pickles (.bin, .pt, DeepSpeed's and DCP's checkpoints), with a "
+OPTIONS = {
+    "--trust-pickle": (
+        TRUST_PICKLE,
+        "Read files that are pickles (.bin, .pt, DeepSpeed's and DCP's checkpoints), with a "
         "restricted reader.",
-    )(command)
+    ),
+    "--trust-remote-code": (
+        TRUST_CODE,
+        "Run code that comes with a model, or is a kernel of the hub, where the recipe asks for "
+        "it.",
+    ),
+}
+
+
+def trust_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options, each of which sets the environment variable of the same meaning."""
+    for flag, (variable, text) in reversed(OPTIONS.items()):
+        command = click.option(
+            flag, is_flag=True, expose_value=False, callback=_setting(variable), help=text
+        )(command)
+    return command
+
+
+def given() -> list[str]:
+    """The options that are in force."""
+    return [flag for flag, (variable, _) in OPTIONS.items() if trusted(variable)]
+
+
+def _setting(variable: str) -> Callable[[click.Context, click.Parameter, bool], None]:
+    def set_if_given(context: click.Context, parameter: click.Parameter, flag: bool) -> None:
+        if flag:
+            os.environ[variable] = "1"
+
+    return set_if_given

@@ -22,6 +22,6 @@ if TYPE_CHECKING:
     from pipeline.utils.packages import optional, unheard
     from pipeline.utils.process_tree import die_with
     from pipeline.utils.text import Throughput, align, closest, did_you_mean, human, plural
-    from pipeline.utils.trust import require_trust
+    from pipeline.utils.trust import require_code_trust, require_trust
 else:
     __getattr__ = lazily(__name__, __file__)

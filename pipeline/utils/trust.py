@@ -1,4 +1,4 @@
-"""Pickles are read only if the user says so, and then without running anything in them."""
+"""What a recipe cannot allow by itself, but whoever gives the command can."""
 
 from __future__ import annotations
 
@@ -7,21 +7,30 @@ from pathlib import Path
 
 from pipeline.errors import UsageError
 
-TRUST = "PIPE_TRUST_PICKLE"
+TRUST_PICKLE = "PIPE_TRUST_PICKLE"
 """Environment variable that `--trust-pickle` sets, for the processes of the run too."""
+TRUST_CODE = "PIPE_TRUST_REMOTE_CODE"
+"""The same for `--trust-remote-code`."""
 IS_PICKLE = "is a pickle, a format that can run code when it is read"
-HINT = (
+PICKLE_HINT = (
     "--trust-pickle reads it with a restricted reader, which admits tensors and plain values "
     "alone; use it for files whose origin you know"
 )
+CODE_HINT = "--trust-remote-code allows it; read the code first"
 
 
-def trusted() -> bool:
-    """Whether pickles may be read."""
-    return os.environ.get(TRUST) == "1"
+def trusted(variable: str) -> bool:
+    """Whether the option that sets this environment variable was given."""
+    return os.environ.get(variable) == "1"
 
 
 def require_trust(file: Path | str) -> None:
     """Raise UsageError unless pickles may be read."""
-    if not trusted():
-        raise UsageError(f"{file} {IS_PICKLE}", hint=HINT)
+    if not trusted(TRUST_PICKLE):
+        raise UsageError(f"{file} {IS_PICKLE}", hint=PICKLE_HINT)
+
+
+def require_code_trust(origin: str) -> None:
+    """Raise UsageError unless code from `origin`, a model or the hub, may be run."""
+    if not trusted(TRUST_CODE):
+        raise UsageError(f"code of {origin} would run", hint=CODE_HINT)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import PlanView, Problem, StageError, UsageError
-from pipeline.utils import did_you_mean, require_trust
+from pipeline.utils import did_you_mean, require_code_trust, require_trust
 from stages.model.compat import causal_types
 from stages.model.config_checks import wrong_size
 from stages.model.files import (
@@ -37,8 +37,21 @@ def problems(stage: HfModel) -> Iterator[Problem]:
         yield Problem(key=key, message=message, hint=hint)
 
 
+def foreign_code(stage: HfModel) -> Iterator[tuple[str, str]]:
+    """Fields that make code run which is not installed, and its origin."""
+    if stage.trust_remote_code:
+        yield "trust_remote_code", f"{stage.path or 'the model'} itself"
+    if "/" in stage.attention:
+        yield "attention", f"the hub's kernel {stage.attention}"
+
+
 def _problems(stage: HfModel) -> Found:
     yield from _exclusive(stage)
+    for key, origin in foreign_code(stage):
+        try:
+            require_code_trust(origin)
+        except UsageError as error:
+            yield key, str(error), ""
     if isinstance(stage.config, str):
         yield from _config_file(stage, local(stage.config), "config")
     elif stage.config is not None:

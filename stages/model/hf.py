@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Gt
 
 from pipeline import Context, ModelSource, PlanView, Problem
+from pipeline.utils import require_code_trust
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,8 @@ class HfModel:
     """Patterns of tensors in `path` that this model does not use."""
     attention: str = "sdpa"
     """Attention implementation of transformers: `sdpa`, `eager`, `flex_attention`,
-    `flash_attention_2` (or 3, 4), or a kernel of the hub (`kernels-community/flash-attn2`)."""
+    `flash_attention_2` (or 3, 4), or a kernel of the hub (`kernels-community/flash-attn2`),
+    which needs `--trust-remote-code` on the command line."""
     activation_checkpointing: ActivationCheckpointing | None = None
     """Drop activations in forward and compute them again in backward; null keeps them."""
     compile: Compile | None = None
@@ -62,7 +64,8 @@ class HfModel:
     """Fused Triton kernels for normalisation, rotary embedding and gated activations: Liger Kernel
     (Hsu et al. 2024). Its fused loss is `loss_chunk_size` in the train slot."""
     trust_remote_code: bool = False
-    """Run model code that the folder or hub repository brings along. Only for sources you trust."""
+    """Run model code that the folder or hub repository brings along. A recipe cannot allow that by
+    itself: `--trust-remote-code` on the command line does."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         from stages.model.checks import problems, speed_problems
@@ -73,8 +76,11 @@ class HfModel:
         yield from too_long(self, plan)
 
     def run(self, ctx: Context) -> ModelSource:
+        from stages.model.checks import foreign_code
         from stages.model.source import open_source
 
+        for _, origin in foreign_code(self):
+            require_code_trust(origin)
         return open_source(self, ctx)
 
 

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from pipeline.cli import main
 from pipeline.errors import CheckpointError, UsageError
-from pipeline.utils.trust import TRUST
+from pipeline.utils.trust import TRUST_CODE, TRUST_PICKLE
 from stages.formats.dcp_compat import read_metadata
 from stages.formats.stored import load
 from tests.support.damage import Bomb
@@ -24,7 +24,8 @@ WHY = "is a pickle, a format that can run code when it is read (--trust-pickle r
 
 @pytest.fixture
 def untrusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TRUST, "0")  # restored afterwards, also where a command sets it
+    for variable in (TRUST_PICKLE, TRUST_CODE):
+        monkeypatch.setenv(variable, "0")  # restored afterwards, also where a command sets it
 
 
 @pytest.mark.usefixtures("untrusted")
@@ -73,13 +74,24 @@ def test_a_recipe_with_such_a_model_is_refused_before_it_runs(model: Path) -> No
         assert result.exit_code == 2, result.output
         assert f"recipe.yaml:4:32: model.path: {model}/pytorch_model.bin {WHY}" in result.stderr
     assert pipe("check", recipe, "--trust-pickle").exit_code == 0
-    assert os.environ[TRUST] == "1"
+    assert os.environ[TRUST_PICKLE] == "1"
 
 
 @pytest.mark.usefixtures("untrusted")
 def test_safetensors_beside_are_enough(model: Path) -> None:
     (model / "model.safetensors").write_bytes(b"")
     assert pipe("check", str(model / "recipe.yaml")).exit_code == 0
+
+
+@pytest.mark.usefixtures("untrusted")
+def test_a_recipe_cannot_run_code_by_itself(model: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"")
+    command = ("check", str(model / "recipe.yaml"), "model.trust_remote_code=true")
+    result = pipe(*command)
+    assert result.exit_code == 2
+    said = f"model.trust_remote_code: code of {model} itself would run (--trust-remote-code allows"
+    assert said in result.stderr.replace("/./", "/").replace("./", str(model)), result.stderr
+    assert pipe(*command, "--trust-remote-code").exit_code == 0
 
 
 @pytest.mark.usefixtures("untrusted")

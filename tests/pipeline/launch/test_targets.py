@@ -21,7 +21,7 @@ from pipeline.cli import main
 from pipeline.commands.launch import TARGETS as NAMES
 from pipeline.launch.targets import TARGETS
 from pipeline.launch.targets.job import Job
-from pipeline.utils.trust import TRUST
+from pipeline.utils.trust import TRUST_CODE, TRUST_PICKLE
 from tests.support.tier import examples
 
 RECIPE = str(Path(__file__).parents[3] / "recipes" / "llama8b_fsdp.yaml")
@@ -34,7 +34,8 @@ NEEDED = {
 
 @pytest.fixture(autouse=True)
 def nothing_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(TRUST, raising=False)
+    for variable in (TRUST_PICKLE, TRUST_CODE):
+        monkeypatch.delenv(variable, raising=False)
 
 
 def launch(target: str, *options: str, recipe: str = RECIPE) -> Result:
@@ -86,7 +87,9 @@ def test_slurm_script() -> None:
         in text
     )
     assert f"  pipe run {RECIPE} 'launch.nodes={{min: 2, max: 4}}' --run-dir /shared/run\n" in text
-    assert "--trust-pickle" in printed("slurm", "--trust-pickle")
+    assert "--trust" not in text
+    both = ("--trust-pickle", "--trust-remote-code")
+    assert f"/shared/run {' '.join(both)}\n" in printed("slurm", *both)
     assert 'if [ "$code" -eq 75 ]; then\n  scontrol requeue "$SLURM_JOB_ID"\n  sleep 60' in text
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.contracts.stage import PlanView
+from pipeline.utils.trust import TRUST_CODE
 from stages.model.compat import causal_types
 from stages.model.hf import HfModel
 from tests.support.models import save_tokenizer, tiny_llama_config
@@ -98,7 +99,7 @@ def test_the_table_of_architectures_is_transformers_own() -> None:
     ],
 )
 def test_an_architecture_that_is_no_causal_language_model(
-    config: dict[str, Any], hint: str, tmp_path: Path
+    config: dict[str, Any], hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "auto_map": {}}))
     said = f"transformers has no causal language model of type '{config['model_type']}' ({hint}"
@@ -106,6 +107,7 @@ def test_an_architecture_that_is_no_causal_language_model(
     (read,) = found(path=str(tmp_path))
     assert spelled.startswith(f"config: {said}")
     assert read.startswith(f"path: {said}")
+    monkeypatch.setenv(TRUST_CODE, "1")
     assert found(path=str(tmp_path), trust_remote_code=True) == []
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, dynamic_module_utils
 
-from pipeline.errors import StageError
+from pipeline.errors import StageError, UsageError
+from pipeline.utils.trust import TRUST_CODE
 from stages.export.safetensors import ExportSafetensors
 from stages.model.hf import HfModel
 from tests.support.models import FAMILIES, context, filled, logits, random_source
@@ -50,7 +52,18 @@ def test_code_is_not_run_unasked(folder: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "modules").exists() or not list((tmp_path / "modules").glob("*/mine*"))
 
 
-def test_round_trip(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fields", [{"trust_remote_code": True}, {"attention": "a/kernel"}])
+def test_a_recipe_alone_does_not_allow_it(
+    fields: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(TRUST_CODE, raising=False)
+    with pytest.raises(UsageError, match=r"would run \(--trust-remote-code allows it"):
+        HfModel(path=str(folder), **fields).run(context(tmp_path))
+    assert not (tmp_path / "modules").exists()
+
+
+def test_round_trip(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRUST_CODE, "1")
     source = HfModel(path=str(folder), trust_remote_code=True).run(context(tmp_path))
     weights = trained(source)
     done = ExportSafetensors(dtype="fp32").run(context(tmp_path), weights, source)
