@@ -60,3 +60,22 @@ def test_canaries_on_the_command_line(pipe: Pipe) -> None:
     assert leaks(pipe.run_dir) == ["recipe.yaml: wandbcanary"]
     command = json.loads((pipe.run_dir / "environment.json").read_text())["command"]
     assert "declare.text=$WANDB_API_KEY" in command
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["check"], ["show"], ["plan"], ["bench"], ["launch", "--target", "slurm", "--run-dir", "r",
+                                                "--print"]],
+    ids=lambda command: command[0],
+)  # fmt: skip
+def test_canaries_in_what_commands_show_of_a_recipe(pipe: Pipe, command: list[str]) -> None:
+    """A file is named after a variable that the recipe lists, and is not there."""
+    model = {"use": "model.hf", "config": {"model_type": "llama"}, "tokenizer": "./none"}
+    data = {"use": "data.text", "files": "./${oc.env:WANDB_API_KEY}", "sequence_length": 8}
+    recipe = {"name": "told", "env": ["WANDB_API_KEY"], "stages": {"model": model, "data": data}}
+    path = pipe.folder / "recipe.yaml"
+    path.write_text(json.dumps(recipe))
+    result = pipe(command[0], str(path), *command[1:], **SECRETS)
+    told = result.stdout + result.stderr
+    assert "WANDB_API_KEY" in told
+    assert not any(canary in told for canary in CANARIES)
