@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import socket
 from collections.abc import Iterator, Sequence
@@ -18,12 +19,14 @@ _LINE = re.compile(r"(\S+)\s+slots\s*=\s*(\d+)\s*")
 
 def expand_hosts(text: str) -> list[str]:
     """Hosts of a Slurm host list, as in `n[001-003,7]-ib,gpu-a`. Raises UsageError."""
-    hosts: list[str] = []
-    for part in _split(text):
-        hosts.extend(_expand(part, text))
-        if len(hosts) > MOST_HOSTS:
-            raise UsageError(f"more than {MOST_HOSTS} hosts in the host list {text[:80]}")
-    return hosts
+    return _at_most(text, (host for part in _split(text) for host in _expand(part, text)))
+
+
+def _at_most(text: str, hosts: Iterator[str]) -> list[str]:
+    found = list(itertools.islice(hosts, MOST_HOSTS + 1))
+    if len(found) > MOST_HOSTS:
+        raise UsageError(f"more than {MOST_HOSTS} hosts in the host list {text[:80]}")
+    return found
 
 
 def _split(text: str) -> Iterator[str]:
@@ -47,14 +50,12 @@ def _expand(part: str, text: str) -> Iterator[str]:
     ranges, closing, tail = rest.partition("]")
     if not closing:
         raise UsageError(f"the host list {text} is not one of Slurm's")
-    tails = list(_expand(tail, text)) if tail else [""]
+    tails = _at_most(text, _expand(tail, text)) if tail else [""]
     for one in ranges.split(","):
         low, dash, high = one.partition("-")
         if not (low.isdecimal() and (high.isdecimal() or not dash)):
             raise UsageError(f"the host list {text} is not one of Slurm's")
         last = int(high) if dash else int(low)
-        if last - int(low) > MOST_HOSTS:
-            raise UsageError(f"more than {MOST_HOSTS} hosts in the host list {text[:80]}")
         for value in range(int(low), last + 1):
             yield from (f"{head}{value:0{len(low)}}{end}" for end in tails)
 

@@ -28,7 +28,18 @@ def test_host_lists(text: str, hosts: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "a,,b", "a[", "a[1-", "a[x]", "a]", "a[1-2-3]", "a[1-999999]"]
+    "text",
+    [
+        "",
+        "a,,b",
+        "a[",
+        "a[1-",
+        "a[x]",
+        "a]",
+        "a[1-2-3]",
+        "a[1-999999]",
+        "a[0-9999]" + "[0-9999]" * 3,
+    ],
 )
 def test_what_is_no_host_list(text: str) -> None:
     with pytest.raises(UsageError, match="host list"):
