@@ -22,7 +22,7 @@ STRATEGIES = {
     "zero1": {"use": "wrap.zero", "stage": 1},
     "zero3": {"use": "wrap.zero", "stage": 3},
 }
-EACH = times(quick=4, full=30)
+EACH = times(quick=2, full=30)
 """Points of each strategy and kind of fault."""
 REFUSALS = ("ENOSPC", "EIO", "EROFS")
 

@@ -18,8 +18,8 @@ from tests.support.tier import times
 from tests.support.tiny_recipe import EXPORT, losses, outcome, training
 
 STEPS, RANKS = times(quick=120, full=1200), 2
-STOPS = times(quick=4, full=50)
-KILLS = times(quick=3, full=20)
+STOPS = times(quick=3, full=50)
+KILLS = times(quick=2, full=20)
 Command = Callable[..., Forked]
 
 

@@ -22,10 +22,11 @@ def why_not() -> str:
         return "there is no `ip` command"
     if os.geteuid() != 0:
         return "network namespaces need root"
-    done = subprocess.run(["ip", "netns", "add", "pipe-probe"], capture_output=True, check=False)
+    probe = f"pipe-probe-{os.getpid()}"  # several processes may ask at once
+    done = subprocess.run(["ip", "netns", "add", probe], capture_output=True, check=False)
     if done.returncode:
         return f"no network namespaces: {done.stderr.decode().strip()}"
-    subprocess.run(["ip", "netns", "del", "pipe-probe"], check=True)
+    subprocess.run(["ip", "netns", "del", probe], check=True)
     return ""
 
 
