@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 
 NAME = EXPORT_MANIFEST
+UNFINISHED = f"{NAME}.tmp"
+"""Name under which it is written, which a process that dies leaves behind."""
 CARD = "README.md"
 WRITERS = ("export.safetensors", "export.adapter")
 """The stages that write such exports."""

@@ -22,14 +22,15 @@ PARTIAL = ".partial"
 
 
 def foreign(folder: Path) -> str | None:
-    """The reason why `folder` must not be replaced; None for an unchanged export, or nothing."""
+    """The reason why `folder` must not be replaced; None for an unchanged export, one that
+    had just begun, or nothing."""
     if not folder.exists():
         return None
     if not folder.is_dir():
         return f"{folder} is not a folder"
     if os.path.ismount(folder):
         return f"{folder} is a mount point, which cannot be replaced"
-    if not any(folder.iterdir()):
+    if {entry.name for entry in folder.iterdir()} <= {manifest.UNFINISHED}:
         return None
     try:
         written = manifest.load(folder)

@@ -26,6 +26,11 @@ LIMIT = 300
 """Time limit in seconds. Commands of these tests take less than a tenth of it, unless the machine
 has other work."""
 STREAMS = ("stdout", "stderr")
+FOR_RANKS = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+)  # fmt: skip
+"""Variables that a process group in this process may have left."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -72,7 +77,7 @@ class Pipe:
         self.run_dir = folder / "the run"
         path = os.pathsep.join([str(plugin), str(REPOSITORY)])
         self.environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        for name in FOR_RANKS:
             self.environment.pop(name, None)
 
     def recipe(

@@ -91,6 +91,7 @@ class Slurm:
 
     def start_again(self, job: str, limit: float = 60) -> None:
         """Start a job that was requeued without the two minutes that Slurm gives it."""
+        time.sleep(1.5)  # slurmd refuses a start in the second in which the last one ended
         deadline = time.monotonic() + limit
         while self.state(job) != "RUNNING":
             assert time.monotonic() < deadline, self.state(job)

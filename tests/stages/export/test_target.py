@@ -26,6 +26,15 @@ def test_foreign_files_are_left_alone(llama: Run, tmp_path: Path) -> None:
     assert [problem.key for problem in problems] == ["folder"]
 
 
+def test_an_export_that_ended_before_its_first_file_goes_on(llama: Run) -> None:
+    partial = llama.folder.with_name(f"{llama.folder.name}.partial")
+    partial.mkdir()
+    (partial / "export.json.tmp").write_text("{")
+    llama.export()
+    assert not partial.exists()
+    assert not (llama.folder / "export.json.tmp").exists()
+
+
 def test_another_model_s_folder_is_left_alone(llama: Run) -> None:
     filled(llama.source).save_pretrained(llama.folder)
     with pytest.raises(StageError, match="other files than an export"):
