@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +34,12 @@ READ = "open to read"
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """The n-th operation of a process. `role` is launcher, rank N or writer N."""
+    """An operation of a process: the n-th of its kind, since how often a file is read differs
+    between runs. `role` is launcher, rank N or writer N."""
 
     role: str
+    kind: str
     number: int
-    kind: str = ""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -49,6 +52,7 @@ class Plan:
     """File that is made when the fault has happened, so that it does once."""
     log: str = ""
     role: str = ""
+    kind: str = ""
     number: int = -1
     how: str = "kill"
     """`kill`, or the name of an errno with which the operation fails."""
@@ -83,7 +87,7 @@ class _Counter:
 
     def begin(self) -> None:
         """Count from 0, in a new process."""
-        self._count = 0
+        self._counts: dict[str, Iterator[int]] = defaultdict(itertools.count)
 
     def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         """Handle an audit event."""
@@ -109,13 +113,12 @@ class _Counter:
         return isinstance(place, str | Path) and str(place).startswith(self._plan.root)
 
     def _pass(self, kind: str) -> None:
-        plan, number = self._plan, self._count
-        self._count += 1
+        plan, here = self._plan, Point(role(), kind, next(self._counts[kind]))
         if self._log is not None:
-            line = json.dumps([role(), number, kind]) + "\n"
+            line = json.dumps(dataclasses.astuple(here)) + "\n"
             _write(self._log, line.encode())
             return
-        if number != plan.number or role() != plan.role or not self._first():
+        if here != Point(plan.role, plan.kind, plan.number) or not self._first():
             return
         if plan.how == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
