@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import ipaddress
 import itertools
 import json
@@ -23,7 +24,7 @@ from pipeline.distributed.environment import (
 )
 from pipeline.distributed.heartbeat import Heartbeat, own_heartbeat
 from pipeline.distributed.signals import StopRequest
-from pipeline.errors import UsageError
+from pipeline.errors import RunFailed, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -244,6 +245,8 @@ def _listening(host: str, port: int) -> socket.socket:
             )
         return socket.create_server(address, family=family, backlog=1024)
     except OSError as error:
+        if error.errno == errno.EADDRINUSE:  # another start has another port
+            raise RunFailed(f"{place}: {error.strerror}", restart="always") from error
         hint = "give an address of the machine that rank 0 runs on"
         raise UsageError(f"{place}: {error.strerror}", hint=hint) from error
 

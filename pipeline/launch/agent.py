@@ -13,11 +13,11 @@ import psutil
 
 from pipeline.distributed.placement import NodePlacement
 from pipeline.distributed.signals import Interrupted
-from pipeline.errors import RunFailed, in_words
+from pipeline.errors import RunFailed, UsageError, in_words
 from pipeline.launch import flight_recorder
 from pipeline.launch.exchange import BEAT_SECONDS, Link
 from pipeline.launch.local import set_threads, supervise
-from pipeline.launch.messages import Beat, Over, Place, Reply, Report
+from pipeline.launch.messages import MOST_TEXT, Beat, Over, Place, Reply, Report
 from pipeline.launch.ranks import LocalRanks
 from pipeline.launch.watch import landmarks
 from pipeline.plan.plan import Plan
@@ -27,8 +27,6 @@ from pipeline.utils.process_tree import none_left
 SILENCE_SECONDS = 12.0
 """Seconds without an answer after which this node ends its ranks: the others have gone on without
 it."""
-MOST_TEXT = 8000
-"""Characters of a failure that are told."""
 
 
 class _RoundOverError(Exception):
@@ -111,6 +109,10 @@ class Agent:
                 "must lie where all nodes see it (--run-dir)"
             )
             return Report(kind="raised", text=text, time=time.time())
+        try:
+            rundir.require_safe(run_dir)
+        except UsageError as error:
+            return Report(kind="raised", text=str(error), time=time.time())
         set_threads(self._settings, self._plan.per_node)
         common = _interfaces(link.address)
         if self._plan.view.device == "cuda":

@@ -128,7 +128,7 @@ class Coordinator:
 
     def _refusal(self, beat: Beat, address: str) -> str:
         """Why this agent cannot take part; empty if it can. An agent that was started again on its
-        node takes the place of the one before."""
+        node, or on another machine when that was lost, takes the place of the one before."""
         if beat.run != self.run:
             return f"node 0 runs {self.run} there, and this node {beat.run}"
         if not 0 <= beat.node < self.most:
@@ -137,19 +137,21 @@ class Coordinator:
             return f"another process was started for node rank {beat.node}"
         if beat.agent in self._nodes:
             return ""
-        for other, node in list(self._nodes.items()):
-            if node.beat.node != beat.node:
-                continue
+        alive = {agent: self._nodes[agent] for agent in self._alive()}
+        others = [agent for agent, node in self._nodes.items() if node.beat.node == beat.node]
+        for node in (alive[agent] for agent in others if agent in alive):
             if node.address != address:
                 return f"node rank {beat.node} is taken by {node.beat.host} ({node.address})"
-            self._replaced.add(other)
-            node.seen = float("-inf")
-        different = {node.beat.procs for node in self._nodes.values()} - {beat.procs}
+        procs = {node.beat.procs for agent, node in alive.items() if agent not in others}
+        different = procs - {beat.procs}
         if different:
             return (
                 f"{beat.host} has {beat.procs} processes, but the other nodes have "
                 f"{different.pop()}: all need the same number (launch.procs)"
             )
+        for agent in others:
+            self._replaced.add(agent)
+            self._nodes[agent].seen = float("-inf")
         return ""
 
     def _alive(self) -> list[str]:

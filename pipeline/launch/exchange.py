@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hmac
 import http.client
-import json
-import os
+import secrets
 import socket
 import threading
 import time
-from dataclasses import asdict, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from dataclasses import replace
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -18,15 +15,22 @@ from pydantic import TypeAdapter, ValidationError
 from pipeline.errors import UsageError
 from pipeline.launch.coordinator import Coordinator
 from pipeline.launch.messages import Beat, Reply
+from pipeline.launch.wire import (
+    CONTACT_SECONDS,
+    MOST_BYTES,
+    NONCE,
+    SIGNATURE,
+    TOKEN,
+    BoundedHandler,
+    BoundedServer,
+    is_signed,
+    packed,
+    signature,
+    token,
+)
 
 BEAT_SECONDS = 1.0
-CONTACT_SECONDS = 4.0
-"""Seconds that the coordinator gets to answer a beat."""
 TICK_SECONDS = 0.2
-MOST_BYTES = 1 << 17
-"""Size limit of a message."""
-TOKEN = "PIPE_RDZV_TOKEN"
-"""Environment variable: a secret that all nodes must have, if node 0 has one."""
 _BEATS, _REPLIES = TypeAdapter(Beat), TypeAdapter(Reply)
 
 
@@ -34,14 +38,13 @@ class Server:
     """Answers beats at one address, and lets the coordinator look at the clock."""
 
     def __init__(self, coordinator: Coordinator, host: str, port: int) -> None:
-        """Raises UsageError if nothing can listen there."""
+        """Raises UsageError if nothing can listen there, or the secret is empty."""
         self._coordinator, self._lock = coordinator, threading.Lock()
         self._closed = threading.Event()
-        handler = type("_Handler", (_Handler,), {"answer": self._answer})
+        handler = type("_Handler", (_Handler,), {"answer": self._answer, "secret": token()})
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            kind = type("_Server", (_QuietServer,), {"address_family": family})
-            self._http = kind(address[:2], handler)
+            self._http = BoundedServer(address, family, handler)
         except OSError as error:
             raise UsageError(
                 f"node 0 cannot listen at {host}:{port}: {error.strerror}",
@@ -78,41 +81,31 @@ class Server:
                 self._coordinator.tick(time.monotonic())
 
 
-class _QuietServer(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Keep a client that went away off the screen."""
-
-
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(BoundedHandler):
     """Answers one beat."""
 
-    timeout = CONTACT_SECONDS
     answer: Any
+    secret: bytes
 
-    def do_POST(self) -> None:
-        secret, given = os.environ.get(TOKEN, ""), self.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {secret}".encode()):
-            self.send_error(403)
-            return
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > MOST_BYTES:
+    def do_POST(self) -> None:  # noqa: N802
+        body, nonce = self.body(), self.headers.get(NONCE, "")
+        if body is None:
             self.send_error(413)
             return
+        if not is_signed(self.secret, "beat", nonce, body, self.headers.get(SIGNATURE)):
+            self.send_error(403)
+            return
         try:
-            beat = _BEATS.validate_json(self.rfile.read(int(length)))
+            beat = _BEATS.validate_json(body)
         except ValidationError:
             self.send_error(400)
             return
-        body = json.dumps(asdict(type(self).answer(beat, self.client_address[0]))).encode()
+        reply = packed(type(self).answer(beat, self.client_address[0]))
         self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Length", str(len(reply)))
+        self.send_header(SIGNATURE, signature(self.secret, "reply", nonce, reply))
         self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *words: object) -> None:
-        """Keep the server off the screen."""
+        self.wfile.write(reply)
 
 
 class Link:
@@ -120,13 +113,14 @@ class Link:
     and an address that does not answer keep nobody waiting."""
 
     def __init__(self, host: str, port: int, beat: Beat) -> None:
+        """Raises UsageError if the secret is empty."""
         self.beat = beat
         self.reply: Reply | None = None
         self.refused = ""
-        """Why the coordinator does not talk to this node; empty if it does."""
+        """Why nothing came of the last answer; empty if something did."""
         self.address = ""
         """This node's address on the way to the coordinator."""
-        self._host, self._port = host, port
+        self._host, self._port, self._secret = host, port, token()
         self._contact = time.monotonic()
         self._wake, self._closed = threading.Event(), threading.Event()
         threading.Thread(target=self._run, name="pipe-beats", daemon=True).start()
@@ -162,13 +156,24 @@ class Link:
         try:
             connection.connect()
             self.address = connection.sock.getsockname()[0]
-            secret = os.environ.get(TOKEN, "")
-            headers = {"Authorization": f"Bearer {secret}"}
-            connection.request("POST", "/", json.dumps(asdict(beat)), headers)
+            nonce, body = secrets.token_hex(16), packed(beat)
+            signed = signature(self._secret, "beat", nonce, body)
+            connection.request("POST", "/", body, {NONCE: nonce, SIGNATURE: signed})
             answer = connection.getresponse()
-            self.refused = f"{TOKEN} is another one there" if answer.status == 403 else ""
-            if answer.status != 200:
-                raise ValueError(answer.reason)
-            return _REPLIES.validate_json(answer.read(MOST_BYTES))
+            content, signed = answer.read(MOST_BYTES), answer.getheader(SIGNATURE, "")
+            self.refused = self._refusal(answer.status, nonce, content, signed)
+            if self.refused:
+                raise ValueError(self.refused)
+            return _REPLIES.validate_json(content)
         finally:
             connection.close()
+
+    def _refusal(self, status: int, nonce: str, content: bytes, signed: str) -> str:
+        """Why an answer is none to this node; empty if it is one."""
+        if status == http.HTTPStatus.FORBIDDEN:
+            return f"{TOKEN} is another one there"
+        if status != http.HTTPStatus.OK:
+            return f"it answers with status {status}"
+        if not is_signed(self._secret, "reply", nonce, content, signed):
+            return f"it does not know this node's {TOKEN}"
+        return ""

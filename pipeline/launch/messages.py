@@ -7,6 +7,9 @@ from typing import Literal
 
 from pipeline.errors import Restart
 
+MOST_TEXT = 8000
+"""Characters of a failure that are told."""
+
 Memory = Literal["", "host", "device"]
 
 

@@ -15,7 +15,7 @@ from pipeline.launch.agent import Agent, run_name
 from pipeline.launch.coordinator import Coordinator
 from pipeline.launch.exchange import Server
 from pipeline.launch.local import restarted
-from pipeline.launch.messages import Over
+from pipeline.launch.messages import MOST_TEXT, Over
 from pipeline.launch.start import is_done, opened
 from pipeline.plan.plan import Plan, Started
 from pipeline.run import rundir
@@ -68,7 +68,8 @@ def _served(coordinator: Coordinator, found: NodePlacement) -> Iterator[Server]:
             yield server
         except BaseException as error:
             kind: Any = "stopped" if isinstance(error, Interrupted | RunStopped) else "failed"
-            coordinator.end(Over(kind=kind, text=str(error) or type(error).__name__))
+            text = str(error) or type(error).__name__
+            coordinator.end(Over(kind=kind, text=text[:MOST_TEXT]))
             raise
         finally:
             server.linger(LINGER_SECONDS)

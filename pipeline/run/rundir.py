@@ -107,7 +107,7 @@ def open_to(folder: Path, group: str) -> None:
         raise UsageError(f"{folder} cannot be opened to the group {group}: {reason}") from error
 
 
-def _require_safe(folder: Path) -> None:
+def require_safe(folder: Path) -> None:
     """Raise UsageError for a folder that others can write in, or that is another user's."""
     facts = folder.stat()
     if facts.st_mode & stat.S_IWOTH:
@@ -125,7 +125,7 @@ def locked(folder: Path) -> Iterator[None]:
     Raises RunLocked while another live process holds it, UsageError if there can be no lock.
     """
     try:
-        _require_safe(folder)
+        require_safe(folder)
         file = opened(folder / LOCK, "a+")
     except OSError as error:
         raise UsageError(f"cannot write in {folder}: {in_words(error)}") from error

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from typing import Any, TextIO
+from urllib.parse import quote
 
 UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters but tabs and line breaks
@@ -18,36 +19,56 @@ UNSAFE = re.compile(
     "\u2028\u2029\ud800-\udfff\U000e0000-\U000e007f]"  # line breaks, half pairs, invisible letters
 )
 _COLOUR = re.compile("\x1b\\[[0-9;]*m")
-_NO_SECRET = re.compile(r"\d+|.{0,4}|[a-z]{5,7}", re.DOTALL)
-"""Values that stay: numbers, and words, which would hide half of what is said and break JSON
+_NO_SECRET = re.compile(r"\d{1,7}|.{0,4}|[a-z]{5,7}", re.DOTALL)
+"""Values that stay: short numbers, and words, which would hide half of what is said and break JSON
 (`false`, `train`)."""
 
-_SECRET_NAME = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|(?:API|ACCESS|PRIVATE|ACCOUNT)_?KEY")
+_SECRET_NAME = re.compile(
+    "TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|CONNECTION_?STRING|"
+    "(?:API|ACCESS|PRIVATE|ACCOUNT)_?KEY|_KEY$",
+    re.IGNORECASE,
+)
 _USERINFO = re.compile(r"(?<=://)[^/@\s\"']+@")
 """User name and password in an address."""
+_SIGNED = re.compile(
+    r"([?&](?:X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)|sig|signature|token|"
+    r"access_token|api_key|key)=)[^&\s\"']+",
+    re.IGNORECASE,
+)
+"""What an address itself proves its sender with."""
 
 _hidden: dict[str, str] = {}
 
 
 def hide(value: str, name: str) -> None:
-    """Show `name` instead of `value`, or of its JSON, from now on in this process."""
+    """Show `name` instead of `value`, as it is, in JSON and in an address, from now on in this
+    process."""
     if not _NO_SECRET.fullmatch(value):
-        _hidden[value] = _hidden[json.dumps(value)[1:-1]] = name
+        for form in (value, json.dumps(value)[1:-1], quote(value, safe="", errors="replace")):
+            _hidden[form] = name
 
 
 def hide_secrets() -> None:
     """Hide the values of environment variables whose names say that they are secret."""
     for name, value in os.environ.items():
-        if _SECRET_NAME.search(name) and not value.startswith(("/", "./", "~")):  # a file's name
+        if _SECRET_NAME.search(name) and not _is_file_name(value):
             hide(value, f"${name}")
+
+
+def _is_file_name(value: str) -> bool:
+    # pathlib raises for a name that is too long, and for a user who has no home
+    return os.path.exists(os.path.expanduser(value))  # noqa: PTH110, PTH111
 
 
 def shown(text: str) -> str:
     """`text` as people may see it: colours are dropped, other commands are spelled out."""
+    unsafe = UNSAFE.search(text) is not None
+    text = _COLOUR.sub("", text) if unsafe else text  # first, since a secret may be coloured
     for value in sorted(_hidden, key=len, reverse=True):
         text = text.replace(value, _hidden[value])
     text = _USERINFO.sub("***@", text) if "@" in text else text
-    return UNSAFE.sub(_spelled, _COLOUR.sub("", text)) if UNSAFE.search(text) else text
+    text = _SIGNED.sub(r"\1***", text) if "=" in text else text
+    return UNSAFE.sub(_spelled, text) if unsafe else text
 
 
 def hidden_in(text: str) -> list[str]:
