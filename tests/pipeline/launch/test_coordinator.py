@@ -58,7 +58,8 @@ class Nodes:
 
     def _beat(self, node: int, state: dict[str, Any]) -> None:
         told = {k: v for k, v in state.items() if k not in ("silent", "address")}
-        beat = Beat(run="a", node=node, host=f"h{node}", procs=2, port=9000 + node, **told)
+        known = {"run": "a", "node": node, "host": f"h{node}", "procs": 2, "port": 9000 + node}
+        beat = Beat(**{**known, **told})
         reply = self.coordinator.beat(beat, state.get("address", f"10.0.0.{node}"), self.now)
         self.replies[node] = reply
         if reply.place is None:
@@ -223,6 +224,40 @@ def test_an_agent_that_is_started_again_replaces_the_one_before() -> None:
     over = nodes.replies[1].over
     assert over is not None
     assert over.text == "another process was started for node rank 1"
+
+
+def test_a_lost_node_may_come_back_on_another_machine() -> None:
+    nodes = Nodes()
+    nodes.start(0, 1)
+    nodes.run(2)
+    nodes.say(1, silent=True)
+    nodes.run(LOST_SECONDS + GATHER_SECONDS + 3)
+    nodes.start(1, address="10.0.0.9")
+    nodes.run(LAST_CALL_SECONDS)
+    assert nodes.places() == [(0, 4), (2, 4)]
+    assert nodes.replies[0].round == 2
+
+
+def test_nodes_that_are_lost_do_not_say_how_many_ranks_there_are() -> None:
+    nodes = Nodes()
+    nodes.start(1, procs=4)
+    nodes.run(2)
+    nodes.say(1, silent=True)
+    nodes.run(LOST_SECONDS + 1)
+    nodes.start(0, 1)
+    nodes.run(2)
+    assert nodes.places() == [(0, 4), (2, 4)]
+
+
+def test_who_is_refused_replaces_nobody() -> None:
+    nodes = Nodes()
+    nodes.start(0, 1)
+    nodes.run(2)
+    wrong = Beat(agent="x", run="a", node=1, host="h1", procs=4, port=1)
+    assert nodes.coordinator.beat(wrong, "10.0.0.1", nodes.now).over is not None
+    nodes.run(LOST_SECONDS + 5)
+    assert nodes.places() == [(0, 4), (2, 4)]
+    assert nodes.coordinator.notes == []
 
 
 @pytest.mark.parametrize(

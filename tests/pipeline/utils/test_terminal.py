@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import yaml
@@ -123,3 +124,41 @@ def test_values_that_are_words_stay_and_json_hides_others(
     record = {"ok": False, "use": "train.causal_lm", "key": 'p"\u00e9ss\\word'}
     assert json.loads(terminal.shown(json.dumps(record))) == {**record, "key": "$KEY"}
     assert terminal.shown('a p"\u00e9ss\\word') == "a $KEY"
+
+
+SECRETS = {
+    "HF_TOKEN": "hf_abcdEFGH1234567890",
+    "aws_secret_access_key": "/kJ3bPxRfiCY+EXAMPLE",
+    "DB_PASSWORD": "482910573829",
+    "OPENAI_KEY": "sk-abc def/ghi",
+    "STORE_CONNECTION_STRING": "AccountName=x;SharedKey=q8",
+}
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_secrets_of_all_looks(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    value = SECRETS[name]
+    monkeypatch.setenv(name, value)
+    terminal.hide_secrets()
+    assert terminal.shown(f"is {value}.") == f"is ${name}."
+    assert terminal.shown(f"\x1b[1m{value[:5]}\x1b[1;31m{value[5:]}\x1b[0m") == f"${name}"
+    address = f"https://x/?p={quote(value, safe='')}"
+    assert terminal.shown(address) == f"https://x/?p=${name}"
+
+
+def test_the_name_of_a_file_with_a_secret_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "key.json").touch()
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "key.json"))
+    terminal.hide_secrets()
+    assert terminal.shown(f"{tmp_path}/key.json") == f"{tmp_path}/key.json"
+
+
+def test_signatures_in_addresses_are_not_said() -> None:
+    address = (
+        "https://s3/x?X-Amz-Date=2&X-Amz-Signature=ab12&X-Amz-Credential=id&part=1 'a?sig=b%2F'"
+    )
+    assert terminal.shown(address) == (
+        "https://s3/x?X-Amz-Date=2&X-Amz-Signature=***&X-Amz-Credential=***&part=1 'a?sig=***'"
+    )

@@ -1,0 +1,186 @@
+"""Messages between nodes over real sockets, and strangers who send others."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+
+from pipeline.errors import UsageError
+from pipeline.launch import wire
+from pipeline.launch.coordinator import Coordinator
+from pipeline.launch.exchange import Link, Server
+from pipeline.launch.messages import Beat, Over
+from pipeline.recipe.launch import Restarts
+
+SECRET = "correct horse"
+BEAT = Beat(agent="x", run="r", node=0, host="h", procs=1, port=1)
+
+
+def coordinator(**fields: Any) -> Coordinator:
+    """Return the coordinator of a run of one node."""
+    known = {"fewest": 1, "most": 1, "restarts": Restarts(), "rendezvous_seconds": 60, "run": "r"}
+    return Coordinator(**{**known, **fields})
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
+    """Return a function that serves a coordinator with a secret, and returns its port."""
+    with contextlib.ExitStack() as stack:
+
+        def start(token: str = SECRET, **fields: Any) -> int:
+            monkeypatch.setenv(wire.TOKEN, token)
+            server = stack.enter_context(Server(coordinator(**fields), "127.0.0.1", 0))
+            return int(server._http.server_address[1])
+
+        yield start
+
+
+def until(true: Callable[[], object], seconds: float = 20.0) -> bool:
+    """Return whether something becomes true in time."""
+    deadline = time.monotonic() + seconds
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return bool(true())
+
+
+def closed(connection: socket.socket, seconds: float = 20.0) -> bool:
+    """Return whether the other side closes a connection in time."""
+    connection.settimeout(seconds)
+    with contextlib.suppress(ConnectionError):
+        try:
+            while connection.recv(1 << 16):
+                pass
+        except TimeoutError:
+            return False
+    return True
+
+
+def test_nodes_of_one_secret_talk(
+    serve: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = serve(folder="/r\udcffn")
+    monkeypatch.setenv(wire.TOKEN, f"{SECRET}\n")  # as a file holds it
+    with Link("127.0.0.1", port, BEAT) as link:
+        assert until(lambda: link.reply and link.reply.place)
+        assert link.reply is not None
+        assert link.reply.folder == "/r?n"
+        assert link.refused == ""
+
+
+def test_another_secret_is_refused_and_named(
+    serve: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = serve()
+    monkeypatch.setenv(wire.TOKEN, "another")
+    with Link("127.0.0.1", port, BEAT) as link:
+        assert until(lambda: link.refused)
+        assert link.refused == "PIPE_RDZV_TOKEN is another one there"
+        assert link.reply is None
+
+
+@pytest.mark.parametrize("value", ["", " \n"])
+def test_an_empty_secret_is_a_mistake(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv(wire.TOKEN, value)
+    with pytest.raises(UsageError, match="PIPE_RDZV_TOKEN is set, but empty"):
+        Server(coordinator(), "127.0.0.1", 0)
+    with pytest.raises(UsageError, match="PIPE_RDZV_TOKEN is set, but empty"):
+        Link("127.0.0.1", 9, BEAT)
+
+
+def test_who_stands_in_for_node_0_learns_nothing_and_is_not_obeyed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heard: list[str] = []
+
+    class Imposter(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            heard.append(f"{self.headers}{body.decode()}")
+            reply = b'{"round": 1, "over": {"kind": "stopped"}}'
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(reply)))
+            self.send_header(wire.SIGNATURE, self.headers[wire.SIGNATURE])  # the beat's own
+            self.end_headers()
+            self.wfile.write(reply)
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    monkeypatch.setenv(wire.TOKEN, SECRET)
+    with HTTPServer(("127.0.0.1", 0), Imposter) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with Link("127.0.0.1", server.server_port, BEAT) as link:
+            assert until(lambda: link.refused)
+            assert link.refused == "it does not know this node's PIPE_RDZV_TOKEN"
+            assert link.reply is None
+        server.shutdown()
+    assert '"agent": "x"' in heard[0]
+    assert SECRET not in "".join(heard)
+
+
+def test_who_sends_slowly_is_cut_off(
+    serve: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte comes in time, the message never."""
+    monkeypatch.setattr(wire, "CONTACT_SECONDS", 0.5)
+    with socket.create_connection(("127.0.0.1", serve())) as slow:
+
+        def refused() -> bool:
+            try:
+                slow.sendall(b"a")
+            except OSError:
+                return True
+            time.sleep(0.1)
+            return False
+
+        assert until(refused)
+
+
+def test_one_address_cannot_take_all_connections(serve: Callable[..., int]) -> None:
+    port = serve()
+    with contextlib.ExitStack() as stack:
+        greedy = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            for _ in range(wire.MOST_OF_ONE + 5)
+        ]
+        assert all(closed(connection) for connection in greedy[wire.MOST_OF_ONE :])
+        assert not any(closed(connection, 0.01) for connection in greedy[:3])
+        other = socket.create_connection(("127.0.0.1", port), source_address=("127.0.0.2", 0))
+        with other:
+            body = wire.packed(BEAT)
+            signed = wire.signature(SECRET.encode(), "beat", "n", body)
+            other.sendall(
+                f"POST / HTTP/1.0\r\n{wire.NONCE}: n\r\n{wire.SIGNATURE}: {signed}\r\n"
+                f"Content-Length: {len(body)}\r\n\r\n".encode()
+                + body
+            )
+            assert other.recv(1 << 16).startswith(b"HTTP/1.0 200")
+
+
+@pytest.mark.parametrize("sent", [b"POST / HTTP/1.0\r\n", b""])
+def test_a_head_without_end_is_not_kept(serve: Callable[..., int], sent: bytes) -> None:
+    """Lines, or one line, of a message that are far over its limit."""
+    line = b"A: " + b"a" * 8000 + (b"\r\n" if sent else b"")
+    with socket.create_connection(("127.0.0.1", serve())) as long:
+        with contextlib.suppress(ConnectionError):
+            long.sendall(sent + line * 40)
+        assert closed(long, wire.CONTACT_SECONDS / 2)
+
+
+def test_a_failure_of_any_length_and_bytes_is_told(serve: Callable[..., int]) -> None:
+    over = Over(kind="failed", text="\udcff\x00" * 4000)
+    running = coordinator()
+    running.end(over)
+    with Server(running, "127.0.0.1", 0) as server:
+        port = int(server._http.server_address[1])
+        with Link("127.0.0.1", port, BEAT) as link:
+            assert until(lambda: link.reply)
+            assert link.reply is not None
+            assert link.reply.over == Over(kind="failed", text="?\x00" * 4000)
