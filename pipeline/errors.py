@@ -159,6 +159,8 @@ class RunFailed(PipeError):
         self.restart = restart
         self.memory: Literal["", "host", "device"] = memory
         """Kind of memory that ran out."""
+        self.stopping = False
+        """Whether the run had been asked to stop, so that it is not started again."""
         super().__init__(message)
 
 

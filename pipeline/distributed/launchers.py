@@ -19,6 +19,7 @@ from pipeline.distributed.placement import (
     Placement,
     RankPlacement,
     number,
+    port_number,
 )
 from pipeline.distributed.schedulers import dstack, kubeflow, skypilot, slurm
 from pipeline.errors import UsageError
@@ -31,6 +32,8 @@ def placement(environ: Environ) -> Placement | None:
     of another launcher.
     """
     if STORE in environ:  # a rank that `pipe` has started
+        if "RANK" not in environ:
+            raise UsageError(f"{STORE} is for ranks that `pipe` has started", hint="unset it")
         return None
     first, skipped = None, frozenset[str]()
     for name, read in LAUNCHERS.items():
@@ -79,7 +82,7 @@ def _torchrun(environ: Environ) -> RankPlacement | None:
         local_rank=number(environ, "LOCAL_RANK"),
         local_world_size=optional(environ, "LOCAL_WORLD_SIZE"),
         host=environ["MASTER_ADDR"],
-        port=number(environ, "MASTER_PORT"),
+        port=port_number(environ, "MASTER_PORT", RDZV_PORT),
     )
     return consistent(found, environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -119,9 +122,8 @@ def _mpi(source: str, names: tuple[str, str, str, str]) -> Callable[[Environ], P
 
 def _mpi_master(environ: Environ, size: int, here: int | None, source: str) -> tuple[str, int]:
     """Rank 0's address, which MPI does not tell: given, or the loopback if all ranks are here."""
-    port = optional(environ, "MASTER_PORT")
     if "MASTER_ADDR" in environ:
-        return environ["MASTER_ADDR"], port or RDZV_PORT
+        return environ["MASTER_ADDR"], port_number(environ, "MASTER_PORT", RDZV_PORT)
     if here != size:
         raise UsageError(
             f"{source} does not say where rank 0 is",
@@ -129,7 +131,8 @@ def _mpi_master(environ: Environ, size: int, here: int | None, source: str) -> t
             "port there (mpirun -x MASTER_ADDR=...)",
         )
     job = environ.get("PMIX_NAMESPACE") or str(os.getppid())
-    return "127.0.0.1", port or 20_000 + zlib.crc32(job.encode()) % 20_000
+    own = 20_000 + zlib.crc32(job.encode()) % 20_000
+    return "127.0.0.1", port_number(environ, "MASTER_PORT", own)
 
 
 LAUNCHERS: Mapping[str, Callable[[Environ], Placement | None]] = {

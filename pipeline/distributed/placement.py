@@ -10,6 +10,7 @@ from pipeline.distributed.environment import JOB
 from pipeline.distributed.hosts import own_rank, read_hostfile
 from pipeline.errors import UsageError
 
+PORTS = 1 << 16
 RDZV_PORT = 29400
 """Port of node 0, where nodes meet unless another is given; torchrun's default."""
 
@@ -177,9 +178,19 @@ def address(text: str, where: str) -> tuple[str, int]:
     if not colon or text.endswith("]"):
         host, port = text, str(RDZV_PORT)
     host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+    if not host or not port.isdecimal() or not 0 < int(port) < PORTS:
         raise UsageError(f"{where}={text} is not HOST:PORT")
     return host, int(port)
+
+
+def port_number(environ: Mapping[str, str], name: str, default: int) -> int:
+    """Value of a variable that holds a port; `default` if it is not set. Raises UsageError."""
+    if not environ.get(name):
+        return default
+    found = number(environ, name)
+    if not 0 < found < PORTS:
+        raise UsageError(f"{name}={found}, but ports are numbers from 1 to {PORTS - 1}")
+    return found
 
 
 def number(environ: Mapping[str, str], name: str) -> int:

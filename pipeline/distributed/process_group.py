@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.distributed.environment import (
     JOB,
+    LOOPBACK,
     STORE,
     all_here,
     is_worker,
@@ -238,7 +239,8 @@ def _listening(host: str, port: int) -> socket.socket:
     place = f"rank 0 cannot listen at MASTER_ADDR={host} and MASTER_PORT={port}"
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        if ipaddress.ip_address(address[0]).is_loopback and not all_here():
+        stays_here = all_here() or os.environ.get("GLOO_SOCKET_IFNAME") == LOOPBACK
+        if ipaddress.ip_address(address[0]).is_loopback and not stays_here:
             raise UsageError(
                 f"{place}: that is {address[0]} here, which other machines do not reach",
                 hint="name an address that they reach, or set LOCAL_WORLD_SIZE if all is here",

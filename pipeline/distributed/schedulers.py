@@ -12,6 +12,7 @@ from pipeline.distributed.placement import (
     address,
     bounds,
     number,
+    port_number,
 )
 from pipeline.errors import UsageError
 
@@ -35,7 +36,7 @@ def slurm(environ: Environ) -> Placement | None:
         )
     job, step = optional(environ, "SLURM_JOB_ID") or 0, optional(environ, "SLURM_STEP_ID") or 0
     host = environ.get("MASTER_ADDR", hosts[0])
-    port = optional(environ, "MASTER_PORT") or 20_000 + (job * 16 + step) % 20_000
+    port = port_number(environ, "MASTER_PORT", 20_000 + (job * 16 + step) % 20_000)
     if tasks == len(hosts):
         return NodePlacement(
             source="Slurm", node_rank=node, min_nodes=tasks, max_nodes=tasks, host=host, port=port,
@@ -69,19 +70,19 @@ def kubeflow(environ: Environ) -> NodePlacement | None:
         return None
     fewest, most = bounds(environ["PET_NNODES"], "PET_NNODES")
     procs = environ.get("PET_NPROC_PER_NODE", "auto")
-    if procs not in ("auto", "gpu", "cpu") and not procs.isdecimal():
-        raise UsageError(f"PET_NPROC_PER_NODE={procs} is neither a number nor auto")
+    count = int(procs) if procs.isdecimal() else None
+    if count == 0 or (count is None and procs not in ("auto", "gpu", "cpu")):
+        raise UsageError(f"PET_NPROC_PER_NODE={procs} is neither a number above 0 nor auto")
+    where, master = environ.get("PET_RDZV_ENDPOINT"), environ.get("PET_MASTER_ADDR")
     rank, host, port = optional(environ, "PET_NODE_RANK"), "127.0.0.1", RDZV_PORT
     if most > 1:
-        where = environ.get("PET_RDZV_ENDPOINT")
-        if where:
-            host, port = address(where, "PET_RDZV_ENDPOINT")
-        elif "PET_MASTER_ADDR" in environ:
-            host = environ["PET_MASTER_ADDR"]
-            port = optional(environ, "PET_MASTER_PORT") or RDZV_PORT
-        missing = ["PET_MASTER_ADDR"] * (host == "127.0.0.1") + ["PET_NODE_RANK"] * (rank is None)
+        missing = ["PET_MASTER_ADDR"] * (not (where or master)) + ["PET_NODE_RANK"] * (rank is None)
         if missing:
             raise incomplete(environ, ["PET_NNODES"], missing)
+    if most > 1 and where:
+        host, port = address(where, "PET_RDZV_ENDPOINT")
+    elif most > 1 and master:
+        host, port = master, port_number(environ, "PET_MASTER_PORT", RDZV_PORT)
     return _node(
         NodePlacement(
             source="Kubeflow's PET_* variables",
@@ -90,7 +91,7 @@ def kubeflow(environ: Environ) -> NodePlacement | None:
             max_nodes=most,
             host=host,
             port=port,
-            procs=int(procs) if procs.isdecimal() else None,
+            procs=count,
         )
     )
 
@@ -132,7 +133,7 @@ def _cloud(
             min_nodes=nodes,
             max_nodes=nodes,
             host=host,
-            port=optional(environ, "MASTER_PORT") or RDZV_PORT,
+            port=port_number(environ, "MASTER_PORT", RDZV_PORT),
             procs=optional(environ, gpus) or None,
         )
     )

@@ -23,10 +23,13 @@ class Interrupted(BaseException):
     """A signal asked this process to end, or another rank. No `except Exception` of a stage
     swallows it."""
 
-    def __init__(self, number: int | None = None) -> None:
+    def __init__(self, number: int | None = None, *, told: str = "") -> None:
         self.number = signal.SIGTERM if number is None else signal.Signals(number)
-        """The signal; SIGTERM if another rank got it."""
-        super().__init__("a signal to one of the ranks" if number is None else self.number.name)
+        """The signal; SIGTERM if another process got it."""
+        self.cause = told if number is None else self.number.name
+        """Which signal it was, and of whom, as was `told` if another process got it; empty if that
+        is not known."""
+        super().__init__(self.cause or "a signal to one of the ranks")
 
 
 def default_signals() -> None:

@@ -87,8 +87,8 @@ class Agent:
         self._between()
         try:
             time.sleep(0.05)
-        except Interrupted:
-            link.tell(stopping=True)
+        except Interrupted as interrupted:
+            link.tell(stopping=str(interrupted))
             time.sleep(2 * BEAT_SECONDS)  # until node 0 has heard of it
             raise
         limit = self._settings.timeouts.rendezvous
@@ -131,7 +131,7 @@ class Agent:
             text = f"the processes of node {self._node} could not be started: {in_words(error)}"
             return Report(kind="raised", text=text, time=time.time())
         except Interrupted as interrupted:
-            return Report(kind="stopped", text=str(interrupted))
+            return Report(kind="stopped", text=interrupted.cause)
         except _RoundOverError as over:
             return Report(kind="raised", text=str(over), restart="always", time=time.time())
         except RunFailed as error:

@@ -91,7 +91,7 @@ class Coordinator:
         """Take note of an agent's state, which came from `address`, and return what it is to do."""
         problem = self._refusal(beat, address)
         if problem:
-            return Reply(round=self.round, over=Over(kind="failed", text=problem))
+            return Reply(round=self.round, over=Over(kind="refused", text=problem))
         self._nodes[beat.agent] = _Node(beat=beat, address=address, seen=now)
         self.tick(now)
         if self.over is not None:
@@ -162,7 +162,7 @@ class Coordinator:
     def _gather(self, now: float) -> None:
         """Begin a round when all nodes are there, or enough and the others had their time."""
         if any(node.beat.stopping for node in self._nodes.values()):
-            self.over = Over(kind="stopped")
+            self._end_by_stop()
             return
         alive = [n for n in self._alive() if self._nodes[n].beat.round == 0]
         if self._waits_since is None:
@@ -223,14 +223,23 @@ class Coordinator:
         elif self._stop == "to regroup":
             self._members, self._not_before = [], now
         else:
-            self.over = Over(kind="stopped")
+            self._end_by_stop()
+
+    def _end_by_stop(self) -> None:
+        """End the run with the signal and the node that got it, where that is known."""
+        causes = ((agent, _stop_cause(node.beat)) for agent, node in self._nodes.items())
+        text = next((f"{cause} to {self._name(agent)}" for agent, cause in causes if cause), "")
+        self.over = Over(kind="stopped", text=text)
 
     def _decide(self, reports: list[Report], now: float) -> None:
         """Go on after a failure, or give up."""
         failed = [report for report in reports if report.kind in GRAVITY]
         cause = max(failed, key=lambda report: (GRAVITY.index(report.kind), -report.time))
         if self._stop == "for good":
-            self.over = Over(kind="stopped" if _by_stop(failed) else "failed", text=cause.text)
+            if _by_stop(failed):
+                self._end_by_stop()
+            else:
+                self._give_up(cause.text)
             return
         if self._stop == "to regroup" and _by_stop(failed):
             self._members, self._not_before = [], now
@@ -272,3 +281,9 @@ def _by_stop(failed: list[Report]) -> bool:
     """Whether failures are the consequence of a stop: ranks that lost a peer which had nothing to
     save."""
     return all(report.kind == "raised" and report.restart != "never" for report in failed)
+
+
+def _stop_cause(beat: Beat) -> str:
+    """The signal that asked a node to stop; empty if none has, or a rank got it."""
+    report = beat.report
+    return beat.stopping or (report.text if report and report.kind == "stopped" else "")

@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from pipeline.distributed.environment import TOKEN
 from pipeline.errors import UsageError
 from pipeline.launch.coordinator import Coordinator
 from pipeline.launch.messages import Beat, Reply
@@ -20,7 +21,6 @@ from pipeline.launch.wire import (
     MOST_BYTES,
     NONCE,
     SIGNATURE,
-    TOKEN,
     BoundedHandler,
     BoundedServer,
     is_signed,

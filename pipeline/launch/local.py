@@ -50,7 +50,7 @@ def launch(plan: Plan, run_dir: Path, accept: Sequence[str] = ()) -> None:
                     done = landmarks(ranks.heartbeats, len(ranks.places))
         except RunFailed as error:
             wait = attempts.wait_after(error, progressed=done > 0)
-            if wait is None:
+            if wait is None or error.stopping:
                 raise
             restarted(run_dir, plan, str(error), attempts.number, wait)
             time.sleep(wait)
@@ -108,7 +108,11 @@ def supervise(
             check(False)
             time.sleep(POLL_SECONDS)
     except Interrupted as interrupted:
-        _wind_down(ranks, watch, run_dir, interrupted, check)
+        try:
+            _wind_down(ranks, watch, run_dir, interrupted, check)
+        except RunFailed as error:
+            error.stopping = True
+            raise
 
 
 def _look(ranks: LocalRanks, watch: Watch, run_dir: Path) -> None:
@@ -144,12 +148,14 @@ def _wind_down(
 ) -> None:
     """Have all ranks save and end. Raises `interrupted` if they have, RunFailed if one fails."""
     ranks.send(interrupted.number)
-    while len(ends := ranks.ends()) < len(ranks.processes):
-        at_once = [end for end in ends if -end.code in ENDING]
-        failed = [end for end in ends if not _was_asked(end) and end.code != FINISHED]
-        if at_once:
+    while True:
+        ends = ranks.ends()
+        if any(-end.code in ENDING for end in ends):
             break  # there was nothing to save, and the others would wait for this rank
+        failed = [end for end in ends if not _was_asked(end) and end.code != FINISHED]
         _raise_failure(ranks, failed, watch, run_dir)
+        if len(ends) == len(ranks.processes):
+            break
         check(True)
         time.sleep(POLL_SECONDS)
     ranks.stop()

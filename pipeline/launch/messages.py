@@ -19,7 +19,7 @@ class Report:
 
     kind: Literal["finished", "stopped", "raised", "stalled", "died", "lost"]
     text: str = ""
-    """The failure, for people."""
+    """The failure, or the signal that asked for the stop, for people."""
     restart: Restart = "never"
     """When another start may succeed, as in RunFailed."""
     memory: Memory = ""
@@ -47,8 +47,8 @@ class Beat:
     round: int = 0
     """Round in which it takes part or whose end it reports; 0 if it waits for one."""
     report: Report | None = None
-    stopping: bool = False
-    """Whether this node was asked to stop."""
+    stopping: str = ""
+    """The signal that asked this node to stop; empty if none has."""
     landmarks: int = 0
     """Checkpoints and durable results of this round, as far as this node's ranks count them."""
 
@@ -70,9 +70,9 @@ class Place:
 class Over:
     """The end of a run."""
 
-    kind: Literal["finished", "stopped", "failed"]
+    kind: Literal["finished", "stopped", "failed", "refused"]
     text: str = ""
-    """The failure, for people."""
+    """The failure, or what asked for the stop, for people."""
     memory: Memory = ""
     """Kind of memory that ran out."""
 

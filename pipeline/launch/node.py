@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.distributed.placement import NodePlacement
 from pipeline.distributed.signals import Interrupted
-from pipeline.errors import RunFailed, RunStopped
+from pipeline.errors import RunFailed, RunStopped, UsageError
 from pipeline.launch.agent import Agent, run_name
 from pipeline.launch.coordinator import Coordinator
 from pipeline.launch.exchange import Server
@@ -97,5 +97,7 @@ def _conclude(over: Over) -> None:
     """Raise the error that a run's end stands for, if it does."""
     if over.kind == "failed":
         raise RunFailed(over.text, memory=over.memory)
+    if over.kind == "refused":
+        raise UsageError(over.text)
     if over.kind == "stopped":
-        raise Interrupted
+        raise Interrupted(told=over.text)

@@ -67,6 +67,8 @@ class Watch:
             self._changed[number] = now
         self._beats[number] = beat
         seconds, stopped = now - self._changed[number], self._is_stopped(number, now)
+        if stopped:
+            seconds = max(seconds, now - self._stopped[number])
         if stopped or seconds > getattr(self._timeouts, beat.phase.limit):
             return Stall(number=number, beat=beat, seconds=seconds, stopped=stopped)
         return None

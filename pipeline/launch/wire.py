@@ -14,13 +14,12 @@ from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any, Literal
 
+from pipeline.distributed.environment import TOKEN
 from pipeline.errors import UsageError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-TOKEN = "PIPE_RDZV_TOKEN"
-"""Environment variable: a secret that all nodes must have, if one has it."""
 NONCE, SIGNATURE = "X-Pipe-Nonce", "X-Pipe-Signature"
 CONTACT_SECONDS = 4.0
 """Seconds for a message and its answer."""

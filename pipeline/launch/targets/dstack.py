@@ -51,5 +51,6 @@ TARGET = Target(
     write=write,
     submit=("dstack", "apply", "--yes", "--file", "{file}"),
     client="dstack",
+    forgets=True,
     uses=frozenset({"image", "setup", "mounts", "kind"}),
 )

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 import shlex
 import textwrap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
 WIDTH = 100
+FOLDERS = (re.compile(r".+:[/~][^:]*(:[a-z,]+)?"), "SOURCE:TARGET with an absolute TARGET")
+FLAG = (re.compile(r"-.+"), "an option, as in --extra=--partition=a")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +71,12 @@ class Target:
     """Fields without which it makes no sense."""
     needs_with_gpus: frozenset[str] = frozenset()
     """The same for a job on GPUs."""
+    forms: Mapping[str, tuple[re.Pattern[str], str]] = field(
+        default_factory=lambda: {"mounts": FOLDERS}
+    )
+    """Field -> what its value must look like, and that in words."""
+    forgets: bool = False
+    """Whether what is not in a mounted folder is gone with the container."""
     env_option: str = ""
     """Option that `{env}` puts before each name."""
     carries_out: bool = False

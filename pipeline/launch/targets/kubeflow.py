@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from pipeline.launch.targets.job import Job, Target, block, comment, label
+
+CLAIM = (
+    re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?:/[^:]*"),
+    "CLAIM:TARGET with an absolute TARGET",
+)
+"""A claim's name is a DNS subdomain
+(https://kubernetes.io/docs/concepts/overview/working-with-objects/names/)."""
 
 
 def write(job: Job) -> str:
@@ -89,4 +97,5 @@ TARGET = Target(
     client="kubectl",
     uses=frozenset({"image", "mounts", "grace"}),
     needs=frozenset({"image"}),
+    forms={"mounts": CLAIM},
 )

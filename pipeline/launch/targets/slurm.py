@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
 
-from pipeline.launch.targets.job import Job, Target, comment
+from pipeline.distributed.environment import TOKEN
+from pipeline.launch.targets.job import FLAG, FOLDERS, Job, Target, comment
 
 STOPPED = 75
+TIME = (re.compile(r"(\d+-)?\d+(:\d+){0,2}"), "[DAYS-]HOURS:MINUTES:SECONDS")
+"""Forms of sbatch's --time (https://slurm.schedmd.com/sbatch.html)."""
 
 
 def write(job: Job) -> str:
@@ -68,6 +72,9 @@ def _body(job: Job) -> Iterator[str]:
             "Where the nodes meet follows from the job's nodes and its number."
         )
         wait = 0
+    if job.most_nodes > 1 and job.tasks == "node":
+        yield comment("Nodes take part that know this secret, which is another one in each start.")
+        yield f"{TOKEN}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')\nexport {TOKEN}\n"
     yield comment("Since Slurm 22.05 srun does not take the number of cores from the job.")
     yield 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"\n'
     options = ["srun", "--kill-on-bad-exit=0", f"--wait={wait}"]
@@ -90,5 +97,6 @@ TARGET = Target(
     write=write,
     submit=("sbatch",),
     client="sbatch",
+    forms={"mounts": FOLDERS, "time_limit": TIME, "extra": FLAG},
     uses=frozenset({"image", "mounts", "time_limit", "grace", "tasks", "extra", "kind"}),
 )

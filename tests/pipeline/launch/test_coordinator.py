@@ -189,7 +189,7 @@ def test_a_stop_reaches_all() -> None:
     nodes = Nodes()
     nodes.start(0, 1)
     nodes.run(2)
-    nodes.say(1, stopping=True)
+    nodes.say(1, stopping="SIGTERM")
     nodes.run(1)
     assert nodes.replies[0].stop
     nodes.say(1, report=Report(kind="stopped"))

@@ -25,10 +25,12 @@ from pipeline.utils.trust import TRUST_CODE, TRUST_PICKLE
 from tests.support.tier import examples
 
 RECIPE = str(Path(__file__).parents[3] / "recipes" / "llama8b_fsdp.yaml")
+MOUNT = ["--mount", "/data:/shared"]
+DOCKER = ["--image", "img:1", *MOUNT]
 NEEDED = {
-    "slurm": [], "kubeflow": ["--image", "img:1"], "docker": ["--image", "img:1"],
+    "slurm": [], "kubeflow": ["--image", "img:1"], "docker": DOCKER,
     "skypilot": ["--gpu-kind", "H100", "--setup", "pip install ./wheel"],
-    "dstack": ["--setup", "pip install ./wheel"],
+    "dstack": ["--setup", "pip install ./wheel", *MOUNT],
 }  # fmt: skip
 
 
@@ -93,6 +95,15 @@ def test_slurm_script() -> None:
     assert 'if [ "$code" -eq 75 ]; then\n  scontrol requeue "$SLURM_JOB_ID"\n  sleep 60' in text
 
 
+def test_nodes_of_a_slurm_job_share_a_secret() -> None:
+    lines = printed("slurm", "--nodes", "2").splitlines()
+    first = next(n for n, line in enumerate(lines) if line.startswith("PIPE_RDZV_TOKEN="))
+    script = "\n".join([*lines[first : first + 2], 'sh -c "echo \\$PIPE_RDZV_TOKEN"'])
+    secrets = [subprocess.check_output(["bash", "-c", script], text=True) for _ in range(2)]
+    assert all(re.fullmatch(r"[0-9a-f]{32}\n", secret) for secret in secrets)
+    assert secrets[0] != secrets[1]
+
+
 def test_a_task_for_each_gpu() -> None:
     text = printed("slurm", "--nodes", "2", "--tasks", "gpu")
     assert "#SBATCH --ntasks-per-node=8\n" in text
@@ -151,14 +162,14 @@ def test_a_script_that_would_hold_a_hidden_value_is_refused(
     field = f"name: x-{value}" if place == "name" else f"stages: {{model: {{path: '{value}'}}}}"
     recipe.write_text(f"extends: {RECIPE}\nenv: [MY_PLACE]\n{field}\n")
     mount = ["--mount", "/a1b2c3d4e5:/data"] if place == "option" else []
-    result = launch("docker", "--print", "--image", "a", *mount, recipe=str(recipe))
+    result = launch("docker", "--print", *DOCKER, *mount, recipe=str(recipe))
     assert result.exit_code == 2
     assert "the script would hold the value of $MY_PLACE" in result.stderr
     assert result.stdout == ""
 
 
 def test_a_script_with_control_characters_is_refused() -> None:
-    result = launch("docker", "--print", "--image", "a\u202eb")
+    result = launch("docker", "--print", "--image", "a\u202eb", *MOUNT)
     assert result.exit_code == 2
     assert "the script would hold control characters" in result.stderr
 
@@ -237,7 +248,21 @@ def _run(script: str) -> list[str]:
         ("dstack", ["--print"], "dstack needs --image, or --setup"),
         ("slurm", ["--print", "--setup", "a"], "--setup means nothing to slurm"),
         ("docker", ["--print"], "docker needs --image"),
-        ("docker", ["--print", "--image", "a", "--nodes", "2"], "docker runs on one machine"),
+        ("docker", ["--print", *DOCKER, "--nodes", "2"], "docker runs on one machine"),
+        ("docker", ["--print", "--image", "a"], "--run-dir /shared/run is in none of the mounted"),
+        (
+            "docker",
+            ["--print", "--image", "a", "--mount", "/shared:/x"],
+            "is in none of the mounted",
+        ),
+        ("docker", ["--print", "--image", "a", "--mount", "data"], "'data' is not SOURCE:TARGET"),
+        ("dstack", ["--print", "--setup", "a"], "be gone with dstack's container"),
+        ("kubeflow", ["--print", "--image", "a", "--mount", "/data:/x"], "'/data:/x' is not CLAIM"),
+        ("kubeflow", ["--print", "--image", "a", "--mount", "data"], "'data' is not CLAIM:TARGET"),
+        ("slurm", ["--print", "--time-limit", "1 day"], "'1 day' is not [DAYS-]HOURS:MINUTES"),
+        ("slurm", ["--print", "--time-limit", "1\nrm -rf x"], "is not one line"),
+        ("slurm", ["--print", "--extra", "partition=a"], "'partition=a' is not an option"),
+        ("slurm", ["--print", "--gpu-kind", "a\nb"], "is not one line"),
         ("slurm", ["--print", "--gpus", "4"], "--gpus 4, but launch.procs is 8"),
         ("slurm", ["--print", "--nodes", "2:1"], "--nodes=2:1: MIN is above MAX"),
         ("slurm", ["--print", "--nodes", "1:2", "--tasks", "gpu"], "an elastic run needs one task"),
@@ -297,13 +322,20 @@ def test_docker_carries_the_run_out_and_ends_as_it_does(
     for name in ("bash", "cat"):
         (tmp_path / name).symlink_to(str(shutil.which(name)))
     monkeypatch.setenv("PATH", str(tmp_path))
-    missing = launch("docker", "--submit", "--image", "a")
+    missing = launch("docker", "--submit", *DOCKER)
     assert missing.exit_code == 2
     assert "--submit needs docker, which is not installed here" in missing.stderr
     client = tmp_path / "docker"
     client.write_text("#!/bin/sh\nexit 75\n")
     client.chmod(0o755)
-    assert launch("docker", "--submit", "--image", "a").exit_code == 75
+    assert launch("docker", "--submit", *DOCKER).exit_code == 75
+
+
+def test_mounts_may_have_options() -> None:
+    image = ["--image", "a", "--mount", "/a:/shared:ro,z"]
+    assert "--volume /a:/shared:ro,z" in printed("docker", *image)
+    for time in ("90", "24:00:00", "2-12", "2-12:30:00"):
+        assert f"--time={time}\n" in printed("slurm", "--time-limit", time)
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from pipeline.distributed.environment import TOKEN
 from pipeline.errors import UsageError
 from pipeline.launch import wire
 from pipeline.launch.coordinator import Coordinator
@@ -35,7 +36,7 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
     with contextlib.ExitStack() as stack:
 
         def start(token: str = SECRET, **fields: Any) -> int:
-            monkeypatch.setenv(wire.TOKEN, token)
+            monkeypatch.setenv(TOKEN, token)
             server = stack.enter_context(Server(coordinator(**fields), "127.0.0.1", 0))
             return int(server._http.server_address[1])
 
@@ -66,7 +67,7 @@ def test_nodes_of_one_secret_talk(
     serve: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = serve(folder="/r\udcffn")
-    monkeypatch.setenv(wire.TOKEN, f"{SECRET}\n")  # as a file holds it
+    monkeypatch.setenv(TOKEN, f"{SECRET}\n")  # as a file holds it
     with Link("127.0.0.1", port, BEAT) as link:
         assert until(lambda: link.reply and link.reply.place)
         assert link.reply is not None
@@ -78,7 +79,7 @@ def test_another_secret_is_refused_and_named(
     serve: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     port = serve()
-    monkeypatch.setenv(wire.TOKEN, "another")
+    monkeypatch.setenv(TOKEN, "another")
     with Link("127.0.0.1", port, BEAT) as link:
         assert until(lambda: link.refused)
         assert link.refused == "PIPE_RDZV_TOKEN is another one there"
@@ -87,7 +88,7 @@ def test_another_secret_is_refused_and_named(
 
 @pytest.mark.parametrize("value", ["", " \n"])
 def test_an_empty_secret_is_a_mistake(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv(wire.TOKEN, value)
+    monkeypatch.setenv(TOKEN, value)
     with pytest.raises(UsageError, match="PIPE_RDZV_TOKEN is set, but empty"):
         Server(coordinator(), "127.0.0.1", 0)
     with pytest.raises(UsageError, match="PIPE_RDZV_TOKEN is set, but empty"):
@@ -113,7 +114,7 @@ def test_who_stands_in_for_node_0_learns_nothing_and_is_not_obeyed(
         def log_message(self, *words: object) -> None:
             pass
 
-    monkeypatch.setenv(wire.TOKEN, SECRET)
+    monkeypatch.setenv(TOKEN, SECRET)
     with HTTPServer(("127.0.0.1", 0), Imposter) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with Link("127.0.0.1", server.server_port, BEAT) as link:
