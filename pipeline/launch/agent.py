@@ -123,8 +123,8 @@ class Agent:
             with none_left(), ranks:
                 ranks.start(run_dir, reply.accept)
 
-                def obey(stopping: bool) -> None:
-                    self._obey(link, reply, ranks, stopping)
+                def obey(interrupted: Interrupted | None) -> None:
+                    self._obey(link, reply, ranks, interrupted)
 
                 supervise(ranks, self._settings, run_dir, obey)
         except OSError as error:
@@ -145,9 +145,14 @@ class Agent:
             )
         return Report(kind="finished")
 
-    def _obey(self, link: Link, begun: Reply, ranks: LocalRanks, stopping: bool) -> None:
-        """Do as the coordinator says: raise Interrupted for a stop, unless the ranks are `stopping`
-        already, and _RoundOverError for the end of the round."""
+    def _obey(
+        self, link: Link, begun: Reply, ranks: LocalRanks, interrupted: Interrupted | None
+    ) -> None:
+        """Do as the coordinator says: raise Interrupted for a stop, unless the ranks have been
+        `interrupted` already, and _RoundOverError for the end of the round. A signal to this
+        process is told to the others, whatever becomes of its ranks."""
+        if interrupted is not None and interrupted.cause != link.beat.stopping:
+            link.tell(stopping=interrupted.cause)
         done = landmarks(ranks.heartbeats, len(ranks.places))
         if done != link.beat.landmarks:
             link.tell(landmarks=done)
@@ -158,7 +163,7 @@ class Agent:
             raise _RoundOverError(f"node {self._node} has lost its link to node 0 at {where}")
         if reply.over or reply.place is None or reply.round != begun.round:
             raise _RoundOverError("the round has ended")
-        if reply.stop and not stopping:
+        if reply.stop and interrupted is None:
             raise Interrupted
 
 

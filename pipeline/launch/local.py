@@ -28,6 +28,7 @@ from pipeline.utils.process_tree import none_left
 from pipeline.utils.terminal import shown
 
 POLL_SECONDS = 0.05
+Check = Callable[[Interrupted | None], None]
 
 
 def launch(plan: Plan, run_dir: Path, accept: Sequence[str] = ()) -> None:
@@ -95,17 +96,18 @@ def supervise(
     ranks: LocalRanks,
     settings: Launch,
     run_dir: Path,
-    check: Callable[[bool], None] = lambda stopping: None,
+    check: Check = lambda interrupted: None,
 ) -> None:
     """Watch started ranks until all have finished. Raises RunFailed when one fails or stalls; a
     signal makes all of them stop as soon as they can, and is raised again when they have. `check`
-    is called now and then with whether they are stopping, and what it raises ends them."""
+    is called now and then, with what has stopped them if something has, and what it raises ends
+    them."""
     pids = [process.pid for process in ranks.processes]
     watch = Watch(ranks.heartbeats, pids, settings.timeouts)
     try:
         while not ranks.finished():
             _look(ranks, watch, run_dir)
-            check(False)
+            check(None)
             time.sleep(POLL_SECONDS)
     except Interrupted as interrupted:
         try:
@@ -144,7 +146,7 @@ def _wind_down(
     watch: Watch,
     run_dir: Path,
     interrupted: Interrupted,
-    check: Callable[[bool], None],
+    check: Check,
 ) -> None:
     """Have all ranks save and end. Raises `interrupted` if they have, RunFailed if one fails."""
     ranks.send(interrupted.number)
@@ -156,7 +158,7 @@ def _wind_down(
         _raise_failure(ranks, failed, watch, run_dir)
         if len(ends) == len(ranks.processes):
             break
-        check(True)
+        check(interrupted)
         time.sleep(POLL_SECONDS)
     ranks.stop()
     if not ranks.finished():

@@ -2,30 +2,86 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import socket
-import tempfile
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.support.pipe import Outcome, Pipe
+import psutil
+import pytest
+
+from tests.support.pipe import Forked, Outcome, Pipe
+from tests.support.tiny_recipe import losses, training
+
+Start = Callable[[Path], list[Forked]]
 
 
-def run_nodes(pipe: Pipe, recipe: Path) -> list[Outcome]:
-    """Run the recipe on two nodes to their ends."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        where = f"127.0.0.1:{probe.getsockname()[1]}"
-    command = ("run", str(recipe), "--run-dir", str(pipe.run_dir), "--nodes", "2", "--rdzv", where)
-    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
-        places = enumerate((Path(first), Path(second)))
-        nodes = [pipe.fork(place, *command, "--node-rank", str(n)) for n, place in places]
-        return [node.end() for node in nodes]
+@pytest.fixture
+def start(pipe: Pipe, tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """Start a recipe on two nodes."""
+
+    def both(recipe: Path) -> list[Forked]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            where = f"127.0.0.1:{probe.getsockname()[1]}"
+        command = ("run", str(recipe), "--run-dir", str(pipe.run_dir), "--nodes", "2")
+        said = [tmp_path_factory.mktemp("said") for _ in range(2)]
+        return [
+            pipe.fork(said[n], *command, "--rdzv", where, "--node-rank", str(n)) for n in range(2)
+        ]
+
+    return both
 
 
-def test_nodes_of_a_run_that_has_finished_have_nothing_to_do(pipe: Pipe) -> None:
+def ends(nodes: Sequence[Forked]) -> list[Outcome]:
+    """Return how all nodes have ended."""
+    return [node.end() for node in nodes]
+
+
+def tiny(pipe: Pipe) -> Path:
+    """Write a recipe of a training that takes a while, of one rank a node."""
+    stages = training(checkpoint={"every": 1000}, train={"steps": 2000, "micro_batch_size": 1})
+    path = pipe.folder / "tiny.yaml"
+    launch = {"procs": 1, "device": "cpu"}
+    path.write_text(json.dumps({"name": "tiny", "launch": launch, "stages": stages}))
+    return path
+
+
+def test_nodes_of_a_run_that_has_finished_have_nothing_to_do(pipe: Pipe, start: Start) -> None:
     recipe = pipe.recipe()
     assert pipe.run(recipe).code == 0
     calls = pipe.calls()
-    nodes = run_nodes(pipe, recipe)
+    nodes = ends(start(recipe))
     assert [node.code for node in nodes] == [0, 0], nodes
     assert "\nnothing to do: every stage has finished\n" in nodes[0].stdout
     assert pipe.calls() == calls
+
+
+def test_a_stop_is_told_with_the_node_that_got_the_signal(pipe: Pipe, start: Start) -> None:
+    nodes = start(tiny(pipe))
+    pipe.wait_for(lambda: len(losses(pipe.run_dir)) >= 2)
+    nodes[1].send(signal.SIGUSR1)
+    found = ends(nodes)
+    assert [node.code for node in found] == [75, 75], found
+    assert all("stopped by SIGUSR1 to node 1 (" in node.stderr for node in found), found
+    assert pipe.events()[-1]["event"] == "run stopped"
+
+
+def test_a_rank_that_dies_while_its_node_stops_is_a_failure(pipe: Pipe, start: Start) -> None:
+    nodes = start(tiny(pipe))
+    pipe.wait_for(lambda: len(losses(pipe.run_dir)) >= 2)
+    (rank,) = (
+        child.pid for child in psutil.Process(nodes[1].pid).children()
+        if any(place.path.endswith("rank-00001.log") for place in child.open_files())
+    )  # fmt: skip
+    os.kill(rank, signal.SIGSTOP)
+    nodes[1].send(signal.SIGTERM)
+    time.sleep(0.5)
+    os.kill(rank, signal.SIGKILL)
+    found = ends(nodes)
+    assert [node.code for node in found] == [1, 1], found
+    assert all("rank 1" in node.stderr for node in found), found
+    assert pipe.events()[-1]["event"] == "run failed"

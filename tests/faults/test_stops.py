@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from pipeline.run.metrics import records
@@ -177,6 +178,30 @@ def test_an_evaluation_ends_at_once_and_is_made_up_for(
     assert command().end().code == 0
     assert evaluations(pipe.run_dir) == [*range(7, STEPS, 7), STEPS]
     assert outcome(pipe.run_dir, STEPS) == calm
+
+
+@pytest.mark.parametrize("others", [True, False])
+def test_a_stop_is_not_forgotten_when_ranks_die(pipe: Pipe, command: Command, others: bool) -> None:
+    """One rank, or all, while the run saves."""
+    process = command()
+    pipe.wait_for(lambda: len(losses(pipe.run_dir)) >= 3)
+    pids = {pid: psutil.Process(pid) for pid in ranks(pipe.run_dir)}
+    held = [pid for pid, process in pids.items() if process.ppid() not in pids]  # no writers
+    assert len(held) == RANKS
+    for pid in held:
+        os.kill(pid, signal.SIGSTOP)
+    process.send(signal.SIGTERM)
+    time.sleep(0.5)
+    for pid in held[:1] if others else held:
+        os.kill(pid, signal.SIGKILL)
+    for pid in held[1:] if others else []:
+        os.kill(pid, signal.SIGCONT)
+    result = process.end()
+    assert result.code == 1, result
+    assert "starting again" not in result.stderr
+    assert [event["event"] for event in pipe.events()].count("run started") == 1
+    assert pipe.events()[-1]["event"] == "run failed"
+    assert ranks(pipe.run_dir) == []
 
 
 def test_a_second_ctrl_c_ends_everything(pipe: Pipe, command: Command) -> None:

@@ -50,6 +50,11 @@ class Forked:
         self._process, self._place = process, place
         self._began = time.monotonic()
 
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        return int(self._process.pid)
+
     def send(self, number: int) -> None:
         """Send a signal to it, if it is alive."""
         if self._process.exitcode is None:

@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.distributed import process_group
 from pipeline.distributed.environment import CONTRACT, all_here
-from pipeline.errors import UsageError
+from pipeline.errors import RunFailed, UsageError
 
 CLUSTER = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
 
@@ -16,7 +16,7 @@ CLUSTER = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "job-master-0", "MASTE
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Remove all traces of a launcher."""
-    for name in (*CONTRACT, "LOCAL_WORLD_SIZE"):
+    for name in (*CONTRACT, "LOCAL_WORLD_SIZE", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -70,3 +70,12 @@ def test_an_address_that_rank_0_cannot_serve_the_others_at(
     set_all(monkeypatch, CLUSTER | {"MASTER_ADDR": host, "LOCAL_RANK": "0"})
     with pytest.raises(UsageError, match=f"rank 0 cannot listen at MASTER_ADDR={host}.*{words}"):
         process_group.environment_store()
+
+
+def test_a_port_that_is_taken_may_be_another_one_next_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.2", 0)) as taken:
+        place = {"MASTER_ADDR": "127.0.0.2", "MASTER_PORT": str(taken.getsockname()[1])}
+        set_all(monkeypatch, CLUSTER | place | {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"})
+        with pytest.raises(RunFailed, match="Address already in use") as caught:
+            process_group.environment_store()
+    assert caught.value.restart == "always"

@@ -99,6 +99,8 @@ def node(
         (KUBEFLOW, node("Kubeflow's PET_* variables", 2, 4, "job-node-0-0.job")),
         (without(KUBEFLOW, "PET_MASTER_ADDR") | {"PET_RDZV_ENDPOINT": "h:1", "PET_NNODES": "4"},
          node("Kubeflow's PET_* variables", 2, 4, "h", 1)),
+        (KUBEFLOW | {"PET_MASTER_ADDR": "127.0.0.1"},
+         node("Kubeflow's PET_* variables", 2, 4, "127.0.0.1")),
         (SKYPILOT, node("SkyPilot", 1, 2, "10.0.0.1")),
         (DSTACK, node("dstack", 1, 2, "10.0.0.1")),
     ],
@@ -170,6 +172,13 @@ def test_one_node_of_kubeflow_says_how_many_processes() -> None:
         (KUBEFLOW | {"PET_NNODES": "4:2"}, "PET_NNODES=4:2: MIN is above MAX"),
         (KUBEFLOW | {"PET_NODE_RANK": "4"}, "node 4 of 4 (Kubeflow's PET_* variables): node ranks"),
         (KUBEFLOW | {"PET_NPROC_PER_NODE": "all"}, "PET_NPROC_PER_NODE=all is neither a number"),
+        (KUBEFLOW | {"PET_NPROC_PER_NODE": "0"}, "PET_NPROC_PER_NODE=0 is neither a number above"),
+        (KUBEFLOW | {"PET_MASTER_PORT": "99999"}, "PET_MASTER_PORT=99999, but ports are numbers"),
+        (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT=0, but ports are numbers from 1 to 65535"),
+        (TASKS | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000, but ports are numbers"),
+        (OPEN_MPI | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000, but ports are numbers"),
+        (SKYPILOT | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000, but ports are numbers"),
+        ({"PIPE_STORE": "/x"}, "PIPE_STORE is for ranks that `pipe` has started (unset it)"),
         ({"PET_NNODES": "1:4"}, "PET_NNODES=1:4 is set by a launcher of several processes, but not "
          "PET_MASTER_ADDR, PET_NODE_RANK"),
         (SKYPILOT | {"SKYPILOT_NODE_IPS": "10.0.0.1"}, "SKYPILOT_NUM_NODES=2, but "
