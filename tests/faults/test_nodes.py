@@ -13,6 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipeline.launch.coordinator import Coordinator
+from pipeline.launch.exchange import Link, Server
+from pipeline.launch.messages import Beat
+from pipeline.recipe.launch import Restarts
 from tests.support.pipe import Forked, Outcome, Pipe
 from tests.support.tiny_recipe import losses, training
 
@@ -85,3 +89,25 @@ def test_a_rank_that_dies_while_its_node_stops_is_a_failure(pipe: Pipe, start: S
     assert [node.code for node in found] == [1, 1], found
     assert all("rank 1" in node.stderr for node in found), found
     assert pipe.events()[-1]["event"] == "run failed"
+
+
+def test_a_folder_that_everybody_can_write_in_is_run_by_no_node(pipe: Pipe, tmp_path: Path) -> None:
+    """Node 0 may be somebody else where nodes share no secret."""
+    recipe = tiny(pipe)
+    pipe.run_dir.mkdir()
+    pipe.run_dir.chmod(0o777)
+    (pipe.run_dir / "recipe.yaml").write_text(recipe.read_text())
+    running = Coordinator(
+        fewest=2, most=2, restarts=Restarts(), rendezvous_seconds=60, run="tiny",
+        folder=str(pipe.run_dir),
+    )  # fmt: skip
+    with Server(running, "127.0.0.1", 0) as server:
+        port = server._http.server_address[1]
+        with Link(
+            "127.0.0.1", port, Beat(agent="x", run="tiny", node=0, host="h", procs=1, port=1)
+        ):
+            command = ("run", str(recipe), "--nodes", "2", "--rdzv", f"127.0.0.1:{port}")
+            found = pipe.fork(tmp_path, *command, "--node-rank", "1").end()
+    assert found.code == 1, found
+    assert f"everybody can write in {pipe.run_dir}" in found.stderr
+    assert not (pipe.run_dir / "logs").exists()
