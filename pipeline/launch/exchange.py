@@ -117,7 +117,7 @@ class Link:
         self.beat = beat
         self.reply: Reply | None = None
         self.refused = ""
-        """Why nothing came of the last answer; empty if something did."""
+        """Why the last answer was no reply to this node; empty if it was one."""
         self.address = ""
         """This node's address on the way to the coordinator."""
         self._host, self._port, self._secret = host, port, token()
@@ -169,7 +169,7 @@ class Link:
             connection.close()
 
     def _refusal(self, status: int, nonce: str, content: bytes, signed: str) -> str:
-        """Why an answer is none to this node; empty if it is one."""
+        """Why an answer is no reply to this node; empty if it is one."""
         if status == http.HTTPStatus.FORBIDDEN:
             return f"{TOKEN} is another one there"
         if status != http.HTTPStatus.OK:

@@ -1,5 +1,4 @@
-"""Signed JSON messages over HTTP, and a server of them that strangers can neither exhaust nor hold
-up."""
+"""Signed JSON messages over HTTP, and a server that strangers can neither exhaust nor hold up."""
 
 from __future__ import annotations
 
@@ -42,14 +41,14 @@ def token() -> bytes:
 
 
 def packed(message: DataclassInstance) -> bytes:
-    """A message as JSON. Characters that are none, as in file names that are not UTF-8, become
-    question marks: the other side would refuse them."""
+    """A message as JSON. What is no character in a file's name (it need not be UTF-8) becomes a
+    question mark: the other side would refuse it."""
     return json.dumps(asdict(message), ensure_ascii=False).encode(errors="replace")
 
 
 def signature(secret: bytes, kind: Literal["beat", "reply"], nonce: str, body: bytes) -> str:
-    """The HMAC-SHA-256 (RFC 2104) of a message in an exchange, as hexadecimal digits. Who sees it
-    learns nothing of the secret; a reply is that to the beat whose `nonce` it signs."""
+    """The HMAC-SHA-256 (RFC 2104) of a message, as hexadecimal digits, from which nobody learns
+    the secret. `nonce` is a random number of the beat's, so that no reply fits another beat."""
     return hmac.new(secret, f"{kind}\0{nonce}\0".encode() + body, "sha256").hexdigest()
 
 
@@ -78,7 +77,7 @@ class BoundedServer(ThreadingHTTPServer):
     def verify_request(self, request: Any, client_address: Any) -> bool:
         """Whether there is room for one more connection, from this address."""
         host = client_address[0]
-        of_one = sum(other == host for other, _ in self._until.values())
+        of_one = sum(other == host for other, _ in list(self._until.values()))
         if len(self._until) >= MOST_CONNECTIONS or of_one >= MOST_OF_ONE:
             return False
         self._until[request] = (host, time.monotonic() + CONTACT_SECONDS)
