@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 from pipeline.contracts.stage import Context, Durable
 from pipeline.errors import DataError, ExportError
+from pipeline.run.journal import Journal
+from pipeline.run.rundir import JOURNAL
 
 Fault = Literal[
     "none",
@@ -118,6 +120,7 @@ class Train:
                 if main:
                     raise ValueError("rank 0 is first")
         if ctx.dist.rank == self.rank:
+            wait_for_journal(ctx)
             misbehave(self.fault, ctx)
         elif self.fault not in ("none", "hang"):
             wait(self.peers, ctx)
@@ -155,6 +158,13 @@ class Point:
     def run(self, ctx: Context) -> None:
         if os.environ.get("KILL_AT") == ctx.slot:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for_journal(ctx: Context) -> None:
+    """Wait until rank 0 has noted that this slot runs: from that the launcher learns where a rank
+    has died."""
+    while Journal(ctx.run_dir / JOURNAL).running() != ctx.slot:
+        time.sleep(0.01)
 
 
 def misbehave(fault: Fault, ctx: Context) -> None:
