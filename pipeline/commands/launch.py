@@ -89,7 +89,7 @@ def launch(
     _require_options(target, kind, given)
     _require_forms(kind, given)
     if kind.forgets:
-        _require_kept(target, run_dir, given["mounts"])
+        _require_kept(target, kind, run_dir, given["mounts"])
     if nodes is not None:
         few, most = bounds(nodes, "--nodes")
         own = str(most) if few == most else f"{{min: {few}, max: {most}}}"
@@ -126,22 +126,23 @@ def _require_options(target: str, kind: Target, given: dict[str, Any]) -> None:
 def _require_forms(kind: Target, given: dict[str, Any]) -> None:
     """Raise UsageError for values that would end up in the script as something else."""
     from pipeline.errors import UsageError
+    from pipeline.launch.targets.job import LINE
 
+    own = {"mounts": kind.mount, **kind.forms}
     for name in ("kind", "image", "mounts", "time_limit", "extra"):
-        values = given[name] if isinstance(given[name], tuple) else (given[name] or "",)
-        for value in values:
-            form = kind.forms.get(name)
-            if "\n" in value or (value and form is not None and not form[0].fullmatch(value)):
-                wanted = "one line" if "\n" in value or form is None else form[1]
-                raise UsageError(f"{OPTIONS[name]} {value!r} is not {wanted}")
+        values = given[name] if isinstance(given[name], tuple) else (given[name],)
+        for value in filter(None, values):
+            for pattern, words in (LINE, own.get(name, LINE)):
+                if not pattern.fullmatch(value):
+                    raise UsageError(f"{OPTIONS[name]} {value!r} is not {words}")
 
 
-def _require_kept(target: str, run_dir: Path, mounts: Sequence[str]) -> None:
+def _require_kept(target: str, kind: Target, run_dir: Path, mounts: Sequence[str]) -> None:
     """Raise UsageError where the run would be gone with its container."""
     from pipeline.errors import UsageError
 
-    folders = [Path(mount.partition(":/")[2].partition(":")[0]) for mount in mounts]
-    inside = any(run_dir.is_relative_to("/" / folder) for folder in folders)
+    found = (kind.mount[0].fullmatch(mount) for mount in mounts)
+    inside = any(match and run_dir.is_relative_to(match["target"]) for match in found)
     if not inside or ".." in run_dir.parts:
         raise UsageError(
             f"--run-dir {run_dir} is in none of the mounted folders, so the run would be gone with "

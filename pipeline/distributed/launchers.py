@@ -82,7 +82,7 @@ def _torchrun(environ: Environ) -> RankPlacement | None:
         local_rank=number(environ, "LOCAL_RANK"),
         local_world_size=optional(environ, "LOCAL_WORLD_SIZE"),
         host=environ["MASTER_ADDR"],
-        port=port_number(environ, "MASTER_PORT", RDZV_PORT),
+        port=port_number(environ, "MASTER_PORT"),
     )
     return consistent(found, environ, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 

@@ -183,9 +183,10 @@ def address(text: str, where: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def port_number(environ: Mapping[str, str], name: str, default: int) -> int:
-    """Value of a variable that holds a port; `default` if it is not set. Raises UsageError."""
-    if not environ.get(name):
+def port_number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """Value of a variable that holds a port. Without one, `default`, if there is that. Raises
+    UsageError."""
+    if default is not None and not environ.get(name):
         return default
     found = number(environ, name)
     if not 0 < found < PORTS:

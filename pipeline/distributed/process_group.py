@@ -239,6 +239,7 @@ def _listening(host: str, port: int) -> socket.socket:
     place = f"rank 0 cannot listen at MASTER_ADDR={host} and MASTER_PORT={port}"
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # bound to the loopback by the launcher, as where all nodes are this machine
         stays_here = all_here() or os.environ.get("GLOO_SOCKET_IFNAME") == LOOPBACK
         if ipaddress.ip_address(address[0]).is_loopback and not stays_here:
             raise UsageError(

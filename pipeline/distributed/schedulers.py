@@ -73,27 +73,33 @@ def kubeflow(environ: Environ) -> NodePlacement | None:
     count = int(procs) if procs.isdecimal() else None
     if count == 0 or (count is None and procs not in ("auto", "gpu", "cpu")):
         raise UsageError(f"PET_NPROC_PER_NODE={procs} is neither a number above 0 nor auto")
-    where, master = environ.get("PET_RDZV_ENDPOINT"), environ.get("PET_MASTER_ADDR")
-    rank, host, port = optional(environ, "PET_NODE_RANK"), "127.0.0.1", RDZV_PORT
+    rank, master = optional(environ, "PET_NODE_RANK"), ("127.0.0.1", RDZV_PORT)
     if most > 1:
-        missing = ["PET_MASTER_ADDR"] * (not (where or master)) + ["PET_NODE_RANK"] * (rank is None)
+        found = _kubeflow_master(environ)
+        missing = ["PET_MASTER_ADDR"] * (found is None) + ["PET_NODE_RANK"] * (rank is None)
         if missing:
             raise incomplete(environ, ["PET_NNODES"], missing)
-    if most > 1 and where:
-        host, port = address(where, "PET_RDZV_ENDPOINT")
-    elif most > 1 and master:
-        host, port = master, port_number(environ, "PET_MASTER_PORT", RDZV_PORT)
+        master = found or master
     return _node(
         NodePlacement(
             source="Kubeflow's PET_* variables",
             node_rank=rank or 0,
             min_nodes=fewest,
             max_nodes=most,
-            host=host,
-            port=port,
+            host=master[0],
+            port=master[1],
             procs=count,
         )
     )
+
+
+def _kubeflow_master(environ: Environ) -> tuple[str, int] | None:
+    """Node 0's address and port; None if they are not said."""
+    if environ.get("PET_RDZV_ENDPOINT"):
+        return address(environ["PET_RDZV_ENDPOINT"], "PET_RDZV_ENDPOINT")
+    if environ.get("PET_MASTER_ADDR"):
+        return environ["PET_MASTER_ADDR"], port_number(environ, "PET_MASTER_PORT", RDZV_PORT)
+    return None
 
 
 def skypilot(environ: Environ) -> NodePlacement | None:

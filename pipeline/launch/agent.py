@@ -103,14 +103,8 @@ class Agent:
     def _run_round(self, link: Link, reply: Reply, place: Place) -> Report:
         """Run this node's ranks to their end."""
         run_dir = Path(reply.folder)
-        if not (run_dir / rundir.RECIPE).is_file():
-            text = (
-                f"node {self._node} ({link.beat.host}) does not see the run's folder {run_dir}: it "
-                "must lie where all nodes see it (--run-dir)"
-            )
-            return Report(kind="raised", text=text, time=time.time())
         try:
-            rundir.require_safe(run_dir)
+            self._require_folder(run_dir, link.beat.host)
         except UsageError as error:
             return Report(kind="raised", text=str(error), time=time.time())
         set_threads(self._settings, self._plan.per_node)
@@ -145,6 +139,15 @@ class Agent:
             )
         return Report(kind="finished")
 
+    def _require_folder(self, run_dir: Path, host: str) -> None:
+        """Raise UsageError if the run's folder is not to be seen here, or not safe."""
+        if not (run_dir / rundir.RECIPE).is_file():
+            raise UsageError(
+                f"node {self._node} ({host}) does not see the run's folder {run_dir}: it must lie "
+                "where all nodes see it (--run-dir)"
+            )
+        rundir.require_safe(run_dir)
+
     def _obey(
         self, link: Link, begun: Reply, ranks: LocalRanks, interrupted: Interrupted | None
     ) -> None:
@@ -168,7 +171,7 @@ class Agent:
 
 
 def run_name(plan: Plan, found: NodePlacement) -> str:
-    """What all nodes of a run agree on, so that those of another are told apart."""
+    """The name of a run, which all of its nodes know, and none of another run's."""
     return f"{plan.recipe.name} ({found.job})" if found.job else plan.recipe.name
 
 

@@ -11,7 +11,7 @@ import socket
 import time
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pipeline.distributed.environment import TOKEN
 from pipeline.errors import UsageError
@@ -41,8 +41,8 @@ def token() -> bytes:
 
 
 def packed(message: DataclassInstance) -> bytes:
-    """A message as JSON. What is no character in a file's name (it need not be UTF-8) becomes a
-    question mark: the other side would refuse it."""
+    """A message as JSON. Bytes of a file's name that are not UTF-8 become question marks, since the
+    other side would refuse them."""
     return json.dumps(asdict(message), ensure_ascii=False).encode(errors="replace")
 
 
@@ -103,11 +103,12 @@ class BoundedHandler(BaseHTTPRequestHandler):
     """A handler of one message of a limited size."""
 
     timeout = CONTACT_SECONDS
+    rbufsize = 0
 
     def setup(self) -> None:
         """Prepare to read no more than a message may have."""
         super().setup()
-        self.rfile = _Bounded(self.connection.makefile("rb", buffering=0))
+        self.rfile = _Bounded(cast("io.RawIOBase", self.rfile))
 
     def body(self) -> bytes | None:
         """The message; None if its size is not said, or over the limit."""

@@ -35,7 +35,7 @@ _SIGNED = re.compile(
     r"access_token|api_key|key)=)[^&\s\"']+",
     re.IGNORECASE,
 )
-"""What an address itself proves its sender with."""
+"""Signatures and keys among an address's parameters."""
 
 _hidden: dict[str, str] = {}
 

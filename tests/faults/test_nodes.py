@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from pipeline.launch.exchange import Link, Server
 from pipeline.launch.messages import Beat
 from pipeline.recipe.launch import Restarts
 from tests.support.pipe import Forked, Outcome, Pipe
+from tests.support.ports import free_port
 from tests.support.tiny_recipe import losses, training
 
 Start = Callable[[Path], list[Forked]]
@@ -28,9 +28,7 @@ def start(pipe: Pipe, tmp_path_factory: pytest.TempPathFactory) -> Start:
     """Start a recipe on two nodes."""
 
     def both(recipe: Path) -> list[Forked]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            where = f"127.0.0.1:{probe.getsockname()[1]}"
+        where = f"127.0.0.1:{free_port()}"
         command = ("run", str(recipe), "--run-dir", str(pipe.run_dir), "--nodes", "2")
         said = [tmp_path_factory.mktemp("said") for _ in range(2)]
         return [

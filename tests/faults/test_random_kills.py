@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import pytest
 
 from tests.support.faulty_ranks import infect
 from tests.support.injection import Fault
+from tests.support.ports import free_port
 from tests.support.processes import forking
 from tests.support.tier import times
 from tests.support.tiny_recipe import EXPORT, outcome, training, write
@@ -61,9 +61,7 @@ def start(plugin: Path) -> Start:
     context = forking()
 
     def call(run: Path, *arguments: str, kill: Kill | None = None) -> list[int]:
-        with socket.socket() as probe:
-            probe.bind(("localhost", 0))
-            port = str(probe.getsockname()[1])
+        port = str(free_port())
         processes: list[Any] = [
             context.Process(target=_rank, args=(str(plugin), port, rank, run, arguments, kill))
             for rank in range(RANKS)

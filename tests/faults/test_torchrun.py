@@ -6,13 +6,13 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.support.pipe import Outcome, Pipe
+from tests.support.ports import free_port
 from tests.support.tiny_recipe import EXPORT, losses, outcome, training, write
 
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port")
@@ -22,9 +22,7 @@ def start(
     pipe: Pipe, *arguments: str, restarts: int = 0, **environment: str
 ) -> subprocess.Popen[str]:
     """Run `torchrun ... -m pipetrain ARGUMENTS` on a free port."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     own = ["--max-restarts", str(restarts), "-m", "pipetrain"]
     return pipe.start(*TORCHRUN, port, *own, *arguments, **environment)
 

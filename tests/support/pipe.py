@@ -18,6 +18,7 @@ from tests.support.forked import fork_ranks
 from tests.support.points import install_from_environment
 from tests.support.processes import forking
 from tests.support.tier import FULL
+from tests.support.waiting import becomes
 
 REPOSITORY = Path(__file__).parent.parent.parent
 
@@ -153,10 +154,7 @@ class Pipe:
 
     def wait_for(self, condition: Callable[[], object], limit: float = LIMIT) -> None:
         """Wait until the condition is true."""
-        deadline = time.monotonic() + limit
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        assert becomes(condition, limit)
 
 
 def _pipe(place: str, folder: str, environment: dict[str, str], arguments: tuple[str, ...]) -> None:

@@ -11,6 +11,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.ports import free_port
+
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "scancel", "scontrol", "squeue")
 SETTINGS = """\
 ClusterName=test
@@ -106,7 +108,7 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     found = Slurm(folder)
     for name in ("state", "spool"):
         (folder / name).mkdir()
-    ports = [_free_port(), _free_port()]
+    ports = [free_port(), free_port()]
     settings = SETTINGS.format(
         host=socket.gethostname(), folder=folder, ports=ports, cores=os.cpu_count(),
         first=os.getpid() % 50_000 + 1,
@@ -128,9 +130,3 @@ def slurm(folder: Path) -> Iterator[Slurm]:
         for name in ("slurmd.pid", "slurmctld.pid", "munge.pid"):
             with contextlib.suppress(OSError, ValueError):
                 os.kill(int((folder / name).read_text()), 15)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

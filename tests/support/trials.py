@@ -16,6 +16,7 @@ from pathlib import Path
 from pipeline.run.metrics import records
 from tests.support.network import Host, network
 from tests.support.tiny_recipe import EXPORT, training
+from tests.support.waiting import becomes
 
 STEPS = 40
 LIMIT = 60.0
@@ -90,10 +91,8 @@ class Cluster:
 
     def wait_for_step(self, step: int) -> None:
         """Wait until training has come to a step."""
-        deadline = time.monotonic() + LIMIT
-        while (self.steps() or [0])[-1] < step:
-            assert time.monotonic() < deadline, self.said(0).read_text()
-            time.sleep(0.05)
+        come = becomes(lambda: (self.steps() or [0])[-1] >= step, LIMIT)
+        assert come, self.said(0).read_text()
 
     def ranks(self, number: int) -> list[int]:
         """Return the processes of a host's ranks."""
@@ -198,8 +197,6 @@ def come_back(cluster: Cluster, chance: random.Random) -> None:
     number = chance.randrange(1, len(cluster.hosts))
     cluster.hosts[number].send(signal.SIGKILL)
     before = len(cluster.steps())
-    deadline = time.monotonic() + LIMIT
-    while "restored" not in cluster.said(0).read_text() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    becomes(lambda: "restored" in cluster.said(0).read_text(), LIMIT)
     assert before
     cluster.again(number)

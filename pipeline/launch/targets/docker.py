@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 
-from pipeline.launch.targets.job import FLAG, FOLDERS, Job, Target, comment
+from pipeline.launch.targets.job import FLAG, MOUNT_WITH_OPTIONS, Job, Target, comment
 
 
 def write(job: Job) -> str:
@@ -39,7 +39,8 @@ TARGET = Target(
     submit=("bash", "{file}"),
     client="docker",
     carries_out=True,
-    forms={"mounts": FOLDERS, "extra": FLAG},
+    mount=MOUNT_WITH_OPTIONS,
+    forms={"extra": FLAG},
     forgets=True,
     uses=frozenset({"image", "mounts", "grace", "extra"}),
     needs=frozenset({"image"}),

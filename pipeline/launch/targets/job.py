@@ -12,13 +12,18 @@ from typing import Any
 import yaml
 
 WIDTH = 100
-FOLDERS = (re.compile(r".+:[/~][^:]*(:[a-z,]+)?"), "SOURCE:TARGET with an absolute TARGET")
-FLAG = (re.compile(r"-.+"), "an option, as in --extra=--partition=a")
+Form = tuple[re.Pattern[str], str]
+"""The look of an option's value, and that in words."""
+_PAIR = r".+:(?P<target>[/~][^:]*)"
+MOUNT: Form = (re.compile(_PAIR), "SOURCE:TARGET with an absolute TARGET")
+MOUNT_WITH_OPTIONS: Form = (re.compile(rf"{_PAIR}(:[a-z,]+)?"), MOUNT[1])
+FLAG: Form = (re.compile(r"-.+"), "an option, as in --extra=--partition=a")
+LINE: Form = (re.compile(r".+"), "one line")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a script needs to know of a run."""
+    """A run, as far as a script has to say it."""
 
     name: str
     arguments: Sequence[str]
@@ -71,10 +76,10 @@ class Target:
     """Fields without which it makes no sense."""
     needs_with_gpus: frozenset[str] = frozenset()
     """The same for a job on GPUs."""
-    forms: Mapping[str, tuple[re.Pattern[str], str]] = field(
-        default_factory=lambda: {"mounts": FOLDERS}
-    )
-    """Field -> what its value must look like, and that in words."""
+    mount: Form = MOUNT
+    """The look of a mount."""
+    forms: Mapping[str, Form] = field(default_factory=dict)
+    """The same for other fields."""
     forgets: bool = False
     """Whether what is not in a mounted folder is gone with the container."""
     env_option: str = ""

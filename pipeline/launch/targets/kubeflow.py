@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.launch.targets.job import Job, Target, block, comment, label
+from pipeline.launch.targets.job import Form, Job, Target, block, comment, label
 
-CLAIM = (
+CLAIM: Form = (
     re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?:/[^:]*"),
     "CLAIM:TARGET with an absolute TARGET",
 )
@@ -97,5 +97,5 @@ TARGET = Target(
     client="kubectl",
     uses=frozenset({"image", "mounts", "grace"}),
     needs=frozenset({"image"}),
-    forms={"mounts": CLAIM},
+    mount=CLAIM,
 )

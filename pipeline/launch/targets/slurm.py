@@ -7,10 +7,11 @@ import shlex
 from collections.abc import Iterator
 
 from pipeline.distributed.environment import TOKEN
-from pipeline.launch.targets.job import FLAG, FOLDERS, Job, Target, comment
+from pipeline.errors import RunStopped
+from pipeline.launch.targets.job import FLAG, MOUNT_WITH_OPTIONS, Form, Job, Target, comment
 
-STOPPED = 75
-TIME = (re.compile(r"(\d+-)?\d+(:\d+){0,2}"), "[DAYS-]HOURS:MINUTES:SECONDS")
+STOPPED = RunStopped.exit_code
+TIME: Form = (re.compile(r"(\d+-)?\d+(:\d+){0,2}"), "[DAYS-]HOURS:MINUTES:SECONDS")
 """Forms of sbatch's --time (https://slurm.schedmd.com/sbatch.html)."""
 
 
@@ -97,6 +98,7 @@ TARGET = Target(
     write=write,
     submit=("sbatch",),
     client="sbatch",
-    forms={"mounts": FOLDERS, "time_limit": TIME, "extra": FLAG},
+    mount=MOUNT_WITH_OPTIONS,
+    forms={"time_limit": TIME, "extra": FLAG},
     uses=frozenset({"image", "mounts", "time_limit", "grace", "tasks", "extra", "kind"}),
 )

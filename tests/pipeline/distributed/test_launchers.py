@@ -174,6 +174,7 @@ def test_one_node_of_kubeflow_says_how_many_processes() -> None:
         (KUBEFLOW | {"PET_NPROC_PER_NODE": "all"}, "PET_NPROC_PER_NODE=all is neither a number"),
         (KUBEFLOW | {"PET_NPROC_PER_NODE": "0"}, "PET_NPROC_PER_NODE=0 is neither a number above"),
         (KUBEFLOW | {"PET_MASTER_PORT": "99999"}, "PET_MASTER_PORT=99999, but ports are numbers"),
+        (TORCHRUN | {"MASTER_PORT": ""}, "MASTER_PORT=, which is not a whole number"),
         (TORCHRUN | {"MASTER_PORT": "0"}, "MASTER_PORT=0, but ports are numbers from 1 to 65535"),
         (TASKS | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000, but ports are numbers"),
         (OPEN_MPI | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000, but ports are numbers"),

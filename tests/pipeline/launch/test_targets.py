@@ -259,6 +259,11 @@ def _run(script: str) -> list[str]:
         ("dstack", ["--print", "--setup", "a"], "be gone with dstack's container"),
         ("kubeflow", ["--print", "--image", "a", "--mount", "/data:/x"], "'/data:/x' is not CLAIM"),
         ("kubeflow", ["--print", "--image", "a", "--mount", "data"], "'data' is not CLAIM:TARGET"),
+        (
+            "skypilot",
+            ["--print", "--setup", "a", "--mount", "/a:/b:ro"],
+            "'/a:/b:ro' is not S",
+        ),
         ("slurm", ["--print", "--time-limit", "1 day"], "'1 day' is not [DAYS-]HOURS:MINUTES"),
         ("slurm", ["--print", "--time-limit", "1\nrm -rf x"], "is not one line"),
         ("slurm", ["--print", "--extra", "partition=a"], "'partition=a' is not an option"),

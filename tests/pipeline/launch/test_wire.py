@@ -19,6 +19,7 @@ from pipeline.launch.coordinator import Coordinator
 from pipeline.launch.exchange import Link, Server
 from pipeline.launch.messages import Beat, Over
 from pipeline.recipe.launch import Restarts
+from tests.support.waiting import becomes
 
 SECRET = "correct horse"
 BEAT = Beat(agent="x", run="r", node=0, host="h", procs=1, port=1)
@@ -43,14 +44,6 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., int]]:
         yield start
 
 
-def until(true: Callable[[], object], seconds: float = 20.0) -> bool:
-    """Return whether something becomes true in time."""
-    deadline = time.monotonic() + seconds
-    while not true() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return bool(true())
-
-
 def closed(connection: socket.socket, seconds: float = 20.0) -> bool:
     """Return whether the other side closes a connection in time."""
     connection.settimeout(seconds)
@@ -69,7 +62,7 @@ def test_nodes_of_one_secret_talk(
     port = serve(folder="/r\udcffn")
     monkeypatch.setenv(TOKEN, f"{SECRET}\n")  # as a file holds it
     with Link("127.0.0.1", port, BEAT) as link:
-        assert until(lambda: link.reply and link.reply.place)
+        assert becomes(lambda: link.reply and link.reply.place)
         assert link.reply is not None
         assert link.reply.folder == "/r?n"
         assert link.refused == ""
@@ -81,7 +74,7 @@ def test_another_secret_is_refused_and_named(
     port = serve()
     monkeypatch.setenv(TOKEN, "another")
     with Link("127.0.0.1", port, BEAT) as link:
-        assert until(lambda: link.refused)
+        assert becomes(lambda: link.refused)
         assert link.refused == "PIPE_RDZV_TOKEN is another one there"
         assert link.reply is None
 
@@ -118,7 +111,7 @@ def test_who_stands_in_for_node_0_learns_nothing_and_is_not_obeyed(
     with HTTPServer(("127.0.0.1", 0), Imposter) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         with Link("127.0.0.1", server.server_port, BEAT) as link:
-            assert until(lambda: link.refused)
+            assert becomes(lambda: link.refused)
             assert link.refused == "it does not know this node's PIPE_RDZV_TOKEN"
             assert link.reply is None
         server.shutdown()
@@ -141,7 +134,7 @@ def test_who_sends_slowly_is_cut_off(
             time.sleep(0.1)
             return False
 
-        assert until(refused)
+        assert becomes(refused)
 
 
 def test_one_address_cannot_take_all_connections(serve: Callable[..., int]) -> None:
@@ -182,6 +175,6 @@ def test_a_failure_of_any_length_and_bytes_is_told(serve: Callable[..., int]) ->
     with Server(running, "127.0.0.1", 0) as server:
         port = int(server._http.server_address[1])
         with Link("127.0.0.1", port, BEAT) as link:
-            assert until(lambda: link.reply)
+            assert becomes(lambda: link.reply)
             assert link.reply is not None
             assert link.reply.over == Over(kind="failed", text="?\x00" * 4000)

@@ -17,6 +17,7 @@ from pipeline.testing import context, problems
 from stages.publish.hub import PublishedModel, PublishHub
 from tests.stages.publish.conftest import LISTED, REPO, publish, refused, snapshot
 from tests.stages.publish.hub_server import ATTRIBUTES, TOKEN, Files, Hub, new_repo
+from tests.support.ports import free_port
 from tests.support.processes import run_ranks
 
 # huggingface_hub calls its own HTTP library in a deprecated way.
@@ -151,10 +152,7 @@ def test_an_error_of_the_server_can_be_retried(model: ExportedModel, hub: Hub) -
 
 
 def test_no_network(model: ExportedModel, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        closed = free.getsockname()[1]
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed}")
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
     text = refused(model)
     assert "cannot publish to someone/tiny: ConnectError: " in text
     assert "must be valid" not in text
