@@ -57,10 +57,11 @@ def make(dist: Any, job: dict[str, Any]) -> tuple[Any, Any]:
     """Return the context and the engine under measurement, after one training step."""
     import torch
 
-    from pipeline import testing
+    from pipeline import MicroBatch, testing
     from stages.model.hf import HfModel
     from stages.optimizer.adamw import AdamW
     from stages.precision.policy import PrecisionPolicy
+    from stages.train.loss import SummedLoss
 
     run_dir = Path(job["folder"]) / "run"
     run_dir.mkdir(exist_ok=True)
@@ -73,8 +74,7 @@ def make(dist: Any, job: dict[str, Any]) -> tuple[Any, Any]:
     wrap = STRATEGIES[job["wrap"]].full_size().stage()
     engine = wrap.run(ctx, source, precision, AdamW(lr=1e-4).run(ctx))
     tokens = torch.randint(0, 32000, (1, 16), generator=torch.Generator().manual_seed(dist.rank))
-    with engine.microbatch(last=True):
-        engine.backward(engine.model(input_ids=tokens, labels=tokens).loss)
+    engine.accumulate([MicroBatch(input_ids=tokens, labels=tokens)], SummedLoss(), scale=1 / 16)
     engine.step(lr_scale=1.0)
     return ctx, engine
 

@@ -66,12 +66,13 @@ class OurLoop:
         feed = Feed(config, data, ctx.seed, engine.data_axis, engine.device)
         self._step = TrainStep(
             engine=engine,
-            loss=SummedLoss(engine.model),
+            objective=SummedLoss(),
             feed=feed,
             plan=self._plan,
-            monitor=AnomalyMonitor(config.anomalies, engine.data_axis.count),
+            monitor=AnomalyMonitor(config.anomalies, engine.total),
+            heartbeat=ctx.dist.heartbeat,
         )
-        self._meter = StepMeter(engine, self._progress)
+        self._meter = StepMeter(engine, ctx.dist, self._progress)
         self._reporter = Reporter(ctx, log_every=config.log_every, total_steps=feed.total_steps)
 
     def run(self, steps: int) -> float:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pipeline.utils.lazy import lazily
 
 if TYPE_CHECKING:
-    from pipeline.contracts.data import NO_TARGET, Data, Sample, Samples
+    from pipeline.contracts.data import NO_TARGET, Data, MicroBatch, Sample, Samples
     from pipeline.contracts.engine import (
         WEIGHT,
         DataAxis,
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         EngineState,
         Fragment,
         LossScale,
+        Objective,
         ParameterGroup,
         StepGuard,
         StepReport,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         ENVIRONMENT_FILE,
         Checked,
         Context,
+        DividesRanks,
         Durable,
         NeedsResources,
         PlanView,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from torch import Tensor
 
     from pipeline.contracts.sample_order import Order
 
@@ -30,6 +31,18 @@ class Sample:
     positions: np.ndarray[Any, Any] | None = None
     """The place of each token in its document, which begins anew at 0 with each of several in one
     sample. No token attends to another document's. None: one document."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatch:
+    """Samples of one forward pass. int64, shape (samples, length); short ones are padded on the
+    right with NO_TARGET."""
+
+    input_ids: Tensor
+    labels: Tensor
+    """The token to be predicted at each position, or NO_TARGET."""
+    positions: Tensor | None = None
+    """As in Sample; None: one document a sample."""
 
 
 class Samples(ABC):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import pydantic.dataclasses
 
@@ -15,10 +13,15 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from pipeline.contracts.data import MicroBatch
+
 
 @dataclass(frozen=True, kw_only=True)
 class DataAxis:
-    """This process's coordinates on the data-parallel axis (not its global rank)."""
+    """This process's place on the data-parallel axis: which share of the samples is its own.
+
+    It is not the global rank: ranks that run one model together have one place.
+    """
 
     index: int
     count: int
@@ -117,16 +120,25 @@ StepGuard = Callable[[float], bool]
 update. The answer has to be the same on all ranks."""
 
 
+class Objective(Protocol):
+    """What is minimised: a loss that is a sum over target tokens."""
+
+    def __call__(self, model: nn.Module, batch: MicroBatch) -> Tensor:
+        """The loss of a micro-batch in nats, summed over its target tokens; a scalar in fp32.
+        Calls `model` once, by the names of its arguments."""
+        ...
+
+
 class Engine(ABC):
     """A model with its optimizer, living on this process's device under one strategy.
 
     Rules that every engine keeps:
 
-    - `backward(loss)` takes the local sum over target tokens, times `data_axis.count`, over the
-      number of target tokens in the whole optimizer step on all ranks. The strategy averages,
-      so the gradient is that of the mean over all target tokens, however they are split.
-    - Every micro-batch runs forward and backward inside `microbatch(last=...)`; `last` is True for
-      the final micro-batch of an optimizer step, and the same on all ranks.
+    - `accumulate` takes all micro-batches of an optimizer step on this rank. Gradients become those
+      of `scale` times the loss summed over the batches of all ranks, however they are split. Every
+      rank gives as many micro-batches.
+    - `accumulate` and `evaluate` return parts of a loss that add up to it over all ranks (`total`):
+      0 where a rank computes none, or a copy of another's.
     - `step(lr_scale=...)` sets every group's learning rate to its base rate times `lr_scale`,
       clips by the global norm, steps, and clears gradients. The schedule is thus a pure function
       of the step and no part of the engine's state.
@@ -134,18 +146,31 @@ class Engine(ABC):
       holds exactly that, and `restore` puts it back. A strategy knows nothing of files.
     """
 
-    model: nn.Module
-    """Call it for the forward pass."""
+    modules: Sequence[nn.Module]
+    """The parts of the model that this rank runs: one, or several stages of a pipeline."""
     device: torch.device
     data_axis: DataAxis
 
     @abstractmethod
-    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
-        """Surround one forward and backward; decides whether gradients are synchronised."""
+    def accumulate(
+        self, batches: Iterable[MicroBatch], objective: Objective, *, scale: float
+    ) -> Tensor:
+        """Run forward and backward of a step (collective); returns this rank's part of the summed
+        loss, a scalar on the device."""
 
     @abstractmethod
-    def backward(self, loss: Tensor) -> None:
-        """Accumulate gradients of `loss`, a scalar normalised as the class says."""
+    def evaluate(self, batches: Iterable[MicroBatch], objective: Objective) -> Tensor:
+        """This rank's part of the summed loss, a scalar on the device, without dropout and without
+        gradients, on the weights to be evaluated: the trained ones, unless an engine keeps others
+        for that (collective)."""
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sum of every rank's tensor (collective), in the memory of `values`."""
+        import torch.distributed as dist
+
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(values)
+        return values
 
     @abstractmethod
     def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
@@ -181,11 +206,6 @@ class Engine(ABC):
     @abstractmethod
     def sync_compute_weights(self) -> None:
         """Bring what is computed from the masters in line with them (collective)."""
-
-    def evaluating(self) -> AbstractContextManager[None]:
-        """Surround forward passes without backward, on the weights to be evaluated (collective):
-        the trained ones, unless an engine overrides this."""
-        return contextlib.nullcontext()
 
     def close(self) -> None:
         """Release what outlives the object itself (helper threads, process groups)."""

@@ -89,9 +89,18 @@ class VerifiesResult(Protocol):
         the slot."""
 
 
+@runtime_checkable
+class DividesRanks(Protocol):
+    """A stage under which several ranks run one model together."""
+
+    def data_ranks(self, procs: int) -> int:
+        """Number of shares into which a step's samples are divided, on `procs` processes: 0 if the
+        processes do not divide."""
+
+
 TAKES_ARTIFACTS = ("resource_needs", "run_dry")
 """Optional methods that take a context and artifacts by annotation, as `run` does."""
-TAKES_ONE = ("check", "verify_result")
+TAKES_ONE = ("check", "data_ranks", "verify_result")
 """Optional methods that take one argument."""
 
 
@@ -110,6 +119,16 @@ class PlanView:
     forecast: bool = False
     """Whether only the resource needs are predicted and nothing will run: files that only a run
     reads may still be missing."""
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of shares into which a step's samples are divided."""
+        from pipeline.contracts.engine import Engine
+
+        for stage in self.giving(Engine):
+            if isinstance(stage, DividesRanks):
+                return stage.data_ranks(self.procs)
+        return self.procs
 
     def find(self, kind: type[T]) -> T | None:
         """The first slot's stage that is an instance of `kind`."""

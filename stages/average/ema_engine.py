@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeline import WEIGHT, Engine, EngineState, Fragment, StepGuard, StepReport
+from pipeline import (
+    WEIGHT,
+    Engine,
+    EngineState,
+    Fragment,
+    MicroBatch,
+    Objective,
+    StepGuard,
+    StepReport,
+)
 
 EMA = "ema"
 """Kind of state in checkpoints."""
@@ -21,7 +29,7 @@ class EmaEngine(Engine):
     """Keeps the average of another engine's fragments, whose order and spans never change."""
 
     def __init__(self, inner: Engine, *, decay: float, evaluate: bool) -> None:
-        self.model = inner.model
+        self.modules = inner.modules
         self.device = inner.device
         self.data_axis = inner.data_axis
         self._engine = inner
@@ -31,11 +39,14 @@ class EmaEngine(Engine):
         self._averages = self._copies(torch.float32)
         self._is_stale = False
 
-    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
-        return self._engine.microbatch(last=last)
+    def accumulate(
+        self, batches: Iterable[MicroBatch], objective: Objective, *, scale: float
+    ) -> Tensor:
+        return self._engine.accumulate(batches, objective, scale=scale)
 
-    def backward(self, loss: Tensor) -> None:
-        self._engine.backward(loss)
+    def evaluate(self, batches: Iterable[MicroBatch], objective: Objective) -> Tensor:
+        with self._averages_in_place():
+            return self._engine.evaluate(batches, objective)
 
     def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
         report = self._engine.step(lr_scale=lr_scale, should_step=should_step)
@@ -66,7 +77,7 @@ class EmaEngine(Engine):
             self._is_stale = False
 
     @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def _averages_in_place(self) -> Iterator[None]:
         """Put the average in the place of the weights, if the stage is to evaluate it."""
         if not self._evaluate:
             yield

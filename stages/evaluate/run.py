@@ -154,11 +154,11 @@ def measure(
             yield from windows(encode(document), window, stride)
 
     left = itertools.islice(samples(), most)
-    loss = SummedLoss(model)
+    objective = SummedLoss()
     device = model.get_input_embeddings().weight.device
     while batch := list(itertools.islice(left, config.batch_size)):
         with torch.no_grad():
-            nats += float(loss(collate(batch, 0, device)))
+            nats += float(objective(model, collate(batch, 0, device)))
         totals["tokens"] += sum(int((sample.labels != NO_TARGET).sum()) for sample in batch)
     if not totals["tokens"]:
         raise StageError("no document has two tokens", hint="set prepend_bos: true")

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed
 from torch import Tensor
 
 from pipeline import Checkpoints, Progress, StageError, StepGuard, StepReport
@@ -24,9 +23,10 @@ HINT = (
 class AnomalyMonitor:
     """Observes the steps of one training."""
 
-    def __init__(self, policy: Anomalies, ranks: int) -> None:
+    def __init__(self, policy: Anomalies, total: Callable[[Tensor], Tensor]) -> None:
+        """`total` is the engine's sum over ranks."""
         self._policy = policy
-        self._ranks = ranks
+        self._total = total
         self._spikes = False
         self.loss: float | None = None
         """Mean loss of the observed step; None if the policy does not look for spikes."""
@@ -35,10 +35,7 @@ class AnomalyMonitor:
         """Take this rank's part of a step's mean loss before its update (collective)."""
         self._spikes, self.loss = False, None
         if self._policy.spike is not None:
-            total = part.detach().clone()
-            if self._ranks > 1:
-                torch.distributed.all_reduce(total)
-            self.loss = float(total)
+            self.loss = float(self._total(part.detach().clone()))
             self._spikes = is_spike(self.loss, progress.recent_losses, self._policy)
 
     @property

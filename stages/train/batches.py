@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline import NO_TARGET, Data, DataAxis, Progress, Sample, StageError
+from pipeline import NO_TARGET, Data, DataAxis, MicroBatch, Progress, Sample, StageError
 from stages.train.settings import BatchPlan
 
 
@@ -33,15 +33,6 @@ def microbatches(count: int, axis: DataAxis, micro_batch_size: int) -> list[tupl
     pieces = -(-(share + bool(extra)) // micro_batch_size)
     edges = [min(start + piece * micro_batch_size, end) for piece in range(pieces + 1)]
     return list(itertools.pairwise(edges))
-
-
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """Token ids, labels and, with packed samples, positions; int64, shape (samples, length)."""
-
-    input_ids: Tensor
-    labels: Tensor
-    positions: Tensor | None = None
 
 
 def collate(samples: Sequence[Sample], pad_id: int, device: torch.device) -> MicroBatch:
@@ -149,16 +140,16 @@ class Feed:
             (index,) = self._indices(place, 1).tolist()
             yield self._data.train[index]
 
-    def microbatches(self, position: int) -> Iterator[tuple[MicroBatch, bool, BatchStats]]:
-        """This rank's micro-batches of a step, whether each is the last, and its statistics."""
+    def microbatches(self, position: int) -> Iterator[tuple[MicroBatch, BatchStats]]:
+        """This rank's micro-batches of a step, each with its statistics."""
         shares = self._shares(position)
         batches = self._prepared(position, shares)
-        for number in range(len(shares)):
+        for _ in shares:
             began = time.perf_counter()
             batch, lengths = next(batches)
             seconds = time.perf_counter() - began
             squares = sum(length * length for length in lengths)
-            yield batch, number == len(shares) - 1, BatchStats(sum(lengths), squares, seconds)
+            yield batch, BatchStats(sum(lengths), squares, seconds)
 
     def close(self) -> None:
         """Wait for micro-batches that are being prepared, and end the threads."""

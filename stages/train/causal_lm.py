@@ -124,11 +124,9 @@ class TrainCausalLm(BatchPlan):
         model: ModelSource,
         callback: StepCallback | None = None,
     ) -> TrainedRun:
-        from stages.train.lineage import lineage
         from stages.train.loop import train
 
-        identity = lineage(self, ctx, data, model)
-        return train(self, ctx, engine, data, optimizer, checkpoints, identity, callback)
+        return train(self, ctx, engine, data, optimizer, checkpoints, model, callback)
 
     def verify_result(self, trained: TrainedRun) -> None:
         """Raise CheckpointError unless a canonical checkpoint on this machine has all its files in

@@ -3,54 +3,50 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import numpy as np
 import torch
-import torch.distributed
 
-from pipeline import Data, DataAxis, DistContext, Engine, Progress
+from pipeline import Data, DataAxis, DistContext, Engine, MicroBatch, Objective, Progress
 from pipeline.utils import plural
 from stages.train.batches import collate, microbatches
-from stages.train.loss import SummedLoss
 from stages.train.settings import EarlyStopping
 
 
 def evaluate(
-    engine: Engine, loss: SummedLoss, data: Data, micro_batch_size: int, dist: DistContext
+    engine: Engine, objective: Objective, data: Data, micro_batch_size: int, dist: DistContext
 ) -> float | None:
     """Mean loss in nats over all target tokens of the held-out samples (collective); None if a rank
     was asked to stop meanwhile."""
-    engine.model.eval()
-    with torch.no_grad(), engine.evaluating():
-        mean = mean_loss(loss, data, engine.data_axis, engine.device, micro_batch_size, dist)
-    engine.model.train()
-    return mean
+    stopped = False
 
-
-@torch.no_grad()
-def mean_loss(
-    loss: SummedLoss,
-    data: Data,
-    axis: DataAxis,
-    device: torch.device,
-    micro_batch_size: int,
-    dist: DistContext | None = None,
-) -> float | None:
-    """Same as `evaluate`, for a model that is in evaluation mode already (collective). Without
-    `dist` it does not end before the last sample."""
-    assert data.heldout is not None
-    total = torch.zeros((), dtype=torch.float32, device=device)
-    targets = data.heldout.total_targets(np.arange(len(data.heldout)))
-    for start, end in microbatches(len(data.heldout), axis, micro_batch_size):
-        if dist is not None:
+    def batches() -> Iterator[MicroBatch]:
+        nonlocal stopped
+        for batch in heldout(data, engine.data_axis, engine.device, micro_batch_size):
             dist.heartbeat.beat()
-            if dist.any(dist.stop.asked):
-                return None
-        rows = [data.heldout[index] for index in range(start, end)]
-        total += loss(collate(rows, data.pad_id, device))
-    if axis.count > 1:
-        torch.distributed.all_reduce(total)
-    return float(total) / targets
+            stopped = dist.any(dist.stop.asked)
+            if stopped:
+                return
+            yield batch
+
+    summed = engine.total(engine.evaluate(batches(), objective))
+    return None if stopped else float(summed) / heldout_targets(data)
+
+
+def heldout(
+    data: Data, axis: DataAxis, device: torch.device, micro_batch_size: int
+) -> Iterator[MicroBatch]:
+    """This rank's micro-batches of the held-out samples."""
+    assert data.heldout is not None
+    for start, end in microbatches(len(data.heldout), axis, micro_batch_size):
+        yield collate([data.heldout[index] for index in range(start, end)], data.pad_id, device)
+
+
+def heldout_targets(data: Data) -> int:
+    """Target tokens of all held-out samples."""
+    assert data.heldout is not None
+    return data.heldout.total_targets(np.arange(len(data.heldout)))
 
 
 def set_metric(progress: Progress, name: str, value: float) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from pipeline import Engine
+from pipeline import Engine, EngineState, ModelSource
 from pipeline.hardware import find_accelerator
-from stages.model.declared import logical_numel
+from stages.model.declared import logical_numel, outline
 
 NARROW = (["bf16"], ["fp16"])
 """Compute dtypes of an engine to which the peaks apply."""
@@ -50,10 +50,13 @@ def known_peak(engine: Engine) -> float | None:
     return None if device is None else device.flops
 
 
-def known_cost(engine: Engine, peak: float | None) -> Cost | None:
-    """Cost of a token; None without a `peak`, and for mixtures of experts."""
-    model = next((m for m in engine.model.modules() if isinstance(m, PreTrainedModel)), None)
-    if model is None or peak is None:
+def known_cost(engine: Engine, source: ModelSource, peak: float | None) -> Cost | None:
+    """Cost of a token of the source's model in an engine; None without a `peak`, and for mixtures
+    of experts."""
+    if peak is None:
+        return None
+    model = next((m for m in outline(source).modules() if isinstance(m, PreTrainedModel)), None)
+    if model is None:
         return None
     config = model.config.get_text_config()
     try:
@@ -63,12 +66,12 @@ def known_cost(engine: Engine, peak: float | None) -> Cost | None:
     except AttributeError:
         return None
     experts = getattr(config, "num_experts_per_tok", None)
-    return None if experts else Cost(_multiplied(engine, model), attention, peak)
+    return None if experts else Cost(_multiplied(engine.state(), model), attention, peak)
 
 
-def _multiplied(engine: Engine, model: Any) -> float:
+def _multiplied(state: EngineState, model: Any) -> float:
     """6 for each trained parameter of a matrix product, 4 for each frozen one."""
-    state, known = engine.state(), logical_numel(model)
+    known = logical_numel(model)
     inputs = model.get_input_embeddings()
     module = next((name for name, other in model.named_modules() if other is inputs), "")
     embedding = f"{module}.weight"

@@ -25,6 +25,7 @@ from pipeline import (
     Context,
     Data,
     DataAxis,
+    MicroBatch,
     ModelSource,
     OptimizerPlan,
     Phase,
@@ -36,8 +37,8 @@ from pipeline import (
 )
 from pipeline.utils import sync, sync_tree
 from stages.formats.stored import PROGRESS, read_json
-from stages.train.batches import Feed, MicroBatch, collate, microbatches
-from stages.train.evaluation import mean_loss, record_evaluation
+from stages.train.batches import Feed, collate, microbatches
+from stages.train.evaluation import heldout, heldout_targets, record_evaluation
 from stages.train.hf_trainer import HfTrainer
 from stages.train.lineage import lineage, require_same_lineage
 from stages.train.loss import SummedLoss
@@ -166,7 +167,7 @@ class MicroBatches:
         position = self.progress.samples
         for _ in range(self.progress.step, self.steps):
             scale = self.axis.count / self.feed.targets(position)
-            batches = [batch for batch, *_ in self.feed.microbatches(position)]
+            batches = [batch for batch, _ in self.feed.microbatches(position)]
             empty = collate([], self.data.pad_id, batches[0].input_ids.device)
             for batch in [*batches, *[empty] * (self.accumulation - len(batches))]:
                 tensors = {key: value for key, value in vars(batch).items() if value is not None}
@@ -214,7 +215,7 @@ class _RecipeTrainer(Trainer):  # type: ignore[misc]
         """The sum over this micro-batch's target tokens, over the mean number of a rank's targets
         in the step: averaged over ranks, the mean over all target tokens of the step."""
         batch = MicroBatch(**{name: one for name, one in inputs.items() if name != "scale"})
-        loss: Tensor = SummedLoss(model)(batch) * inputs["scale"]
+        loss: Tensor = SummedLoss()(model, batch) * inputs["scale"]
         return loss
 
 
@@ -268,11 +269,15 @@ class _Recorder(TrainerCallback):  # type: ignore[misc]
         model, dist, progress = self.trainer.model_wrapped, self.ctx.dist, self.progress
         axis = DataAxis(index=dist.rank, count=dist.world_size)
         size = self.config.microbatch_size(axis.count)
+        objective, summed = SummedLoss(), torch.zeros((), device=dist.device)
         model.eval()
-        loss = mean_loss(SummedLoss(model), self.data, axis, dist.device, size)
+        with torch.no_grad():
+            for batch in heldout(self.data, axis, dist.device, size):
+                summed += objective(model, batch)
         model.train()
-        assert loss is not None
-        record = record_evaluation(progress, loss, None)
+        if axis.count > 1:
+            torch.distributed.all_reduce(summed)
+        record = record_evaluation(progress, float(summed) / heldout_targets(self.data), None)
         self.callbacks.on_evaluation(progress.step, progress, record)
 
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:

@@ -6,9 +6,9 @@ import contextlib
 import functools
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from pipeline import (
     Callbacks,
@@ -16,6 +16,7 @@ from pipeline import (
     Context,
     Data,
     Engine,
+    ModelSource,
     OptimizerPlan,
     Phase,
     Progress,
@@ -29,7 +30,7 @@ from stages.train.batches import Feed
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.evaluation import evaluate, reason_to_stop, record_evaluation, set_metric
 from stages.train.flops import known_cost, known_peak
-from stages.train.lineage import require_same_lineage
+from stages.train.lineage import lineage, require_same_lineage
 from stages.train.loss import SummedLoss
 from stages.train.profiling import Profile, Profiler
 from stages.train.report import Reporter, StepMeter
@@ -46,23 +47,22 @@ def train(
     data: Data,
     plan: OptimizerPlan,
     checkpoints: Checkpoints,
-    identity: Mapping[str, Any],
+    model: ModelSource,
     callback: StepCallback | None = None,
 ) -> TrainedRun:
-    """Train to the last step, from the newest checkpoint if there is one (collective). `identity`
-    is the lineage of this run: its model, data, seed and global batch."""
+    """Train to the last step, from the newest checkpoint if there is one (collective)."""
     if config.evaluates and not data.heldout:
         raise StageError(f"{config.evaluates[0]} {NO_SAMPLES}", hint=GIVE_SAMPLES)
     start_random_streams(zlib.crc32(f"{ctx.seed}/{engine.data_axis.index}".encode()))
+    identity = lineage(config, ctx, data, model)
     validate = functools.partial(require_same_lineage, identity, ctx.accept)
     restored = checkpoints.restore(validate)
     ctx.metrics.rewind(-1 if restored is None else restored.step)
     progress = restored or Progress()
-    progress.lineage = dict(identity)
+    progress.lineage = identity
     feed = Feed(config, data, ctx.seed, engine.data_axis, engine.device, workers=config.workers)
     ctx.on_exit(feed.close)
-    loss = SummedLoss(engine.model, config.loss_chunk_size)
-    monitor = AnomalyMonitor(config.anomalies, engine.data_axis.count)
+    monitor = AnomalyMonitor(config.anomalies, engine.total)
     reporter = Reporter(ctx, log_every=config.log_every, total_steps=feed.total_steps)
     last = Training(
         config=config,
@@ -72,15 +72,15 @@ def train(
         progress=progress,
         step=TrainStep(
             engine=engine,
-            loss=loss,
+            objective=SummedLoss(config.loss_chunk_size),
             feed=feed,
             plan=plan,
             monitor=monitor,
             heartbeat=ctx.dist.heartbeat,
         ),
         recovery=Recovery(config.anomalies, monitor, checkpoints, validate),
-        profiler=Profiler(config.profile_steps, ctx.run_dir, engine),
-        meter=StepMeter(engine, progress, known_cost(engine, known_peak(engine))),
+        profiler=Profiler(config.profile_steps, ctx.run_dir, engine, ctx.dist),
+        meter=StepMeter(engine, ctx.dist, progress, known_cost(engine, model, known_peak(engine))),
         stragglers=StragglerWatch(ctx),
         reporter=reporter,
         callbacks=Callbacks(reporter, callback),
@@ -148,7 +148,7 @@ class Training:
         self.evaluated = "eval_loss" in progress.metrics
         self.saved = progress.step
         samples = feed.samples(progress.samples)
-        verify_packing(self.step.engine, self.data, samples, self.step.loss)
+        verify_packing(self.step.engine, self.data, samples, self.step.objective)
         self.callbacks.restore(progress.callbacks)
         self.meter.restart(progress)
         total = feed.total_steps(progress)
@@ -211,7 +211,7 @@ class Training:
         dist.heartbeat.beat(Phase.EVALUATE)
         with self._paused():
             size = self.config.microbatch_size(engine.data_axis.count)
-            loss = evaluate(engine, self.step.loss, self.data, size, dist)
+            loss = evaluate(engine, self.step.objective, self.data, size, dist)
             if loss is None:
                 self._stop()  # a resumed run evaluates these weights first
             self.evaluated = True

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipeline import NO_TARGET, StageError
+from pipeline import NO_TARGET, MicroBatch, StageError
 from pipeline.utils import has_values
-from stages.train.batches import MicroBatch
 
 HINT = "leave out loss_chunk_size"
 PIECE = 1 << 26
@@ -20,30 +20,34 @@ PIECE = 1 << 26
 
 
 class SummedLoss:
-    """Cross-entropy in nats, summed over a batch's target tokens, computed in fp32; a scalar.
+    """Objective: cross-entropy in nats, summed over a batch's target tokens, computed in fp32.
 
     With `chunk`, the logits of `chunk` tokens are in memory at a time. No attention mask is passed:
     padding is on the right, fast causal attention stays available, and with a mask, or a cache,
     transformers would overlook where packed documents begin.
 
-    With `chunk`, calls raise StageError for a model that changes its logits (caps or scales them).
+    With `chunk`, calls raise StageError for a model whose head is not a plain linear layer, or that
+    changes its logits (caps or scales them).
     """
 
-    def __init__(self, model: nn.Module, chunk: int | None = None) -> None:
-        self._model = model
-        self._head: LossHead | None = None if chunk is None else install(model, chunk)
+    def __init__(self, chunk: int | None = None) -> None:
+        self._chunk = chunk
+        self._heads: WeakKeyDictionary[nn.Module, LossHead] = WeakKeyDictionary()
 
-    def __call__(self, batch: MicroBatch) -> Tensor:
-        if self._head is None:
-            return self.in_full(batch)
-        with self._head.computing_loss(batch.labels):
-            loss = self._logits(batch)
-            self._head.require_unchanged(loss)
+    def __call__(self, model: nn.Module, batch: MicroBatch) -> Tensor:
+        if self._chunk is None:
+            return self.in_full(model, batch)
+        if model not in self._heads:
+            self._heads[model] = install(model, self._chunk)
+        head = self._heads[model]
+        with head.computing_loss(batch.labels):
+            loss = _logits(model, batch)
+            head.require_unchanged(loss)
             return loss
 
-    def in_full(self, batch: MicroBatch) -> Tensor:
+    def in_full(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         """The same loss with all logits at once."""
-        logits = self._logits(batch)
+        logits = _logits(model, batch)
         return F.cross_entropy(
             logits.reshape(-1, logits.shape[-1]).to(torch.float32),
             batch.labels.reshape(-1),
@@ -51,11 +55,12 @@ class SummedLoss:
             reduction="sum",
         )
 
-    def _logits(self, batch: MicroBatch) -> Tensor:
-        places = {} if batch.positions is None else {"position_ids": batch.positions}
-        output: Any = self._model(input_ids=batch.input_ids, use_cache=False, **places)
-        logits: Tensor = output.logits
-        return logits
+
+def _logits(model: nn.Module, batch: MicroBatch) -> Tensor:
+    places = {} if batch.positions is None else {"position_ids": batch.positions}
+    output: Any = model(input_ids=batch.input_ids, use_cache=False, **places)
+    logits: Tensor = output.logits
+    return logits
 
 
 class LossHead:

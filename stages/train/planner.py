@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pipeline import Context, Engine, planning
+from pipeline import Context, Engine, MicroBatch, planning
 from pipeline.planning import Extent, Planner, SampleShape, Saving, Step, Topology, Trial
 from stages.train.causal_lm import TrainCausalLm
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
 MICROBATCHES = 3
 """Micro-batches to trace; further ones are like the last but one."""
@@ -71,29 +75,28 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
 
         step = self.forecast(topology, samples)
         batch = _batch(extent.samples or step.micro_batch, samples, engine.device)
-        loss = SummedLoss(engine.model, self.stage.loss_chunk_size)
+        objective = SummedLoss(self.stage.loss_chunk_size)
+
+        def watched(model: nn.Module, batch: MicroBatch) -> Tensor:
+            extent.phase(planning.FORWARD)
+            loss = objective(model, batch)
+            extent.phase(planning.BACKWARD)
+            return loss
+
         counts = (1, min(step.microbatches, MICROBATCHES))
         with masks_of_values(packed=samples.packed):
             # The first step makes the optimizer's state.
             for count in counts[:1] if extent.samples else counts:
-                for number in range(count):
-                    extent.phase(planning.FORWARD)
-                    with engine.microbatch(last=number == count - 1):
-                        summed = loss(batch)
-                        extent.phase(planning.BACKWARD)
-                        engine.backward(summed * (topology.ranks / step.tokens))
-                    del summed
+                engine.accumulate([batch] * count, watched, scale=1 / step.tokens)
                 extent.phase(planning.UPDATE)
                 engine.step(lr_scale=1.0, should_step=lambda norm: True)
         for phase in (planning.SAVE, planning.RESUME):  # with the memory between steps
             extent.phase(phase)
 
 
-def _batch(size: int, samples: SampleShape, device: Any) -> Any:
+def _batch(size: int, samples: SampleShape, device: torch.device) -> MicroBatch:
     """A micro-batch; packed samples have documents of half the length."""
     import torch
-
-    from stages.train.batches import MicroBatch
 
     ids = torch.zeros(size, samples.length, dtype=torch.int64, device=device)
     half = torch.arange(samples.length, device=device) % max(samples.length // 2, 1)

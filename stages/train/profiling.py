@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from pipeline import Engine
+from pipeline import DistContext, Engine
 
 FOLDER = "profile"
 T = TypeVar("T")
@@ -35,22 +34,25 @@ class Profile:
 class Profiler:
     """Records some of the steps, and writes each rank's traces to the run's folder."""
 
-    def __init__(self, steps: Sequence[int], run_dir: Path, engine: Engine) -> None:
+    def __init__(
+        self, steps: Sequence[int], run_dir: Path, engine: Engine, dist: DistContext
+    ) -> None:
         self._steps = frozenset(steps)
         self._folder = run_dir / FOLDER
         self._engine = engine
+        self._dist = dist
 
     def run(self, step: int, take: Callable[[], T]) -> tuple[T, Profile | None]:
         """Call `take`, the step of this number; returns its result. If the step is to be recorded,
         write its trace, and return its profile too (collective)."""
         if step not in self._steps:
             return take(), None
-        device, axis = self._engine.device, self._engine.data_axis
+        device, ranks = self._engine.device, self._dist.world_size
         on_gpu = device.type == "cuda"
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         with profile(activities=kinds) as recorded:
-            if axis.count > 1:
-                torch.distributed.barrier()  # starting takes some ranks longer than others
+            # Starting takes some ranks longer than others.
+            self._engine.total(torch.zeros((), device=device))
             began = time.perf_counter()
             with record_function(STEP):
                 taken = take()
@@ -58,14 +60,13 @@ class Profiler:
                     torch.cuda.synchronize(device)
             seconds = time.perf_counter() - began
         self._folder.mkdir(exist_ok=True)
-        path = self._folder / f"step-{step:08d}-rank-{axis.index:05d}.json.gz"
+        path = self._folder / f"step-{step:08d}-rank-{self._dist.rank:05d}.json.gz"
         recorded.export_chrome_trace(str(path))
         with gzip.open(path, "rt", encoding="utf-8") as file:
-            share = communication_share(json.load(file)["traceEvents"], ranks=axis.count)
+            share = communication_share(json.load(file)["traceEvents"], ranks=ranks)
         total = torch.tensor(math.nan if share is None else share, device=device)
-        if axis.count > 1:
-            torch.distributed.all_reduce(total)
-        return taken, Profile(seconds=seconds, communication=float(total) / axis.count)
+        communication = float(self._engine.total(total)) / ranks
+        return taken, Profile(seconds=seconds, communication=communication)
 
 
 Event = Mapping[str, Any]

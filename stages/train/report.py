@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed
 
-from pipeline import Context, Engine, Progress, StepCallback
+from pipeline import Context, DistContext, Engine, Progress, StepCallback
 from pipeline.hardware import peak_beyond
 from stages.train.batches import BatchStats
 from stages.train.flops import Cost
@@ -22,8 +22,11 @@ from stages.train.step import StepResult
 class StepMeter:
     """Measures steps, from the end of the one before."""
 
-    def __init__(self, engine: Engine, progress: Progress, cost: Cost | None = None) -> None:
+    def __init__(
+        self, engine: Engine, dist: DistContext, progress: Progress, cost: Cost | None = None
+    ) -> None:
         self._engine = engine
+        self._ranks = dist.world_size
         self._cost = cost
         self.stop = False
         """Whether any rank was asked to stop before the step that was measured last."""
@@ -48,9 +51,9 @@ class StepMeter:
         already."""
         now = time.perf_counter()
         seconds = now - self._since if profile is None else profile.seconds
-        ranks = self._engine.data_axis.count
-        loss, stops, total = _summed(result, stop, ranks)
-        self.stop = stops > 0
+        ranks, shares = self._ranks, self._engine.data_axis.count
+        loss, total = self._summed(result)
+        peaks = self._greatest(stop)
         record = {
             "grad_norm": result.report.grad_norm,
             "lr": result.lr,
@@ -65,8 +68,8 @@ class StepMeter:
             "loss": loss,
             "tokens_per_second": total.tokens / seconds,
             "tokens_per_second_per_rank": total.tokens / seconds / ranks,
-            "data_wait_share": total.seconds / seconds / ranks,
-            **_peak_memory(self._engine.device, ranks),
+            "data_wait_share": total.seconds / seconds / shares,
+            **peaks,
         }
         if self._cost is not None:
             spent = seconds * ranks
@@ -75,6 +78,30 @@ class StepMeter:
             record |= {"profiled": True, "communication_share": profile.communication}
         self._since, self._tokens, self._samples = now, progress.tokens, progress.samples
         return record
+
+    def _summed(self, result: StepResult) -> tuple[float, BatchStats]:
+        """Mean loss in nats, and batch statistics of all samples (collective)."""
+        # Ranks that run one model together have the statistics of the same samples.
+        alike = self._ranks // self._engine.data_axis.count
+        own = [0.0, *(value / alike for value in dataclasses.astuple(result.stats))]
+        sums = torch.tensor(own, dtype=torch.float64, device=result.loss.device)
+        sums[0] = result.loss
+        loss, *stats = self._engine.total(sums).tolist()
+        return loss, BatchStats(*stats)
+
+    def _greatest(self, stop: bool) -> dict[str, int]:
+        """Peak bytes of the rank with most since the start, if known: of torch's tensors on its
+        GPU, and of host memory for the model and its training (`pipeline.hardware.host`). Notes
+        whether any rank has to `stop` (collective)."""
+        device = self._engine.device
+        on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        most = torch.tensor([on_gpu, peak_beyond() or 0, int(stop)], device=device)
+        if self._ranks > 1:
+            torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+        *sizes, stops = most.tolist()
+        self.stop = stops > 0
+        names = ("peak_memory_bytes", "peak_host_memory_bytes")
+        return {name: size for name, size in zip(names, sizes, strict=True) if size}
 
 
 class Reporter(StepCallback):
@@ -152,29 +179,6 @@ def _json(record: Mapping[str, Any]) -> dict[str, Any]:
     """The record with None for numbers that JSON lacks."""
     odd = {k for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
     return {name: None if name in odd else value for name, value in record.items()}
-
-
-def _summed(result: StepResult, stop: bool, ranks: int) -> tuple[float, float, BatchStats]:
-    """Mean loss in nats, number of ranks that were asked to stop, and batch statistics over all
-    ranks (collective)."""
-    own = [0.0, float(stop), *dataclasses.astuple(result.stats)]
-    sums = torch.tensor(own, dtype=torch.float64, device=result.loss.device)
-    sums[0] = result.loss
-    if ranks > 1:
-        torch.distributed.all_reduce(sums)
-    loss, stops, *stats = sums.tolist()
-    return loss, stops, BatchStats(*stats)
-
-
-def _peak_memory(device: torch.device, ranks: int) -> dict[str, int]:
-    """Peak bytes of the rank with most since the start (collective), if known: of torch's tensors
-    on its GPU, and of host memory for the model and its training (`pipeline.hardware.host`)."""
-    on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-    most = torch.tensor([on_gpu, peak_beyond() or 0], device=device)
-    if ranks > 1:
-        torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-    names = ("peak_memory_bytes", "peak_host_memory_bytes")
-    return {name: int(size) for name, size in zip(names, most.tolist(), strict=True) if size}
 
 
 def _mean(records: Sequence[Mapping[str, float]], name: str) -> float:

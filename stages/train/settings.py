@@ -43,13 +43,14 @@ class BatchPlan:
         if (self.steps is None) == (self.epochs is None):
             yield Problem(key="steps", message="give exactly one of steps and epochs")
         if self.micro_batch_size is not None and self.accumulation is not None:
-            given = self.micro_batch_size * self.accumulation * plan.procs
-            if given != self.global_batch_size:
+            ranks = plan.data_ranks
+            given = self.micro_batch_size * self.accumulation * ranks
+            if ranks and given != self.global_batch_size:
+                what = "processes" if ranks == plan.procs else "data-parallel ranks"
                 yield Problem(
                     key="global_batch_size",
                     message=f"is {self.global_batch_size}, but micro_batch_size x accumulation x "
-                    f"processes = {self.micro_batch_size} x {self.accumulation} x {plan.procs} = "
-                    f"{given}",
+                    f"{what} = {self.micro_batch_size} x {self.accumulation} x {ranks} = {given}",
                     hint="leave out one of micro_batch_size and accumulation",
                 )
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from pipeline import Engine, Heartbeat, OptimizerPlan, Progress, StageError, StepReport
+from pipeline import (
+    Engine,
+    Heartbeat,
+    MicroBatch,
+    Objective,
+    OptimizerPlan,
+    Progress,
+    StageError,
+    StepReport,
+)
 from stages.train.anomalies import AnomalyMonitor
 from stages.train.batches import BatchStats, Feed
-from stages.train.loss import SummedLoss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +27,7 @@ class StepResult:
     """Result of a step on this rank."""
 
     loss: Tensor
-    """This rank's part of the mean loss, a scalar on the device."""
+    """This rank's part of the mean loss, a scalar on the device; the parts of all add up."""
     report: StepReport
     lr: float
     """Learning rate of the step, before the ratios of parameter groups; NaN if there is none."""
@@ -43,7 +51,7 @@ class TrainStep:
     """Accumulates gradients, clips and applies them, and advances the progress."""
 
     engine: Engine
-    loss: SummedLoss
+    objective: Objective
     feed: Feed
     plan: OptimizerPlan
     monitor: AnomalyMonitor
@@ -55,7 +63,9 @@ class TrainStep:
         targets = feed.targets(position)
         if targets == 0:
             raise StageError(f"step {progress.step + 1}: no target token in the whole batch")
-        loss, stats = self._forward_backward(position, targets)
+        taken: list[BatchStats] = []
+        batches = self._batches(position, taken)
+        loss = self.engine.accumulate(batches, self.objective, scale=1 / targets) / targets
         monitor.observe(loss, progress)
         scale = self.plan.lr_scale(progress.step, feed.total_steps(progress))
         report = self.engine.step(lr_scale=scale, should_step=monitor.should_step)
@@ -65,18 +75,12 @@ class TrainStep:
             progress.skipped += not report.applied
             advance(progress, feed)
         lr = self.plan.hyperparameters.get("lr", math.nan) * scale
+        stats = sum(taken, BatchStats())
         return StepResult(loss=loss, report=report, lr=lr, stats=stats, anomaly=anomaly)
 
-    def _forward_backward(self, position: int, targets: int) -> tuple[Tensor, BatchStats]:
-        """Accumulate gradients of the step at `position`. Returns this rank's part of the mean
-        loss, a scalar on the device, and statistics of its micro-batches."""
-        engine, stats = self.engine, BatchStats()
-        total = torch.zeros((), device=engine.device)
-        for batch, last, taken in self.feed.microbatches(position):
+    def _batches(self, position: int, taken: list[BatchStats]) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of the step at `position`; adds their statistics to `taken`."""
+        for batch, stats in self.feed.microbatches(position):
             self.heartbeat.beat()
-            stats += taken
-            with engine.microbatch(last=last):
-                summed = self.loss(batch)
-                engine.backward(summed * (engine.data_axis.count / targets))
-            total += summed.detach()
-        return total / targets, stats
+            taken.append(stats)
+            yield batch

@@ -6,11 +6,9 @@ import itertools
 from collections.abc import Iterable
 
 import numpy as np
-import torch
 
-from pipeline import NO_TARGET, Data, Engine, Sample, StageError
+from pipeline import NO_TARGET, Data, Engine, Objective, Sample, StageError
 from stages.train.batches import collate
-from stages.train.loss import SummedLoss
 
 SEARCHED = 256
 """Samples that are searched for a usable one."""
@@ -23,7 +21,9 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
 HINT = "set packing: false, or another `attention` in the model slot"
 
 
-def verify_packing(engine: Engine, data: Data, samples: Iterable[Sample], loss: SummedLoss) -> None:
+def verify_packing(
+    engine: Engine, data: Data, samples: Iterable[Sample], objective: Objective
+) -> None:
     """Raise StageError unless a document's loss behind another one is its loss alone (collective).
     Does nothing if none of the first `samples` is packed."""
     documents = _two_documents(samples) if data.packed else None
@@ -31,9 +31,9 @@ def verify_packing(engine: Engine, data: Data, samples: Iterable[Sample], loss: 
         return
     first, second = documents
     other = Sample(input_ids=np.full_like(first.input_ids, data.pad_id), labels=first.labels)
-    alone = _loss(engine, data, loss, second)
-    behind = _loss(engine, data, loss, _packed(first, second))
-    behind_other = _loss(engine, data, loss, _packed(other, second))
+    alone = _loss(engine, data, objective, second)
+    behind = _loss(engine, data, objective, _packed(first, second))
+    behind_other = _loss(engine, data, objective, _packed(other, second))
     what = "a document sees the one before it in the same sample"
     _require_close(what, behind_other, behind, LEAK)
     what = "a document's loss in a packed sample is not its loss alone"
@@ -70,14 +70,10 @@ def _packed(first: Sample, second: Sample) -> Sample:
     )
 
 
-@torch.no_grad()
-def _loss(engine: Engine, data: Data, loss: SummedLoss, sample: Sample) -> float:
-    """Loss of a sample, without dropout."""
-    engine.model.eval()
-    try:
-        return float(loss(collate([sample], data.pad_id, engine.device)))
-    finally:
-        engine.model.train()
+def _loss(engine: Engine, data: Data, objective: Objective, sample: Sample) -> float:
+    """Loss of a sample, without dropout; the mean of as many copies as there are shares of data."""
+    batch = collate([sample], data.pad_id, engine.device)
+    return float(engine.total(engine.evaluate([batch], objective))) / engine.data_axis.count
 
 
 def _require_close(what: str, found: float, expected: float, tolerance: float) -> None:

@@ -66,7 +66,7 @@ def _replicate(
 
 
 class DdpEngine(TorchEngine):
-    """A replica on every rank; gradients averaged in buckets during the last backward of a step."""
+    """A replica on every rank; gradients reduced in buckets during the last backward of a step."""
 
     model: DistributedDataParallel
 

@@ -17,8 +17,6 @@ from torch.optim import Optimizer
 from pipeline import (
     WEIGHT,
     Context,
-    DataAxis,
-    Engine,
     EngineState,
     Fragment,
     LossScale,
@@ -31,6 +29,7 @@ from pipeline import (
 from stages.wrap.build import dtype_names, named_parameters, parameter_count
 from stages.wrap.compute_cast import installed_casts
 from stages.wrap.load_weights import flat, local_span, stored_tensors
+from stages.wrap.module_engine import ModuleEngine
 from stages.wrap.optimizer_state import (
     fixed_state,
     read_moments,
@@ -61,7 +60,7 @@ class _Layout(NamedTuple):
     tensors: list[_Stored]
 
 
-class TorchEngine(Engine):
+class TorchEngine(ModuleEngine):
     """Steps as plain torch does; its training state is read parameter by parameter, each whole or
     sharded by rows."""
 
@@ -80,11 +79,9 @@ class TorchEngine(Engine):
         precision: Precision,
         plan: OptimizerPlan,
     ) -> None:
-        self.model = model
+        super().__init__(model, ctx.dist)
         self.optimizer = optimizer
         self.plan = plan
-        self.device = ctx.dist.device
-        self.data_axis = DataAxis(index=ctx.dist.rank, count=ctx.dist.world_size)
         self.scaler = make_scaler(precision, next(model.parameters()).device)
 
     @property

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from pipeline.contracts.data import MicroBatch
 from pipeline.contracts.engine import WEIGHT, Engine
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.precision import torch_dtype
@@ -38,6 +39,10 @@ Kept = dict[str, dict[str, torch.Tensor]]
 def loss_of(logits: torch.Tensor) -> torch.Tensor:
     """Return the mean cross-entropy of the next tokens."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), TOKENS[:, 1:].flatten())
+
+
+def objective(model: Any, batch: MicroBatch) -> torch.Tensor:
+    return loss_of(model(input_ids=batch.input_ids).logits)
 
 
 def plain_loop(source: ModelSource, master: torch.dtype, steps: int) -> Kept:
@@ -68,8 +73,9 @@ def train(ctx: Any, case: Mapping[str, Any], rule: AdamW, steps: int) -> Engine:
     wrap = Strategy(use=case["wrap"], fields=case["fields"]).stage()
     engine: Engine = wrap.run(ctx, tiny_source(ctx), precision, rule.run(ctx))
     for _ in range(steps):
-        with engine.microbatch(last=True):
-            engine.backward(loss_of(engine.model(input_ids=TOKENS).logits))
+        # Every rank has the same tokens.
+        batch = MicroBatch(input_ids=TOKENS, labels=TOKENS)
+        engine.accumulate([batch], objective, scale=1 / engine.data_axis.count)
         engine.step(lr_scale=1.0)
     return engine
 

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from pipeline import DistContext
+from pipeline import DistContext, MicroBatch
 from stages.optimizer.adamw import AdamW
 from tests.parity.body import tiny_source
 from tests.plugins.powersgd.powersgd import PowerSgd
 from tests.support.processes import run_ranks
 from tests.support.runs import context
+from tests.support.zero import summed_loss
 
 
 def gradient_ranks(dist: DistContext, folder: str, rank: int) -> list[int]:
@@ -24,8 +25,7 @@ def gradient_ranks(dist: DistContext, folder: str, rank: int) -> list[int]:
     precision = PrecisionPolicy(compute="fp32").run(ctx)
     engine: Any = PowerSgd(rank=rank).run(ctx, tiny_source(ctx), precision, AdamW().run(ctx))
     tokens = torch.arange(12).view(2, 6) + dist.rank
-    with engine.microbatch(last=True):
-        engine.backward(engine.model(input_ids=tokens, labels=tokens).loss)
+    engine.accumulate([MicroBatch(input_ids=tokens, labels=tokens)], summed_loss, scale=1.0)
     return [
         int(torch.linalg.matrix_rank(weight.grad, rtol=1e-4))
         for name, weight in engine.module.named_parameters()

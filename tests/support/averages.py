@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from pipeline.contracts.data import MicroBatch
 from pipeline.contracts.engine import WEIGHT, Engine
 from pipeline.contracts.training import Progress, TrainedRun
 from pipeline.distributed.process_group import DistContext
@@ -14,6 +15,7 @@ from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.consolidate.stream import ConsolidateStream
 from tests.support.runs import context
 from tests.support.state import Setting, digest, hashed, make_engine, train
+from tests.support.zero import summed_loss
 
 DECAY, FIRST, LAST = 0.75, 3, 5
 
@@ -40,7 +42,8 @@ def furthest_from_plain(engine: Engine, first: int, last: int) -> float:
 def average_run(dist: DistContext, folder: str, setting: Setting) -> dict[str, Any]:
     """Train with an average, read it in every way, save, continue training."""
     ctx = context(dist, folder)
-    engine = EmaAverage(decay=DECAY).run(ctx, make_engine(ctx, setting))
+    inner = make_engine(ctx, setting)
+    engine = EmaAverage(decay=DECAY).run(ctx, inner)
     checkpoints = ShardedCheckpoint().run(ctx, engine)
     begun = all(torch.equal(a, w) for a, w in zip(averaged(engine), trained(engine), strict=True))
     difference = furthest_from_plain(engine, 0, FIRST)
@@ -49,14 +52,17 @@ def average_run(dist: DistContext, folder: str, setting: Setting) -> dict[str, A
     )
     state = digest(engine, dist)
     ids = torch.arange(7)[None]
-    with torch.no_grad():
-        own = engine.model(input_ids=ids, use_cache=False).logits.clone()
-        with engine.evaluating():
-            put = all(
-                torch.equal(a, w) for a, w in zip(averaged(engine), trained(engine), strict=True)
-            )
-            other = engine.model(input_ids=ids, use_cache=False).logits.clone()
-        again = engine.model(input_ids=ids, use_cache=False).logits.clone()
+    batches = [MicroBatch(input_ids=ids, labels=ids)]
+    own = inner.evaluate(batches, summed_loss)
+    put: list[bool] = []
+
+    def observed(model: Any, batch: MicroBatch) -> torch.Tensor:
+        both = zip(averaged(engine), trained(engine), strict=True)
+        put.append(all(torch.equal(a, w) for a, w in both))
+        return summed_loss(model, batch)
+
+    other = engine.evaluate(batches, observed)
+    again = inner.evaluate(batches, summed_loss)
     checkpoints.save(Progress(step=FIRST, samples=36))
     address = checkpoints.finish()
     unchanged = digest(engine, dist) == state
@@ -72,7 +78,7 @@ def average_run(dist: DistContext, folder: str, setting: Setting) -> dict[str, A
         "difference": difference,
         "moved": moved,
         "state": state,
-        "put": put,
+        "put": put == [True],
         "seen": [torch.equal(own, again), torch.equal(own, other)],
         "unchanged": unchanged,
         "after": after,

@@ -65,8 +65,8 @@ class Batches(ListedSamples):
 class PoisonedLoss(SummedLoss):
     """The training loss, changed by the poison."""
 
-    def __call__(self, batch: Any) -> torch.Tensor:
-        loss = super().__call__(batch)
+    def __call__(self, model: Any, batch: Any) -> torch.Tensor:
+        loss = super().__call__(model, batch)
         for token, factor in FACTORS.items():
             if bool((batch.input_ids == token).any()):
                 loss = loss * factor

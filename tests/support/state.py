@@ -22,7 +22,7 @@ from stages.optimizer.adamw import AdamW
 from stages.wrap.zero import OptimizerOffload, Zero
 from tests.support.runs import context, tiny_model
 from tests.support.strategies import having
-from tests.support.zero import batch, summed_loss
+from tests.support.zero import share, summed_loss
 
 WRAPS: dict[str, Any] = {name: one.stage() for name, one in having("resumes").items()}
 ADAMW = AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5)
@@ -79,19 +79,10 @@ def train(engine: Engine, first: int, last: int, samples: int = 12) -> list[floa
     """Run optimizer steps `first` ... `last` - 1; return the mean losses."""
     losses = []
     for step in range(first, last):
-        tokens, labels = batch(step, samples)
-        targets = int((labels != -100).sum())
-        total = torch.zeros(())
-        rounds = samples // engine.data_axis.count
-        for turn in range(rounds):
-            row = slice(turn * engine.data_axis.count + engine.data_axis.index, None, samples)
-            with engine.microbatch(last=turn == rounds - 1):
-                loss = summed_loss(engine.model, tokens[row], labels[row])
-                engine.backward(loss * engine.data_axis.count / targets)
-            total += loss.detach() / targets
-        torch.distributed.all_reduce(total)
+        batches, targets = share(engine, step, samples)
+        total = engine.total(engine.accumulate(batches, summed_loss, scale=1 / targets))
         engine.step(lr_scale=1 - 0.05 * step)
-        losses.append(float(total))
+        losses.append(float(total) / targets)
     return losses
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pipeline.contracts.data import MicroBatch
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.precision import LossScaling, Precision
@@ -64,9 +65,18 @@ def batch(step: int, samples: int) -> tuple[Tensor, Tensor]:
     return tokens[:, :-1], labels
 
 
-def summed_loss(model: Any, tokens: Tensor, labels: Tensor) -> Tensor:
-    logits = model(input_ids=tokens).logits.float()
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+def summed_loss(model: Any, batch: MicroBatch) -> Tensor:
+    logits = model(input_ids=batch.input_ids).logits.float()
+    return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
+
+
+def share(engine: Engine, step: int, samples: int) -> tuple[list[MicroBatch], int]:
+    """Return this rank's micro-batches of one sample each, and the targets of all ranks."""
+    tokens, labels = batch(step, samples)
+    axis = engine.data_axis
+    rows = [slice(row, row + 1) for row in range(axis.index, samples, axis.count)]
+    batches = [MicroBatch(input_ids=tokens[row], labels=labels[row]) for row in rows]
+    return batches, int((labels != -100).sum())
 
 
 def precision(case: Case) -> Precision:
@@ -100,20 +110,11 @@ def run_case(dist: DistContext, folder: str, case: Case) -> dict[str, Any]:
 
 def one_step(engine: Engine, step: int, case: Case) -> dict[str, Any]:
     """Run one optimizer step, with one sample in each rank's micro-batch."""
-    tokens, labels = batch(step, case.samples)
-    targets = int((labels != -100).sum())
-    total = torch.zeros(())
-    rounds = case.samples // engine.data_axis.count
-    for turn in range(rounds):
-        row = slice(turn * engine.data_axis.count + engine.data_axis.index, None, case.samples)
-        with engine.microbatch(last=turn == rounds - 1):
-            loss = summed_loss(engine.model, tokens[row], labels[row])
-            scale = 1e6 if step == case.explode_at else 1.0
-            engine.backward(loss * engine.data_axis.count / targets * scale)
-        total += loss.detach() / targets
-    torch.distributed.all_reduce(total)
+    batches, targets = share(engine, step, case.samples)
+    factor = 1e6 if step == case.explode_at else 1.0
+    total = engine.total(engine.accumulate(batches, summed_loss, scale=factor / targets))
     report = engine.step(lr_scale=1 - 0.1 * step)
-    return {"loss": float(total), **vars(report)}
+    return {"loss": float(total) / targets, **vars(report)}
 
 
 def has_libaio() -> bool:
@@ -144,7 +145,8 @@ def plain(folder: str | Path, case: Case) -> tuple[list[float], list[float], dic
     losses, norms = [], []
     for step in range(case.last):
         tokens, labels = batch(step, case.samples)
-        loss = summed_loss(model, tokens, labels) / int((labels != -100).sum())
+        whole = MicroBatch(input_ids=tokens, labels=labels)
+        loss = summed_loss(model, whole) / int((labels != -100).sum())
         loss.backward()
         limit = float("inf") if case.clip is None else case.clip
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), limit)))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeline.contracts.engine import DataAxis, Engine, StepGuard, StepReport
+from pipeline.contracts.data import MicroBatch
+from pipeline.contracts.engine import DataAxis, Engine, Objective, StepGuard, StepReport
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.precision import Precision, torch_dtype
 from pipeline.contracts.tensors import TensorReader, TensorSpec
@@ -112,6 +111,7 @@ class BareEngine(Engine):
             if precision.buffer is not None:
                 _cast(model.buffers(), torch_dtype(precision.buffer))
         self.model = model.to_empty(device="cpu").train()
+        self.modules = (self.model,)
         self.device = torch.device("cpu")
         self.data_axis = DataAxis(index=0, count=topology.ranks)
 
@@ -131,11 +131,15 @@ class BareEngine(Engine):
 
         parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
 
-    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+    def accumulate(
+        self, batches: Iterable[MicroBatch], objective: Objective, *, scale: float
+    ) -> Tensor:
+        total = torch.zeros((), device=self.device)
+        for batch in batches:
+            loss = objective(self.model, batch)
+            (loss * scale).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return total
 
     def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
         return StepReport(grad_norm=1.0, applied=False)
@@ -144,7 +148,7 @@ class BareEngine(Engine):
         """Refuse: a bare model has neither masters nor state."""
         raise NotImplementedError
 
-    describe = state = fragments = restore = sync_compute_weights = _absent  # type: ignore[assignment]
+    evaluate = describe = state = fragments = restore = sync_compute_weights = _absent  # type: ignore[assignment]
 
 
 def _cast(tensors: Any, dtype: torch.dtype) -> None:

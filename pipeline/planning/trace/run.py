@@ -92,7 +92,8 @@ def run(job: Job, extent: Extent = WHOLE, *, fake: bool = True, bare: bool = Fal
             _run(job, results, ctx, (Engine,), TRACE if fake else RUN)
         why = "the strategy cannot be traced, but it is planned without --trace"
         engine: Engine = results.require(Engine, why)
-        stack.enter_context(marks.watching(engine.model, _blocks(engine, built.names)))
+        (model,) = engine.modules
+        stack.enter_context(marks.watching(model, _blocks(model, built.names)))
         _run(job, results, ctx, (TrainedRun,), TRACE)
         if tracker.stretches[-1].position.phase == LOAD:
             raise UsageError("nothing is trained that could be traced")
@@ -155,7 +156,7 @@ def _run(job: Job, results: Results, ctx: Context, gives: tuple[type, ...], *met
             results[step.slot] = results.call(*found[0], ctx)
 
 
-def _blocks(engine: Engine, names: Sequence[str]) -> list[nn.Module]:
-    """Blocks of these names in an engine, which may have put the model into another module."""
-    named = {f".{name}": module for name, module in engine.model.named_modules()}
+def _blocks(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """Blocks of these names in a model, which an engine may have put into another module."""
+    named = {f".{name}": module for name, module in model.named_modules()}
     return [next(one for at, one in named.items() if at.endswith(f".{name}")) for name in names]

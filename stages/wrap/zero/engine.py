@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,9 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeline import (
-    DataAxis,
     DistContext,
-    Engine,
     EngineState,
     Fragment,
     OptimizerPlan,
@@ -26,30 +22,26 @@ from pipeline import (
 )
 from stages.wrap.build import dtype_names, parameter_count, trained
 from stages.wrap.load_weights import LocalShard
+from stages.wrap.module_engine import ModuleEngine
 from stages.wrap.zero import compat
 from stages.wrap.zero.state import ZeroState
 
 
-class ZeroEngine(Engine):
+class ZeroEngine(ModuleEngine):
     """DeepSpeed's engine behind the common port. Accumulation is unmanaged: gradients are summed
     over micro-batches and applied by one `step`."""
 
     def __init__(
         self, live: Any, dist: DistContext, precision: Precision, plan: OptimizerPlan
     ) -> None:
+        super().__init__(live, dist)
         self.deepspeed = live
-        self.model = live
-        self.device = dist.device
-        self.data_axis = DataAxis(index=dist.rank, count=dist.world_size)
         self._scaling = precision.loss_scaling
         # Groups are renewed when a checkpoint is loaded, base rates are not.
         self._base_rates = [group["lr"] for group in live.optimizer.optimizer.param_groups]
         interval = self._scaling.growth_interval if self._scaling else 1
         self._veto = StepVeto(live.optimizer.optimizer)
         self._state = ZeroState(live, plan, self._base_rates, interval)
-
-    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
     def backward(self, loss: Tensor) -> None:
         self.deepspeed.backward(loss, scale_wrt_gas=False)
@@ -123,7 +115,7 @@ class ZeroEngine(Engine):
     def close(self) -> None:
         if self.deepspeed is not None:
             live, self.deepspeed = self.deepspeed, None
-            del self.model, self._state
+            del self.model, self.modules, self._state
             live.destroy()
 
 

@@ -76,7 +76,7 @@ def epoch_loss(model: Any, samples: Samples) -> tuple[float, int]:
     with torch.no_grad():
         for start in range(0, len(samples), 3):
             rows = [samples[i] for i in range(start, min(start + 3, len(samples)))]
-            total += float(SummedLoss(model)(collate(rows, 0, CPU)))
+            total += float(SummedLoss()(model, collate(rows, 0, CPU)))
             targets += sum(int((row.labels != NO_TARGET).sum()) for row in rows)
     return total, targets
 

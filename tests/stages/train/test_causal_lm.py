@@ -61,7 +61,7 @@ def diverge(dist: DistContext, folder: str) -> str:
     plan = AdamW(lr=1e-3).run(ctx)
     engine = Ddp().run(ctx, tiny_source(ctx), PrecisionPolicy(compute="fp32").run(ctx), plan)
     with torch.no_grad():
-        next(engine.model.parameters())[:] = float("nan")
+        next(engine.modules[0].parameters())[:] = float("nan")
     checkpoints = ShardedCheckpoint().run(ctx, engine)
     loop = TrainCausalLm(global_batch_size=4, steps=3)
     try:

@@ -19,6 +19,7 @@ from tests.support.models import context
 from tests.support.processes import run_ranks
 from tests.support.runs import context as rank_context
 from tests.support.state import Setting, make_engine
+from tests.support.state import source as tiny
 
 LLAMA_8B = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
@@ -29,13 +30,13 @@ MATRICES = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336) + 4096 * 
 VECTORS = (2 * 32 + 1) * 4096
 
 
-def engine(
+def cost_of(
     config: dict[str, Any], tmp_path: Any, frozen: str = "-", lora: Lora | None = None
-) -> Any:
-    """Return the part of an engine that the cost is computed from; the model is on the meta
-    device."""
+) -> Cost | None:
+    """Return the cost of a token on a device with a peak of 1."""
     source = HfModel(config=config, init="random").run(context(tmp_path))
-    model = outline(source if lora is None else lora.run(context(tmp_path), source))
+    source = source if lora is None else lora.run(context(tmp_path), source)
+    model = outline(source)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     tied = config["tie_word_embeddings"]
     state = EngineState(
@@ -47,11 +48,12 @@ def engine(
         moments=[],
         loss_scale=None,
     )
-    return SimpleNamespace(model=model, state=lambda: state)
+    engine: Any = SimpleNamespace(state=lambda: state)
+    return known_cost(engine, source, 1.0)
 
 
 def test_llama_8b(tmp_path: Any) -> None:
-    cost = known_cost(engine(LLAMA_8B, tmp_path), 1.0)
+    cost = cost_of(LLAMA_8B, tmp_path)
     assert cost == Cost(
         multiplied=6.0 * (MATRICES + VECTORS), attention=12.0 * 32 * 32 * 128, peak=1.0
     )
@@ -64,10 +66,10 @@ def test_llama_8b(tmp_path: Any) -> None:
 def test_tied_embeddings_are_multiplied_by_and_frozen_parameters_get_no_gradient(
     tmp_path: Any,
 ) -> None:
-    tied = known_cost(engine({**LLAMA_8B, "tie_word_embeddings": True}, tmp_path), 1.0)
+    tied = cost_of({**LLAMA_8B, "tie_word_embeddings": True}, tmp_path)
     assert tied is not None
     assert tied.multiplied == 6.0 * (MATRICES + VECTORS)
-    frozen = known_cost(engine(LLAMA_8B, tmp_path, frozen="mlp"), 1.0)
+    frozen = cost_of(LLAMA_8B, tmp_path, frozen="mlp")
     assert frozen is not None
     mlp = 32 * 3 * 4096 * 14336
     assert frozen.multiplied == 6.0 * (MATRICES + VECTORS - mlp) + 4.0 * mlp
@@ -75,7 +77,7 @@ def test_tied_embeddings_are_multiplied_by_and_frozen_parameters_get_no_gradient
 
 def test_weights_in_four_bits_are_multiplied_by_as_whole_ones(tmp_path: Any) -> None:
     lora = [Lora(quantize=kind) for kind in (None, "nf4")]
-    plain, packed = (known_cost(engine(LLAMA_8B, tmp_path, lora=one), 1.0) for one in lora)
+    plain, packed = (cost_of(LLAMA_8B, tmp_path, lora=one) for one in lora)
     assert packed == plain
 
 
@@ -84,7 +86,7 @@ def test_of_a_mixture_of_experts_it_is_not_known(tmp_path: Any) -> None:
         **LLAMA_8B, "model_type": "mixtral", "num_hidden_layers": 1, "num_local_experts": 2,
         "num_experts_per_tok": 1,
     }  # fmt: skip
-    assert known_cost(engine(mixture, tmp_path), 1.0) is None
+    assert cost_of(mixture, tmp_path) is None
 
 
 def test_share_of_the_peak() -> None:
@@ -112,8 +114,9 @@ def test_peaks_go_by_whole_words(name: str, peak: float | None) -> None:
 
 
 def told_on_cpu(dist: DistContext, folder: str) -> list[Any]:
-    made = make_engine(rank_context(dist, folder), Setting(wrap="zero3", compute="bf16"))
-    cost = known_cost(made, 1.0)
+    ctx, setting = rank_context(dist, folder), Setting(wrap="zero3", compute="bf16")
+    made = make_engine(ctx, setting)
+    cost = known_cost(made, tiny(ctx, setting), 1.0)
     made.close()
     assert cost is not None
     return [known_peak(made), cost.multiplied, cost.attention]

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from pipeline.contracts.data import Data, Sample, Samples
-from pipeline.contracts.engine import DataAxis, Engine
 from pipeline.contracts.precision import Precision
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
@@ -26,6 +25,7 @@ from stages.train.batches import collate
 from stages.train.loss import LossHead, SummedLoss, chunked_cross_entropy
 from stages.train.verify_loss import verify_packing
 from stages.wrap.ddp import Ddp
+from stages.wrap.module_engine import ModuleEngine
 from tests.support.models import filled, random_source, tiny_llama_config
 from tests.support.processes import run_ranks
 from tests.support.runs import context, toy_data
@@ -116,19 +116,16 @@ def test_in_bf16_gradients_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -
         torch.testing.assert_close(one, other, rtol=1e-2, atol=0.02)
 
 
-class Alone(Engine):
+class Alone(ModuleEngine):
     """A model without an engine around it."""
 
-    device = torch.device("cpu")
-    data_axis = DataAxis(index=0, count=1)
-
     def __init__(self, model: Any) -> None:
-        self.model = model
+        super().__init__(model, DistContext(device=torch.device("cpu")))
 
     def describe(self) -> Any:
         return {"compute": ["fp32"]}
 
-    microbatch = backward = step = state = fragments = restore = sync_compute_weights = None  # type: ignore[assignment]
+    backward = step = state = fragments = restore = sync_compute_weights = None  # type: ignore[assignment]
 
 
 Alone.__abstractmethods__ = frozenset()
@@ -161,11 +158,11 @@ def model(tmp_path: Any) -> Any:
 
 def test_a_chunked_head_changes_no_loss(model: Any) -> None:
     batch = collate([PACKED.train[0], PACKED.train[1]], 0, torch.device("cpu"))
-    whole = SummedLoss(model)(batch)
+    whole = SummedLoss()(model, batch)
     whole.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    chunked = SummedLoss(model, chunk=5)(batch)
+    chunked = SummedLoss(chunk=5)(model, batch)
     chunked.backward()
     assert float(chunked.detach()) == pytest.approx(float(whole.detach()), rel=1e-6)
     for name, parameter in model.named_parameters():
@@ -173,19 +170,19 @@ def test_a_chunked_head_changes_no_loss(model: Any) -> None:
 
 
 def test_outside_of_the_loss_the_head_gives_logits(model: Any) -> None:
-    SummedLoss(model, chunk=5)
+    SummedLoss(chunk=5)(model, collate([PACKED.train[0]], 0, torch.device("cpu")))
     assert model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 64)
 
 
 def test_what_holds_is_proven(model: Any) -> None:
-    verify_packing(Alone(model), PACKED, SAMPLES, SummedLoss(model))
+    verify_packing(Alone(model), PACKED, SAMPLES, SummedLoss())
     assert model.training
 
 
 def test_documents_that_see_each_other_are_found(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loss = SummedLoss(model)
+    loss = SummedLoss()
     whole = model.forward
     monkeypatch.setattr(
         model,
@@ -199,7 +196,7 @@ def test_documents_that_see_each_other_are_found(
 def test_positions_that_do_not_begin_anew_are_found(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loss = SummedLoss(model)
+    loss = SummedLoss()
     with torch.no_grad():  # attention other than the mean over all tokens
         for name, parameter in model.named_parameters():
             parameter *= 20 if "q_proj" in name or "k_proj" in name else 1
@@ -222,7 +219,7 @@ def test_a_head_that_is_not_plain_is_refused(model: Any) -> None:
 
     model.set_output_embeddings(Scaled(8, 64))
     with pytest.raises(StageError, match="head is a Scaled, no plain linear layer"):
-        SummedLoss(model, chunk=4)
+        SummedLoss(chunk=4)(model, collate([PACKED.train[0]], 0, torch.device("cpu")))
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
@@ -239,9 +236,9 @@ def test_a_model_that_computes_with_its_logits_is_refused_at_any_loss(
     model = filled(random_source(tiny_llama_config(vocab_size=64) | changes, tmp_path)).to(compute)
     few = PACKED.train[0]  # one target: the cap changes a loss of some nats by 1 %
     few.labels[1:] = -100
-    loss = SummedLoss(model, chunk=4)
+    loss = SummedLoss(chunk=4)
     with pytest.raises(StageError) as caught:
-        loss(collate([few], 0, torch.device("cpu")))
+        loss(model, collate([few], 0, torch.device("cpu")))
     assert str(caught.value) == (
         "loss_chunk_size: this model computes something with its logits (caps or scales them, "
         "say), so their loss cannot stand for them (leave out loss_chunk_size)"
@@ -262,11 +259,13 @@ def test_the_same_model_without_a_cap_trains_in_chunks(tmp_path: Path) -> None:
     config = tiny_llama_config(vocab_size=64, final_logit_softcapping=None, model_type="gemma2")
     model = filled(random_source(config, tmp_path)).to(torch.bfloat16)
     batch = collate([PACKED.train[0]], 0, torch.device("cpu"))
-    chunked = SummedLoss(model, chunk=4)
-    loss = chunked(batch)
+    chunked = SummedLoss(chunk=4)
+    loss = chunked(model, batch)
     loss.backward()
     assert float(model.model.norm.weight.grad.abs().max()) > 0
-    assert float(loss.detach()) == pytest.approx(float(chunked.in_full(batch).detach()), rel=1e-2)
+    assert float(loss.detach()) == pytest.approx(
+        float(chunked.in_full(model, batch).detach()), rel=1e-2
+    )
 
 
 def copied_loss(dist: DistContext, folder: str) -> list[float]:
@@ -277,17 +276,15 @@ def copied_loss(dist: DistContext, folder: str) -> list[float]:
         master="fp32", compute="fp32", reduce="fp32", buffer=None, loss_scaling=None
     )
     engine = Ddp(static_graph=True).run(ctx, source(ctx, Setting(wrap="ddp")), precision, plan)
-    loss = SummedLoss(engine.model, chunk=4)
+    loss = SummedLoss(chunk=4)
     batch = collate([toy_data().train[0]], 0, engine.device)
     found = []
     for _ in range(2):
-        with engine.microbatch(last=True):
-            found.append(loss(batch))
-            engine.backward(found[-1])
+        found.append(float(engine.accumulate([batch], loss, scale=1.0)))
         engine.step(lr_scale=0.0)
-    whole = float(loss.in_full(batch))
+    whole = float(engine.evaluate([batch], loss.in_full))
     engine.close()
-    return [float(each.detach()) / whole for each in found]
+    return [each / whole for each in found]
 
 
 def test_a_wrapper_may_copy_the_loss(tmp_path: Path) -> None:

@@ -29,7 +29,9 @@ from stages.train.step import StepResult
 from tests.support.runs import context
 
 CPU = torch.device("cpu")
-ENGINE: Any = SimpleNamespace(data_axis=SimpleNamespace(count=1), device=CPU)
+ENGINE: Any = SimpleNamespace(
+    data_axis=SimpleNamespace(count=1), device=CPU, total=lambda values: values
+)
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +54,7 @@ class Steps:
         log.setLevel(logging.INFO)
         ctx = replace(context(DistContext(device=CPU), folder), log=log)
         self.progress = progress
-        self.meter = StepMeter(ENGINE, progress, cost)
+        self.meter = StepMeter(ENGINE, ctx.dist, progress, cost)
         self.reporter = Reporter(ctx, log_every=every, total_steps=lambda _: 9)
 
     def add(self, done: StepResult, profile: Profile | None = None) -> None:

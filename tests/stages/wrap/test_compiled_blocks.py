@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.contracts.data import MicroBatch
 from pipeline.distributed.process_group import DistContext
 from stages.model.hf import ActivationCheckpointing, Compile, Fp8
 from stages.optimizer.adamw import AdamW
@@ -44,6 +45,14 @@ BROKEN = {("zero3", "LoRA")}
 """Cases whose graphs are broken by hooks of frozen parameters within the block."""
 
 
+BATCH = MicroBatch(input_ids=torch.arange(16)[None], labels=torch.arange(16)[None])
+
+
+def squares(model: Any, batch: MicroBatch) -> torch.Tensor:
+    loss: torch.Tensor = model(input_ids=batch.input_ids).logits.float().square().mean()
+    return loss
+
+
 def compiled(dist: DistContext, folder: str) -> list[dict[str, Any]]:
     """Train three steps of each case; return the number of compiled graphs, the reasons for graph
     breaks, and the last loss."""
@@ -61,17 +70,14 @@ def compiled(dist: DistContext, folder: str) -> list[dict[str, Any]]:
         engine = STRATEGIES[strategy].stage().run(ctx, source, precision, plan)
         loss = torch.zeros(())
         for _ in range(3):
-            with engine.microbatch(last=True):
-                logits = engine.model(input_ids=torch.arange(16)[None]).logits
-                loss = logits.float().square().mean()
-                engine.backward(loss)
+            loss = engine.accumulate([BATCH], squares, scale=1.0)
             engine.step(lr_scale=1.0)
         engine.close()
         found.append(
             {
                 "graphs": counters["stats"]["unique_graphs"],
                 "breaks": list(counters["graph_break"]),
-                "loss": float(loss.detach()),
+                "loss": float(loss),
             }
         )
     return found

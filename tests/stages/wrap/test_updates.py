@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +31,12 @@ class Plain(TorchEngine):
     def module(self) -> nn.Module:
         return self.model
 
-    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
     def describe(self) -> Mapping[str, Any]:
         return {}
 
     def train(self, steps: int, *, admitted: bool = True) -> dict[str, int]:
         for _ in range(steps):
-            self.backward(self.model(torch.ones(3)).sum())
+            self.model(torch.ones(3)).sum().backward()
             self.step(lr_scale=1.0, should_step=lambda norm: admitted)
         return dict(self.state().updates)
 
