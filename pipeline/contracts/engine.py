@@ -150,6 +150,9 @@ class Engine(ABC):
     """The parts of the model that this rank runs: one, or several stages of a pipeline."""
     device: torch.device
     data_axis: DataAxis
+    random_stream: int
+    """Number of this rank's stream of random numbers. Ranks that compute copies of one thing have
+    the same."""
 
     @abstractmethod
     def accumulate(

@@ -208,7 +208,7 @@ def make_groups(
     trained = [parameter for parameter in parameters if parameter.parameter.requires_grad]
     own = settings.groups
     _require_members(own, [parameter.name for parameter in trained])
-    found: dict[tuple[int, float], dict[str, Any]] = {}
+    found: dict[tuple[int, float, int], dict[str, Any]] = {}
     for parameter in trained:
         place = _place(own, parameter.name)
         decays = settings.decay_all or len(parameter.shape) >= 2
@@ -221,7 +221,8 @@ def make_groups(
             given = own[place].weight_decay
             decay = decay if given is None else given
         group["weight_decay"] = decay
-        found.setdefault((place, -decay), group)["params"].append(parameter.parameter)
+        key = (place, -decay, group.get("shard", 0))
+        found.setdefault(key, group)["params"].append(parameter.parameter)
     return [found[key] for key in sorted(found)]
 
 

@@ -53,7 +53,7 @@ def train(
     """Train to the last step, from the newest checkpoint if there is one (collective)."""
     if config.evaluates and not data.heldout:
         raise StageError(f"{config.evaluates[0]} {NO_SAMPLES}", hint=GIVE_SAMPLES)
-    start_random_streams(zlib.crc32(f"{ctx.seed}/{engine.data_axis.index}".encode()))
+    start_random_streams(zlib.crc32(f"{ctx.seed}/{engine.random_stream}".encode()))
     identity = lineage(config, ctx, data, model)
     validate = functools.partial(require_same_lineage, identity, ctx.accept)
     restored = checkpoints.restore(validate)

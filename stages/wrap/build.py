@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pipeline import (
     ENGINE_FILE,
@@ -143,11 +144,21 @@ def verify_engine(ctx: Context, engine: Engine, expected: Mapping[str, Any]) -> 
         raise EngineMismatch("what runs is not what the recipe asks for: " + "; ".join(differences))
 
 
-def named_parameters(module: nn.Module, *, shard: int = 0) -> Iterator[NamedParameter]:
-    """The module's parameters, tied ones once, as an OptimizerPlan groups them; `shard` is the
-    number of this process among those that share a sharded one."""
+def named_parameters(module: nn.Module) -> Iterator[NamedParameter]:
+    """The module's parameters, tied ones once, as an OptimizerPlan groups them."""
     for name, parameter in module.named_parameters():
-        yield NamedParameter(name, parameter, tuple(parameter.shape), shard)
+        yield NamedParameter(name, parameter, tuple(parameter.shape), _shard(parameter))
+
+
+def _shard(parameter: nn.Parameter) -> int:
+    """Number of this process among those that share a sharded parameter; replicas have the same."""
+    number = 0
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for axis, placement in enumerate(parameter.placements):
+            if not placement.is_replicate():
+                number = number * mesh.size(axis) + mesh.get_local_rank(axis)
+    return number
 
 
 def trained(module: nn.Module) -> Iterator[nn.Parameter]:

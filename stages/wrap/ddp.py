@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
 from annotated_types import Gt
 
-from pipeline import Context, Engine, ModelSource, OptimizerPlan, Precision
+from pipeline import Context, Engine, ModelSource, OptimizerPlan, PlanView, Precision, Problem
+from stages.wrap import axes
+from stages.wrap.axes import ContextParallel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +29,15 @@ class Ddp:
     find_unused_parameters: bool = False
     """Search the graph every step for parameters without gradient; slow, for models that need
     it."""
+
+    context_parallel: ContextParallel | None = None
+    """Divide the tokens of every sample among ranks; null gives each sample to one rank."""
+
+    def data_ranks(self, procs: int) -> int:
+        return axes.data_ranks(self, procs)
+
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        yield from axes.axis_problems(self, plan)
 
     @property
     def keeps_gradients(self) -> bool:

@@ -16,7 +16,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline import Context, ModelSource, OptimizerPlan, Precision, dtype_name, torch_dtype
+from stages.wrap.axes import required
 from stages.wrap.build import build_module, declared_facts, trained, verify_engine
+from stages.wrap.context_parallel import divide_sequence
 from stages.wrap.torch_compat import (
     buckets,
     hook_states,
@@ -35,9 +37,11 @@ def build(
 ) -> TorchEngine:
     """Replicate the model; the same values are sent to every rank as weights are loaded."""
     everyone = torch.distributed.group.WORLD
+    axes = required(config, ctx.dist.world_size)
     module = build_module(ctx, model, precision, replicas=everyone, casts=True)
+    divide_sequence(module, axes, ctx.dist.device.type)
     replica = _replicate(config, module, ctx, precision)
-    engine = DdpEngine(replica, make_optimizer(plan, module), ctx, precision, plan)
+    engine = DdpEngine(replica, make_optimizer(plan, module), ctx, precision, plan, axes)
     expected = {"engine": "DistributedDataParallel", "device": ctx.dist.device.type}
     verify_engine(ctx, engine, {**declared_facts(ctx, precision), **expected})
     return engine

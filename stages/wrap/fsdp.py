@@ -9,6 +9,8 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt
 
 from pipeline import Context, Engine, ModelSource, OptimizerPlan, PlanView, Precision, Problem
+from stages.wrap import axes
+from stages.wrap.axes import Axes, ContextParallel
 
 Sharding = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
 
@@ -45,7 +47,22 @@ class Fsdp:
     """While accumulating, reduce each micro-batch's gradients, so that they stay sharded; false
     reduces once a step and holds whole gradients on every rank meanwhile."""
 
+    context_parallel: ContextParallel | None = None
+    """Divide the tokens of every sample among ranks; null gives each sample to one rank."""
+
+    def data_ranks(self, procs: int) -> int:
+        return axes.data_ranks(self, procs)
+
+    def shards(self, axes: Axes, local_ranks: int) -> int:
+        """Number of ranks that share one copy of the parameters, given the number on a node."""
+        if self.sharding == "no_shard":
+            return 1
+        if self.sharding == "hybrid_shard":
+            return self.shard_size or local_ranks
+        return axes.data * axes.context
+
     def check(self, plan: PlanView) -> Iterator[Problem]:
+        yield from axes.axis_problems(self, plan)
         if self.shard_size is not None and self.sharding != "hybrid_shard":
             yield Problem(key="shard_size", message="only applies to hybrid_shard")
         if self.shard_size is not None and plan.procs % self.shard_size:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -20,7 +20,10 @@ from torch.distributed.fsdp import (
 
 from pipeline import Context, ModelSource, OptimizerPlan, Precision, StageError, torch_dtype
 from pipeline.utils import with_values
+from stages.wrap.axes import Axes, required
 from stages.wrap.build import build_module, declared_facts, verify_engine
+from stages.wrap.context_parallel import divide_sequence
+from stages.wrap.mesh import parameter_mesh
 from stages.wrap.torch_compat import reshard, sharding_facts
 from stages.wrap.torch_engine import TorchEngine, make_optimizer
 
@@ -32,8 +35,9 @@ def build(
     config: Fsdp, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
 ) -> TorchEngine:
     """Shard units then the root on the meta device; each rank materializes and loads its shards."""
+    axes = required(config, ctx.dist.world_size)
     with with_values():
-        mesh = make_mesh(config, ctx)
+        mesh = make_mesh(config, ctx, axes)
     units: list[nn.Module] = []
 
     def shard(module: nn.Module) -> None:
@@ -49,8 +53,9 @@ def build(
         replicas=mesh["replicate"].get_group() if mesh.ndim == 2 else None,
         home=torch.device("cpu") if config.cpu_offload else None,
     )
-    optimizer = make_optimizer(plan, module, shard=mesh.get_local_rank("shard"))
-    engine = FsdpEngine(config, mesh, module, optimizer, ctx, precision, plan)
+    divide_sequence(module, axes, ctx.dist.device.type)
+    optimizer = make_optimizer(plan, module)
+    engine = FsdpEngine(config, mesh, module, optimizer, ctx, precision, plan, axes)
     expected = {
         **declared_facts(ctx, precision),
         "engine": "fully_shard",
@@ -64,18 +69,16 @@ def build(
     return engine
 
 
-def make_mesh(config: Fsdp, ctx: Context) -> DeviceMesh:
-    """One axis of all ranks, or (replicate, shard) for hybrid_shard and no_shard."""
-    world = ctx.dist.world_size
-    kind = ctx.dist.device.type
+def make_mesh(config: Fsdp, ctx: Context, axes: Axes) -> DeviceMesh:
+    """One axis, or (replicate, shard) for hybrid_shard and no_shard."""
+    both = axes.data * axes.context
+    shards = config.shards(axes, ctx.dist.local_world_size)
+    if both % shards:
+        raise StageError(f"{both} processes do not divide into shard groups of {shards}")
+    whole = parameter_mesh(axes, ctx.dist.device.type, shards)
     if config.sharding in ("full_shard", "shard_grad_op"):
-        return init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
-    size = 1
-    if config.sharding == "hybrid_shard":
-        size = config.shard_size or ctx.dist.local_world_size
-    if world % size:
-        raise StageError(f"{world} processes do not divide into shard groups of {size}")
-    return init_device_mesh(kind, (world // size, size), mesh_dim_names=("replicate", "shard"))
+        return whole["shard"]
+    return whole["replicate", "shard"]
 
 
 def _shard(
@@ -139,7 +142,6 @@ class FsdpEngine(TorchEngine):
         return {
             "engine": "fully_shard" if isinstance(self.model, FSDPModule) else "none",
             **self.common_facts(),
-            "world_size": self._mesh.size(),
             "mesh": dict(zip(self._mesh.mesh_dim_names or (), self._mesh.shape, strict=True)),
             **sharding_facts(self.model),
             "sharded_parameters": sum(p.to_local().numel() for p in self.model.parameters()),  # type: ignore[attr-defined]

@@ -10,25 +10,30 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from pipeline import DataAxis, DistContext, Engine, MicroBatch, Objective
+from pipeline import DistContext, Engine, MicroBatch, Objective
+from stages.wrap.axes import Axes
+from stages.wrap.context_parallel import cut
 
 T = TypeVar("T")
 
 
 class ModuleEngine(Engine):
-    """Runs micro-batches one after another."""
+    """Runs micro-batches one after another. Without `axes`, all ranks are data-parallel."""
 
-    def __init__(self, model: nn.Module, dist: DistContext) -> None:
+    def __init__(self, model: nn.Module, dist: DistContext, axes: Axes | None = None) -> None:
         self.model = model
         self.modules = (model,)
         self.device = dist.device
-        self.data_axis = DataAxis(index=dist.rank, count=dist.world_size)
+        self._axes = axes or Axes(data=dist.world_size)
+        self._place = self._axes.place(dist.rank)
+        self.data_axis = self._place.data
+        self.random_stream = self._place.stream
 
     @property
     def averaged_over(self) -> int:
         """Number of ranks over whose gradients the strategy averages. The loss is multiplied by it,
         so that they are summed, and the sum stays in the range of narrow dtypes."""
-        return self.data_axis.count
+        return self._axes.data * self._axes.context
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         """Surround one forward and backward; `last` is True for the final one of a step, in which
@@ -45,10 +50,10 @@ class ModuleEngine(Engine):
         total = torch.zeros((), device=self.device)
         for batch, last in with_last(batches):
             with self.microbatch(last=last):
-                loss = objective(self.model, batch)
+                loss = objective(self.model, self._own(batch))
                 self.backward(loss * (scale * self.averaged_over))
             total += loss.detach()
-        return total
+        return self._part(total)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch], objective: Objective) -> Tensor:
@@ -56,10 +61,19 @@ class ModuleEngine(Engine):
         self.model.eval()
         try:
             for batch in batches:
-                total += objective(self.model, batch)
+                total += objective(self.model, self._own(batch))
         finally:
             self.model.train()
-        return total
+        return self._part(total)
+
+    def _own(self, batch: MicroBatch) -> MicroBatch:
+        """What this rank computes of a micro-batch: all, or its slice of the tokens."""
+        ranks = self._axes.context
+        return batch if ranks == 1 else cut(batch, self._place.context, ranks)
+
+    def _part(self, total: Tensor) -> Tensor:
+        """This rank's part of a loss, which a tensor-parallel group computes alike."""
+        return total if self._place.tensor == 0 else torch.zeros_like(total)
 
 
 def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:

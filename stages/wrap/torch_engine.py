@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from pipeline import (
@@ -19,16 +18,18 @@ from pipeline import (
     Context,
     EngineState,
     Fragment,
-    LossScale,
     OptimizerPlan,
     Precision,
     StepGuard,
     StepReport,
     dtype_name,
 )
+from stages.wrap.axes import Axes
 from stages.wrap.build import dtype_names, named_parameters, parameter_count
 from stages.wrap.compute_cast import installed_casts
+from stages.wrap.gradients import multiply, total_norm
 from stages.wrap.load_weights import flat, local_span, stored_tensors
+from stages.wrap.loss_scaling import LossScaler
 from stages.wrap.module_engine import ModuleEngine
 from stages.wrap.optimizer_state import (
     fixed_state,
@@ -78,11 +79,13 @@ class TorchEngine(ModuleEngine):
         ctx: Context,
         precision: Precision,
         plan: OptimizerPlan,
+        axes: Axes | None = None,
     ) -> None:
-        super().__init__(model, ctx.dist)
+        super().__init__(model, ctx.dist, axes)
         self.optimizer = optimizer
         self.plan = plan
-        self.scaler = make_scaler(precision, next(model.parameters()).device)
+        scaling = precision.loss_scaling
+        self.scaler = None if scaling is None else LossScaler(scaling)
 
     @property
     @abstractmethod
@@ -96,7 +99,7 @@ class TorchEngine(ModuleEngine):
         master = dtype_names(trained)
         casts = {dtype_name(cast.dtype) for cast in installed_casts(self.module)}
         return {
-            "world_size": self.data_axis.count,
+            "world_size": self._axes.ranks,
             "compute": sorted(casts) or master,
             "reduce": master,
             "model": type(self.module).__name__,
@@ -110,31 +113,37 @@ class TorchEngine(ModuleEngine):
         }
 
     def backward(self, loss: Tensor) -> None:
-        scaled = loss if self.scaler is None else self.scaler.scale(loss)
+        scaled = loss if self.scaler is None else loss * self.scaler.scale
         scaled.backward()  # type: ignore[no-untyped-call]
 
     def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
         optimizer, scaler = self.optimizer, self.scaler
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * lr_scale
-        if scaler is not None:
-            scaler.unscale_(optimizer)
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = clip(parameters, self.plan.max_grad_norm)
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        scale = 1.0 if scaler is None else scaler.scale
+        norm = total_norm(gradients) / scale
+        overflowed = scaler is not None and not math.isfinite(float(norm))
         # Without a guard the host starts the update without waiting for the norm.
-        applied, scale = should_step is None or should_step(float(norm)), 1.0
-        if scaler is None:
-            if applied:
-                optimizer.step()
-        else:
-            scale = scaler.get_scale()
-            if applied:
-                scaler.step(optimizer)
-            scaler.update()  # halves the scale if `unscale_` found a gradient that is not finite
-            applied = applied and scaler.get_scale() >= scale
+        applied = not overflowed and (should_step is None or should_step(float(norm)))
+        if applied:
+            self._limit(gradients, norm, scale)
+            optimizer.step()
+        if scaler is not None:
+            scaler.update(overflowed=overflowed)
         optimizer.zero_grad(set_to_none=not self.keeps_gradients)
         self._applied += applied
         return StepReport(grad_norm=float(norm), applied=applied, loss_scale=scale)
+
+    def _limit(self, gradients: list[Tensor], norm: Tensor, scale: float) -> None:
+        """Divide gradients by the loss scale, and scale them down to the largest norm."""
+        limit = self.plan.max_grad_norm
+        if limit is not None:
+            # As torch.nn.utils.clip_grad_norm_ does.
+            multiply(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0) / scale)
+        elif scale != 1.0:
+            multiply(gradients, torch.full_like(norm, 1 / scale))
 
     def state(self) -> EngineState:
         return dataclasses.replace(
@@ -143,7 +152,7 @@ class TorchEngine(ModuleEngine):
                 name: updates(state, self._restored.get(name, 0) + self._applied)
                 for name, state in self._layout.trained.items()
             },
-            loss_scale=None if self.scaler is None else _loss_scale(self.scaler),
+            loss_scale=None if self.scaler is None else self.scaler.state,
         )
 
     def fragments(self) -> Iterator[Fragment]:
@@ -154,7 +163,7 @@ class TorchEngine(ModuleEngine):
         for name, own in self._layout.trained.items():
             set_updates(own, state.updates[name])
         if self.scaler is not None and state.loss_scale is not None:
-            _set_loss_scale(self.scaler, state.loss_scale)
+            self.scaler.restore(state.loss_scale)
         yield from self._fragments(write=True)
 
     def sync_compute_weights(self) -> None:
@@ -207,57 +216,9 @@ class TorchEngine(ModuleEngine):
                 yield name, state
 
 
-def make_optimizer(plan: OptimizerPlan, module: nn.Module, *, shard: int = 0) -> Optimizer:
-    """The plan's optimizer of the module; each group keeps its base rate as `initial_lr`. `shard`
-    is this process's number among those that share a sharded parameter."""
-    optimizer = plan.build(plan.groups(named_parameters(module, shard=shard)))
+def make_optimizer(plan: OptimizerPlan, module: nn.Module) -> Optimizer:
+    """The plan's optimizer of the module; each group keeps its base rate as `initial_lr`."""
+    optimizer = plan.build(plan.groups(named_parameters(module)))
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer
-
-
-def make_scaler(precision: Precision, device: torch.device) -> GradScaler | None:
-    """The policy's dynamic loss scaler, on the gradients' `device`; None without loss scaling."""
-    scaling = precision.loss_scaling
-    if scaling is None:
-        return None
-    scaler = GradScaler(
-        device.type, init_scale=scaling.initial_scale, growth_interval=scaling.growth_interval
-    )
-    # The scale is placed at first use: beside the gradients, not beside an offloaded model's loss.
-    scaler.scale(torch.zeros((), device=device))
-    return scaler
-
-
-def clip(parameters: list[nn.Parameter], max_norm: float | None) -> Tensor:
-    """Scale gradients down to the global L2 norm `max_norm`; return the norm before, a scalar.
-
-    Norms are accumulated in fp32 over the whole model, on all ranks that hold a part of it.
-    """
-    norm = _norm([p.grad for p in parameters if p.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    if max_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm, foreach=True)
-    return norm
-
-
-def _norm(gradients: list[Tensor]) -> Tensor:
-    if all(gradient.dtype == torch.float32 for gradient in gradients):
-        return torch.nn.utils.get_total_norm(gradients, foreach=True)
-    # torch's foreach norms accumulate in the gradients' own dtype.
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return total
-
-
-def _loss_scale(scaler: GradScaler) -> LossScale:
-    state = scaler.state_dict()
-    return LossScale(scale=float(state["scale"]), good_steps=int(state["_growth_tracker"]))
-
-
-def _set_loss_scale(scaler: GradScaler, saved: LossScale) -> None:
-    # The growth settings stay those of the recipe.
-    good_steps = saved.good_steps % scaler.get_growth_interval()  # it grows at equality alone
-    counters = {"scale": saved.scale, "_growth_tracker": good_steps}
-    scaler.load_state_dict({**scaler.state_dict(), **counters})

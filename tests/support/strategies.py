@@ -74,6 +74,7 @@ REPLICATED = _traits("replicated")
 RESUMES = _traits("resumes")
 SMALL_GROUPS = {"param_persistence_threshold": 100}
 """Partitions tiny parameters too."""
+ZERO3 = {"stage": 3, "sub_group_size": 9000, **SMALL_GROUPS}
 FOR_TINY_MODELS = {"sub_group_size", *SMALL_GROUPS}
 ACCELERATE_FSDP = """
 distributed_type: FSDP
@@ -94,6 +95,13 @@ STRATEGIES: dict[str, Strategy] = {
     ),
     "ddp unused": Strategy(
         use="wrap.ddp", fields={"find_unused_parameters": True}, parity=(3,), batching=UNEVEN
+    ),
+    "ddp context": Strategy(
+        use="wrap.ddp",
+        fields={"context_parallel": {"size": 2}},
+        traits=RESUMES | REPLICATED,
+        group=2,
+        parity=(2, 4),
     ),
     "powersgd": Strategy(
         use="tests.plugins.powersgd.powersgd:PowerSgd",
@@ -132,6 +140,14 @@ STRATEGIES: dict[str, Strategy] = {
         use="wrap.fsdp", fields={"cpu_offload": True}, traits=RESUMES | SHARDED, parity=(2,)
     ),
     "fsdp ahead": Strategy(use="wrap.fsdp", fields={"forward_prefetch": 1}, parity=(2,)),
+    "fsdp context": Strategy(
+        use="wrap.fsdp",
+        fields={"context_parallel": {"size": 2}},
+        title="FSDP, context 2",
+        traits=RESUMES | SHARDED,
+        group=2,
+        parity=(2, 4),
+    ),
     "zero1": Strategy(
         use="wrap.zero", fields={"stage": 1}, title="ZeRO-1", traits=BASIC | SHARDED, parity=(1, 2)
     ),
@@ -143,6 +159,25 @@ STRATEGIES: dict[str, Strategy] = {
         parity=(1, 2, 3),
         batching=UNEVEN,
     ),
+    "zero2 context": Strategy(
+        use="wrap.zero",
+        fields={"stage": 2, "context_parallel": {"size": 2}},
+        traits=RESUMES | SHARDED,
+        group=2,
+        parity=(2,),
+    ),
+    "zero3 context": Strategy(
+        use="wrap.zero",
+        fields={
+            "stage": 3,
+            "sub_group_size": 9000,
+            "context_parallel": {"size": 2},
+            **SMALL_GROUPS,
+        },
+        traits=RESUMES | SHARDED,
+        group=2,
+        parity=(2, 4),
+    ),
     "zero2 round robin": Strategy(
         use="wrap.zero",
         fields={"stage": 2, "round_robin_gradients": True},
@@ -150,7 +185,7 @@ STRATEGIES: dict[str, Strategy] = {
     ),
     "zero3": Strategy(
         use="wrap.zero",
-        fields={"stage": 3, "sub_group_size": 9000, **SMALL_GROUPS},
+        fields=ZERO3,
         title="ZeRO-3",
         traits=BASIC | SHARDED,
         parity=(1, 2, 3),

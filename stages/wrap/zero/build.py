@@ -15,7 +15,9 @@ from torch import nn
 
 from pipeline import Context, ModelSource, NamedParameter, OptimizerPlan, Precision, StageError
 from pipeline.utils import replace_text
+from stages.wrap.axes import required
 from stages.wrap.build import build_empty, cast_buffers, declared_facts, materialize, verify_engine
+from stages.wrap.context_parallel import divide_sequence
 from stages.wrap.load_weights import load_weights
 from stages.wrap.zero import compat
 from stages.wrap.zero.checks import offload_problems
@@ -50,6 +52,8 @@ def build(
         else:
             materialize(module, ctx.dist.device, buffer_device=ctx.dist.device)
         cast_buffers(module, precision)
+        axes = required(stage, ctx.dist.world_size)
+        divide_sequence(module, axes, ctx.dist.device.type)
         with compat.quiet():
             live, *_ = deepspeed.initialize(
                 model=module,
@@ -58,7 +62,7 @@ def build(
                 dist_init_required=False,
             )
         compat.lift_loss_scale_floor(live)
-        engine = ZeroEngine(live, ctx.dist, precision, plan)
+        engine = ZeroEngine(live, ctx.dist, precision, plan, axes)
         # Weakly, so that the engine's memory can be freed before the run ends.
         ctx.on_exit(functools.partial(_close, weakref.ref(engine)))
         # Load masters and make parameters from them: masters that DeepSpeed makes from

@@ -20,6 +20,7 @@ from pipeline import (
     StepReport,
     dtype_name,
 )
+from stages.wrap.axes import Axes
 from stages.wrap.build import dtype_names, parameter_count, trained
 from stages.wrap.load_weights import LocalShard
 from stages.wrap.module_engine import ModuleEngine
@@ -32,9 +33,9 @@ class ZeroEngine(ModuleEngine):
     over micro-batches and applied by one `step`."""
 
     def __init__(
-        self, live: Any, dist: DistContext, precision: Precision, plan: OptimizerPlan
+        self, live: Any, dist: DistContext, precision: Precision, plan: OptimizerPlan, axes: Axes
     ) -> None:
-        super().__init__(live, dist)
+        super().__init__(live, dist, axes)
         self.deepspeed = live
         self._scaling = precision.loss_scaling
         # Groups are renewed when a checkpoint is loaded, base rates are not.

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt
 
 from pipeline import Context, Engine, ModelSource, OptimizerPlan, PlanView, Precision, Problem
+from stages.wrap import axes
+from stages.wrap.axes import ContextParallel
 
 OffloadDevice = Literal["cpu", "nvme"]
 
@@ -147,9 +149,16 @@ class Zero:
     """Further DeepSpeed configuration under DeepSpeed's own keys (nested blocks too). A key that a
     field above or another slot decides, or that DeepSpeed does not know, is refused."""
 
+    context_parallel: ContextParallel | None = None
+    """Divide the tokens of every sample among ranks; null gives each sample to one rank."""
+
+    def data_ranks(self, procs: int) -> int:
+        return axes.data_ranks(self, procs)
+
     def check(self, plan: PlanView) -> Iterator[Problem]:
         from stages.wrap.zero.checks import problems
 
+        yield from axes.axis_problems(self, plan)
         yield from problems(self, plan)
 
     def run(

@@ -1,0 +1,121 @@
+"""Axes of parallelism beside the data-parallel one: fields of wrap stages, and the layout of ranks.
+
+Outermost first, the axes are pipeline, data, context, tensor. Ranks of a tensor-parallel group are
+neighbours, since they exchange activations in every layer; then those of a context-parallel group,
+which exchange them in every attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from annotated_types import Ge
+
+from pipeline import DataAxis, PlanView, Problem, StageError
+
+Size = Annotated[int, Ge(1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextParallel:
+    """Divide the tokens of every sample among ranks, for long sequences.
+
+    Each rank runs the model on a slice of the sequence. Around attention, ranks exchange heads for
+    the rest of the sequence, so that each attends over all of it with a share of the heads
+    (Jacobs et al. 2023, DeepSpeed Ulysses). Activations, logits and the loss's memory are divided.
+    """
+
+    size: Size
+    """Ranks that share a sample. It divides the number of attention heads."""
+
+
+FIELDS = {"context": "context_parallel"}
+"""Axis -> the field that asks for it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axes:
+    """Number of ranks on each axis; they multiply to all ranks."""
+
+    pipeline: int = 1
+    data: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    @property
+    def ranks(self) -> int:
+        """Number of all ranks."""
+        return self.pipeline * self.data * self.context * self.tensor
+
+    @classmethod
+    def of(cls, stage: Any, procs: int) -> Axes | None:
+        """The axes that a wrap stage asks for, all that is left being data-parallel; None if the
+        processes do not divide."""
+        sizes = asked(stage)
+        left = procs
+        for size in sizes.values():
+            if left % size:
+                return None
+            left //= size
+        return cls(data=left, **sizes)
+
+    def place(self, rank: int) -> Place:
+        """Coordinates of a rank."""
+        rest, tensor = divmod(rank, self.tensor)
+        rest, context = divmod(rest, self.context)
+        pipeline, data = divmod(rest, self.data)
+        return Place(
+            pipeline=pipeline,
+            data=DataAxis(index=data, count=self.data),
+            context=context,
+            tensor=tensor,
+            stream=rank // self.tensor,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Coordinates of a rank on the axes."""
+
+    pipeline: int
+    data: DataAxis
+    context: int
+    tensor: int
+    stream: int
+    """Number of the rank's stream of random numbers. Ranks of a tensor-parallel group share one:
+    what they all compute has to be the same."""
+
+
+def asked(stage: Any) -> dict[str, int]:
+    """Sizes of the axes that a stage has fields for."""
+    blocks = {axis: getattr(stage, name, None) for axis, name in FIELDS.items()}
+    return {axis: block.size for axis, block in blocks.items() if block is not None}
+
+
+def required(stage: Any, procs: int) -> Axes:
+    """The axes that a wrap stage asks for. Raises StageError if the processes do not divide."""
+    axes = Axes.of(stage, procs)
+    if axes is None:
+        sizes = ", ".join(f"{FIELDS[axis]} {size}" for axis, size in asked(stage).items())
+        raise StageError(f"{procs} processes do not divide into groups ({sizes})")
+    return axes
+
+
+def data_ranks(stage: Any, procs: int) -> int:
+    """See `pipeline.DividesRanks`."""
+    axes = Axes.of(stage, procs)
+    return 0 if axes is None else axes.data
+
+
+def axis_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
+    """Axes that do not divide the processes."""
+    sizes, left = asked(stage), plan.procs
+    for axis, size in sizes.items():
+        if left % size:
+            whole = "processes" if left == plan.procs else f"of {plan.procs} processes"
+            message = f"{left} {whole} do not divide into groups of {size}"
+            yield Problem(key=f"{FIELDS[axis]}.size", message=message)
+            return
+        left //= size

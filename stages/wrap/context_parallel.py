@@ -1,0 +1,195 @@
+"""Context parallelism: several ranks share every sample, each with a slice of its tokens.
+
+Everything but attention runs on the slice. Around attention, ranks exchange heads for parts of the
+sequence (`ulysses.py`), so each attends over the whole sequence with a share of the heads, by the
+model's own attention function. Every rank's gradients are a part of the whole; they are to be
+summed over these ranks as over those of the data axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from pipeline import NO_TARGET, MicroBatch, StageError
+from stages.wrap import context_parallel_compat as compat
+from stages.wrap.axes import Axes
+from stages.wrap.mesh import context_group
+from stages.wrap.ulysses import gather_sequence, scatter_sequence
+
+
+def cut(batch: MicroBatch, index: int, count: int) -> MicroBatch:
+    """Slice `index` of `count` equal ones of the sequence, padded on the right to divide.
+
+    Token ids and labels have shape (samples, length / count). Positions are those of the whole
+    sequence, shape (samples, length): the model is given its slice of them by `ContextParallel`,
+    while masks follow from all.
+    """
+    length = batch.input_ids.shape[1]
+    extra = -length % count
+    size = (length + extra) // count
+    own = slice(index * size, (index + 1) * size)
+    return MicroBatch(
+        input_ids=F.pad(batch.input_ids, (0, extra))[:, own].contiguous(),
+        labels=F.pad(batch.labels, (0, extra), value=NO_TARGET)[:, own].contiguous(),
+        positions=_padded_positions(batch, extra),
+    )
+
+
+def _padded_positions(batch: MicroBatch, extra: int) -> Tensor:
+    """Positions of the whole sequence. Beside packed documents, padding is a document."""
+    samples, length = batch.input_ids.shape
+    count = torch.arange(length + extra, device=batch.input_ids.device)
+    if batch.positions is None:
+        return count.expand(samples, -1)
+    return torch.cat([batch.positions, count[:extra].expand(samples, -1)], dim=1)
+
+
+def divide_sequence(model: nn.Module, axes: Axes, device: str) -> None:
+    """Have attention of `model` see the whole sequence, of which each rank has a slice, if there is
+    a context axis (collective). Raises StageError for a model whose attention cannot be divided."""
+    if axes.context > 1:
+        ContextParallel(model, context_group(axes, device))
+
+
+def require_divisible(model: Any, ranks: int) -> None:
+    """Raise StageError unless attention of `model`, a transformers model, can be divided."""
+    reason = compat.mixes_elsewhere(model)
+    implementation = compat.implementation(model)
+    heads = model.config.get_text_config().num_attention_heads
+    if not reason and compat.mask_function(implementation) is None:
+        reason = f"has no known masks for {implementation}"
+    if not reason and heads % ranks:
+        reason = f"has {heads} attention heads, which do not divide among {ranks} ranks"
+    if reason:
+        raise StageError(f"context_parallel: {type(model).__name__} {reason}")
+
+
+class ContextParallel:
+    """Attention of one model over the whole sequence, of which each rank of `group` has a slice.
+
+    The model is called with its slice of the tokens, and with `position_ids` of the whole sequence,
+    as `cut` makes them. Raises StageError for a model whose attention cannot be divided.
+    """
+
+    def __init__(self, model: Any, group: ProcessGroup) -> None:
+        self._group = group
+        self._index = dist.get_rank(group)
+        self._count = dist.get_world_size(group)
+        require_divisible(model, self._count)
+        self._base = compat.implementation(model)
+        self._mask = compat.mask_function(self._base)
+        self._positions: Tensor | None = None
+        self._documents: Tensor | None = None
+        name = f"ulysses_{group.group_name}_{self._base}"
+        compat.register(name, self._attend, self._whole_mask)
+        compat.choose(model, name)
+        model.register_forward_pre_hook(self._give_slice, with_kwargs=True)
+
+    def _give_slice(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Note the whole sequence, and pass on what the model needs of it."""
+        whole: Tensor = kwargs["position_ids"]
+        size = whole.shape[1] // self._count
+        own = whole[:, self._index * size : (self._index + 1) * size]
+        self._positions, self._documents = whole, compat.documents(whole)
+        # A mask of two dimensions states the length of keys, and that masks are for padding alone:
+        # otherwise a slice's positions would decide on packed documents.
+        seen = torch.ones_like(whole, dtype=torch.bool)
+        passed = {**kwargs, "position_ids": own, "attention_mask": seen}
+        if "flash" in self._base:
+            passed |= _documents_of_flash(whole)
+        return args, passed
+
+    def _whole_mask(
+        self,
+        *,
+        q_length: int,
+        kv_length: int,
+        mask_function: Callable[..., Any],
+        attention_mask: Tensor | None = None,
+        allow_is_causal_skip: bool = True,
+        **rest: Any,
+    ) -> Any:
+        """Called by the model for a mask of its slice: give that of the whole sequence."""
+        assert self._mask is not None
+        if self._documents is not None and self._positions is not None:
+            mask_function = compat.within_documents(mask_function, self._positions, self._documents)
+            allow_is_causal_skip = False
+        return self._mask(
+            q_length=kv_length,
+            kv_length=kv_length,
+            mask_function=mask_function,
+            attention_mask=None,
+            allow_is_causal_skip=allow_is_causal_skip,
+            **rest,
+        )
+
+    def _attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention function of transformers: states of shape (samples, heads, length, width);
+        output of shape (samples, length, heads, width)."""
+        kwargs.pop("position_ids", None)  # of the slice; flash attention is told of documents
+        if "flash" in self._base and kwargs.get("cu_seq_lens_q") is None:
+            raise StageError(f"context_parallel: {type(module).__name__} takes no cu_seq_lens_q")
+        if kwargs.get("s_aux") is not None:  # a weight for each head
+            kwargs["s_aux"] = kwargs["s_aux"].chunk(self._count)[self._index]
+        query, key, value = gather_sequence((query, key, value), self._group)
+        attend = compat.attention_function(self._base, module)
+        local = _Attention(module, self._base, query.shape[1] // key.shape[1])
+        output, _ = attend(local, query, key, value, attention_mask, **kwargs)
+        return scatter_sequence(output, self._group), None
+
+
+class _Attention:
+    """An attention module as attention functions see it, with this rank's heads and the name of
+    the implementation that runs."""
+
+    def __init__(self, module: nn.Module, implementation: str, groups: int) -> None:
+        self._module = module
+        self.num_key_value_groups = groups
+        self.config = _Config(module.config, implementation)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _Config:
+    """A configuration with another attention implementation."""
+
+    def __init__(self, config: Any, implementation: str) -> None:
+        self._config = config
+        self._attn_implementation = implementation
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+def _documents_of_flash(positions: Tensor) -> dict[str, Any]:
+    """Arguments that tell flash attention where documents begin in the flattened samples; its own
+    guess takes a batch of several samples for unpacked ones."""
+    flat = positions.flatten()
+    starts = (flat == 0).nonzero().flatten()
+    ends = torch.tensor([flat.numel()], device=flat.device)
+    bounds = torch.cat([starts, ends]).to(torch.int32)
+    longest = int(bounds.diff().max())
+    return {
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
