@@ -79,8 +79,8 @@ class Tiny:
         for place, head in self._stagings[rank].heads:
             memory[place : place + len(head)] = head
         sizes = {tensor.key: tensor.itemsize for tensor in TENSORS}
-        for key, start, stop, place, _ in self._stagings[rank].whole:
-            part = content(key, step)[start * sizes[key] : stop * sizes[key]]
+        for key, start, numel, place, _ in self._stagings[rank].whole:
+            part = content(key, step)[start * sizes[key] : (start + numel) * sizes[key]]
             memory[place : place + len(part)] = part
         return memoryview(memory).toreadonly()
 

@@ -15,6 +15,7 @@ import pytest
 from pipeline.checkpoint.local_store import LocalStore
 from pipeline.checkpoint.manifest import MANIFEST, Damaged
 from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.checkpoint.tiles import Tile
 from pipeline.errors import CheckpointError
 from tests.support.tier import times
 from tests.support.tiny_store import Tiny, digests, read_digests, write
@@ -62,9 +63,10 @@ def regions(root: Path) -> list[tuple[Path, int, int, str]]:
     for part in manifest.parts:
         found.append((folder / part.sums, 0, (folder / part.sums).stat().st_size, ""))
     for tensor in manifest.tensors:
-        for place in reader._places.find(tensor.key, 0, tensor.numel):
-            end = place.offset + (place.stop - place.start) * tensor.itemsize
-            found.append((folder / manifest.files[place.file].name, place.offset, end, tensor.key))
+        for place in reader._places.find(tensor.key, Tile(0, tensor.numel)):
+            path = folder / manifest.files[place.file].name
+            for begin, low, high in place.extent.segments(0, place.tile.numel * tensor.itemsize):
+                found.append((path, begin, begin + high - low, tensor.key))
     sizes = {
         file: sum(end - start for f, start, end, _ in found if f == file) for file in files_of(root)
     }
@@ -243,7 +245,7 @@ EDITS: dict[str, tuple[Change, str]] = {
     "another header": (change_file("header", 1), "its header is damaged"),
     "sums swapped": (swap_sums, "rank-0000[01].sums"),
     "another step": (lambda m: m.update(step=2), "of step 2, in a folder that was renamed"),
-    "another version": (lambda m: m.update(version=3), "written by another version: version"),
+    "another version": (lambda m: m.update(version=4), "written by another version: version"),
     "more fields": (lambda m: m.update(more=2), "written by another version: more"),
 }
 for bad in ("/etc/passwd", "../x", "a/../../x", "a/..", ".", "", "a//b", "a\\b", "a\0b", ".hidden"):
