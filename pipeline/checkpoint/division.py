@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, NamedTuple
@@ -87,7 +88,7 @@ class Run(NamedTuple):
     def is_clear(self) -> bool:
         """Whether it has at most one piece for a rank, which the rank's number determines."""
         left, right = self.columns
-        if self.start >= self.stop or left >= right or self.length % self.unit:
+        if self.start >= self.stop or right - left < self.bands or self.length % self.unit:
             return False
         if self.length > self.rows * self.unit:
             return False
@@ -218,6 +219,11 @@ def require_whole(runs: Iterable[Sequence[Run]], numels: Mapping[str, int], rank
         for run in own:
             if not run.is_clear or run.last_rank >= ranks:
                 raise CoverageError(f"{key}: divided among ranks that do not exist")
+
+
+def row_lengths(shape: Sequence[int]) -> list[int]:
+    """Lengths of the rows that a tensor has by its shape: one for each dimension but the first."""
+    return [math.prod(shape[dim:]) for dim in range(1, len(shape))]
 
 
 def row_width(runs: Iterable[Run]) -> int:

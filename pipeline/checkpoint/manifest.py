@@ -20,7 +20,14 @@ from annotated_types import Ge, Le
 from pydantic import BaseModel, ConfigDict, PlainSerializer
 
 from pipeline.checkpoint.block_sums import BLOCK
-from pipeline.checkpoint.division import Count, CoverageError, Positive, Run, require_whole
+from pipeline.checkpoint.division import (
+    Count,
+    CoverageError,
+    Positive,
+    Run,
+    require_whole,
+    row_lengths,
+)
 from pipeline.checkpoint.safetensors_format import ITEM_BYTES
 from pipeline.contracts.engine import WEIGHT, EngineState
 from pipeline.errors import CheckpointError
@@ -197,6 +204,9 @@ class Manifest(_Model):
             require_whole(self.division(), numels, len(self.parts))
         except CoverageError as error:
             raise Damaged(f"{where}: {error}") from None
+        for tensor, own in zip(self.tensors, self.runs, strict=False):
+            if not {run.stride for run in own} <= {0, *row_lengths(tensor.shape)}:
+                raise Damaged(f"{where}: {tensor.key}: is divided by columns of other rows")
 
     def _require_tensor(self, tensor: TensorEntry, where: str) -> None:
         if tensor.dtype not in ITEM_BYTES:

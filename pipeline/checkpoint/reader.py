@@ -146,9 +146,7 @@ class CheckpointReader(StateSource):
         """The elements of a tile out of the whole rows around it."""
         size = self.entry(key).itemsize
         for first, data in self.read(key, wanted.start, wanted.end):
-            for overlap in overlaps(
-                Tile(first, first + len(data) // size), wanted, wanted.stride
-            ):
+            for overlap in overlaps(Tile(first, first + len(data) // size), wanted, wanted.stride):
                 yield Strip(overlap, data)
 
     def _strips(self, key: str, place: Place, overlap: Overlap) -> Iterator[Strip]:
@@ -168,9 +166,7 @@ class CheckpointReader(StateSource):
                 columns = min(box.right, run) - box.left
                 if columns > 0:
                     target = there + box.top * step + box.left
-                    found = Overlap(
-                        box.bottom - box.top, columns, box.at, pitch, target, step
-                    )
+                    found = Overlap(box.bottom - box.top, columns, box.at, pitch, target, step)
                     yield Strip(found, data)
 
     def _read_piece(

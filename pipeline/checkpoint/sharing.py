@@ -174,7 +174,9 @@ def _across(row: Sequence[Tile], tiles: _Tiles) -> int | None:
     them."""
     start, _, width, count = row[0]
     columns = -(-width // len(row))
-    edges = [(start + left, start + min(left + columns, width)) for left in range(0, width, columns)]
+    edges = [
+        (start + left, start + min(left + columns, width)) for left in range(0, width, columns)
+    ]
     if start % width or row != [Tile(left, right, width, count) for left, right in edges]:
         return None
     first = tiles[row[0]]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from pipeline.checkpoint import rng_state
-from pipeline.checkpoint.division import CoverageError, Run, Span
+from pipeline.checkpoint.division import CoverageError, Run, Span, row_lengths
 from pipeline.checkpoint.file_layout import FileLayout, Layout
 from pipeline.checkpoint.manifest import DataFile, ManifestTemplate, TensorEntry
 from pipeline.checkpoint.sharing import Holders, share_writing
@@ -160,6 +160,9 @@ def divide(messages: Sequence[bytes], file_layout: FileLayout) -> str:
     holders = Holders()
     for rank, received in enumerate(messages):
         kinds, keys = json.loads(zlib.decompress(received))
+        for _, shape, (_, _, stride, _) in kinds:
+            if stride and stride not in row_lengths(shape):
+                raise StageError(f"columns of rows of {stride} elements of a tensor of {shape}")
         tiles = [Tile(*tile) for _, _, tile in kinds]
         for key, kind in keys:
             fact = kinds[kind][:2]

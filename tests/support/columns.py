@@ -41,7 +41,7 @@ def content(cut: Cut) -> Tensor:
 def fragments(cut: Cut, rank: int, flat: Tensor) -> Iterator[Fragment]:
     """Yield a rank's fragments, given the whole tensor."""
     for tile in cut.tiles(rank):
-        own = flat[torch.tensor([tile.element(at) for at in range(tile.numel)])]
+        own = flat.as_strided((tile.count, tile.run), (tile.stride, 1), tile.start).reshape(-1)
         yield Fragment(
             name="a", shape=cut.shape, start=tile.start, state={WEIGHT: own}, stride=tile.stride,
             count=tile.count,

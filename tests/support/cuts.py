@@ -66,9 +66,7 @@ def _chunk(own: tuple[int, int], count: int, number: int) -> tuple[int, int]:
     return min(low + number * size, high), min(low + (number + 1) * size, high)
 
 
-def _tiles(
-    shape: Sequence[int], ranges: Sequence[tuple[int, int]], inner: int
-) -> Iterator[Tile]:
+def _tiles(shape: Sequence[int], ranges: Sequence[tuple[int, int]], inner: int) -> Iterator[Tile]:
     """Yield the box as tiles; `inner` is the last dimension that is cut."""
     if any(low >= high for low, high in ranges):
         return

@@ -114,8 +114,15 @@ def test_tiles(cut: Cut, data: st.DataObject) -> None:
         ((16, 1024, 1024), 0, 1, Run(0, 1 << 24, 1 << 21, 0, 1, 1, 0, 1 << 20, 8, 8)),
     ],
     ids=[
-        "columns", "rows", "neither", "small", "rows that cuts do not divide", "uneven rows",
-        "columns of uneven rows", "columns of experts", "columns and rows of experts",
+        "columns",
+        "rows",
+        "neither",
+        "small",
+        "rows that cuts do not divide",
+        "uneven rows",
+        "columns of uneven rows",
+        "columns of experts",
+        "columns and rows of experts",
         "experts and their rows",
     ],
 )
@@ -140,7 +147,7 @@ def journeys(draw: st.DrawFn) -> tuple[Cut, Cut]:
 
 
 @given(journeys(), FORMS, st.booleans(), st.data())
-@examples(60)
+@examples(30)
 def test_whatever_was_written_is_read(
     journey: tuple[Cut, Cut], form: FileLayout, passes: bool, data: st.DataObject
 ) -> None:
