@@ -1,6 +1,7 @@
 """Measure a rank's plan of a checkpoint by the number of ranks: seconds, memory, manifest.
 
-A 70B-shaped list of parameters with two moments, cut as FSDP, hybrid FSDP and ZeRO do it. Every
+A 70B-shaped list of parameters with two moments, cut as FSDP, hybrid FSDP and ZeRO do it, and as
+FSDP does it over tensor-parallel groups of 8 ranks. Every
 rank's message is made as on that rank; then the work of rank 0 and of one other rank is measured in
 this process: `python benchmarks/planning.py [RANKS ...]`. Needs no GPU.
 """
@@ -12,13 +13,14 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
-from pipeline.checkpoint.division import Run
+from pipeline.checkpoint.division import Run, Span
 from pipeline.checkpoint.file_layout import SHARDED, Layout
 from pipeline.checkpoint.manifest import Manifest, RankShare, TensorEntry
 from pipeline.checkpoint.places import Places
 from pipeline.checkpoint.staging import plan_staging
+from pipeline.checkpoint.tiles import Tile
 from pipeline.checkpoint.write_plan import (
     LocalShard,
     decode_division,
@@ -29,10 +31,12 @@ from pipeline.checkpoint.write_plan import (
 )
 from pipeline.contracts.engine import EngineState, ParameterGroup
 
+T = TypeVar("T")
+TENSOR_PARALLEL = 8
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 HIDDEN, MIDDLE, LAYERS, VOCABULARY, KV = 8192, 28672, 80, 128256, 1024
 
-Ranges = Iterator[tuple[str, tuple[int, ...], int, int]]
+Tiles = Iterator[tuple[str, tuple[int, ...], Tile]]
 
 
 def shapes() -> dict[str, tuple[int, ...]]:
@@ -55,28 +59,49 @@ def shapes() -> dict[str, tuple[int, ...]]:
 SHAPES = shapes()
 
 
-def by_rows(rank: int, ranks: int) -> Ranges:
+def by_rows(rank: int, ranks: int) -> Tiles:
     """Cut as FSDP does: each tensor in chunks of equally many rows."""
     for name, shape in SHAPES.items():
-        numel = _numel(shape)
-        chunk = -(-shape[0] // ranks) * (numel // shape[0])
-        yield name, shape, min(rank * chunk, numel), min((rank + 1) * chunk, numel)
+        low, high = _chunk((0, shape[0]), ranks, rank)
+        width = _numel(shape) // shape[0]
+        yield name, shape, Tile(low * width, high * width)
 
 
-def by_rows_of_nodes(rank: int, ranks: int) -> Ranges:
+def by_rows_of_tensor_parallel(rank: int, ranks: int) -> Tiles:
+    """Cut as tensor parallelism does, by rows or columns in groups of 8, and then as FSDP does."""
+    shard, own = divmod(rank, TENSOR_PARALLEL)
+    for name, shape in SHAPES.items():
+        rows, columns = (0, shape[0]), (0, _numel(shape) // shape[0])
+        width, is_split = columns[1], name.endswith(("o_proj.weight", "down_proj.weight"))
+        if is_split:
+            columns = _chunk(columns, TENSOR_PARALLEL, own)
+        elif "norm" not in name:
+            rows = _chunk(rows, TENSOR_PARALLEL, own)
+        low, high = _chunk(rows, ranks // TENSOR_PARALLEL, shard)
+        if is_split:
+            left, right = (low * width + column for column in columns)
+            yield name, shape, Tile(left, right, width, high - low)
+        else:
+            yield name, shape, Tile(low * width, high * width)
+
+
+def by_nodes_of_tensor_parallel(rank: int, ranks: int) -> Tiles:
+    """Cut so over half of the ranks; the others hold copies."""
+    yield from by_rows_of_tensor_parallel(rank % (ranks // 2), ranks // 2)
+
+
+def by_rows_of_nodes(rank: int, ranks: int) -> Tiles:
     """Cut as hybrid FSDP does: by rows over half of the ranks; the others hold copies."""
     yield from by_rows(rank % (ranks // 2), ranks // 2)
 
 
-def by_elements(rank: int, ranks: int) -> Ranges:
+def by_elements(rank: int, ranks: int) -> Tiles:
     """Cut as ZeRO-3 does: each tensor in chunks of equally many elements."""
     for name, shape in SHAPES.items():
-        numel = _numel(shape)
-        chunk = -(-numel // ranks)
-        yield name, shape, min(rank * chunk, numel), min((rank + 1) * chunk, numel)
+        yield name, shape, Tile(*_chunk((0, _numel(shape)), ranks, rank))
 
 
-def by_flat_range(rank: int, ranks: int) -> Ranges:
+def by_flat_range(rank: int, ranks: int) -> Tiles:
     """Cut as ZeRO-1 and 2 do: all tensors in sequence, in chunks of equally many elements."""
     chunk = -(-sum(map(_numel, SHAPES.values())) // ranks)
     low, end = rank * chunk, 0
@@ -84,20 +109,27 @@ def by_flat_range(rank: int, ranks: int) -> Ranges:
         begin, end = end, end + _numel(shape)
         start, stop = max(low, begin), min(low + chunk, end)
         if start < stop:
-            yield name, shape, start - begin, stop - begin
+            yield name, shape, Tile(start - begin, stop - begin)
 
 
-def everything(rank: int, ranks: int) -> Ranges:
+def everything(rank: int, ranks: int) -> Tiles:
     """Cut as DDP does: every rank holds all elements."""
     del rank, ranks
     for name, shape in SHAPES.items():
-        yield name, shape, 0, _numel(shape)
+        yield name, shape, Tile(0, _numel(shape))
 
 
-STRATEGIES: dict[str, Callable[[int, int], Ranges]] = {
+STRATEGIES: dict[str, Callable[[int, int], Tiles]] = {
     "fsdp": by_rows, "fsdp hybrid": by_rows_of_nodes, "zero3": by_elements, "zero1": by_flat_range,
-    "ddp": everything,
+    "ddp": everything, "tp 8 x fsdp": by_rows_of_tensor_parallel,
+    "tp 8 x fsdp hybrid": by_nodes_of_tensor_parallel,
 }  # fmt: skip
+
+
+def _chunk(own: tuple[int, int], count: int, number: int) -> tuple[int, int]:
+    low, high = own
+    size = -(-(high - low) // count)
+    return min(low + number * size, high), min(low + (number + 1) * size, high)
 
 
 def _numel(shape: tuple[int, ...]) -> int:
@@ -105,41 +137,45 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 def measured(strategy: str, ranks: int) -> dict[str, Any]:
-    """Return seconds of processor time and peak MB of rank 0's plan, of another rank's, and of
-    opening the checkpoint, and the MB of the manifest."""
+    """Return the number of rules, seconds of processor time and peak MB of rank 0's plan, of another
+    rank's, and of opening the checkpoint, and the MB of the manifest."""
     told = [_message(strategy, rank, ranks) for rank in range(ranks)]
-    made = SHARDED
-    main = _Taken()
-    text = divide(told, made)
-    main.stop()
-    received = sum(map(len, told))
-    del told
-    other = _Taken()
+    main, text = taken(lambda: divide(told, SHARDED))
+    other, (tensors, runs, mine, layout) = taken(lambda: _another(text, ranks // 2))
+    data = _manifest(ranks, tensors, runs, layout).dump()
+    opened, _ = taken(lambda: _opened(data, mine))
+    return {
+        "strategy": strategy, "ranks": ranks, "received_mb": round(sum(map(len, told)) / 1e6, 2),
+        "shared_mb": round(len(text) / 1e6, 2), "manifest_mb": round(len(data) / 1e6, 2),
+        "rules": sum(map(len, runs)), "rank_0": main, "another": other, "opened": opened,
+    }  # fmt: skip
+
+
+def _another(text: str, rank: int) -> tuple[list[TensorEntry], list[list[Run]], list[Span], Layout]:
+    """Return what a rank makes of rank 0's division."""
     tensors, runs = decode_division(text)
     table = {entry.key: entry for entry in tensors}
-    mine = spans_of(ranks // 2, tensors, runs)
-    layout = made.lay_out(ranks // 2, mine, table)
+    mine = spans_of(rank, tensors, runs)
+    layout = SHARDED.lay_out(rank, mine, table)
     plan_staging(layout, table.keys())
-    other.stop()
-    data = _manifest(ranks, tensors, runs, layout).dump()
-    opened = _Taken()
+    return tensors, runs, mine, layout
+
+
+def _opened(data: bytes, mine: list[Span]) -> None:
+    """Open a checkpoint and find a rank's pieces."""
     places = Places(Manifest.load(data, "here"), "here")
     for span in mine:
-        next(places.find(span.key, span.start, span.stop))
-    opened.stop()
-    return {
-        "strategy": strategy, "ranks": ranks, "received_mb": round(received / 1e6, 2),
-        "shared_mb": round(len(text) / 1e6, 2), "manifest_mb": round(len(data) / 1e6, 2),
-        "rank_0": main.told, "another": other.told, "opened": opened.told,
-    }  # fmt: skip
+        next(places.find(span.key, span.tile))
 
 
 def _message(strategy: str, rank: int, ranks: int) -> bytes:
     own = [
-        LocalShard(f"{kind}/{name}", "F32", shape, start, stop, True)
-        for name, shape, start, stop in STRATEGIES[strategy](rank, ranks)
+        LocalShard(
+            f"{kind}/{name}", "F32", shape, tile.start, tile.stop, True, tile.stride, tile.count
+        )
+        for name, shape, tile in STRATEGIES[strategy](rank, ranks)
         for kind in KINDS
-        if start < stop
+        if tile.numel
     ]
     sizes = {"torch": 5056, "python": 2509, "numpy": 2509, "cuda": 16}
     own += [
@@ -162,28 +198,26 @@ def _manifest(
     files = []
     for rank in range(ranks):
         mine = spans_of(rank, tensors, runs)
-        size = file.data_start + sum(items[key] * (stop - start) for key, start, stop in mine)
+        size = file.data_start + sum(items[span.key] * span.tile.numel for span in mine)
         files.append(file.model_copy(update={"name": f"rank-{rank:05d}.data", "size": size}))
     return Manifest(
-        step=1, written="", world_size=ranks, writer={}, progress={}, state=state,
+        version=3, step=1, written="", world_size=ranks, writer={}, progress={}, state=state,
         tensors=tensors, runs=runs, files=files,
         parts=[RankShare(sums=f"rank-{r:05d}.sums", digest=2**63 + r) for r in range(ranks)],
     )  # fmt: skip
 
 
-class _Taken:
-    """Processor time and memory until `stop`; tracing memory takes time too."""
-
-    def __init__(self) -> None:
-        tracemalloc.start()
-        self._began = time.process_time()
-        self.told: dict[str, float] = {}
-
-    def stop(self) -> None:
-        """Store the results."""
-        seconds, (_, peak) = time.process_time() - self._began, tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        self.told = {"seconds": round(seconds, 2), "mb": round(peak / 1e6, 1)}
+def taken(work: Callable[[], T]) -> tuple[dict[str, float], T]:
+    """Return processor time and peak memory of the work, and what it returns. It is done twice, as
+    tracing memory takes time too."""
+    began = time.process_time()
+    work()
+    seconds = time.process_time() - began
+    tracemalloc.start()
+    result = work()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return {"seconds": round(seconds, 2), "mb": round(peak / 1e6, 1)}, result
 
 
 def main() -> None:

@@ -101,7 +101,7 @@ def _facts(model: Trained) -> dict[str, Any]:
 def _needed(folder: Path, layouts: list[Layout]) -> Iterator[tuple[str, int, int]]:
     """Yield the file and bytes [begin, end) of all weights."""
     for layout in layouts:
-        for file, offset, size, span, _ in layout.items:
+        for file, (offset, *_), size, span, _ in layout.items:
             if span is not None and span.key.startswith("weight/"):
                 yield str(folder / layout.files[file].name), offset, offset + size
 

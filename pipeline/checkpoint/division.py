@@ -1,36 +1,46 @@
-"""The division of tensors among ranks: runs, which state it by rule, and the sharing of the work of
-writing between the ranks that hold the same elements."""
+"""The division of tensors among ranks: runs, which state it by rule."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, NamedTuple
 
 from annotated_types import Ge
 
-WORTH_A_CUT = 1 << 18
-"""Elements; ranks do not share the writing of less each."""
+from pipeline.checkpoint.tiles import Box, Tile
 
 Count = Annotated[int, Ge(0)]
 Positive = Annotated[int, Ge(1)]
 
 
 class CoverageError(ValueError):
-    """Ranges overlap, leave a gap, or reach beyond the tensor."""
+    """Parts overlap, leave a gap, or reach beyond the tensor."""
 
 
 class Span(NamedTuple):
-    """Elements [start, stop) of the logical tensor `key`."""
+    """A tile of the logical tensor `key`."""
 
     key: str
     start: int
     stop: int
+    stride: int = 0
+    count: int = 1  # type: ignore[assignment]  # hides tuple.count
+
+    @property
+    def tile(self) -> Tile:
+        """The tile without the key."""
+        return Tile(*self[1:])
 
 
 class Run(NamedTuple):
     """Elements [start, stop) of a tensor: parts of `length`, the last perhaps shorter, on ranks
     `rank`, `rank + step`, ... Each is cut again into `cuts` equal parts, on ranks that are `apart`.
+
+    With a `width` the tensor is seen as rows of so many elements: parts and cuts are whole rows.
+    Each is divided by columns once more, into `bands` of equal width (the last perhaps narrower) on
+    ranks that are `across`. If `start` and `stop` lie within rows, they bound the columns.
     """
 
     start: Count
@@ -40,61 +50,125 @@ class Run(NamedTuple):
     step: Count = 0
     cuts: Positive = 1
     apart: Count = 0
+    width: Count = 0
+    bands: Positive = 1
+    across: Count = 0
+
+    @property
+    def unit(self) -> int:
+        """Elements that stay together in parts and cuts: a row, or one."""
+        return self.width or 1
+
+    @property
+    def rows(self) -> int:
+        """Number of units."""
+        return (self.stop - 1) // self.unit - self.start // self.unit + 1
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """The first column, and the one behind the last."""
+        return self.start % self.unit, (self.stop - 1) % self.unit + 1
+
+    @property
+    def has_whole_rows(self) -> bool:
+        """Whether all columns are in it, so that it is a range of elements."""
+        return self.columns == (0, self.unit)
+
+    @property
+    def stride(self) -> int:
+        """Stride of its pieces; 0 if they are flat."""
+        return 0 if self.bands == 1 and self.has_whole_rows else self.width
 
     @property
     def parts(self) -> int:
         """Number of parts, before each is cut again."""
-        return -(-(self.stop - self.start) // self.length)
-
-    @property
-    def cut(self) -> int:
-        """Elements of a part of a part, but for the last ones."""
-        return -(-self.length // self.cuts)
+        return -(-self.rows // self._part)
 
     @property
     def is_clear(self) -> bool:
         """Whether it has at most one piece for a rank, which the rank's number determines."""
-        steps = [(self.step, self.parts), (self.apart, self.cuts)]
-        (inner, few), (outer, _) = sorted(steps)
-        if self.length > self.stop - self.start:
+        left, right = self.columns
+        if self.start >= self.stop or right - left < self.bands or self.length % self.unit:
             return False
-        determined = all(many > 0 and (step > 0) == (many > 1) for step, many in steps)
-        return determined and (outer > inner * (few - 1) or outer == 0)
+        if self.length > self.rows * self.unit:
+            return False
+        reach = 0
+        for stride, many in sorted(self._strides):
+            if (stride > 0) != (many > 1) or (many > 1 and stride <= reach):
+                return False
+            reach += stride * (many - 1)
+        return True
 
-    def of(self, rank: int) -> tuple[int, int] | None:
-        """Start and stop of the rank's piece; None if it has none."""
-        rest = rank - self.rank
-        if self.apart > self.step:
-            cut, rest = _divided(rest, self.apart)
-            part, rest = _divided(rest, self.step)
-        else:
-            part, rest = _divided(rest, self.step)
-            cut, rest = _divided(rest, self.apart)
-        if rest or not (0 <= part < self.parts and 0 <= cut < self.cuts):
-            return None
-        return self._piece(part, cut)
+    @property
+    def last_rank(self) -> int:
+        """The highest rank that may have a piece."""
+        return self.rank + sum(stride * (many - 1) for stride, many in self._strides)
 
-    def find(self, low: int, high: int) -> Iterator[tuple[int, int, int]]:
-        """Rank, start and stop of the pieces that have elements of [low, high), in order."""
-        for part in range(max(low - self.start, 0) // self.length, self.parts):
-            begin = self.start + part * self.length
-            if begin >= high:
+    @property
+    def ranks(self) -> list[int]:
+        """All ranks that may have a piece."""
+        found = [self.rank]
+        for stride, many in self._strides:
+            found = [rank + stride * number for rank in found for number in range(many)]
+        return found
+
+    def of(self, rank: int) -> Tile | None:
+        """The rank's piece; None if it has none."""
+        rest, strides = rank - self.rank, self._strides
+        place = [0, 0, 0]
+        for number in sorted(range(3), key=lambda number: -strides[number][0]):
+            stride, many = strides[number]
+            if stride:
+                place[number], rest = divmod(rest, stride)
+            if not 0 <= place[number] < many:
+                return None
+        return None if rest else self._piece(*place)
+
+    def find(self, low: int, high: int) -> Iterator[tuple[int, Tile]]:
+        """Rank and tile of the pieces in the rows that have elements [low, high), in order."""
+        first = self.start // self.unit
+        top, bottom = max(low // self.unit - first, 0), -(-high // self.unit) - first
+        for part in range(top // self._part, self.parts):
+            begin = part * self._part
+            if begin >= bottom:
                 return
-            for cut in range(max(low - begin, 0) // self.cut, self.cuts):
-                piece = self._piece(part, cut)
-                if piece is None or piece[0] >= high:
+            for cut in range(max(top - begin, 0) // self._cut, self.cuts):
+                if begin + cut * self._cut >= bottom:
                     break
-                yield self.rank + part * self.step + cut * self.apart, *piece
+                rank = self.rank + part * self.step + cut * self.apart
+                for band in range(self.bands):
+                    piece = self._piece(part, cut, band)
+                    if piece is not None:
+                        yield rank + band * self.across, piece
 
-    def _piece(self, part: int, cut: int) -> tuple[int, int] | None:
-        begin = self.start + part * self.length
-        start = begin + cut * self.cut
-        stop = min(start + self.cut, begin + self.length, self.stop)
-        return (start, stop) if start < stop else None
+    @property
+    def _strides(self) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
+        """Stride of the rank, and how many there are: of parts, cuts and bands."""
+        return (self.step, self.parts), (self.apart, self.cuts), (self.across, self.bands)
 
+    @property
+    def _part(self) -> int:
+        """Rows of a part."""
+        return max(self.length // self.unit, 1)
 
-def _divided(rest: int, step: int) -> tuple[int, int]:
-    return divmod(rest, step) if step else (0, rest)
+    @property
+    def _cut(self) -> int:
+        """Rows of a part of a part, but for the last ones."""
+        return -(-self._part // self.cuts)
+
+    def _piece(self, part: int, cut: int, band: int) -> Tile | None:
+        top = part * self._part + cut * self._cut
+        bottom = min(top + self._cut, (part + 1) * self._part, self.rows)
+        left, right = self.columns
+        columns = -(-(right - left) // self.bands)
+        left += band * columns
+        right = min(left + columns, right)
+        if top >= bottom or left >= right:
+            return None
+        begin = (self.start // self.unit + top) * self.unit
+        if not self.stride:
+            return Tile(begin, begin + (bottom - top) * self.unit)
+        return Tile(begin + left, begin + right, self.width, bottom - top)
 
 
 def require_cover(ranges: Iterable[tuple[int, int]], total: int) -> None:
@@ -110,88 +184,74 @@ def require_cover(ranges: Iterable[tuple[int, int]], total: int) -> None:
         raise CoverageError(f"ends at element {end} of {total}")
 
 
+def require_tiled(boxes: Iterable[Box], rows: int, width: int) -> None:
+    """Raise CoverageError unless the boxes are disjoint and together all rows.
+
+    How often an element is there follows from the corners above and to the left of it, two of each
+    box counted as 1 and two as -1. So all is there once if the corners add up to those of the whole.
+    """
+    corners: Counter[tuple[int, int]] = Counter()
+    for sign, (top, bottom, left, right, *_) in (
+        (-1, Box(0, rows, 0, width, 0, width)), *((1, box) for box in boxes)
+    ):  # fmt: skip
+        corners[top, left] += sign
+        corners[bottom, right] += sign
+        corners[top, right] -= sign
+        corners[bottom, left] -= sign
+    wrong = min(((*corner, found) for corner, found in corners.items() if found), default=None)
+    if wrong is None:
+        return
+    row, column, found = wrong
+    if row >= rows or column >= width:
+        raise CoverageError(f"reaches beyond element {rows * width}")
+    what = "is there twice" if found > 0 else "is missing"
+    raise CoverageError(f"element {row * width + column} {what}")
+
+
 def require_whole(runs: Iterable[Sequence[Run]], numels: Mapping[str, int], ranks: int) -> None:
     """Raise CoverageError, naming the tensor, unless the runs hold every tensor once, on existing
     ranks."""
     for own, (key, numel) in zip(runs, numels.items(), strict=True):
         try:
-            require_cover([(run.start, run.stop) for run in own], numel)
+            _require_cover(own, numel)
         except CoverageError as error:
             raise CoverageError(f"{key}: {error}") from None
         for run in own:
-            last = run.rank + (run.parts - 1) * run.step + (run.cuts - 1) * run.apart
-            if not run.is_clear or last >= ranks:
+            if not run.is_clear or run.last_rank >= ranks:
                 raise CoverageError(f"{key}: divided among ranks that do not exist")
 
 
-_Parts = Mapping[tuple[int, int], Sequence[int]]
-"""Ranks that hold each part (start, stop) of a tensor."""
-_Ranks = Sequence[Sequence[int]]
-"""Holders of each of a tensor's consecutive parts, all of one length and of as many holders."""
+def row_lengths(shape: Sequence[int]) -> list[int]:
+    """Lengths of the rows that a tensor has by its shape: one for each dimension but the first."""
+    return [math.prod(shape[dim:]) for dim in range(1, len(shape))]
 
 
-def share_writing(held: Sequence[Iterable[Span]], numels: Mapping[str, int]) -> list[list[Run]]:
-    """The runs of every tensor, given each rank's spans and the tensors' numbers of elements.
-
-    A range that several ranks hold is cut evenly between them; a small one goes to the holder with
-    the least to write. Raises CoverageError when the spans do not make up the tensors.
-    """
-    holders: dict[str, dict[tuple[int, int], list[int]]]
-    holders = {key: defaultdict(list) for key in numels}
-    for rank, spans in enumerate(held):
-        for key, start, stop in spans:
-            holders[key][start, stop].append(rank)
-    load = [0] * len(held)
-    runs: dict[str, list[Run]] = {key: [] for key in numels}
-    families = [(key, *family) for key, parts in holders.items() for family in _families(parts)]
-    for key, start, stop, length, ranks in sorted(families, key=lambda family: -family[3]):
-        runs[key] += _share(start, stop, length, ranks, load)
-    for own in runs.values():
-        own.sort()
-    require_whole(runs.values(), numels, len(held))
-    return list(runs.values())
+def row_width(runs: Iterable[Run]) -> int:
+    """Elements of a row, where pieces are columns of rows; 0 where all are flat. Raises
+    CoverageError for rows of different lengths."""
+    widths = {run.stride for run in runs} - {0}
+    if len(widths) > 1:
+        raise CoverageError("is divided by columns of rows of different lengths")
+    return widths.pop() if widths else 0
 
 
-def _families(parts: _Parts) -> Iterator[tuple[int, int, int, _Ranks]]:
-    """Start, stop, length of a part, and ranks: of all parts together, if they are as regular as
-    strategies cut them, else of each part."""
-    ordered = sorted(parts)
-    if not ordered:
+def _require_cover(runs: Sequence[Run], numel: int) -> None:
+    if any(run.stride and numel % run.stride for run in runs):
+        raise CoverageError(f"{numel} elements are no rows of the length that it is divided by")
+    width = row_width(runs)
+    if all(run.has_whole_rows for run in runs):
+        require_cover([(run.start, run.stop) for run in runs], numel)
         return
-    first, stop = ordered[0][0], ordered[-1][1]
-    length = ordered[0][1] - first
-    begins = range(first, stop, length)
-    regular = ordered == [(begin, min(begin + length, stop)) for begin in begins]
-    ranks = [parts[part] for part in ordered]
-    if regular and (len(ranks) == 1 or _steps(ranks)):
-        yield first, stop, length, ranks
-        return
-    for (start, end), own in zip(ordered, ranks, strict=True):
-        yield start, end, end - start, [own]
+    require_tiled((box for run in runs for box in _boxes(run, width)), numel // width, width)
 
 
-def _share(start: int, stop: int, length: int, ranks: _Ranks, load: list[int]) -> Iterator[Run]:
-    """Divide a family among its holders; adds to the ranks' `load`, in elements."""
-    if length < WORTH_A_CUT * len(ranks[0]):
-        least = min(zip(*ranks, strict=True), key=lambda column: max(load[rank] for rank in column))
-        ranks = [[rank] for rank in least]
-    cut = -(-length // len(ranks[0]))
-    for rank in (rank for row in ranks for rank in row):
-        load[rank] += cut
-    if (steps := _steps(ranks)) is not None:
-        yield Run(start, stop, length, ranks[0][0], *steps)
-        return
-    for rank, low in zip(ranks[0], range(start, stop, cut), strict=False):
-        high = min(low + cut, stop)
-        yield Run(low, high, high - low, rank)
-
-
-def _steps(ranks: _Ranks) -> tuple[int, int, int] | None:
-    """Step from part to part, number of holders, and step from holder to holder; None if one run
-    cannot express the ranks."""
-    parts, holders, first = len(ranks), len(ranks[0]), ranks[0][0]
-    step = ranks[1][0] - first if parts > 1 else 0
-    apart = ranks[0][1] - first if holders > 1 else 0
-    grid = [[first + part * step + cut * apart for cut in range(holders)] for part in range(parts)]
-    is_clear = step >= 0 and Run(0, parts, 1, 0, step, holders, apart).is_clear
-    return (step, holders, apart) if is_clear and grid == ranks else None
+def _boxes(run: Run, width: int) -> Iterator[Box]:
+    """The boxes that make up a run."""
+    left, right = run.columns
+    if run.has_whole_rows:
+        yield from Tile(run.start, run.stop).boxes(width)
+    elif left < right and run.start < run.stop:
+        top = run.start // width
+        yield Box(top, top + run.rows, left, right, 0, right - left)
+    else:
+        raise CoverageError("has a part without columns")

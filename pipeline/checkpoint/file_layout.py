@@ -12,6 +12,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from pipeline.checkpoint.division import Span
+from pipeline.checkpoint.extent import Extent
 from pipeline.checkpoint.manifest import DataFile, TensorEntry
 from pipeline.checkpoint.safetensors_format import Entry, header
 from pipeline.checkpoint.writer_protocol import NewFile
@@ -22,11 +23,10 @@ ALIGN = 4096
 
 
 class Item(NamedTuple):
-    """A piece, or the header (`head`) if there is no `span`: `size` bytes at byte `offset` of file
-    number `file`."""
+    """A piece, or the header (`head`) if there is no `span`: `size` bytes of file number `file`."""
 
     file: int
-    offset: int
+    extent: Extent
     size: int
     span: Span | None
     head: bytes = b""
@@ -76,7 +76,7 @@ class FileLayout:
             size, begins = edges[-1], dict(zip(spans, edges, strict=False))
             files.append(NewFile(name=name, size=size, shared=self.shared))
             if rank == 0 or not self.shared:
-                items.append(Item(number, 0, len(head), None, head))
+                items.append(Item(number, Extent(0), len(head), None, head))
                 digest = xxh3_64_intdigest(head)
                 described.append(
                     DataFile(name=name, size=size, data_start=len(head), header=digest)
@@ -85,9 +85,10 @@ class FileLayout:
                 tensor = tensors[span.key]
                 stored = Span(span.key, 0, tensor.numel) if self.shared else span
                 if stored in begins:
-                    offset = begins[stored] + (span.start - stored.start) * tensor.itemsize
-                    length = (span.stop - span.start) * tensor.itemsize
-                    items.append(Item(number, offset, length, span))
+                    tile, size = span.tile, tensor.itemsize
+                    offset = begins[stored] + (span.start - stored.start) * size
+                    extent = Extent.of(tile, offset, size, whole=self.shared)
+                    items.append(Item(number, extent, tile.numel * size, span))
         return Layout(files=files, described=described, items=items)
 
     def _file(self, key: str) -> str:
@@ -109,20 +110,23 @@ class FileLayout:
         return found
 
     def _entry(self, span: Span, tensor: TensorEntry) -> Entry:
-        length = span.stop - span.start
-        is_whole = length == tensor.numel
-        name = span.key if is_whole else f"{span.key}@{span.start}"
+        tile, name = span.tile, f"{span.key}@{span.start}"
+        shape: tuple[int, ...] = (tile.numel,)
+        if tile.numel == tensor.numel:
+            name, shape = span.key, tensor.shape
+        elif tile.stride:
+            name, shape = f"{name}x{tile.run}/{tile.stride}", (tile.count, tile.run)
         return Entry(
             name=span.key.removeprefix(f"{WEIGHT}/") if self.shared else name,
             dtype=tensor.dtype,
-            shape=tensor.shape if is_whole else (length,),
-            size=length * tensor.itemsize,
+            shape=shape,
+            size=tile.numel * tensor.itemsize,
         )
 
 
 SHARDED = FileLayout("sharded", shared=False)
 """One file a rank. A whole tensor has its shape and its key for a name; a part of one is flat and
-named `KEY@START`."""
+named `KEY@START`, columns of it are rows of their own and named `KEY@STARTxRUN/STRIDE`."""
 
 FULL = FileLayout("full", shared=True)
 """Whole tensors, each once: `model.safetensors` with the names of the source model,

@@ -12,7 +12,7 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from pipeline.checkpoint.manifest import MANIFEST
@@ -86,9 +86,9 @@ class LocalStore(Store):
     def remove(self, name: str, file: str) -> None:
         (self._root / name / file).unlink()
 
-    def read(self, name: str, file: str, offset: int, into: memoryview) -> int:
+    def read(self, name: str, file: str, ranges: Iterable[tuple[int, memoryview]]) -> int:
         with (self._root / name / file).open("rb", buffering=0) as stream:
-            return read_at(stream.fileno(), offset, into)
+            return sum(read_at(stream.fileno(), offset, into) for offset, into in ranges)
 
     def quarantine(self, name: str) -> str:
         paths = (self._root / f"{name}.damaged-{count}" for count in itertools.count(1))

@@ -17,10 +17,17 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
 from annotated_types import Ge, Le
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PlainSerializer
 
 from pipeline.checkpoint.block_sums import BLOCK
-from pipeline.checkpoint.division import Count, CoverageError, Positive, Run, require_whole
+from pipeline.checkpoint.division import (
+    Count,
+    CoverageError,
+    Positive,
+    Run,
+    require_whole,
+    row_lengths,
+)
 from pipeline.checkpoint.safetensors_format import ITEM_BYTES
 from pipeline.contracts.engine import WEIGHT, EngineState
 from pipeline.errors import CheckpointError
@@ -28,6 +35,8 @@ from pipeline.errors import CheckpointError
 MANIFEST = "manifest.json"
 LARGEST = 1 << 42
 """Limit of a tensor's elements: a tensor's number and an element's make a 64-bit key."""
+_FLAT = (0, 1, 0)
+"""Last fields of a run without columns."""
 _NAME = re.compile(r"(?!\.)[\w.-]+(/(?!\.)[\w.-]+)*", re.ASCII)
 
 
@@ -96,10 +105,20 @@ class RankShare(_Model):
     """All pieces, in version 1; later ones follow from `Manifest.runs`."""
 
 
+def _written(runs: Sequence[Sequence[Run]]) -> list[list[tuple[int, ...]]]:
+    """Runs as they are stored: without the fields for columns, where there are none."""
+    return [[run if run.width else run[:7] for run in own] for own in runs]
+
+
+_Runs = Annotated[Sequence[Sequence[Run]], PlainSerializer(_written)]
+
+
 class Manifest(_Model):
     """A whole checkpoint."""
 
-    version: Literal[1, 2] = 2
+    version: Literal[1, 2, 3] = 2
+    """3 if a tensor is divided by columns or in units of rows, which earlier releases do not
+    know."""
     step: Annotated[int, Ge(0), Le(10**18)]
     written: str
     """Date and time, ISO 8601."""
@@ -110,7 +129,7 @@ class Manifest(_Model):
     state: EngineState
     block: Literal[16384] = BLOCK
     tensors: Sequence[TensorEntry]
-    runs: Sequence[Sequence[Run]] = ()
+    runs: _Runs = ()
     """Division of each tensor among ranks; empty in version 1."""
     files: Sequence[DataFile]
     parts: Sequence[RankShare]
@@ -146,10 +165,10 @@ class Manifest(_Model):
         kinds = ((*tensor.key.partition("/"), tensor.shape) for tensor in self.tensors)
         return {name: shape for kind, _, name, shape in kinds if kind == WEIGHT}
 
-    def division(self) -> Sequence[Sequence[Run]]:
-        """`runs`; of version 1, each listed piece as a run of its own."""
+    def division(self) -> list[list[Run]]:
+        """`runs` in order; of version 1, each listed piece as a run of its own."""
         if self.version != 1:
-            return self.runs
+            return [sorted(own) for own in self.runs]
         runs: list[list[Run]] = [[] for _ in self.tensors]
         for rank, part in enumerate(self.parts):
             for piece in part.pieces:
@@ -178,11 +197,16 @@ class Manifest(_Model):
                 raise Damaged(f"{where}: a piece of an unknown tensor or file")
         if self.version != 1 and len(self.runs) != len(self.tensors):
             raise Damaged(f"{where}: does not say which rank has which tensor")
+        if self.version < 3 and any(run[7:] != _FLAT for own in self.runs for run in own):
+            raise Damaged(f"{where}: is divided as its version does not know it")
         numels = {tensor.key: tensor.numel for tensor in self.tensors}
         try:
             require_whole(self.division(), numels, len(self.parts))
         except CoverageError as error:
             raise Damaged(f"{where}: {error}") from None
+        for tensor, own in zip(self.tensors, self.runs, strict=False):
+            if not {run.stride for run in own} <= {0, *row_lengths(tensor.shape)}:
+                raise Damaged(f"{where}: {tensor.key}: is divided by columns of other rows")
 
     def _require_tensor(self, tensor: TensorEntry, where: str) -> None:
         if tensor.dtype not in ITEM_BYTES:
@@ -201,7 +225,7 @@ class ManifestTemplate(BaseModel):
     world_size: int
     writer: Mapping[str, Any]
     tensors: Sequence[TensorEntry]
-    runs: Sequence[Sequence[Run]]
+    runs: _Runs
     files: Sequence[DataFile]
 
     def fill(self, facts: Mapping[str, Any], prefix: str, digests: Sequence[int]) -> Manifest:
@@ -213,7 +237,8 @@ class ManifestTemplate(BaseModel):
             for rank, digest in enumerate(digests)
         ]
         written = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        same = dict(self) | {"files": named}
+        version = 3 if any(run.width for own in self.runs for run in own) else 2
+        same = dict(self) | {"files": named, "version": version}
         return Manifest(**facts, **same, written=written, parts=parts)
 
 

@@ -12,7 +12,7 @@ import contextlib
 import errno
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from pipeline.checkpoint.manifest import MANIFEST
@@ -80,11 +80,13 @@ class ObjectStore(Store):
     def remove(self, name: str, file: str) -> None:
         self.requests.rm_file(self._path(name, file))
 
-    def read(self, name: str, file: str, offset: int, into: memoryview) -> int:
-        path = self._path(name, file)
-        data = self.requests.cat_file(path, start=offset, end=offset + len(into))
-        into[: len(data)] = data
-        return len(data)
+    def read(self, name: str, file: str, ranges: Iterable[tuple[int, memoryview]]) -> int:
+        path, count = self._path(name, file), 0
+        for offset, into in ranges:
+            data = self.requests.cat_file(path, start=offset, end=offset + len(into))
+            into[: len(data)] = data
+            count += len(data)
+        return count
 
     def quarantine(self, name: str) -> str:
         taken = self._entries(name)

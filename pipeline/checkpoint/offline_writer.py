@@ -85,7 +85,7 @@ def _write(source: StateSource, layout: Layout, transaction: Transaction) -> Ite
                 if item.span is None:
                     sink.write(0, memoryview(item.head))
                 else:
-                    yield from copy_chunks(sink, item.offset, _chunks(source, item.span))
+                    yield from copy_chunks(sink, item.extent, 0, _chunks(source, item.span))
 
 
 def _chunks(source: StateSource, span: Span) -> Iterator[memoryview]:

@@ -8,19 +8,31 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from pipeline.checkpoint.block_sums import count
-from pipeline.checkpoint.manifest import LARGEST, Damaged, Manifest, Piece
+from pipeline.checkpoint.division import Run, row_width
+from pipeline.checkpoint.extent import Extent
+from pipeline.checkpoint.manifest import LARGEST, Damaged, Manifest
+from pipeline.checkpoint.tiles import Tile, overlaps
 
 
 class Place(NamedTuple):
-    """Elements [start, stop) of a tensor, from byte `offset` of a file on."""
+    """A piece of a tensor and its bytes, which lie in file number `file`."""
 
-    start: int
-    stop: int
+    tile: Tile
     file: int
-    offset: int
+    extent: Extent
     part: int
     first_sum: int
     """Number of its first block's checksum among those of the part."""
+
+
+class _Piece(NamedTuple):
+    """Elements of a tensor, of which `start` is the first, from byte `offset` of a file on."""
+
+    tensor: int
+    file: int
+    offset: int
+    start: int
+    numel: int
 
 
 class _Table(NamedTuple):
@@ -46,33 +58,40 @@ class Places:
         self._whole = self._whole_tensors()
         self._tables: dict[int, _Table] = {}
 
-    def find(self, key: str, low: int, high: int) -> Iterator[Place]:
-        """The pieces that have elements [low, high) of a tensor, in order."""
+    def width(self, key: str) -> int:
+        """Elements of the rows by whose columns a tensor is divided; 0 if its pieces are flat."""
+        return row_width(self._runs[self._numbers[key]])
+
+    def find(self, key: str, wanted: Tile) -> Iterator[Place]:
+        """The pieces that have elements of a tile, in the order of their first ones. The stride of
+        the tile is the tensor's `width`, or one of them is 0."""
         number = self._numbers[key]
-        runs = self._runs[number]
-        first = bisect_right(runs, low, key=lambda run: run.start) - 1
-        for run in runs[max(first, 0) :]:
-            if run.start >= high:
-                return
-            for part, start, stop in run.find(low, high):
-                found = self._table(part)
-                at = bisect_left(found.key, number * LARGEST + start)
-                file, offset, first_sum = found.file[at], found.offset[at], found.first_sum[at]
-                yield Place(start, stop, file, offset, part, first_sum)
+        rows = self.width(key) or wanted.stride or max(self._manifest.tensors[number].numel, 1)
+        for rank, tile in _pieces(self._runs[number], wanted.start, wanted.end):
+            if any(overlaps(tile, wanted, rows)):
+                yield self._place(number, rank, tile)
 
     def sums(self, part: int) -> int:
         """Number of checksums of a part."""
         return self._table(part).sums
 
-    def _whole_tensors(self) -> dict[int, Piece]:
-        """By number, the tensors that lie in a file whole, one behind the other."""
+    def _place(self, number: int, rank: int, tile: Tile) -> Place:
+        found = self._table(rank)
+        at = bisect_left(found.key, number * LARGEST + tile.start)
+        offset, itemsize = found.offset[at], self._manifest.tensors[number].itemsize
+        extent = Extent.of(tile, offset, itemsize, whole=number in self._whole)
+        return Place(tile, found.file[at], extent, rank, found.first_sum[at])
+
+    def _whole_tensors(self) -> dict[int, tuple[int, int]]:
+        """By number, file and first byte of the tensors that lie in a file whole, one behind the
+        other."""
         found = {}
         ends = [file.data_start for file in self._manifest.files]
         for number, entry in enumerate(self._manifest.tensors):
             if entry.file is not None:
-                found[number] = Piece(number, entry.file, ends[entry.file], 0, entry.numel)
+                found[number] = entry.file, ends[entry.file]
                 ends[entry.file] += entry.nbytes
-        for file in {piece.file for piece in found.values()}:
+        for file in {file for file, _ in found.values()}:
             self._require_full(file, ends[file])
         return found
 
@@ -84,30 +103,45 @@ class Places:
     def _table(self, part: int) -> _Table:
         if part not in self._tables:
             rows, sums = [], 0
-            for tensor, file, offset, start, stop in self._pieces(part):
+            for tensor, file, offset, start, numel in self._pieces(part):
                 rows.append((tensor * LARGEST + start, file, offset, sums))
-                sums += count((stop - start) * self._manifest.tensors[tensor].itemsize)
+                sums += count(numel * self._manifest.tensors[tensor].itemsize)
             rows.sort()
             columns = (array("Q", [row[field] for row in rows]) for field in range(4))
             self._tables[part] = _Table(sums, *columns)
         return self._tables[part]
 
-    def _pieces(self, part: int) -> Iterable[Piece]:
+    def _pieces(self, part: int) -> Iterable[_Piece]:
         """The pieces that a rank wrote, in the order of their checksums."""
         if self._manifest.version == 1:
-            return self._manifest.parts[part].pieces
+            pieces = self._manifest.parts[part].pieces
+            return (_Piece(*piece[:4], piece.stop - piece.start) for piece in pieces)
         return self._ruled(part)
 
-    def _ruled(self, part: int) -> Iterator[Piece]:
+    def _ruled(self, part: int) -> Iterator[_Piece]:
         end = 0
         for number, entry in enumerate(self._manifest.tensors):
-            for start, stop in filter(None, (run.of(part) for run in self._runs[number])):
+            for tile in filter(None, (run.of(part) for run in self._runs[number])):
                 if number in self._whole:
-                    _, file, begin, *_ = self._whole[number]
-                    yield Piece(number, file, begin + start * entry.itemsize, start, stop)
+                    file, begin = self._whole[number]
+                    begin += tile.start * entry.itemsize
+                    yield _Piece(number, file, begin, tile.start, tile.numel)
                     continue
                 end = end or self._manifest.files[part].data_start
-                yield Piece(number, part, end, start, stop)
-                end += (stop - start) * entry.itemsize
+                yield _Piece(number, part, end, tile.start, tile.numel)
+                end += tile.numel * entry.itemsize
         if end:
             self._require_full(part, end)
+
+
+def _pieces(runs: list[Run], low: int, high: int) -> Iterator[tuple[int, Tile]]:
+    """Rank and tile of the pieces in the rows that have elements [low, high), in order."""
+    if not all(run.has_whole_rows for run in runs):  # they may lie beside each other
+        found = [piece for run in runs for piece in run.find(low, high)]
+        yield from sorted(found, key=lambda piece: piece[1])
+        return
+    first = bisect_right(runs, low, key=lambda run: run.start) - 1
+    for run in runs[max(first, 0) :]:
+        if run.start >= high:
+            return
+        yield from run.find(low, high)

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from xxhash import xxh3_64_intdigest
 
 from pipeline.checkpoint import block_sums
 from pipeline.checkpoint.block_sums import BLOCK, SUM_BYTES
+from pipeline.checkpoint.extent import Extent
 from pipeline.checkpoint.formats import StateSource
 from pipeline.checkpoint.manifest import MANIFEST, Damaged, Manifest, sums_name
 from pipeline.checkpoint.places import Place, Places
 from pipeline.checkpoint.store import Store, step_number
+from pipeline.checkpoint.strips import Strip
+from pipeline.checkpoint.tiles import Overlap, Tile, boxes, overlaps
 from pipeline.errors import CheckpointError
 from pipeline.utils.files import page_aligned
+
+LONG = 1 << 20
+"""Bytes between two runs that are not read along with them."""
 
 
 class CheckpointReader(StateSource):
@@ -59,12 +65,29 @@ class CheckpointReader(StateSource):
             raise CheckpointError(
                 f"{self.where}: {key} has {numel} elements, {start} to {stop} were asked for"
             )
-        for piece in self._places.find(key, start, stop):
-            low, high = max(start, piece.start), min(stop, piece.stop)
-            for begin, length, first, last in _chunks(piece, low, high, size):
-                data = self._buffer[:length]
-                self._read_blocks(key, piece, begin, data)
-                yield piece.start + (begin + first) // size, data[first:last]
+        if start == stop:
+            return
+        width = self._places.width(key)
+        if not width:
+            yield from self._read_range(key, Tile(start, stop))
+        elif width * size * 2 <= block_sums.CHUNK:
+            yield from self._read_rows(key, start, stop, width)
+        else:
+            for low in (start, *range(start - start % width + width, stop, width)):
+                high = min(low - low % width + width, stop)
+                yield from self._read_range(key, Tile(low, high))
+
+    def read_tile(self, key: str, wanted: Tile) -> Iterator[Strip]:
+        """The elements of a tile, in any order. Pieces that are columns of the same rows are read
+        without those beside them."""
+        width = self._places.width(key)
+        if width and wanted.stride not in (0, width):
+            yield from self._pick(key, wanted)
+            return
+        width = width or wanted.stride or max(self.entry(key).numel, 1)
+        for place in self._places.find(key, wanted):
+            for overlap in overlaps(place.tile, wanted, width):
+                yield from self._strips(key, place, overlap)
 
     def read_bytes(self, key: str) -> bytes:
         """A whole small tensor."""
@@ -87,30 +110,103 @@ class CheckpointReader(StateSource):
         """Read everything; `advance` is called with numbers of bytes that were good."""
         self.require_headers()
         for key, entry in self.tensors.items():
-            for _, data in self.read(key, 0, entry.numel):
-                advance(len(data))
+            for place in self._places.find(key, Tile(0, entry.numel)):
+                for _, data in self._read_piece(key, place, 0, place.tile.numel):
+                    advance(len(data))
+
+    def _read_range(self, key: str, wanted: Tile) -> Iterator[tuple[int, memoryview]]:
+        """A range within a row, or of a tensor that is not divided by columns, in order."""
+        width = self._places.width(key)
+        shares: Iterable[tuple[Overlap, Place]] = (
+            (overlap, place)
+            for place in self._places.find(key, wanted)
+            for overlap in overlaps(place.tile, wanted, width or self.entry(key).numel)
+        )
+        if width:  # tiles that begin in earlier rows may lie further right
+            shares = sorted(shares, key=lambda share: share[0].there)
+        for (_, run, here, _, there, _), place in shares:
+            for at, data in self._read_piece(key, place, here, here + run):
+                yield wanted.start + there + at - here, data
+
+    def _read_rows(
+        self, key: str, start: int, stop: int, width: int
+    ) -> Iterator[tuple[int, memoryview]]:
+        """A range of a tensor that is divided by columns, put together from its pieces: as many
+        whole rows at a time as a chunk holds."""
+        size = self.entry(key).itemsize
+        step = block_sums.CHUNK // (width * size) * width
+        memory = bytearray(min(step, stop - start + width) * size)
+        for low in (start, *range(start - start % width + step, stop, step)):
+            high = min(low - low % width + step, stop)
+            for strip in self.read_tile(key, Tile(low, high)):
+                strip.copy_into(memory, size)
+            yield low, memoryview(memory)[: (high - low) * size]
+
+    def _pick(self, key: str, wanted: Tile) -> Iterator[Strip]:
+        """The elements of a tile out of the whole rows around it."""
+        size = self.entry(key).itemsize
+        for first, data in self.read(key, wanted.start, wanted.end):
+            for overlap in overlaps(Tile(first, first + len(data) // size), wanted, wanted.stride):
+                yield Strip(overlap, data)
+
+    def _strips(self, key: str, place: Place, overlap: Overlap) -> Iterator[Strip]:
+        """What a piece and a tile share. Long runs are read one by one, short ones together with
+        what is between them."""
+        rows, run, here, pitch, there, step = overlap
+        size = self.entry(key).itemsize
+        if rows > 1 and (pitch - run) * size >= LONG:
+            for row in range(rows):
+                one = Overlap(1, run, here + row * pitch, run, there + row * step, run)
+                yield from self._strips(key, place, one)
+            return
+        if pitch == step == run or rows == 1:
+            rows, run, pitch, step = 1, rows * run, rows * run, rows * run
+        for at, data in self._read_piece(key, place, here, here + (rows - 1) * pitch + run):
+            for box in boxes(at - here, at - here + len(data) // size, pitch):
+                columns = min(box.right, run) - box.left
+                if columns > 0:
+                    target = there + box.top * step + box.left
+                    found = Overlap(box.bottom - box.top, columns, box.at, pitch, target, step)
+                    yield Strip(found, data)
+
+    def _read_piece(
+        self, key: str, piece: Place, low: int, high: int
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Elements [low, high) of a piece, verified: (number of the first, bytes)."""
+        size = self.entry(key).itemsize
+        for begin, length, first, last in _chunks(piece, low, high, size):
+            data = self._buffer[:length]
+            self._read_blocks(key, piece, begin, data)
+            yield (begin + first) // size, data[first:last]
 
     def _read_blocks(self, key: str, piece: Place, begin: int, into: memoryview) -> None:
         """Fill `into` with whole blocks of the piece, from its byte `begin` on."""
         try:
             self._require_header(piece.file, key)
-            where = self._read_file(piece.file, piece.offset + begin, into, key)
+            where = self._read_file(piece.file, piece.extent, begin, into, key)
             self.bytes_read += len(into)
             first = piece.first_sum + begin // BLOCK
             expected = self._sums_of(piece.part)[first:][: block_sums.count(len(into))]
             wrong = block_sums.first_wrong(into, expected)
             if wrong is not None:
-                raise Damaged(f"{where}: damaged near byte {piece.offset + begin + wrong * BLOCK}")
+                (offset, *_), *_ = piece.extent.segments(begin + wrong * BLOCK, 1)
+                raise Damaged(f"{where}: damaged near byte {offset}")
         except Damaged as error:
             error.key = key
             raise
 
-    def _read_file(self, number: int, offset: int, into: memoryview, key: str) -> str:
-        """Fill `into` from a byte of a data file on; returns the file's place and `key`."""
+    def _read_file(
+        self, number: int, extent: Extent, begin: int, into: memoryview, key: str
+    ) -> str:
+        """Fill `into` from byte `begin` of an extent of a data file on; returns the file's place
+        and `key`."""
         file = self.manifest.files[number].name
         where = self._locate(file, key)
+        segments = extent.segments(begin, len(into))
         with _explained(where):
-            count = self._store.read(self.name, file, offset, into)
+            count = self._store.read(
+                self.name, file, ((offset, into[low:high]) for offset, low, high in segments)
+            )
         if count < len(into):
             raise Damaged(f"{where}: truncated")
         return where
@@ -122,7 +218,7 @@ class CheckpointReader(StateSource):
         file = self.manifest.files[number]
         self._require_size(file.name, file.size, key)
         head = memoryview(bytearray(file.data_start))
-        where = self._read_file(number, 0, head, key)
+        where = self._read_file(number, Extent(0), 0, head, key)
         if xxh3_64_intdigest(head) != file.header:
             raise Damaged(f"{where}: its header is damaged")
         self._good.add(number)
@@ -157,10 +253,10 @@ class CheckpointReader(StateSource):
 def _chunks(
     piece: Place, low: int, high: int, itemsize: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """Runs of whole blocks that hold the tensor's elements [low, high), all of which the piece has:
-    first byte in the piece, length, and the wanted bytes [first, last) of them. A block that is
-    wanted in part is a run by itself."""
-    begin, end, size = ((element - piece.start) * itemsize for element in (low, high, piece.stop))
+    """Runs of whole blocks that hold elements [low, high) of the piece: first byte in the piece,
+    length, and the wanted bytes [first, last) of them. A block that is wanted in part is a run by
+    itself."""
+    begin, end, size = (element * itemsize for element in (low, high, piece.tile.numel))
     whole = end if end == size else end - end % BLOCK
     start = begin - begin % BLOCK
     while start < end:

@@ -13,7 +13,7 @@ from pipeline.checkpoint import rng_state
 from pipeline.checkpoint.manifest import Damaged
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.store import Store
-from pipeline.checkpoint.write_plan import DTYPES, random_key, without_frozen_base
+from pipeline.checkpoint.write_plan import DTYPES, random_key, tile_of, without_frozen_base
 from pipeline.contracts.engine import Engine, EngineState, Fragment
 from pipeline.contracts.precision import dtype_name
 from pipeline.contracts.stage import Context
@@ -154,9 +154,10 @@ class Restoration:
                 f"{dtype_name(live.dtype)}: loading it loses precision",
                 hint="keep master weights as they were, or pipe resume --accept precision",
             )
-        for first, data in reader.read(key, fragment.start, fragment.start + live.numel()):
-            value = torch.frombuffer(data, dtype=stored)
-            target = live[first - fragment.start : first - fragment.start + value.numel()]
+        for (rows, run, here, pitch, there, step), data in reader.read_tile(key, tile_of(fragment)):
+            value = torch.frombuffer(data, dtype=stored).as_strided((rows, run), (pitch, 1), here)
+            first = live.storage_offset() + there
+            target = live.as_strided((rows, run), (step, 1), first)
             # An untrained tensor that was stored rounded is here already, unrounded.
             if trained or not torch.equal(target.to("cpu", stored), value):
                 target.copy_(value)

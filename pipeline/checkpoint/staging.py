@@ -27,12 +27,13 @@ LONGEST_ITEM = max(ITEM_BYTES.values())
 
 
 class Copy(NamedTuple):
-    """Elements [start, stop) of tensor `key`, which go to byte `place` of the snapshot buffer
-    before the round of that number is written."""
+    """Elements of the part that this rank holds of tensor `key`: `numel` that follow each other in
+    it, the first of which is number `start` of the tensor. They go to byte `place` of the snapshot
+    buffer before the round of that number is written."""
 
     key: str
     start: int
-    stop: int
+    numel: int
     place: int
     round: int
 
@@ -61,14 +62,18 @@ def plan_staging(layout: Layout, passing: Set[str], passage: int = PASSAGE) -> S
     rounds = _Rounds(edges[-1], passage // 2 // BLOCK * BLOCK)
     for item in layout.items:
         if item in places:
-            write = Write(item.file, item.offset, places[item], item.size, bool(item.span))
+            write = Write(item.file, item.extent, 0, places[item], item.size, bool(item.span))
             rounds.writes[-1].append(write)
         elif item.span is not None:
             rounds.add(item, item.span)
     return Staging(
         size=rounds.end,
         heads=[(place, item.head) for item, place in places.items() if item.span is None],
-        whole=[Copy(*item.span, place, 0) for item, place in places.items() if item.span],
+        whole=[
+            Copy(item.span.key, item.span.start, item.span.tile.numel, place, 0)
+            for item, place in places.items()
+            if item.span
+        ],
         passing=rounds.copies,
         rounds=rounds.writes,
     )
@@ -87,7 +92,7 @@ class _Rounds:
 
     def add(self, item: Item, span: Span) -> None:
         """Cut a piece to what fits, between blocks, so that their checksums stay the same."""
-        done, itemsize = 0, item.size // (span.stop - span.start)
+        done, itemsize = 0, item.size // span.tile.numel
         while done < item.size:
             cut = min(item.size - done, self._half - self._used)
             if done + cut < item.size:
@@ -98,9 +103,9 @@ class _Rounds:
                 continue
             number = len(self.writes) - 1
             place = self._base + self._half * (number % 2) + self._used
-            start, stop = (span.start + at // itemsize for at in (done, done + cut))
-            self.writes[-1].append(Write(item.file, item.offset + done, place, cut, True))
-            self.copies.append(Copy(span.key, start, stop, place, number))
+            start = span.tile.element(done // itemsize)
+            self.writes[-1].append(Write(item.file, item.extent, done, place, cut, True))
+            self.copies.append(Copy(span.key, start, cut // itemsize, place, number))
             self._used += _padded(cut)
             self.end = max(self.end, place + _padded(cut))
             done += cut

@@ -137,8 +137,8 @@ class Store(ABC):
         """Remove a transaction's files, as far as that is possible; raises nothing."""
 
     @abstractmethod
-    def read(self, name: str, file: str, offset: int, into: memoryview) -> int:
-        """Fill `into` with a file's bytes from `offset` on; returns how many there were."""
+    def read(self, name: str, file: str, ranges: Iterable[tuple[int, memoryview]]) -> int:
+        """Fill memory with a file's bytes, each from an offset on; returns how many there were."""
 
     @abstractmethod
     def quarantine(self, name: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import zlib
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,14 +16,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from pipeline.checkpoint import rng_state
-from pipeline.checkpoint.division import CoverageError, Run, Span, share_writing
+from pipeline.checkpoint.division import CoverageError, Run, Span, row_lengths
 from pipeline.checkpoint.file_layout import FileLayout, Layout
 from pipeline.checkpoint.manifest import DataFile, ManifestTemplate, TensorEntry
+from pipeline.checkpoint.sharing import Holders, share_writing
+from pipeline.checkpoint.tiles import Tile
 from pipeline.errors import StageError
 from pipeline.utils.versions import versions
 
 if TYPE_CHECKING:
-    from pipeline.contracts.engine import Engine, EngineState
+    from pipeline.contracts.engine import Engine, EngineState, Fragment
     from pipeline.distributed.process_group import DistContext
 
 CODES = {
@@ -48,13 +51,18 @@ def as_bytes(flat: torch.Tensor) -> memoryview:
     return memoryview(flat.detach().view(torch.uint8).numpy().data)
 
 
+def tile_of(fragment: Fragment) -> Tile:
+    """The tile of the tensor that a fragment is."""
+    return Tile(fragment.start, fragment.stop, fragment.stride, fragment.count)
+
+
 def random_key(rank: int, name: str) -> str:
     """Key of the state of a rank's generator."""
     return f"random/{rank:05d}/{name}"
 
 
 class LocalShard(NamedTuple):
-    """Elements [start, stop) of a tensor that a rank holds, `on_host` or on an accelerator."""
+    """A tile of a tensor that a rank holds, `on_host` or on an accelerator."""
 
     key: str
     dtype: str
@@ -62,6 +70,8 @@ class LocalShard(NamedTuple):
     start: int
     stop: int
     on_host: bool
+    stride: int = 0
+    count: int = 1  # type: ignore[assignment]  # hides tuple.count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +123,8 @@ def _held(engine: Engine, without: Set[str]) -> list[LocalShard]:
     return [
         LocalShard(
             f"{kind}/{fragment.name}", CODES[tensor.dtype], tuple(fragment.shape),
-            fragment.start, fragment.stop, tensor.device.type == "cpu",
+            fragment.start, fragment.stop, tensor.device.type == "cpu", fragment.stride,
+            fragment.count,
         )
         for fragment in engine.fragments()
         for kind, tensor in fragment.state.items()
@@ -133,28 +144,40 @@ def without_frozen_base(engine: Engine, frozen_base: Set[str]) -> EngineState:
 
 
 def encode_shards(own: Sequence[LocalShard]) -> bytes:
-    """Message of a rank to rank 0: its shards."""
-    return json.dumps([shard[:5] for shard in own]).encode()
+    """Message of a rank to rank 0: what its shards are, each kind once, and their keys in order."""
+    kinds: dict[Any, int] = {}
+    keys = []
+    for key, dtype, shape, start, stop, _, *columns in own:
+        kind = dtype, tuple(shape), (start, stop, *columns)
+        keys.append((key, kinds.setdefault(kind, len(kinds))))
+    return zlib.compress(json.dumps([list(kinds), keys]).encode())
 
 
 def divide(messages: Sequence[bytes], file_layout: FileLayout) -> str:
     """All tensors in order and who writes them, for `decode_division`, from every rank's message.
     Raises StageError unless the messages agree and make up every tensor."""
     facts: dict[str, Any] = {}
-    held: list[list[Span]] = []
-    for received in messages:
-        held.append([])
-        for key, dtype, shape, start, stop in json.loads(received):
-            if facts.setdefault(key, (dtype, shape)) != (dtype, shape):
+    holders = Holders()
+    for rank, received in enumerate(messages):
+        kinds, keys = json.loads(zlib.decompress(received))
+        for _, shape, (_, _, stride, _) in kinds:
+            if stride and stride not in row_lengths(shape):
+                raise StageError(f"columns of rows of {stride} elements of a tensor of {shape}")
+        tiles = [Tile(*tile) for _, _, tile in kinds]
+        for key, kind in keys:
+            fact = kinds[kind][:2]
+            if facts.setdefault(key, fact) != fact:
                 raise StageError(f"{key}: ranks differ in its shape or dtype")
-            held[-1].append(Span(key, start, stop))
+            holders.add(rank, tiles[kind], key)
     entries = [TensorEntry(key=k, dtype=dtype, shape=shape) for k, (dtype, shape) in facts.items()]
     tensors = file_layout.in_order(entries)
     try:
-        runs = share_writing(held, {entry.key: entry.numel for entry in tensors})
+        numels = {entry.key: entry.numel for entry in tensors}
+        runs = share_writing(holders, numels, len(messages))
     except CoverageError as error:
         raise StageError(f"the ranks' parts do not make up {error}") from None
-    return json.dumps([[t.model_dump(), own] for t, own in zip(tensors, runs, strict=True)])
+    made = ((t.model_dump(), own) for t, own in zip(tensors, runs, strict=True))
+    return json.dumps([[t, [run if run.width else run[:7] for run in own]] for t, own in made])
 
 
 def decode_division(text: str) -> tuple[list[TensorEntry], list[list[Run]]]:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from pipeline.checkpoint import rng_state
 from pipeline.checkpoint.staging import Copy, Staging
-from pipeline.checkpoint.write_plan import DTYPES, WritePlan, random_key
+from pipeline.checkpoint.tiles import Tile
+from pipeline.checkpoint.write_plan import DTYPES, WritePlan, random_key, tile_of
 from pipeline.checkpoint.writer_protocol import SaveRequest, SaveResult, WriterSetup
 from pipeline.distributed.signals import held_back
 from pipeline.errors import CheckpointError, WriterDied
@@ -158,7 +159,7 @@ class Snapshot:
                     if failed is not None:
                         return failed
                     number += 1
-                self._copy(copy, fragment.start, source)
+                self._copy(copy, tile_of(fragment), source)
         last = len(self.staging.rounds) - 1
         assert number == last, "the last round passes nothing"
         return self._pass_on(writer, request, number)
@@ -176,12 +177,12 @@ class Snapshot:
         for name, state in rng_state.capture(self._dist.device).items():
             source = torch.frombuffer(bytearray(state), dtype=torch.uint8)
             for copy in self._whole.get(random_key(self._dist.rank, name), ()):
-                self._copy(copy, 0, source)
+                self._copy(copy, Tile(0, source.numel()), source)
                 left.discard(copy)
         for fragment, kind, tensor in self._tensors() if left else ():
             for copy in self._whole.get(f"{kind}/{fragment.name}", ()):
-                if fragment.start <= copy.start and copy.stop <= fragment.stop:
-                    self._copy(copy, fragment.start, tensor)
+                if tile_of(fragment).position(copy.start) is not None:
+                    self._copy(copy, tile_of(fragment), tensor)
                     left.discard(copy)
         # The buffer would hold an earlier save's bytes.
         assert not left, f"{min(left).key} is not there any more"
@@ -194,8 +195,8 @@ class Snapshot:
             before = len(left)
             for fragment, kind, tensor in self._tensors():
                 key = f"{kind}/{fragment.name}"
-                held = range(fragment.start, fragment.stop)
-                while left and left[-1].key == key and left[-1].start in held:
+                held = tile_of(fragment)
+                while left and left[-1].key == key and held.position(left[-1].start) is not None:
                     yield left.pop(), fragment, tensor
                 if not left:
                     return
@@ -206,11 +207,11 @@ class Snapshot:
             for kind, tensor in fragment.state.items():
                 yield fragment, kind, tensor
 
-    def _copy(self, copy: Copy, first: int, tensor: Tensor) -> None:
-        """Copy into the buffer, from elements of which `first` is the first. In host memory the C
-        library copies faster than torch."""
-        target = self._target(copy)
-        source = tensor[copy.start - first : copy.stop - first]
+    def _copy(self, copy: Copy, held: Tile, tensor: Tensor) -> None:
+        """Copy into the buffer, from the elements of a tile. In host memory the C library copies
+        faster than torch."""
+        target, first = self._target(copy), held.position(copy.start)
+        source = tensor[first : first + copy.numel] if first is not None else tensor[:0]
         assert source.shape == target.shape, f"{copy.key} has changed its size"
         if source.device.type == "cpu" and source.is_contiguous() and source.dtype == target.dtype:
             ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel() * target.itemsize)
@@ -219,5 +220,5 @@ class Snapshot:
 
     def _target(self, copy: Copy) -> Tensor:
         dtype = self._dtypes[copy.key]
-        size = (copy.stop - copy.start) * dtype.itemsize
+        size = copy.numel * dtype.itemsize
         return torch.frombuffer(self.buffer.memory[copy.place : copy.place + size], dtype=dtype)

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from xxhash import xxh3_64_intdigest
 
 from pipeline.checkpoint import block_sums
+from pipeline.checkpoint.extent import Extent
 from pipeline.checkpoint.manifest import sums_name
 from pipeline.checkpoint.retention import purge
 from pipeline.checkpoint.store import Sink, Store, Transaction, open_store
@@ -149,7 +150,8 @@ def _write(
         file = setup.files[number]
         with transaction.create(file.name, file.size, shared=file.shared) as sink:
             for write in group:
-                sums = list(copy_chunks(sink, write.offset, _chunks(buffer, write)))
+                chunks = _chunks(buffer, write)
+                sums = list(copy_chunks(sink, write.extent, write.begin, chunks))
                 found += sums if write.piece else ()
     return put_sums(transaction, setup.rank, found)
 
@@ -160,13 +162,16 @@ def _chunks(buffer: memoryview, write: Write) -> Iterator[memoryview]:
         yield buffer[start : min(start + block_sums.CHUNK, end)]
 
 
-def copy_chunks(sink: Sink, offset: int, chunks: Iterable[memoryview]) -> Iterator[int]:
-    """Write chunks one behind the other, from byte `offset` on; yields the checksums of their
-    blocks. All chunks but the last are whole blocks."""
+def copy_chunks(
+    sink: Sink, extent: Extent, begin: int, chunks: Iterable[memoryview]
+) -> Iterator[int]:
+    """Write chunks one behind the other, from byte `begin` of a piece on; yields the checksums of
+    their blocks. All chunks but the last are whole blocks."""
     for data in chunks:
         yield from block_sums.sums(data)
-        sink.write(offset, data)
-        offset += len(data)
+        for offset, low, high in extent.segments(begin, len(data)):
+            sink.write(offset, data[low:high])
+        begin += len(data)
 
 
 def put_sums(transaction: Transaction, rank: int, sums: Sequence[int]) -> int:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
+from pipeline.checkpoint.extent import Extent
 from pipeline.checkpoint.manifest import ManifestTemplate
 from pipeline.checkpoint.retention import Retention
 
@@ -21,11 +22,13 @@ class NewFile(BaseModel):
 
 
 class Write(NamedTuple):
-    """Bytes of the snapshot buffer that go to a place of file number `file`. `piece` is false for
-    headers, which have no block checksums."""
+    """`size` bytes of the snapshot buffer, from byte `start` on, that are those from byte `begin` on
+    of a piece of file number `file`. `piece` is false for headers, which have no block
+    checksums."""
 
     file: int
-    offset: int
+    extent: Extent
+    begin: int
     start: int
     size: int
     piece: bool

@@ -50,9 +50,10 @@ as in torch's optimizer state (`exp_avg`)."""
 class Fragment:
     """This rank's part of one parameter or stored buffer, with its optimizer moments.
 
-    `state` maps a kind to a live one-dimensional view of `[start, start + length)` of the
-    row-major flattened full tensor; all kinds have the same length. The weight is the master
-    weight where there is one. Valid until the next fragment is taken.
+    It is a range of the row-major flattened full tensor, or `count` runs of equal length that
+    begin `stride` elements apart: columns of rows of `stride` elements. `state` maps a kind to a
+    live one-dimensional view of these elements in order; all kinds have the same length. The weight
+    is the master weight where there is one. Valid until the next fragment is taken.
     """
 
     name: str
@@ -61,11 +62,14 @@ class Fragment:
     """Shape of the full tensor."""
     start: int
     state: Mapping[str, Tensor]
+    stride: int = 0
+    """0 for a range; the length of a row for columns, also of a single row."""
+    count: int = 1
 
     @property
     def stop(self) -> int:
-        """End of the part in the flattened tensor."""
-        return self.start + self.state[WEIGHT].numel()
+        """End of the first run in the flattened tensor; of a range, its end."""
+        return self.start + self.state[WEIGHT].numel() // self.count
 
 
 _MANIFEST = pydantic.ConfigDict(extra="forbid", ser_json_inf_nan="constants")

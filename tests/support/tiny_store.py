@@ -34,6 +34,22 @@ RUNS = [
     [Run(0, 77, 77, 0)],
     [Run(0, 77, 77, 1)],
 ]
+COLUMNS = [
+    RUNS[0],
+    [Run(0, 9000, 9000, 0, 0, 1, 0, 100, 2, 1)],
+    [
+        Run(0, 3930, 4000, 0, width=100), Run(30, 4000, 4000, 1, width=100),
+        Run(4000, 9000, 5000, 1),
+    ],
+    *RUNS[3:],
+]  # fmt: skip
+"""The same tensors, `b` divided by columns: evenly, and as no rule would."""
+ARRANGEMENTS = ("sharded", "full", "sharded columns", "full columns")
+
+
+def division(arrangement: str) -> list[list[Run]]:
+    """Return the runs of each of TENSORS."""
+    return COLUMNS if arrangement.endswith("columns") else RUNS
 
 
 def setups(
@@ -43,8 +59,8 @@ def setups(
     from pipeline.checkpoint.file_layout import FULL, SHARDED
     from pipeline.checkpoint.write_plan import spans_of
 
-    made = SHARDED if arrangement == "sharded" else FULL
-    runs = {tensor.key: own for tensor, own in zip(TENSORS, RUNS, strict=True)}
+    made = SHARDED if arrangement.startswith("sharded") else FULL
+    runs = {t.key: own for t, own in zip(TENSORS, division(arrangement), strict=True)}
     ordered = made.in_order(TENSORS)
     own = [runs[tensor.key] for tensor in ordered]
     tensors = {tensor.key: tensor for tensor in ordered}
@@ -72,6 +88,11 @@ class Tiny:
         self, address: str, arrangement: str = "sharded", retention: Retention | None = None
     ) -> None:
         self.setups, self._stagings = setups(address, arrangement, retention)
+        self._tiles = [
+            {(t.key, tile[0]): tile for t, own in zip(TENSORS, division(arrangement), strict=True)
+             for run in own if (tile := run.of(rank))}
+            for rank in range(2)
+        ]  # fmt: skip
 
     def arena(self, rank: int, step: int) -> memoryview:
         """Return the memory that `rank` writes at `step`."""
@@ -79,8 +100,11 @@ class Tiny:
         for place, head in self._stagings[rank].heads:
             memory[place : place + len(head)] = head
         sizes = {tensor.key: tensor.itemsize for tensor in TENSORS}
-        for key, start, stop, place, _ in self._stagings[rank].whole:
-            part = content(key, step)[start * sizes[key] : stop * sizes[key]]
+        for key, start, numel, place, _ in self._stagings[rank].whole:
+            tile, size, whole = self._tiles[rank][key, start], sizes[key], content(key, step)
+            assert numel == tile.numel
+            runs = range(start, tile.end, tile.stride or tile.run)
+            part = b"".join(whole[low * size : (low + tile.run) * size] for low in runs)
             memory[place : place + len(part)] = part
         return memoryview(memory).toreadonly()
 

@@ -15,20 +15,21 @@ import pytest
 from pipeline.checkpoint.local_store import LocalStore
 from pipeline.checkpoint.manifest import MANIFEST, Damaged
 from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.checkpoint.tiles import Tile
 from pipeline.errors import CheckpointError
 from tests.support.tier import times
-from tests.support.tiny_store import Tiny, digests, read_digests, write
+from tests.support.tiny_store import ARRANGEMENTS, Tiny, digests, read_digests, write
 
 FLIPS = times(quick=200, full=2000)
 Change = Callable[[dict[str, Any]], None]
 NAME = "step-00000001"
-FORMATS = ("sharded", "full")
+FLAT = ARRANGEMENTS[:2]
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(scope="module", params=ARRANGEMENTS)
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a root with a good checkpoint."""
-    root = tmp_path_factory.mktemp(request.param)
+    root = tmp_path_factory.mktemp(request.param.replace(" ", "-"))
     assert write(Tiny(str(root), request.param), 1).problem == ""
     return root
 
@@ -62,9 +63,10 @@ def regions(root: Path) -> list[tuple[Path, int, int, str]]:
     for part in manifest.parts:
         found.append((folder / part.sums, 0, (folder / part.sums).stat().st_size, ""))
     for tensor in manifest.tensors:
-        for place in reader._places.find(tensor.key, 0, tensor.numel):
-            end = place.offset + (place.stop - place.start) * tensor.itemsize
-            found.append((folder / manifest.files[place.file].name, place.offset, end, tensor.key))
+        for place in reader._places.find(tensor.key, Tile(0, tensor.numel)):
+            path = folder / manifest.files[place.file].name
+            for begin, low, high in place.extent.segments(0, place.tile.numel * tensor.itemsize):
+                found.append((path, begin, begin + high - low, tensor.key))
     sizes = {
         file: sum(end - start for f, start, end, _ in found if f == file) for file in files_of(root)
     }
@@ -75,7 +77,8 @@ def regions(root: Path) -> list[tuple[Path, int, int, str]]:
 def test_no_flipped_byte_is_read_silently(root: Path) -> None:
     chance = random.Random(0)
     places = regions(root)
-    for turn in range(FLIPS // len(FORMATS)):
+    chance.shuffle(places)
+    for turn in range(FLIPS // len(FLAT)):
         file, start, end, key = places[turn % len(places)]
         data = bytearray(file.read_bytes())
         place, bits = chance.randrange(start, end), chance.randrange(1, 256)
@@ -122,12 +125,12 @@ def test_any_two_files_swapped(root: Path) -> None:
             second.write_bytes(other)
 
 
-def test_files_of_another_step(root: Path, request: pytest.FixtureRequest) -> None:
+def test_files_of_another_step(root: Path) -> None:
     """Files are replaced alone and together with their checksums."""
     other = root.parent / "other"
-    write(
-        Tiny(str(other), "full" if (root / NAME / "model.safetensors").exists() else "sharded"), 2
-    )
+    form = "full" if (root / NAME / "model.safetensors").exists() else "sharded"
+    is_columns = CheckpointReader(LocalStore(root), NAME).manifest.version == 3
+    write(Tiny(str(other), form + " columns" * is_columns), 2)
     foreign = {path.name: path.read_bytes() for path in (other / "step-00000002").iterdir()}
     files = [file for file in files_of(root) if file.name != MANIFEST]
     for names in [{file.name} for file in files] + [
@@ -243,7 +246,7 @@ EDITS: dict[str, tuple[Change, str]] = {
     "another header": (change_file("header", 1), "its header is damaged"),
     "sums swapped": (swap_sums, "rank-0000[01].sums"),
     "another step": (lambda m: m.update(step=2), "of step 2, in a folder that was renamed"),
-    "another version": (lambda m: m.update(version=3), "written by another version: version"),
+    "another version": (lambda m: m.update(version=4), "written by another version: version"),
     "more fields": (lambda m: m.update(more=2), "written by another version: more"),
 }
 for bad in ("/etc/passwd", "../x", "a/../../x", "a/..", ".", "", "a//b", "a\\b", "a\0b", ".hidden"):
@@ -254,6 +257,7 @@ for bad in ("/etc/passwd", "../x", "a/../../x", "a/..", ".", "", "a//b", "a\\b",
     )
 
 
+@pytest.mark.parametrize("written", FLAT, indirect=True)
 @pytest.mark.parametrize("name", EDITS)
 def test_an_edited_manifest(root: Path, name: str) -> None:
     change, problem = EDITS[name]
@@ -262,6 +266,44 @@ def test_an_edited_manifest(root: Path, name: str) -> None:
         with pytest.raises(CheckpointError, match=problem) as told:
             read_all(root, whole=whole)
         assert str(root / NAME) in str(told.value)
+
+
+COLUMN_EDITS: dict[str, tuple[Change, str]] = {
+    "wider rows": (
+        change_run("weight/b", 7, 101), "9000 elements are no rows of the length"
+    ),
+    "other rows": (change_run("weight/b", 7, 90), "weight/b: is divided by columns of other rows"),
+    "no rows": (change_run("weight/b", 7, 0), "weight/b: divided among ranks that do not exist"),
+    "negative rows": (change_run("weight/b", 7, -100), "written by another version: runs"),
+    "no bands": (change_run("weight/b", 8, 0), "written by another version: runs"),
+    "fewer bands": (change_run("weight/b", 8, 1), "weight/b: divided among ranks"),
+    "more bands": (change_run("weight/b", 8, 3), "weight/b: divided among ranks"),
+    "bands on one rank": (change_run("weight/b", 9, 0), "weight/b: divided among ranks"),
+    "bands further apart": (change_run("weight/b", 9, 2), "weight/b: divided among ranks"),
+    "parts of half rows": (change_run("weight/b", 2, 4550), "weight/b: divided among ranks"),
+    "more ranks": (change_run("weight/b", 2, 4500), "weight/b: divided among ranks"),
+    "columns missing": (change_run("exp_avg/b", 1, 3929), "exp_avg/b: element 29 is missing"),
+    "columns twice": (change_run("exp_avg/b", 1, 3931), "exp_avg/b: element 30 is there twice"),
+    "a row missing": (change_run("exp_avg/b", 1, 3830), "exp_avg/b: element 3900 is missing"),
+    "a row twice": (change_run("exp_avg/b", 1, 4030), "exp_avg/b: element 4000 is there twice"),
+    "a column on the left": (change_run("exp_avg/b", 0, 1), "exp_avg/b: element 0 is missing"),
+    "no columns": (change_run("exp_avg/b", 0, 50), "exp_avg/b: has a part without columns"),
+    "other rows beside": (
+        change_run("exp_avg/b", 7, 50), "is divided by columns of rows of different lengths"
+    ),
+    "a longer field list": (lambda m: runs_of(m, "weight/b")[0].append(0), "another version: runs"),
+    "a version without columns": (lambda m: m.update(version=2), "as its version does not know it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("written", ARRANGEMENTS[2:], indirect=True)
+@pytest.mark.parametrize("name", COLUMN_EDITS)
+def test_edited_columns(root: Path, name: str) -> None:
+    change, problem = COLUMN_EDITS[name]
+    edit(root, change)
+    for whole in (True, False):
+        with pytest.raises(CheckpointError, match=problem):
+            read_all(root, whole=whole)
 
 
 def test_an_edited_manifest_with_the_old_checksum(root: Path) -> None:

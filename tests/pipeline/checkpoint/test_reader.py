@@ -68,8 +68,8 @@ def write(root: str, tensors: list[TensorEntry], shares: list[list[Span]]) -> No
     for rank in range(len(shares)):
         layout = SHARDED.lay_out(rank, spans_of(rank, ordered, runs), table)
         memory, sums = bytearray(layout.items[0].head), []
-        for _, offset, _, span, _ in layout.items[1:]:
-            assert offset == len(memory)
+        for _, extent, _, span, _ in layout.items[1:]:
+            assert extent == (len(memory), 0, 0)
             assert span is not None
             size = table[span.key].itemsize
             data = content(table[span.key])[span.start * size : span.stop * size]

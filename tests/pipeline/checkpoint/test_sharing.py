@@ -10,14 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.checkpoint.division import (
-    WORTH_A_CUT,
-    CoverageError,
-    Run,
-    Span,
-    require_cover,
-    share_writing,
-)
+from pipeline.checkpoint.division import CoverageError, Run, require_cover
+from pipeline.checkpoint.sharing import WORTH_A_CUT, Holders, share_writing
+from pipeline.checkpoint.tiles import Tile
 
 SIZES = st.one_of(st.integers(1, 50), st.integers(WORTH_A_CUT - 2, 6 * WORTH_A_CUT))
 
@@ -59,18 +54,21 @@ def meshes(draw: st.DrawFn) -> tuple[Held, list[int]]:
 
 
 def shared(held: Held, numels: list[int]) -> list[list[Run]]:
-    spans = [[Span(str(tensor), start, stop) for tensor, start, stop in own] for own in held]
-    return share_writing(spans, {str(tensor): numel for tensor, numel in enumerate(numels)})
+    holders = Holders()
+    for rank, own in enumerate(held):
+        for tensor, start, stop in own:
+            holders.add(rank, Tile(start, stop), str(tensor))
+    named = {str(tensor): numel for tensor, numel in enumerate(numels)}
+    return share_writing(holders, named, len(held))
 
 
 def load(runs: list[list[Run]], rank: int) -> int:
     """Elements that a rank writes."""
-    mine = [piece for own in runs for run in own if (piece := run.of(rank))]
-    return sum(stop - start for start, stop in mine)
+    return sum(piece.numel for own in runs for run in own if (piece := run.of(rank)))
 
 
 def find(runs: list[Run], low: int, high: int) -> list[tuple[int, int, int]]:
-    return [piece for run in runs for piece in run.find(low, high)]
+    return [(rank, *tile[:2]) for run in runs for rank, tile in run.find(low, high)]
 
 
 @given(st.one_of(irregular(), meshes()))
@@ -79,7 +77,8 @@ def test_everything_is_written_once_by_who_holds_it(case: tuple[Held, list[int]]
     runs = shared(held, numels)
     written: dict[int, list[tuple[int, int, int]]] = {number: [] for number in range(len(numels))}
     for rank, spans in enumerate(held):
-        mine = [(at, *part) for at, own in enumerate(runs) for run in own if (part := run.of(rank))]
+        parts = ((at, run.of(rank)) for at, own in enumerate(runs) for run in own)
+        mine = [(at, *part[:2]) for at, part in parts if part]
         assert mine == sorted(mine)
         for tensor, start, stop in mine:
             assert any(tensor == t and low <= start < stop <= high for t, low, high in spans)

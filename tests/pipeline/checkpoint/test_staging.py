@@ -43,16 +43,16 @@ def test_rounds(sizes: list[tuple[str, int]], whole: set[int], passage: int) -> 
     for place, head in made.heads:
         memory[place : place + len(head)] = head
     for copy in made.whole:
-        data = content(tensors, copy.key, copy.start, copy.stop)
+        data = content(tensors, copy.key, copy.start, copy.start + copy.numel)
         memory[copy.place : copy.place + len(data)] = data
     file, sums = bytearray(), []
     for number, writes in enumerate(made.rounds):
         for copy in made.passing:
             if copy.round == number:
-                data = content(tensors, copy.key, copy.start, copy.stop)
+                data = content(tensors, copy.key, copy.start, copy.start + copy.numel)
                 memory[copy.place : copy.place + len(data)] = data
         for write in writes:
-            assert write.offset == len(file)
+            assert write.extent.offset + write.begin == len(file)
             data = memory[write.start : write.start + write.size]
             file += data
             sums += block_sums.sums(memoryview(data)) if write.piece else []

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from pipeline.checkpoint.division import Span
+from pipeline.checkpoint.extent import Extent
 from pipeline.checkpoint.file_layout import SHARDED
 from pipeline.checkpoint.local_store import LocalStore
 from pipeline.checkpoint.manifest import TensorEntry
@@ -120,7 +121,7 @@ def test_a_dead_writer_is_told_by_whatever_asks_it(writers: list[WriterProcess])
 
 def test_a_failure_told_together_with_a_round_is_not_overlooked(tmp_path: Path) -> None:
     setup = Tiny(str(tmp_path)).setups[1]
-    impossible = Write(file=99, offset=0, start=0, size=1, piece=False)
+    impossible = Write(file=99, extent=Extent(0), begin=0, start=0, size=1, piece=False)
     rounds = [*setup.rounds, [impossible], []]
     with ExitStack() as stack:
         arena = SnapshotBuffer(setup.buffer_size)

@@ -1,0 +1,104 @@
+"""Tensors as meshes of ranks hold them: columns, rows or both of tensor-parallel matrices, with
+copies."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pipeline.checkpoint.tiles import Tile
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A tensor of `shape` on a mesh of ranks (replica, shard, tensor-parallel), the last numbered
+    fastest.
+
+    Dimension `tp_dim` is cut over the tensor-parallel ranks (None: copied), then `shard_dim` over
+    the shards; flat ranges of what is left if `shard_dim` is None. Both as torch.chunk does.
+    """
+
+    shape: tuple[int, ...]
+    replicas: int
+    shards: int
+    tp: int
+    shard_dim: int | None
+    tp_dim: int | None
+
+    @property
+    def ranks(self) -> int:
+        return self.shards * self.replicas * self.tp
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def tiles(self, rank: int) -> list[Tile]:
+        """Return the tiles that a rank holds, in the order of its local tensor."""
+        shard = rank // self.tp % self.shards
+        ranges = [(0, size) for size in self.shape]
+        if self.tp_dim is not None:
+            ranges[self.tp_dim] = _chunk(ranges[self.tp_dim], self.tp, rank % self.tp)
+        if self.shard_dim is not None:
+            ranges[self.shard_dim] = _chunk(ranges[self.shard_dim], self.shards, shard)
+        dims = {self.tp_dim if self.tp > 1 else None, self.shard_dim if self.shards > 1 else None}
+        tiles = list(_tiles(self.shape, ranges, max(dims - {None, 0}, default=0)))
+        if self.shard_dim is None:
+            total = sum(tile.numel for tile in tiles)
+            tiles = list(_part(tiles, *_chunk((0, total), self.shards, shard)))
+        return tiles
+
+    def elements(self, rank: int) -> list[int]:
+        """Return the numbers of the elements that a rank holds, in order."""
+        return [n for tile in self.tiles(rank) for n in elements(tile)]
+
+
+def elements(tile: Tile) -> list[int]:
+    """Return the numbers of a tile's elements in order."""
+    return [tile.element(at) for at in range(tile.numel)]
+
+
+def _chunk(own: tuple[int, int], count: int, number: int) -> tuple[int, int]:
+    low, high = own
+    size = -(-(high - low) // count)
+    return min(low + number * size, high), min(low + (number + 1) * size, high)
+
+
+def _tiles(shape: Sequence[int], ranges: Sequence[tuple[int, int]], inner: int) -> Iterator[Tile]:
+    """Yield the box as tiles; `inner` is the last dimension that is cut."""
+    if any(low >= high for low, high in ranges):
+        return
+    below = math.prod(shape[inner + 1 :])
+    width = shape[inner] * below if inner else 0
+    low, high = (edge * below for edge in (ranges[inner] if ranges else (0, 1)))
+    rows = [
+        sum(at * math.prod(shape[dim + 1 : inner]) for dim, at in enumerate(place))
+        for place in itertools.product(*(range(*own) for own in ranges[:inner]))
+    ]
+    if not inner:
+        yield Tile(low, high)
+        return
+    for _, group in itertools.groupby(enumerate(rows), key=lambda item: item[1] - item[0]):
+        first = [row for _, row in group]
+        yield Tile(first[0] * width + low, first[0] * width + high, width, len(first))
+
+
+def _part(tiles: Sequence[Tile], low: int, high: int) -> Iterator[Tile]:
+    """Yield elements [low, high) of what the tiles hold: of each at most the end of a run, whole
+    runs, and the start of a run."""
+    begin = 0
+    for tile in tiles:
+        first, last = max(low - begin, 0), min(high - begin, tile.numel)
+        begin += tile.numel
+        while first < last:
+            if not tile.stride:
+                yield Tile(tile.start + first, tile.start + last)
+                break
+            row, column = divmod(first, tile.run)
+            rows = (last - first) // tile.run if column == 0 else 0
+            start = tile.element(first)
+            run = tile.run if rows else min(tile.run - column, last - first)
+            yield Tile(start, start + run, tile.stride, max(rows, 1))
+            first += run * max(rows, 1)
