@@ -13,7 +13,13 @@ from pipeline.checkpoint import rng_state
 from pipeline.checkpoint.manifest import Damaged
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.store import Store
-from pipeline.checkpoint.write_plan import DTYPES, random_key, tile_of, without_frozen_base
+from pipeline.checkpoint.write_plan import (
+    DTYPES,
+    random_key,
+    saved_streams,
+    tile_of,
+    without_frozen_base,
+)
 from pipeline.contracts.engine import Engine, EngineState, Fragment
 from pipeline.contracts.precision import dtype_name
 from pipeline.contracts.stage import Context
@@ -163,13 +169,14 @@ class Restoration:
                 target.copy_(value)
 
     def _restore_random(self, reader: CheckpointReader, progress: Progress) -> None:
-        """Start new streams where the saved ones have another number of owners, or are missing."""
-        dist = self._ctx.dist
-        rng_state.reseed(self._ctx.seed, progress.step, dist.rank, dist.world_size)
-        if reader.world_size == dist.world_size:
-            keys = {name: random_key(dist.rank, name) for name in rng_state.NAMES}
+        """Go on with the saved streams of random numbers; start new ones where another number of
+        them is needed, or some are missing."""
+        stream, streams = self._engine.random_stream, self._engine.random_streams
+        rng_state.reseed(self._ctx.seed, progress.step, stream, streams)
+        if saved_streams(reader.tensors) == set(range(streams)):
+            keys = {name: random_key(stream, name) for name in rng_state.NAMES}
             states = {n: reader.read_bytes(key) for n, key in keys.items() if key in reader.tensors}
-            rng_state.apply(states, dist.device)
+            rng_state.apply(states, self._ctx.dist.device)
 
 
 def saved_progress(reader: CheckpointReader) -> Progress:

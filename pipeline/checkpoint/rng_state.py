@@ -1,7 +1,8 @@
 """The states of a rank's random generators, as bytes of fixed sizes.
 
-With another number of ranks the saved streams have no owners; every rank then starts new ones from
-a digest of the recipe's seed, the step, its rank and the number of ranks.
+Ranks that compute copies of one thing share a stream. With another number of streams the saved ones
+have no owners; then new ones start from a digest of the recipe's seed, the step, the stream's
+number and the number of streams.
 """
 
 from __future__ import annotations
@@ -58,9 +59,9 @@ def apply(states: Mapping[str, bytes], device: torch.device) -> None:
         torch.cuda.set_rng_state(tensors["cuda"], device)
 
 
-def reseed(seed: int, step: int, rank: int, world_size: int) -> None:
+def reseed(seed: int, step: int, stream: int, streams: int) -> None:
     """Start new streams, a pure function of the arguments."""
-    text = f"{seed}/{step}/{rank}/{world_size}".encode()
+    text = f"{seed}/{step}/{stream}/{streams}".encode()
     start_random_streams(int.from_bytes(hashlib.sha256(text).digest()[:8], "little"))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import zlib
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,6 +46,10 @@ CODES = {
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
+RANDOM = "random"
+"""Kind of state of the generators of random numbers."""
+
+
 def as_bytes(flat: torch.Tensor) -> memoryview:
     """The memory of a contiguous flat tensor on the CPU."""
     return memoryview(flat.detach().view(torch.uint8).numpy().data)
@@ -56,9 +60,15 @@ def tile_of(fragment: Fragment) -> Tile:
     return Tile(fragment.start, fragment.stop, fragment.stride, fragment.count)
 
 
-def random_key(rank: int, name: str) -> str:
-    """Key of the state of a rank's generator."""
-    return f"random/{rank:05d}/{name}"
+def random_key(stream: int, name: str) -> str:
+    """Key of the state of a generator, given the number of its stream."""
+    return f"{RANDOM}/{stream:05d}/{name}"
+
+
+def saved_streams(keys: Iterable[str]) -> set[int]:
+    """Numbers of the streams of random numbers among the keys of tensors."""
+    parts = (key.split("/") for key in keys)
+    return {int(number) for kind, number, *_ in parts if kind == RANDOM}
 
 
 class LocalShard(NamedTuple):
@@ -94,7 +104,7 @@ def plan_writes(
     when the ranks' parts do not make up the tensors."""
     own = _held(engine, without)
     random = [
-        LocalShard(random_key(dist.rank, name), "U8", (len(state),), 0, len(state), True)
+        LocalShard(random_key(engine.random_stream, name), "U8", (len(state),), 0, len(state), True)
         for name, state in rng_state.capture(dist.device).items()
     ]
     messages = dist.collect(encode_shards([*own, *random]))

@@ -176,7 +176,7 @@ class Snapshot:
         left = set(self.staging.whole)
         for name, state in rng_state.capture(self._dist.device).items():
             source = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-            for copy in self._whole.get(random_key(self._dist.rank, name), ()):
+            for copy in self._whole.get(random_key(self._engine.random_stream, name), ()):
                 self._copy(copy, Tile(0, source.numel()), source)
                 left.discard(copy)
         for fragment, kind, tensor in self._tensors() if left else ():

@@ -156,7 +156,9 @@ class Engine(ABC):
     data_axis: DataAxis
     random_stream: int
     """Number of this rank's stream of random numbers. Ranks that compute copies of one thing have
-    the same."""
+    the same, so that these stay alike."""
+    random_streams: int
+    """Number of all streams."""
 
     @abstractmethod
     def accumulate(

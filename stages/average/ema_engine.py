@@ -32,7 +32,7 @@ class EmaEngine(Engine):
         self.modules = inner.modules
         self.device = inner.device
         self.data_axis = inner.data_axis
-        self.random_stream = inner.random_stream
+        self.random_stream, self.random_streams = inner.random_stream, inner.random_streams
         self._engine = inner
         self._decay = decay
         self._evaluate = evaluate

@@ -49,6 +49,12 @@ class Axes:
         """Number of all ranks."""
         return self.pipeline * self.data * self.context * self.tensor
 
+    @property
+    def streams(self) -> int:
+        """Number of streams of random numbers. Ranks of a tensor-parallel group share one, since
+        what they all compute has to be the same."""
+        return self.ranks // self.tensor
+
     @classmethod
     def of(cls, stage: Any, procs: int) -> Axes | None:
         """The axes that a wrap stage asks for, all that is left being data-parallel; None if the
@@ -84,8 +90,7 @@ class Place:
     context: int
     tensor: int
     stream: int
-    """Number of the rank's stream of random numbers. Ranks of a tensor-parallel group share one:
-    what they all compute has to be the same."""
+    """Number of the rank's stream of random numbers."""
 
 
 def asked(stage: Any) -> dict[str, int]:

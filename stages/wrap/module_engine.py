@@ -27,7 +27,7 @@ class ModuleEngine(Engine):
         self._axes = axes or Axes(data=dist.world_size)
         self._place = self._axes.place(dist.rank)
         self.data_axis = self._place.data
-        self.random_stream = self._place.stream
+        self.random_stream, self.random_streams = self._place.stream, self._axes.streams
 
     @property
     def averaged_over(self) -> int:

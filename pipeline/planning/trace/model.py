@@ -114,7 +114,7 @@ class BareEngine(Engine):
         self.modules = (self.model,)
         self.device = torch.device("cpu")
         self.data_axis = DataAxis(index=0, count=topology.ranks)
-        self.random_stream = 0
+        self.random_stream, self.random_streams = 0, topology.ranks
 
         def enter(module: nn.Module, inputs: Any, named: Any) -> Any:
             return cast_in((inputs, named), compute)
