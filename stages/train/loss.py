@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from pipeline import NO_TARGET, MicroBatch, StageError
 from pipeline.utils import has_values
+from stages.train.chunked_loss import chunked_cross_entropy
+from stages.train.vocabulary import sharded_cross_entropy
 
 HINT = "leave out loss_chunk_size"
-PIECE = 1 << 26
-"""Elements of a product that are computed at a time to be added in another dtype."""
 
 
 class SummedLoss:
@@ -47,12 +48,11 @@ class SummedLoss:
 
     def in_full(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         """The same loss with all logits at once."""
-        logits = _logits(model, batch)
+        logits, labels = _logits(model, batch).flatten(0, 1), batch.labels.reshape(-1)
+        if isinstance(logits, DTensor):
+            return sharded_cross_entropy(logits, labels)
         return F.cross_entropy(
-            logits.reshape(-1, logits.shape[-1]).to(torch.float32),
-            batch.labels.reshape(-1),
-            ignore_index=NO_TARGET,
-            reduction="sum",
+            logits.to(torch.float32), labels, ignore_index=NO_TARGET, reduction="sum"
         )
 
 
@@ -132,107 +132,3 @@ def install(model: nn.Module, chunk: int) -> LossHead:
     replaced = LossHead(head, chunk)
     head.forward = replaced
     return replaced
-
-
-def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int
-) -> Tensor:
-    """Cross-entropy of a linear head in nats, summed over the target tokens, as an fp32 scalar.
-
-    Shapes: hidden (tokens, width), weight (vocabulary, width), bias (vocabulary,), labels (tokens,)
-    of int64. The logits of `chunk` tokens are in memory at a time, in the dtype of `hidden` and in
-    fp32. Numbers are those of all logits at once: products in the dtype of `hidden`, softmax in
-    fp32 (torch's own `linear_cross_entropy` rounds the sum to the dtype of `hidden`).
-
-    Gradients are computed with the loss (Hsu et al. 2024, Liger Kernel, section 3.2), those of the
-    weight summed over chunks in fp32.
-    """
-    if not torch.is_grad_enabled():  # a Function does not see this
-        hidden, weight = hidden.detach(), weight.detach()
-        bias = None if bias is None else bias.detach()
-    summed: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, chunk)  # type: ignore[no-untyped-call]
-    return summed
-
-
-class _ChunkedCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int
-    ) -> Tensor:
-        wanted = ctx.needs_input_grad
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        grads = _Gradients(
-            torch.empty_like(hidden) if wanted[0] else None,
-            torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None,
-            torch.zeros_like(bias, dtype=torch.float32) if wanted[2] else None,  # type: ignore[arg-type]
-        )
-        for start in range(0, len(hidden), chunk):
-            # A function of its own, whose tensors are freed before the next chunk.
-            total += _chunk(hidden, weight, bias, labels, slice(start, start + chunk), grads)
-        # Not as saved tensors, which may not be scaled in place: the weight's is a large one.
-        ctx.grads = [
-            None if grad is None or parameter is None else grad.to(parameter.dtype)
-            for grad, parameter in zip(grads, (hidden, weight, bias), strict=True)
-        ]
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> Any:
-        grads, ctx.grads = ctx.grads, None
-        if grads is None:
-            raise RuntimeError("the loss in chunks can be differentiated once")
-        scaled = [None if grad is None else grad.mul_(upstream.to(grad.dtype)) for grad in grads]
-        return *scaled, None, None
-
-
-class _Gradients(NamedTuple):
-    """Gradients to which chunks add, to `hidden` in their own rows; None if not needed."""
-
-    hidden: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-
-
-def _chunk(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    labels: Tensor,
-    rows: slice,
-    grads: _Gradients,
-) -> Tensor:
-    """Add the gradients of the tokens `rows`; returns their summed loss."""
-    logits = F.linear(hidden[rows], weight, bias).float()
-    loss = F.cross_entropy(logits, labels[rows], ignore_index=NO_TARGET, reduction="sum")
-    if grads == (None, None, None):
-        return loss
-    grad = _logits_gradient(logits, labels[rows])
-    narrow = grad.to(hidden.dtype)
-    if grads.hidden is not None:
-        grads.hidden[rows] = narrow @ weight
-    if grads.weight is not None:
-        _add_product(grads.weight, narrow, hidden[rows])
-    if grads.bias is not None:
-        grads.bias.add_(grad.sum(0))
-    return loss
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """`total` += left^T right in fp32, without a second matrix of its size."""
-    if left.dtype == total.dtype:
-        total.addmm_(left.T, right)
-        return
-    height = max(PIECE // total.shape[1], 1)
-    parts = zip(torch.split(total, height), torch.split(left, height, dim=1), strict=True)
-    for rows, columns in parts:
-        rows.add_(columns.T @ right)
-
-
-def _logits_gradient(logits: Tensor, labels: Tensor) -> Tensor:
-    """Gradient of the summed cross-entropy, in the memory of `logits`: softmax minus one at the
-    target; zero for tokens without target."""
-    torch.softmax(logits, dim=-1, out=logits)
-    trained = labels != NO_TARGET
-    rows = torch.arange(len(labels), device=labels.device)
-    logits[rows, labels.clamp(min=0)] -= trained.to(logits.dtype)
-    return logits.mul_(trained[:, None])

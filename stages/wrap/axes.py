@@ -7,9 +7,9 @@ which exchange them in every attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Annotated, Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
@@ -31,7 +31,46 @@ class ContextParallel:
     """Ranks that share a sample. It divides the number of attention heads."""
 
 
-FIELDS = {"context": "context_parallel"}
+Style = Literal[
+    "colwise",
+    "colwise_gather_output",
+    "rowwise",
+    "rowwise_split_input",
+    "packed_colwise",
+    "packed_rowwise",
+    "embedding_rowwise",
+    "moe_tp_experts",
+    "mla_kv_a_proj",
+    "replicated_with_grad_allreduce",
+    "local_params",
+    "replicate",
+]
+"""How a layer is divided, as transformers names it in the plans of its architectures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorParallel:
+    """Divide the matrices of every layer among ranks (Shoeybi et al. 2019, Megatron-LM).
+
+    The ranks of a group are neighbours and belong on one node: they exchange activations in every
+    layer. The vocabulary is divided too, in the embedding, the head and the loss.
+    """
+
+    size: Size
+    """Ranks that share a layer. It divides attention heads and the layers' widths; of key and value
+    heads there may be fewer."""
+
+    sequence: bool = True
+    """Divide activations between the layers along the sequence (Korthikanti et al. 2022): norms and
+    residuals take 1/size of the memory, for the same traffic. Samples are padded to a multiple of
+    `size` tokens."""
+
+    plan: Mapping[str, Style] = field(default_factory=dict)
+    """Layers and how they are divided, where the architecture does not say so or says otherwise:
+    `model.layers.*.mlp.up_proj: colwise`. `*` stands for one part of a name."""
+
+
+FIELDS = {"context": "context_parallel", "tensor": "tensor_parallel"}
 """Axis -> the field that asks for it."""
 
 

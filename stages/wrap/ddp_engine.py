@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipeline import Context, ModelSource, OptimizerPlan, Precision, dtype_name, torch_dtype
 from stages.wrap.axes import required
 from stages.wrap.build import build_module, declared_facts, trained, verify_engine
-from stages.wrap.context_parallel import divide_sequence
+from stages.wrap.context.attention import divide_sequence
 from stages.wrap.torch_compat import (
     buckets,
     hook_states,

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt
 
 from pipeline import Context, Engine, ModelSource, OptimizerPlan, PlanView, Precision, Problem
 from stages.wrap import axes
-from stages.wrap.axes import Axes, ContextParallel
+from stages.wrap.axes import Axes, ContextParallel, TensorParallel
 
 Sharding = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
 
@@ -47,6 +47,9 @@ class Fsdp:
     """While accumulating, reduce each micro-batch's gradients, so that they stay sharded; false
     reduces once a step and holds whole gradients on every rank meanwhile."""
 
+    tensor_parallel: TensorParallel | None = None
+    """Divide the matrices of every layer among ranks; null gives each layer to every rank whole."""
+
     context_parallel: ContextParallel | None = None
     """Divide the tokens of every sample among ranks; null gives each sample to one rank."""
 
@@ -58,7 +61,7 @@ class Fsdp:
         if self.sharding == "no_shard":
             return 1
         if self.sharding == "hybrid_shard":
-            return self.shard_size or local_ranks
+            return self.shard_size or max(local_ranks // axes.tensor, 1)
         return axes.data * axes.context
 
     def check(self, plan: PlanView) -> Iterator[Problem]:

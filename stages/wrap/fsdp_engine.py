@@ -22,13 +22,23 @@ from pipeline import Context, ModelSource, OptimizerPlan, Precision, StageError,
 from pipeline.utils import with_values
 from stages.wrap.axes import Axes, required
 from stages.wrap.build import build_module, declared_facts, verify_engine
-from stages.wrap.context_parallel import divide_sequence
+from stages.wrap.context.attention import divide_sequence
 from stages.wrap.mesh import parameter_mesh
+from stages.wrap.tensor.divide import divide_layers
 from stages.wrap.torch_compat import reshard, sharding_facts
 from stages.wrap.torch_engine import TorchEngine, make_optimizer
 
 if TYPE_CHECKING:
     from stages.wrap.fsdp import Fsdp
+
+
+DATA_AXES: dict[str, Any] = {
+    "full_shard": "shard",
+    "shard_grad_op": "shard",
+    "hybrid_shard": ("replicate", "shard"),
+    "no_shard": ("replicate", "shard"),
+}
+"""Axes of the mesh over which each kind of sharding works."""
 
 
 def build(
@@ -37,10 +47,13 @@ def build(
     """Shard units then the root on the meta device; each rank materializes and loads its shards."""
     axes = required(config, ctx.dist.world_size)
     with with_values():
-        mesh = make_mesh(config, ctx, axes)
+        whole = make_mesh(config, ctx, axes)
+    mesh = whole[DATA_AXES[config.sharding]]
     units: list[nn.Module] = []
 
     def shard(module: nn.Module) -> None:
+        if config.tensor_parallel is not None and axes.tensor > 1:
+            divide_layers(config.tensor_parallel, module, model.blocks(module), whole["tensor"])
         units.extend(choose_units(config, module, model.blocks(module)))
         _shard(config, [*units, module], mesh, precision)
         _prefetch(config, units)
@@ -70,15 +83,12 @@ def build(
 
 
 def make_mesh(config: Fsdp, ctx: Context, axes: Axes) -> DeviceMesh:
-    """One axis, or (replicate, shard) for hybrid_shard and no_shard."""
+    """The mesh of the parameters. Raises StageError for shards that do not divide the ranks."""
     both = axes.data * axes.context
     shards = config.shards(axes, ctx.dist.local_world_size)
     if both % shards:
         raise StageError(f"{both} processes do not divide into shard groups of {shards}")
-    whole = parameter_mesh(axes, ctx.dist.device.type, shards)
-    if config.sharding in ("full_shard", "shard_grad_op"):
-        return whole["shard"]
-    return whole["replicate", "shard"]
+    return parameter_mesh(axes, ctx.dist.device.type, shards)
 
 
 def _shard(

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from pipeline import DistContext, Engine, MicroBatch, Objective
 from stages.wrap.axes import Axes
-from stages.wrap.context_parallel import cut
+from stages.wrap.context.attention import cut
+from stages.wrap.padding import padded
 
 T = TypeVar("T")
 
@@ -69,7 +70,8 @@ class ModuleEngine(Engine):
     def _own(self, batch: MicroBatch) -> MicroBatch:
         """What this rank computes of a micro-batch: all, or its slice of the tokens."""
         ranks = self._axes.context
-        return batch if ranks == 1 else cut(batch, self._place.context, ranks)
+        whole = padded(batch, ranks * self._axes.tensor)
+        return whole if ranks == 1 else cut(whole, self._place.context, ranks)
 
     def _part(self, total: Tensor) -> Tensor:
         """This rank's part of a loss, which a tensor-parallel group computes alike."""

@@ -17,7 +17,7 @@ from pipeline import Context, ModelSource, NamedParameter, OptimizerPlan, Precis
 from pipeline.utils import replace_text
 from stages.wrap.axes import required
 from stages.wrap.build import build_empty, cast_buffers, declared_facts, materialize, verify_engine
-from stages.wrap.context_parallel import divide_sequence
+from stages.wrap.context.attention import divide_sequence
 from stages.wrap.load_weights import load_weights
 from stages.wrap.zero import compat
 from stages.wrap.zero.checks import offload_problems

@@ -13,42 +13,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from pipeline import NO_TARGET, MicroBatch, StageError
-from stages.wrap import context_parallel_compat as compat
+from pipeline import MicroBatch, StageError
 from stages.wrap.axes import Axes
+from stages.wrap.context import compat
+from stages.wrap.context.ulysses import gather_sequence, scatter_sequence
 from stages.wrap.mesh import context_group
-from stages.wrap.ulysses import gather_sequence, scatter_sequence
 
 
 def cut(batch: MicroBatch, index: int, count: int) -> MicroBatch:
-    """Slice `index` of `count` equal ones of the sequence, padded on the right to divide.
+    """Slice `index` of `count` equal ones of the sequence, whose length they divide.
 
     Token ids and labels have shape (samples, length / count). Positions are those of the whole
     sequence, shape (samples, length): the model is given its slice of them by `ContextParallel`,
     while masks follow from all.
     """
-    length = batch.input_ids.shape[1]
-    extra = -length % count
-    size = (length + extra) // count
-    own = slice(index * size, (index + 1) * size)
-    return MicroBatch(
-        input_ids=F.pad(batch.input_ids, (0, extra))[:, own].contiguous(),
-        labels=F.pad(batch.labels, (0, extra), value=NO_TARGET)[:, own].contiguous(),
-        positions=_padded_positions(batch, extra),
-    )
-
-
-def _padded_positions(batch: MicroBatch, extra: int) -> Tensor:
-    """Positions of the whole sequence. Beside packed documents, padding is a document."""
     samples, length = batch.input_ids.shape
-    count = torch.arange(length + extra, device=batch.input_ids.device)
-    if batch.positions is None:
-        return count.expand(samples, -1)
-    return torch.cat([batch.positions, count[:extra].expand(samples, -1)], dim=1)
+    size = length // count
+    own = slice(index * size, (index + 1) * size)
+    whole = torch.arange(length, device=batch.input_ids.device).expand(samples, -1)
+    return MicroBatch(
+        input_ids=batch.input_ids[:, own].contiguous(),
+        labels=batch.labels[:, own].contiguous(),
+        positions=whole if batch.positions is None else batch.positions,
+    )
 
 
 def divide_sequence(model: nn.Module, axes: Axes, device: str) -> None:

@@ -1,0 +1,92 @@
+"""Cross-entropy of logits that ranks divide by the vocabulary.
+
+No rank ever holds a token's logits whole: three numbers a token are communicated, the largest
+logit, the sum of exponentials and the target's logit, in fp32 (Shoeybi et al. 2019, Megatron-LM,
+section 3).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from pipeline import NO_TARGET
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, differentiable."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class VocabularyShard(NamedTuple):
+    """The rows of the vocabulary that this rank has."""
+
+    first: int
+    size: int
+    group: ProcessGroup
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> VocabularyShard:
+        """The shard of a tensor of logits or of a head's weight, on a mesh of one axis."""
+        mesh, (placement,) = tensor.device_mesh, tensor.placements
+        assert placement.is_shard(), f"the vocabulary is not sharded: {placement}"
+        total = tensor.shape[placement.dim]  # type: ignore[attr-defined]
+        # torch.chunk's rule, which DTensor follows
+        chunk = -(-total // mesh.size())
+        first = min(chunk * mesh.get_local_rank(), total)
+        return cls(first, min(chunk, total - first), mesh.get_group())
+
+    def loss_and_gradient(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss summed over target tokens, and its gradient by this rank's `logits` (tokens,
+        own rows of the vocabulary) of fp32, in their memory (collective)."""
+        columns = labels - self.first
+        here = (columns >= 0) & (columns < self.size)
+        columns = torch.where(here, columns, 0)[:, None]
+        largest = (
+            logits.amax(-1)
+            if self.size
+            else torch.full(labels.shape, -torch.inf, device=labels.device)
+        )
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        logits.sub_(largest[:, None])
+        own = logits.gather(-1, columns)[:, 0] * here if self.size else torch.zeros_like(largest)
+        sums = torch.stack([logits.exp_().sum(-1), own])
+        dist.all_reduce(sums, group=self.group)
+        total, target = sums
+        trained = labels != NO_TARGET
+        loss = torch.where(trained, total.log() - target, 0.0).sum()
+        gradient = logits.div_(total[:, None])
+        if self.size:
+            gradient.scatter_add_(-1, columns, -here[:, None].to(gradient.dtype))
+        return loss, gradient.mul_(trained[:, None])
+
+
+def sharded_cross_entropy(logits: DTensor, labels: Tensor) -> Tensor:
+    """Cross-entropy in nats of `logits` (tokens, vocabulary), divided by the vocabulary on a mesh
+    of one axis, summed over the target tokens; an fp32 scalar, equal on all its ranks. So are
+    `labels` (tokens,) of int64."""
+    shard = VocabularyShard.of(logits)
+    summed: Tensor = _ShardedCrossEntropy.apply(local(logits), labels, shard)  # type: ignore[no-untyped-call]
+    return summed
+
+
+class _ShardedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, shard: VocabularyShard) -> Tensor:
+        # A copy, even of fp32 logits, as it is overwritten.
+        own = logits.to(torch.float32, copy=True)
+        loss, gradient = shard.loss_and_gradient(own, labels)
+        ctx.dtype = logits.dtype
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward(gradient)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        (gradient,) = ctx.saved_tensors
+        return (gradient * upstream).to(ctx.dtype), None, None

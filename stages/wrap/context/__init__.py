@@ -1,0 +1,1 @@
+"""Context parallelism: ranks share the tokens of every sample."""

@@ -1,0 +1,1 @@
+"""Tensor parallelism: ranks share the matrices of every layer."""

@@ -1,0 +1,133 @@
+"""Collectives over the ranks of a tensor-parallel group, with their gradients.
+
+A value is complete (the same on every rank), a summand (the ranks' values add up to it), or sharded
+along a dimension. Each function says which it takes and gives; its gradient goes the other way. The
+sequence is dimension 1 of (samples, length, width).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from stages.wrap.tensor.compat import all_gather_single, reduce_scatter_single
+
+SEQUENCE = 1
+
+
+def all_reduce(value: Tensor, group: ProcessGroup) -> Tensor:
+    """Summand -> complete value. The gradient is complete."""
+    return _AllReduce.apply(value, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def sum_gradients(value: Tensor, group: ProcessGroup) -> Tensor:
+    """Complete value -> itself, used in different ways by the ranks: gradients are summands."""
+    if not torch.is_grad_enabled() or not value.requires_grad:
+        return value
+    return _SumGradients.apply(value, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def gather(value: Tensor, group: ProcessGroup, dim: int, *, summands: bool) -> Tensor:
+    """Sharded along `dim` -> complete value. Gradients are summands, or complete."""
+    return _Gather.apply(value, group, dim % value.dim(), summands)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def split(value: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """Complete value -> sharded along `dim`."""
+    return _Split.apply(value, group, dim % value.dim())  # type: ignore[no-any-return, no-untyped-call]
+
+
+def reduce_scatter(value: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """Summand -> sharded along `dim`."""
+    return _ReduceScatter.apply(value, group, dim % value.dim())  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: ProcessGroup) -> Tensor:
+        return _summed(value, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
+class _SumGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _summed(grad, ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: ProcessGroup, dim: int, summands: bool) -> Tensor:
+        ctx.group, ctx.dim, ctx.summands = group, dim, summands
+        return _gathered(value, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        back = _scattered if ctx.summands else _own_part
+        return back(grad, ctx.group, ctx.dim), None, None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _own_part(value, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _gathered(grad, ctx.group, ctx.dim), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _scattered(value, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _gathered(grad, ctx.group, ctx.dim), None, None
+
+
+def _summed(value: Tensor, group: ProcessGroup) -> Tensor:
+    total = value.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _gathered(value: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    size = dist.get_world_size(group)
+    parts = value.new_empty((size * value.shape[0], *value.shape[1:]))
+    all_gather_single(parts, value.contiguous(), group=group)
+    return parts.view(size, *value.shape).movedim(0, dim).flatten(dim, dim + 1)
+
+
+def _scattered(value: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    parts = _parts(value, group, dim).movedim(dim, 0).contiguous()
+    own = torch.empty_like(parts[0])
+    reduce_scatter_single(own, parts.flatten(0, 1), group=group)
+    return own
+
+
+def _own_part(value: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    return _parts(value, group, dim).select(dim, dist.get_rank(group)).contiguous()
+
+
+def _parts(value: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    """A view with `dim` divided in (rank, part). Raises ValueError if it does not divide."""
+    size = dist.get_world_size(group)
+    if value.shape[dim] % size:
+        raise ValueError(f"a length of {value.shape[dim]} does not divide among {size} ranks")
+    return torch.unflatten(value, dim, (size, value.shape[dim] // size))
