@@ -126,12 +126,12 @@ class Lora:
 
 def _skipped_experts(stage: Lora, plan: PlanView) -> Iterator[Problem]:
     """Yield a warning if the recipe's model has experts, by its config."""
+    from stages.model.config_checks import has_experts
     from stages.model.hf import HfModel
     from stages.model.read import config_at_hand
 
     model = plan.find(HfModel)
-    config = (model and config_at_hand(model)) or {}
-    if any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
+    if has_experts((model and config_at_hand(model)) or {}):
         included = "target_parameters: [experts.gate_up_proj, experts.down_proj] includes them"
         whole = "train_also: ['*.experts.*'] trains them as a whole"
         yield Problem(

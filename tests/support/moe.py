@@ -15,7 +15,7 @@ FOUR = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 MOE: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**SIZES, **FOUR, "num_experts": 5},
     "mixtral": {**SIZES, "num_local_experts": 3, "num_experts_per_tok": 2},
-    "olmoe": {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "clip_qkv": None},
+    "olmoe": {**SIZES, "head_dim": 6, "num_experts": 4, "num_experts_per_tok": 2},
     "gpt_oss": {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2,
                 "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
     "deepseek_v3": {
