@@ -1,11 +1,12 @@
 """Updates of experts whose weights are stacked in one tensor.
 
-Each expert has a pair of factors, A (rank, inputs) and B (outputs, rank); all of a weight's are two
-tensors, `lora_A.NAME` and `lora_B.NAME` of the experts' module. Tokens are sorted by expert, as
-transformers' own fast implementation does, and multiplied group by group: x W + s x A B. peft adds
-s B A to the weights instead, which gives the same numbers, and keeps a changed copy of all experts
-of every layer until backward, whose gradient is then as large again. Here a step costs, beyond the
-factors, a row of `rank` numbers and one of outputs for each token and expert that it is sent to.
+Each expert has a pair of factors, A (rank, inputs) and B (outputs, rank); those of all experts are
+two tensors, `lora_A.NAME` and `lora_B.NAME` of the experts' module. Tokens are sorted by expert, as
+transformers' own fast implementation does, and multiplied group by group: W x + s B A x.
+
+peft adds s B A to the weights instead. That gives the same numbers, but keeps a changed copy of all
+experts of each layer until backward, and makes a gradient as large. Here a layer keeps, for each
+token and expert that it is sent to, the inputs of both projections and `rank` numbers beside each.
 """
 
 from __future__ import annotations
@@ -153,8 +154,8 @@ def _project(experts: Any, leaf: str, rows: Tensor, groups: Groups) -> Tensor:
         _, scaling, dropout = experts.low_rank
         down, up = _aligned(getattr(experts.lora_A, leaf), getattr(experts.lora_B, leaf))
         inputs = F.dropout(rows, dropout, training=experts.training)
-        low = _product(inputs, down.mT, groups)
-        product = product + scaling * _product(low, up.mT, groups)
+        low = scaling * _product(inputs, down.mT, groups)
+        product = product + _product(low, up.mT, groups)
     if experts.has_bias:
         product = product + getattr(experts, f"{leaf}_bias")[groups.expert]
     return product
