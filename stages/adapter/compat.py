@@ -79,7 +79,47 @@ ADAPTER = "default"
 def name_in_file(name: str) -> str:
     """The name under which peft saves a tensor of the module with updates; names that are already
     in that form, also those of other versions of peft, are accepted too."""
+    parts = name.removeprefix(PREFIX).split(".")
+    # Updates of several stacked weights of a module differ in nothing else.
+    update = next((place for place, part in enumerate(parts) if part.startswith("lora_")), 0)
     left_out = (ADAPTER, "base_layer", "modules_to_save")
-    kept = [part for part in name.removeprefix(PREFIX).split(".") if part not in left_out]
+    kept = [
+        part
+        for place, part in enumerate(parts)
+        if part not in left_out or (part == "base_layer" and place < update)
+    ]
     # A parameter in early versions of peft has since become a module's `weight`.
     return (PREFIX + ".".join(kept)).replace("_magnitude_vector.weight", "_magnitude_vector")
+
+
+def name_without_updates(name: str) -> str:
+    """The name of a tensor of peft's module in the model without updates."""
+    parts = name.removeprefix(PREFIX).split(".")
+    return ".".join(part for part in parts if part not in ("base_layer", "original_module"))
+
+
+@contextlib.contextmanager
+def targets_as_named() -> Iterator[None]:
+    """Have peft put updates where it is told to. It takes names of linear layers that experts had
+    in transformers 4 for names of stacked weights, and doubles their rank."""
+    from peft.utils import transformers_weight_conversion as conversion
+
+    converted = conversion.convert_peft_config_for_transformers
+    conversion.convert_peft_config_for_transformers = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        conversion.convert_peft_config_for_transformers = converted
+
+
+def read_as_experts(model: Any, name: str) -> bool:
+    """Whether peft takes a linear layer's name for that of stacked weights of experts."""
+    from peft import LoraConfig
+    from peft.utils import transformers_weight_conversion as conversion
+
+    config = LoraConfig(target_modules=[name])
+    try:
+        conversion.convert_peft_config_for_transformers(config, model=model, conversions=None)
+    except ValueError:  # one of the two weights that were stacked
+        return True
+    return name not in (config.target_modules or ())

@@ -17,6 +17,7 @@ from stages.model.declared import DerivedSource
 
 if TYPE_CHECKING:
     from stages.adapter.source import AdaptedSource
+    from stages.weights.change import Change
 
 QuantType = Literal["nf4", "fp4"]
 """The 16 values of 4 bits: quantiles of a normal distribution, or floating-point numbers."""
@@ -34,6 +35,10 @@ class AdaptedModel(DerivedSource):
         """Names of the trained parameters, which are the adapter."""
 
     @abstractmethod
+    def changes_to_file(self) -> Sequence[Change]:
+        """The changes that turn the trained tensors into those of peft's file."""
+
+    @abstractmethod
     def save_config(self, folder: Path) -> None:
         """Write peft's configuration. Raises StageError for a training that an adapter cannot
         express."""
@@ -41,7 +46,8 @@ class AdaptedModel(DerivedSource):
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Train low-rank updates of linear layers instead of the model itself (Hu et al. 2021, LoRA).
+    """Train low-rank updates of linear layers and experts instead of the model itself (Hu et al.
+    2021, LoRA).
 
     The model's own weights are frozen: they are held in the compute dtype, without master weights
     and optimizer state, and checkpoints leave them out. `export.safetensors` writes the model with
@@ -61,7 +67,11 @@ class Lora:
     """Share of an update's inputs that is dropped in training."""
     targets: Literal["all-linear"] | tuple[str, ...] = "all-linear"
     """Linear layers that get an update: ends of their names (`q_proj`, `mlp.up_proj`), or all but
-    the head. Experts that are one tensor are no linear layers."""
+    the head. A warning names those that get none."""
+    target_parameters: tuple[str, ...] | None = None
+    """Stacked weights of experts that get an update, one for each expert: ends of their names
+    (`mlp.experts.down_proj`), as in peft. By default all of them if `targets` is all-linear, but
+    those that `train_also` trains; none with `dora`, which peft does not have for them."""
     quantize: QuantType | None = None
     """Hold the weights of all linear layers but the head in 4 bits, by bitsandbytes (Dettmers et
     al. 2023, QLoRA). The trained, merged and exported model is the one with these weights."""
@@ -82,13 +92,23 @@ class Lora:
         if self.quantize is not None and importlib.util.find_spec("bitsandbytes") is None:
             hint = "pip install 'pipetrain[bitsandbytes]'"
             yield Problem(key="quantize", message="needs bitsandbytes", hint=hint)
-        if self.targets == "all-linear" and not any("expert" in name for name in self.train_also):
-            yield from _skipped_experts(plan)
-        if self.targets == ():
+        if self.dora and self.target_parameters:
+            message = "DoRA has no updates of stacked weights of experts"
+            yield Problem(key="target_parameters", message=message, hint="set dora: false")
+        if self.misses_experts and not any("expert" in name for name in self.train_also):
+            yield from _skipped_experts(self, plan)
+        if self.targets == () and not self.target_parameters:
             yield Problem(key="targets", message="names no layer", hint="write all-linear")
         if self.start_from is not None:
             for message, hint in differences(self, Path(self.start_from).expanduser()):
                 yield Problem(key="start_from", message=message, hint=hint)
+
+    @property
+    def misses_experts(self) -> bool:
+        """Whether experts get no update."""
+        if self.target_parameters is None:
+            return self.dora or self.targets != "all-linear"
+        return not self.target_parameters
 
     def run(self, ctx: Context, model: ModelSource) -> AdaptedModel:
         source = self.declared(model, seed=ctx.seed)
@@ -104,18 +124,21 @@ class Lora:
         return AdaptedSource(self, base, seed=seed)
 
 
-def _skipped_experts(plan: PlanView) -> Iterator[Problem]:
+def _skipped_experts(stage: Lora, plan: PlanView) -> Iterator[Problem]:
     """Yield a warning if the recipe's model has experts, by its config."""
+    from stages.model.config_checks import has_experts
     from stages.model.hf import HfModel
     from stages.model.read import config_at_hand
 
     model = plan.find(HfModel)
-    config = (model and config_at_hand(model)) or {}
-    if any(config.get(key) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
+    if has_experts((model and config_at_hand(model)) or {}):
+        included = "target_parameters: [experts.gate_up_proj, experts.down_proj] includes them"
+        whole = "train_also: ['*.experts.*'] trains them as a whole"
         yield Problem(
-            key="targets",
-            message="all-linear leaves out experts that are one tensor, which get no update",
-            hint="train_also: ['*.experts.*'] trains them as a whole",
+            key="dora" if stage.dora else "target_parameters",
+            message="experts get no update: "
+            + ("DoRA has none for stacked weights" if stage.dora else "only `targets` do"),
+            hint=whole if stage.dora else included,
             warning=True,
         )
 

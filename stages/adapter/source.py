@@ -12,11 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline import ModelSource, StageError, TensorReader, Weights
-from stages.adapter.injection import Layer, inject, layers, save_config
+from pipeline.utils import plural
+from stages.adapter.experts import updated_modules
+from stages.adapter.injection import inject, layers
+from stages.adapter.layers import Layer
+from stages.adapter.left_out import log_left_out
 from stages.adapter.lora import AdaptedModel
-from stages.adapter.updates import InitialValues, MergedWeights, saved_updates
+from stages.adapter.peft_config import save_config
+from stages.adapter.peft_files import changes_to_file, saved_updates
+from stages.adapter.updates import InitialValues, MergedWeights
 from stages.model.declared import outline, ties
-from stages.weights.change import renamed
+from stages.weights.change import Change, renamed
 from stages.weights.converted import ConvertedReader
 from stages.weights.views import JoinedReader
 
@@ -30,7 +36,7 @@ NUMBERED = frozenset("0123456789?[")
 
 
 class AdaptedSource(AdaptedModel):
-    """`base` with updates of some of its linear layers."""
+    """`base` with updates of some of its linear layers and experts."""
 
     def __init__(self, stage: Lora, base: ModelSource, *, seed: int) -> None:
         super().__init__(base)
@@ -61,11 +67,12 @@ class AdaptedSource(AdaptedModel):
 
     def external_parameter_modules(self, model: nn.Module) -> Sequence[nn.Module]:
         within = [model.get_submodule(layer.name) for layer in layers(model) if layer.dora]
-        return [*within, *self.base.external_parameter_modules(model)]
+        experts = updated_modules(model)
+        return [*within, *experts, *self.base.external_parameter_modules(model)]
 
     @functools.cached_property
     def layers(self) -> Sequence[Layer]:
-        """Layers that have an update."""
+        """Layers and stacked weights of experts that have an update."""
         return layers(self.outline)
 
     @functools.cached_property
@@ -77,12 +84,20 @@ class AdaptedSource(AdaptedModel):
         the model."""
         parameters = dict(self.outline.named_parameters())
         trained = sum(parameters[name].numel() for name in self.trained)
+        stacked = sum(layer.experts is not None for layer in self.layers)
+        also = f" and {plural(stacked, 'stack')} of experts" if stacked else ""
         log.info(
-            "%d layers get updates; %s parameters are trained", len(self.layers), f"{trained:,}"
-        )
+            "%s%s get updates; %s parameters are trained",
+            plural(len(self.layers) - stacked, "layer"), also, f"{trained:,}",
+        )  # fmt: skip
+        log_left_out(self.stage, self.outline, self.layers, log)
 
     def save_config(self, folder: Path) -> None:
-        save_config(self.stage, folder, self.outline, base=self.location, revision=self.revision)
+        base, revision = self.location, self.revision
+        save_config(self.stage, folder, self.outline, self.layers, base=base, revision=revision)
+
+    def changes_to_file(self) -> Sequence[Change]:
+        return list(changes_to_file(self.trained, self.layers))
 
     @functools.cached_property
     def frozen_base(self) -> Collection[str]:
@@ -95,12 +110,13 @@ class AdaptedSource(AdaptedModel):
 
     @property
     def skeleton(self) -> ModelSource:
-        named = (*self.stage.train_also, *self.stage.targets)
+        stage = self.stage
+        named = (*stage.train_also, *stage.targets, *(stage.target_parameters or ()))
         return self if any(NUMBERED & set(name) for name in named) else self.base.skeleton
 
     def weights(self) -> TensorReader:
         base = self.base.weights()
-        adapted = {layer.name for layer in self.layers}
+        adapted = {layer.name for layer in self.layers if layer.experts is None}
         changes = []
         for name in base.names():
             owner, _, leaf = name.rpartition(".")
@@ -117,7 +133,10 @@ class AdaptedSource(AdaptedModel):
 
     @property
     def fingerprint(self) -> str:
-        settings = json.dumps(dataclasses.asdict(self.stage), sort_keys=True)
+        fields = dataclasses.asdict(self.stage)
+        if self.stage.target_parameters is None:  # as before there were any
+            del fields["target_parameters"]
+        settings = json.dumps(fields, sort_keys=True)
         facts = f"{self.base.fingerprint} lora {settings} {self._seed}"
         return hashlib.sha256(facts.encode()).hexdigest()
 

@@ -6,20 +6,16 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline import StageError, TensorReader, TensorSpec, Weights
 from pipeline.checkpoint import CHUNK
-from stages.adapter.compat import PREFIX, WEIGHTS, name_in_file
-from stages.adapter.injection import Layer
-from stages.model.declared import listed
+from stages.adapter.layers import Layer
 from stages.model.random_reader import unit_seed
 from stages.weights.change import renamed
 from stages.weights.converted import ConvertedReader
-from stages.weights.safetensors import SafetensorsReader
 from stages.weights.torch_files import pieces
 from stages.weights.views import ComputedReader, JoinedReader
 
@@ -61,10 +57,21 @@ class MergedWeights(ComputedReader, Weights):
 
     def computed(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
         layer = self._layers[name]
-        rows, columns = self.spec(name).shape
+        size = layer.inputs * layer.outputs
+        for number in range(start // size, -(-stop // size)):
+            first = number * size
+            yield from self._matrix(layer, number, max(start - first, 0), min(stop - first, size))
+
+    def _matrix(self, layer: Layer, number: int, start: int, stop: int) -> Iterator[Tensor]:
+        """Elements [start, stop) of a linear layer's weight, or of one expert's."""
+        rows, columns = self.spec(layer.weight).shape[-2:]
+        down, up, magnitude = self._update_of(layer)
+        if layer.experts is not None:
+            down, up = down[number], up[number]
+        above = number * rows
         for top, bottom in row_blocks(rows, columns, start, stop):
-            weight = read_rows(self._base, name, top, bottom, columns)
-            block = _merged(layer, weight, *self._update_of(layer), slice(top, bottom)).view(-1)
+            weight = read_rows(self._base, layer.weight, above + top, above + bottom, columns)
+            block = _merged(layer, weight, down, up, magnitude, slice(top, bottom)).view(-1)
             begin = top * columns
             yield block[max(start - begin, 0) : stop - begin]
 
@@ -170,34 +177,3 @@ class InitialValues(TensorReader):
         if self._base is not None:
             self._base.close()
             self._base = None
-
-
-def saved_updates(
-    folder: Path, model: nn.Module, trained: Sequence[str], layers: Sequence[Layer]
-) -> TensorReader:
-    """The `trained` tensors of `model` from the adapter in `folder`, under the model's names.
-
-    The weight of a head, which peft saves beside its update, is not read. Raises StageError when
-    the adapter is of another model or of other settings.
-    """
-    reader = SafetensorsReader([folder / WEIGHTS])
-    stored = {name_in_file(name): name for name in reader.names()}
-    wanted = {name_in_file(name): name for name in trained}
-    missing = wanted.keys() - stored.keys()
-    extra = stored.keys() - wanted.keys() - {PREFIX + layer.weight for layer in layers}
-    refusal = f"the adapter in {folder} is not of this model and these settings"
-    if missing or extra:
-        parts = [f"missing {listed(missing)}"] * bool(missing)
-        parts += [f"unexpected {listed(extra)}"] * bool(extra)
-        raise StageError(
-            f"{refusal}: {'; '.join(parts)}",
-            hint="targets, dora and train_also must be those that it was trained with",
-        )
-    shapes = {name: tuple(one.shape) for name, one in model.named_parameters()}
-    for file, name in wanted.items():
-        found = reader.spec(stored[file]).shape
-        if found != shapes[name]:
-            raise StageError(
-                f"{refusal}: {name} has shape {list(found)} instead of {list(shapes[name])}"
-            )
-    return ConvertedReader(reader, [renamed(stored[file], name) for file, name in wanted.items()])

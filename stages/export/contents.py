@@ -12,7 +12,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from pipeline import ExportError, ModelSource, StageError, TensorReader, Weights, torch_dtype
-from stages.adapter.compat import WEIGHTS, name_in_file
+from stages.adapter.compat import WEIGHTS
 from stages.adapter.lora import AdaptedModel
 from stages.export.manifest import Proof
 from stages.export.plan import ExportPlan, digest, make_plan
@@ -21,7 +21,6 @@ from stages.export.weight_files import Shard
 from stages.model import compat
 from stages.model.assets import save_tokenizer
 from stages.model.declared import outline
-from stages.weights.change import renamed
 from stages.weights.converted import ConvertedReader
 from stages.weights.views import CastReader, JoinedReader
 
@@ -116,8 +115,7 @@ class AdapterContents:
         missing = [name for name in self.source.trained if name not in held]
         if missing:
             raise StageError(f"the checkpoint has no {missing[0]}: it is of another adapter")
-        names = [renamed(name, name_in_file(name)) for name in self.source.trained]
-        files = self._cast(ConvertedReader(self.trained, names))
+        files = self._cast(ConvertedReader(self.trained, self.source.changes_to_file()))
         parts = [Shard(file=WEIGHTS, tensors={n: files.spec(n) for n in files.names()})]
         return ExportPlan(
             outline=outline(self.source.export_view),

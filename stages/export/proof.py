@@ -17,7 +17,13 @@ from pipeline import DistContext, ExportError, ModelSource, StageError, TensorRe
 from pipeline.checkpoint import DTYPES
 from pipeline.hardware import free_memory
 from pipeline.utils import plural
-from stages.adapter.compat import CONFIG, PREFIX, import_peft, name_in_file, quiet
+from stages.adapter.compat import (
+    CONFIG,
+    import_peft,
+    name_in_file,
+    name_without_updates,
+    quiet,
+)
 from stages.export import manifest
 from stages.export.manifest import BLOCK, CARD, Manifest, Position, Proof, names_in
 from stages.export.weight_files import Shard, prove_files
@@ -149,8 +155,7 @@ def with_adapter(source: ModelSource, own: TensorReader, folder: Path) -> nn.Mod
         if in_file in adapter:
             tensor: Tensor = adapter[in_file]
             return tensor.float()
-        plain = name.removeprefix(PREFIX).replace(".base_layer.", ".")
-        plain = plain.replace(".original_module.", ".")
+        plain = name_without_updates(name)
         return own.read(tied.get(plain, plain)).float()
 
     layers = (one for one in model.modules() if isinstance(one, peft.tuners.lora.LoraLayer))

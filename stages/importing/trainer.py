@@ -166,6 +166,7 @@ SCRIPT: Table = {
     "lora_alpha": sets("adapter.alpha", rules.number),
     "lora_dropout": sets("adapter.dropout", rules.number),
     "lora_target_modules": sets("adapter.targets", _targets),
+    "lora_target_parameters": sets("adapter.target_parameters", rules.names),
     "lora_modules_to_save": sets(
         "adapter.train_also", lambda value: [f"*{name}.*" for name in rules.names(value)]
     ),

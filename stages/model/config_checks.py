@@ -102,6 +102,13 @@ def stated_context(config: Mapping[str, Any]) -> int | None:
     return max(stated, int(factor * (original if type(original) is int else stated)))
 
 
+def has_experts(config: Mapping[str, Any]) -> bool:
+    """Whether a config is of a mixture of experts."""
+    counts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+    parts = [value for value in config.values() if isinstance(value, Mapping)]
+    return any(part.get(key) for part in (config, *parts) for key in counts)
+
+
 MOST = 2**31 - 1
 """The largest size of anything; a larger one is a slip, and no memory could hold it."""
 MOST_BLOCKS = 1024

@@ -23,7 +23,14 @@ from pipeline import (
     TrainedRun,
     TrainingLength,
 )
-from stages.train.settings import Anomalies, BatchPlan, Count, EarlyStopping, heldout_problems
+from stages.train.settings import (
+    Anomalies,
+    BatchPlan,
+    Count,
+    EarlyStopping,
+    heldout_problems,
+    router_loss_problems,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +44,11 @@ class TrainCausalLm(BatchPlan):
     loss_chunk_size: Count | None = None
     """Tokens whose logits are in memory at a time, for large vocabularies; null computes all logits
     of a micro-batch at once. Changes rounding only."""
+
+    router_loss: Annotated[float, Ge(0)] | Literal["config"] | None = None
+    """Weight of the loss by which a mixture of experts keeps its router balanced, added to the mean
+    cross-entropy: a number, or the `router_aux_loss_coef` of the model's config. Null trains on the
+    cross-entropy alone, whatever the config says. Held-out losses are without it."""
 
     log_every: Count = 10
     """Steps between two lines on screen. `metrics.jsonl` has every step."""
@@ -69,6 +81,7 @@ class TrainCausalLm(BatchPlan):
         for problem in self.anomalies.problems(plan):
             yield replace(problem, key=f"anomalies.{problem.key}")
         yield from self._evaluation_problems(plan)
+        yield from router_loss_problems(self.router_loss, plan)
 
     def _evaluation_problems(self, plan: PlanView) -> Iterator[Problem]:
         kept = [getattr(stage, "keep_best", 0) for stage in plan.giving(Checkpoints)]

@@ -133,3 +133,26 @@ class EarlyStopping:
 
     min_improvement: Annotated[float, Ge(0)] = 0.0
     """Least difference in nats to the last improvement; with 0 any lower loss is an improvement."""
+
+
+def router_loss_problems(weight: float | str | None, plan: PlanView) -> Iterator[Problem]:
+    """The problem of a router's loss that the model cannot have, or asks for in vain, by its config
+    if that can be read without a network."""
+    from stages.model.config_checks import has_experts
+    from stages.model.hf import HfModel
+    from stages.model.read import config_at_hand
+
+    model = plan.find(HfModel)
+    config = None if model is None else config_at_hand(model)
+    if config is None:
+        return
+    if weight is None and config.get("output_router_logits") is True:
+        yield Problem(
+            key="router_loss",
+            message="the model's config asks for the loss of its router (output_router_logits)",
+            hint="router_loss: config adds it, 0 says that it is left out",
+            warning=True,
+        )
+    if weight is not None and not has_experts(config):
+        message = "the model has no experts"
+        yield Problem(key="router_loss", message=message, hint="leave out router_loss")

@@ -438,10 +438,12 @@ SFT = {"output_dir": "x", "use_peft": True, "lora_target_modules": "all-linear"}
             {
                 "lora_r": 8, "lora_alpha": 4, "lora_dropout": 0, "use_rslora": True,
                 "lora_target_modules": ["q_proj", "v_proj"], "lora_modules_to_save": ["lm_head"],
+                "lora_target_parameters": ["experts.down_proj"],
             },
             {
                 "rank": 8, "alpha": 4, "dropout": 0, "scaling": "rslora",
                 "targets": ["q_proj", "v_proj"], "train_also": ["*lm_head.*"],
+                "target_parameters": ["experts.down_proj"],
             },
         ),
         (

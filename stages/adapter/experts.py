@@ -1,0 +1,181 @@
+"""Updates of experts whose weights are stacked in one tensor.
+
+Each expert has a pair of factors, A (rank, inputs) and B (outputs, rank); those of all experts are
+two tensors, `lora_A.NAME` and `lora_B.NAME` of the experts' module. Tokens are sorted by expert, as
+transformers' own fast implementation does, and multiplied group by group: W x + s B A x.
+
+peft adds s B A to the weights instead. That gives the same numbers, but keeps a changed copy of all
+experts of each layer until backward, and makes a gradient as large. Here a layer keeps, for each
+token and expert that it is sent to, the inputs of both projections and `rank` numbers beside each.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stages.adapter.experts_compat import (
+    activate,
+    computes_eagerly,
+    first_projection,
+    full_shape,
+    grouped_product,
+    is_experts,
+)
+from stages.adapter.layers import Layer
+
+ALIGNED = 8
+"""Rows that grouped products read are multiples of 16 bytes: 8 numbers of 16 bits."""
+
+
+class Factors(nn.Module):
+    """One factor of each updated weight of an experts' module, by the weight's name in it, without
+    values."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> None:
+        super().__init__()
+        self.shapes = dict(shapes)
+        """Shapes of the factors, also while they are partitioned."""
+        for name, shape in shapes.items():
+            empty = torch.empty(shape, dtype=torch.float32, device=device)
+            self.register_parameter(name, nn.Parameter(empty))
+
+
+class LowRank(NamedTuple):
+    """Settings of the updates of a module."""
+
+    rank: int
+    scaling: float
+    dropout: float
+
+
+def stacked_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """The weights of experts that can have updates: name, the module that holds them, and their
+    name in it, in the module's order."""
+    for owner, module in model.named_modules():
+        if is_experts(module):
+            multiplied = {first_projection(module), "down_proj"}
+            for leaf, _ in module.named_parameters(recurse=False):
+                if leaf in multiplied:
+                    yield f"{owner}.{leaf}", module, leaf
+
+
+def add_updates(model: nn.Module, names: Collection[str], settings: LowRank) -> None:
+    """Give the stacked weights of these names updates."""
+    chosen: dict[nn.Module, list[str]] = {}
+    for name, module, leaf in stacked_weights(model):
+        if name in names:
+            chosen.setdefault(module, []).append(leaf)
+    for module, leaves in chosen.items():
+        _add(module, leaves, settings)
+
+
+def _add(experts: Any, leaves: Sequence[str], settings: LowRank) -> None:
+    downs, ups = {}, {}
+    for leaf in leaves:
+        count, inputs, outputs = full_shape(getattr(experts, leaf))
+        if not experts.is_transposed:
+            inputs, outputs = outputs, inputs
+        downs[leaf] = (count, settings.rank, inputs)
+        ups[leaf] = (count, outputs, settings.rank)
+    device = getattr(experts, leaves[0]).device
+    experts.lora_A, experts.lora_B = Factors(downs, device), Factors(ups, device)
+    experts.low_rank = settings
+    experts.forward = functools.partial(forward, experts)
+
+
+def updated_modules(model: nn.Module) -> list[nn.Module]:
+    """The experts' modules of `model` that have updates."""
+    return [one for one in model.modules() if isinstance(getattr(one, "low_rank", None), LowRank)]
+
+
+def updated_experts(model: nn.Module) -> Iterator[Layer]:
+    """The stacked weights of `model` that have an update."""
+    updated = set(updated_modules(model))
+    for name, module, leaf in stacked_weights(model):
+        experts: Any = module
+        if experts not in updated or leaf not in experts.lora_A.shapes:
+            continue
+        order = list(experts.lora_A.shapes)
+        count, rank, inputs = experts.lora_A.shapes[leaf]
+        yield Layer(
+            name=name,
+            rank=rank,
+            scaling=experts.low_rank.scaling,
+            transposed=bool(experts.is_transposed),
+            inputs=inputs,
+            outputs=experts.lora_B.shapes[leaf][1],
+            experts=count,
+            nested=len(order) - 1 - order.index(leaf),
+        )
+
+
+class Groups(NamedTuple):
+    """Tokens sorted by expert, one row for each expert that a token is sent to."""
+
+    expert: Tensor
+    """Expert of each row, int64, ascending."""
+    ends: Tensor
+    """End of each expert's rows, int32, shape (experts,)."""
+    plain: bool
+    """Whether to multiply group by group with plain operations."""
+
+
+def forward(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Outputs of the experts, shape (tokens, width), as transformers' implementations compute them,
+    with updates. `chosen` and `weights` have shape (tokens, experts for each token)."""
+    picks = chosen.shape[1]
+    expert, order = torch.sort(chosen.reshape(-1), stable=True)
+    numbers = torch.arange(1, experts.num_experts + 1, device=expert.device)
+    ends = torch.searchsorted(expert, numbers).to(torch.int32)
+    groups = Groups(expert, ends, computes_eagerly(experts))
+    rows = hidden[order // picks]
+    rows = activate(experts, _project(experts, first_projection(experts), rows, groups))
+    rows = _project(experts, "down_proj", rows, groups)
+    if experts.has_post_expert_norm:
+        rows = experts.post_expert_norm(rows)
+    rows = rows * weights.reshape(-1)[order, None]
+    back = torch.empty_like(order)
+    back[order] = torch.arange(len(order), device=order.device)
+    summed: Tensor = rows[back].view(len(hidden), picks, -1).sum(dim=1)
+    return summed.to(hidden.dtype)
+
+
+def _project(experts: Any, leaf: str, rows: Tensor, groups: Groups) -> Tensor:
+    """Products of the rows with a stacked weight and its update, and its bias."""
+    weight = getattr(experts, leaf)
+    product = _product(rows, weight if experts.is_transposed else weight.mT, groups)
+    if leaf in experts.lora_A.shapes:
+        _, scaling, dropout = experts.low_rank
+        down, up = _aligned(getattr(experts.lora_A, leaf), getattr(experts.lora_B, leaf))
+        inputs = F.dropout(rows, dropout, training=experts.training)
+        low = scaling * _product(inputs, down.mT, groups)
+        product = product + _product(low, up.mT, groups)
+    if experts.has_bias:
+        product = product + getattr(experts, f"{leaf}_bias")[groups.expert]
+    return product
+
+
+def _aligned(down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors with their rank padded by zeros to a size that grouped products can read."""
+    missing = -down.shape[1] % ALIGNED
+    if not missing:
+        return down, up
+    return F.pad(down, (0, 0, 0, missing)), F.pad(up, (0, missing))
+
+
+def _product(rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+    if not groups.plain:
+        return grouped_product(rows, weights, groups.ends)
+    ends = groups.ends.tolist()
+    starts = [0, *ends[:-1]]
+    parts = [
+        rows[start:end] @ weights[number]
+        for number, (start, end) in enumerate(zip(starts, ends, strict=True))
+    ]
+    return torch.cat(parts)

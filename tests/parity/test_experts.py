@@ -1,0 +1,85 @@
+"""Mixtures of experts, whole and with adapters, under every strategy: the numbers of a plain loop.
+
+Some experts get no token in a micro-batch: their part of the stacked weights has gradients of zero.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.distributed.process_group import DistContext
+from stages.model.hf import ActivationCheckpointing
+from tests.parity.body import BATCH, SEED, STEPS, tiny_source
+from tests.parity.reference import reference
+from tests.parity.test_combinations import train_all
+from tests.support.moe import MOE, attention_of
+from tests.support.processes import run_ranks
+from tests.support.runs import context, toy_data
+from tests.support.strategies import Strategy, having
+from tests.support.tier import FULL, spread
+
+pytestmark = pytest.mark.usefixtures("deepspeed_operators")
+
+LORA = {"rank": 4, "alpha": 8.0}
+STRATEGIES = {one.title: one for one in having("basic").values()}
+KINDS = spread(list(MOE), 1)
+"""The quick tier trains one family, under all strategies but ZeRO-1, whose engine is ZeRO-2's."""
+
+
+def case(kind: str, strategy: Strategy, *, adapted: bool) -> dict[str, Any]:
+    hf: dict[str, Any] = {"attention": attention_of(MOE[kind])}
+    if adapted:
+        hf["activation_checkpointing"] = ActivationCheckpointing()
+    return {
+        "wrap": strategy.use,
+        "fields": dict(strategy.fields),
+        "batching": {"micro_batch_size": 2},
+        "lora": LORA if adapted else None,
+        "model": MOE[kind],
+        "hf": hf,
+    }
+
+
+@pytest.fixture(scope="module", params=[t for t in STRATEGIES if FULL or t != "ZeRO-1"])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the results of every family, whole and with an adapter, under one strategy."""
+    cases = {
+        (kind, adapted): case(kind, STRATEGIES[request.param], adapted=adapted)
+        for kind in KINDS
+        for adapted in (False, True)
+    }
+    folder = tmp_path_factory.mktemp("experts")
+    return run_ranks(train_all, 2, str(folder), cases, limit=900)[0]
+
+
+@functools.cache
+def plain_loop(kind: str, adapted: bool) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        ctx = context(DistContext(device=torch.device("cpu")), folder, SEED)
+        fields = {"attention": attention_of(MOE[kind])}
+        source = tiny_source(ctx, LORA if adapted else None, fields, **MOE[kind])
+        return reference(source, toy_data(), seed=SEED, steps=STEPS, batch=BATCH)
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_numbers_of_a_plain_loop(kind: str, adapted: bool, trained: Any) -> None:
+    losses, norms, weights, heldout = plain_loop(kind, adapted)
+    result = trained[kind, adapted]
+    steps = [record for record in result["records"] if "loss" in record]
+    assert [record["loss"] for record in steps] == pytest.approx(losses, rel=1e-5)
+    assert [record["grad_norm"] for record in steps] == pytest.approx(norms, rel=1e-4)
+    assert result["metrics"]["eval_loss"] == pytest.approx(heldout, rel=1e-5)
+    final = load_file(Path(result["folder"]) / "final.safetensors")
+    held = [name for name in weights if not adapted or "lora" in name]
+    assert sum("experts" in name for name in held) >= 2
+    assert set(held) <= set(final)
+    for name in held:
+        torch.testing.assert_close(final[name], weights[name], rtol=0, atol=1e-4, msg=name)
