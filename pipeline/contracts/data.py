@@ -43,6 +43,8 @@ class MicroBatch:
     """The token to be predicted at each position, or NO_TARGET."""
     positions: Tensor | None = None
     """As in Sample; None: one document a sample."""
+    real: Tensor | None = None
+    """False for padding; None: there is none."""
 
 
 class Samples(ABC):

@@ -45,10 +45,12 @@ def collate(samples: Sequence[Sample], pad_id: int, device: torch.device) -> Mic
     labels: np.ndarray[Any, Any] = np.full(shape, NO_TARGET, dtype=np.int64)
     packed = any(sample.positions is not None for sample in samples)
     positions: np.ndarray[Any, Any] = np.zeros(shape if packed else 0, dtype=np.int64)
+    real: np.ndarray[Any, Any] = np.zeros(shape, dtype=np.bool_)
     for row, sample in enumerate(samples):
         size = len(sample.input_ids)
         input_ids[row, :size] = sample.input_ids
         labels[row, :size] = sample.labels
+        real[row, :size] = True
         if packed:
             own = np.arange(size) if sample.positions is None else sample.positions
             positions[row] = np.concatenate([own, np.arange(length - size)])
@@ -56,6 +58,7 @@ def collate(samples: Sequence[Sample], pad_id: int, device: torch.device) -> Mic
         input_ids=_to(input_ids, device),
         labels=_to(labels, device),
         positions=_to(positions, device) if packed else None,
+        real=None if real.all() else _to(real, device),
     )
 
 

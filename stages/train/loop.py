@@ -31,7 +31,7 @@ from stages.train.causal_lm import TrainCausalLm
 from stages.train.evaluation import evaluate, reason_to_stop, record_evaluation, set_metric
 from stages.train.flops import known_cost, known_peak
 from stages.train.lineage import lineage, require_same_lineage
-from stages.train.loss import SummedLoss
+from stages.train.loss import SummedLoss, WithRouterLoss
 from stages.train.profiling import Profile, Profiler
 from stages.train.report import Reporter, StepMeter
 from stages.train.settings import GIVE_SAMPLES, NO_SAMPLES
@@ -62,6 +62,8 @@ def train(
     progress.lineage = identity
     feed = Feed(config, data, ctx.seed, engine.data_axis, engine.device, workers=config.workers)
     ctx.on_exit(feed.close)
+    plain = SummedLoss(config.loss_chunk_size)
+    router = config.router_loss
     monitor = AnomalyMonitor(config.anomalies, engine.total)
     reporter = Reporter(ctx, log_every=config.log_every, total_steps=feed.total_steps)
     last = Training(
@@ -70,9 +72,10 @@ def train(
         data=data,
         checkpoints=checkpoints,
         progress=progress,
+        cross_entropy=plain,
         step=TrainStep(
             engine=engine,
-            objective=SummedLoss(config.loss_chunk_size),
+            objective=plain if router is None else WithRouterLoss(plain, router),
             feed=feed,
             plan=plan,
             monitor=monitor,
@@ -99,6 +102,8 @@ class Training:
     data: Data
     checkpoints: Checkpoints
     progress: Progress
+    cross_entropy: SummedLoss
+    """Objective of evaluations."""
     step: TrainStep
     recovery: Recovery
     profiler: Profiler
@@ -148,7 +153,7 @@ class Training:
         self.evaluated = "eval_loss" in progress.metrics
         self.saved = progress.step
         samples = feed.samples(progress.samples)
-        verify_packing(self.step.engine, self.data, samples, self.step.objective)
+        verify_packing(self.step.engine, self.data, samples, self.cross_entropy)
         self.callbacks.restore(progress.callbacks)
         self.meter.restart(progress)
         total = feed.total_steps(progress)
@@ -211,7 +216,7 @@ class Training:
         dist.heartbeat.beat(Phase.EVALUATE)
         with self._paused():
             size = self.config.microbatch_size(engine.data_axis.count)
-            loss = evaluate(engine, self.step.objective, self.data, size, dist)
+            loss = evaluate(engine, self.cross_entropy, self.data, size, dist)
             if loss is None:
                 self._stop()  # a resumed run evaluates these weights first
             self.evaluated = True

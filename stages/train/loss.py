@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from pipeline import NO_TARGET, MicroBatch, StageError
 from pipeline.utils import has_values
 from stages.train.chunked_loss import chunked_cross_entropy
+from stages.train.router_loss import RouterLoss
 from stages.train.vocabulary import sharded_cross_entropy
 
 HINT = "leave out loss_chunk_size"
@@ -36,31 +37,59 @@ class SummedLoss:
         self._heads: WeakKeyDictionary[nn.Module, LossHead] = WeakKeyDictionary()
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> Tensor:
+        return self.with_output(model, batch)[0]
+
+    def with_output(
+        self, model: nn.Module, batch: MicroBatch, **arguments: Any
+    ) -> tuple[Tensor, Any]:
+        """The loss, and what the model returned when it was called with `arguments` too."""
         if self._chunk is None:
-            return self.in_full(model, batch)
+            output = _output(model, batch, **arguments)
+            return _cross_entropy(output.logits, batch.labels), output
         if model not in self._heads:
             self._heads[model] = install(model, self._chunk)
         head = self._heads[model]
         with head.computing_loss(batch.labels):
-            loss = _logits(model, batch)
-            head.require_unchanged(loss)
-            return loss
+            output = _output(model, batch, **arguments)
+            head.require_unchanged(output.logits)
+            return output.logits, output
 
     def in_full(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         """The same loss with all logits at once."""
-        logits, labels = _logits(model, batch).flatten(0, 1), batch.labels.reshape(-1)
-        if isinstance(logits, DTensor):
-            return sharded_cross_entropy(logits, labels)
-        return F.cross_entropy(
-            logits.to(torch.float32), labels, ignore_index=NO_TARGET, reduction="sum"
-        )
+        return _cross_entropy(_output(model, batch).logits, batch.labels)
 
 
-def _logits(model: nn.Module, batch: MicroBatch) -> Tensor:
+class WithRouterLoss:
+    """Objective: another one's cross-entropy, and the loss of a mixture of experts' router, whose
+    `weight` is a number, or the model's own (`config`).
+
+    It is a mean over the micro-batch's tokens, so it counts once for each of its target tokens.
+    Calls raise StageError for a model without such a loss.
+    """
+
+    def __init__(self, plain: SummedLoss, weight: float | Literal["config"]) -> None:
+        self._plain = plain
+        self._weight: float | Literal["config"] = weight
+        self._losses: WeakKeyDictionary[nn.Module, RouterLoss] = WeakKeyDictionary()
+
+    def __call__(self, model: nn.Module, batch: MicroBatch) -> Tensor:
+        if model not in self._losses:
+            self._losses[model] = RouterLoss(model, self._weight)
+        summed, output = self._plain.with_output(model, batch, **RouterLoss.arguments)
+        targets = (batch.labels != NO_TARGET).sum()
+        return summed + self._losses[model](output, batch.real) * targets
+
+
+def _output(model: nn.Module, batch: MicroBatch, **arguments: Any) -> Any:
     places = {} if batch.positions is None else {"position_ids": batch.positions}
-    output: Any = model(input_ids=batch.input_ids, use_cache=False, **places)
-    logits: Tensor = output.logits
-    return logits
+    return model(input_ids=batch.input_ids, use_cache=False, **places, **arguments)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    flat, targets = logits.flatten(0, 1), labels.reshape(-1)
+    if isinstance(flat, DTensor):
+        return sharded_cross_entropy(flat, targets)
+    return F.cross_entropy(flat.to(torch.float32), targets, ignore_index=NO_TARGET, reduction="sum")
 
 
 class LossHead:

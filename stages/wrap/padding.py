@@ -19,8 +19,10 @@ def padded(batch: MicroBatch, multiple: int) -> MicroBatch:
     if positions is not None:
         more = torch.arange(extra, device=positions.device).expand(samples, -1)
         positions = torch.cat([positions, more], dim=1)
+    real = torch.ones_like(batch.labels, dtype=torch.bool) if batch.real is None else batch.real
     return MicroBatch(
         input_ids=F.pad(batch.input_ids, (0, extra)),
         labels=F.pad(batch.labels, (0, extra), value=NO_TARGET),
         positions=positions,
+        real=F.pad(real, (0, extra), value=False),
     )

@@ -38,6 +38,7 @@ def cut(batch: MicroBatch, index: int, count: int) -> MicroBatch:
         input_ids=batch.input_ids[:, own].contiguous(),
         labels=batch.labels[:, own].contiguous(),
         positions=whole if batch.positions is None else batch.positions,
+        real=None if batch.real is None else batch.real[:, own].contiguous(),
     )
 
 
