@@ -148,6 +148,28 @@ STRATEGIES: dict[str, Strategy] = {
         group=2,
         parity=(2, 4),
     ),
+    "fsdp tensor": Strategy(
+        use="wrap.fsdp",
+        fields={"tensor_parallel": {"size": 2}},
+        title="FSDP, tensor 2",
+        traits=RESUMES,
+        group=2,
+        parity=(2, 4),
+    ),
+    "fsdp tensor 4": Strategy(
+        use="wrap.fsdp",
+        fields={"tensor_parallel": {"size": 4, "sequence": False}},
+        traits=RESUMES,
+        group=4,
+        parity=(4,),
+    ),
+    "fsdp tensor context": Strategy(
+        use="wrap.fsdp",
+        fields={"tensor_parallel": {"size": 2}, "context_parallel": {"size": 2}},
+        traits=RESUMES,
+        group=4,
+        parity=(4,),
+    ),
     "zero1": Strategy(
         use="wrap.zero", fields={"stage": 1}, title="ZeRO-1", traits=BASIC | SHARDED, parity=(1, 2)
     ),

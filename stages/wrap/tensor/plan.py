@@ -252,7 +252,9 @@ def _check_linear(
     parts = size * (2 if style.startswith("packed") else 1)
     head = getattr(model, "get_output_embeddings", lambda: None)() is module
     divided, what = (outputs, "outputs") if style in COLUMNS else (inputs, "inputs")
-    if divided % parts and not head and name not in shared:
+    # Where a divided layer takes up what another gives, parts may differ in size.
+    uneven = style in ("colwise", "rowwise") or head or name in shared
+    if divided % parts and not uneven:
         raise StageError(f"{name}: {divided} {what} do not divide into {parts} parts")
     heads = _heads(model, name) if style == "colwise" else None
     if heads and heads % size and name not in shared:
