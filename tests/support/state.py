@@ -90,16 +90,22 @@ def digest(engine: Engine, dist: DistContext) -> dict[str, str]:
     """Return digests of every logical tensor and of everything else, gathered without a
     checkpoint."""
     own = [
-        [f"{kind}/{part.name}", part.start, _text(tensor)]
+        [f"{kind}/{part.name}", part.start, part.stride, part.count, tensor.itemsize, _text(tensor)]
         for part in engine.fragments()
         for kind, tensor in part.state.items()
     ]
-    whole: dict[str, dict[int, str]] = {}
+    whole: dict[str, dict[int, bytes]] = {}
     for rank in dist.gather(own):
-        for key, start, text in rank:
-            assert whole.setdefault(key, {}).setdefault(start, text) == text, f"{key} differs"
+        for key, start, stride, count, size, text in rank:
+            data = base64.b64decode(text)
+            run = len(data) // count
+            for row in range(count):
+                values = data[row * run : (row + 1) * run]
+                at = (start + row * stride) * size
+                known = whole.setdefault(key, {}).setdefault(at, values)
+                assert known == values, f"{key} differs"
     state = engine.state()
-    digests = {key: _digest(parts) for key, parts in whole.items()}
+    digests = {key: _digest(runs) for key, runs in whole.items()}
     groups = [(sorted(group.settings.items()), sorted(group.parameters)) for group in state.groups]
     rest = {
         "groups": sorted(map(str, groups)),
@@ -117,14 +123,13 @@ def _text(tensor: torch.Tensor) -> str:
 
 def hashed(tensor: torch.Tensor) -> str:
     """Return a whole tensor's digest, as in `digest`."""
-    return _digest({0: _text(tensor)})
+    return _digest({0: base64.b64decode(_text(tensor))})
 
 
-def _digest(parts: dict[int, str]) -> str:
-    """Return the digest of all parts. Parts may overlap where replicas hold the same; each byte
-    counts once."""
-    data = b"".join(base64.b64decode(text) for _, text in sorted(parts.items()))
-    return hashlib.sha256(data).hexdigest()
+def _digest(runs: dict[int, bytes]) -> str:
+    """Return the digest of runs of bytes, by the place of the first; those that replicas hold are
+    there once."""
+    return hashlib.sha256(b"".join(run for _, run in sorted(runs.items()))).hexdigest()
 
 
 def relay_run(dist: DistContext, folder: str, setting: Setting) -> dict[str, Any]:

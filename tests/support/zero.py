@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -21,11 +20,13 @@ from pipeline.contracts.model import ModelSource
 from pipeline.contracts.precision import LossScaling, Precision
 from pipeline.distributed.process_group import DistContext
 from stages.optimizer.adamw import AdamW
+from stages.train.loss import SummedLoss
 from stages.wrap.build import named_parameters
 from stages.wrap.zero import Zero
 from tests.support.runs import TINY, context, tiny_model
 
 LR, DECAY, CLIP, LENGTH = 1e-3, 0.1, 0.5, 13
+summed_loss = SummedLoss()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +64,6 @@ def batch(step: int, samples: int) -> tuple[Tensor, Tensor]:
     for row, length in enumerate(torch.randint(2, LENGTH, (samples,), generator=generator)):
         labels[row, length:] = -100
     return tokens[:, :-1], labels
-
-
-def summed_loss(model: Any, batch: MicroBatch) -> Tensor:
-    logits = model(input_ids=batch.input_ids).logits.float()
-    return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")
 
 
 def share(engine: Engine, step: int, samples: int) -> tuple[list[MicroBatch], int]:

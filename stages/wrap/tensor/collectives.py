@@ -111,7 +111,8 @@ def _gathered(value: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     size = dist.get_world_size(group)
     parts = value.new_empty((size * value.shape[0], *value.shape[1:]))
     all_gather_single(parts, value.contiguous(), group=group)
-    return parts.view(size, *value.shape).movedim(0, dim).flatten(dim, dim + 1)
+    # A copy of its own: fully_shard warns of blocks that return views.
+    return torch.cat(torch.unbind(parts.view(size, *value.shape)), dim)
 
 
 def _scattered(value: Tensor, group: ProcessGroup, dim: int) -> Tensor:

@@ -48,7 +48,8 @@ CHAINS = [
     ],
 ]
 LISTED = {wrap for chain in CHAINS for wrap, _ in chain}
-REST = [("ddp", 1), *((wrap, 2) for wrap in having("resumes") if wrap not in LISTED), ("zero3", 2)]
+OTHERS = {wrap: one for wrap, one in having("resumes").items() if wrap not in LISTED}
+REST = [("ddp", 1), *((wrap, max(one.group, 2)) for wrap, one in OTHERS.items()), ("zero3", 2)]
 """Chain of the strategies that are in no other one."""
 
 

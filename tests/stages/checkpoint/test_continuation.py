@@ -20,6 +20,7 @@ from stages.train.causal_lm import TrainCausalLm
 from tests.support.processes import run_ranks
 from tests.support.runs import context, toy_data
 from tests.support.state import WRAPS, Setting, make_engine, source
+from tests.support.strategies import STRATEGIES
 from tests.support.tier import FULL
 from tests.support.zero import has_libaio
 
@@ -88,7 +89,8 @@ VARIANTS = {"fsdp grad-op", "fsdp hybrid 1", "zero1", "zero2 round robin", "zero
     ],
 )
 def test_resumed_equals_undisturbed_bit_for_bit(wrap: str, tmp_path: Path) -> None:
-    require_same_after_resume(tmp_path, RANKS.get(wrap, 2), BOTH, wrap=wrap, model=DROPOUT)
+    ranks = RANKS.get(wrap, max(2, STRATEGIES[wrap].group))
+    require_same_after_resume(tmp_path, ranks, BOTH, wrap=wrap, model=DROPOUT)
 
 
 @pytest.mark.parametrize("dtype", BOTH)
