@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
-from pipeline import StageError
 from pipeline.utils import Throughput
+from stages.wrap.shards import spans
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -26,11 +26,14 @@ if TYPE_CHECKING:
 
 
 class LocalShard(NamedTuple):
-    """A flat, live view of elements [start, start + its length) of a tensor of the source."""
+    """A flat, live view of elements of a tensor of the source: a range of them from `start` on, or
+    `count` runs of equal length that begin `stride` apart."""
 
     name: str
     start: int
     target: Tensor
+    stride: int = 0
+    count: int = 1  # type: ignore[assignment]  # hides tuple.count
 
 
 def stored_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -60,34 +63,13 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def local_shards(module: nn.Module) -> Iterator[LocalShard]:
-    """This rank's shard of every parameter and stored buffer that it has elements of."""
+    """This rank's shards of every parameter and stored buffer that it has elements of. Raises
+    StageError for one whose shards have no regular place in it."""
     for name, tensor in stored_tensors(module):
-        start, length = local_span(name, tensor)
-        if length:
-            yield LocalShard(name, start, flat(tensor))
-
-
-def local_span(name: str, tensor: Tensor) -> tuple[int, int]:
-    """Start and length, in elements, of this rank's shard within the flattened full tensor.
-
-    Raises StageError for a tensor that is sharded otherwise than by rows.
-    """
-    if not isinstance(tensor, DTensor):
-        return 0, tensor.numel()
-    rows, first = tensor.shape[0], 0
-    for axis, placement in enumerate(tensor.placements):
-        if placement.is_replicate():
-            continue
-        if type(placement) is not Shard or placement.dim != 0:
-            raise StageError(f"{name} is placed as {placement}, which cannot be saved")
-        # torch.chunk's rule, which DTensor follows
-        chunk = -(-rows // tensor.device_mesh.size(axis))
-        skip = min(chunk * tensor.device_mesh.get_local_rank(axis), rows)
-        first, rows = first + skip, min(chunk, rows - skip)
-    here = tensor.to_local().shape[0]
-    assert here == rows, f"{name}: {here} rows are here, expected {rows}"
-    width = tensor.numel() // max(tensor.shape[0], 1)
-    return first * width, rows * width
+        end = 0
+        for span in spans(name, tensor):
+            begin, end = end, end + span.numel
+            yield LocalShard(name, span.start, flat(tensor)[begin:end], span.stride, span.count)
 
 
 def load_weights(
@@ -120,11 +102,13 @@ def load_weights(
 def _read(shards: Iterable[LocalShard], reader: TensorReader, ctx: Context) -> None:
     throughput = Throughput(ctx.log, "loading weights")
     before = reader.bytes_read
-    for name, start, target in shards:
+    for name, start, target, stride, count in shards:
         ctx.dist.heartbeat.beat()
         if reader.spec(name).dtype == torch.uint8:  # packed bytes, whatever dtype they are held in
-            start, target = start * target.itemsize, target.view(torch.uint8)
-        reader.read_into(name, start, target)
+            start, stride = start * target.itemsize, stride * target.itemsize
+            target = target.view(torch.uint8)
+        for row, run in enumerate(target.view(count, -1)):
+            reader.read_into(name, start + row * stride, run)
         throughput.advance(reader.bytes_read - before)
         before = reader.bytes_read
     if reader.bytes_read:

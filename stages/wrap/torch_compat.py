@@ -1,4 +1,5 @@
-"""Names of torch that are private or differ between its versions: hooks, DDP and fully_shard."""
+"""Names of torch that are private or differ between its versions: hooks, DDP, fully_shard and
+placements."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from torch._C._distributed_c10d import (
     _compute_bucket_assignment_by_size,
 )
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline import dtype_name
@@ -86,6 +89,15 @@ def buckets(parameters: Iterable[nn.Parameter], cap: int) -> list[list[nn.Parame
     limits = [_DEFAULT_FIRST_BUCKET_BYTES, cap]
     found, _ = _compute_bucket_assignment_by_size([*last_first], limits)
     return [[last_first[number] for number in bucket] for bucket in found]
+
+
+def split_of(placement: Placement) -> int | None:
+    """Number of chunks into which a dimension is split before each is cut for the ranks: 1, or
+    more where it is cut again by an axis that comes later, as by tensor parallelism under
+    fully_shard. None for a placement that is no cut."""
+    if isinstance(placement, _StridedShard):
+        return int(placement.split_factor)
+    return 1 if type(placement) is Shard else None
 
 
 def sharding_facts(model: nn.Module) -> dict[str, Any]:

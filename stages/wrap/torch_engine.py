@@ -30,7 +30,7 @@ from pipeline import (
 )
 from stages.wrap.build import dtype_names, named_parameters, parameter_count
 from stages.wrap.compute_cast import installed_casts
-from stages.wrap.load_weights import flat, local_span, stored_tensors
+from stages.wrap.load_weights import flat, stored_tensors
 from stages.wrap.optimizer_state import (
     fixed_state,
     read_moments,
@@ -40,13 +40,14 @@ from stages.wrap.optimizer_state import (
     updates,
     write_moments,
 )
+from stages.wrap.shards import Span, spans
 
 
 class _Stored(NamedTuple):
     """A tensor of the training state, which may be sharded, and its optimizer state."""
 
     name: str
-    start: int
+    spans: list[Span]
     tensor: Tensor
     state: dict[str, Any] | None
     """Optimizer state; None for a tensor that is not trained."""
@@ -63,7 +64,7 @@ class _Layout(NamedTuple):
 
 class TorchEngine(Engine):
     """Steps as plain torch does; its training state is read parameter by parameter, each whole or
-    sharded by rows."""
+    sharded."""
 
     keeps_gradients = False
     """Whether gradients are zeroed where they are after a step, instead of being freed."""
@@ -181,23 +182,28 @@ class TorchEngine(Engine):
         fixed = fixed_state(self.module, self.plan, groups, lambda tensor: tuple(tensor.shape))
         stored = []
         for name, tensor in tensors.items():
-            start, length = local_span(name, tensor)
-            if length:
-                stored.append(_Stored(name, start, tensor, trained.get(name)))
+            found = spans(name, tensor)
+            if found:
+                stored.append(_Stored(name, found, tensor, trained.get(name)))
         return _Layout(fixed, trained, stored)
 
     def _fragments(self, *, write: bool) -> Iterator[Fragment]:
         self.to_sharded()
-        for name, start, tensor, state in self._layout.tensors:
-            weight, moments = flat(tensor), {}
+        for name, own, tensor, state in self._layout.tensors:
+            weight, moments, end = flat(tensor), {}, 0
             if state is not None:
                 moments = read_moments(state, self.plan, 0, weight.numel())
-            yield Fragment(
-                name=name,
-                shape=tuple(tensor.shape),
-                start=start,
-                state={WEIGHT: weight, **moments},
-            )
+            for span in own:
+                begin, end = end, end + span.numel
+                live = {WEIGHT: weight, **moments}
+                yield Fragment(
+                    name=name,
+                    shape=tuple(tensor.shape),
+                    start=span.start,
+                    state={kind: values[begin:end] for kind, values in live.items()},
+                    stride=span.stride,
+                    count=span.count,
+                )
             if write and state is not None:
                 write_moments(state, self.plan, moments)
 

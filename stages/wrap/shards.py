@@ -1,0 +1,139 @@
+"""Where a process's part of a sharded tensor lies in the full one, as few regular spans."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from pipeline import StageError
+from stages.wrap.torch_compat import split_of
+
+MOST_SPANS = 1024
+"""Of one tensor; each is a line in plans and in files."""
+
+_Ranges = Sequence[tuple[int, int]]
+"""Ranges [low, high) of a dimension, in the order in which they are held."""
+
+
+class Span(NamedTuple):
+    """Elements [start, stop) of the flattened full tensor, and `count` - 1 runs more of as many
+    elements, `stride` apart; a range has the stride 0. They follow each other in the local one."""
+
+    start: int
+    stop: int
+    stride: int = 0
+    count: int = 1  # type: ignore[assignment]  # hides tuple.count
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return (self.stop - self.start) * self.count
+
+
+def spans(name: str, tensor: Tensor) -> list[Span]:
+    """The spans that make up this process's elements, in their order here; none without any.
+
+    Raises StageError for partial sums, and for elements that lie in too many spans.
+    """
+    if not isinstance(tensor, DTensor):
+        return [Span(0, tensor.numel())] if tensor.numel() else []
+    ranges, cut = _held(name, tensor)
+    found = _spans(tuple(tensor.shape), ranges, cut)
+    listed = list(itertools.islice(found, MOST_SPANS + 1))
+    if len(listed) > MOST_SPANS:
+        raise StageError(
+            f"{name} is placed as {tensor.placements}: a rank's part of it lies in more than "
+            f"{MOST_SPANS} places, which cannot be saved"
+        )
+    here, expected = tensor.to_local().numel(), sum(span.numel for span in listed)
+    assert here == expected, f"{name}: {here} elements are here, expected {expected}"
+    return listed
+
+
+def _held(name: str, tensor: DTensor) -> tuple[list[_Ranges], set[int]]:
+    """Ranges of each dimension that are held here, and the dimensions that are cut."""
+    ranges: list[_Ranges] = [[(0, size)] for size in tensor.shape]
+    mesh, cut = tensor.device_mesh, set()
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_replicate() or mesh.size(axis) == 1:
+            continue
+        split = split_of(placement)
+        if split is None:
+            raise StageError(f"{name} is placed as {placement}, which cannot be saved")
+        dim = placement.dim % tensor.ndim  # type: ignore[attr-defined]
+        own = mesh.get_local_rank(axis)
+        chunks = _chunks(ranges[dim], split)
+        ranges[dim] = _joined(
+            part for chunk in chunks for part in _chunk(chunk, mesh.size(axis), own)
+        )
+        cut.add(dim)
+    return ranges, cut
+
+
+def _chunks(ranges: _Ranges, count: int) -> list[_Ranges]:
+    return [_chunk(ranges, count, number) for number in range(count)]
+
+
+def _chunk(ranges: _Ranges, count: int, number: int) -> _Ranges:
+    """Chunk `number` of `count` by torch.chunk's rule, which DTensor follows."""
+    size = -(-sum(high - low for low, high in ranges) // count)
+    found, begin = [], 0
+    for low, high in ranges:
+        first = max(low, low + number * size - begin)
+        last = min(high, low + (number + 1) * size - begin)
+        if first < last:
+            found.append((first, last))
+        begin += high - low
+    return found
+
+
+def _joined(ranges: Iterable[tuple[int, int]]) -> _Ranges:
+    """The ranges, with those that follow each other as one."""
+    found: list[tuple[int, int]] = []
+    for low, high in ranges:
+        if found and found[-1][1] == low:
+            found[-1] = found[-1][0], high
+        else:
+            found.append((low, high))
+    return found
+
+
+def _spans(shape: Sequence[int], ranges: Sequence[_Ranges], cut: set[int]) -> Iterator[Span]:
+    """Spans in local order. Dimensions behind the last that is cut are whole, so that its ranges
+    are columns of rows of the dimensions before it."""
+    if not all(ranges) or 0 in shape:
+        return
+    inner = max(cut, default=0)
+    below = math.prod(shape[inner + 1 :])
+    columns = [(low * below, high * below) for low, high in (ranges[inner] if shape else [(0, 1)])]
+    if inner == 0:
+        yield from itertools.starmap(Span, columns)
+        return
+    width = shape[inner] * below
+    for first, count in _rows(shape[:inner], ranges[:inner]):
+        # Several ranges of columns alternate in the local tensor, row by row.
+        step = count if len(columns) == 1 else 1
+        for row in range(first, first + count, step):
+            for left, right in columns:
+                yield Span(row * width + left, row * width + right, width, step)
+
+
+def _rows(shape: Sequence[int], ranges: Sequence[_Ranges]) -> Iterator[tuple[int, int]]:
+    """Rows of the given dimensions that are held, in order: the first of those that follow each
+    other, and their number."""
+    whole = len(shape)
+    while whole > 1 and list(ranges[whole - 1]) == [(0, shape[whole - 1])]:
+        whole -= 1
+    below = math.prod(shape[whole:])
+    held = ([n for part in own for n in range(*part)] for own in ranges[: whole - 1])
+    for place in itertools.product(*held):
+        row = 0
+        for size, number in zip(shape, place, strict=False):
+            row = row * size + number
+        for low, high in ranges[whole - 1]:
+            yield (row * shape[whole - 1] + low) * below, (high - low) * below

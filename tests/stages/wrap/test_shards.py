@@ -1,0 +1,186 @@
+"""A rank's part of a sharded tensor is found in the full one, for any placement on a mesh."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from pipeline.contracts.engine import WEIGHT
+from pipeline.distributed.process_group import DistContext
+from pipeline.errors import StageError
+from stages.optimizer.adamw import AdamW
+from stages.precision.policy import PrecisionPolicy
+from stages.weights.safetensors import SafetensorsReader
+from stages.wrap.load_weights import LocalShard, load_weights, local_shards
+from stages.wrap.shards import spans
+from stages.wrap.torch_engine import TorchEngine, make_optimizer
+from tests.support.processes import run_ranks
+from tests.support.runs import context
+
+SHAPES = [(4, 4), (5, 7), (1, 3), (7, 1), (9,), (6, 5, 4), (5, 3, 7), (2, 1, 5)]
+
+
+def full(shape: tuple[int, ...]) -> Tensor:
+    numel = torch.Size(shape).numel()
+    return torch.arange(1, numel + 1, dtype=torch.float32).view(shape)
+
+
+def elements(shard: LocalShard | Any, numel: int) -> list[int]:
+    """Return the numbers of a shard's elements in order."""
+    run = numel // shard.count
+    begins = (shard.start + row * shard.stride for row in range(shard.count))
+    return [n for begin in begins for n in range(begin, begin + run)]
+
+
+def require_found(name: str, tensor: Tensor, whole: Tensor) -> int:
+    """Require that the spans say where the elements here are; return the number of spans."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    found = spans(name, tensor)
+    numbers = [n for span in found for n in elements(span, span.numel)]
+    assert whole.view(-1)[numbers].tolist() == local.reshape(-1).tolist(), (name, found)
+    return len(found)
+
+
+def placed(dist: DistContext) -> dict[str, int]:
+    """Return the most spans of a rank for every placement of every shape."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    counts: dict[str, int] = {}
+    for shape in SHAPES:
+        whole = full(shape)
+        cuts: list[Placement] = [Replicate(), *map(Shard, range(len(shape)))]
+        split = [_StridedShard(dim, split_factor=2) for dim in range(len(shape))]
+        pairs = [*itertools.product(cuts, cuts), *((s, Shard(s.dim)) for s in split)]
+        for placements in pairs:
+            tensor = distribute_tensor(whole, mesh, placements)
+            assert torch.equal(tensor.full_tensor(), whole), placements
+            name = f"{shape} {placements}"
+            counts[name] = require_found(name, tensor, whole)
+    return counts
+
+
+def test_any_placement() -> None:
+    for counts in run_ranks(placed, 4):
+        assert counts["(5, 7) (Shard(dim=1), Shard(dim=0))"] == 1
+        assert counts["(6, 5, 4) (Shard(dim=2), Shard(dim=0))"] == 1
+        assert counts["(6, 5, 4) (Shard(dim=2), Shard(dim=1))"] == 6
+        assert max(counts.values()) <= 6
+
+
+class Layers(nn.Module):
+    """Linear layers as tensor parallelism cuts them: by rows, by columns, and not at all."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(columns, rows, bias=False)
+        self.down = nn.Linear(columns, rows, bias=False)
+        self.norm = nn.Linear(columns, rows, bias=False)
+        self.experts = nn.Parameter(torch.empty(3, rows, columns))
+
+
+def parallel(mesh: DeviceMesh, rows: int, columns: int) -> Layers:
+    """Return the layers under fully_shard over tensor parallelism, all elements zero."""
+    layers = Layers(rows, columns)
+    own: dict[str, Placement] = {
+        "up.weight": Shard(0), "down.weight": Shard(1), "norm.weight": Replicate(),
+        "experts": Shard(2),
+    }  # fmt: skip
+    for name, parameter in list(layers.named_parameters()):
+        owner = layers.get_submodule(name.rpartition(".")[0])
+        cut = distribute_tensor(torch.zeros_like(parameter), mesh["tp"], [own[name]])
+        setattr(owner, name.rpartition(".")[2], nn.Parameter(cut))
+    fully_shard(layers, mesh=mesh["shard"])
+    return layers
+
+
+SIZES = [(8, 8), (7, 5), (9, 3), (3, 10)]
+
+
+class Engine(TorchEngine):
+    """The layers' optimizer, for the training state alone."""
+
+    microbatch: Any = None
+    describe: Any = None
+
+    @property
+    def module(self) -> nn.Module:
+        return self.model
+
+
+Engine.__abstractmethods__ = frozenset()
+
+
+def loaded(dist: DistContext, folder: str) -> list[int]:
+    """Load and change the layers of each size; return the bytes read beyond those held."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    ctx = context(dist, folder)
+    beyond = []
+    for rows, columns in SIZES:
+        layers = parallel(mesh, rows, columns)
+        reader = SafetensorsReader([Path(folder) / f"{rows}x{columns}.safetensors"])
+        load_weights(local_shards(layers), reader, ctx)
+        for name, parameter in layers.named_parameters():
+            whole = reader.read(name)
+            reader.bytes_read -= whole.nbytes
+            assert torch.equal(parameter.full_tensor(), whole), name  # type: ignore[attr-defined]
+            require_found(name, parameter, whole)
+        own = sum(parameter.to_local().nbytes for parameter in layers.parameters())  # type: ignore[attr-defined]
+        beyond.append(reader.bytes_read - own)
+        require_fragments(layers, ctx, reader)
+        reader.close()
+    return beyond
+
+
+def require_fragments(layers: Layers, ctx: Any, reader: SafetensorsReader) -> None:
+    """Require that fragments are the weights' elements, and live, with their moments."""
+    plan = AdamW().run(ctx)
+    precision = PrecisionPolicy(compute="fp32").run(ctx)
+    engine: Any = Engine(layers, make_optimizer(plan, layers), ctx, precision, plan)
+    for fragment in engine.fragments():
+        numbers = elements(fragment, fragment.state[WEIGHT].numel())
+        whole = reader.read(fragment.name).view(-1)[numbers]
+        assert torch.equal(fragment.state[WEIGHT], whole)
+        assert fragment.stop == fragment.start + len(numbers) // fragment.count
+        for tensor in fragment.state.values():
+            tensor.copy_(whole + 1)
+    for name, parameter in layers.named_parameters():
+        state = engine.optimizer.state[parameter]
+        for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"]):
+            assert torch.equal(tensor.full_tensor(), reader.read(name) + 1)
+
+
+def test_weights_under_tensor_parallelism_and_fully_shard(tmp_path: Path) -> None:
+    for rows, columns in SIZES:
+        state = {name: full(tuple(p.shape)) for name, p in Layers(rows, columns).named_parameters()}
+        save_file(state, tmp_path / f"{rows}x{columns}.safetensors")
+    assert run_ranks(loaded, 4, str(tmp_path)) == [[0] * len(SIZES)] * 4
+
+
+def refused(dist: DistContext) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, 2))
+    partial = DTensor.from_local(torch.zeros(2), mesh, [Replicate(), Partial()], run_check=False)
+    scattered = DTensor.from_local(
+        torch.zeros(2000, 2), mesh, [Replicate(), _StridedShard(1, split_factor=2)],
+        run_check=False, shape=torch.Size((2000, 4)), stride=(4, 1),
+    )  # fmt: skip
+    told = []
+    for tensor in (partial, scattered):
+        with pytest.raises(StageError) as error:
+            spans("a", tensor)
+        told.append(str(error.value))
+    return told
+
+
+def test_what_has_no_regular_place() -> None:
+    for partial, scattered in run_ranks(refused, 4):
+        assert "a is placed as Partial(sum), which cannot be saved" in partial
+        assert "more than 1024 places, which cannot be saved" in scattered
