@@ -137,8 +137,8 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 
 def measured(strategy: str, ranks: int) -> dict[str, Any]:
-    """Return the number of rules, seconds of processor time and peak MB of rank 0's plan, of another
-    rank's, and of opening the checkpoint, and the MB of the manifest."""
+    """Return the number of rules, the MB of messages and manifest, and processor time and peak
+    memory of rank 0's plan, of another rank's, and of opening the checkpoint."""
     told = [_message(strategy, rank, ranks) for rank in range(ranks)]
     main, text = taken(lambda: divide(told, SHARDED))
     other, (tensors, runs, mine, layout) = taken(lambda: _another(text, ranks // 2))

@@ -6,8 +6,8 @@
       rank-00000.sums           their block checksums
 
 A logical tensor has a key `KIND/NAME` (`weight/model.norm.weight`, `exp_avg/...`, `random/...`) and
-is stored as pieces: contiguous ranges of its row-major flattening. Pieces of a tensor are disjoint
-and cover it, whoever wrote them; any range of it can be read and verified alone.
+is stored as pieces: ranges of its row-major flattening, or columns of its rows. Pieces of a tensor
+are disjoint and cover it, whoever wrote them; any range of it can be read and verified alone.
 """
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ def require_tiled(boxes: Iterable[Box], rows: int, width: int) -> None:
     """Raise CoverageError unless the boxes are disjoint and together all rows.
 
     How often an element is there follows from the corners above and to the left of it, two of each
-    box counted as 1 and two as -1. So all is there once if the corners add up to those of the whole.
+    box counted as 1 and two as -1. So all is there once if corners add up to those of the whole.
     """
     corners: Counter[tuple[int, int]] = Counter()
     for sign, (top, bottom, left, right, *_) in (

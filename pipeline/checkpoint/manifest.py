@@ -177,7 +177,7 @@ class Manifest(_Model):
         return [sorted(own) for own in runs]
 
     def _require_sense(self, where: str) -> None:
-        """Names stay inside the folder, pieces inside their files; every tensor is whole."""
+        """Names stay inside the folder, pieces inside their files; see also `_require_division`."""
         names = [*(file.name for file in self.files), *(part.sums for part in self.parts)]
         for name in names:
             if not _NAME.fullmatch(name):
@@ -195,6 +195,10 @@ class Manifest(_Model):
             known = piece.tensor < len(self.tensors) and piece.file < len(self.files)
             if not known or piece.start >= piece.stop:
                 raise Damaged(f"{where}: a piece of an unknown tensor or file")
+        self._require_division(where)
+
+    def _require_division(self, where: str) -> None:
+        """Every tensor is whole, and divided as its shape and the version can be."""
         if self.version != 1 and len(self.runs) != len(self.tensors):
             raise Damaged(f"{where}: does not say which rank has which tensor")
         if self.version < 3 and any(run[7:] != _FLAT for own in self.runs for run in own):

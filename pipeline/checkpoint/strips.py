@@ -8,8 +8,8 @@ from pipeline.checkpoint.tiles import Overlap
 
 
 class Strip(NamedTuple):
-    """Elements of a tile: those `here` in `data`, which go `there` in the tile. `data` is valid until
-    the next strip is taken."""
+    """Elements of a tile: those `here` in `data`, which go `there` in the tile. `data` is valid
+    until the next strip is taken."""
 
     overlap: Overlap
     data: memoryview
@@ -24,6 +24,6 @@ class Strip(NamedTuple):
         import numpy as np
 
         shape = rows, run * size
-        source2 = np.ndarray(shape, np.uint8, self.data, here * size, (pitch * size, 1))
+        stored = np.ndarray(shape, np.uint8, self.data, here * size, (pitch * size, 1))
         target = np.ndarray(shape, np.uint8, memory, there * size, (step * size, 1))
-        target[:] = source2
+        target[:] = stored

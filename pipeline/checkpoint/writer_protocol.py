@@ -22,9 +22,8 @@ class NewFile(BaseModel):
 
 
 class Write(NamedTuple):
-    """`size` bytes of the snapshot buffer, from byte `start` on, that are those from byte `begin` on
-    of a piece of file number `file`. `piece` is false for headers, which have no block
-    checksums."""
+    """`size` bytes of the snapshot buffer, from byte `start` on: those from byte `begin` on of a
+    piece of file number `file`. `piece` is false for headers, which have no block checksums."""
 
     file: int
     extent: Extent

@@ -96,7 +96,7 @@ def _part(tiles: Sequence[Tile], low: int, high: int) -> Iterator[Tile]:
             if not tile.stride:
                 yield Tile(tile.start + first, tile.start + last)
                 break
-            row, column = divmod(first, tile.run)
+            column = first % tile.run
             rows = (last - first) // tile.run if column == 0 else 0
             start = tile.element(first)
             run = tile.run if rows else min(tile.run - column, last - first)

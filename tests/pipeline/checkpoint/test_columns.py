@@ -221,7 +221,7 @@ def test_names_in_files(tmp_path: Path) -> None:
     found = {}
     for file in sorted((tmp_path / NAME).glob("*.safetensors")):
         with safe_open(file, "pt") as tensors:
-            found |= {name: tensors.get_tensor(name) for name in tensors.keys()}
+            found |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
     whole = content(cut).view(6, 8)
     wanted = {
         f"weight/a@{row * 8 + column}x4/8": whole[row : row + 3, column : column + 4]
