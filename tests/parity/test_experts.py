@@ -29,6 +29,7 @@ pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
 LORA = {"rank": 4, "alpha": 8.0}
 STRATEGIES = {one.title: one for one in having("basic").values()}
+HOW = ("whole", "lora")
 KINDS = spread(list(MOE), 1)
 """The quick tier trains one family, under all strategies but ZeRO-1, whose engine is ZeRO-2's."""
 
@@ -51,9 +52,9 @@ def case(kind: str, strategy: Strategy, *, adapted: bool) -> dict[str, Any]:
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return the results of every family, whole and with an adapter, under one strategy."""
     cases = {
-        (kind, adapted): case(kind, STRATEGIES[request.param], adapted=adapted)
+        f"{kind} {how}": case(kind, STRATEGIES[request.param], adapted=how == "lora")
         for kind in KINDS
-        for adapted in (False, True)
+        for how in HOW
     }
     folder = tmp_path_factory.mktemp("experts")
     return run_ranks(train_all, 2, str(folder), cases, limit=900)[0]
@@ -68,11 +69,12 @@ def plain_loop(kind: str, adapted: bool) -> Any:
         return reference(source, toy_data(), seed=SEED, steps=STEPS, batch=BATCH)
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["whole", "lora"])
+@pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_numbers_of_a_plain_loop(kind: str, adapted: bool, trained: Any) -> None:
+def test_the_numbers_of_a_plain_loop(kind: str, how: str, trained: Any) -> None:
+    adapted = how == "lora"
     losses, norms, weights, heldout = plain_loop(kind, adapted)
-    result = trained[kind, adapted]
+    result = trained[f"{kind} {how}"]
     steps = [record for record in result["records"] if "loss" in record]
     assert [record["loss"] for record in steps] == pytest.approx(losses, rel=1e-5)
     assert [record["grad_norm"] for record in steps] == pytest.approx(norms, rel=1e-4)
@@ -83,3 +85,16 @@ def test_the_numbers_of_a_plain_loop(kind: str, adapted: bool, trained: Any) -> 
     assert set(held) <= set(final)
     for name in held:
         torch.testing.assert_close(final[name], weights[name], rtol=0, atol=1e-4, msg=name)
+
+
+def test_an_expert_without_tokens_has_gradients_of_zero(tmp_path: Path) -> None:
+    source = tiny_source(
+        context(DistContext(device=torch.device("cpu")), tmp_path, SEED), **MOE["qwen3_moe"]
+    )
+    model, reader = source.build(), source.weights()
+    model.load_state_dict({name: reader.read(name) for name in reader.names()}, strict=False)
+    model(input_ids=torch.tensor([[5, 17]])).logits.square().sum().backward()
+    for block in model.model.layers:
+        grad = block.mlp.experts.gate_up_proj.grad
+        used = grad.abs().sum(dim=(1, 2)) > 0
+        assert 2 <= int(used.sum()) <= 4
