@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from pipeline import DataAxis, PlanView, Problem, StageError
+from pipeline import DataAxis, PlanView, Problem, StageError, TrainedRun
 
 Size = Annotated[int, Ge(1)]
 
@@ -70,7 +70,43 @@ class TensorParallel:
     `model.layers.*.mlp.up_proj: colwise`. `*` stands for one part of a name."""
 
 
-FIELDS = {"context": "context_parallel", "tensor": "tensor_parallel"}
+Schedule = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"
+]
+SEVERAL_STAGES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
+"""Schedules under which a rank has two or more stages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineParallel:
+    """Give each rank consecutive blocks of the model; micro-batches pass from rank to rank.
+
+    Little is communicated, so the ranks of a pipeline may be on several nodes. All of a step's
+    micro-batches are padded to one shape.
+    """
+
+    size: Size
+    """Ranks of a pipeline."""
+
+    schedule: Schedule = "1F1B"
+    """Order of forward and backward passes, as torch names it: GPipe (Huang et al. 2019), 1F1B and
+    Interleaved1F1B (Narayanan et al. 2021), LoopedBFS (Lamy-Poirier 2023), InterleavedZeroBubble
+    and ZBVZeroBubble (Qi et al. 2024). A step of few micro-batches leaves ranks idle."""
+
+    stages_per_rank: Annotated[int, Ge(2)] | None = None
+    """Parts of the model on each rank, for schedules that interleave them; null means 2 there."""
+
+    @property
+    def per_rank(self) -> int:
+        """Parts of the model on each rank."""
+        return (self.stages_per_rank or 2) if self.schedule in SEVERAL_STAGES else 1
+
+
+FIELDS = {
+    "pipeline": "pipeline_parallel",
+    "context": "context_parallel",
+    "tensor": "tensor_parallel",
+}
 """Axis -> the field that asks for it."""
 
 
@@ -154,7 +190,8 @@ def data_ranks(stage: Any, procs: int) -> int:
 
 
 def axis_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
-    """Axes that do not divide the processes."""
+    """Axes that do not divide the processes, or that nothing else allows."""
+    yield from _pipeline_problems(getattr(stage, "pipeline_parallel", None), plan)
     sizes, left = asked(stage), plan.procs
     for axis, size in sizes.items():
         if left % size:
@@ -163,3 +200,26 @@ def axis_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
             yield Problem(key=f"{FIELDS[axis]}.size", message=message)
             return
         left //= size
+
+
+def _pipeline_problems(block: PipelineParallel | None, plan: PlanView) -> Iterator[Problem]:
+    if block is None:
+        return
+    folded = block.schedule == "ZBVZeroBubble"
+    if block.stages_per_rank is not None and block.schedule not in SEVERAL_STAGES:
+        yield Problem(
+            key="pipeline_parallel.stages_per_rank",
+            message=f"{block.schedule} has one stage a rank",
+            hint=f"leave it out, or choose {', '.join(SEVERAL_STAGES)}",
+        )
+    elif folded and block.per_rank != 2:
+        message = "ZBVZeroBubble has two stages a rank"
+        yield Problem(key="pipeline_parallel.stages_per_rank", message=message)
+    for train in plan.giving(TrainedRun):
+        if getattr(train, "router_loss", None) is not None:
+            yield Problem(
+                key="pipeline_parallel",
+                message="the train slot's router_loss is a mean over all layers, and a stage has "
+                "some of them",
+                hint="leave out router_loss there",
+            )

@@ -6,8 +6,9 @@ A strategy parametrises `build_module` by how it shards; the rest is the same fo
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,18 +54,38 @@ def build_module(
     `casts`, modules compute in the compute dtype; a strategy that casts by itself needs none.
     Raises StageError for weights that do not fit the model.
     """
-    device = ctx.dist.device
-    # Opened first: this compares the weights with the model.
-    with contextlib.closing(model.weights()) as reader:
-        module = build_empty(model, precision)
-        if shard is not None:
-            shard(module)
-        materialize(module, home or device, buffer_device=device)
-        load_weights(local_shards(module), reader, ctx, replicas)
-    cast_buffers(module, precision)
+    shards = [shard or (lambda module: None)]
+    (module,) = build_modules(ctx, model, precision, shards, replicas=replicas, home=home)
     if casts:
         cast_on_use(module, torch_dtype(precision.compute))
     return module
+
+
+def build_modules(
+    ctx: Context,
+    model: ModelSource,
+    precision: Precision,
+    shards: Sequence[Callable[[nn.Module], None]],
+    *,
+    replicas: ProcessGroup | None = None,
+    home: torch.device | None = None,
+) -> list[nn.Module]:
+    """Build the model once for each of `shards`, which makes it a part of the model, as
+    `build_module` does it."""
+    device = ctx.dist.device
+    # Opened first: this compares the weights with the model.
+    with contextlib.closing(model.weights()) as reader:
+        modules = []
+        for shard in shards:
+            module = build_empty(model, precision)
+            shard(module)
+            materialize(module, home or device, buffer_device=device)
+            modules.append(module)
+        own = itertools.chain.from_iterable(map(local_shards, modules))
+        load_weights(own, reader, ctx, replicas)
+    for module in modules:
+        cast_buffers(module, precision)
+    return modules
 
 
 def build_empty(model: ModelSource, precision: Precision) -> nn.Module:
@@ -147,10 +168,10 @@ def verify_engine(ctx: Context, engine: Engine, expected: Mapping[str, Any]) -> 
 def named_parameters(module: nn.Module) -> Iterator[NamedParameter]:
     """The module's parameters, tied ones once, as an OptimizerPlan groups them."""
     for name, parameter in module.named_parameters():
-        yield NamedParameter(name, parameter, tuple(parameter.shape), _shard(parameter))
+        yield NamedParameter(name, parameter, tuple(parameter.shape), shard_number(parameter))
 
 
-def _shard(parameter: nn.Parameter) -> int:
+def shard_number(parameter: nn.Parameter) -> int:
     """Number of this process among those that share a sharded parameter; replicas have the same."""
     number = 0
     if isinstance(parameter, DTensor):

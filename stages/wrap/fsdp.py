@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt
 
 from pipeline import Context, Engine, ModelSource, OptimizerPlan, PlanView, Precision, Problem
 from stages.wrap import axes
-from stages.wrap.axes import Axes, ContextParallel, TensorParallel
+from stages.wrap.axes import Axes, ContextParallel, PipelineParallel, TensorParallel
 
 Sharding = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
 
@@ -46,6 +46,9 @@ class Fsdp:
     reduce_every_microbatch: bool = True
     """While accumulating, reduce each micro-batch's gradients, so that they stay sharded; false
     reduces once a step and holds whole gradients on every rank meanwhile."""
+
+    pipeline_parallel: PipelineParallel | None = None
+    """Give each rank consecutive blocks of the model; null gives every rank all of them."""
 
     tensor_parallel: TensorParallel | None = None
     """Divide the matrices of every layer among ranks; null gives each layer to every rank whole."""

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -93,11 +93,18 @@ class TorchEngine(ModuleEngine):
     def module(self) -> nn.Module:
         """The model itself, with names as in the source."""
 
+    @property
+    def parts(self) -> Sequence[nn.Module]:
+        """The parts of the model that are here, with names as in the source: all of it, unless an
+        engine overrides this."""
+        return (self.module,)
+
     def common_facts(self) -> dict[str, Any]:
         """The part of `describe` that all such engines share; parameters have to be sharded."""
-        parameters = list(self.module.parameters())
+        parameters = [one for part in self.parts for one in part.parameters()]
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         master = dtype_names(trained)
+        buffers = [one for part in self.parts for one in part.buffers()]
         casts = {dtype_name(cast.dtype) for cast in installed_casts(self.module)}
         return {
             "world_size": self._axes.ranks,
@@ -107,8 +114,8 @@ class TorchEngine(ModuleEngine):
             "optimizer": type(self.optimizer).__name__,
             "device": parameters[0].device.type,
             "master": master,
-            "buffers": dtype_names(self.module.buffers()),
-            "parameters": parameter_count(self.module),
+            "buffers": dtype_names(buffers),
+            "parameters": sum(map(parameter_count, self.parts)),
             "trained_parameters": sum(parameter.numel() for parameter in trained),
             "loss_scaling": self.scaler is not None,
         }
@@ -124,7 +131,7 @@ class TorchEngine(ModuleEngine):
         parameters = (p for group in optimizer.param_groups for p in group["params"])
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         scale = 1.0 if scaler is None else scaler.scale
-        norm = total_norm(gradients) / scale
+        norm = self.gradient_norm(gradients) / scale
         overflowed = scaler is not None and not math.isfinite(float(norm))
         # Without a guard the host starts the update without waiting for the norm.
         applied = not overflowed and (should_step is None or should_step(float(norm)))
@@ -136,6 +143,10 @@ class TorchEngine(ModuleEngine):
         optimizer.zero_grad(set_to_none=not self.keeps_gradients)
         self._applied += applied
         return StepReport(grad_norm=float(norm), applied=applied, loss_scale=scale)
+
+    def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """Norm of the whole model's gradient, of which this rank has `gradients` (collective)."""
+        return total_norm(gradients)
 
     def _limit(self, gradients: list[Tensor], norm: Tensor, scale: float) -> None:
         """Divide gradients by the loss scale, and scale them down to the largest norm."""
@@ -178,20 +189,23 @@ class TorchEngine(ModuleEngine):
         """Found once: parameters stay the same objects, though not always in the same memory."""
         self.to_sharded()
         start_state(self.optimizer, self.plan)
-        tensors = dict(stored_tensors(self.module))
+        tensors = {name: one for part in self.parts for name, one in stored_tensors(part)}
         trained = dict(self._trained())
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        groups = [
-            (group, group["initial_lr"], [names[p] for p in group["params"] if p.numel()])
-            for group in self.optimizer.param_groups
-        ]
-        fixed = fixed_state(self.module, self.plan, groups, lambda tensor: tuple(tensor.shape))
         stored = []
         for name, tensor in tensors.items():
             found = spans(name, tensor)
             if found:
                 stored.append(_Stored(name, found, tensor, trained.get(name)))
-        return _Layout(fixed, trained, stored)
+        return _Layout(self.fixed_state(), trained, stored)
+
+    def fixed_state(self) -> EngineState:
+        """The part of the training state that never changes."""
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        groups = [
+            (group, group["initial_lr"], [names[p] for p in group["params"] if p.numel()])
+            for group in self.optimizer.param_groups
+        ]
+        return fixed_state(self.module, self.plan, groups, lambda tensor: tuple(tensor.shape))
 
     def _fragments(self, *, write: bool) -> Iterator[Fragment]:
         self.to_sharded()
@@ -215,7 +229,8 @@ class TorchEngine(ModuleEngine):
 
     def _trained(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Name and optimizer state of every trained parameter that has elements."""
-        for name, parameter in self.module.named_parameters():
+        named = (each for part in self.parts for each in part.named_parameters())
+        for name, parameter in named:
             if parameter.requires_grad and parameter.numel():
                 state = self.optimizer.state[parameter]
                 require_known(state, self.plan, type(self.optimizer).__name__)

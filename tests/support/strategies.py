@@ -173,6 +173,41 @@ STRATEGIES: dict[str, Strategy] = {
         group=4,
         parity=(4,),
     ),
+    "fsdp pipeline": Strategy(
+        use="wrap.fsdp",
+        fields={"pipeline_parallel": {"size": 2}},
+        title="FSDP, pipeline 2",
+        traits=RESUMES,
+        group=2,
+        parity=(2, *MORE),
+    ),
+    **{
+        f"fsdp pipeline {schedule}": Strategy(
+            use="wrap.fsdp",
+            fields={"pipeline_parallel": {"size": 2, "schedule": schedule}},
+            group=2,
+            parity=(2,) if FULL else (),
+            batching={"micro_batch_size": 1},
+        )
+        for schedule in ("GPipe",)
+    },
+    "fsdp pipeline tensor": Strategy(
+        use="wrap.fsdp",
+        fields={"pipeline_parallel": {"size": 2}, "tensor_parallel": {"size": 2}},
+        traits=RESUMES,
+        group=4,
+        parity=MORE,
+    ),
+    "fsdp 3D": Strategy(
+        use="wrap.fsdp",
+        fields={
+            "pipeline_parallel": {"size": 2},
+            "tensor_parallel": {"size": 2},
+            "context_parallel": {"size": 2},
+        },
+        group=8,
+        parity=(8,) if FULL else (),
+    ),
     "zero1": Strategy(
         use="wrap.zero", fields={"stage": 1}, title="ZeRO-1", traits=BASIC | SHARDED, parity=(1, 2)
     ),

@@ -81,7 +81,8 @@ class ContextParallel:
         name = f"ulysses_{group.group_name}_{self._base}"
         compat.register(name, self._attend, self._whole_mask)
         compat.choose(model, name)
-        model.register_forward_pre_hook(self._give_slice, with_kwargs=True)
+        # Stages of a pipeline call this one, not the model around it.
+        model.base_model.register_forward_pre_hook(self._give_slice, with_kwargs=True)
 
     def _give_slice(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

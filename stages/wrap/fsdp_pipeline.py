@@ -1,0 +1,212 @@
+"""wrap.fsdp over the stages of a pipeline."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from pipeline import (
+    Context,
+    EngineState,
+    MicroBatch,
+    ModelSource,
+    Objective,
+    OptimizerPlan,
+    Precision,
+    StageError,
+    torch_dtype,
+)
+from stages.model.declared import outline
+from stages.wrap.axes import Axes
+from stages.wrap.build import build_modules, shard_number
+from stages.wrap.context.attention import divide_sequence
+from stages.wrap.fsdp_engine import FsdpEngine, places
+from stages.wrap.fsdp_units import Division
+from stages.wrap.gradients import total_norm
+from stages.wrap.optimizer_state import fixed_state
+from stages.wrap.pipeline.batches import equal_shapes
+from stages.wrap.pipeline.schedule import FOLDED, Pipeline, PipelinePlan, Stage
+from stages.wrap.pipeline.split import cut, is_tied, layer_ranges
+from stages.wrap.pipeline.ties import TiedEmbedding
+
+if TYPE_CHECKING:
+    from stages.wrap.fsdp import Fsdp
+
+EVALUATED = 4
+"""Micro-batches for each stage that an evaluation passes on at a time."""
+
+
+def build_pipeline(
+    config: Fsdp,
+    ctx: Context,
+    model: ModelSource,
+    precision: Precision,
+    plan: OptimizerPlan,
+    division: Division,
+    mesh: DeviceMesh,
+    axes: Axes,
+) -> PipelineEngine:
+    """Cut this rank's stages out of the model, divide each, and load them (collective). Raises
+    StageError for a model that does not divide into stages."""
+    whole: Any = outline(model)
+    asked = config.pipeline_parallel
+    assert asked is not None
+    shape = PipelinePlan(
+        schedule=asked.schedule,
+        group=mesh["pipeline"].get_group(),
+        stages_per_rank=asked.per_rank,
+        width=whole.config.get_text_config().hidden_size,
+        dtype=torch_dtype(precision.compute),
+        device=ctx.dist.device,
+    )
+    tied = is_tied(whole)
+    if tied and asked.schedule in FOLDED:
+        raise StageError(
+            f"pipeline_parallel: {asked.schedule} puts the first and the last stage on one rank, "
+            "and this model's head shares the embedding's weight",
+            hint="choose another schedule",
+        )
+    ranges = layer_ranges(len(model.blocks(whole)), shape.count)
+    stages: list[Stage] = []
+
+    def make(module: nn.Module, *, number: int) -> None:
+        cut(module, ranges[number])
+        last = number == shape.count - 1
+        stages.append(Stage(module, first=number == 0, last=last, dtype=shape.dtype))
+        division(module)
+
+    cuts = [functools.partial(make, number=number) for number in shape.own()]
+    modules = build_modules(ctx, model, precision, cuts, **places(config, division))
+    for module in modules:
+        divide_sequence(module, axes, ctx.dist.device.type)
+    optimizer = _optimizer(plan, whole, modules)
+    engine = PipelineEngine(config, mesh, modules[0], optimizer, ctx, precision, plan, axes)
+    engine.attach(Pipeline(shape, stages), whole, modules, _tie(shape, modules) if tied else None)
+    return engine
+
+
+def _optimizer(plan: OptimizerPlan, whole: nn.Module, modules: Sequence[nn.Module]) -> Optimizer:
+    """The optimizer of this rank's stages, in the groups of the whole model; each group keeps its
+    base rate as `initial_lr`."""
+    here = _named(modules)
+    groups = []
+    for group in _groups(plan, whole, modules):
+        own = [here[name] for name in group["params"] if name in here]
+        if own:
+            groups.append({**group, "params": own})
+    optimizer = plan.build(groups)
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return optimizer
+
+
+def _groups(
+    plan: OptimizerPlan, whole: nn.Module, modules: Sequence[nn.Module]
+) -> list[dict[str, Any]]:
+    """The optimizer's groups of the whole model, with names in place of parameters."""
+    from pipeline import NamedParameter
+
+    here = _named(modules)
+    names = {parameter: name for name, parameter in whole.named_parameters()}
+    named = [
+        NamedParameter(name, one, tuple(one.shape), shard_number(here[name]) if name in here else 0)
+        for one, name in names.items()
+    ]
+    return [
+        {**group, "params": [names[one] for one in group["params"]]} for group in plan.groups(named)
+    ]
+
+
+def _named(modules: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+    return {name: one for module in modules for name, one in module.named_parameters()}
+
+
+def _tie(shape: PipelinePlan, modules: Sequence[nn.Module]) -> TiedEmbedding:
+    """The embedding's copies on this rank."""
+    copies: dict[int, nn.Parameter] = {}
+    for number, module in zip(shape.own(), modules, strict=True):
+        if number in (0, shape.count - 1):
+            embedding: Any = module.get_input_embeddings()  # type: ignore[operator]
+            copies[number] = embedding.weight
+    return TiedEmbedding(shape.group, copies.get(0), copies.get(shape.count - 1))
+
+
+class PipelineEngine(FsdpEngine):
+    """Stages of a model on every rank, each sharded; micro-batches pass through all of them."""
+
+    _pipeline: Pipeline
+    _whole: nn.Module
+    """The whole model, without memory."""
+    _tied: TiedEmbedding | None
+
+    def attach(
+        self,
+        pipeline: Pipeline,
+        whole: nn.Module,
+        modules: Sequence[nn.Module],
+        tied: TiedEmbedding | None,
+    ) -> None:
+        """Complete the construction."""
+        self._pipeline, self._whole, self._tied = pipeline, whole, tied
+        self.modules = tuple(modules)
+
+    @property
+    def parts(self) -> Sequence[nn.Module]:
+        return self.modules
+
+    def accumulate(
+        self, batches: Iterable[MicroBatch], objective: Objective, *, scale: float
+    ) -> Tensor:
+        factor = scale * self.averaged_over * (1.0 if self.scaler is None else self.scaler.scale)
+        return self._part(self._pipeline.run(self._even(batches), objective, scale=factor))
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[MicroBatch], objective: Objective) -> Tensor:
+        total = torch.zeros((), device=self.device)
+        rest, size = iter(batches), EVALUATED * self._axes.pipeline
+        for part in self.parts:
+            part.eval()
+        try:
+            while some := list(itertools.islice(rest, size)):
+                total += self._pipeline.run(self._even(some), objective)
+        finally:
+            for part in self.parts:
+                part.train()
+        return self._part(total)
+
+    def _even(self, batches: Iterable[MicroBatch]) -> list[MicroBatch]:
+        """This rank's part of the micro-batches, all of one shape."""
+        given = list(batches)
+        return [self._own(one) for one in equal_shapes(given, self._pipeline.least(len(given)))]
+
+    def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        repeated = None
+        if self._tied is not None:
+            self._tied.sum_gradients()
+            repeated = self._tied.repeated
+        copy = None if repeated is None else repeated.grad
+        return total_norm([one for one in gradients if one is not copy])
+
+    def fixed_state(self) -> EngineState:
+        rate = self.plan.hyperparameters["lr"]
+        groups = [
+            (group, float(group.get("lr", rate)), group["params"])
+            for group in _groups(self.plan, self._whole, self.parts)
+        ]
+        return fixed_state(self._whole, self.plan, groups, lambda tensor: tuple(tensor.shape))
+
+    def state(self) -> EngineState:
+        own = super().state()
+        counts = set(own.updates.values())
+        assert len(counts) <= 1, f"parameters differ in their number of updates: {sorted(counts)}"
+        count = max(counts, default=0)
+        trained = [name for name, one in self._whole.named_parameters() if one.requires_grad]
+        return dataclasses.replace(own, updates=dict.fromkeys(trained, count))

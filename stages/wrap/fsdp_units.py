@@ -1,0 +1,133 @@
+"""The division of a model by wrap.fsdp, on the meta device: its layers, then its units."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from pipeline import ModelSource, Precision, StageError, torch_dtype
+from stages.wrap.pipeline.split import kept
+from stages.wrap.tensor.divide import divide_layers
+
+if TYPE_CHECKING:
+    from stages.wrap.fsdp import Fsdp
+
+DATA_AXES = {
+    "full_shard": ("shard",),
+    "shard_grad_op": ("shard",),
+    "hybrid_shard": ("replicate", "shard"),
+    "no_shard": ("replicate", "shard"),
+}
+"""Axes of the mesh over which each kind of sharding works."""
+
+
+class Division:
+    """Divides modules in place, and keeps their units."""
+
+    def __init__(
+        self, config: Fsdp, model: ModelSource, precision: Precision, mesh: DeviceMesh
+    ) -> None:
+        self.data_mesh = mesh[DATA_AXES[config.sharding]]
+        self.units: list[nn.Module] = []
+        """Units of all modules, inner before outer."""
+        self._config = config
+        self._model = model
+        self._precision = precision
+        self._mesh = mesh
+
+    def __call__(self, module: nn.Module) -> None:
+        """Divide a model, or a stage of it."""
+        config, blocks = self._config, kept(self._model.blocks(module))
+        if config.tensor_parallel is not None and config.tensor_parallel.size > 1:
+            divide_layers(config.tensor_parallel, module, blocks, self._mesh["tensor"])
+        units = choose_units(config, module, blocks)
+        _shard(config, [*units, module], self.data_mesh, self._precision)
+        _prefetch(config, units)
+        self.units += [*units, module]
+
+
+def _shard(
+    config: Fsdp, units: Sequence[nn.Module], mesh: DeviceMesh, precision: Precision
+) -> None:
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch_dtype(precision.compute), reduce_dtype=torch_dtype(precision.reduce)
+    )
+    offload = OffloadPolicy()
+    if config.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=config.pin_memory and mesh.device_type == "cuda")
+    # None reshards every unit but the root, which backward needs at once.
+    reshard = None if reshards(config) else False
+    for unit in units:
+        fully_shard(
+            unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload
+        )
+
+
+def _prefetch(config: Fsdp, units: Sequence[nn.Module]) -> None:
+    sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
+    for place, unit in enumerate(sharded):
+        if config.forward_prefetch:
+            unit.set_modules_to_forward_prefetch(sharded[place + 1 :][: config.forward_prefetch])
+        if config.backward_prefetch != 1:
+            before = sharded[:place][::-1]
+            unit.set_modules_to_backward_prefetch(before[: config.backward_prefetch])
+
+
+def reshards(config: Fsdp) -> bool:
+    """Whether units are gathered for forward, and again for backward."""
+    return config.sharding in ("full_shard", "hybrid_shard")
+
+
+def choose_units(config: Fsdp, module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """The units in forward order, inner before outer, without the root.
+
+    Raises StageError if the recipe's choice finds none in this model, or separates tied weights.
+    """
+    if config.units == "block":
+        units, what = list(blocks), "transformer blocks; name their classes in `units`"
+    else:
+        named = set(config.units)
+        units = [m for m in _inner_first(module) if type(m).__name__ in named]
+        what = f"modules of class {', '.join(sorted(named))}"
+    if not units:
+        raise StageError(f"{type(module).__name__} has no {what}")
+    owners = _owners(module)
+    for unit in units:
+        if not _closed(unit, owners):
+            raise StageError(
+                f"{type(unit).__name__} shares a weight with a module outside of it",
+                hint="choose units that hold all owners of a tied weight, or none",
+            )
+    return units
+
+
+def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
+    """Every module below `module`, children before their parents."""
+    for child in module.children():
+        yield from _inner_first(child)
+        yield child
+
+
+def _owners(module: nn.Module) -> dict[nn.Parameter, set[nn.Module]]:
+    owners: dict[nn.Parameter, set[nn.Module]] = defaultdict(set)
+    for owner in module.modules():
+        for parameter in owner.parameters(recurse=False):
+            owners[parameter].add(owner)
+    return owners
+
+
+def _closed(unit: nn.Module, owners: dict[nn.Parameter, set[nn.Module]]) -> bool:
+    """Whether `unit` holds all owners of its weights; torch gathers a weight in one unit."""
+    inside = set(unit.modules())
+    return all(owners[parameter] <= inside for parameter in unit.parameters())

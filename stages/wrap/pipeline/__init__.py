@@ -1,0 +1,1 @@
+"""Pipeline parallelism: ranks hold consecutive layers, and pass micro-batches on."""

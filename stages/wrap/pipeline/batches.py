@@ -1,0 +1,51 @@
+"""Micro-batches of one shape, as many as a schedule takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from pipeline import NO_TARGET, MicroBatch
+
+
+def least_microbatches(schedule: str, ranks: int, count: int) -> int:
+    """The number of micro-batches from `count` on that a schedule of torch can run."""
+    if schedule == "1F1B":
+        return max(count, ranks)
+    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):  # rounds of equal numbers
+        while count % max(1, count // ranks):
+            count += 1
+    return count
+
+
+def equal_shapes(batches: Sequence[MicroBatch], least: int) -> list[MicroBatch]:
+    """The micro-batches, padded to the largest shape among them, and empty ones up to `least`.
+
+    Padding has no targets, and is a document of its own beside packed ones.
+    """
+    samples = max(batch.input_ids.shape[0] for batch in batches)
+    length = max(batch.input_ids.shape[1] for batch in batches)
+    packed = any(batch.positions is not None for batch in batches)
+    even = [_padded(batch, samples, length, packed=packed) for batch in batches]
+    nothing = torch.full_like(even[0].labels, NO_TARGET)
+    empty = MicroBatch(input_ids=even[0].input_ids, labels=nothing, positions=even[0].positions)
+    return even + [empty] * (least - len(even))
+
+
+def _padded(batch: MicroBatch, samples: int, length: int, *, packed: bool) -> MicroBatch:
+    rows, columns = batch.input_ids.shape
+    place = (0, length - columns, 0, samples - rows)
+    positions = None
+    if packed:
+        count = torch.arange(length, device=batch.input_ids.device)
+        positions = count.repeat(samples, 1)
+        if batch.positions is not None:
+            positions[:rows, :columns] = batch.positions
+            positions[:rows, columns:] = count[: length - columns]
+    return MicroBatch(
+        input_ids=F.pad(batch.input_ids, place),
+        labels=F.pad(batch.labels, place, value=NO_TARGET),
+        positions=positions,
+    )

@@ -1,0 +1,104 @@
+"""Stages of a pipeline: which layers each holds, and a model cut down to them.
+
+A stage is the whole model without what other stages hold, so the names of its parameters, and what
+the model computes around its layers (rotary embeddings, masks), stay its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeline import StageError
+
+
+def layer_ranges(layers: int, stages: int) -> list[range]:
+    """Consecutive layers of each stage, as equal as possible. The middle stages take what is over:
+    the first and the last have the embedding and the head besides. Raises StageError for more
+    stages than layers."""
+    if stages > layers:
+        raise StageError(f"pipeline: {layers} layers do not make {stages} stages")
+    share, over = divmod(layers, stages)
+    order = sorted(range(stages), key=lambda stage: (stage == 0, stage == stages - 1, stage))
+    sizes = [share + (order.index(stage) < over) for stage in range(stages)]
+    starts = [sum(sizes[:stage]) for stage in range(stages)]
+    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+
+
+def stages_of(rank: int, ranks: int, per_rank: int, *, folded: bool) -> list[int]:
+    """Numbers of a rank's stages, of `ranks` times `per_rank`: every `ranks`-th one, or `folded`,
+    where the second round goes back from the last rank to the first."""
+    rounds = range(per_rank)
+    if folded:
+        return [n * ranks + (ranks - 1 - rank if n % 2 else rank) for n in rounds]
+    return [n * ranks + rank for n in rounds]
+
+
+class Left(nn.Module):
+    """In the place of a module that another stage holds: returns its first argument."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return args[0] if args else next(iter(kwargs.values()))
+
+
+class Entrance(nn.Module):
+    """In the place of the layer before a stage's first: returns what that layer returned on the
+    stage before. What the model computed from token ids up to here does not count."""
+
+    received: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        assert self.received is not None
+        return self.received
+
+
+def cut(model: Any, layers: range) -> None:
+    """Remove from `model`, a causal language model of transformers, everything but the given
+    layers; what comes before layer 0 stays with it, and what comes after the last layer with that.
+    A head that is tied to the embedding keeps it, with its name (`pipeline_step.TiedEmbedding`).
+
+    Raises StageError for a model that does not say how it divides.
+    """
+    before, name, after = division(model)
+    base = model.base_model
+    every = getattr(base, name)
+    first, last = layers.start == 0, layers.stop == len(every)
+    for number in range(len(every)):
+        if number not in layers:
+            every[number] = Left()
+    if not first:
+        every[layers.start - 1] = Entrance()
+        kept = model.get_input_embeddings() if last and is_tied(model) else None
+        for part in before:
+            if getattr(base, part) is not kept:
+                setattr(base, part, Left())
+    if not last:
+        for part in after:
+            setattr(base, part, Left())
+        head = model.get_output_embeddings()
+        for part in [part for part, child in model.named_children() if child is head]:
+            setattr(model, part, Left())
+
+
+def is_tied(model: Any) -> bool:
+    """Whether the head's weight is that of the embedding."""
+    head = model.get_output_embeddings()
+    return getattr(head, "weight", None) is model.get_input_embeddings().weight
+
+
+def division(model: Any) -> tuple[list[str], str, list[str]]:
+    """Names in the base model of what comes before its layers, of the list of layers, and of what
+    comes after them. Raises StageError where the model does not state them."""
+    base, plan = model.base_model, list(model.config.get_text_config().base_model_pp_plan or ())
+    lists = [part for part in plan if isinstance(getattr(base, part, None), nn.ModuleList)]
+    if len(lists) != 1 or base is model or model.get_output_embeddings() is None:
+        raise StageError(f"pipeline: {type(model).__name__} does not say how it divides")
+    place = plan.index(lists[0])
+    return plan[:place], lists[0], plan[place + 1 :]
+
+
+def kept(blocks: Iterable[nn.Module]) -> list[nn.Module]:
+    """The blocks that `cut` left."""
+    return [block for block in blocks if not isinstance(block, Left | Entrance)]
