@@ -36,6 +36,7 @@ from stages.wrap.pipeline.batches import equal_shapes
 from stages.wrap.pipeline.schedule import FOLDED, Pipeline, PipelinePlan, Stage
 from stages.wrap.pipeline.split import cut, is_tied, layer_ranges
 from stages.wrap.pipeline.ties import TiedEmbedding
+from stages.wrap.tensor.divide import resolve_plan
 
 if TYPE_CHECKING:
     from stages.wrap.fsdp import Fsdp
@@ -74,6 +75,8 @@ def build_pipeline(
             "and this model's head shares the embedding's weight",
             hint="choose another schedule",
         )
+    if config.tensor_parallel is not None:
+        resolve_plan(config.tensor_parallel, whole, model.blocks(whole))
     ranges = layer_ranges(len(model.blocks(whole)), shape.count)
     stages: list[Stage] = []
 

@@ -45,8 +45,15 @@ def divide_layers(
 ) -> None:
     """Divide `model`, on the meta device, as a recipe asks for it. Raises StageError for a model
     that does not divide so."""
-    plan = resolve(model, blocks, size=config.size, patterns=config.plan, sequence=config.sequence)
-    parallelize(model, mesh, plan)
+    parallelize(model, mesh, resolve_plan(config, model, blocks))
+
+
+def resolve_plan(
+    config: TensorParallel, model: nn.Module, blocks: Sequence[nn.Module]
+) -> TensorPlan:
+    """The plan of a model for what a recipe asks. Raises StageError for a model that does not
+    divide so."""
+    return resolve(model, blocks, size=config.size, patterns=config.plan, sequence=config.sequence)
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from pipeline import StageError
 from stages.wrap.axes import Style
+from stages.wrap.pipeline.split import Entrance, Left
 from stages.wrap.tensor.compat import own_plan, packed, sharded_dim
 
 COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")
@@ -70,8 +71,9 @@ def resolve(
 ) -> TensorPlan:
     """The architecture's plan with a recipe's `patterns` added, for `size` ranks.
 
-    Raises StageError for an unknown style, a pattern of the recipe that matches nothing, sizes or
-    heads that do not divide, and layers whose parts nothing takes up.
+    Raises StageError for an unknown style, a pattern of the recipe that matches nothing (in a stage
+    of a pipeline, it may), sizes or heads that do not divide, and layers whose parts nothing takes
+    up.
     """
     styles = _styles(model, own_plan(model), patterns or {})
     names = {module: name for name, module in model.named_modules()}
@@ -106,14 +108,15 @@ def matches(pattern: str, name: str) -> bool:
 def _styles(
     model: nn.Module, own: Mapping[str, str], patterns: Mapping[str, str]
 ) -> dict[str, str]:
-    names = [name for name, _ in model.named_modules()]
+    absent = [name for name, one in model.named_modules() if isinstance(one, Left | Entrance)]
+    names = [name for name, _ in model.named_modules() if name not in absent]
     names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found: dict[str, str] = {}
     for pattern, style in [*own.items(), *patterns.items()]:
         if style not in STYLES:
             raise StageError(f"{pattern}: unknown style {style!r}; known are {', '.join(STYLES)}")
         matched = [name for name in names if matches(pattern, name)]
-        if not matched and pattern in patterns:
+        if not matched and pattern in patterns and not absent:
             raise StageError(f"{pattern!r} matches no module or parameter {_ends(names, pattern)}")
         found.update(dict.fromkeys(matched, style))
     if not any(style not in ("replicate", SUMMED) for style in found.values()):
