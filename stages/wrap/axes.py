@@ -102,6 +102,15 @@ class PipelineParallel:
         return (self.stages_per_rank or 2) if self.schedule in SEVERAL_STAGES else 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertParallel:
+    """Give each rank some of the experts of every layer; tokens go to the ranks of their experts
+    and back (all-to-all; Lepikhin et al. 2021, GShard). The ranks are data-parallel otherwise."""
+
+    size: Size
+    """Ranks that share a layer's experts. It divides the ranks that share the other parameters."""
+
+
 FIELDS = {
     "pipeline": "pipeline_parallel",
     "context": "context_parallel",

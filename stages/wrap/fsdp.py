@@ -10,7 +10,13 @@ from annotated_types import Ge, Gt
 
 from pipeline import Context, Engine, ModelSource, OptimizerPlan, PlanView, Precision, Problem
 from stages.wrap import axes
-from stages.wrap.axes import Axes, ContextParallel, PipelineParallel, TensorParallel
+from stages.wrap.axes import (
+    Axes,
+    ContextParallel,
+    ExpertParallel,
+    PipelineParallel,
+    TensorParallel,
+)
 
 Sharding = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
 
@@ -56,6 +62,9 @@ class Fsdp:
     context_parallel: ContextParallel | None = None
     """Divide the tokens of every sample among ranks; null gives each sample to one rank."""
 
+    expert_parallel: ExpertParallel | None = None
+    """Give each rank some of the experts of a mixture; null gives every rank all of them."""
+
     def data_ranks(self, procs: int) -> int:
         return axes.data_ranks(self, procs)
 
@@ -69,6 +78,7 @@ class Fsdp:
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from axes.axis_problems(self, plan)
+        yield from self._expert_problems(plan)
         if self.shard_size is not None and self.sharding != "hybrid_shard":
             yield Problem(key="shard_size", message="only applies to hybrid_shard")
         if self.shard_size is not None and plan.procs % self.shard_size:
@@ -78,6 +88,22 @@ class Fsdp:
             )
         if self.sharding == "no_shard" and self.cpu_offload:
             yield Problem(key="cpu_offload", message="needs sharding", hint="use full_shard")
+
+    def _expert_problems(self, plan: PlanView) -> Iterator[Problem]:
+        asked = axes.Axes.of(self, plan.procs)
+        if self.expert_parallel is None or asked is None:
+            return
+        size, hint = self.expert_parallel.size, ""
+        if self.tensor_parallel is not None and self.tensor_parallel.size > 1:
+            message = "experts are not divided by tensor_parallel and by expert_parallel at once"
+            yield Problem(key="expert_parallel", message=message, hint="leave out one of them")
+        if self.sharding == "no_shard":
+            yield Problem(key="expert_parallel", message="needs sharding", hint="use full_shard")
+            return
+        shards = self.shard_size or asked.data * asked.context
+        if shards % size:
+            what = f"{shards} ranks that share the parameters do not divide into groups of {size}"
+            yield Problem(key="expert_parallel.size", message=what, hint=hint)
 
     def run(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan

@@ -17,7 +17,7 @@ from stages.wrap.axes import Axes, required
 from stages.wrap.build import build_module, declared_facts, verify_engine
 from stages.wrap.context.attention import divide_sequence
 from stages.wrap.fsdp_units import DATA_AXES, Division, reshards
-from stages.wrap.mesh import parameter_mesh
+from stages.wrap.mesh import expert_mesh, parameter_mesh
 from stages.wrap.torch_compat import reshard, sharding_facts
 from stages.wrap.torch_engine import TorchEngine, make_optimizer
 
@@ -32,7 +32,8 @@ def build(
     axes = required(config, ctx.dist.world_size)
     with with_values():
         mesh = make_mesh(config, ctx, axes)
-    division = Division(config, model, precision, mesh)
+        experts = make_expert_mesh(config, ctx, axes)
+    division = Division(config, model, precision, mesh, experts)
     engine: FsdpEngine
     if axes.pipeline > 1:
         from stages.wrap.fsdp_pipeline import build_pipeline
@@ -65,6 +66,18 @@ def make_mesh(config: Fsdp, ctx: Context, axes: Axes) -> DeviceMesh:
         raise StageError(f"{both} processes do not divide into shard groups of {shards}")
     _warn_of_slow_groups(ctx, axes)
     return parameter_mesh(axes, ctx.dist.device.type, shards)
+
+
+def make_expert_mesh(config: Fsdp, ctx: Context, axes: Axes) -> DeviceMesh | None:
+    """The mesh of experts that are divided; None if they are not. Raises StageError for ranks that
+    do not divide."""
+    asked = config.expert_parallel
+    if asked is None or asked.size == 1:
+        return None
+    shards = config.shards(axes, ctx.dist.local_world_size)
+    if shards % asked.size:
+        raise StageError(f"expert_parallel: {shards} shards do not divide among {asked.size} ranks")
+    return expert_mesh(axes, ctx.dist.device.type, shards, asked.size)
 
 
 def _warn_of_slow_groups(ctx: Context, axes: Axes) -> None:

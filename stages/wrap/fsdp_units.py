@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
 )
 
 from pipeline import ModelSource, Precision, StageError, torch_dtype
+from stages.wrap.experts import divide_experts
 from stages.wrap.pipeline.split import kept
 from stages.wrap.tensor.divide import divide_layers
 
@@ -36,8 +37,15 @@ class Division:
     """Divides modules in place, and keeps their units."""
 
     def __init__(
-        self, config: Fsdp, model: ModelSource, precision: Precision, mesh: DeviceMesh
+        self,
+        config: Fsdp,
+        model: ModelSource,
+        precision: Precision,
+        mesh: DeviceMesh,
+        experts: DeviceMesh | None,
     ) -> None:
+        """`experts` is the mesh of parameters that are divided by experts."""
+        self._experts = experts
         self.data_mesh = mesh[DATA_AXES[config.sharding]]
         self.units: list[nn.Module] = []
         """Units of all modules, inner before outer."""
@@ -51,10 +59,16 @@ class Division:
         config, blocks = self._config, kept(self._model.blocks(module))
         if config.tensor_parallel is not None and config.tensor_parallel.size > 1:
             divide_layers(config.tensor_parallel, module, blocks, self._mesh["tensor"])
-        units = choose_units(config, module, blocks)
+        experts: list[nn.Module] = []
+        if self._experts is not None:
+            experts = divide_experts(module, self._experts["expert"], self._mesh["tensor"])
+            _shard(config, experts, self._experts[DATA_AXES[config.sharding]], self._precision)
+            for one in experts:
+                _average_over(one, self.data_mesh.size(), self._experts["shard"].size())
+        units = [one for one in choose_units(config, module, blocks) if one not in experts]
         _shard(config, [*units, module], self.data_mesh, self._precision)
         _prefetch(config, units)
-        self.units += [*units, module]
+        self.units += [*experts, *units, module]
 
 
 def _shard(
@@ -72,6 +86,16 @@ def _shard(
         fully_shard(
             unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload
         )
+
+
+def _average_over(unit: nn.Module, ranks: int, shards: int) -> None:
+    """Divide the gradients of a unit by another number than that of the ranks that reduce them:
+    those of an expert are sums over more ranks' tokens already."""
+    assert isinstance(unit, FSDPModule)
+    unit.set_gradient_divide_factor(float(ranks))
+    # Otherwise torch asks for a reduction that gloo does not have; of one shard it would divide
+    # twice.
+    unit.set_force_sum_reduction_for_comms(shards > 1)
 
 
 def _prefetch(config: Fsdp, units: Sequence[nn.Module]) -> None:

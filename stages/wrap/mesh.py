@@ -23,6 +23,15 @@ def parameter_mesh(axes: Axes, device: str, shards: int) -> DeviceMesh:
     return init_device_mesh(device, shape, mesh_dim_names=names)
 
 
+def expert_mesh(axes: Axes, device: str, shards: int, experts: int) -> DeviceMesh:
+    """The mesh over which experts are cut (collective): as `parameter_mesh`, but for an axis
+    `expert` of `experts` ranks, which are neighbours among the `shards`."""
+    both = axes.data * axes.context
+    shape = (axes.pipeline, both // shards, shards // experts, experts, axes.tensor)
+    names = ("pipeline", "replicate", "shard", "expert", "tensor")
+    return init_device_mesh(device, shape, mesh_dim_names=names)
+
+
 def context_group(axes: Axes, device: str) -> ProcessGroup:
     """The ranks that share this rank's samples (collective)."""
     shape = (axes.pipeline * axes.data, axes.context, axes.tensor)

@@ -1,0 +1,33 @@
+"""Expert parallelism: ranks hold different experts, and send each other tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from pipeline import StageError
+from stages.wrap import experts_compat as compat
+
+
+def divide_experts(model: Any, mesh: DeviceMesh, tensor: DeviceMesh) -> list[nn.Module]:
+    """Divide the experts of `model`, whose parameters are on the meta device, over the one axis
+    `mesh`, in place; returns the modules that hold them.
+
+    Every rank holds an equal share of the experts. It sends each token to the ranks of its experts
+    and gets their results back, so an expert's gradient is of the tokens of all ranks of `mesh`.
+    Raises StageError for a model without such a plan, or whose experts do not divide.
+    """
+    plan = compat.plan_of(model)
+    if not plan:
+        raise StageError(f"expert_parallel: {type(model).__name__} has no experts that divide")
+    try:
+        compat.divide(model, plan, mesh, tensor)
+    except ValueError as error:
+        raise StageError(f"expert_parallel: {error}") from error
+    modules = dict(model.named_modules())
+    found = [modules[name] for name, style in plan.items() if style == compat.DISPATCHED]
+    for experts in found:
+        compat.divide_updates(experts, mesh)
+    return found

@@ -1,0 +1,68 @@
+"""Names of transformers that divide a mixture of experts among ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+DISPATCHED = "ep_dispatch_experts"
+"""Style of a module whose tokens go to their experts' ranks."""
+METHOD = "all_to_all"
+"""transformers' way of sending tokens that works with gradients and with a batch a rank."""
+
+
+def plan_of(model: Any) -> dict[str, str]:
+    """Name of each module and parameter that the architecture's plan divides by experts -> its
+    style; empty for an architecture without a plan."""
+    plan = getattr(model, "ep_plan", None) or {}
+    found: dict[str, str] = model._expand_parallel_plan(plan) if plan else {}
+    return found
+
+
+def divide(model: nn.Module, plan: dict[str, str], experts: DeviceMesh, tensor: DeviceMesh) -> None:
+    """Divide `model`, on the meta device, over the one axis `experts`, in place. `tensor` has the
+    ranks that have the same tokens. Raises ValueError if the experts do not divide."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    apply_expert_parallelism(model, experts, tensor, plan, METHOD)
+
+
+def divide_updates(experts: nn.Module, mesh: DeviceMesh) -> None:
+    """Divide the updates of an experts' module, which are in modules inside of it, by experts, and
+    let its forward find local tensors there."""
+    inside = [one for one in experts.modules() if one is not experts]
+    for module in inside:
+        for name, weight in module.named_parameters(recurse=False):
+            own = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
+            module._parameters[name] = nn.Parameter(own, requires_grad=weight.requires_grad)
+    forward = experts.forward
+
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        with _local(inside):
+            return forward(*args, **kwargs)
+
+    if any(True for module in inside for _ in module.parameters(recurse=False)):
+        experts.forward = replaced
+
+
+@contextlib.contextmanager
+def _local(modules: list[nn.Module]) -> Iterator[None]:
+    whole: list[tuple[nn.Module, str, nn.Parameter | None]] = [
+        (module, name, one)
+        for module in modules
+        for name, one in module._parameters.items()
+        if isinstance(one, DTensor)
+    ]
+    for module, name, one in whole:
+        part: Any = one.to_local()  # type: ignore[union-attr]
+        module._parameters[name] = part
+    try:
+        yield
+    finally:
+        for module, name, one in whole:
+            module._parameters[name] = one

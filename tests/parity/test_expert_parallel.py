@@ -1,0 +1,52 @@
+"""Experts divided among ranks: the numbers of a plain loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.parity.body import SEED, train_case
+from tests.parity.test_experts import LORA, plain_loop
+from tests.support.moe import MOE, attention_of
+from tests.support.processes import run_ranks
+from tests.support.tier import FULL, spread
+
+CASES = [
+    pytest.param("olmoe", 2, {}, False, id="whole"),
+    pytest.param("olmoe", 2, {}, True, id="lora"),
+    pytest.param("olmoe", 4, {}, False, id="two shards of experts"),
+    pytest.param(
+        "olmoe", 4, {"sharding": "hybrid_shard", "shard_size": 2}, False, id="two replicas"
+    ),
+    pytest.param("olmoe", 4, {"context_parallel": {"size": 2}}, False, id="with context"),
+]
+
+
+@pytest.mark.parametrize(("kind", "ranks", "fields", "adapted"), spread(CASES, 2))
+def test_the_numbers_of_a_plain_loop(
+    kind: str, ranks: int, fields: dict[str, Any], adapted: bool, tmp_path: Path
+) -> None:
+    model = MOE[kind]
+    case = {
+        "wrap": "wrap.fsdp",
+        "fields": {"expert_parallel": {"size": 2}, **fields},
+        "batching": {"micro_batch_size": 2},
+        "lora": LORA if adapted else None,
+        "model": model,
+        "hf": {"attention": attention_of(model)},
+    }
+    losses, norms, weights, heldout = plain_loop(kind, adapted)
+    result = run_ranks(train_case, ranks, str(tmp_path), case, limit=300)[0]
+    steps = [record for record in result["records"] if "loss" in record]
+    assert [record["loss"] for record in steps] == pytest.approx(losses, rel=1e-5)
+    assert [record["grad_norm"] for record in steps] == pytest.approx(norms, rel=1e-4)
+    assert result["metrics"]["eval_loss"] == pytest.approx(heldout, rel=1e-5)
+    final = load_file(tmp_path / "final.safetensors")
+    held = [name for name in weights if not adapted or "lora" in name]
+    assert sum("experts" in name for name in held) >= 2
+    for name in held:
+        torch.testing.assert_close(final[name], weights[name], rtol=0, atol=1e-4, msg=name)
