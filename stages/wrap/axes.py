@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from pipeline import DataAxis, PlanView, Problem, StageError, TrainedRun
+from pipeline import DataAxis, ModelSource, PlanView, Problem, StageError, TrainedRun
 
 Size = Annotated[int, Ge(1)]
 
@@ -75,6 +75,8 @@ Schedule = Literal[
 ]
 SEVERAL_STAGES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
 """Schedules under which a rank has two or more stages."""
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")
+"""Schedules that compute gradients of inputs first, and those of weights later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +213,18 @@ def axis_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
         left //= size
 
 
+def _split_backward_problems(schedule: str, plan: PlanView) -> Iterator[Problem]:
+    for model in plan.giving(ModelSource):
+        settings = getattr(model, "activation_checkpointing", None)
+        if settings is not None and settings.keep != "nothing":
+            yield Problem(
+                key="pipeline_parallel.schedule",
+                message=f"{schedule} goes back through a block twice, for inputs and for weights, "
+                "and the model slot's activation_checkpointing.keep allows it once",
+                hint="set keep: nothing there, or choose another schedule",
+            )
+
+
 def _pipeline_problems(block: PipelineParallel | None, plan: PlanView) -> Iterator[Problem]:
     if block is None:
         return
@@ -224,6 +238,8 @@ def _pipeline_problems(block: PipelineParallel | None, plan: PlanView) -> Iterat
     elif folded and block.per_rank != 2:
         message = "ZBVZeroBubble has two stages a rank"
         yield Problem(key="pipeline_parallel.stages_per_rank", message=message)
+    if block.schedule in SPLIT_BACKWARD:
+        yield from _split_backward_problems(block.schedule, plan)
     for train in plan.giving(TrainedRun):
         if getattr(train, "router_loss", None) is not None:
             yield Problem(
