@@ -203,6 +203,7 @@ def data_ranks(stage: Any, procs: int) -> int:
 def axis_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
     """Axes that do not divide the processes, or that nothing else allows."""
     yield from _pipeline_problems(getattr(stage, "pipeline_parallel", None), plan)
+    yield from _tensor_problems(getattr(stage, "tensor_parallel", None), plan)
     sizes, left = asked(stage), plan.procs
     for axis, size in sizes.items():
         if left % size:
@@ -211,6 +212,16 @@ def axis_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
             yield Problem(key=f"{FIELDS[axis]}.size", message=message)
             return
         left //= size
+
+
+def _tensor_problems(block: TensorParallel | None, plan: PlanView) -> Iterator[Problem]:
+    for model in plan.giving(ModelSource) if block is not None else ():
+        if getattr(model, "dora", False):
+            message = "DoRA takes the lengths of whole rows of weights, and ranks have parts of them"
+            yield Problem(key="tensor_parallel", message=message, hint="set dora: false")
+        if getattr(model, "quantize", None) is not None:
+            message = "packed weights of 4 bits are not divided by rows and columns"
+            yield Problem(key="tensor_parallel", message=message, hint="leave out quantize")
 
 
 def _split_backward_problems(schedule: str, plan: PlanView) -> Iterator[Problem]:
