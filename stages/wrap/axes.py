@@ -217,7 +217,9 @@ def axis_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
 def _tensor_problems(block: TensorParallel | None, plan: PlanView) -> Iterator[Problem]:
     for model in plan.giving(ModelSource) if block is not None else ():
         if getattr(model, "dora", False):
-            message = "DoRA takes the lengths of whole rows of weights, and ranks have parts of them"
+            message = (
+                "DoRA takes the lengths of whole rows of weights, and ranks have parts of them"
+            )
             yield Problem(key="tensor_parallel", message=message, hint="set dora: false")
         if getattr(model, "quantize", None) is not None:
             message = "packed weights of 4 bits are not divided by rows and columns"
