@@ -64,7 +64,7 @@ def _held(name: str, tensor: DTensor) -> tuple[list[_Ranges], set[int]]:
             continue
         split = split_of(placement)
         if split is None:
-            raise StageError(f"{name} is placed as {placement}, which cannot be saved")
+            raise StageError(f"{name} is placed as {placement!r}, which cannot be saved")
         dim = placement.dim % tensor.ndim  # type: ignore[attr-defined]
         own = mesh.get_local_rank(axis)
         chunks = _chunks(ranges[dim], split)

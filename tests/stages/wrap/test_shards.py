@@ -62,7 +62,7 @@ def placed(dist: DistContext) -> dict[str, int]:
         split = [_StridedShard(dim, split_factor=2) for dim in range(len(shape))]
         pairs = [*itertools.product(cuts, cuts), *((s, Shard(s.dim)) for s in split)]
         for placements in pairs:
-            tensor = distribute_tensor(whole, mesh, placements)
+            tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
             assert torch.equal(tensor.full_tensor(), whole), placements
             name = f"{shape} {placements}"
             counts[name] = require_found(name, tensor, whole)
