@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pipeline.contracts.engine import WEIGHT
 from pipeline.distributed.process_group import DistContext
@@ -61,11 +62,28 @@ def placed(dist: DistContext) -> dict[str, int]:
         split = [_StridedShard(dim, split_factor=2) for dim in range(len(shape))]
         pairs = [*itertools.product(cuts, cuts), *((s, Shard(s.dim)) for s in split)]
         for placements in pairs:
-            tensor = distribute_tensor(whole, mesh, placements)
+            tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
             assert torch.equal(tensor.full_tensor(), whole), placements
             name = f"{shape} {placements}"
             counts[name] = require_found(name, tensor, whole)
     return counts
+
+
+@pytest.mark.parametrize("rank", range(6))
+def test_uneven_meshes(rank: int) -> None:
+    """Torch cuts tensors for a rank of a group that does not exist; no later axis need complete a
+    split."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=6)
+    try:
+        mesh = init_device_mesh("cpu", (2, 3) if rank % 2 else (3, 2))
+        for shape in [(5, 7), (13,), (5, 3, 7)]:
+            cuts: list[Placement] = [Replicate(), *map(Shard, range(len(shape)))]
+            splits = [_StridedShard(dim, split_factor=2 + dim) for dim in range(len(shape))]
+            for placements in itertools.product([*cuts, *splits], cuts):
+                tensor = distribute_tensor(full(shape), mesh, placements, src_data_rank=None)
+                require_found(f"{shape} {placements}", tensor, full(shape))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 class Layers(nn.Module):
