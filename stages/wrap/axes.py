@@ -136,6 +136,12 @@ class Axes:
         return self.pipeline * self.data * self.context * self.tensor
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the axes on which ranks run one model together."""
+        found = {"pipeline": self.pipeline, "context": self.context, "tensor": self.tensor}
+        return {axis: size for axis, size in found.items() if size > 1}
+
+    @property
     def streams(self) -> int:
         """Number of streams of random numbers. Ranks of a tensor-parallel group share one, since
         what they all compute has to be the same."""
@@ -224,6 +230,12 @@ def _tensor_problems(block: TensorParallel | None, plan: PlanView) -> Iterator[P
         if getattr(model, "quantize", None) is not None:
             message = "packed weights of 4 bits are not divided by rows and columns"
             yield Problem(key="tensor_parallel", message=message, hint="leave out quantize")
+        recomputed = getattr(model, "activation_checkpointing", None) is not None
+        if recomputed and getattr(model, "compile", None) is not None:
+            # torch 2.13 takes the mesh for one of the tensors that it keeps for backward.
+            message = "torch does not compile blocks that are divided by it and recomputed"
+            hint = "leave out compile or activation_checkpointing in the model slot"
+            yield Problem(key="tensor_parallel", message=message, hint=hint)
 
 
 def _split_backward_problems(schedule: str, plan: PlanView) -> Iterator[Problem]:
