@@ -108,6 +108,7 @@ class TorchEngine(ModuleEngine):
         casts = {dtype_name(cast.dtype) for cast in installed_casts(self.module)}
         return {
             "world_size": self._axes.ranks,
+            "axes": self._axes.sizes,
             "compute": sorted(casts) or master,
             "reduce": master,
             "model": type(self.module).__name__,

@@ -100,6 +100,7 @@ class ZeroEngine(ModuleEngine):
             "zero_stage": compat.zero_stage(optimizer),
             "world_size": torch.distributed.get_world_size(optimizer.dp_process_group)
             * compat.model_parallel_ranks(live),
+            "axes": self._axes.sizes,
             "tensor_parallel": compat.model_parallel_ranks(live),
             "device": str(live.device).partition(":")[0],
             "master": dtype_names(compat.master_partitions(optimizer)),
