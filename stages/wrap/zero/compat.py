@@ -65,10 +65,10 @@ def full_numel(parameter: Any) -> int:
 def partitioner(config: Mapping[str, Any], groups: Any) -> Callable[[nn.Parameter], None]:
     """A function that partitions a parameter among the data-parallel ranks of `groups`, as
     zero.Init does."""
-    from deepspeed.zero import Init
+    import deepspeed
 
     with quiet():
-        init = Init(
+        init = deepspeed.zero.Init(
             data_parallel_group=groups.get_data_parallel_group(),
             config_dict_or_path=dict(config),
             mpu=groups,
