@@ -46,6 +46,14 @@ CHAINS = [
         ("zero3 hpz", 2),
         ("zero2 round robin", 3),
     ],
+    [
+        ("zero2 tensor", 4),
+        ("fsdp tensor", 2),
+        ("zero3 tensor", 4),
+        ("ddp", 1),
+        ("zero1 tensor", 2),
+        ("zero3", 3),
+    ],
 ]
 LISTED = {wrap for chain in CHAINS for wrap, _ in chain}
 OTHERS = {wrap: one for wrap, one in having("resumes").items() if wrap not in LISTED}
