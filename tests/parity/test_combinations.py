@@ -34,9 +34,16 @@ from tests.support.tier import FULL, spread
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
 REFUSED = {
-    ("- keeping attention", "ZeRO-3"),
-    ("- keeping matrix products", "ZeRO-3"),
-}
+    *((f"- keeping {what}", strategy)
+      for what in ("attention", "matrix products")
+      for strategy in ("ZeRO-3", "ZeRO-3, tensor 2")),
+    *((name, strategy)
+      for name in (
+          "DoRA", "QLoRA", "DoRA, checkpointing", "QLoRA, DoRA, checkpointing, compiled",
+          "packing, checkpointing, compiled, chunks",
+      )
+      for strategy in ("FSDP, tensor 2", "ZeRO-3, tensor 2")),
+}  # fmt: skip
 SLOW = {
     (name, strategy)
     for name in FEATURES

@@ -240,16 +240,6 @@ STRATEGIES: dict[str, Strategy] = {
         group=2,
         parity=(2, *MORE),
     ),
-    **{
-        f"zero{stage} tensor": Strategy(
-            use="wrap.zero",
-            fields={"stage": stage, "tensor_parallel": {"size": 2}, **more},
-            traits=RESUMES,
-            group=2,
-            parity=(2, 4) if stage == 3 else (2, *MORE),
-        )
-        for stage, more in ((1, {}), (2, {}), (3, {"sub_group_size": 9000, **SMALL_GROUPS}))
-    },
     "zero2 round robin": Strategy(
         use="wrap.zero",
         fields={"stage": 2, "round_robin_gradients": True},
@@ -262,6 +252,17 @@ STRATEGIES: dict[str, Strategy] = {
         traits=BASIC | SHARDED,
         parity=(1, 2, 3),
     ),
+    **{
+        f"zero{stage} tensor": Strategy(
+            use="wrap.zero",
+            fields={"stage": stage, "tensor_parallel": {"size": 2}, **more},
+            title="ZeRO-3, tensor 2" if stage == 3 else "",
+            traits=COMBINES if stage == 3 else RESUMES,
+            group=2,
+            parity=(2, 4) if stage == 3 else (2, *MORE),
+        )
+        for stage, more in ((1, {}), (2, {}), (3, {"sub_group_size": 9000, **SMALL_GROUPS}))
+    },
     "zero3 sub-groups": Strategy(
         use="wrap.zero",
         fields={"stage": 3, "sub_group_size": 2000, **SMALL_GROUPS},
