@@ -239,14 +239,27 @@ def _tensor_problems(block: TensorParallel | None, plan: PlanView) -> Iterator[P
 
 
 def _split_backward_problems(schedule: str, plan: PlanView) -> Iterator[Problem]:
+    """What does not bear a backward for inputs first, and for weights later."""
+    why = f"{schedule} goes back through a block twice, for inputs and for weights, and"
+    other = "or choose another schedule"
+
+    def problem(what: str, hint: str) -> Problem:
+        message = f"{why} {what} once"
+        return Problem(key="pipeline_parallel.schedule", message=message, hint=f"{hint}, {other}")
+
     for model in plan.giving(ModelSource):
         settings = getattr(model, "activation_checkpointing", None)
         if settings is not None and settings.keep != "nothing":
-            yield Problem(
-                key="pipeline_parallel.schedule",
-                message=f"{schedule} goes back through a block twice, for inputs and for weights, "
-                "and the model slot's activation_checkpointing.keep allows it once",
-                hint="set keep: nothing there, or choose another schedule",
+            yield problem(
+                "the model slot's activation_checkpointing.keep allows it",
+                "set keep: nothing there",
+            )
+        if getattr(model, "compile", None) is not None:
+            yield problem("compiled blocks bear it", "leave out compile in the model slot")
+    for train in plan.giving(TrainedRun):
+        if getattr(train, "loss_chunk_size", None) is not None:
+            yield problem(
+                "a loss in chunks bears it", "leave out loss_chunk_size in the train slot"
             )
 
 
