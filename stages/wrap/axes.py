@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from pipeline import DataAxis, PlanView, Problem, StageError, TrainedRun
+from pipeline import DataAxis, ModelSource, PlanView, Problem, StageError, TrainedRun
 
 Size = Annotated[int, Ge(1)]
 
@@ -75,6 +75,8 @@ Schedule = Literal[
 ]
 SEVERAL_STAGES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
 """Schedules under which a rank has two or more stages."""
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")
+"""Schedules that compute gradients of inputs first, and those of weights later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,6 +203,7 @@ def data_ranks(stage: Any, procs: int) -> int:
 def axis_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
     """Axes that do not divide the processes, or that nothing else allows."""
     yield from _pipeline_problems(getattr(stage, "pipeline_parallel", None), plan)
+    yield from _tensor_problems(getattr(stage, "tensor_parallel", None), plan)
     sizes, left = asked(stage), plan.procs
     for axis, size in sizes.items():
         if left % size:
@@ -209,6 +212,30 @@ def axis_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
             yield Problem(key=f"{FIELDS[axis]}.size", message=message)
             return
         left //= size
+
+
+def _tensor_problems(block: TensorParallel | None, plan: PlanView) -> Iterator[Problem]:
+    for model in plan.giving(ModelSource) if block is not None else ():
+        if getattr(model, "dora", False):
+            message = (
+                "DoRA takes the lengths of whole rows of weights, and ranks have parts of them"
+            )
+            yield Problem(key="tensor_parallel", message=message, hint="set dora: false")
+        if getattr(model, "quantize", None) is not None:
+            message = "packed weights of 4 bits are not divided by rows and columns"
+            yield Problem(key="tensor_parallel", message=message, hint="leave out quantize")
+
+
+def _split_backward_problems(schedule: str, plan: PlanView) -> Iterator[Problem]:
+    for model in plan.giving(ModelSource):
+        settings = getattr(model, "activation_checkpointing", None)
+        if settings is not None and settings.keep != "nothing":
+            yield Problem(
+                key="pipeline_parallel.schedule",
+                message=f"{schedule} goes back through a block twice, for inputs and for weights, "
+                "and the model slot's activation_checkpointing.keep allows it once",
+                hint="set keep: nothing there, or choose another schedule",
+            )
 
 
 def _pipeline_problems(block: PipelineParallel | None, plan: PlanView) -> Iterator[Problem]:
@@ -224,6 +251,8 @@ def _pipeline_problems(block: PipelineParallel | None, plan: PlanView) -> Iterat
     elif folded and block.per_rank != 2:
         message = "ZBVZeroBubble has two stages a rank"
         yield Problem(key="pipeline_parallel.stages_per_rank", message=message)
+    if block.schedule in SPLIT_BACKWARD:
+        yield from _split_backward_problems(block.schedule, plan)
     for train in plan.giving(TrainedRun):
         if getattr(train, "router_loss", None) is not None:
             yield Problem(

@@ -89,7 +89,7 @@ def _cuts(name: str, tensor: DTensor) -> Iterator[_Cut]:
             continue
         split = split_of(placement)
         if split is None:
-            raise StageError(f"{name} is placed as {placement}, which cannot be saved")
+            raise StageError(f"{name} is placed as {placement!r}, which cannot be saved")
         dim = placement.dim % tensor.ndim  # type: ignore[attr-defined]
         own = mesh.get_local_rank(axis)
         later = (one for number, one in placements[axis + 1 :] if mesh.size(number) > 1)

@@ -21,7 +21,7 @@ from tests.support.strategies import Strategy, having
 RANKS, MICRO = 2, 3
 
 
-STRATEGIES = {one.title: one for one in having("basic").values()}
+STRATEGIES = {one.title: one for one in having("combines").values()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,6 @@ ONE_STAGE = ("GPipe", "1F1B")
 """Schedules of one stage a rank; the others have two or more."""
 FOLDED = ("ZBVZeroBubble",)
 """Schedules whose first and last stage are on one rank."""
-SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")
-"""Schedules that compute gradients of inputs first, and those of weights later."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,11 +61,43 @@ def placed(dist: DistContext) -> dict[str, int]:
         split = [_StridedShard(dim, split_factor=2) for dim in range(len(shape))]
         pairs = [*itertools.product(cuts, cuts), *((s, Shard(s.dim)) for s in split)]
         for placements in pairs:
-            tensor = distribute_tensor(whole, mesh, placements)
+            tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
             assert torch.equal(tensor.full_tensor(), whole), placements
             name = f"{shape} {placements}"
             counts[name] = require_found(name, tensor, whole)
     return counts
+
+
+UNEVEN = [(5, 7), (13,), (5, 3, 7), (4, 2), (1, 3)]
+
+
+def uneven(dist: DistContext) -> int:
+    """Find the parts on meshes that do not divide the sizes; return the number of tensors."""
+    count = 0
+    for sizes in ((2, 3), (3, 2)):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("shard", "tensor"))
+        for shape in UNEVEN:
+            cuts: list[Placement] = [Replicate(), *map(Shard, range(len(shape)))]
+            for placements in itertools.product(cuts, cuts):
+                tensor = distribute_tensor(full(shape), mesh, placements, src_data_rank=None)
+                require_found(f"{shape} {placements}", tensor, full(shape))
+                count += 1
+            packed = [_StridedShard(0, split_factor=2)] if shape[0] % 2 == 0 else []
+            for placement in [*cuts, *packed]:
+                module = nn.Module()
+                own = distribute_tensor(
+                    full(shape), mesh["tensor"], [placement], src_data_rank=None
+                )
+                module.weight = nn.Parameter(own)
+                fully_shard(module, mesh=mesh["shard"])
+                require_found(f"{shape} {placement}", module.weight, full(shape))
+                count += 1
+    return count
+
+
+def test_meshes_that_do_not_divide() -> None:
+    """What torch distributes, and what fully_shard makes of layers that are divided already."""
+    assert set(run_ranks(uneven, 6)) == {126}
 
 
 class Layers(nn.Module):
