@@ -10,8 +10,10 @@ FOLDER = Path(__file__).parent
 STYLE = """<style>
 text { font: 13px sans-serif; fill: #1f2328 }
 .paper { fill: #ffffff } .line { stroke: #59636e; fill: none } .small { font-size: 11px }
-.in { fill: #10151b; text-anchor: middle } .middle { text-anchor: middle } .title { font-weight: bold }
-.empty { fill: #eaeef2 } .a { fill: #8ab8e6 } .b { fill: #f2a97e } .c { fill: #8fcf9f } .d { fill: #d3a6dd }
+.in { fill: #10151b; text-anchor: middle }
+.middle { text-anchor: middle } .title { font-weight: bold }
+.empty { fill: #eaeef2 } .a { fill: #8ab8e6 } .b { fill: #f2a97e }
+.c { fill: #8fcf9f } .d { fill: #d3a6dd }
 .back { fill-opacity: 0.55 }
 @media (prefers-color-scheme: dark) {
 text { fill: #e6edf3 } .paper { fill: #0d1117 } .line { stroke: #9198a1 } .empty { fill: #2a313c }
@@ -183,8 +185,8 @@ def ulysses() -> Canvas:
         parts.append(text(x + 100, 204, "tokens", "small middle"))
         parts += [text(x - 44, 84 + 30 * head, f"head {head}", "small") for head in range(4)]
     for x in (290, 650):
-        parts += [text(x + 20, 112, "all-to-all", "small middle"),
-                  f'<path class="line" d="M{x - 20},126 H{x + 60} m-8,-5 l8,5 l-8,5"/>']  # fmt: skip
+        parts.append(text(x + 20, 112, "all-to-all", "small middle"))
+        parts.append(f'<path class="line" d="M{x - 20},126 H{x + 60} m-8,-5 l8,5 l-8,5"/>')
     return Canvas(1000, 222, tuple(parts))
 
 

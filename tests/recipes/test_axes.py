@@ -71,9 +71,7 @@ def train_tiny(dist: DistContext, folder: str, name: str, plain: bool) -> list[f
         2,
     ),
 )  # fmt: skip
-def test_a_tiny_model_is_trained_as_without_the_axes(
-    name: str, ranks: int, tmp_path: Path
-) -> None:
+def test_a_tiny_model_is_trained_as_without_the_axes(name: str, ranks: int, tmp_path: Path) -> None:
     losses = run_ranks(train_tiny, ranks, str(tmp_path / "axes"), name, False)[0]
     plain = run_ranks(train_tiny, 1, str(tmp_path / "plain"), name, True)[0]
     assert losses[0] == pytest.approx(math.log(101), rel=0.05)
