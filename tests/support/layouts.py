@@ -45,6 +45,12 @@ LAYOUTS = {
     "fsdp": fsdp(2),
     "tensor": fsdp(2, tensor=2),
     "tensor x fsdp": fsdp(4, tensor=2),
+    "tensor, zero3": Layout(
+        2,
+        "wrap.zero",
+        {"stage": 3, "param_persistence_threshold": 100, "tensor_parallel": {"size": 2}},
+    ),
+    "tensor x zero2": Layout(4, "wrap.zero", {"stage": 2, "tensor_parallel": {"size": 2}}),
     "pipeline": fsdp(2, pipeline=2),
     "pipeline x tensor": fsdp(4, pipeline=2, tensor=2),
     "expert": fsdp(2, expert=2),

@@ -240,6 +240,16 @@ STRATEGIES: dict[str, Strategy] = {
         group=2,
         parity=(2, *MORE),
     ),
+    **{
+        f"zero{stage} tensor": Strategy(
+            use="wrap.zero",
+            fields={"stage": stage, "tensor_parallel": {"size": 2}, **more},
+            traits=RESUMES,
+            group=2,
+            parity=(2, 4) if stage == 3 else (2, *MORE),
+        )
+        for stage, more in ((1, {}), (2, {}), (3, {"sub_group_size": 9000, **SMALL_GROUPS}))
+    },
     "zero2 round robin": Strategy(
         use="wrap.zero",
         fields={"stage": 2, "round_robin_gradients": True},
@@ -259,7 +269,7 @@ STRATEGIES: dict[str, Strategy] = {
     ),
     "zero3 hpz": Strategy(
         use="wrap.zero",
-        fields={"stage": 3, "extra": {"zero_optimization": {"zero_hpz_partition_size": 2}}},
+        fields={"stage": 3, "plus_plus": {"secondary_partition": 2}},
         traits=RESUMES,
         group=2,
     ),

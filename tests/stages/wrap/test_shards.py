@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -22,7 +24,7 @@ from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from stages.weights.safetensors import SafetensorsReader
 from stages.wrap.load_weights import LocalShard, load_weights, local_shards
-from stages.wrap.shards import spans
+from stages.wrap.shards import Span, part_of, spans
 from stages.wrap.torch_engine import TorchEngine, make_optimizer
 from tests.support.processes import run_ranks
 from tests.support.runs import context
@@ -98,6 +100,27 @@ def uneven(dist: DistContext) -> int:
 def test_meshes_that_do_not_divide() -> None:
     """What torch distributes, and what fully_shard makes of layers that are divided already."""
     assert set(run_ranks(uneven, 6)) == {126}
+
+
+@given(
+    st.lists(st.tuples(*[st.integers(1, 5)] * 3), min_size=1, max_size=4),
+    st.integers(0, 99),
+    st.data(),
+)
+def test_a_range_of_a_part_is_a_few_spans(
+    sizes: list[tuple[int, int, int]], base: int, data: st.DataObject
+) -> None:
+    """ZeRO cuts the flat part that tensor parallelism has left anywhere, also within rows."""
+    own = [
+        Span(base, base + run, (run + gap) if count > 1 else 0, count) for run, gap, count in sizes
+    ]
+    numbers = [n for span in own for n in elements(span, span.numel)]
+    start = data.draw(st.integers(0, len(numbers)))
+    stop = data.draw(st.integers(start, len(numbers)))
+    found = list(part_of(own, start, stop))
+    assert [n for span in found for n in elements(span, span.numel)] == numbers[start:stop]
+    assert len(found) <= len(own) + 4
+    assert all(span.numel for span in found)
 
 
 class Layers(nn.Module):
