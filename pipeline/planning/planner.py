@@ -13,11 +13,13 @@ Importing a planner imports no torch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from pipeline.contracts.engine import Engine
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import UsageError
 from pipeline.plan.binding import Results
@@ -25,6 +27,7 @@ from pipeline.plan.registry import Plugins
 from pipeline.planning.forecast import SampleShape, Step
 
 if TYPE_CHECKING:
+    from pipeline.contracts.data import MicroBatch
     from pipeline.plan.plan import Plan
 
 S = TypeVar("S")
@@ -40,6 +43,15 @@ class Topology:
     """Processes of one node."""
     device: str
     """`cpu` or `cuda`."""
+    shares: int | None = None
+    """Number of data-parallel ranks; None: all."""
+    stages: int = 1
+    """Ranks of a pipeline."""
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks among which the samples of a step are divided."""
+        return self.ranks if self.shares is None else self.shares
 
     @property
     def nodes(self) -> int:
@@ -50,6 +62,32 @@ class Topology:
     def on_node(self) -> int:
         """Processes of the fullest node."""
         return min(self.local_ranks, self.ranks)
+
+
+class Division(ABC):
+    """How a strategy divides a model among ranks before it shards what each of them has, so that a
+    profile is that of one rank's part."""
+
+    stages: int = 1
+    """Ranks of a pipeline."""
+
+    @property
+    @abstractmethod
+    def key(self) -> Mapping[str, Any]:
+        """Everything that the part depends on, as JSON."""
+
+    @abstractmethod
+    def divide(self, model: Any, blocks: Sequence[Any]) -> Mapping[str, str]:
+        """Divide a model, whose parameters are on the meta device, in place, in a process group of
+        all ranks that sends nothing. Returns what is exchanged by the name of each group."""
+
+    @abstractmethod
+    def experts(self, model: Any) -> Mapping[str, int]:
+        """Weights that ranks divide by experts -> number of these ranks."""
+
+    @abstractmethod
+    def own(self, batch: MicroBatch) -> MicroBatch:
+        """What the first rank computes of a micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,6 +207,11 @@ class Planner(Generic[S]):
         """Strategies of a stage that wraps a model, by name."""
         return {}
 
+    def division(self, topology: Topology) -> Division | None:
+        """The division of the model among ranks, by a stage that wraps it; None if each rank
+        computes all of it."""
+        return None
+
 
 class Planners(Plugins[type[Planner[Any]]]):
     """Planner classes by stage."""
@@ -201,12 +244,19 @@ class Job:
     planners: Mapping[str, Any]
     samples: SampleShape
     step: Step | None
+    division: Division | None = None
 
     @classmethod
     def of(cls, plan: Plan, topology: Topology) -> Job:
         """The job of a recipe. Raises UsageError if no slot forecasts the length of its samples, or
         a slot trains without a planner."""
         planners = Planners.installed().of(plan)
+        topology = dataclasses.replace(topology, shares=plan.view.data_ranks)
+        wraps = [one.slot for one in plan.steps if issubclass(one.gives or object, Engine)]
+        divisions = [planners[slot].division(topology) for slot in wraps if slot in planners]
+        division = next((one for one in divisions if one is not None), None)
+        if division is not None:
+            topology = dataclasses.replace(topology, stages=division.stages)
         for one in plan.steps:
             if issubclass(one.gives or object, TrainedRun) and one.slot not in planners:
                 who = f"slot `{one.slot}` ({one.use})"
@@ -214,7 +264,10 @@ class Job:
         results = forecasts(plan, topology, planners, Results())
         why = "nothing can be planned: no slot of the recipe forecasts the length of its samples"
         samples, step = results.require(SampleShape, why), results.latest(Step)
-        return cls(plan=plan, topology=topology, planners=planners, samples=samples, step=step)
+        return cls(
+            plan=plan, topology=topology, planners=planners, samples=samples, step=step,
+            division=division,
+        )  # fmt: skip
 
 
 def forecasts(
