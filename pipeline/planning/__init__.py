@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         Weight,
     )
     from pipeline.planning.planner import (
+        AWAY,
         CHUNK,
         NARROW_FROZEN,
         NARROW_MASTERS,

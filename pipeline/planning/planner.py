@@ -113,10 +113,11 @@ class Saving:
     """Fields of other slots to change with it, by the type that the slot gives."""
 
 
-CHUNK, SMALLER, REDUCE, RECOMPUTE = 1, 2, 3, 4
+CHUNK, SMALLER, REDUCE, RECOMPUTE, AWAY = 1, 2, 3, 4, 5
 """Orders of savings that only cost time: logits in chunks, smaller micro-batches, gradients reduced
-more often, activations computed again, which costs the most."""
-NARROW_MOMENTS, NARROW_MASTERS, NARROW_FROZEN = 5, 6, 7
+more often, activations computed again, and their inputs kept in host memory, which costs the
+most."""
+NARROW_MOMENTS, NARROW_MASTERS, NARROW_FROZEN = 6, 7, 8
 """Orders of savings that change numerics, each tried only if the earlier ones are not enough:
 moments, master weights, frozen weights in fewer bits."""
 
@@ -131,6 +132,9 @@ class Tier:
     PARTLY_SHARDED = 30
     """Gathered once a step."""
     SHARDED = 40
+    DIVIDED = 45
+    """Ranks share samples or layers: tried where no earlier one fits, leaves no rank without a
+    sample, and computes for as long as it communicates."""
     OFFLOADED = 50
     MORE_OFFLOADED = 55
     OFFLOADED_TO_DISK = 60
@@ -149,6 +153,9 @@ class Preset:
     at_first: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further fields that `pipe advise` begins with, which spend memory to save time; the planner's
     `savings` take them back."""
+    axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Ranks by the axis on which they share samples or layers: `tensor`, within a node, and others.
+    Of presets with the same axes, `pipe advise` takes the first that fits."""
 
 
 Presets = Mapping[str, Preset]

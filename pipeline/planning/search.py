@@ -20,7 +20,7 @@ from pipeline.plan.plan import Plan
 from pipeline.plan.registry import Registry
 from pipeline.planning.hardware import HardwareOptions, Margins
 from pipeline.planning.memory_plan import MemoryPlan, check, estimate_plan
-from pipeline.planning.planner import RECOMPUTE, Planners
+from pipeline.planning.planner import AWAY, Planners
 from pipeline.planning.presets import Strategy
 from pipeline.planning.report import memory
 
@@ -117,7 +117,7 @@ class Candidate:
     @property
     def narrow(self) -> int:
         """Largest order of the savings that change numerics; 0 without one."""
-        return max((one.order for one in self.saved if one.order > RECOMPUTE), default=0)
+        return max((one.order for one in self.saved if one.order > AWAY), default=0)
 
     def without(self, saved: AppliedSaving) -> Candidate:
         """The candidate without one of its savings."""
@@ -144,8 +144,8 @@ def most_saving(base: SearchBase, start: Changes, *, narrow: bool = True) -> Can
     changes numerics. Raises RecipeError for changes `start` that the recipe does not accept, and
     StageError and UsageError as planning does."""
     every = [one for one in _savings(base, start) if one.order not in base.cannot]
-    slower = [one for one in every if one.order <= RECOMPUTE]
-    for more in [[], *([one] for one in every if narrow and one.order > RECOMPUTE)]:
+    slower = [one for one in every if one.order <= AWAY]
+    for more in [[], *([one] for one in every if narrow and one.order > AWAY)]:
         candidate = _possible(Candidate(base=base, start=start, saved=[*slower, *more]))
         if candidate.fits:
             break

@@ -37,6 +37,12 @@ class HfPlanner(Planner[HfModel]):
         if self.stage.activation_checkpointing is None:
             what = "activations of blocks are computed again in backward"
             yield Saving(order=RECOMPUTE, what=what, fields={"activation_checkpointing": {}})
+        given = self.stage.activation_checkpointing
+        if self._has_host(topology) and not (given and given.offload):
+            fields = {} if given is None else dataclasses.asdict(given)
+            what = "inputs of blocks wait in host memory"
+            moved = {"activation_checkpointing": {**fields, "offload": True}}
+            yield Saving(order=AWAY, what=what, fields=moved)
 
     def trace(self, ctx: Context, extent: Extent) -> ModelSource:
         from stages.model.source import open_source

@@ -181,7 +181,7 @@ class Divided:
         for module in model.modules():
             for name, parameter in module._parameters.items():
                 if parameter is not None:
-                    part = nn.Parameter(local(parameter.detach()), parameter.requires_grad)
+                    part = nn.Parameter(local(parameter).detach(), parameter.requires_grad)
                     module._parameters[name] = part
         named = model.named_parameters()
         shapes = {name: tuple(parameter.shape) for name, parameter in named}

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -75,12 +76,18 @@ def step_peaks(job: Job) -> dict[str, Held]:
     """Peak of the device's memory by phase, of the fullest rank of a pipeline."""
     stages = 1 if job.division is None else job.division.stages
     ranks = range(0, job.topology.ranks, job.topology.ranks // stages)
-    every = [run(job, rank=rank).peaks for rank in ranks]
+    every = [_alone(job, rank).peaks for rank in ranks]
     phases = dict.fromkeys(phase for peaks in every for phase in peaks)
     return {
         phase: max((peaks[phase] for peaks in every if phase in peaks), key=lambda one: one.bytes)
         for phase in phases
     }
+
+
+def _alone(job: Job, rank: int) -> Traced:
+    """The trace of a rank in a thread of its own, as torch's caches of meshes know one rank."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run, job, rank=rank).result()
 
 
 def run(

@@ -135,7 +135,8 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
 
     def _run(self, function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
         if self._fake and function is aten._local_scalar_dense.default:  # Tensor.item()
-            return 1.0
+            if not has_values(arguments[0]):
+                return 1.0
         if torch_compat.adds_gradients(function, arguments):
             return arguments[0].add_(arguments[1])
         out = function(*arguments, **named)
