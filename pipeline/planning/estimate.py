@@ -37,9 +37,9 @@ finds no gradients. Micro-batches in between need no more memory."""
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Floating-point operations of one rank in an optimizer step, as in `Part`, of a pipeline's rank
-    with the most. moved: bytes to and from its memory beside products, that is each new tensor,
-    twice, and the update's. idle: share of the step in which it waits for other stages."""
+    """Floating-point operations of one rank in an optimizer step, as in `Part`; in a pipeline, of
+    the rank with the most. moved: bytes to and from its memory beside products, that is each new
+    tensor, twice, and the update's. idle: share of the step in which it waits for other stages."""
 
     products: float
     attention: float

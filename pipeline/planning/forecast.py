@@ -298,22 +298,28 @@ class Pass(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class PipelineStage:
     """Consecutive blocks on a rank, with the embeddings before the first block and the head behind
-    the last, and what the strategy holds of them. passed, tokens: bytes for each sample of a
-    micro-batch of what is received, which are as many as are sent, and of its tokens."""
+    the last, and what the strategy holds of them. hidden, tokens: bytes for each sample of a
+    micro-batch of hidden states, and of its tokens."""
 
     blocks: range
     first: bool
     last: bool
     memory: StrategyMemory
-    passed: int
+    hidden: int
     tokens: int
+
+    @property
+    def received(self) -> int:
+        """Number of tensors of hidden states, or their gradients, that are received for a
+        micro-batch; as many are sent."""
+        return (not self.first) + (not self.last)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineRank:
-    """One of `ranks` ranks of a pipeline, whose numbers are `apart` from each other: its stages, and
-    its passes in order. idle: share of a step in which it has nothing to do. microbatches: those of
-    the schedule, which may be more than those with samples."""
+    """One of `ranks` ranks of a pipeline, whose numbers are `apart` from each other: its stages,
+    and its passes in order. idle: share of a step in which it has nothing to do. microbatches:
+    those of the schedule, which may be more than those with samples."""
 
     ranks: int
     apart: int

@@ -1,4 +1,4 @@
-"""Memory and work of a rank of a pipeline: its passes one after another, in the schedule's order."""
+"""Memory and work of a rank of a pipeline: its passes one after another, in a schedule's order."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ class PipelinePeaks:
         self, profile: Profile, rank: PipelineRank, averaged: int, *, samples: int
     ) -> None:
         self._rank, self._averaged, self._samples = rank, averaged, samples
-        self._profiles = [
-            profile.stage(one.blocks, first=one.first, last=one.last) for one in rank.stages
-        ]
+        self._profiles = [_stage(profile, one) for one in rank.stages]
         self._known: dict[tuple[Kind, int, bool, bool], Candidates] = {}
         self._states = [_State() for _ in rank.stages]
 
@@ -88,7 +86,8 @@ class PipelinePeaks:
     def _buffers(self) -> Iterator[Item]:
         """Buffers that stay from one step to the next."""
         for one in self._rank.stages:
-            size = (one.passed + one.tokens) * self._samples * self._rank.microbatches
+            size = (one.hidden * one.received + one.tokens) * self._samples
+            size *= self._rank.microbatches
             yield Item(PASSED, "device", size)
 
     def _beside(self, running: int, batch: int) -> Iterator[Item]:
@@ -121,8 +120,8 @@ class PipelinePeaks:
         """What the running stage holds at each moment of a pass, without what the micro-batch had
         kept before."""
         stage, profile = self._rank.stages[number], self._profiles[number]
-        units: list[Unit] = [*range(len(stage.blocks))]
-        units = ["embeddings"] * stage.first + units + ["head"] * stage.last  # type: ignore[operator]
+        units: list[Unit] = ["embeddings", *range(len(stage.blocks))]
+        units += ["head"] if stage.last else []
         if kind == "forward":
             yield from self._forward(stage, profile, units, first=first, whole=whole)
         elif kind == "reduce":
@@ -158,6 +157,8 @@ class PipelinePeaks:
             _count(kept, profile, moment, self._samples)
         for unit in reversed(units):
             for event in IN_BACKWARD:
+                if event == "regather" and not isinstance(unit, int):
+                    continue
                 moment = Moment(event, unit, first, False, whole)
                 yield from self._inside(stage, profile, moment, _items(kept))
                 if frees:
@@ -207,26 +208,28 @@ def _fullest(moments: Candidates) -> Candidates:
 
 def amounts(profile: Profile, rank: PipelineRank, name: str, samples: int) -> float:
     """An amount of the profile, such as operations, of all of a rank's passes."""
-    lines = (
-        profile.stage(one.blocks, first=one.first, last=one.last).total(name) for one in rank.stages
-    )
+    lines = (_stage(profile, one).total(name) for one in rank.stages)
     return sum(_at(line, samples) for line in lines) * rank.microbatches
 
 
 def exchanged(profile: Profile, rank: PipelineRank, samples: int) -> Iterator[Traffic]:
     """What ranks exchange while a rank's stages compute, and what it passes on."""
     for one in rank.stages:
-        for exchange in profile.stage(one.blocks, first=one.first, last=one.last).exchanges():
+        for exchange in _stage(profile, one).exchanges():
             size = exchange.bytes.at(samples) * rank.microbatches
             yield Traffic(
                 collective=exchange.collective, bytes=size, ranks=exchange.ranks,
                 apart=exchange.apart, what=exchange.what, waits=True,
             )  # fmt: skip
-    size = sum(one.passed for one in rank.stages) * samples * rank.microbatches
+    size = sum(one.hidden * one.received for one in rank.stages) * samples * rank.microbatches
     yield Traffic(
         collective="send", bytes=size, ranks=rank.ranks, apart=rank.apart,
         what="hidden states and their gradients",
     )  # fmt: skip
+
+
+def _stage(profile: Profile, one: PipelineStage) -> Profile:
+    return profile.stage(one.blocks, first=one.first, last=one.last, hidden=one.hidden)
 
 
 def _at(line: Line, samples: int) -> float:

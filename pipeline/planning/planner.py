@@ -172,9 +172,9 @@ class Trial:
     """Steps among them that torch.profiler records."""
     growth: Fraction = Fraction(1)
     """Samples of one optimizer step, in multiples of the recipe's."""
-    procs: int = 1
-    """Number of processes for defaults that depend on it, such as the micro-batch: compared trials
-    share it."""
+    shares: int = 1
+    """Number of data-parallel ranks for defaults that depend on it, such as the micro-batch: those
+    of a strategy on as many processes as all compared trials take."""
 
     def grown(self, samples: int) -> int:
         """Samples of one optimizer step of the trial, from those of the recipe. Raises UsageError
@@ -200,7 +200,8 @@ class Planner(Generic[S]):
         return dataclasses.asdict(stage)
 
     def savings(self, ranks: int) -> Iterable[Saving]:
-        """Changes of the stage's fields with which a step on `ranks` ranks needs less memory."""
+        """Changes of the stage's fields with which a step on `ranks` data-parallel ranks needs less
+        memory."""
         return ()
 
     def for_benchmark(self, trial: Trial) -> S:

@@ -144,8 +144,12 @@ def most_saving(base: SearchBase, start: Changes, *, narrow: bool = True) -> Can
     changes numerics. Raises RecipeError for changes `start` that the recipe does not accept, and
     StageError and UsageError as planning does."""
     every = [one for one in _savings(base, start) if one.order not in base.cannot]
-    slower = [one for one in every if one.order <= AWAY]
-    for more in [[], *([one] for one in every if narrow and one.order > AWAY)]:
+    slower = [one for one in every if one.order < AWAY]
+    away = [one for one in every if one.order == AWAY]
+    narrower = [[one] for one in every if narrow and one.order > AWAY]
+    # What waits in host memory may be too much for the host, so all is tried without it first.
+    hosts = [[], away] if away else [[]]
+    for more in [*hosts, *([*host, *one] for one in narrower for host in hosts)]:
         candidate = _possible(Candidate(base=base, start=start, saved=[*slower, *more]))
         if candidate.fits:
             break
@@ -200,7 +204,9 @@ def _offered(plan: Plan) -> list[AppliedSaving]:
     """Savings that the planners of all slots offer, in order."""
     found = []
     for slot, planner in Planners.installed().of(plan).items():
-        for saving in planner.savings(plan.view.procs):
+        for saving in planner.savings(plan.view.data_ranks):
+            if saving.order == AWAY and plan.view.device == "cpu":
+                continue  # the host is the device
             changed = [(slot, saving.fields)]
             for given, fields in saving.beside.items():
                 kind = (one.slot for one in plan.steps if issubclass(one.gives or object, given))

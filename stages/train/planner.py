@@ -26,13 +26,13 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
 
     def for_benchmark(self, trial: Trial) -> TrainCausalLm:
         """The stage without evaluations; the micro-batch is its own, or follows from the trial's
-        `procs`."""
+        `shares`."""
         return replace(
             self.stage,
             steps=trial.steps,
             epochs=None,
             global_batch_size=trial.grown(self.stage.global_batch_size),
-            micro_batch_size=self.stage.microbatch_size(trial.procs),
+            micro_batch_size=self.stage.microbatch_size(trial.shares),
             accumulation=None,
             eval_every=None,
             eval_first=False,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from pipeline import Context, Engine, ModelSource, OptimizerPlan, Precision
 from pipeline.planning import (
@@ -26,13 +27,13 @@ from pipeline.planning import (
     SampleShape,
     Saving,
     Sizes,
+    StrategyMemory,
     Tier,
     Topology,
-    StrategyMemory,
     Traffic,
     Weight,
 )
-from stages.wrap.axes import required
+from stages.wrap.axes import FIELDS, required
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.model_parts import model_parts
 from stages.wrap.torch_planner import ROOT, TorchMemory, UnitAmounts
@@ -43,6 +44,23 @@ PRESETS = {
     "fsdp-shard-grad-op": (Tier.PARTLY_SHARDED, "shard_grad_op", "shards, gathered once a pass"),
     "fsdp": (Tier.SHARDED, "full_shard", "shards over all ranks, gathered block by block"),
     "fsdp-hybrid": (Tier.SHARDED_WITHIN_NODES, "hybrid_shard", "shards within each node"),
+}
+AXES: dict[str, tuple[str, Sequence[int]]] = {
+    "context": ("cp", (2, 4, 8, 16, 32)),
+    "tensor": ("tp", (2, 4, 8)),
+    "experts": ("ep", (2, 4, 8, 16, 32)),
+    "pipeline": ("pp", (2, 4, 8)),
+}
+"""Axis -> its short name, and sizes to offer."""
+BOTH: Sequence[tuple[int, str, int]] = (
+    (8, "context", 2), (8, "context", 4), (8, "pipeline", 2), (8, "pipeline", 4),
+)  # fmt: skip
+"""Sizes to offer of the tensor-parallel axis with another one."""
+SHARED = {
+    "context": "every sample over {} ranks",
+    "tensor": "every layer over {} ranks",
+    "experts": "experts over {} ranks",
+    "pipeline": "blocks over {} ranks",
 }
 
 
@@ -195,18 +213,37 @@ class Sharded(TorchMemory):
         return units.all + (0 if self._stays else units.all - units[ROOT])
 
 
+def _divided(axes: dict[str, int]) -> tuple[str, Preset]:
+    """Name and preset of shards over what the axes leave."""
+    name = "-".join(["fsdp", *(f"{AXES[axis][0]}{size}" for axis, size in axes.items())])
+    fields: dict[str, Any] = {
+        ("expert_parallel" if axis == "experts" else FIELDS[axis]): {"size": size}
+        for axis, size in axes.items()
+    }
+    shared = ", ".join(SHARED[axis].format(size) for axis, size in axes.items())
+    # Gradients stay whole in a pipeline anyhow.
+    at_first = {} if "pipeline" in axes else WHOLE
+    return name, Preset(
+        order=Tier.DIVIDED, what=f"shards, {shared}", fields=fields, at_first=at_first, axes=axes
+    )
+
+
 class FsdpPlanner(Planner[Fsdp]):
     """Planner of `wrap.fsdp`."""
 
     @classmethod
     def presets(cls) -> Presets:
-        return {
+        plain = {
             name: Preset(order=order, what=what, fields={"sharding": sharding}, at_first=WHOLE)
             for name, (order, sharding, what) in PRESETS.items()
         }
+        single = [{axis: size} for axis, (_, sizes) in AXES.items() for size in sizes]
+        return plain | dict(
+            map(_divided, [*single, *({"tensor": t, axis: n} for t, axis, n in BOTH)])
+        )
 
     def savings(self, ranks: int) -> Iterator[Saving]:
-        if not self.stage.reduce_every_microbatch:
+        if not self.stage.reduce_every_microbatch and self.stage.pipeline_parallel is None:
             fields, what = {"reduce_every_microbatch": True}, "gradients reduced every micro-batch"
             yield Saving(order=REDUCE, what=what, fields=fields)
 

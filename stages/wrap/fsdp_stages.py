@@ -58,7 +58,7 @@ class PipelinedShards(StrategyMemory):
                 first=number == 0,
                 last=number == last,
                 memory=StageShards(topology, shape, optimizer, sizes, config=config),
-                passed=hidden * ((number > 0) + (number < last)),
+                hidden=hidden,
                 tokens=0,
             )
 
@@ -158,6 +158,8 @@ class StageShards(Sharded):
             return 0
         if moment.event == "regather" and moment.unit == "head":  # all of the stage at once
             return 0 if self._shards == 1 else self._whole.all
+        if moment.event == "begin":  # the loss is inside of the stage's module
+            moment = moment._replace(event="backward")
         return super()._gathering(moment, place)
 
     def _reducing(self, moment: Moment, place: int) -> int:

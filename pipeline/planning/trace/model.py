@@ -172,7 +172,9 @@ class Divided:
     groups: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, division: Division | None, model: nn.Module, blocks: Sequence[nn.Module]) -> Divided:
+    def of(
+        cls, division: Division | None, model: nn.Module, blocks: Sequence[nn.Module]
+    ) -> Divided:
         """Divide a model on the meta device, whose parameters become this rank's parts."""
         if division is None:
             return cls()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -103,6 +104,8 @@ class _Parts:
         if not first or len(first) != len(second):
             return NOTHING
         base, end = ([stretches[at].levels[at] for stretches in (first, second)] for at in (0, -1))
+        if (phase, where) == (FORWARD, HEAD):  # begins before the last block has returned
+            base = [_settled(stretches[0].levels) for stretches in (first, second)]
 
         def total(field: str) -> Line:
             return _line(*(sum(getattr(one, field) for one in two) for two in (first, second)))
@@ -159,6 +162,12 @@ def _line(low: float, high: float) -> Line:
     """The line through the amounts of both sizes."""
     slope = (high - low) / (SAMPLES[1] - SAMPLES[0])
     return Line(low - slope * SAMPLES[0], slope)
+
+
+def _settled(levels: Sequence[Level]) -> Level:
+    """The level after everything that is freed at the beginning."""
+    falls = itertools.takewhile(lambda pair: pair[1] <= pair[0], itertools.pairwise(levels))
+    return min([levels[0], *(after for _, after in falls)])
 
 
 def _aligned(first: Sequence[Level], second: Sequence[Level]) -> list[tuple[Level, Level]]:

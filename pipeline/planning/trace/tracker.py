@@ -134,9 +134,9 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         return out
 
     def _run(self, function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        if self._fake and function is aten._local_scalar_dense.default:  # Tensor.item()
-            if not has_values(arguments[0]):
-                return 1.0
+        number = function is aten._local_scalar_dense.default  # Tensor.item()
+        if self._fake and number and not has_values(arguments[0]):
+            return 1.0
         if torch_compat.adds_gradients(function, arguments):
             return arguments[0].add_(arguments[1])
         out = function(*arguments, **named)

@@ -1,4 +1,4 @@
-"""The order in which ranks of a pipeline take their passes, and how long they wait, for planning."""
+"""The order in which ranks of a pipeline take their passes, and how long they wait: for plans."""
 
 from __future__ import annotations
 

@@ -33,6 +33,7 @@ ROOM = 10
 SAVED = {"again": 5, "chunk": 3, "moments": 4, "frozen": 6}
 """GiB that a field saves; each halving of micro-batches saves 2."""
 KINDS = (planner.RECOMPUTE, planner.CHUNK, planner.NARROW_MOMENTS, planner.NARROW_FROZEN)
+VIEW = SimpleNamespace(procs=8, data_ranks=8, device="cuda")
 ORDERS = dict(zip(SAVED, KINDS, strict=True))
 
 
@@ -72,7 +73,7 @@ class Fake(SearchBase):
         for name in {*fields, wrap} & {*self.refuses}:
             raise RecipeError([Problem(message=f"no {name}", key="wrap")])
         step = SimpleNamespace(slot="train", stage=Stage(fields), gives=None)
-        return SimpleNamespace(steps=[step], view=SimpleNamespace(procs=8), wrap=wrap)
+        return SimpleNamespace(steps=[step], view=VIEW, wrap=wrap)
 
     def memory_plan(self, changes: Changes) -> Any:
         plan = self.checked(changes)
