@@ -107,6 +107,8 @@ class PipelinePeaks:
             state.waiting[batch] = _kept(self._profiles[number], stage, self._samples)
         elif kind in ("backward", "weights"):
             state.waiting.pop(batch, None)
+        elif kind == "inputs":  # the loss is done with, gradients of weights need the rest
+            state.waiting[batch] = [one for one in state.waiting[batch] if one.name != LOGITS]
         state.ran = True
         if kind == "forward":
             state.whole = False
@@ -130,6 +132,10 @@ class PipelinePeaks:
                 yield [*held(stage.memory, moment, self._averaged)]
         elif kind == "gather":
             yield [*held(stage.memory, Moment("regather", "head", first, False), self._averaged)]
+        elif kind == "weights":
+            for unit in reversed(units):
+                moment = Moment("reduce", unit, first, False, whole)
+                yield [*held(stage.memory, moment, self._averaged)]
         else:
             frees = kind == "backward"
             yield from self._backward(stage, profile, units, first=first, whole=whole, frees=frees)
@@ -161,7 +167,7 @@ class PipelinePeaks:
                     continue
                 moment = Moment(event, unit, first, False, whole)
                 yield from self._inside(stage, profile, moment, _items(kept))
-                if frees:
+                if frees or unit == "head":
                     _count(kept, profile, moment, self._samples)
 
     def _inside(
@@ -229,7 +235,7 @@ def exchanged(profile: Profile, rank: PipelineRank, samples: int) -> Iterator[Tr
 
 
 def _stage(profile: Profile, one: PipelineStage) -> Profile:
-    return profile.stage(one.blocks, first=one.first, last=one.last, hidden=one.hidden)
+    return profile.stage(one.blocks, first=one.first, last=one.last)
 
 
 def _at(line: Line, samples: int) -> float:

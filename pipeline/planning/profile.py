@@ -127,10 +127,10 @@ class Profile:
                 found.setdefault(replace(one, bytes=ZERO), []).append((one.bytes, count))
         return [replace(one, bytes=_sum(lines)) for one, lines in found.items()]
 
-    def stage(self, blocks: range, *, first: bool, last: bool, hidden: int) -> Profile:
+    def stage(self, blocks: range, *, first: bool, last: bool) -> Profile:
         """The profile of a stage of a pipeline, which has these blocks, and what comes before the
-        first and behind the last. Masks and rotary embeddings are made in each stage; `hidden`
-        bytes a sample, which the embedding gives, are received by others."""
+        first and behind the last. Masks and rotary embeddings are made in each stage, and hidden
+        states take the same memory wherever they come from."""
         left = {
             name: part
             for name, part in self.parts.items()
@@ -140,9 +140,8 @@ class Profile:
         }
         if not first:
             kept = self.part("forward", "embeddings").kept
-            made = Line(kept.fixed, kept.each - hidden)
-            left["forward embeddings"] = Part(kept=made)
-            left["backward embeddings"] = Part(kept=Line(-made.fixed, -made.each))
+            left["forward embeddings"] = Part(kept=kept)
+            left["backward embeddings"] = Part(kept=Line(-kept.fixed, -kept.each))
         model = replace(self.model, blocks=tuple(self.model.blocks[n] for n in blocks))
         return replace(self, model=model, parts=left)
 
