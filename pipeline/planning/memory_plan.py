@@ -70,6 +70,7 @@ class MemoryPlan:
             "identity": identity(self.plan, self.topology.local_ranks).model_dump(),
             "level": "profile" if self.profiled is None else "trace",
             "ranks": self.topology.ranks,
+            "data_ranks": self.topology.data_ranks,
             "idle_ranks": self.idle,
             "nodes": self.topology.nodes,
             "computes_on": self.topology.device,

@@ -214,3 +214,49 @@ def test_the_fewest_nodes_with_what_costs_time_alone(needs: int, nodes: int | No
 def test_strategies_that_differ_there(ranks: int, local: int, device: str, names: str) -> None:
     topology = Topology(ranks=ranks, local_ranks=local, device=device)
     assert " ".join(one.name for one in suited(STRATEGIES, topology)) == names
+
+
+DIVIDED = [
+    *STRATEGIES[:3],
+    *(
+        Strategy(
+            name=f"cp{size}", use=f"wrap.cp{size}", what="shared", order=Tier.DIVIDED,
+            axes={"context": size},
+        )
+        for size in (2, 4, 8)
+    ),
+    *STRATEGIES[3:],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("needs", "expected"),
+    [
+        ((30, 22, 1, 1, 1), "fsdp ddp"),  # data parallelism suffices
+        ((50, 27, 40, 22, 1), "cp4 ddp fsdp cp2"),  # before anything has fewer bits
+        ((50, 27, 40, 40, 40), "fsdp ddp cp2 cp4 cp8"),
+    ],
+)
+def test_samples_are_shared_where_data_parallelism_does_not_fit(
+    needs: Sequence[int], expected: str
+) -> None:
+    uses = ("wrap.ddp", "wrap.fsdp", "wrap.cp2", "wrap.cp4", "wrap.cp8")
+    base = Fake(needs=dict(zip(uses, needs, strict=True)), refuses=["wrap.hybrid"])
+    tried, _ = choose(base, DIVIDED, "wrap")
+    assert " ".join(one.strategy.name for one in tried) == expected
+
+
+def test_axes_that_the_ranks_allow() -> None:
+    axes = (
+        {"tensor": 4},
+        {"tensor": 8},
+        {"context": 8},
+        {"context": 16},
+        {"tensor": 4, "pipeline": 2},
+    )
+    offered = [
+        Strategy(name=str(number), use="wrap.x", order=Tier.DIVIDED, axes=one)
+        for number, one in enumerate(axes)
+    ]
+    topology = Topology(ranks=8, local_ranks=4, device="cuda")
+    assert " ".join(one.name for one in suited(offered, topology)) == "0 2 4"
