@@ -18,6 +18,7 @@ from pipeline import (
     EngineState,
     MicroBatch,
     ModelSource,
+    NamedParameter,
     Objective,
     OptimizerPlan,
     Precision,
@@ -37,6 +38,7 @@ from stages.wrap.pipeline.schedule import FOLDED, Pipeline, PipelinePlan, Stage
 from stages.wrap.pipeline.split import cut, is_tied, layer_ranges
 from stages.wrap.pipeline.ties import TiedEmbedding
 from stages.wrap.tensor.divide import resolve_plan
+from stages.wrap.torch_engine import build_optimizer
 
 if TYPE_CHECKING:
     from stages.wrap.fsdp import Fsdp
@@ -97,26 +99,20 @@ def build_pipeline(
 
 
 def _optimizer(plan: OptimizerPlan, whole: nn.Module, modules: Sequence[nn.Module]) -> Optimizer:
-    """The optimizer of this rank's stages, in the groups of the whole model; each group keeps its
-    base rate as `initial_lr`."""
+    """The optimizer of this rank's stages, in the groups of the whole model."""
     here = _named(modules)
     groups = []
     for group in _groups(plan, whole, modules):
         own = [here[name] for name in group["params"] if name in here]
         if own:
             groups.append({**group, "params": own})
-    optimizer = plan.build(groups)
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
-    return optimizer
+    return build_optimizer(plan, groups)
 
 
 def _groups(
     plan: OptimizerPlan, whole: nn.Module, modules: Sequence[nn.Module]
 ) -> list[dict[str, Any]]:
     """The optimizer's groups of the whole model, with names in place of parameters."""
-    from pipeline import NamedParameter
-
     here = _named(modules)
     names = {parameter: name for name, parameter in whole.named_parameters()}
     named = [

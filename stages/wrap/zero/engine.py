@@ -99,6 +99,7 @@ class ZeroEngine(ModuleEngine):
             "optimizer": type(optimizer.optimizer).__name__,
             "zero_stage": compat.zero_stage(optimizer),
             "world_size": torch.distributed.get_world_size(optimizer.dp_process_group),
+            "axes": self._axes.sizes,
             "device": str(live.device).partition(":")[0],
             "master": dtype_names(compat.master_partitions(optimizer)),
             "compute": dtype_names(live.module.parameters()),
