@@ -100,31 +100,27 @@ def build_pipeline(
 
 def _optimizer(plan: OptimizerPlan, whole: nn.Module, modules: Sequence[nn.Module]) -> Optimizer:
     """The optimizer of this rank's stages, in the groups of the whole model."""
-    here = _named(modules)
+    here = set(_here(modules).values())
     groups = []
-    for group in _groups(plan, whole, modules):
-        own = [here[name] for name in group["params"] if name in here]
+    for group in plan.groups(_named(whole, modules)):
+        own = [parameter for parameter in group["params"] if parameter in here]
         if own:
             groups.append({**group, "params": own})
     return build_optimizer(plan, groups)
 
 
-def _groups(
-    plan: OptimizerPlan, whole: nn.Module, modules: Sequence[nn.Module]
-) -> list[dict[str, Any]]:
-    """The optimizer's groups of the whole model, with names in place of parameters."""
-    here = _named(modules)
-    names = {parameter: name for name, parameter in whole.named_parameters()}
-    named = [
-        NamedParameter(name, one, tuple(one.shape), shard_number(here[name]) if name in here else 0)
-        for one, name in names.items()
-    ]
-    return [
-        {**group, "params": [names[one] for one in group["params"]]} for group in plan.groups(named)
-    ]
+def _named(whole: nn.Module, modules: Sequence[nn.Module]) -> list[NamedParameter]:
+    """The parameters of the whole model; those of other ranks are without memory."""
+    here = _here(modules)
+    named = []
+    for name, one in whole.named_parameters():
+        parameter = here.get(name, one)
+        named.append(NamedParameter(name, parameter, tuple(one.shape), shard_number(parameter)))
+    return named
 
 
-def _named(modules: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+def _here(modules: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+    """The parameters of this rank's stages, by name."""
     return {name: one for module in modules for name, one in module.named_parameters()}
 
 
@@ -195,10 +191,11 @@ class PipelineEngine(FsdpEngine):
         return total_norm([one for one in gradients if one is not copy])
 
     def fixed_state(self) -> EngineState:
-        rate = self.plan.hyperparameters["lr"]
+        rate, named = self.plan.hyperparameters["lr"], _named(self._whole, self.parts)
+        names = {one.parameter: one.name for one in named}
         groups = [
-            (group, float(group.get("lr", rate)), group["params"])
-            for group in _groups(self.plan, self._whole, self.parts)
+            (group, float(group.get("lr", rate)), [names[one] for one in group["params"]])
+            for group in self.plan.groups(named)
         ]
         return fixed_state(self._whole, self.plan, groups, lambda tensor: tuple(tensor.shape))
 
