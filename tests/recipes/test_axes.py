@@ -65,8 +65,8 @@ def train_tiny(dist: DistContext, folder: str, name: str, plain: bool) -> list[f
     ("name", "ranks"),
     spread(
         [
-            ("llama405b_3d", 4), ("qwen3_moe_ep", 2), ("llama8b_1m_context", 2),
-            ("llama70b_tp_fsdp", 2),
+            ("qwen3_moe_ep", 2), ("llama405b_3d", 4), ("llama70b_tp_fsdp", 2),
+            ("llama8b_1m_context", 2),
         ],
         2,
     ),
