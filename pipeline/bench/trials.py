@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from pipeline.bench.results import Row
 from pipeline.contracts.engine import Engine
+from pipeline.contracts.stage import DividesRanks
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import UsageError
 from pipeline.hardware.host import cores_each
@@ -41,8 +42,8 @@ class BenchLength:
         One more step is profiled at the end, as a profiler costs time and memory."""
         last = self.warmup + self.steps + 1
         if self.weak:
-            return Trial(steps=last, profile=(last,), growth=Fraction(procs, own), procs=own)
-        return Trial(steps=last, profile=(last,), procs=max(own, most))
+            return Trial(steps=last, profile=(last,), growth=Fraction(procs, own), shares=own)
+        return Trial(steps=last, profile=(last,), shares=max(own, most))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +96,7 @@ def write(
     for strategy in strategies:
         for procs in counts:
             trial = length.trial(procs, own=plan.view.procs, most=most)
+            trial = replace(trial, shares=_shares(strategy.slot, trial.shares, registry))
             stages = _shortened_slots(plan, trial)
             stages[_wrap_slot(plan).slot] = replacement(strategy.slot, trial, registry)
             recipe = {**head, "launch": {"procs": procs, **launch}, **env, "stages": stages}
@@ -110,6 +112,15 @@ def threads(plan: Plan, most: int) -> int | None:
     if given is not None or plan.view.device != "cpu" or "OMP_NUM_THREADS" in os.environ:
         return given
     return cores_each(most)
+
+
+def _shares(slot: Slot, procs: int, registry: Registry) -> int:
+    """Data-parallel ranks of a strategy on a number of processes; all for one that is refused."""
+    try:
+        stage = adapter(registry.load(slot["use"])).validate_json(json.dumps(_fields(slot)))
+    except ValidationError:
+        return procs
+    return (stage.data_ranks(procs) if isinstance(stage, DividesRanks) else procs) or procs
 
 
 def _wrap_slot(plan: Plan) -> PlannedSlot:

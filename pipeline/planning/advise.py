@@ -16,7 +16,7 @@ from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier, Topology
 from pipeline.planning.presets import Strategy, in_order
 from pipeline.planning.report import memory
-from pipeline.planning.search import Candidate, Changes, SearchBase, overrides
+from pipeline.planning.search import Candidate, Changes, SearchBase, best, overrides
 from pipeline.recipe.dump import render
 
 WRAP = "wrap"
@@ -97,7 +97,7 @@ def advise(
         if not task.lora and not on_gpus:
             rest += _low_rank(based(replace(trial, lora=True), "low_rank.yaml"), known)
         rest += [*_others(tried[fits:]), *(f"refused: {one}" for one in refused)]
-        lines = [*_explained(chosen), *rest] if fits else rest
+        lines = [*_explained(chosen, tried), *rest] if fits else rest
         return drafted(task, chosen.changes, lines) if fits else None, lines
 
 
@@ -111,10 +111,33 @@ def _require_sound(base: SearchBase) -> None:
             raise UsageError("; ".join(one.message for one in own), hint=own[0].hint) from error
 
 
-def _explained(chosen: Candidate) -> Iterator[str]:
+def _reason(chosen: Candidate, tried: Sequence[Candidate]) -> str:
+    """A sentence that says why ranks share samples or layers."""
+    alone = [one for one in tried if not one.strategy.axes]
+    fitting = best(alone)
+    if fitting is None:
+        if not alone:
+            return "data parallelism alone cannot be planned"
+        least = min(alone, key=lambda one: one.memory_plan.needed)
+        return (
+            f"data parallelism alone does not fit: {least.strategy.name}, with all that only costs "
+            f"time, needs {memory(least.memory_plan)}"
+        )
+    mine, others = chosen.memory_plan.time.expected, fitting.memory_plan.time.expected
+    idle = fitting.memory_plan.idle
+    why = f", which leaves {idle} GPUs without a sample" if idle else ""
+    return (
+        f"data parallelism alone is no better: a step takes {others:.3g} s under "
+        f"{fitting.strategy.name}{why}, {mine:.3g} s so"
+    )
+
+
+def _explained(chosen: Candidate, tried: Sequence[Candidate]) -> Iterator[str]:
     """The choice, and each of its savings with what the recipe would need without it."""
     yield f"chosen: {chosen.strategy}"
     yield f"  {_numbers(chosen.memory_plan)}"
+    if chosen.strategy.axes:
+        yield f"  {_reason(chosen, tried)}"
     for one in chosen.saved:
         if one.changes.items() <= chosen.saving.items():  # no later one changes the same field
             without = memory(chosen.without(one).memory_plan)

@@ -4,13 +4,15 @@ find changes that would make a recipe fit."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
 from pipeline.contracts.engine import Engine
-from pipeline.errors import PipeError, RecipeError, UsageError
+from pipeline.errors import PipeError, RecipeError, StageError, UsageError
 from pipeline.plan.plan import PlannedSlot
+from pipeline.planning.hardware import BETWEEN, INSIDE
 from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier, Topology
 from pipeline.planning.presets import Strategy, in_order
@@ -24,27 +26,58 @@ def choose(
     base: SearchBase, strategies: Sequence[Strategy], slot: str
 ) -> tuple[list[Candidate], list[str]]:
     """Candidates of all strategies that were tried, the best first if it fits, and a line for each
-    strategy that cannot be tried. Savings that change numerics are tried only if nothing fits
-    without them, and an offloading strategy only if no earlier one fits. Raises StageError for a
-    model that cannot be planned."""
+    strategy that cannot be tried. Strategies under which ranks share samples or layers are tried if
+    nothing else fits, or what fits leaves ranks waiting. Savings that change numerics are tried
+    only if nothing fits without them, and an offloading strategy only if no earlier one fits.
+    Raises StageError for a model that cannot be planned."""
     tried: list[Candidate] = []
     refused: dict[str, str] = {}
     for _, tier in groupby(strategies, key=lambda one: max(one.order, Tier.OFFLOADED - 1)):
         every = [*tier]
         for narrow in (False, True):
-            found = []
-            for strategy in every:
-                try:
-                    candidate = most_saving(base, {slot: strategy.generous}, narrow=narrow)
-                    found.append(replace(relaxed(candidate), strategy=strategy))
-                except (RecipeError, UsageError) as error:
-                    refused[strategy.name] = f"{strategy.name}: {error}"
+            found = [*_tried(base, every, slot, refused, narrow=narrow)]
             chosen = best(found)
             if chosen is not None:
                 found = sorted(found, key=lambda one: (one is not chosen, not one.fits))
                 return [*found, *tried], [*refused.values()]
         tried += found
     return tried, [*refused.values()]
+
+
+def _tried(
+    base: SearchBase, strategies: Sequence[Strategy], slot: str, refused: dict[str, str], *,
+    narrow: bool,
+) -> Iterator[Candidate]:  # fmt: skip
+    """Each strategy with as few savings as it needs, in order. `refused` gets those that cannot be
+    tried."""
+    found: list[Candidate] = []
+    over: set[tuple[str, ...]] = set()
+    for strategy in strategies:
+        axes = tuple(strategy.axes)
+        if axes and (axes in over or _is_enough([one for one in found if not one.strategy.axes])):
+            continue
+        # Another strategy may divide a model that this one does not.
+        errors = (RecipeError, UsageError, *((StageError,) if axes else ()))
+        try:
+            candidate = most_saving(base, {slot: strategy.generous}, narrow=narrow)
+            candidate = replace(relaxed(candidate), strategy=strategy)
+        except errors as error:
+            refused[strategy.name] = f"{strategy.name}: {error}"
+            over.add(axes)
+            continue
+        if candidate.fits:
+            over.add(axes)
+        found.append(candidate)
+        yield candidate
+
+
+def _is_enough(found: Sequence[Candidate]) -> bool:
+    """Whether data parallelism fits, gives all ranks samples, and computes for as long as it
+    communicates."""
+    chosen = best(found)
+    if chosen is None or chosen.memory_plan.idle:
+        return False
+    return chosen.memory_plan.time.bound not in (INSIDE, BETWEEN)
 
 
 def on_more_nodes(base: SearchBase, topology: Topology, start: Changes) -> Candidate | None:
@@ -69,14 +102,17 @@ def suited(strategies: Sequence[Strategy], topology: Topology) -> list[Strategy]
     """Strategies that differ from each other on this topology: sharding over one rank, say, is
     replication."""
 
-    def differs(order: int) -> bool:
+    def differs(order: int, axes: Mapping[str, int]) -> bool:
+        tensor, asked = axes.get("tensor", 1), math.prod(axes.values())
+        if topology.ranks % asked or topology.on_node % tensor:
+            return False
         if order >= Tier.OFFLOADED:
             return topology.device != "cpu"
         if order == Tier.SHARDED_WITHIN_NODES:
             return 1 < topology.nodes < topology.ranks
         return topology.ranks > 1 or order == Tier.REPLICATED
 
-    return [one for one in strategies if differs(one.order)]
+    return [one for one in strategies if differs(one.order, one.axes)]
 
 
 def remedies(memory_plan: MemoryPlan, base: SearchBase) -> Iterator[Candidate]:

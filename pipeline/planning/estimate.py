@@ -17,19 +17,19 @@ from pipeline.planning.forecast import (
     Item,
     ModelShape,
     Moment,
+    PipelineRank,
     Step,
     StrategyMemory,
     Unit,
 )
+from pipeline.planning.moments import KEPT, LOGITS, OFFLOADED, held, inside
+from pipeline.planning.pipelined import PipelinePeaks, amounts, exchanged
 from pipeline.planning.planner import Job, Topology, forecasts
 from pipeline.planning.profile import ZERO, Line, Peak, Profile
 
 PROCESSES = "processes"
 PROCESS = round(0.6 * GIB)
 """Bytes of host memory of a process that has loaded the libraries, measured on CPUs."""
-KEPT, COMPUTED, LOGITS = "activations for backward", "being computed", "logits and loss"
-AVERAGE = "average of weights"
-OFFLOADED = "offloaded activations"
 PASSES = ((True, True),), ((True, False), (False, True))
 """Micro-batches that represent a step of one and a step of several, as (first, last): the first
 finds no gradients. Micro-batches in between need no more memory."""
@@ -37,13 +37,15 @@ finds no gradients. Micro-batches in between need no more memory."""
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Floating-point operations of one rank in an optimizer step, as in `Part`. moved: bytes to and
-    from its memory beside products, that is each new tensor, twice, and the update's."""
+    """Floating-point operations of one rank in an optimizer step, as in `Part`; in a pipeline, of
+    the rank with the most. moved: bytes to and from its memory beside products, that is each new
+    tensor, twice, and the update's. idle: share of the step in which it waits for other stages."""
 
     products: float
     attention: float
     again: float
     moved: float
+    idle: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,7 @@ class Estimate:
 def ask_planners(job: Job, profile: Profile) -> Results:
     """The model's profile, every slot's forecast, and a sentence for each slot without one. Raises
     the planners' errors."""
-    known = Results.of(profile, profile.model, job.step)
+    known = Results.of(profile, profile.model, job.samples, job.step)
     return forecasts(job.plan, job.topology, job.planners, known)
 
 
@@ -103,7 +105,7 @@ def combine(
         host=_host(topology, host, extras),
         offloaded={item: size * topology.on_node for item, size in disk.items()},
         storage=[extra for extra in extras if not extra.phases],
-        traffic=[*share.traffic(step.microbatches)],
+        traffic=_joined(_traffic(profile, share, step)),
         copies=replace(copies, up=copies.up + waiting, down=copies.down + waiting),
         step=step,
         work=_work(profile, share, step),
@@ -114,7 +116,46 @@ def combine(
 def _work(profile: Profile, share: StrategyMemory, step: Step) -> Work:
     names = "products", "attention", "again", "made"
     total = {name: _of_step(profile.total(name), step) for name in names}
-    return Work(moved=2 * total.pop("made") + share.updated, **total)
+    slowest, idle = _slowest(profile, share, step), 0.0
+    if slowest is not None:
+        samples, idle = step.micro_batch, slowest.idle
+        total = {name: amounts(profile, slowest, name, samples) for name in names}
+    return Work(moved=2 * total.pop("made") + share.updated, idle=idle, **total)
+
+
+def _slowest(profile: Profile, share: StrategyMemory, step: Step) -> PipelineRank | None:
+    """The rank of a pipeline with the most products; None without a pipeline."""
+    ranks = share.pipeline(step.microbatches)
+    return max(
+        ranks,
+        key=lambda one: amounts(profile, one, "products", step.micro_batch),
+        default=None,
+    )
+
+
+def _traffic(profile: Profile, share: StrategyMemory, step: Step) -> Iterator[forecast.Traffic]:
+    """What ranks exchange to shard the model, and inside of it."""
+    slowest = _slowest(profile, share, step)
+    if slowest is not None:
+        for stage in slowest.stages:
+            yield from stage.memory.traffic(slowest.microbatches)
+        yield from exchanged(profile, slowest, step.micro_batch)
+        return
+    yield from share.traffic(step.microbatches)
+    for one in profile.exchanges():
+        yield forecast.Traffic(
+            collective=one.collective, bytes=round(_of_step(one.bytes, step)), ranks=one.ranks,
+            apart=one.apart, what=one.what, waits=True,
+        )  # fmt: skip
+
+
+def _joined(every: Iterable[forecast.Traffic]) -> list[forecast.Traffic]:
+    """Equal kinds of traffic as one."""
+    found: dict[forecast.Traffic, int] = {}
+    for one in every:
+        kind = replace(one, bytes=0)
+        found[kind] = found.get(kind, 0) + one.bytes
+    return [replace(kind, bytes=size) for kind, size in found.items()]
 
 
 def _of_step(line: Line, step: Step) -> float:
@@ -142,7 +183,7 @@ def step_peaks(
     of loading, of a step of `microbatches` micro-batches of `samples` samples, of saving and of
     resuming."""
     tops: dict[str, dict[str, Held]] = {"device": {}, "host": {}, "disk": {}, "both": {}}
-    for phase, items in _noted(profile, share, samples, min(microbatches, 2)):
+    for phase, items in _noted(profile, share, samples, microbatches):
         held = {place: Counter[str]() for place in tops}
         for item in items:
             held[item.where][item.name] += item.bytes
@@ -158,20 +199,22 @@ def _noted(
     profile: Profile, share: StrategyMemory, samples: int, microbatches: int
 ) -> Iterator[tuple[str, Iterable[Item]]]:
     """Each moment's phase, and everything that is held then."""
-    yield forecast.LOAD, _held(share, Moment("load"))
+    ranks = share.pipeline(microbatches)
+    for rank in ranks:
+        yield from PipelinePeaks(profile, rank, share.averaged, samples=samples).noted()
+    if not ranks:
+        yield from _noted_alone(profile, share, samples, min(microbatches, 2))
+
+
+def _noted_alone(
+    profile: Profile, share: StrategyMemory, samples: int, microbatches: int
+) -> Iterator[tuple[str, Iterable[Item]]]:
+    yield forecast.LOAD, held(share, Moment("load"))
     for first, last in PASSES[microbatches - 1]:
         yield from _pass(profile, share, samples, first=first, last=last)
-    yield forecast.UPDATE, _held(share, Moment("step"))
+    yield forecast.UPDATE, held(share, Moment("step"))
     for phase in (forecast.UPDATE, forecast.SAVE, forecast.RESUME):
-        yield phase, _held(share, Moment("between"))
-
-
-def _held(share: StrategyMemory, moment: Moment) -> Iterator[Item]:
-    """A strategy's items at a moment, and the averages of the weights that a rank updates."""
-    yield from share.held(moment)
-    if moment.event != "load":
-        elements, place = share.masters
-        yield Item(AVERAGE, place, share.averaged * elements)
+        yield phase, held(share, Moment("between"))
 
 
 def _moments(blocks: int, *, first: bool, last: bool) -> Iterator[tuple[str, Moment]]:
@@ -198,24 +241,14 @@ def _pass(
         if moment.event == "reduce":  # the head's backward is over
             kept, logits = kept + logits, 0
         items = [
-            *_held(share, moment),
+            *held(share, moment),
             Item(KEPT, "device", kept),
             Item(LOGITS, "device", logits),
             Item(OFFLOADED, "host", host),
         ]
         left = share.gradients(moment) if moment.event == "backward" else Gradients(0, 0)
         for peak in part.peaks or (Peak(ZERO),):
-            yield phase, [*items, *_inside(peak, left, samples, at_head=at_head)]
+            yield phase, [*items, *inside(peak, left, samples, at_head=at_head)]
         host += part.offloaded.at(samples)
         logits += part.kept.at(samples) * at_head
         kept += part.kept.at(samples) * (not at_head)
-
-
-def _inside(peak: Peak, left: Gradients, samples: int, *, at_head: bool) -> Iterator[Item]:
-    """Further items at a peak inside a part."""
-    size = peak.bytes.at(samples)
-    yield Item(LOGITS if at_head else COMPUTED, "device", max(size, 0))
-    # Memory freed meanwhile is part of what was kept.
-    yield Item(LOGITS if at_head else KEPT, "device", min(size, 0))
-    unreduced = left.kept * peak.arrived + left.passing * peak.newest
-    yield Item(forecast.WHOLE_GRADIENTS, "device", unreduced)

@@ -33,14 +33,15 @@ UPDATE_TEMPORARIES = "temporaries of the update"
 
 Place = Literal["device", "host", "disk"]
 """Memory of the accelerator, memory of its host, or files of offloaded state."""
-Collective = Literal["all-reduce", "all-gather", "reduce-scatter"]
+Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 Unit = int | Literal["embeddings", "head"]
 """A block's number, or a part of the root: what runs before the first block or after the last."""
 Event = Literal["load", "gather", "forward", "loss", "begin", "regather", "backward", "reduce",
-                "step", "between"]  # fmt: skip
+                "rest", "step", "between"]  # fmt: skip
 """Events of a step: `gather` and `regather` when forward and backward come to a unit, `forward` and
 `backward` while it computes, `begin` in backward before any unit, `reduce` when a unit's gradients
-are all there; `between` two steps."""
+are all there, `rest` while another stage of a pipeline runs on the same rank; `between` two
+steps."""
 IN_BACKWARD: tuple[Event, ...] = ("regather", "backward", "reduce")
 """Events that come to a unit in backward."""
 
@@ -49,25 +50,41 @@ IN_BACKWARD: tuple[Event, ...] = ("regather", "backward", "reduce")
 class Weight:
     """A parameter, under its name in the model's module; tied parameters are one. A `frozen_base`
     weight (`ModelSource.frozen_base`) is held in the compute dtype; elements of a `packed` one are
-    bytes, as in weights of 4 bits."""
+    bytes, as in weights of 4 bits.
+
+    shape: of the part that one rank computes with. whole: of the model's weight, if ranks divide
+    it. experts: number of ranks that have different experts of it, by which it is sharded less.
+    """
 
     name: str
     shape: tuple[int, ...]
     trained: bool = True
     frozen_base: bool = False
     packed: bool = False
+    whole: tuple[int, ...] | None = None
+    experts: int = 1
 
     @functools.cached_property
     def elements(self) -> int:
-        """Number of elements."""
+        """Number of elements of the part."""
         return math.prod(self.shape)
+
+    @functools.cached_property
+    def all_elements(self) -> int:
+        """Number of elements of the model's weight."""
+        return math.prod(self.shape if self.whole is None else self.whole)
+
+    def holders(self, shards: int) -> int:
+        """Number of shards of the part, if weights that are no experts have `shards`."""
+        return max(shards // self.experts, 1)
 
     def bytes(self, size: int) -> int:
         """Bytes of the weight with numbers of `size` bytes."""
         return self.elements * (1 if self.packed else size)
 
     def shard(self, shards: int, size: int) -> int:
-        """Bytes of the first, largest of `shards` shards by rows."""
+        """Bytes of the first, largest of `shards` shards by rows; experts have fewer."""
+        shards = self.holders(shards)
         rows = -(-self.elements // size) if self.packed else self.shape[0] if self.shape else 1
         return -(-rows // shards) * (1 if self.packed else self.elements // max(rows, 1)) * size
 
@@ -93,6 +110,8 @@ class ModelShape:
     exported: int
     proven: int
     caveats: tuple[str, ...] = ()
+    behind: tuple[str, ...] = ()
+    """Names of the root's weights that come behind the blocks."""
 
     def counted(self) -> Iterator[tuple[Weight, int]]:
         """Each weight of the root and of a kind, with its number of occurrences."""
@@ -103,18 +122,18 @@ class ModelShape:
 
     @functools.cached_property
     def trained(self) -> int:
-        """Elements of the trained weights."""
-        return sum(one.elements * count for one, count in self.counted() if one.trained)
+        """Elements of the trained weights of the whole model."""
+        return sum(one.all_elements * count for one, count in self.counted() if one.trained)
 
     @functools.cached_property
     def stored(self) -> int:
         """Elements of the weights that a checkpoint holds: all but the frozen base."""
-        return sum(one.elements * count for one, count in self.counted() if not one.frozen_base)
+        return sum(one.all_elements * count for one, count in self.counted() if not one.frozen_base)
 
     @functools.cached_property
     def embedding(self) -> Weight:
         """The first of the root's matrices with a row for each token of the vocabulary."""
-        tables = (one for one in self.root if one.shape[:1] == (self.vocabulary,))
+        tables = (one for one in self.root if (one.whole or one.shape)[:1] == (self.vocabulary,))
         return next(tables, self.root[0])
 
 
@@ -148,8 +167,9 @@ class SampleShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """An optimizer step: micro-batches of each rank, samples of a micro-batch and of the rank with
-    the most, samples and tokens (with padding) over all ranks, and the training's length."""
+    """An optimizer step: micro-batches of each data-parallel rank, samples of a micro-batch and of
+    the rank with the most, samples and tokens (with padding) over all ranks, and the training's
+    length."""
 
     microbatches: int
     micro_batch: int
@@ -195,12 +215,15 @@ class Extra:
 
 
 class Moment(NamedTuple):
-    """A moment of a step, in its first or last micro-batch, or in one between."""
+    """A moment of a step, in its first or last micro-batch, or in one between. In a pipeline
+    `first` says that no backward of the stage is over, `last` that all are, `whole` that the
+    backward before left the stage's units gathered."""
 
     event: Event
     unit: Unit = "head"
     first: bool = True
     last: bool = True
+    whole: bool = False
 
 
 class Item(NamedTuple):
@@ -237,13 +260,15 @@ class Gradients(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
     """Bytes of whole tensors (as a rank has them after an all-gather) in all calls of a collective
-    in an optimizer step, among `ranks` ranks whose numbers are `apart` from each other."""
+    in an optimizer step, among `ranks` ranks whose numbers are `apart` from each other. A `send`
+    goes to the next of them. `waits`: whether computation waits for each call."""
 
     collective: Collective
     bytes: int
     ranks: int
     apart: int = 1
     what: str
+    waits: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,6 +279,54 @@ class Copies:
     up: int = 0
     down: int = 0
     disk: int = 0
+
+
+Kind = Literal["forward", "backward", "inputs", "weights", "gather", "release", "reduce"]
+"""Kinds of a pipeline's passes: forward; backward, or its halves for gradients of inputs and of
+weights; and for whole stages: to gather all of its units, to give them up, to reduce gradients."""
+
+
+class Pass(NamedTuple):
+    """What a rank of a pipeline does next: with a micro-batch in one of its stages, which are
+    numbered from 0 on each rank."""
+
+    kind: Kind
+    stage: int
+    microbatch: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineStage:
+    """Consecutive blocks on a rank, with the embeddings before the first block and the head behind
+    the last, and what the strategy holds of them. hidden, tokens: bytes for each sample of a
+    micro-batch of hidden states, and of its tokens."""
+
+    blocks: range
+    first: bool
+    last: bool
+    memory: StrategyMemory
+    hidden: int
+    tokens: int
+
+    @property
+    def received(self) -> int:
+        """Number of tensors of hidden states, or their gradients, that are received for a
+        micro-batch; as many are sent."""
+        return (not self.first) + (not self.last)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineRank:
+    """One of `ranks` ranks of a pipeline, whose numbers are `apart` from each other: its stages,
+    and its passes in order. idle: share of a step in which it has nothing to do. microbatches:
+    those of the schedule, which may be more than those with samples."""
+
+    ranks: int
+    apart: int
+    stages: Sequence[PipelineStage]
+    passes: Sequence[Pass]
+    idle: float
+    microbatches: int
 
 
 class StrategyMemory(ABC):
@@ -279,7 +352,13 @@ class StrategyMemory(ABC):
 
     @abstractmethod
     def traffic(self, microbatches: int) -> Iterator[Traffic]:
-        """Collectives of an optimizer step of `microbatches` micro-batches."""
+        """Collectives of an optimizer step of `microbatches` micro-batches, beside those inside of
+        the model."""
+
+    def pipeline(self, microbatches: int) -> Sequence[PipelineRank]:
+        """The ranks of a pipeline in an optimizer step; none without a pipeline, where `held` is
+        what every rank holds."""
+        return ()
 
     def copies(self, microbatches: int) -> Copies:
         """Copies between places in an optimizer step of `microbatches` micro-batches."""

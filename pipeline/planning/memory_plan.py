@@ -56,7 +56,8 @@ class MemoryPlan:
     @property
     def idle(self) -> int:
         """Ranks without a sample in any step."""
-        return max(self.topology.ranks - self.estimate.step.samples, 0)
+        data = self.topology.data_ranks
+        return max(data - self.estimate.step.samples, 0) * (self.topology.ranks // data)
 
     def record(self) -> dict[str, Any]:
         """The plan as JSON, in bytes and seconds."""
@@ -69,6 +70,7 @@ class MemoryPlan:
             "identity": identity(self.plan, self.topology.local_ranks).model_dump(),
             "level": "profile" if self.profiled is None else "trace",
             "ranks": self.topology.ranks,
+            "data_ranks": self.topology.data_ranks,
             "idle_ranks": self.idle,
             "nodes": self.topology.nodes,
             "computes_on": self.topology.device,
@@ -105,14 +107,15 @@ def estimate_plan(
     per_node = plan.recipe.launch.procs if plan.recipe.launch.nodes else None
     topology = resolve_topology(machines, plan.view.procs, plan.view.device, per_node)
     job = Job.of(plan, topology)
+    topology = job.topology
     profile = profile_of(job)
     results = ask_planners(job, profile)
     estimate, profiled = combine(topology, results), None
     if trace:
-        from pipeline.planning.trace.run import run
+        from pipeline.planning.trace.run import step_peaks
 
         profiled = estimate.peak
-        estimate = combine(topology, results, traced=run(job).peaks)
+        estimate = combine(topology, results, traced=step_peaks(job))
     policy = results.latest(Precision)
     hardware = resolve_hardware(machines, topology, compute=policy.compute if policy else "fp32")
     time = step_time(estimate, topology, hardware)

@@ -13,11 +13,13 @@ Importing a planner imports no torch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from pipeline.contracts.engine import Engine
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import UsageError
 from pipeline.plan.binding import Results
@@ -25,6 +27,7 @@ from pipeline.plan.registry import Plugins
 from pipeline.planning.forecast import SampleShape, Step
 
 if TYPE_CHECKING:
+    from pipeline.contracts.data import MicroBatch
     from pipeline.plan.plan import Plan
 
 S = TypeVar("S")
@@ -40,6 +43,15 @@ class Topology:
     """Processes of one node."""
     device: str
     """`cpu` or `cuda`."""
+    shares: int | None = None
+    """Number of data-parallel ranks; None: all."""
+    stages: int = 1
+    """Ranks of a pipeline."""
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks among which the samples of a step are divided."""
+        return self.ranks if self.shares is None else self.shares
 
     @property
     def nodes(self) -> int:
@@ -50,6 +62,32 @@ class Topology:
     def on_node(self) -> int:
         """Processes of the fullest node."""
         return min(self.local_ranks, self.ranks)
+
+
+class Division(ABC):
+    """How a strategy divides a model among ranks before it shards what each of them has, so that a
+    profile is that of one rank's part."""
+
+    stages: int = 1
+    """Ranks of a pipeline."""
+
+    @property
+    @abstractmethod
+    def key(self) -> Mapping[str, Any]:
+        """Everything that the part depends on, as JSON."""
+
+    @abstractmethod
+    def divide(self, model: Any, blocks: Sequence[Any]) -> Mapping[str, str]:
+        """Divide a model, whose parameters are on the meta device, in place, in a process group of
+        all ranks that sends nothing. Returns what is exchanged by the name of each group."""
+
+    @abstractmethod
+    def experts(self, model: Any) -> Mapping[str, int]:
+        """Weights that ranks divide by experts -> number of these ranks."""
+
+    @abstractmethod
+    def own(self, batch: MicroBatch) -> MicroBatch:
+        """What the first rank computes of a micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,10 +113,11 @@ class Saving:
     """Fields of other slots to change with it, by the type that the slot gives."""
 
 
-CHUNK, SMALLER, REDUCE, RECOMPUTE = 1, 2, 3, 4
+CHUNK, SMALLER, REDUCE, RECOMPUTE, AWAY = 1, 2, 3, 4, 5
 """Orders of savings that only cost time: logits in chunks, smaller micro-batches, gradients reduced
-more often, activations computed again, which costs the most."""
-NARROW_MOMENTS, NARROW_MASTERS, NARROW_FROZEN = 5, 6, 7
+more often, activations computed again, and their inputs kept in host memory, which costs the
+most."""
+NARROW_MOMENTS, NARROW_MASTERS, NARROW_FROZEN = 6, 7, 8
 """Orders of savings that change numerics, each tried only if the earlier ones are not enough:
 moments, master weights, frozen weights in fewer bits."""
 
@@ -93,6 +132,9 @@ class Tier:
     PARTLY_SHARDED = 30
     """Gathered once a step."""
     SHARDED = 40
+    DIVIDED = 45
+    """Ranks share samples or layers: tried where no earlier one fits, leaves no rank without a
+    sample, and computes for as long as it communicates."""
     OFFLOADED = 50
     MORE_OFFLOADED = 55
     OFFLOADED_TO_DISK = 60
@@ -111,6 +153,9 @@ class Preset:
     at_first: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Further fields that `pipe advise` begins with, which spend memory to save time; the planner's
     `savings` take them back."""
+    axes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Ranks by the axis on which they share samples or layers: `tensor`, within a node, and others.
+    Of presets with the same axes, `pipe advise` takes the first that fits."""
 
 
 Presets = Mapping[str, Preset]
@@ -127,9 +172,9 @@ class Trial:
     """Steps among them that torch.profiler records."""
     growth: Fraction = Fraction(1)
     """Samples of one optimizer step, in multiples of the recipe's."""
-    procs: int = 1
-    """Number of processes for defaults that depend on it, such as the micro-batch: compared trials
-    share it."""
+    shares: int = 1
+    """Number of data-parallel ranks for defaults that depend on it, such as the micro-batch: those
+    of a strategy on as many processes as all compared trials take."""
 
     def grown(self, samples: int) -> int:
         """Samples of one optimizer step of the trial, from those of the recipe. Raises UsageError
@@ -155,7 +200,8 @@ class Planner(Generic[S]):
         return dataclasses.asdict(stage)
 
     def savings(self, ranks: int) -> Iterable[Saving]:
-        """Changes of the stage's fields with which a step on `ranks` ranks needs less memory."""
+        """Changes of the stage's fields with which a step on `ranks` data-parallel ranks needs less
+        memory."""
         return ()
 
     def for_benchmark(self, trial: Trial) -> S:
@@ -168,6 +214,11 @@ class Planner(Generic[S]):
     def presets(cls) -> Presets:
         """Strategies of a stage that wraps a model, by name."""
         return {}
+
+    def division(self, topology: Topology) -> Division | None:
+        """The division of the model among ranks, by a stage that wraps it; None if each rank
+        computes all of it."""
+        return None
 
 
 class Planners(Plugins[type[Planner[Any]]]):
@@ -201,12 +252,19 @@ class Job:
     planners: Mapping[str, Any]
     samples: SampleShape
     step: Step | None
+    division: Division | None = None
 
     @classmethod
     def of(cls, plan: Plan, topology: Topology) -> Job:
         """The job of a recipe. Raises UsageError if no slot forecasts the length of its samples, or
         a slot trains without a planner."""
         planners = Planners.installed().of(plan)
+        topology = dataclasses.replace(topology, shares=plan.view.data_ranks)
+        wraps = [one.slot for one in plan.steps if issubclass(one.gives or object, Engine)]
+        divisions = [planners[slot].division(topology) for slot in wraps if slot in planners]
+        division = next((one for one in divisions if one is not None), None)
+        if division is not None:
+            topology = dataclasses.replace(topology, stages=division.stages)
         for one in plan.steps:
             if issubclass(one.gives or object, TrainedRun) and one.slot not in planners:
                 who = f"slot `{one.slot}` ({one.use})"
@@ -214,7 +272,10 @@ class Job:
         results = forecasts(plan, topology, planners, Results())
         why = "nothing can be planned: no slot of the recipe forecasts the length of its samples"
         samples, step = results.require(SampleShape, why), results.latest(Step)
-        return cls(plan=plan, topology=topology, planners=planners, samples=samples, step=step)
+        return cls(
+            plan=plan, topology=topology, planners=planners, samples=samples, step=step,
+            division=division,
+        )  # fmt: skip
 
 
 def forecasts(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,4 +90,4 @@ def chosen(names: list[str], registry: Registry) -> list[Strategy]:
 def in_order(registry: Registry) -> list[Strategy]:
     """The strategies that `pipe advise` tries, in its order."""
     found = [strategy for strategy in strategies(registry).values() if strategy.order]
-    return sorted(found, key=lambda one: (one.order, one.name))
+    return sorted(found, key=lambda one: (one.order, math.prod(one.axes.values()), one.name))

@@ -15,8 +15,8 @@ import json
 import operator
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import pipeline
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.precision import Precision
 from pipeline.contracts.training import TrainedRun
-from pipeline.planning.forecast import Event, ModelShape, Unit
+from pipeline.planning.forecast import Collective, Event, ModelShape, Unit
 from pipeline.planning.planner import Job, Planner
 from pipeline.utils.files import private_folder, replace_text
 from pipeline.utils.versions import versions
@@ -66,13 +66,25 @@ class Peak:
     newest: int = 0
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """Bytes of whole tensors that ranks exchange while a part runs, as in `Traffic`."""
+
+    collective: Collective
+    ranks: int
+    apart: int
+    what: str
+    bytes: Line
+
+
 @dataclass(frozen=True, kw_only=True)
 class Part:
     """Memory and work of a part of the model in one direction. kept, offloaded: bytes on the device
     and on the host at its end, beyond those at its beginning. peaks: moments that are the fullest
     for some number of samples, under some strategy. products, attention, again: floating-point
     operations of matrix products, of attention between tokens that see each other, and of both when
-    recomputed. made: bytes of all new tensors."""
+    recomputed. made: bytes of all new tensors. exchanges: what ranks that divide the model
+    exchange."""
 
     kept: Line = ZERO
     offloaded: Line = ZERO
@@ -81,6 +93,7 @@ class Part:
     attention: Line = ZERO
     again: Line = ZERO
     made: Line = ZERO
+    exchanges: tuple[Exchange, ...] = ()
 
 
 NOTHING = Part()
@@ -103,13 +116,49 @@ class Profile:
 
     def total(self, field: str, event: str = "") -> Line:
         """The sum of a field over a whole micro-batch, or over all units at one event."""
-        times = Counter(map(str, self.model.blocks))
-        fixed = each = 0.0
+        parts = [(part, count) for when, part, count in self._counted() if event in ("", when)]
+        return _sum((getattr(part, field), count) for part, count in parts)
+
+    def exchanges(self) -> list[Exchange]:
+        """Everything that ranks exchange in a micro-batch; equal kinds are one."""
+        found: dict[Exchange, list[tuple[Line, int]]] = {}
+        for _, part, count in self._counted():
+            for one in part.exchanges:
+                found.setdefault(replace(one, bytes=ZERO), []).append((one.bytes, count))
+        return [replace(one, bytes=_sum(lines)) for one, lines in found.items()]
+
+    def stage(self, blocks: range, *, first: bool, last: bool) -> Profile:
+        """The profile of a stage of a pipeline, which has these blocks, and what comes before the
+        first and behind the last. Masks and rotary embeddings are made in each stage, and hidden
+        states take the same memory wherever they come from."""
+        left = {
+            name: part
+            for name, part in self.parts.items()
+            if name.split()[1] not in ("embeddings", "head")
+            or (first and name.endswith("embeddings"))
+            or (last and name.endswith("head"))
+        }
+        if not first:
+            kept = self.part("forward", "embeddings").kept
+            left["forward embeddings"] = Part(kept=kept)
+            left["backward embeddings"] = Part(kept=Line(-kept.fixed, -kept.each))
+        model = replace(self.model, blocks=tuple(self.model.blocks[n] for n in blocks))
+        return replace(self, model=model, parts=left)
+
+    def _counted(self) -> Iterator[tuple[str, Part, int]]:
+        """Each part's event and occurrences."""
+        times, ends = Counter(map(str, self.model.blocks)), ("embeddings", "head")
         for name, part in self.parts.items():
             when, unit = name.split()
-            line, count = getattr(part, field), times.get(unit, 1) * (event in ("", when))
-            fixed, each = fixed + line.fixed * count, each + line.each * count
-        return Line(fixed, each)
+            yield when, part, 1 if unit in ends else times[unit]
+
+
+def _sum(lines: Iterable[tuple[Line, int]]) -> Line:
+    given = list(lines)
+    return Line(
+        sum(line.fixed * count for line, count in given),
+        sum(line.each * count for line, count in given),
+    )
 
 
 ADAPTER = TypeAdapter(Profile)
@@ -156,6 +205,7 @@ def _key(job: Job) -> str:
         "code": _code(),
         "samples": dataclasses.asdict(job.samples),
         "device": job.topology.device,
+        "division": job.division and job.division.key,
         "stages": [
             [step.use, (job.planners.get(step.slot) or Planner(step.stage)).depends()]
             for step in job.plan.steps

@@ -69,6 +69,8 @@ def _head(memory_plan: MemoryPlan) -> Iterator[str]:
         f"{step.samples} samples of {step.tokens // step.samples} tokens a step: "
         f"{plural(step.microbatches, 'micro-batch')} on each rank"
     )
+    if topology.data_ranks != ranks:
+        yield f"{plural(topology.data_ranks, 'data-parallel rank')} divide the samples"
     if memory_plan.idle:
         yield f"{memory_plan.idle} of {ranks} ranks idle: there is no sample for them in a step"
 
@@ -101,6 +103,8 @@ def _time(memory_plan: MemoryPlan) -> Iterator[str]:
     """Seconds of a step by resource, and the speed of the training."""
     time, speed, hardware = memory_plan.time, memory_plan.speed, memory_plan.hardware
     if time.parts:
+        if time.idle:
+            yield f"a rank waits for other stages of the pipeline in {time.idle:.0%} of a step"
         rows = [(name, f"{at:.3g}", f"{time.reached[name]:.3g}") for name, at in time.parts.items()]
         total = ("one step", f"{time.least:.3g}", f"{time.expected:.3g}")
         origins = ["", *(hardware.rates[part].origin for part in time.parts), ""]

@@ -20,7 +20,7 @@ from pipeline.plan.plan import Plan
 from pipeline.plan.registry import Registry
 from pipeline.planning.hardware import HardwareOptions, Margins
 from pipeline.planning.memory_plan import MemoryPlan, check, estimate_plan
-from pipeline.planning.planner import RECOMPUTE, Planners
+from pipeline.planning.planner import AWAY, Planners
 from pipeline.planning.presets import Strategy
 from pipeline.planning.report import memory
 
@@ -117,7 +117,7 @@ class Candidate:
     @property
     def narrow(self) -> int:
         """Largest order of the savings that change numerics; 0 without one."""
-        return max((one.order for one in self.saved if one.order > RECOMPUTE), default=0)
+        return max((one.order for one in self.saved if one.order > AWAY), default=0)
 
     def without(self, saved: AppliedSaving) -> Candidate:
         """The candidate without one of its savings."""
@@ -144,8 +144,12 @@ def most_saving(base: SearchBase, start: Changes, *, narrow: bool = True) -> Can
     changes numerics. Raises RecipeError for changes `start` that the recipe does not accept, and
     StageError and UsageError as planning does."""
     every = [one for one in _savings(base, start) if one.order not in base.cannot]
-    slower = [one for one in every if one.order <= RECOMPUTE]
-    for more in [[], *([one] for one in every if narrow and one.order > RECOMPUTE)]:
+    slower = [one for one in every if one.order < AWAY]
+    away = [one for one in every if one.order == AWAY]
+    narrower = [[one] for one in every if narrow and one.order > AWAY]
+    # What waits in host memory may be too much for the host, so all is tried without it first.
+    hosts = [[], away] if away else [[]]
+    for more in [*hosts, *([*host, *one] for one in narrower for host in hosts)]:
         candidate = _possible(Candidate(base=base, start=start, saved=[*slower, *more]))
         if candidate.fits:
             break
@@ -200,7 +204,9 @@ def _offered(plan: Plan) -> list[AppliedSaving]:
     """Savings that the planners of all slots offer, in order."""
     found = []
     for slot, planner in Planners.installed().of(plan).items():
-        for saving in planner.savings(plan.view.procs):
+        for saving in planner.savings(plan.view.data_ranks):
+            if saving.order == AWAY and plan.view.device == "cpu":
+                continue  # the host is the device
             changed = [(slot, saving.fields)]
             for given, fields in saving.beside.items():
                 kind = (one.slot for one in plan.steps if issubclass(one.gives or object, given))

@@ -7,7 +7,7 @@ llm-foundry, IBM, torchtune and NeMo published; docs/planning.md says how close 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipeline.planning.estimate import Estimate
 from pipeline.planning.forecast import Traffic
@@ -34,26 +34,32 @@ last reduction wait, and collectives take processors from products. Fitted likew
 class StepTime:
     """Seconds of an optimizer step by resource: at its full rate (`parts`), and at the rate that
     programs reach; the resources of unknown rate; and whether resources work at once, as a GPU and
-    its links do (the cores of a CPU do everything)."""
+    its links do (the cores of a CPU do everything). waits: seconds of `reached` in which
+    computation waits for what ranks exchange inside of the model. idle: share of the step in which
+    a rank of a pipeline waits for others."""
 
     parts: Mapping[str, float]
     reached: Mapping[str, float]
     unknown: Sequence[str]
     overlaps: bool
+    waits: Mapping[str, float] = field(default_factory=dict)
+    idle: float = 0.0
 
     @property
     def least(self) -> float:
         """Lower bound: everything overlaps, at full rates."""
-        return max(self.parts.values(), default=0.0)
+        computing = self.parts.get(COMPUTE, 0.0) / (1 - self.idle)
+        return max(*self.parts.values(), computing, 0.0)
 
     @property
     def expected(self) -> float:
         """Seconds at the rates that programs reach, with most of what can overlap hidden."""
-        busy = dict(self.reached)
-        device = busy.pop(COMPUTE, 0.0) + busy.pop(MEMORY, 0.0)
+        busy = {part: time - self.waits.get(part, 0.0) for part, time in self.reached.items()}
+        device = busy.pop(COMPUTE, 0.0) + busy.pop(MEMORY, 0.0) + sum(self.waits.values())
         longest = max(device, *busy.values(), 0.0)
         hidden = (1 - EXPOSED) * (device + sum(busy.values()) - longest)
-        return sum(self.reached.values()) - (hidden if self.overlaps else 0.0)
+        total = sum(self.reached.values()) - (hidden if self.overlaps else 0.0)
+        return total / (1 - self.idle)
 
     @property
     def bound(self) -> str:
@@ -66,37 +72,48 @@ def step_time(estimate: Estimate, topology: Topology, hardware: Hardware) -> Ste
     parts: dict[str, float] = {}
     reached: dict[str, float] = {}
     unknown: dict[str, None] = {}
+    waits: dict[str, float] = {}
     shares = REACHED | {COMPUTE: hardware.matmul * PRODUCTS}
-    for part, amount, slower in _uses(estimate, topology, hardware):
+    for part, amount, slower, waited in _uses(estimate, topology, hardware):
         rate = hardware.rates.get(part)
         if amount and rate is None:
             unknown[part] = None
         elif amount and rate is not None:
             share = 1.0 if rate.measured else shares.get(part, 1.0)
+            seconds = amount / rate.value / share * slower
             parts[part] = parts.get(part, 0.0) + amount / rate.value
-            reached[part] = reached.get(part, 0.0) + amount / rate.value / share * slower
-    overlaps = topology.device != "cpu"
-    return StepTime(parts=parts, reached=reached, unknown=[*unknown], overlaps=overlaps)
+            reached[part] = reached.get(part, 0.0) + seconds
+            if waited:
+                waits[part] = waits.get(part, 0.0) + seconds
+    return StepTime(
+        parts=parts,
+        reached=reached,
+        unknown=[*unknown],
+        overlaps=topology.device != "cpu",
+        waits=waits,
+        idle=estimate.work.idle,
+    )
 
 
 def _uses(
     estimate: Estimate, topology: Topology, hardware: Hardware
-) -> Iterator[tuple[str, float, float]]:
-    """Each resource, its operations or bytes in a step, and the factor by which these are slower
-    than others of their kind."""
+) -> Iterator[tuple[str, float, float, bool]]:
+    """Each resource, its operations or bytes in a step, the factor by which these are slower than
+    others of their kind, and whether computation waits for them."""
     work, copies = estimate.work, estimate.copies
     network, peers = hardware.rates.get(BETWEEN), hardware.rates.get(INSIDE)
     most = network.value / peers.value if network and peers else 0.0
-    yield COMPUTE, work.products + work.again, 1.0
-    yield COMPUTE, work.attention, 1 / ATTENTION
-    yield MEMORY, work.moved, 1.0
-    yield UP, copies.up, 1.0
-    yield DOWN, copies.down, 1.0
-    yield DISK, copies.disk * topology.on_node, 1.0
+    yield COMPUTE, work.products + work.again, 1.0, False
+    yield COMPUTE, work.attention, 1 / ATTENTION, False
+    yield MEMORY, work.moved, 1.0, False
+    yield UP, copies.up, 1.0, False
+    yield DOWN, copies.down, 1.0, False
+    yield DISK, copies.disk * topology.on_node, 1.0, False
     for traffic in estimate.traffic:
-        rings, size = crossing(traffic, topology), sent(traffic)
-        # One rank of a node sends a ring's bytes to the next, no faster than to those beside it.
-        yield (BETWEEN, size * max(rings, most), 1.0) if rings else (INSIDE, size, 1.0)
+        size, waits = sent(traffic), traffic.waits
+        out = leaving(traffic, topology)
+        # No faster to another node than to ranks of the same one.
+        yield (BETWEEN, max(out, size * most), 1.0, waits) if out else (INSIDE, size, 1.0, waits)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +147,8 @@ def speed(
 
 def sent(traffic: Traffic) -> float:
     """Bytes that each rank sends, by the bandwidth-optimal algorithms (Patarasuk & Yuan 2009)."""
+    if traffic.collective == "send":
+        return float(traffic.bytes)
     passes = 2 if traffic.collective == "all-reduce" else 1
     return passes * traffic.bytes * (traffic.ranks - 1) / traffic.ranks
 
@@ -139,3 +158,13 @@ def crossing(traffic: Traffic, topology: Topology) -> int:
     local = topology.local_ranks
     within = topology.nodes == 1 or local % (traffic.ranks * traffic.apart) == 0
     return 0 if within else min(traffic.apart, local)
+
+
+def leaving(traffic: Traffic, topology: Topology) -> float:
+    """Bytes that leave a node; 0 for groups within nodes. Of a ring, one rank of a node sends to
+    the next node; in an all-to-all every rank does."""
+    groups = crossing(traffic, topology)
+    if not groups or traffic.collective != "all-to-all":
+        return sent(traffic) * groups
+    within = max(topology.local_ranks // traffic.apart, 1)
+    return topology.local_ranks * traffic.bytes * (traffic.ranks - within) / traffic.ranks

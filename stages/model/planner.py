@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline import Context, ModelSource, StageError
-from pipeline.planning import RECOMPUTE, Extent, Planner, Saving, Topology
+from pipeline.planning import AWAY, RECOMPUTE, Extent, Planner, Saving, Topology
 from stages.model.files import is_local
 from stages.model.hf import HfModel
 from stages.model.read import read_config
@@ -37,6 +37,10 @@ class HfPlanner(Planner[HfModel]):
         if self.stage.activation_checkpointing is None:
             what = "activations of blocks are computed again in backward"
             yield Saving(order=RECOMPUTE, what=what, fields={"activation_checkpointing": {}})
+        elif not self.stage.activation_checkpointing.offload:
+            fields = dataclasses.asdict(self.stage.activation_checkpointing) | {"offload": True}
+            what = "their inputs wait in host memory"
+            yield Saving(order=AWAY, what=what, fields={"activation_checkpointing": fields})
 
     def trace(self, ctx: Context, extent: Extent) -> ModelSource:
         from stages.model.source import open_source

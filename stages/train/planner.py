@@ -26,13 +26,13 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
 
     def for_benchmark(self, trial: Trial) -> TrainCausalLm:
         """The stage without evaluations; the micro-batch is its own, or follows from the trial's
-        `procs`."""
+        `shares`."""
         return replace(
             self.stage,
             steps=trial.steps,
             epochs=None,
             global_batch_size=trial.grown(self.stage.global_batch_size),
-            micro_batch_size=self.stage.microbatch_size(trial.procs),
+            micro_batch_size=self.stage.microbatch_size(trial.shares),
             accumulation=None,
             eval_every=None,
             eval_first=False,
@@ -54,7 +54,7 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
 
     def forecast(self, topology: Topology, samples: SampleShape) -> Step:
         """An optimizer step as the loop divides it."""
-        stage, ranks = self.stage, topology.ranks
+        stage, ranks = self.stage, topology.data_ranks
         most = -(-stage.global_batch_size // ranks)
         size = min(stage.microbatch_size(ranks), most)
         return Step(
@@ -72,10 +72,12 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
         """Trace two steps as `TrainStep` takes them, or one micro-batch."""
         from stages.model.compat import masks_of_values
         from stages.train.loss import SummedLoss
+        from stages.wrap.experts_compat import balanced_routing
 
         step = self.forecast(topology, samples)
         batch = _batch(extent.samples or step.micro_batch, samples, engine.device)
         objective = SummedLoss(self.stage.loss_chunk_size)
+        pipelined = len(engine.modules) > 1 or topology.stages > 1
 
         def watched(model: nn.Module, batch: MicroBatch) -> Tensor:
             extent.phase(planning.FORWARD)
@@ -83,8 +85,9 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
             extent.phase(planning.BACKWARD)
             return loss
 
-        counts = (1, min(step.microbatches, MICROBATCHES))
-        with masks_of_values(packed=samples.packed):
+        # A pipeline keeps several micro-batches at a time: which ones depends on their number.
+        counts = (1, step.microbatches if pipelined else min(step.microbatches, MICROBATCHES))
+        with masks_of_values(packed=samples.packed), balanced_routing():
             # The first step makes the optimizer's state.
             for count in counts[:1] if extent.samples else counts:
                 engine.accumulate([batch] * count, watched, scale=1 / step.tokens)

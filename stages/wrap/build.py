@@ -78,7 +78,8 @@ def build_modules(
         modules = []
         for shard in shards:
             module = build_empty(model, precision)
-            shard(module)
+            with with_values():
+                shard(module)
             materialize(module, home or device, buffer_device=device)
             modules.append(module)
         own = itertools.chain.from_iterable(map(local_shards, modules))

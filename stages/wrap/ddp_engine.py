@@ -139,7 +139,9 @@ class TracedReplica(TorchEngine):
         plan: OptimizerPlan,
     ) -> None:
         module = build_module(ctx, model, precision, casts=True)
-        super().__init__(module, make_optimizer(plan, module), ctx, precision, plan)
+        axes = required(ddp, ctx.dist.world_size)
+        divide_sequence(module, axes, ctx.dist.device.type)
+        super().__init__(module, make_optimizer(plan, module), ctx, precision, plan, axes)
         self._views, self._sent_in = ddp.gradient_as_bucket_view, torch_dtype(precision.reduce)
         self.keeps_gradients = ddp.keeps_gradients
         self._reduces = True

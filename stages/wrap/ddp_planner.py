@@ -10,6 +10,7 @@ from pipeline.planning import (
     BUFFERS,
     GATHERED,
     IN_BACKWARD,
+    Division,
     Gradients,
     Item,
     Moment,
@@ -25,6 +26,7 @@ from pipeline.planning import (
     Weight,
 )
 from stages.wrap.ddp import Ddp
+from stages.wrap.model_parts import model_parts
 from stages.wrap.torch_planner import ROOT, TorchMemory, UnitAmounts
 
 
@@ -116,6 +118,9 @@ class DdpPlanner(Planner[Ddp]):
     @classmethod
     def presets(cls) -> Presets:
         return {"ddp": Preset(order=Tier.REPLICATED, what="every rank holds everything")}
+
+    def division(self, topology: Topology) -> Division | None:
+        return model_parts(self.stage, topology)
 
     def forecast(
         self, topology: Topology, profile: Profile, precision: Precision, optimizer: OptimizerShape

@@ -66,3 +66,28 @@ def _local(modules: list[nn.Module]) -> Iterator[None]:
     finally:
         for module, name, one in whole:
             module._parameters[name] = one
+
+
+@contextlib.contextmanager
+def balanced_routing() -> Iterator[None]:
+    """Have every rank send equal numbers of tokens to all others, in the body, where tensors
+    without values do not say how many there are."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from transformers.distributed.expert_parallel import AllToAllEP
+
+    dispatch, listed = AllToAllEP._dispatch_tokens, FakeTensor.tolist
+
+    def balanced(self: Any, hidden: Any, index: Any, weights: Any) -> Any:
+        pairs, ranks = index.numel(), self.ep_mesh.size()
+        shares = [pairs // ranks + (rank < pairs % ranks) for rank in range(ranks)]
+        FakeTensor.tolist = lambda tensor: [shares, shares]
+        try:
+            return dispatch(self, hidden, index, weights)
+        finally:
+            FakeTensor.tolist = listed
+
+    AllToAllEP._dispatch_tokens = balanced
+    try:
+        yield
+    finally:
+        AllToAllEP._dispatch_tokens = dispatch

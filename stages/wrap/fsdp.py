@@ -17,6 +17,7 @@ from stages.wrap.axes import (
     PipelineParallel,
     TensorParallel,
 )
+from stages.wrap.axis_checks import axis_problems
 
 Sharding = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
 
@@ -77,7 +78,7 @@ class Fsdp:
         return axes.data * axes.context
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        yield from axes.axis_problems(self, plan)
+        yield from axis_problems(self, plan)
         yield from self._expert_problems(plan)
         yield from self._pipeline_problems()
         if self.shard_size is not None and self.sharding != "hybrid_shard":

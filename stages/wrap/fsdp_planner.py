@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from pipeline import Context, Engine, ModelSource, OptimizerPlan, Precision
 from pipeline.planning import (
@@ -12,6 +13,7 @@ from pipeline.planning import (
     REDUCE,
     WHOLE_GRADIENTS,
     Copies,
+    Division,
     Gradients,
     Item,
     ModelShape,
@@ -22,13 +24,18 @@ from pipeline.planning import (
     Preset,
     Presets,
     Profile,
+    SampleShape,
     Saving,
     Sizes,
+    StrategyMemory,
     Tier,
     Topology,
     Traffic,
+    Weight,
 )
+from stages.wrap.axes import FIELDS, required
 from stages.wrap.fsdp import Fsdp
+from stages.wrap.model_parts import model_parts
 from stages.wrap.torch_planner import ROOT, TorchMemory, UnitAmounts
 
 WHOLE = {"reduce_every_microbatch": False}
@@ -38,13 +45,31 @@ PRESETS = {
     "fsdp": (Tier.SHARDED, "full_shard", "shards over all ranks, gathered block by block"),
     "fsdp-hybrid": (Tier.SHARDED_WITHIN_NODES, "hybrid_shard", "shards within each node"),
 }
+AXES: dict[str, tuple[str, Sequence[int]]] = {
+    "context": ("cp", (2, 4, 8, 16, 32)),
+    "tensor": ("tp", (2, 4, 8)),
+    "experts": ("ep", (2, 4, 8, 16, 32)),
+    "pipeline": ("pp", (2, 4, 8)),
+}
+"""Axis -> its short name, and sizes to offer."""
+BOTH: Sequence[tuple[int, str, int]] = (
+    (8, "context", 2), (8, "context", 4), (8, "pipeline", 2), (8, "pipeline", 4),
+)  # fmt: skip
+"""Sizes to offer of the tensor-parallel axis with another one."""
+SHARED = {
+    "context": "every sample over {} ranks",
+    "tensor": "every layer over {} ranks",
+    "experts": "experts over {} ranks",
+    "pipeline": "blocks over {} ranks",
+}
 
 
 class Sharded(TorchMemory):
     """Shards of everything; units gathered for as long as they run.
 
     A unit is a block, or the root with all the rest. n: its elements; m, c, r: bytes of a number in
-    the master, compute and reduce dtype; W: shards. A rank holds
+    the master, compute and reduce dtype; W: shards, of experts as many as ranks have the same ones.
+    Elements are those of this rank's part, where layers are divided. A rank holds
 
     - always m n / W of each unit and its optimizer state, and m n / W of gradients from the end of
       its backward on;
@@ -59,18 +84,30 @@ class Sharded(TorchMemory):
         self, topology: Topology, model: ModelShape, optimizer: OptimizerShape, sizes: Sizes, *,
         config: Fsdp,
     ) -> None:  # fmt: skip
-        local = config.shard_size or topology.local_ranks
-        shards = {"no_shard": 1, "hybrid_shard": local}.get(config.sharding, topology.ranks)
+        self._axes = axes = required(config, topology.ranks)
+        shards = config.shards(axes, topology.local_ranks)
         home: Place = "host" if config.cpu_offload else "device"
-        super().__init__(topology.ranks, model, optimizer, sizes, shards=shards, home=home)
+        ranks = axes.data * axes.context
+        super().__init__(ranks, model, optimizer, sizes, shards=shards, home=home)
         self._config = config
         self._stays = config.sharding not in ("full_shard", "hybrid_shard")
         """Whether units that forward has gathered stay until backward."""
         self._late = not config.reduce_every_microbatch
-        self._whole = UnitAmounts(model, lambda w: w.shard(shards, sizes.compute) * shards)
+        self._whole = UnitAmounts(model, self._gathers)
         """Bytes of gathered units."""
+        self._padded = UnitAmounts(model, lambda w: self._reduces(w, 1))
+        """Elements of the gradients that are reduced."""
         self._trained = UnitAmounts(model, lambda w: w.elements if w.trained else 0)
         self._last = next((w.elements for w in reversed(model.root) if w.trained), 0)
+
+    def _gathers(self, weight: Weight) -> int:
+        """Bytes of a gathered weight."""
+        return weight.shard(self._shards, self._sizes.compute) * weight.holders(self._shards)
+
+    def _reduces(self, weight: Weight, size: int) -> int:
+        """Bytes of a weight's gradient that is reduced, in numbers of `size` bytes."""
+        shards = self._shards
+        return weight.shard(shards, size) * weight.holders(shards) if weight.trained else 0
 
     def _running(self, moment: Moment, place: int) -> Iterator[Item]:
         buffers = self._gathering(moment, place) + self._reducing(moment, place)
@@ -110,11 +147,11 @@ class Sharded(TorchMemory):
         replicas = self._config.sharding in ("no_shard", "hybrid_shard")
         stays = r * self._own.after(place) if others and replicas else 0
         if moment.event != "reduce":
-            return stays + r * self._own[place + 1] * self._shards
+            return stays + r * self._padded[place + 1]
         # Whole gradients but the last are freed before there is a shard.
         given_up = c * (self._trained[place] - self._last * (place == ROOT))
         shard = (r if r == m else r + m) * self._own[place] - given_up
-        return stays + r * self._own[place] * self._shards + max(shard, 0)
+        return stays + r * self._padded[place] + max(shard, 0)
 
     def _unreduced(self, moment: Moment, place: int) -> int:
         """Bytes of whole gradients outside of the unit in backward: of the head, and of units that
@@ -143,16 +180,26 @@ class Sharded(TorchMemory):
         return Gradients(0 if added else c, c if sums else 0)
 
     def traffic(self, microbatches: int) -> Iterator[Traffic]:
-        shards, replicas = self._shards, self.ranks // self._shards
-        gathered = self._twice(self._whole) * microbatches
-        sent = self._sizes.reduce * self._own.all * (1 if self._late else microbatches)
-        whole = sent * shards
-        if shards > 1:
-            yield Traffic(collective="all-gather", bytes=gathered, ranks=shards, what="parameters")
-            yield Traffic(collective="reduce-scatter", bytes=whole, ranks=shards, what="gradients")
+        shards, replicas, apart = self._shards, self.ranks // self._shards, self._axes.tensor
+        reductions = 1 if self._late else microbatches
+        for among in sorted({weight.experts for weight, _ in self._model.counted()}):
+            holders, what = max(shards // among, 1), "experts' " if among > 1 else ""
+            groups = {"ranks": holders, "apart": apart * among}
+            gathered = self._twice(self._of_experts(among, self._gathers)) * microbatches
+            reduced = self._of_experts(among, lambda w: self._reduces(w, self._sizes.reduce)).all
+            if holders > 1:
+                told = f"{what}parameters", f"{what}gradients"
+                yield Traffic(collective="all-gather", bytes=gathered, what=told[0], **groups)
+                sent = reduced * reductions
+                yield Traffic(collective="reduce-scatter", bytes=sent, what=told[1], **groups)
         if replicas > 1:
-            groups = {"ranks": replicas, "apart": shards}
+            sent = self._sizes.reduce * self._own.all * reductions
+            groups = {"ranks": replicas, "apart": shards * apart}
             yield Traffic(collective="all-reduce", bytes=sent, what="gradients' shards", **groups)
+
+    def _of_experts(self, among: int, amount: Callable[[Weight], int]) -> UnitAmounts:
+        """An amount of the weights that `among` ranks divide by experts."""
+        return UnitAmounts(self._model, lambda w: amount(w) if w.experts == among else 0)
 
     def copies(self, microbatches: int) -> Copies:
         if self._home == "device":
@@ -166,25 +213,54 @@ class Sharded(TorchMemory):
         return units.all + (0 if self._stays else units.all - units[ROOT])
 
 
+def _divided(axes: dict[str, int]) -> tuple[str, Preset]:
+    """Name and preset of shards over what the axes leave."""
+    name = "-".join(["fsdp", *(f"{AXES[axis][0]}{size}" for axis, size in axes.items())])
+    fields: dict[str, Any] = {
+        ("expert_parallel" if axis == "experts" else FIELDS[axis]): {"size": size}
+        for axis, size in axes.items()
+    }
+    shared = ", ".join(SHARED[axis].format(size) for axis, size in axes.items())
+    # Gradients stay whole in a pipeline anyhow.
+    at_first = {} if "pipeline" in axes else WHOLE
+    return name, Preset(
+        order=Tier.DIVIDED, what=f"shards, {shared}", fields=fields, at_first=at_first, axes=axes
+    )
+
+
 class FsdpPlanner(Planner[Fsdp]):
     """Planner of `wrap.fsdp`."""
 
     @classmethod
     def presets(cls) -> Presets:
-        return {
+        plain = {
             name: Preset(order=order, what=what, fields={"sharding": sharding}, at_first=WHOLE)
             for name, (order, sharding, what) in PRESETS.items()
         }
+        single = [{axis: size} for axis, (_, sizes) in AXES.items() for size in sizes]
+        return plain | dict(
+            map(_divided, [*single, *({"tensor": t, axis: n} for t, axis, n in BOTH)])
+        )
 
     def savings(self, ranks: int) -> Iterator[Saving]:
-        if not self.stage.reduce_every_microbatch:
+        if not self.stage.reduce_every_microbatch and self.stage.pipeline_parallel is None:
             fields, what = {"reduce_every_microbatch": True}, "gradients reduced every micro-batch"
             yield Saving(order=REDUCE, what=what, fields=fields)
 
+    def division(self, topology: Topology) -> Division | None:
+        axes = required(self.stage, topology.ranks)
+        return model_parts(self.stage, topology, self.stage.shards(axes, topology.local_ranks))
+
     def forecast(
-        self, topology: Topology, profile: Profile, precision: Precision, optimizer: OptimizerShape
-    ) -> Sharded:
-        return Sharded(topology, profile.model, optimizer, Sizes.by(precision), config=self.stage)
+        self, topology: Topology, profile: Profile, precision: Precision,
+        optimizer: OptimizerShape, samples: SampleShape | None = None,
+    ) -> StrategyMemory:  # fmt: skip
+        sizes = Sizes.by(precision)
+        if topology.stages > 1 and samples is not None:
+            from stages.wrap.fsdp_stages import PipelinedShards
+
+            return PipelinedShards(topology, profile, optimizer, sizes, samples, config=self.stage)
+        return Sharded(topology, profile.model, optimizer, sizes, config=self.stage)
 
     def trace(
         self, ctx: Context, topology: Topology, model: ModelSource, precision: Precision,

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch.distributed.device_mesh import init_device_mesh
 
+from pipeline.utils import with_values
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,4 +38,5 @@ def context_group(axes: Axes, device: str) -> ProcessGroup:
     """The ranks that share this rank's samples (collective)."""
     shape = (axes.pipeline * axes.data, axes.context, axes.tensor)
     names = ("outer", "context", "tensor")
-    return init_device_mesh(device, shape, mesh_dim_names=names)["context"].get_group()
+    with with_values():
+        return init_device_mesh(device, shape, mesh_dim_names=names)["context"].get_group()

@@ -73,7 +73,7 @@ MORE = (4,) if FULL else ()
 """World sizes of the full tier."""
 UNEVEN = {"micro_batch_size": 3}
 BASIC = _traits("basic", "combines", "half", "resumes")
-COMBINES = _traits("combines", "resumes")
+COMBINES = _traits("combines", "half", "resumes")
 SHARDED = _traits("sharded")
 REPLICATED = _traits("replicated")
 RESUMES = _traits("resumes")

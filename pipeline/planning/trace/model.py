@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,8 @@ from pipeline.contracts.model import ModelSource
 from pipeline.contracts.precision import Precision, torch_dtype
 from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.planning.forecast import Weight
-from pipeline.planning.planner import Topology
-from pipeline.planning.trace.torch_compat import cast_in
+from pipeline.planning.planner import Division, Topology
+from pipeline.planning.trace.torch_compat import cast_in, local
 from pipeline.planning.trace.tracker import Marks
 from pipeline.utils.fake_tensors import with_values
 
@@ -35,6 +35,8 @@ class Structure:
     """Everything that distinguishes a block from others but its number, for each block."""
     tied: bool
     """Whether two names of the root share one weight."""
+    behind: Sequence[str]
+    """Names of the root's weights that come behind the blocks."""
 
     @property
     def weights(self) -> Sequence[Weight]:
@@ -61,7 +63,11 @@ def structure(source: ModelSource) -> Structure:
         )
         for parameter, name in names.items()
     }
+    inside = {one for block in blocks for one in block.parameters()}
+    order = [*names]
+    last = max((at for at, one in enumerate(order) if one in inside), default=len(order))
     return Structure(
+        behind=[names[one] for one in order[last + 1 :]],
         # A weight that blocks share belongs to the first of them, the rest to the root.
         blocks=[[left.pop(one) for one in block.parameters() if one in left] for block in blocks],
         root=[*left.values()],
@@ -96,8 +102,9 @@ class BareEngine(Engine):
     compute dtype, as strategies that gather blocks do: both are up to the strategy."""
 
     def __init__(
-        self, source: ModelSource, precision: Precision, topology: Topology, marks: Marks
-    ) -> None:
+        self, source: ModelSource, precision: Precision, topology: Topology, marks: Marks,
+        division: Division | None = None,
+    ) -> None:  # fmt: skip
         compute = torch_dtype(precision.compute)
         with with_values():
             with torch.device("meta"):
@@ -110,6 +117,8 @@ class BareEngine(Engine):
             _cast(first, compute)
             if precision.buffer is not None:
                 _cast(model.buffers(), torch_dtype(precision.buffer))
+            self._division = division
+            self.divided = Divided.of(division, model, source.blocks(model))
         self.model = model.to_empty(device="cpu").train()
         self.modules = (self.model,)
         self.device = torch.device("cpu")
@@ -137,7 +146,8 @@ class BareEngine(Engine):
     ) -> Tensor:
         total = torch.zeros((), device=self.device)
         for batch in batches:
-            loss = objective(self.model, batch)
+            own = batch if self._division is None else self._division.own(batch)
+            loss = objective(self.model, own)
             (loss * scale).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return total
@@ -150,6 +160,42 @@ class BareEngine(Engine):
         raise NotImplementedError
 
     evaluate = describe = state = fragments = restore = sync_compute_weights = _absent  # type: ignore[assignment]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divided:
+    """What a division made of a model: the shape of each weight's part, the number of ranks that
+    have different experts of a weight, and what is exchanged by the name of each group."""
+
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    experts: Mapping[str, int] = field(default_factory=dict)
+    groups: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, division: Division | None, model: nn.Module, blocks: Sequence[nn.Module]
+    ) -> Divided:
+        """Divide a model on the meta device, whose parameters become this rank's parts."""
+        if division is None:
+            return cls()
+        groups = division.divide(model, blocks)
+        experts = division.experts(model)
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    part = nn.Parameter(local(parameter).detach(), parameter.requires_grad)
+                    module._parameters[name] = part
+        named = model.named_parameters()
+        shapes = {name: tuple(parameter.shape) for name, parameter in named}
+        return cls(shapes=shapes, experts=experts, groups=groups)
+
+    def part(self, weight: Weight) -> Weight:
+        """This rank's part of a weight."""
+        shape, experts = self.shapes.get(weight.name, weight.shape), self.experts
+        if weight.packed or (shape == weight.shape and weight.name not in experts):
+            return weight
+        whole, among = weight.shape, experts.get(weight.name, 1)
+        return replace(weight, shape=shape, whole=whole, experts=among)
 
 
 def _cast(tensors: Any, dtype: torch.dtype) -> None:

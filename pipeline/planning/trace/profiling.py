@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 from pipeline.errors import StageError
 from pipeline.planning.forecast import BACKWARD, FORWARD, ModelShape, Weight
 from pipeline.planning.planner import Extent, Job
-from pipeline.planning.profile import NOTHING, Line, Part, Peak, Profile, fullest
+from pipeline.planning.profile import NOTHING, Exchange, Line, Part, Peak, Profile, fullest
 from pipeline.planning.trace.model import Structure, kinds, structure
 from pipeline.planning.trace.run import Traced, declared, run
 from pipeline.planning.trace.tracker import HEAD, INPUT, LOSS, START, Level, Stretch
@@ -26,6 +28,9 @@ ROOT = (
 )
 """Event and unit of a strategy's moments, phase and mark of a trace, of parts outside blocks."""
 
+UNEVEN = "experts that get more tokens than others: routing is taken to be balanced"
+"""What a plan of divided experts leaves out."""
+
 Pieces = dict[tuple[str, Any], list[Stretch]]
 """Phase and part of the model -> its stretches: from its beginning, and from each gradient on."""
 
@@ -38,7 +43,7 @@ def profile(job: Job) -> Profile:
     first = [numbers.index(kind) for kind in range(max(numbers, default=-1) + 1)]
     # One more: no kind is measured on the last block that runs.
     runs = _runs(job, whole, max(first, default=-1) + 2)
-    parts, built = _Parts(runs), runs[0].built
+    parts = _Parts(runs)
     # A model that is trained as a whole has no adapters, which are not exported.
     bare = source.skeleton is not source or all(weight.trained for weight in whole.weights)
     plain = whole if bare else structure(source.export_view)
@@ -47,7 +52,7 @@ def profile(job: Job) -> Profile:
         found.append((f"forward {kind}", parts.part(FORWARD, place)))
         found.append((f"backward {kind}", parts.part(BACKWARD, place)))
     return Profile(
-        model=_shape(source.vocab_size, plain, built, numbers, first, parts),
+        model=_shape(source.vocab_size, plain, runs[0], numbers, first, parts),
         parts=dict(found),
         recomputed=tuple(parts.repeats(place) for place in first),
     )
@@ -70,7 +75,9 @@ class _Parts:
     def __init__(self, runs: Sequence[Traced]) -> None:
         self._names = runs[0].names
         self._pieces = [_pieces(one.stretches, self._names) for one in runs]
-        self._elements = {weight.name: weight.elements for weight in runs[0].built.weights}
+        self._groups = runs[0].divided.groups
+        parts = map(runs[0].divided.part, runs[0].built.weights)
+        self._elements = {weight.name: weight.elements for weight in parts}
         blocks = range(len(runs[0].built.names))
         if any(len(self._pieces[0].get((FORWARD, place), ())) > 1 for place in blocks):
             raise StageError(
@@ -97,6 +104,8 @@ class _Parts:
         if not first or len(first) != len(second):
             return NOTHING
         base, end = ([stretches[at].levels[at] for stretches in (first, second)] for at in (0, -1))
+        if (phase, where) == (FORWARD, HEAD):  # begins before the last block has returned
+            base = [_settled(stretches[0].levels) for stretches in (first, second)]
 
         def total(field: str) -> Line:
             return _line(*(sum(getattr(one, field) for one in two) for two in (first, second)))
@@ -106,6 +115,23 @@ class _Parts:
             offloaded=_line(*(e.host - b.host for e, b in zip(end, base, strict=True))),
             peaks=fullest(self._peaks(first, second, base)),
             **{field: total(field) for field in ("products", "attention", "again", "made")},
+            exchanges=self._exchanges(first, second),
+        )
+
+    def _exchanges(
+        self, first: Sequence[Stretch], second: Sequence[Stretch]
+    ) -> tuple[Exchange, ...]:
+        low, high = (sum((one.sent for one in some), Counter()) for some in (first, second))
+        return tuple(
+            Exchange(
+                collective=link.collective,
+                ranks=len(link.ranks),
+                apart=link.ranks[1] - link.ranks[0],
+                what=self._groups[link.group],
+                bytes=_line(low[link], high[link]),
+            )
+            for link in high
+            if link.group in self._groups and len(link.ranks) > 1
         )
 
     def _peaks(
@@ -138,6 +164,12 @@ def _line(low: float, high: float) -> Line:
     return Line(low - slope * SAMPLES[0], slope)
 
 
+def _settled(levels: Sequence[Level]) -> Level:
+    """The level after everything that is freed at the beginning."""
+    falls = itertools.takewhile(lambda pair: pair[1] <= pair[0], itertools.pairwise(levels))
+    return min([levels[0], *(after for _, after in falls)])
+
+
 def _aligned(first: Sequence[Level], second: Sequence[Level]) -> list[tuple[Level, Level]]:
     """Pairs of levels of two sizes: one by one, or, if their number differs, the beginnings, the
     highest and the ends."""
@@ -147,11 +179,12 @@ def _aligned(first: Sequence[Level], second: Sequence[Level]) -> list[tuple[Leve
 
 
 def _shape(
-    vocabulary: int, plain: Structure, built: Structure, numbers: Sequence[int],
+    vocabulary: int, plain: Structure, traced: Traced, numbers: Sequence[int],
     first: Sequence[int], parts: _Parts,
 ) -> ModelShape:  # fmt: skip
-    """The whole model, from the built blocks of each kind (`built`) and the exported weights
+    """The whole model, from the built blocks of each kind (`traced`) and the exported weights
     (`plain`)."""
+    built, divided = traced.built, traced.divided
     known = {weight.name for weight in plain.weights}
     root, blocks = _elements(plain.root), [_elements(plain.blocks[place]) for place in first]
     added = [
@@ -161,7 +194,8 @@ def _shape(
     idle = [w.name for w in built.weights if w.trained and w.name not in parts.given]
 
     def shaped(weights: Sequence[Weight]) -> tuple[Weight, ...]:
-        return tuple(replace(w, trained=w.trained and w.name not in idle) for w in weights)
+        own = map(divided.part, weights)
+        return tuple(replace(w, trained=w.trained and w.name not in idle) for w in own)
 
     return ModelShape(
         root=shaped(built.root),
@@ -169,11 +203,15 @@ def _shape(
         blocks=tuple(numbers),
         late=tuple(one.name for one in built.root if one.name in parts.early),
         tied=built.tied,
+        behind=tuple(built.behind),
         vocabulary=vocabulary,
         parameters=root + sum(blocks[kind] + added[kind] for kind in numbers),
         exported=root + sum(blocks[kind] for kind in numbers),
         proven=root + max(blocks, default=0),
-        caveats=tuple(f"memory of {name}, which gets no gradient here" for name in idle[:1]),
+        caveats=(
+            *(f"memory of {name}, which gets no gradient here" for name in idle[:1]),
+            *((UNEVEN,) if divided.experts else ()),
+        ),
     )
 
 

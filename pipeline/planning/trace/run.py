@@ -6,6 +6,7 @@ import contextlib
 import logging
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +24,13 @@ from pipeline.errors import PipeError, StageError, UsageError
 from pipeline.plan.binding import Results
 from pipeline.planning.forecast import LOAD, Held
 from pipeline.planning.planner import Extent, Job
-from pipeline.planning.trace.model import BareEngine, Structure, structure, with_zero_weights
+from pipeline.planning.trace.model import (
+    BareEngine,
+    Divided,
+    Structure,
+    structure,
+    with_zero_weights,
+)
 from pipeline.planning.trace.torch_compat import silent_group, single_group
 from pipeline.planning.trace.tracker import Marks, MemoryTracker, Stretch, offloading
 from pipeline.run.metrics import Metrics
@@ -46,6 +53,8 @@ class Traced:
     stretches: Sequence[Stretch]
     names: Mapping[str, str]
     """Parameter -> the parameter it is tied to, or itself. Empty for a model in a strategy."""
+    divided: Divided
+    """How the model was divided among ranks; not at all in a strategy."""
 
     @property
     def peaks(self) -> dict[str, Held]:
@@ -59,23 +68,43 @@ class Traced:
 
 def declared(job: Job) -> ModelSource:
     """The model that a recipe declares, in full depth. Raises UsageError for a recipe without."""
-    with _context(job) as ctx:
+    with _context(job, 0) as ctx:
         return _declare(job, Results.of(WHOLE), ctx)
 
 
-def run(job: Job, extent: Extent = WHOLE, *, fake: bool = True, bare: bool = False) -> Traced:
-    """Run training steps of rank 0; without `fake`, on real tensors, with `bare`, without a
+def step_peaks(job: Job) -> dict[str, Held]:
+    """Peak of the device's memory by phase, of the fullest rank of a pipeline."""
+    stages = 1 if job.division is None else job.division.stages
+    ranks = range(0, job.topology.ranks, job.topology.ranks // stages)
+    every = [_alone(job, rank).peaks for rank in ranks]
+    phases = dict.fromkeys(phase for peaks in every for phase in peaks)
+    return {
+        phase: max((peaks[phase] for peaks in every if phase in peaks), key=lambda one: one.bytes)
+        for phase in phases
+    }
+
+
+def _alone(job: Job, rank: int) -> Traced:
+    """The trace of a rank in a thread of its own, as torch's caches of meshes know one rank."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run, job, rank=rank).result()
+
+
+def run(
+    job: Job, extent: Extent = WHOLE, *, fake: bool = True, bare: bool = False, rank: int = 0
+) -> Traced:
+    """Run training steps of one rank; without `fake`, on real tensors, with `bare`, without a
     strategy. Raises UsageError if nothing is trained, and StageError for a model that needs
     values."""
     tracker = MemoryTracker(fake=fake)
     marks = Marks(tracker)
     results = Results.of(job.topology, job.samples, replace(extent, phase=marks.phase))
     with contextlib.ExitStack() as stack:
-        ctx = stack.enter_context(_context(job))
-        if not bare:
+        ctx = stack.enter_context(_context(job, rank))
+        if not bare or job.division is not None:
             ranks = job.topology.ranks
             real = not fake and ranks == 1
-            stack.enter_context(single_group() if real else silent_group(ranks))
+            stack.enter_context(single_group() if real else silent_group(ranks, rank))
         source = _declare(job, results, ctx)
         # Before a strategy changes the classes of modules.
         built = structure(source)
@@ -87,30 +116,40 @@ def run(job: Job, extent: Extent = WHOLE, *, fake: bool = True, bare: bool = Fal
         stack.enter_context(model_errors_as_ours())
         if bare:
             precision = results.require(Precision, "no slot of the recipe gives a precision")
-            results |= Results.of(BareEngine(source, precision, job.topology, marks))
+            made = BareEngine(source, precision, job.topology, marks, job.division)
+            results |= Results.of(made)
         else:
             _run(job, results, ctx, (Engine,), TRACE if fake else RUN)
         why = "the strategy cannot be traced, but it is planned without --trace"
         engine: Engine = results.require(Engine, why)
-        (model,) = engine.modules
-        stack.enter_context(marks.watching(model, _blocks(model, built.names)))
+        if job.division is None or job.division.stages == 1 or bare:
+            (model,) = engine.modules
+            stack.enter_context(marks.watching(model, _blocks(model, built.names)))
+        else:
+            stack.enter_context(marks.watching_stages(engine.modules))
         _run(job, results, ctx, (TrainedRun,), TRACE)
         if tracker.stretches[-1].position.phase == LOAD:
             raise UsageError("nothing is trained that could be traced")
-    names = engine.names if isinstance(engine, BareEngine) else {}
-    return Traced(source=source, built=built, stretches=tracker.stretches, names=names)
+    alone = isinstance(engine, BareEngine)
+    return Traced(
+        source=source,
+        built=built,
+        stretches=tracker.stretches,
+        names=engine.names if alone else {},
+        divided=engine.divided if alone else Divided(),
+    )
 
 
 @contextlib.contextmanager
-def _context(job: Job) -> Iterator[Context]:
-    """Inside, stages can run as rank 0 of all ranks, without a log, in a temporary folder."""
+def _context(job: Job, rank: int) -> Iterator[Context]:
+    """Inside, stages can run as one rank of all, without a log, in a temporary folder."""
     log = logging.getLogger("pipe.planning")
     log.addHandler(logging.NullHandler())
     log.propagate = False
     place = DistContext(
-        rank=0,
+        rank=rank,
         world_size=job.topology.ranks,
-        local_rank=0,
+        local_rank=rank % job.topology.local_ranks,
         local_world_size=job.topology.local_ranks,
         device=torch.device("cpu"),
     )

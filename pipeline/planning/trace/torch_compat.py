@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from pipeline.distributed.environment import stay_on_loopback
+from pipeline.planning.forecast import Collective
 
 ALONE = 4, 2
 """References to a gradient and its storage that a watcher sees at its addition, if only the
@@ -55,6 +56,47 @@ def computes_again() -> bool:
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() != -1
 
 
+COLLECTIVES: dict[str, Collective] = {
+    "allreduce_": "all-reduce",
+    "_allgather_base_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "alltoall_base_": "all-to-all",
+    "all_reduce": "all-reduce",
+    "all_gather_into_tensor": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "all_to_all_single": "all-to-all",
+}
+"""Operators of torch's two families of collectives that a model may call."""
+
+
+class Link(NamedTuple):
+    """A collective, the name of its group, and the ranks of the group."""
+
+    collective: Collective
+    group: str
+    ranks: tuple[int, ...]
+
+
+def collective(function: Any, arguments: Sequence[Any]) -> tuple[Link, int] | None:
+    """What an operation exchanges, and its bytes as the largest tensor of a rank has them; None for
+    other operations."""
+    if function.namespace not in ("c10d", "_c10d_functional"):
+        return None
+    kind = COLLECTIVES.get(function._overloadpacket.__name__)
+    if kind is None:
+        return None
+    if function.namespace == "c10d":
+        boxed = next(one for one in arguments if isinstance(one, torch.ScriptObject))
+        group = dist.ProcessGroup.unbox(boxed)
+    else:
+        group = dist.distributed_c10d._resolve_process_group(arguments[-1])
+    size = max(one.numel() * one.itemsize for one in tensors_in(arguments))
+    if function.namespace != "c10d" and kind == "all-gather":
+        size *= group.size()
+    ranks = tuple(dist.get_process_group_ranks(group))
+    return Link(kind, group.group_name, ranks), size
+
+
 def tensors_in(given: Any) -> Iterator[Tensor]:
     """Tensors in a nested structure."""
     return (one for one in tree_iter(given) if isinstance(one, Tensor))
@@ -78,25 +120,25 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
-def silent_group(ranks: int) -> AbstractContextManager[None]:
-    """Inside, this process is rank 0 of `ranks`; nothing is sent, and every collective completes at
-    once. The process group is that of torch's own tests."""
+def silent_group(ranks: int, rank: int = 0) -> AbstractContextManager[None]:
+    """Inside, this process is one rank of `ranks`; nothing is sent, and every collective completes
+    at once. The process group is that of torch's own tests."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    return _group("fake", FakeStore(), ranks)
+    return _group("fake", FakeStore(), ranks, rank)
 
 
 def single_group() -> AbstractContextManager[None]:
     """Inside, this process is a group of its own, which really sends: DistributedDataParallel needs
     the results of its collectives."""
     stay_on_loopback()
-    return _group("gloo", dist.HashStore(), 1)  # type: ignore[attr-defined]
+    return _group("gloo", dist.HashStore(), 1, 0)  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
-def _group(backend: str, store: Any, ranks: int) -> Iterator[None]:
+def _group(backend: str, store: Any, ranks: int, rank: int) -> Iterator[None]:
     hook = sys.excepthook  # torch puts the rank in front of what this prints
-    dist.init_process_group(backend, store=store, rank=0, world_size=ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
     try:
         yield
     finally:

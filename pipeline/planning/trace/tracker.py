@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 from torch.utils.hooks import RemovableHandle
 
-from pipeline.planning.forecast import LOAD
+from pipeline.planning.forecast import BACKWARD, FORWARD, LOAD
 from pipeline.planning.trace import torch_compat
-from pipeline.planning.trace.torch_compat import storage_key, tensors_in
+from pipeline.planning.trace.torch_compat import Link, storage_key, tensors_in
 from pipeline.utils.fake_tensors import device_of, has_values
 
 aten = torch.ops.aten
@@ -54,8 +55,8 @@ class Level(NamedTuple):
 class Stretch:
     """A program from one position to the next. levels: at its beginning and at each change of
     memory. products, attention, again: floating-point operations of matrix products, of attention
-    kernels, and of both when recomputed. made: bytes of new tensors. repeats: whether anything is
-    recomputed."""
+    kernels, and of both when recomputed. made: bytes of new tensors. sent: bytes that ranks
+    exchange. repeats: whether anything is recomputed."""
 
     position: Position
     levels: list[Level]
@@ -63,6 +64,7 @@ class Stretch:
     attention: float = 0.0
     again: float = 0.0
     made: int = 0
+    sent: Counter[Link] = field(default_factory=Counter)
     repeats: bool = False
 
 
@@ -118,6 +120,9 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         out = self._run(function, arguments, named)
         here = self.stretches[-1]
         here.made += max(self._now - before, 0)
+        exchanged = torch_compat.collective(function, arguments)
+        if exchanged is not None:
+            here.sent[exchanged[0]] += exchanged[1]
         kind, amount = operations(function, arguments, named, out)
         if torch_compat.computes_again():
             here.repeats = True
@@ -129,7 +134,8 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         return out
 
     def _run(self, function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        if self._fake and function is aten._local_scalar_dense.default:  # Tensor.item()
+        number = function is aten._local_scalar_dense.default  # Tensor.item()
+        if self._fake and number and not has_values(arguments[0]):
             return 1.0
         if torch_compat.adds_gradients(function, arguments):
             return arguments[0].add_(arguments[1])
@@ -188,6 +194,24 @@ class Marks:
         handles = [model.register_forward_hook(self._after_model)]
         for place, block in enumerate(blocks):
             handles += self._hooks(place, block, last=place == len(blocks) - 1)
+        yield
+        for handle in handles:
+            handle.remove()
+
+    @contextlib.contextmanager
+    def watching_stages(self, stages: Sequence[nn.Module]) -> Iterator[None]:
+        """Inside, report whether stages of a pipeline, which take turns, run forward or
+        backward."""
+
+        def before(module: nn.Module, inputs: Any) -> None:
+            self.phase(FORWARD)
+
+        def after(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(lambda _: self.phase(BACKWARD))  # type: ignore[no-untyped-call]
+
+        handles = [one.register_forward_pre_hook(before, prepend=True) for one in stages]
+        handles += [one.register_forward_hook(after) for one in stages]
         yield
         for handle in handles:
             handle.remove()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 BACKWARD = {"SEND_B", "RECV_B", "I", "W", "B", "BW", "REDUCE_GRAD"}
@@ -35,3 +36,49 @@ def _forward_part(action: Any) -> list[Any]:
     """The action, what it consists of, or nothing."""
     parts = action.sub_actions or (action,)
     return [part for part in parts if part.computation_type.value not in BACKWARD]
+
+
+KINDS = {
+    "F": "forward", "B": "backward", "I": "inputs", "W": "weights", "UNSHARD": "gather",
+    "RESHARD": "release", "REDUCE_GRAD": "reduce",
+}  # fmt: skip
+"""Actions of torch's schedules that are no communication between stages."""
+
+
+def orders(
+    schedule: str, ranks: int, per_rank: int, count: int
+) -> list[list[tuple[Any, int, int, int]]]:
+    """The passes of each rank under a schedule of several stages a rank: kind, number of the stage
+    on its rank and among all, micro-batch."""
+    import torch
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    kind = get_schedule_class(schedule)
+    stages = [
+        SimpleNamespace(
+            num_stages=ranks * per_rank, group_size=ranks, group_rank=0, stage_index=ranks * number,
+            submod=torch.nn.Module(), has_backward=True, is_last=False,
+        )
+        for number in range(per_rank)
+    ]  # fmt: skip
+    made: Any = kind(stages, count)  # type: ignore[arg-type, call-arg]
+    found = []
+    for rank in range(ranks):
+        actions = [one for one in made.pipeline_order_with_comms[rank] if _kind(one) in KINDS]
+        numbers = sorted({one.stage_index for one in actions})
+        found.append(
+            [
+                (
+                    KINDS[_kind(one)],
+                    numbers.index(one.stage_index),
+                    one.stage_index,
+                    one.microbatch_index or 0,
+                )
+                for one in actions
+            ]
+        )
+    return found
+
+
+def _kind(action: Any) -> str:
+    return str(action.computation_type.value)

@@ -12,6 +12,7 @@ from pipeline.planning import (
     GRADIENTS,
     PARAMETERS,
     Copies,
+    Division,
     Item,
     Moment,
     OptimizerShape,
@@ -24,6 +25,7 @@ from pipeline.planning import (
     Topology,
     Traffic,
 )
+from stages.wrap.model_parts import model_parts
 from stages.wrap.zero.memory import SUMMED, Amounts, ZeroMemory
 from stages.wrap.zero.stage import Zero
 
@@ -180,6 +182,9 @@ class ZeroPlanner(Planner[Zero]):
             name: Preset(order=order, what=what, fields=fields)
             for name, (order, fields, what) in PRESETS.items()
         }
+
+    def division(self, topology: Topology) -> Division | None:
+        return model_parts(self.stage, topology)
 
     def forecast(
         self, topology: Topology, profile: Profile, precision: Precision, optimizer: OptimizerShape

@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt
 from pipeline import Context, Engine, ModelSource, OptimizerPlan, PlanView, Precision, Problem
 from stages.wrap import axes
 from stages.wrap.axes import ContextParallel, TensorParallel
+from stages.wrap.axis_checks import axis_problems
 
 OffloadDevice = Literal["cpu", "nvme"]
 
@@ -184,7 +185,7 @@ class Zero:
     def check(self, plan: PlanView) -> Iterator[Problem]:
         from stages.wrap.zero.checks import problems
 
-        yield from axes.axis_problems(self, plan)
+        yield from axis_problems(self, plan)
         yield from problems(self, plan)
 
     def run(

@@ -33,6 +33,7 @@ ROOM = 10
 SAVED = {"again": 5, "chunk": 3, "moments": 4, "frozen": 6}
 """GiB that a field saves; each halving of micro-batches saves 2."""
 KINDS = (planner.RECOMPUTE, planner.CHUNK, planner.NARROW_MOMENTS, planner.NARROW_FROZEN)
+VIEW = SimpleNamespace(procs=8, data_ranks=8, device="cuda")
 ORDERS = dict(zip(SAVED, KINDS, strict=True))
 
 
@@ -72,7 +73,7 @@ class Fake(SearchBase):
         for name in {*fields, wrap} & {*self.refuses}:
             raise RecipeError([Problem(message=f"no {name}", key="wrap")])
         step = SimpleNamespace(slot="train", stage=Stage(fields), gives=None)
-        return SimpleNamespace(steps=[step], view=SimpleNamespace(procs=8), wrap=wrap)
+        return SimpleNamespace(steps=[step], view=VIEW, wrap=wrap)
 
     def memory_plan(self, changes: Changes) -> Any:
         plan = self.checked(changes)
@@ -213,3 +214,49 @@ def test_the_fewest_nodes_with_what_costs_time_alone(needs: int, nodes: int | No
 def test_strategies_that_differ_there(ranks: int, local: int, device: str, names: str) -> None:
     topology = Topology(ranks=ranks, local_ranks=local, device=device)
     assert " ".join(one.name for one in suited(STRATEGIES, topology)) == names
+
+
+DIVIDED = [
+    *STRATEGIES[:3],
+    *(
+        Strategy(
+            name=f"cp{size}", use=f"wrap.cp{size}", what="shared", order=Tier.DIVIDED,
+            axes={"context": size},
+        )
+        for size in (2, 4, 8)
+    ),
+    *STRATEGIES[3:],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("needs", "expected"),
+    [
+        ((30, 22, 1, 1, 1), "fsdp ddp"),  # data parallelism suffices
+        ((50, 27, 40, 22, 1), "cp4 ddp fsdp cp2"),  # before anything has fewer bits
+        ((50, 27, 40, 40, 40), "fsdp ddp cp2 cp4 cp8"),
+    ],
+)
+def test_samples_are_shared_where_data_parallelism_does_not_fit(
+    needs: Sequence[int], expected: str
+) -> None:
+    uses = ("wrap.ddp", "wrap.fsdp", "wrap.cp2", "wrap.cp4", "wrap.cp8")
+    base = Fake(needs=dict(zip(uses, needs, strict=True)), refuses=["wrap.hybrid"])
+    tried, _ = choose(base, DIVIDED, "wrap")
+    assert " ".join(one.strategy.name for one in tried) == expected
+
+
+def test_axes_that_the_ranks_allow() -> None:
+    axes = (
+        {"tensor": 4},
+        {"tensor": 8},
+        {"context": 8},
+        {"context": 16},
+        {"tensor": 4, "pipeline": 2},
+    )
+    offered = [
+        Strategy(name=str(number), use="wrap.x", order=Tier.DIVIDED, axes=one)
+        for number, one in enumerate(axes)
+    ]
+    topology = Topology(ranks=8, local_ranks=4, device="cuda")
+    assert " ".join(one.name for one in suited(offered, topology)) == "0 2 4"

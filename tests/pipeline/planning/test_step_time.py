@@ -13,7 +13,7 @@ from pipeline.planning.estimate import Work
 from pipeline.planning.forecast import Copies, Traffic
 from pipeline.planning.hardware import MEASURED, Hardware, Rate
 from pipeline.planning.planner import Topology
-from pipeline.planning.step_time import ATTENTION, PRODUCTS, sent, speed, step_time
+from pipeline.planning.step_time import ATTENTION, PRODUCTS, leaving, sent, speed, step_time
 
 FOUR = Topology(ranks=4, local_ranks=4, device="cuda")
 WORK = Work(products=300.0, attention=50.0, again=50.0, moved=70.0)
@@ -112,3 +112,24 @@ def test_groups_share_what_a_node_sends() -> None:
     assert parts["network between nodes"] == 40.0
     unknown = step_time(told, site, Hardware(rates=rates(peers=1.0))).unknown
     assert "network between nodes" in unknown
+
+
+def test_what_leaves_a_node_in_an_all_to_all() -> None:
+    """Of 8 ranks on nodes of 4, each sends half of its tensors to the other node."""
+    two = Topology(ranks=8, local_ranks=4, device="cuda")
+    assert leaving(traffic("all-to-all", 80, 8), two) == 4 * 40
+    assert leaving(traffic("all-reduce", 80, 8), two) == sent(traffic("all-reduce", 80, 8))
+    assert leaving(traffic("all-to-all", 80, 4), two) == 0
+
+
+def test_computation_waits_for_what_a_divided_model_exchanges() -> None:
+    hardware = Hardware(rates=rates(measured=True, flops=100.0, bandwidth=70.0, peers=25.0))
+    work = Work(products=300.0, attention=0.0, again=100.0, moved=70.0)
+    hidden = estimate(traffic("all-gather", 100, 4), work=work, copies=Copies())
+    inside = replace(traffic("all-gather", 100, 4), waits=True)
+    waiting = estimate(inside, work=work, copies=Copies())
+    assert step_time(hidden, FOUR, hardware).expected == pytest.approx(4 + 1 + 0.2 * 3)
+    assert step_time(waiting, FOUR, hardware).expected == pytest.approx(4 + 1 + 3)
+    staged = estimate(inside, work=replace(work, idle=0.25), copies=Copies())
+    assert step_time(staged, FOUR, hardware).expected == pytest.approx(8 / 0.75)
+    assert step_time(staged, FOUR, hardware).least == pytest.approx(4 / 0.75)

@@ -13,7 +13,7 @@ from memories.cases import DORA, EAGER, NARROW, Case, llama, own
 from memories.compare import profile_and_trace
 
 from pipeline.contracts.precision import Precision
-from pipeline.planning.estimate import AVERAGE, step_peaks
+from pipeline.planning.estimate import step_peaks
 from pipeline.planning.forecast import (
     GRADIENTS,
     OPTIMIZER,
@@ -27,6 +27,7 @@ from pipeline.planning.forecast import (
     StrategyMemory,
     Weight,
 )
+from pipeline.planning.moments import AVERAGE
 from pipeline.planning.planner import Topology
 from pipeline.planning.profile import Line, Part, Peak, Profile
 from stages.average.ema import EmaAverage

@@ -1,0 +1,185 @@
+"""Memory of wrap.fsdp in a pipeline, by the source of torch.distributed.pipelining (2.13)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from pipeline.planning import (
+    IN_BACKWARD,
+    Gradients,
+    Item,
+    ModelShape,
+    Moment,
+    OptimizerShape,
+    PipelineRank,
+    PipelineStage,
+    Profile,
+    SampleShape,
+    Sizes,
+    StrategyMemory,
+    Topology,
+    Traffic,
+)
+from stages.wrap.axes import required
+from stages.wrap.fsdp import Fsdp
+from stages.wrap.fsdp_planner import Sharded
+from stages.wrap.pipeline.order import idle_shares, passes_of
+from stages.wrap.pipeline.split import layer_ranges, stages_of
+from stages.wrap.torch_planner import ROOT
+
+TOKEN = 8
+"""Bytes of a token's number."""
+
+
+class PipelinedShards(StrategyMemory):
+    """Stages of a model on every rank of a pipeline, each sharded over the data-parallel ranks."""
+
+    def __init__(
+        self, topology: Topology, profile: Profile, optimizer: OptimizerShape, sizes: Sizes,
+        samples: SampleShape, *, config: Fsdp,
+    ) -> None:  # fmt: skip
+        axes, asked = required(config, topology.ranks), config.pipeline_parallel
+        assert asked is not None
+        self._axes, self._asked = axes, asked
+        multiple = axes.context * axes.tensor
+        whole = -(-samples.length // multiple) * multiple
+        length, model = whole // axes.context, profile.model
+        width = (model.embedding.whole or model.embedding.shape)[-1]
+        hidden = length * width * sizes.compute
+        positions = whole * TOKEN * (samples.packed or axes.context > 1)
+        last = axes.pipeline * asked.per_rank - 1
+
+        def stage(number: int, blocks: range) -> PipelineStage:
+            shape = stage_shape(model, blocks, first=number == 0, last=number == last)
+            return PipelineStage(
+                blocks=blocks,
+                first=number == 0,
+                last=number == last,
+                memory=StageShards(topology, shape, optimizer, sizes, config=config),
+                hidden=hidden,
+                tokens=0,
+            )
+
+        self._tokens = 2 * length * TOKEN + positions
+        stages = [stage(*one) for one in enumerate(layer_ranges(len(model.blocks), last + 1))]
+        folded = asked.schedule == "ZBVZeroBubble"
+        own = (
+            stages_of(rank, axes.pipeline, asked.per_rank, folded=folded)
+            for rank in range(axes.pipeline)
+        )
+        self._ranks = [[stages[number] for number in numbers] for numbers in own]
+        fullest = max(self._ranks, key=lambda some: sum(one.memory.masters[0] for one in some))
+        self.ranks = axes.data * axes.context
+        self.masters = sum(one.memory.masters[0] for one in fullest), fullest[0].memory.masters[1]
+        self.updated = sum(one.memory.updated for one in fullest)
+        self._fullest = fullest
+
+    def held(self, moment: Moment) -> Iterator[Item]:
+        for stage in self._fullest:
+            yield from stage.memory.held(moment)
+
+    def gradients(self, moment: Moment) -> Gradients:
+        return self._fullest[0].memory.gradients(moment)
+
+    def traffic(self, microbatches: int) -> Iterator[Traffic]:
+        for stage in self._fullest:
+            yield from stage.memory.traffic(microbatches)
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019
+    def pipeline(self, microbatches: int) -> Sequence[PipelineRank]:
+        axes, asked = self._axes, self._asked
+        count, orders = passes_of(asked.schedule, axes.pipeline, asked.per_rank, microbatches)
+        idle = idle_shares(orders, axes.pipeline * asked.per_rank)
+        return [
+            PipelineRank(
+                ranks=axes.pipeline,
+                apart=axes.ranks // axes.pipeline,
+                stages=[replace(own[0], tokens=self._tokens), *own[1:]],
+                passes=[one.local for one in order],
+                idle=share,
+                microbatches=count,
+            )
+            for own, order, share in zip(self._ranks, orders, idle, strict=True)
+        ]
+
+
+def stage_shape(model: ModelShape, blocks: range, *, first: bool, last: bool) -> ModelShape:
+    """The weights of a stage. The last has a copy of the embedding that a head is tied to."""
+    copied = (model.embedding.name,) * (model.tied and last)
+    behind = (*model.behind, *copied)
+    root = tuple(
+        one
+        for one in model.root
+        if (last and one.name in behind) or (first and one.name not in model.behind)
+    )
+    return replace(
+        model,
+        root=root,
+        blocks=tuple(model.blocks[number] for number in blocks),
+        late=tuple(name for name in model.late if last and name in behind),
+        tied=False,
+    )
+
+
+class StageShards(Sharded):
+    """One stage. Gradients are whole until all backward passes are over, and units that a backward
+    has gathered stay until the next forward passes them, or until they are reduced."""
+
+    def __init__(
+        self, topology: Topology, model: ModelShape, optimizer: OptimizerShape, sizes: Sizes, *,
+        config: Fsdp,
+    ) -> None:  # fmt: skip
+        super().__init__(topology, model, optimizer, sizes, config=config)
+        self._late = True
+
+    def held(self, moment: Moment) -> Iterator[Item]:
+        if moment.event == "rest":
+            moment = moment._replace(unit="head")
+        yield from super().held(moment)
+
+    def _gathered(self, moment: Moment, place: int) -> int:
+        root, blocks, end = self._whole[ROOT], self._whole, len(self._model.blocks)
+        if moment.event == "rest":
+            over = moment.last
+            stays = moment.whole or (self._stays and not moment.first)
+            return 0 if over else root + (blocks.between(0, end) if stays else 0)
+        if moment.last:  # reduced: the root first, then blocks in order
+            return blocks.between(place + 1, end)
+        if moment.event in IN_BACKWARD or moment.event == "begin":
+            first = 0 if moment.whole or self._stays else place
+            return root + blocks.between(first, end)
+        low = 0 if self._stays else max(place, 0)
+        return root + blocks.between(low, end if moment.whole else place + 1)
+
+    def _gathering(self, moment: Moment, place: int) -> int:
+        if moment.whole or moment.last or moment.event == "rest":
+            return 0
+        if moment.event == "regather" and moment.unit == "head":  # all of the stage at once
+            return 0 if self._shards == 1 else self._whole.all
+        if moment.event == "begin":  # the loss is inside of the stage's module
+            moment = moment._replace(event="backward")
+        return super()._gathering(moment, place)
+
+    def _reducing(self, moment: Moment, place: int) -> int:
+        if moment.event != "reduce" or not moment.last:
+            return 0
+        return self._sizes.reduce * self._padded[place]
+
+    def _unreduced(self, moment: Moment, place: int) -> int:
+        c, r, trained = self._sizes.compute, self._sizes.reduce, self._trained
+        backward, through = moment.event in IN_BACKWARD, moment.event == "reduce"
+        if moment.last:
+            return r * trained.between(place, len(self._model.blocks)) if through else 0
+        waits = (trained.after(place) if backward else 0) if moment.first else trained.all
+        own = trained[place] if through and moment.first else 0
+        head = backward and moment.unit != "head"
+        return r * waits + c * (own + self._head * head)
+
+    def _reduced(self, moment: Moment) -> int:
+        if moment.event == "step" or (moment.event == "rest" and moment.last):
+            return self._own.all
+        if moment.event == "reduce" and moment.last:
+            return self._own.between(ROOT, self._place(moment))
+        return 0

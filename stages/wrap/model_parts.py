@@ -1,0 +1,87 @@
+"""The part of a model that one rank computes with, for planning: layers, sequences and experts are
+divided as the engines divide them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pipeline.planning import Division, Topology
+from stages.wrap.axes import Axes, required
+
+if TYPE_CHECKING:
+    from pipeline import MicroBatch
+
+ACTIVATIONS, HEADS = "activations of divided layers", "states of attention"
+TOKENS = "tokens of experts"
+
+
+def model_parts(stage: Any, topology: Topology, shards: int = 1) -> Division | None:
+    """The division that a wrap stage asks for, of whose ranks `shards` share the parameters; None
+    if every rank computes all of the model."""
+    axes = required(stage, topology.ranks)
+    experts = _size(stage, "expert_parallel")
+    if axes.data == axes.ranks and experts == 1:
+        return None
+    return ModelParts(stage, axes, shards, experts)
+
+
+def _size(stage: Any, name: str) -> int:
+    block = getattr(stage, name, None)
+    return 1 if block is None else int(block.size)
+
+
+class ModelParts(Division):
+    """Divides a model as a wrap stage asks for it."""
+
+    def __init__(self, stage: Any, axes: Axes, shards: int, experts: int) -> None:
+        self._axes, self._shards, self._among = axes, shards, experts
+        self._tensor = getattr(stage, "tensor_parallel", None) if axes.tensor > 1 else None
+        self._dispatched: list[Any] = []
+        self.stages = axes.pipeline
+
+    @property
+    def key(self) -> Mapping[str, Any]:
+        return {
+            "tensor": self._tensor and dataclasses.asdict(self._tensor),
+            "context": self._axes.context,
+            "experts": self._among,
+        }
+
+    def divide(self, model: Any, blocks: Sequence[Any]) -> Mapping[str, str]:
+        from stages.wrap.context.attention import ContextParallel
+        from stages.wrap.experts import divide_experts
+        from stages.wrap.mesh import context_group, expert_mesh, parameter_mesh
+        from stages.wrap.tensor.divide import divide_layers
+
+        axes, groups = self._axes, {}
+        if self._tensor is not None:
+            mesh = parameter_mesh(axes, "cpu", self._shards)["tensor"]
+            divide_layers(self._tensor, model, blocks, mesh)
+            groups[mesh.get_group().group_name] = ACTIVATIONS
+        if self._among > 1:
+            meshes = expert_mesh(axes, "cpu", self._shards, self._among)
+            self._dispatched = divide_experts(model, meshes["expert"], meshes["tensor"])
+            groups[meshes["expert"].get_group().group_name] = TOKENS
+        if axes.context > 1:
+            group = context_group(axes, "cpu")
+            ContextParallel(model, group)
+            groups[group.group_name] = HEADS
+        return groups
+
+    def experts(self, model: Any) -> Mapping[str, int]:
+        names = {module: name for name, module in model.named_modules()}
+        return {
+            f"{names[module]}.{name}": self._among
+            for module in self._dispatched
+            for name, _ in module.named_parameters()
+        }
+
+    def own(self, batch: MicroBatch) -> MicroBatch:
+        from stages.wrap.context.attention import cut
+        from stages.wrap.padding import padded
+
+        axes = self._axes
+        whole = padded(batch, axes.context * axes.tensor)
+        return whole if axes.context == 1 else cut(whole, 0, axes.context)
