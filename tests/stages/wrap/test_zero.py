@@ -14,8 +14,10 @@ from safetensors.torch import load_file
 
 from pipeline.contracts.precision import LossScaling
 from stages.consolidate.weights import open_weights
+from stages.wrap.axes import TensorParallel
 from stages.wrap.zero import OptimizerOffload, ParameterOffload
-from tests.support.processes import run_ranks
+from tests.support.processes import RankFailed, run_ranks
+from tests.support.tier import spread
 from tests.support.zero import Case, has_libaio, plain, run_case
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
@@ -57,6 +59,55 @@ def test_numbers_are_those_of_a_plain_loop(name: str, tmp_path: Path) -> None:
     assert final.keys() == weights.keys()
     for key, weight in weights.items():
         torch.testing.assert_close(final[key], weight, rtol=0, atol=1e-4, msg=key)
+
+
+PAIR = TensorParallel(size=2)
+OFFLOADED = [name for name in CASES if "offload" in name]
+
+
+@pytest.mark.parametrize("name", spread(OFFLOADED, 2))
+def test_divided_layers_whose_state_is_on_the_host(name: str, tmp_path: Path) -> None:
+    """Norms are summed by other code there."""
+    case = Case(zero={**CASES[name], "tensor_parallel": PAIR})
+    result = train(tmp_path, case)
+    losses, norms, _ = plain(tmp_path, case)
+    assert each(result, "loss") == pytest.approx(losses, rel=1e-5)
+    assert each(result, "grad_norm") == pytest.approx(norms, rel=1e-4)
+    facts = result["facts"]
+    assert (facts["world_size"], facts["tensor_parallel"], facts["axes"]) == (2, 2, {"tensor": 2})
+
+
+@pytest.mark.parametrize(("stage", "compute"), [(1, "bf16"), (2, "fp16"), (3, "bf16")])
+def test_divided_layers_in_half_precision(stage: int, compute: str, tmp_path: Path) -> None:
+    scaling = LossScaling(initial_scale=256.0, growth_interval=2) if compute == "fp16" else None
+    narrow = {"compute": compute, "loss_scaling": scaling}
+    alone = train(tmp_path / "alone", Case(zero={"stage": stage}, **narrow), ranks=1)
+    case = Case(zero={"stage": stage, "tensor_parallel": PAIR}, **narrow)
+    divided = train(tmp_path / "divided", case)
+    assert each(divided, "loss") == pytest.approx(each(alone, "loss"), rel=1e-3)
+    assert each(divided, "grad_norm") == pytest.approx(each(alone, "grad_norm"), rel=1e-2)
+    assert each(divided, "loss_scale") == each(alone, "loss_scale")
+
+
+def test_an_overflow_in_one_part_skips_the_step_of_all(tmp_path: Path) -> None:
+    scaling = LossScaling(initial_scale=1024.0, growth_interval=1000)
+    zero = {"stage": 2, "tensor_parallel": PAIR}
+    case = Case(zero=zero, compute="fp16", loss_scaling=scaling, explode_at=1)
+    result = train(tmp_path, case, ranks=4)
+    assert each(result, "applied") == [True, False, True, True]
+    assert each(result, "loss_scale") == [1024.0, 1024.0, 512.0, 512.0]
+
+
+@pytest.mark.full
+def test_unequal_parts_that_more_than_two_ranks_sum(tmp_path: Path) -> None:
+    case = Case(zero={"stage": 2, "tensor_parallel": PAIR}, samples=6, last=1)
+    with pytest.raises(RankFailed, match="divides into unequal parts"):
+        train(tmp_path, case, ranks=6)
+    by_parameter = Case(zero={"stage": 3, "tensor_parallel": PAIR}, samples=6)
+    result = train(tmp_path / "3", by_parameter, ranks=6)
+    losses, norms, _ = plain(tmp_path / "plain", by_parameter)
+    assert each(result, "loss") == pytest.approx(losses, rel=1e-5)
+    assert each(result, "grad_norm") == pytest.approx(norms, rel=1e-4)
 
 
 @pytest.mark.skipif(not has_libaio(), reason="NVMe offload needs libaio")
