@@ -57,9 +57,11 @@ class ZeroMemory(StrategyMemory):
 
     def __init__(
         self, stage: Zero, model: ModelShape, precision: Precision, optimizer: OptimizerShape, *,
-        ranks: int,
+        ranks: int, apart: int = 1,
     ) -> None:  # fmt: skip
+        """`ranks` hold the same part of the model, their numbers `apart` from each other."""
         self.ranks, self.stage, self.model, self.optimizer = ranks, stage, model, optimizer
+        self.apart = apart
         sizes, offload = Sizes.by(precision), stage.offload_optimizer
         self.c, self.m, self.r = sizes.compute, sizes.master, sizes.reduce
         self.compute, self.bucket = precision.compute, stage.reduce_bucket_size
@@ -221,8 +223,9 @@ class ZeroMemory(StrategyMemory):
         # Stages 1 and 2 give all ranks all of it (use_multi_rank_bucket_allreduce).
         by: Collective = "reduce-scatter" if stage == 3 else "all-reduce"
         if w > 1:
-            yield Traffic(collective=by, bytes=sent, ranks=w, what="gradients")
-            yield Traffic(collective="all-gather", bytes=moved, ranks=w, what="parameters")
+            groups = {"ranks": w, "apart": self.apart}
+            yield Traffic(collective=by, bytes=sent, what="gradients", **groups)
+            yield Traffic(collective="all-gather", bytes=moved, what="parameters", **groups)
 
     def copies(self, microbatches: int) -> Copies:
         """Gradients go down to the masters, updated weights up, or parameters whenever they are

@@ -25,6 +25,7 @@ from pipeline.planning import (
     Topology,
     Traffic,
 )
+from stages.wrap.axes import required
 from stages.wrap.model_parts import model_parts
 from stages.wrap.zero.memory import SUMMED, Amounts, ZeroMemory
 from stages.wrap.zero.stage import Zero
@@ -83,8 +84,10 @@ class Stage3Memory(ZeroMemory):
         return min(self.part, self._setting("sub_group_size", 1_000_000_000))
 
     def loading(self) -> int:
-        """Each parameter is whole once more, to hook onto its gradient; then small ones are."""
-        return max(self._small, *(unit.widest for unit in self.units.values()))
+        """Each parameter is whole once more, to hook onto its gradient; then small ones are. A
+        second copy is there at first, until masters are loaded."""
+        widest = max(unit.widest for unit in self.units.values())
+        return max(self._small, widest, self._second_copy(self.every))
 
     @functools.cached_property
     def _small(self) -> int:
@@ -107,8 +110,11 @@ class Stage3Memory(ZeroMemory):
         """Whole parameters, and the buffer from which a fetch is copied: it has
         `prefetch_bucket_size` and a parameter more."""
         unit, forward = self.units[moment.unit], moment.event in ("gather", "forward")
-        yield self._second_copy(moment)
         left = self.every if forward else unit.left
+        near: Place = "host" if self.stage.offload_param else "device"
+        yield Item(
+            "second copy of parameters", near, self._second_copy(self._given_up(moment, left))
+        )
         whole = max(min(left, self._stays), unit.widest, self._small)
         if isinstance(moment.unit, int) and self._ahead and (forward or self._stays < self.every):
             whole += min(self._ahead + unit.widest, max(left - self._small, 0))
@@ -117,13 +123,18 @@ class Stage3Memory(ZeroMemory):
             size = self._small if moment.event == "between" else whole
             yield Item(GATHERED, "device", size)
 
-    def _second_copy(self, moment: Moment) -> Item:
-        """The copy that groups of ranks share (hpZ), from the first forward to the update; that of
-        frozen weights stays."""
+    def _given_up(self, moment: Moment, left: int) -> int:
+        """Bytes of parameters that were whole since the update and are no more: frozen ones
+        always, others once they were computed with and `left` does not keep them."""
+        if moment.event == "between":
+            return self.every - self.c * self.trained
+        waits = moment.first and moment.event != "step"
+        return self.every - min(left, self._stays) * waits
+
+    def _second_copy(self, of: int) -> int:
+        """A rank's bytes of the copy that groups of ranks share (hpZ), of what was given up."""
         group = self._group_of_second_copy
-        size = self.every - self.c * self.trained * (moment.event == "between")
-        where: Place = "host" if self.stage.offload_param else "device"
-        return Item("second copy of parameters", where, -(-size // group) if group else 0)
+        return -(-of // group) if group else 0
 
     @property
     def _group_of_second_copy(self) -> int:
@@ -190,4 +201,6 @@ class ZeroPlanner(Planner[Zero]):
         self, topology: Topology, profile: Profile, precision: Precision, optimizer: OptimizerShape
     ) -> ZeroMemory:
         share = Stage3Memory if self.stage.stage == 3 else ZeroMemory
-        return share(self.stage, profile.model, precision, optimizer, ranks=topology.ranks)
+        tensor = required(self.stage, topology.ranks).tensor
+        groups = {"ranks": topology.ranks // tensor, "apart": tensor}
+        return share(self.stage, profile.model, precision, optimizer, **groups)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pipeline.contracts.precision import Precision
 from pipeline.planning.forecast import Copies, ModelShape, Moment, OptimizerShape, Weight
 from pipeline.planning.planner import Topology
+from stages.wrap.axes import TensorParallel
 from stages.wrap.zero import OptimizerOffload, ParameterOffload, PlusPlus, Zero
 from stages.wrap.zero.memory import ZeroMemory
 from stages.wrap.zero.planner import ZeroPlanner
@@ -165,14 +166,30 @@ def test_copies(wrap: dict[str, Any], compute: str, expected: Copies) -> None:
     assert share(wrap, compute=compute).copies(3) == expected
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_ranks_that_divide_layers_shard_each_part_by_itself(stage: int) -> None:
+    half = share({"stage": stage, **BUCKET}, ranks=4)
+    pair = share({"stage": stage, **BUCKET, "tensor_parallel": TensorParallel(size=2)}, ranks=8)
+    for event in ("between", "forward", "backward", "step"):
+        assert at(pair, event, 1) == at(half, event, 1)
+    told = list(zip(pair.traffic(2), half.traffic(2), strict=True))
+    assert [(one.ranks, one.apart, one.bytes) for one, _ in told] == [
+        (4, 2, other.bytes) for _, other in told
+    ]
+
+
 def test_a_second_copy_for_each_pair_of_ranks() -> None:
     """Wang et al. 2023, ZeRO++: from the first forward to the update, 2 N / 2 more in bf16; one
     gather among all ranks, the others among the pair."""
     name, asked = "second copy of parameters", {"plus_plus": PlusPlus(secondary_partition=2)}
     memory = share({"stage": 3, **BUCKET, **asked})
     events = ("between", "forward", "backward", "step")
-    assert [at(memory, event, 1, name=name) for event in events] == [0, N, N, N]
-    assert at(share({"stage": 3, **BOTH, **asked}), "forward", 1, place="host", name=name) == N
+    # What stays whole until backward has none; the last block, before a head of N / 4, is kept.
+    assert [at(memory, event, 1, name=name) for event in events] == [0, 0, N // 4, N]
+    assert [at(memory, event, 1, False, name=name) for event in events] == [0, N, N, N]
+    few = {"stage": 3, "prefetch_bucket_size": 0, **asked}
+    assert at(share(few), "forward", 1, name=name) == N
+    assert at(share({**few, **BOTH}), "forward", 1, place="host", name=name) == N
     frozen = share({"stage": 3, **asked}, model(frozen={}))
     assert at(frozen, "between", name=name) == N  # no update makes that of frozen weights invalid
     gathers = [one for one in memory.traffic(3) if one.collective == "all-gather"]
@@ -191,6 +208,13 @@ def test_a_second_copy_for_each_pair_of_ranks() -> None:
         {"zero": {"stage": 2, "reduce_bucket_size": 500_000}},
         {"zero": {"stage": 3, "reduce_bucket_size": 500_000}},
         {"zero": {"stage": 3, "reduce_bucket_size": 500_000, **BOTH}, "lora": {"rank": 64}},
+        {
+            "zero": {
+                "stage": 3,
+                "reduce_bucket_size": 500_000,
+                "plus_plus": PlusPlus(secondary_partition=2),
+            }
+        },
     ],
 )
 def test_a_real_run_holds_what_was_planned(fields: dict[str, Any], tmp_path: Path) -> None:
