@@ -6,7 +6,7 @@ docs/zero-memory.md has the formulas, explains their letters, and how they were 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipeline import Precision
 from pipeline.planning import (
@@ -223,7 +223,7 @@ class ZeroMemory(StrategyMemory):
         # Stages 1 and 2 give all ranks all of it (use_multi_rank_bucket_allreduce).
         by: Collective = "reduce-scatter" if stage == 3 else "all-reduce"
         if w > 1:
-            groups = {"ranks": w, "apart": self.apart}
+            groups: dict[str, Any] = {"ranks": w, "apart": self.apart}
             yield Traffic(collective=by, bytes=sent, what="gradients", **groups)
             yield Traffic(collective="all-gather", bytes=moved, what="parameters", **groups)
 
