@@ -75,6 +75,10 @@ Schedule = Literal[
 ]
 SEVERAL_STAGES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
 """Schedules under which a rank has two or more stages."""
+FOLDED = ("ZBVZeroBubble",)
+"""Schedules whose first and last stage are on one rank."""
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")
+"""Schedules that compute gradients of inputs first, and those of weights later."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,7 +218,7 @@ def axis_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
 def _pipeline_problems(block: PipelineParallel | None, plan: PlanView) -> Iterator[Problem]:
     if block is None:
         return
-    folded = block.schedule == "ZBVZeroBubble"
+    folded = block.schedule in FOLDED
     if block.stages_per_rank is not None and block.schedule not in SEVERAL_STAGES:
         yield Problem(
             key="pipeline_parallel.stages_per_rank",

@@ -52,6 +52,17 @@ CASES: dict[str, dict[str, Any]] = {
     "tensor 2, context 2": {"strategy": tensor(2) | context(2), "ranks": 8},
     "experts 2": {"strategy": {"expert_parallel": {"size": 2}}, "model": EXPERTS},
     "experts 4": {"strategy": {"expert_parallel": {"size": 4}}, "model": EXPERTS},
+    "experts 2, once a step": {
+        "strategy": {"expert_parallel": {"size": 2}, "reduce_every_microbatch": False},
+        "model": EXPERTS, "accumulation": 3,
+    },
+    "experts 4, context 2": {
+        "strategy": {"expert_parallel": {"size": 4}, **context(2)}, "model": EXPERTS,
+    },
+    "stages, experts 2": {
+        "strategy": {"expert_parallel": {"size": 2}, **staged(2)}, "model": EXPERTS,
+        "accumulation": 4, "ranks": 8,
+    },
     "1F1B": {"strategy": staged(2), "accumulation": 4},
     "GPipe": {"strategy": staged(2, "GPipe"), "accumulation": 2},
     "1F1B, 4 stages": {"strategy": staged(4), "accumulation": 4, "model": own(**DEEP)},
@@ -92,6 +103,15 @@ def apart(one: Case, folder: Path) -> float:
 @pytest.mark.parametrize("name", dict.fromkeys([*QUICK, *spread([*CASES], 1)]))
 def test_one_ranks_part_takes_what_a_trace_takes(name: str, tmp_path: Path) -> None:
     assert abs(apart(case(**CASES[name]), tmp_path)) < CLOSE
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_split_backward_is_known_less_well(schedule: str, ranks: int, tmp_path: Path) -> None:
+    strategy = staged(ranks, schedule)
+    one = case(own(**DEEP), strategy=strategy, accumulation=8)
+    assert abs(apart(one, tmp_path)) < 0.05
 
 
 @pytest.mark.full
