@@ -143,8 +143,8 @@ def most_saving(
     base: SearchBase, start: Changes, *, away: bool = True, narrow: bool = True
 ) -> Candidate:
     """Apply every saving that only costs time and, if that does not fit, with `away` what waits in
-    host memory, and with `narrow` one that changes numerics. Raises RecipeError for changes `start` that the recipe does not accept, and
-    StageError and UsageError as planning does."""
+    host memory, and with `narrow` one that changes numerics. Raises RecipeError for changes `start`
+    that the recipe does not accept, and StageError and UsageError as planning does."""
     every = [one for one in _savings(base, start) if one.order not in base.cannot]
     slower = [one for one in every if one.order < AWAY]
     host = [one for one in every if away and one.order == AWAY]

@@ -212,11 +212,11 @@ class Sharded(TorchMemory):
         reductions = 1 if self._late else microbatches
         for among in sorted({weight.experts for weight, _ in self._model.counted()}):
             holders, what = max(shards // among, 1), "experts' " if among > 1 else ""
-            groups = {"ranks": holders, "apart": apart * among}
+            groups: dict[str, Any] = {"ranks": holders, "apart": apart * among}
             experts = among > 1
             gathered = self._twice(self._of_experts(self._gathers, experts=experts)) * microbatches
-            size = self._sizes.reduce
-            reduced = self._of_experts(lambda w: self._reduces(w, size), experts=experts).all
+            elements = self._of_experts(lambda w: self._reduces(w, 1), experts=experts).all
+            reduced = self._sizes.reduce * elements
             if holders > 1:
                 told = f"{what}parameters", f"{what}gradients"
                 yield Traffic(collective="all-gather", bytes=gathered, what=told[0], **groups)
