@@ -22,20 +22,29 @@ MOST_NODES = 512
 """Limit of the search for a number of nodes on which a recipe fits."""
 
 
+ALLOWED: Sequence[Mapping[str, bool]] = (
+    {"away": False, "narrow": False},
+    {"away": True, "narrow": False},
+    {"away": True, "narrow": True},
+)
+"""What savings may do (`most_saving`), in the order in which it is given up."""
+
+
 def choose(
     base: SearchBase, strategies: Sequence[Strategy], slot: str
 ) -> tuple[list[Candidate], list[str]]:
     """Candidates of all strategies that were tried, the best first if it fits, and a line for each
     strategy that cannot be tried. Strategies under which ranks share samples or layers are tried if
-    nothing else fits, or what fits leaves ranks waiting. Savings that change numerics are tried
-    only if nothing fits without them, and an offloading strategy only if no earlier one fits.
-    Raises StageError for a model that cannot be planned."""
+    nothing else fits, or what fits leaves ranks waiting. Host memory is taken for activations only
+    if nothing fits without, savings that change numerics are tried only if nothing fits so, and an
+    offloading strategy only if no earlier one fits. Raises StageError for a model that cannot be
+    planned."""
     tried: list[Candidate] = []
     refused: dict[str, str] = {}
     for _, tier in groupby(strategies, key=lambda one: max(one.order, Tier.OFFLOADED - 1)):
         every = [*tier]
-        for narrow in (False, True):
-            found = [*_tried(base, every, slot, refused, narrow=narrow)]
+        for allowed in ALLOWED:
+            found = [*_tried(base, every, slot, refused, allowed)]
             chosen = best(found)
             if chosen is not None:
                 found = sorted(found, key=lambda one: (one is not chosen, not one.fits))
@@ -45,8 +54,8 @@ def choose(
 
 
 def _tried(
-    base: SearchBase, strategies: Sequence[Strategy], slot: str, refused: dict[str, str], *,
-    narrow: bool,
+    base: SearchBase, strategies: Sequence[Strategy], slot: str, refused: dict[str, str],
+    allowed: Mapping[str, bool],
 ) -> Iterator[Candidate]:  # fmt: skip
     """Each strategy with as few savings as it needs, in order. `refused` gets those that cannot be
     tried."""
@@ -59,7 +68,7 @@ def _tried(
         # Another strategy may divide a model that this one does not.
         errors = (RecipeError, UsageError, *((StageError,) if axes else ()))
         try:
-            candidate = most_saving(base, {slot: strategy.generous}, narrow=narrow)
+            candidate = most_saving(base, {slot: strategy.generous}, **allowed)
             candidate = replace(relaxed(candidate), strategy=strategy)
         except errors as error:
             refused[strategy.name] = f"{strategy.name}: {error}"
@@ -90,7 +99,7 @@ def on_more_nodes(base: SearchBase, topology: Topology, start: Changes) -> Candi
         options = ["--gpus", str(local), "--nodes", str(nodes)]
         more = replace(base, machines=machines, options=options)
         try:
-            candidate = most_saving(more, start, narrow=False)
+            candidate = most_saving(more, start, away=False, narrow=False)
         except PipeError:  # such as a batch that is smaller than the ranks
             return None
         if candidate.fits and not candidate.memory_plan.idle:

@@ -253,8 +253,8 @@ class Gradients(NamedTuple):
     own memory, which has the gradient in the compute dtype. kept: from its computation until the
     unit's gradients are reduced; passing: only at its computation."""
 
-    kept: int
-    passing: int
+    kept: float
+    passing: float
 
 
 @dataclass(frozen=True, kw_only=True)

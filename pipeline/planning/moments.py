@@ -29,4 +29,4 @@ def inside(peak: Peak, left: Gradients, samples: int, *, at_head: bool) -> Itera
     # Memory freed meanwhile is part of what was kept.
     yield Item(LOGITS if at_head else KEPT, "device", min(size, 0))
     unreduced = left.kept * peak.arrived + left.passing * peak.newest
-    yield Item(forecast.WHOLE_GRADIENTS, "device", unreduced)
+    yield Item(forecast.WHOLE_GRADIENTS, "device", round(unreduced))

@@ -128,7 +128,7 @@ class PipelinePeaks:
             yield from self._forward(stage, profile, units, first=first, whole=whole)
         elif kind == "reduce":
             for unit in ("embeddings", *range(len(stage.blocks))):
-                moment = Moment("reduce", unit, False, True, True)  # type: ignore[arg-type]
+                moment = Moment("reduce", unit, False, True, True)
                 yield [*held(stage.memory, moment, self._averaged)]
         elif kind == "gather":
             yield [*held(stage.memory, Moment("regather", "head", first, False), self._averaged)]
@@ -198,7 +198,7 @@ def _kept(profile: Profile, stage: PipelineStage, samples: int) -> list[Item]:
     units: list[Unit] = ["embeddings", *range(len(stage.blocks)), "head"]
     for unit in units:
         for event in ("forward", "loss"):
-            _count(kept, profile, Moment(event, unit), samples)  # type: ignore[arg-type]
+            _count(kept, profile, Moment(event, unit), samples)
     return _items(kept)
 
 

@@ -94,11 +94,14 @@ class Division(ABC):
 class Extent:
     """Part of a training to run: the first `blocks` blocks of the model (None: all), and one
     micro-batch of `samples` samples (None: two steps of the recipe). `phase` is called with the
-    name of each phase when it begins."""
+    name of each phase when it begins. `once` runs a function if none with the same key ran in
+    this part of the model before, and else only counts what that one took, whose result it returns:
+    for many equal parts that keep nothing."""
 
     blocks: int | None = None
     samples: int | None = None
     phase: Callable[[str], None] = lambda name: None
+    once: Callable[[Any, Callable[[], Any]], Any] = lambda key, function: function()
 
 
 @dataclass(frozen=True, kw_only=True)

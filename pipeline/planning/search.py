@@ -139,17 +139,19 @@ class Candidate:
         }
 
 
-def most_saving(base: SearchBase, start: Changes, *, narrow: bool = True) -> Candidate:
-    """Apply every saving that only costs time and, if that does not fit, with `narrow` one that
-    changes numerics. Raises RecipeError for changes `start` that the recipe does not accept, and
-    StageError and UsageError as planning does."""
+def most_saving(
+    base: SearchBase, start: Changes, *, away: bool = True, narrow: bool = True
+) -> Candidate:
+    """Apply every saving that only costs time and, if that does not fit, with `away` what waits in
+    host memory, and with `narrow` one that changes numerics. Raises RecipeError for changes `start`
+    that the recipe does not accept, and StageError and UsageError as planning does."""
     every = [one for one in _savings(base, start) if one.order not in base.cannot]
     slower = [one for one in every if one.order < AWAY]
-    away = [one for one in every if one.order == AWAY]
+    host = [one for one in every if away and one.order == AWAY]
     narrower = [[one] for one in every if narrow and one.order > AWAY]
     # What waits in host memory may be too much for the host, so all is tried without it first.
-    hosts = [[], away] if away else [[]]
-    for more in [*hosts, *([*host, *one] for one in narrower for host in hosts)]:
+    hosts = [[], host] if host else [[]]
+    for more in [*hosts, *([*some, *one] for one in narrower for some in hosts)]:
         candidate = _possible(Candidate(base=base, start=start, saved=[*slower, *more]))
         if candidate.fits:
             break

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +88,8 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
 
         # A pipeline keeps several micro-batches at a time: which ones depends on their number.
         counts = (1, step.microbatches if pipelined else min(step.microbatches, MICROBATCHES))
-        with masks_of_values(packed=samples.packed), balanced_routing():
+        chunks = _chunks(extent.once)
+        with masks_of_values(packed=samples.packed), balanced_routing(), chunks:
             # The first step makes the optimizer's state.
             for count in counts[:1] if extent.samples else counts:
                 engine.accumulate([batch] * count, watched, scale=1 / step.tokens)
@@ -95,6 +97,25 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
                 engine.step(lr_scale=1.0, should_step=lambda norm: True)
         for phase in (planning.SAVE, planning.RESUME):  # with the memory between steps
             extent.phase(phase)
+
+
+@contextlib.contextmanager
+def _chunks(once: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
+    """Compute one of a loss's equal chunks, which a long sample has thousands of, in the body."""
+    from stages.train import chunked_loss
+
+    original = chunked_loss._chunk
+
+    def chunk(hidden: Tensor, *rest: Any) -> Any:
+        rows = next(one for one in rest if isinstance(one, slice))
+        size = min(rows.stop, len(hidden)) - rows.start
+        return once(size, lambda: original(hidden, *rest))
+
+    chunked_loss._chunk = chunk  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        chunked_loss._chunk = original
 
 
 def _batch(size: int, samples: SampleShape, device: torch.device) -> MicroBatch:

@@ -75,6 +75,8 @@ Schedule = Literal[
 ]
 SEVERAL_STAGES = ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
 """Schedules under which a rank has two or more stages."""
+FOLDED = ("ZBVZeroBubble",)
+"""Schedules whose first and last stage are on one rank."""
 SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble")
 """Schedules that compute gradients of inputs first, and those of weights later."""
 

@@ -8,6 +8,7 @@ from typing import Any
 from pipeline import ModelSource, PlanView, Problem, TrainedRun
 from stages.wrap.axes import (
     FIELDS,
+    FOLDED,
     SEVERAL_STAGES,
     SPLIT_BACKWARD,
     PipelineParallel,
@@ -76,7 +77,7 @@ def _split_backward_problems(schedule: str, plan: PlanView) -> Iterator[Problem]
 def _pipeline_problems(block: PipelineParallel | None, plan: PlanView) -> Iterator[Problem]:
     if block is None:
         return
-    folded = block.schedule == "ZBVZeroBubble"
+    folded = block.schedule in FOLDED
     if block.stages_per_rank is not None and block.schedule not in SEVERAL_STAGES:
         yield Problem(
             key="pipeline_parallel.stages_per_rank",

@@ -80,11 +80,11 @@ def balanced_routing() -> Iterator[None]:
     def balanced(self: Any, hidden: Any, index: Any, weights: Any) -> Any:
         pairs, ranks = index.numel(), self.ep_mesh.size()
         shares = [pairs // ranks + (rank < pairs % ranks) for rank in range(ranks)]
-        FakeTensor.tolist = lambda tensor: [shares, shares]
+        FakeTensor.tolist = lambda tensor: [shares, shares]  # type: ignore[method-assign, assignment]
         try:
             return dispatch(self, hidden, index, weights)
         finally:
-            FakeTensor.tolist = listed
+            FakeTensor.tolist = listed  # type: ignore[method-assign]
 
     AllToAllEP._dispatch_tokens = balanced
     try:

@@ -26,7 +26,7 @@ from pipeline import (
     torch_dtype,
 )
 from stages.model.declared import outline
-from stages.wrap.axes import Axes
+from stages.wrap.axes import FOLDED, Axes
 from stages.wrap.build import build_modules, shard_number
 from stages.wrap.context.attention import divide_sequence
 from stages.wrap.fsdp_engine import FsdpEngine, places
@@ -34,7 +34,7 @@ from stages.wrap.fsdp_units import Division
 from stages.wrap.gradients import total_norm
 from stages.wrap.optimizer_state import fixed_state
 from stages.wrap.pipeline.batches import equal_shapes
-from stages.wrap.pipeline.schedule import FOLDED, Pipeline, PipelinePlan, Stage
+from stages.wrap.pipeline.schedule import Pipeline, PipelinePlan, Stage
 from stages.wrap.pipeline.split import cut, is_tied, layer_ranges
 from stages.wrap.pipeline.ties import TiedEmbedding
 from stages.wrap.tensor.divide import resolve_plan

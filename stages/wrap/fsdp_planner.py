@@ -98,6 +98,12 @@ class Sharded(TorchMemory):
         self._padded = UnitAmounts(model, lambda w: self._reduces(w, 1))
         """Elements of the gradients that are reduced."""
         self._trained = UnitAmounts(model, lambda w: w.elements if w.trained else 0)
+        self._alone = self._of_experts(self._gathers, experts=True)
+        """Bytes of gathered experts, which are units of their own inside of blocks."""
+        self._apart = self._of_experts(lambda w: self._reduces(w, 1), experts=True)
+        """Elements of the experts' gradients that are reduced."""
+        own = UnitAmounts(model, lambda w: w.shard(shards, 1) * (w.trained and w.experts > 1))
+        self._own_experts = own
         self._last = next((w.elements for w in reversed(model.root) if w.trained), 0)
 
     def _gathers(self, weight: Weight) -> int:
@@ -127,6 +133,13 @@ class Sharded(TorchMemory):
         """Bytes of the buffers that units are gathered into: of the unit before and those ahead."""
         if self._shards == 1 or moment.event in ("loss", "begin"):
             return 0
+        if self._alone[place] and moment.event not in ("gather", "reduce"):
+            before = max(place - 1, 0) if moment.event in IN_BACKWARD else place
+            rest = self._whole[before] - self._alone[before]
+            if moment.event == "forward":
+                return self._alone[place]
+            rest = 0 if place == 0 or self._stays else rest
+            return rest + self._alone[place] * (moment.event == "regather" and not self._stays)
         if moment.event not in IN_BACKWARD:
             end = place + 1 + self._config.forward_prefetch
             if moment.event == "gather" or moment.unit == "head":
@@ -147,11 +160,11 @@ class Sharded(TorchMemory):
         replicas = self._config.sharding in ("no_shard", "hybrid_shard")
         stays = r * self._own.after(place) if others and replicas else 0
         if moment.event != "reduce":
-            return stays + r * self._padded[place + 1]
+            return stays + r * (self._padded[place + 1] - self._apart[place + 1])
         # Whole gradients but the last are freed before there is a shard.
         given_up = c * (self._trained[place] - self._last * (place == ROOT))
         shard = (r if r == m else r + m) * self._own[place] - given_up
-        return stays + r * self._padded[place] + max(shard, 0)
+        return stays + r * (self._padded[place] - self._apart[place]) + max(shard, 0)
 
     def _unreduced(self, moment: Moment, place: int) -> int:
         """Bytes of whole gradients outside of the unit in backward: of the head, and of units that
@@ -177,16 +190,33 @@ class Sharded(TorchMemory):
         added = self._late and not moment.first
         # The second gradient of a tied weight is added to the first, which gives a third tensor.
         sums = self._model.tied and moment.unit == "embeddings"
-        return Gradients(0 if added else c, c if sums else 0)
+        kept = 0 if added else c
+        return Gradients(kept + self._reducing_experts(moment), c if sums else 0)
+
+    def _reducing_experts(self, moment: Moment) -> float:
+        """Bytes for an element of a block's gradients because those of experts are reduced as soon
+        as they are there: of the buffer and the shard, without gathered experts and gradients."""
+        place = self._place(moment)
+        if not self._apart[place] or (self._late and not moment.last):
+            return 0
+        c, r = self._sizes.compute, self._sizes.reduce
+        whole, own = c * self._apart[place], r * self._own_experts[place]
+        if self._own_experts[place] == self._apart[place]:
+            own += own  # one shard: nothing is sent, but a quotient is copied
+        before = r * (self._padded[place + 1] - self._apart[place + 1])
+        more = r * self._apart[place] + max(whole, own) - 2 * whole - before
+        return max(more, 0) / self._trained[place]
 
     def traffic(self, microbatches: int) -> Iterator[Traffic]:
         shards, replicas, apart = self._shards, self.ranks // self._shards, self._axes.tensor
         reductions = 1 if self._late else microbatches
         for among in sorted({weight.experts for weight, _ in self._model.counted()}):
             holders, what = max(shards // among, 1), "experts' " if among > 1 else ""
-            groups = {"ranks": holders, "apart": apart * among}
-            gathered = self._twice(self._of_experts(among, self._gathers)) * microbatches
-            reduced = self._of_experts(among, lambda w: self._reduces(w, self._sizes.reduce)).all
+            groups: dict[str, Any] = {"ranks": holders, "apart": apart * among}
+            experts = among > 1
+            gathered = self._twice(self._of_experts(self._gathers, experts=experts)) * microbatches
+            elements = self._of_experts(lambda w: self._reduces(w, 1), experts=experts).all
+            reduced = self._sizes.reduce * elements
             if holders > 1:
                 told = f"{what}parameters", f"{what}gradients"
                 yield Traffic(collective="all-gather", bytes=gathered, what=told[0], **groups)
@@ -197,9 +227,9 @@ class Sharded(TorchMemory):
             groups = {"ranks": replicas, "apart": shards * apart}
             yield Traffic(collective="all-reduce", bytes=sent, what="gradients' shards", **groups)
 
-    def _of_experts(self, among: int, amount: Callable[[Weight], int]) -> UnitAmounts:
-        """An amount of the weights that `among` ranks divide by experts."""
-        return UnitAmounts(self._model, lambda w: amount(w) if w.experts == among else 0)
+    def _of_experts(self, amount: Callable[[Weight], int], *, experts: bool) -> UnitAmounts:
+        """An amount of the weights that ranks divide by experts, or of the others."""
+        return UnitAmounts(self._model, lambda w: amount(w) if (w.experts > 1) == experts else 0)
 
     def copies(self, microbatches: int) -> Copies:
         if self._home == "device":

@@ -22,7 +22,7 @@ from pipeline.planning import (
     Topology,
     Traffic,
 )
-from stages.wrap.axes import required
+from stages.wrap.axes import FOLDED, SPLIT_BACKWARD, required
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.fsdp_planner import Sharded
 from stages.wrap.pipeline.order import idle_shares, passes_of
@@ -51,20 +51,24 @@ class PipelinedShards(StrategyMemory):
         positions = whole * TOKEN * (samples.packed or axes.context > 1)
         last = axes.pipeline * asked.per_rank - 1
 
+        splits = asked.schedule in SPLIT_BACKWARD
+
         def stage(number: int, blocks: range) -> PipelineStage:
             shape = stage_shape(model, blocks, first=number == 0, last=number == last)
             return PipelineStage(
                 blocks=blocks,
                 first=number == 0,
                 last=number == last,
-                memory=StageShards(topology, shape, optimizer, sizes, config=config),
+                memory=StageShards(
+                    topology, shape, optimizer, sizes, config=config, narrow=splits and number > 0
+                ),
                 hidden=hidden,
                 tokens=0,
             )
 
         self._tokens = 2 * length * TOKEN + positions
         stages = [stage(*one) for one in enumerate(layer_ranges(len(model.blocks), last + 1))]
-        folded = asked.schedule == "ZBVZeroBubble"
+        folded = asked.schedule in FOLDED
         own = (
             stages_of(rank, axes.pipeline, asked.per_rank, folded=folded)
             for rank in range(axes.pipeline)
@@ -125,14 +129,18 @@ def stage_shape(model: ModelShape, blocks: range, *, first: bool, last: bool) ->
 
 class StageShards(Sharded):
     """One stage. Gradients are whole until all backward passes are over, and units that a backward
-    has gathered stay until the next forward passes them, or until they are reduced."""
+    has gathered stay until the next forward passes them, or until they are reduced. Where torch
+    computes gradients of weights apart, FSDP is not told, and they are summed in the compute dtype
+    (`narrow`)."""
 
     def __init__(
         self, topology: Topology, model: ModelShape, optimizer: OptimizerShape, sizes: Sizes, *,
-        config: Fsdp,
+        config: Fsdp, narrow: bool,
     ) -> None:  # fmt: skip
         super().__init__(topology, model, optimizer, sizes, config=config)
         self._late = True
+        self._summed = sizes.compute if narrow else sizes.reduce
+        """Bytes of an element of gradients that wait for the last micro-batch."""
 
     def held(self, moment: Moment) -> Iterator[Item]:
         if moment.event == "rest":
@@ -168,7 +176,7 @@ class StageShards(Sharded):
         return self._sizes.reduce * self._padded[place]
 
     def _unreduced(self, moment: Moment, place: int) -> int:
-        c, r, trained = self._sizes.compute, self._sizes.reduce, self._trained
+        c, r, trained = self._sizes.compute, self._summed, self._trained
         backward, through = moment.event in IN_BACKWARD, moment.event == "reduce"
         if moment.last:
             return r * trained.between(place, len(self._model.blocks)) if through else 0

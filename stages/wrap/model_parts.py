@@ -55,7 +55,7 @@ class ModelParts(Division):
         from stages.wrap.mesh import context_group, expert_mesh, parameter_mesh
         from stages.wrap.tensor.divide import divide_layers
 
-        axes, groups = self._axes, {}
+        axes, groups = self._axes, dict[str, str]()
         if self._tensor is not None:
             mesh = parameter_mesh(axes, "cpu", self._shards)["tensor"]
             divide_layers(self._tensor, model, blocks, mesh)

@@ -98,7 +98,10 @@ def run(
     values."""
     tracker = MemoryTracker(fake=fake)
     marks = Marks(tracker)
-    results = Results.of(job.topology, job.samples, replace(extent, phase=marks.phase))
+    extent = replace(extent, phase=marks.phase)
+    if fake:
+        extent = replace(extent, once=tracker.once)
+    results = Results.of(job.topology, job.samples, extent)
     with contextlib.ExitStack() as stack:
         ctx = stack.enter_context(_context(job, rank))
         if not bare or job.division is not None:
@@ -130,13 +133,13 @@ def run(
         _run(job, results, ctx, (TrainedRun,), TRACE)
         if tracker.stretches[-1].position.phase == LOAD:
             raise UsageError("nothing is trained that could be traced")
-    alone = isinstance(engine, BareEngine)
+    alone = engine if isinstance(engine, BareEngine) else None
     return Traced(
         source=source,
         built=built,
         stretches=tracker.stretches,
-        names=engine.names if alone else {},
-        divided=engine.divided if alone else Divided(),
+        names=alone.names if alone else {},
+        divided=alone.divided if alone else Divided(),
     )
 
 

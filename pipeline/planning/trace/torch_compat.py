@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -89,7 +90,7 @@ def collective(function: Any, arguments: Sequence[Any]) -> tuple[Link, int] | No
         boxed = next(one for one in arguments if isinstance(one, torch.ScriptObject))
         group = dist.ProcessGroup.unbox(boxed)
     else:
-        group = dist.distributed_c10d._resolve_process_group(arguments[-1])
+        group = _resolve_process_group(arguments[-1])
     size = max(one.numel() * one.itemsize for one in tensors_in(arguments))
     if function.namespace != "c10d" and kind == "all-gather":
         size *= group.size()

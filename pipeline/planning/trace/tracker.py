@@ -6,7 +6,7 @@ import contextlib
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -67,6 +67,17 @@ class Stretch:
     sent: Counter[Link] = field(default_factory=Counter)
     repeats: bool = False
 
+    def work(self) -> list[Any]:
+        """Everything that adds up."""
+        return [self.products, self.attention, self.again, self.made, Counter(self.sent)]
+
+    def add(self, work: Sequence[Any]) -> None:
+        """Add the difference of two results of `work`."""
+        products, attention, again, made, sent = work
+        self.products, self.attention = self.products + products, self.attention + attention
+        self.again, self.made = self.again + again, self.made + made
+        self.sent.update(sent)
+
 
 class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
     """Inside, count every storage that an operation makes until it is freed or resized.
@@ -79,6 +90,7 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake = fake
         self._sizes: dict[int, int] = {}
+        self._ran: dict[Any, tuple[Any, list[Any]]] = {}
         self._on_host: set[int] = set()
         self._now = self._host = 0
         self.stretches: list[Stretch] = []
@@ -87,6 +99,22 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
     def enter(self, position: Position) -> None:
         """Begin a stretch."""
         self.stretches.append(Stretch(position=position, levels=[self._level()]))
+
+    def once(self, key: Any, function: Callable[[], Any]) -> Any:
+        """Run a function, or count the work of an earlier one with the same key in the same stretch
+        and return its result."""
+        here, key = self.stretches[-1], (len(self.stretches), key)
+        if key not in self._ran:
+            before = here.work()
+            result = function()
+            self._ran[key] = (
+                result,
+                [now - then for now, then in zip(here.work(), before, strict=True)],
+            )
+            return result
+        result, work = self._ran[key]
+        here.add(work)
+        return result
 
     def move_to_host(self, tensor: Tensor) -> None:
         """Count a tensor's memory as the host's."""

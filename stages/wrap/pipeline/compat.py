@@ -61,7 +61,7 @@ def orders(
         )
         for number in range(per_rank)
     ]  # fmt: skip
-    made: Any = kind(stages, count)  # type: ignore[arg-type, call-arg]
+    made: Any = kind(stages, count)
     found = []
     for rank in range(ranks):
         actions = [one for one in made.pipeline_order_with_comms[rank] if _kind(one) in KINDS]

@@ -18,14 +18,13 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from pipeline import MicroBatch, Objective
+from stages.wrap.axes import FOLDED
 from stages.wrap.pipeline import compat
 from stages.wrap.pipeline.batches import least_microbatches
 from stages.wrap.pipeline.split import Entrance, stages_of
 
 ONE_STAGE = ("GPipe", "1F1B")
 """Schedules of one stage a rank; the others have two or more."""
-FOLDED = ("ZBVZeroBubble",)
-"""Schedules whose first and last stage are on one rank."""
 
 
 @dataclass(frozen=True, kw_only=True)

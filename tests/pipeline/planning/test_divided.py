@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from memories.cases import LLAMA_1B, Case, hub, llama, own
+from memories.cases import LLAMA_1B, LLAMA_8B, LLAMA_70B, Case, hub, llama, own
 from memories.compare import job, step_peak
 
+from pipeline.cli import main
 from pipeline.planning.estimate import Estimate, ask_planners, combine
 from pipeline.planning.trace.profiling import profile
 from pipeline.planning.trace.run import step_peaks
@@ -52,6 +56,17 @@ CASES: dict[str, dict[str, Any]] = {
     "tensor 2, context 2": {"strategy": tensor(2) | context(2), "ranks": 8},
     "experts 2": {"strategy": {"expert_parallel": {"size": 2}}, "model": EXPERTS},
     "experts 4": {"strategy": {"expert_parallel": {"size": 4}}, "model": EXPERTS},
+    "experts 2, once a step": {
+        "strategy": {"expert_parallel": {"size": 2}, "reduce_every_microbatch": False},
+        "model": EXPERTS, "accumulation": 3,
+    },
+    "experts 4, context 2": {
+        "strategy": {"expert_parallel": {"size": 4}, **context(2)}, "model": EXPERTS,
+    },
+    "stages, experts 2": {
+        "strategy": {"expert_parallel": {"size": 2}, **staged(2)}, "model": EXPERTS,
+        "accumulation": 4, "ranks": 8,
+    },
     "1F1B": {"strategy": staged(2), "accumulation": 4},
     "GPipe": {"strategy": staged(2, "GPipe"), "accumulation": 2},
     "1F1B, 4 stages": {"strategy": staged(4), "accumulation": 4, "model": own(**DEEP)},
@@ -92,6 +107,15 @@ def apart(one: Case, folder: Path) -> float:
 @pytest.mark.parametrize("name", dict.fromkeys([*QUICK, *spread([*CASES], 1)]))
 def test_one_ranks_part_takes_what_a_trace_takes(name: str, tmp_path: Path) -> None:
     assert abs(apart(case(**CASES[name]), tmp_path)) < CLOSE
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_split_backward_is_known_less_well(schedule: str, ranks: int, tmp_path: Path) -> None:
+    strategy = staged(ranks, schedule)
+    one = case(own(**DEEP), strategy=strategy, accumulation=8)
+    assert abs(apart(one, tmp_path)) < 0.05
 
 
 @pytest.mark.full
@@ -151,3 +175,35 @@ def test_the_bubble_of_simple_schedules(ranks: int, count: int, schedule: str) -
 def test_several_stages_a_rank_wait_less(schedule: str, least: float) -> None:
     _, orders = passes_of(schedule, 4, 2, 8)
     assert idle_shares(orders, 8) == pytest.approx([least] * 4)
+
+
+def advised(
+    folder: Path, model: str, *training: str, network: Sequence[str] = ()
+) -> tuple[str, dict[str, Any]]:
+    """Return what `pipe advise` says of H100s, and the plan of its recipe there."""
+    recipe = folder / "recipe.yaml"
+    machines = ("--gpus", "8", "--gpu", "H100", "--host-memory", "1500", *network)
+    asked = ["advise", model, *machines, *training, "--out", str(recipe)]
+    said = CliRunner().invoke(main, asked)
+    assert said.exit_code == 0, said.output
+    planned = CliRunner().invoke(main, ["plan", str(recipe), *machines, "--json"])
+    return said.stdout, json.loads(planned.stdout)
+
+
+@pytest.mark.full
+def test_a_million_tokens_on_eight_gpus(tmp_path: Path) -> None:
+    """Llama 8B: ranks share samples, since no other way fits."""
+    said, plan = advised(tmp_path, LLAMA_8B, "--seq", str(1 << 20), "--global-batch", "8")
+    assert said.startswith("chosen: fsdp-cp8 ")
+    assert "data parallelism alone does not fit: " in said
+    assert (plan["fits"], plan["data_ranks"]) == (True, 1)
+
+
+@pytest.mark.full
+def test_llama_70b_at_long_samples_offloads_nothing(tmp_path: Path) -> None:
+    nodes = ("--nodes", "4", "--interconnect", "8x400g")
+    said, plan = advised(tmp_path, LLAMA_70B, "--seq", "32768", network=nodes)
+    assert "chosen: fsdp-cp4 " in said
+    assert "offload" not in said.partition("\n")[0] + (tmp_path / "recipe.yaml").read_text("utf-8")
+    assert plan["fits"] is True
+    assert plan["copies"] == {"up": 0, "down": 0, "disk": 0}

@@ -32,6 +32,7 @@ from pipeline.planning.planner import Topology
 from pipeline.planning.profile import Line, Part, Peak, Profile
 from stages.average.ema import EmaAverage
 from stages.planners import EmaPlanner
+from stages.wrap.axes import asked
 from stages.wrap.ddp import Ddp
 from stages.wrap.ddp_planner import DdpPlanner
 from stages.wrap.fsdp import Fsdp
@@ -41,10 +42,9 @@ from tests.support.tier import examples, spread
 
 PLANNERS: Mapping[type, Any] = {Ddp: DdpPlanner, Fsdp: FsdpPlanner}
 ADAM = OptimizerShape(algorithm="adamw", bits=64, moments=2)
-WRAPS = [
-    *(one.stage() for one in STRATEGIES.values() if one.use in ("wrap.ddp", "wrap.fsdp")),
-    Ddp(gradient_as_bucket_view=False),
-]
+EVERY = [one.stage() for one in STRATEGIES.values() if one.use in ("wrap.ddp", "wrap.fsdp")]
+WRAPS = [*(one for one in EVERY if not asked(one)), Ddp(gradient_as_bucket_view=False)]
+"""Strategies under which every rank has the whole model."""
 LATE = {"reduce_every_microbatch": False}
 AHEAD = {"forward_prefetch": 1, "backward_prefetch": 2}
 
