@@ -57,18 +57,23 @@ class Places:
         self._runs = manifest.division()
         self._whole = self._whole_tensors()
         self._tables: dict[int, _Table] = {}
+        self._widths: dict[int, int] = {}
 
     def width(self, key: str) -> int:
         """Elements of the rows by whose columns a tensor is divided; 0 if its pieces are flat."""
-        return row_width(self._runs[self._numbers[key]])
+        number = self._numbers[key]
+        if number not in self._widths:
+            self._widths[number] = row_width(self._runs[number])
+        return self._widths[number]
 
     def find(self, key: str, wanted: Tile) -> Iterator[Place]:
         """The pieces that have elements of a tile, in the order of their first ones. The stride of
         the tile is the tensor's `width`, or one of them is 0."""
-        number = self._numbers[key]
-        rows = self.width(key) or wanted.stride or max(self._manifest.tensors[number].numel, 1)
-        for rank, tile in _pieces(self._runs[number], wanted.start, wanted.end):
-            if any(overlaps(tile, wanted, rows)):
+        number, width = self._numbers[key], self.width(key)
+        pieces = _beside if width else _behind
+        width = width or wanted.stride or max(self._manifest.tensors[number].numel, 1)
+        for rank, tile in pieces(self._runs[number], wanted.start, wanted.end):
+            if any(overlaps(tile, wanted, width)):
                 yield self._place(number, rank, tile)
 
     def sums(self, part: int) -> int:
@@ -134,12 +139,18 @@ class Places:
             self._require_full(part, end)
 
 
-def _pieces(runs: list[Run], low: int, high: int) -> Iterator[tuple[int, Tile]]:
-    """Rank and tile of the pieces in the rows that have elements [low, high), in order."""
-    if not all(run.has_whole_rows for run in runs):  # they may lie beside each other
-        found = [piece for run in runs for piece in run.find(low, high)]
-        yield from sorted(found, key=lambda piece: piece[1])
+def _beside(runs: list[Run], low: int, high: int) -> Iterator[tuple[int, Tile]]:
+    """Rank and tile of the pieces in the rows that have elements [low, high), in order, where runs
+    may lie beside each other."""
+    if all(run.has_whole_rows for run in runs):
+        yield from _behind(runs, low, high)
         return
+    found = [piece for run in runs for piece in run.find(low, high)]
+    yield from sorted(found, key=lambda piece: piece[1])
+
+
+def _behind(runs: list[Run], low: int, high: int) -> Iterator[tuple[int, Tile]]:
+    """The same of runs that are ranges, one behind the other."""
     first = bisect_right(runs, low, key=lambda run: run.start) - 1
     for run in runs[max(first, 0) :]:
         if run.start >= high:

@@ -137,7 +137,9 @@ def _skipped_experts(stage: Lora, plan: PlanView) -> Iterator[Problem]:
         yield Problem(
             key="dora" if stage.dora else "target_parameters",
             message="experts get no update: "
-            + ("DoRA has none for stacked weights" if stage.dora else "only `targets` do"),
+            + (
+                "DoRA has none for stacked weights" if stage.dora else "`targets` are linear layers"
+            ),
             hint=whole if stage.dora else included,
             warning=True,
         )

@@ -65,10 +65,15 @@ DEEPSPEED_PLUGIN: Table = {
 }
 
 PARALLELISM: Table = {
-    "parallelism_config_dp_replicate_size": sets("parallel.replicate", rules.positive),
-    "parallelism_config_dp_shard_size": sets("parallel.shard", rules.positive),
-    **{f"parallelism_config_{axis}_size": allowed(1, blocks=True) for axis in ("tp", "cp", "sp")},
+    "dp_replicate_size": sets("parallel.replicate", rules.positive),
+    "dp_shard_size": sets("parallel.shard", rules.positive),
+    "tp_size": sets("parallel.tensor", rules.positive),
+    "cp_size": sets("parallel.context", rules.positive),
+    "cp_backend": allowed("torch"),
+    "sp_size": sets("parallel.sequence", rules.positive),
+    "sp_backend": allowed("deepspeed"),
 }
+"""Keys without the prefix that they have in files."""
 
 STRATEGIES = {
     "no": "one",
@@ -93,7 +98,7 @@ ACCELERATE: Table = {
     "fp8_config": rules.unsupported("fp8 products are a setting of the model slot", FP8),
     "deepspeed_config": DEEPSPEED_PLUGIN,
     "fsdp_config": FSDP_PREFIXED,
-    "parallelism_config": PARALLELISM,
+    "parallelism_config": {f"parallelism_config_{key}": rule for key, rule in PARALLELISM.items()},
 }
 
 
@@ -112,9 +117,7 @@ STAGE_3 = (
     "prefetch_bucket_size", "sub_group_size",
 )  # fmt: skip
 """Fields of wrap.zero that have an effect at stage 3 only."""
-PASSED_ON = (
-    "leaf_module", "zero_hpz_partition_size", "zero_quantized_gradients", "zero_quantized_weights",
-)  # fmt: skip
+PASSED_ON = ("leaf_module",)
 """Keys that wrap.zero hands to DeepSpeed."""
 _stage_3 = _fields("", _count, *STAGE_3)
 ZERO: Table = {
@@ -132,6 +135,11 @@ ZERO: Table = {
     **_fields("", rules.truth, "overlap_comm", "contiguous_gradients", "round_robin_gradients"),
     **_stage_3,
     **{f"stage3_{name}": rule for name, rule in _stage_3.items()},
+    "zero_hpz_partition_size": sets(
+        "zero.plus_plus.secondary_partition", rules.positive, off=(0, 1)
+    ),
+    "zero_quantized_weights": when_on("zero.plus_plus.quantized_weights", True),
+    "zero_quantized_gradients": when_on("zero.plus_plus.quantized_gradients", True),
     **{key: when_on(f"zero.extra.zero_optimization.{key}") for key in PASSED_ON},
 }
 
@@ -187,6 +195,15 @@ SCHEDULER: Table = {
     },
 }
 DTYPES = ("fp32", "fp16", "bf16")
+_own_plan = rules.unsupported(
+    "layers are divided by the architecture's plan", "name others in wrap.tensor_parallel.plan"
+)
+TENSOR_PARALLEL: Table = {
+    "autotp_size": sets("deepspeed.tensor", rules.positive, off=(0,)),
+    "tp": {"tp_size": rules.follows("autotp_size")},
+    "partition_config": _own_plan,
+    "preset_model": _own_plan,
+}
 
 DEEPSPEED: Table = {
     "train_batch_size": sets("global_batch", rules.positive),
@@ -204,8 +221,14 @@ DEEPSPEED: Table = {
         "grad_accum_dtype": allowed("fp32"),
         "buffer_dtype": sets("precision.buffer", rules.choice(DTYPES)),
     },
-    "pipeline": rules.unsupported("is not available", blocks=True),
-    "sequence_parallel_size": allowed(1, blocks=True),
+    "tensor_parallel": TENSOR_PARALLEL,
+    "sequence_parallel_size": sets("parallel.sequence", rules.positive),
+    "pipeline": rules.unsupported(
+        "wrap.zero gives each rank every block", "use wrap.fsdp with pipeline_parallel", blocks=True
+    ),
+    "expert_parallel": rules.unsupported(
+        "wrap.zero gives each rank every expert", "use wrap.fsdp with expert_parallel", blocks=True
+    ),
 }
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from pipeline import DataError, StageError
 from pipeline.importing import Request
 from stages.importing.engines import STAGE_3
+from stages.importing.parallelism import parallelism
 from stages.importing.report import Draft, Report
 from stages.importing.training import optimizer, train
 
@@ -22,7 +23,7 @@ def compose(report: Report, request: Request, name: str) -> Draft:
     _precision(draft)
     _data(draft, request)
     optimizer(draft)
-    _wrap(draft)
+    _wrap(draft, request)
     draft.slot("checkpoint", "checkpoint.sharded")
     if report.value("save_strategy") == "steps":
         draft.put("checkpoint.every", report.value("save_steps"), "save_strategy", "save_steps")
@@ -154,7 +155,7 @@ def _has_fields(file: str) -> bool:
     return any(name != "text" and keys >= set(needed) for name, needed in KEYS.items())
 
 
-def _wrap(draft: Draft) -> None:
+def _wrap(draft: Draft, request: Request) -> None:
     report = draft.report
     use = _strategy(report)
     draft.slot("wrap", use, "distributed", "strategy")
@@ -162,10 +163,7 @@ def _wrap(draft: Draft) -> None:
         _zero(report)
     elif use == "wrap.fsdp":
         _fsdp(draft)
-    for fact in ("parallel.replicate", "parallel.shard"):
-        if use != "wrap.fsdp" and report.value(fact, 1) > 1:
-            hint = "set distributed_type: FSDP"
-            report.refuse(fact, why="accelerate takes it with FSDP alone", hint=hint, blocks=True)
+    parallelism(draft, use, request)
 
 
 def _strategy(report: Report) -> str:
@@ -180,10 +178,6 @@ def _strategy(report: Report) -> str:
 
 def _fsdp(draft: Draft) -> None:
     report = draft.report
-    if report.value("parallel.replicate", 1) > 1:
-        report.ignore("fsdp.sharding")
-        draft.put("wrap.sharding", "hybrid_shard", "parallel.replicate")
-        draft.copy("parallel.shard", "wrap.shard_size")
     policy, classes = report.value("policy"), report.value("classes")
     if policy == "block" or (classes and policy is None):
         draft.put("wrap.units", classes or "block", "classes", "policy")
@@ -197,6 +191,7 @@ def _zero(report: Report) -> None:
         report.ignore("zero.allgather_bucket_size", "zero.round_robin_gradients")
     else:
         report.ignore(*(f"zero.{name}" for name in STAGE_3), *report.facts("zero.offload_param."))
+        report.ignore(*report.facts("zero.plus_plus."))
     if stage == 1:
         report.ignore("zero.overlap_comm")
     for block in ("zero.offload_optimizer", "zero.offload_param"):

@@ -94,6 +94,11 @@ def unsupported(why: str, hint: str = "", *, blocks: bool = False) -> Rule:
     return lambda value: unset() if is_off(value) else refused(why, hint, blocks=blocks)
 
 
+def follows(key: str) -> Rule:
+    """Return a rule for a value that `key` decides."""
+    return lambda value: RuleResult(outcome="default", why=f"follows {key}")
+
+
 def is_off(value: Any) -> bool:
     """Return whether a value is empty, or switches its setting off."""
     if isinstance(value, Mapping):

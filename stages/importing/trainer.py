@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stages.importing import rules
-from stages.importing.engines import DEEPSPEED, FSDP_PREFIXED, max_norm
+from stages.importing.engines import DEEPSPEED, FSDP_PREFIXED, PARALLELISM, max_norm
 from stages.importing.rules import Table, allowed, sets, when_on
 
 SCHEDULES = {
@@ -98,6 +98,7 @@ TRAINER: Table = {
     "fsdp": sets("strategy", rules.choice(_FSDP, _FSDP_HINT), off=(False, "", [])),
     "fsdp_config": FSDP_PREFIXED,
     "deepspeed": DEEPSPEED,
+    "parallelism_config": PARALLELISM,
     "accelerator_config": {
         "split_batches": allowed(False),
         "gradient_accumulation_kwargs": {"num_steps": sets("accumulation", rules.positive)},

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from pipeline.importing import Request
-from stages.importing.report import Draft
+from stages.importing.parallelism import AUTO, sharing_ranks, size
+from stages.importing.report import Draft, Report
 
 
 def optimizer(draft: Draft) -> None:
@@ -93,15 +94,32 @@ def _processes(draft: Draft, request: Request) -> int | None:
     return found
 
 
+def _stated_batch(report: Report) -> int | None:
+    """Return the global batch that a file states. DeepSpeed counts a sample once for each of the
+    ranks that AutoTP gives it to."""
+    total: int | None = report.value("global_batch")
+    ranks = size(report, AUTO)
+    if total is None or ranks == 1:
+        return total
+    if total % ranks:
+        why = f"counts each sample for {ranks} ranks, which do not divide it"
+        report.refuse("global_batch", why=why, blocks=True)
+        return None
+    return total // ranks
+
+
 BATCH = ("global_batch", "train.micro_batch_size", "accumulation", "procs")
 
 
 def _batch(draft: Draft, procs: int | None) -> None:
     report = draft.report
-    total, micro, accumulation = (report.value(fact) for fact in BATCH[:3])
-    implied = micro * (accumulation or 1) * procs if micro and procs else None
+    total = _stated_batch(report)
+    micro, accumulation = (report.value(fact) for fact in BATCH[1:3])
+    sharing = sharing_ranks(report)
+    implied = micro * (accumulation or 1) * procs // sharing if micro and procs else None
     if None not in (total, implied) and total != implied and report.given("accumulation"):
-        why = f"is not {micro} a process x {accumulation} micro-batches x {procs} processes"
+        shares = f" / {sharing} that share a sample" if sharing > 1 else ""
+        why = f"is not {micro} a process x {accumulation} micro-batches x {procs} processes{shares}"
         hint = "give the number of processes with --procs"
         report.refuse("global_batch", why=why, hint=hint, blocks=True)
     if total is not None or implied is not None:

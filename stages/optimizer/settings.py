@@ -204,7 +204,8 @@ def make_groups(
 ) -> list[dict[str, Any]]:
     """Trainable parameters in torch groups of equal rate and decay, in order: the settings' own
     groups, then the rest; decayed parameters first. With `shards`, each group has the number of
-    this process's shard. Raises StageError for a pattern that adds no parameter to its group."""
+    this process's shard, and each parameter its name. Raises StageError for a pattern that adds no
+    parameter to its group."""
     trained = [parameter for parameter in parameters if parameter.parameter.requires_grad]
     own = settings.groups
     _require_members(own, [parameter.name for parameter in trained])
@@ -216,6 +217,7 @@ def make_groups(
         group: dict[str, Any] = {"params": []}
         if shards:
             group["shard"] = parameter.shard
+            parameter.parameter.full_name = parameter.name  # type: ignore[attr-defined]
         if place < len(own):
             group["lr"] = settings.lr * own[place].lr_ratio
             given = own[place].weight_decay

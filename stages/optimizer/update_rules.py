@@ -79,7 +79,7 @@ class LowBitAdamW(Optimizer):
             for group in self.param_groups:
                 for parameter in group["params"]:
                     if self._noise is not None:
-                        self._noise.number(parameter)
+                        self._noise.key(parameter)
                     if parameter.grad is not None and parameter.numel():
                         self._step(parameter, group)
 
@@ -167,13 +167,15 @@ class Noise:
         self._seed = seed
         self._numbers: dict[Tensor, int] = {}
 
-    def number(self, parameter: Tensor) -> int:
-        """The parameter's number, in the order of first calls."""
-        return self._numbers.setdefault(parameter, len(self._numbers))
+    def key(self, parameter: Tensor) -> str | int:
+        """The parameter's name, or its number in the order of first calls: DeepSpeed's flat tensors
+        have none, while ranks of a pipeline do not have the same parameters to number."""
+        name: str | None = getattr(parameter, "full_name", None)
+        return name or self._numbers.setdefault(parameter, len(self._numbers))
 
     def bits(self, parameter: Tensor, like: Tensor, shard: int, step: int) -> Tensor:
         """int32 noise for a parameter's update `step`, uniform in [0, 65536), shaped `like`."""
-        text = f"{self._seed}/{shard}/{self.number(parameter)}/{step}".encode()
+        text = f"{self._seed}/{shard}/{self.key(parameter)}/{step}".encode()
         generator = torch.Generator(like.device)
         generator.manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1)
         return torch.randint(

@@ -8,7 +8,6 @@ import torch
 import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from pipeline import NO_TARGET
 from stages.train.vocabulary import VocabularyShard, local
@@ -30,11 +29,11 @@ def chunked_cross_entropy(
     Gradients are computed with the loss (Hsu et al. 2024, Liger Kernel, section 3.2), those of the
     weight summed over chunks in fp32.
 
-    `weight` and `bias` may be DTensors that ranks divide by the vocabulary, on a mesh of one axis;
+    `weight` and `bias` may be parts, by the vocabulary, on a mesh of one axis (`VocabularyShard`);
     `hidden` and `labels` are then equal on all of them, and so are the loss and the gradient of
     `hidden`.
     """
-    shard = VocabularyShard.of(weight) if isinstance(weight, DTensor) else None
+    shard = VocabularyShard.find(weight)
     weight = local(weight)
     bias = None if bias is None else local(bias)
     if not torch.is_grad_enabled():  # a Function does not see this

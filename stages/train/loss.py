@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeline import NO_TARGET, MicroBatch, StageError
 from pipeline.utils import has_values
+from stages.model.compat import flash_documents
 from stages.train.chunked_loss import chunked_cross_entropy
 from stages.train.router_loss import RouterLoss
 from stages.train.vocabulary import sharded_cross_entropy
@@ -81,7 +82,10 @@ class WithRouterLoss:
 
 
 def _output(model: nn.Module, batch: MicroBatch, **arguments: Any) -> Any:
-    places = {} if batch.positions is None else {"position_ids": batch.positions}
+    places: dict[str, Any] = {}
+    if batch.positions is not None:
+        documents = flash_documents(model, batch.positions)
+        places = {"position_ids": batch.positions, **documents}
     return model(input_ids=batch.input_ids, use_cache=False, **places, **arguments)
 
 

@@ -31,6 +31,15 @@ class VocabularyShard(NamedTuple):
     group: ProcessGroup
 
     @classmethod
+    def find(cls, weight: Tensor) -> VocabularyShard | None:
+        """The shard that a head's weight is, a DTensor or a plain tensor that says what it is a
+        part of; None for a whole one."""
+        whole = weight if isinstance(weight, DTensor) else getattr(weight, "part_of", None)
+        if whole is None or all(placement.is_replicate() for placement in whole.placements):
+            return None
+        return cls.of(whole)
+
+    @classmethod
     def of(cls, tensor: DTensor) -> VocabularyShard:
         """The shard of a tensor of logits or of a head's weight, on a mesh of one axis."""
         mesh, (placement,) = tensor.device_mesh, tensor.placements

@@ -7,13 +7,13 @@ which exchange them in every attention.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge
 
-from pipeline import DataAxis, PlanView, Problem, StageError, TrainedRun
+from pipeline import DataAxis, StageError
 
 Size = Annotated[int, Ge(1)]
 
@@ -138,6 +138,12 @@ class Axes:
         return self.pipeline * self.data * self.context * self.tensor
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the axes on which ranks run one model together."""
+        found = {"pipeline": self.pipeline, "context": self.context, "tensor": self.tensor}
+        return {axis: size for axis, size in found.items() if size > 1}
+
+    @property
     def streams(self) -> int:
         """Number of streams of random numbers. Ranks of a tensor-parallel group share one, since
         what they all compute has to be the same."""
@@ -200,39 +206,3 @@ def data_ranks(stage: Any, procs: int) -> int:
     """See `pipeline.DividesRanks`."""
     axes = Axes.of(stage, procs)
     return 0 if axes is None else axes.data
-
-
-def axis_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
-    """Axes that do not divide the processes, or that nothing else allows."""
-    yield from _pipeline_problems(getattr(stage, "pipeline_parallel", None), plan)
-    sizes, left = asked(stage), plan.procs
-    for axis, size in sizes.items():
-        if left % size:
-            whole = "processes" if left == plan.procs else f"of {plan.procs} processes"
-            message = f"{left} {whole} do not divide into groups of {size}"
-            yield Problem(key=f"{FIELDS[axis]}.size", message=message)
-            return
-        left //= size
-
-
-def _pipeline_problems(block: PipelineParallel | None, plan: PlanView) -> Iterator[Problem]:
-    if block is None:
-        return
-    folded = block.schedule in FOLDED
-    if block.stages_per_rank is not None and block.schedule not in SEVERAL_STAGES:
-        yield Problem(
-            key="pipeline_parallel.stages_per_rank",
-            message=f"{block.schedule} has one stage a rank",
-            hint=f"leave it out, or choose {', '.join(SEVERAL_STAGES)}",
-        )
-    elif folded and block.per_rank != 2:
-        message = "ZBVZeroBubble has two stages a rank"
-        yield Problem(key="pipeline_parallel.stages_per_rank", message=message)
-    for train in plan.giving(TrainedRun):
-        if getattr(train, "router_loss", None) is not None:
-            yield Problem(
-                key="pipeline_parallel",
-                message="the train slot's router_loss is a mean over all layers, and a stage has "
-                "some of them",
-                hint="leave out router_loss there",
-            )

@@ -11,6 +11,7 @@ from annotated_types import Gt
 from pipeline import Context, Engine, ModelSource, OptimizerPlan, PlanView, Precision, Problem
 from stages.wrap import axes
 from stages.wrap.axes import ContextParallel
+from stages.wrap.axis_checks import axis_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class Ddp:
         return axes.data_ranks(self, procs)
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        yield from axes.axis_problems(self, plan)
+        yield from axis_problems(self, plan)
 
     @property
     def keeps_gradients(self) -> bool:

@@ -17,6 +17,7 @@ from stages.wrap.axes import (
     PipelineParallel,
     TensorParallel,
 )
+from stages.wrap.axis_checks import axis_problems
 
 Sharding = Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"]
 
@@ -51,7 +52,7 @@ class Fsdp:
 
     reduce_every_microbatch: bool = True
     """While accumulating, reduce each micro-batch's gradients, so that they stay sharded; false
-    reduces once a step and holds whole gradients on every rank meanwhile."""
+    reduces once a step and holds whole gradients on every rank meanwhile, as a pipeline does."""
 
     pipeline_parallel: PipelineParallel | None = None
     """Give each rank consecutive blocks of the model; null gives every rank all of them."""
@@ -77,8 +78,9 @@ class Fsdp:
         return axes.data * axes.context
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        yield from axes.axis_problems(self, plan)
+        yield from axis_problems(self, plan)
         yield from self._expert_problems(plan)
+        yield from self._pipeline_problems()
         if self.shard_size is not None and self.sharding != "hybrid_shard":
             yield Problem(key="shard_size", message="only applies to hybrid_shard")
         if self.shard_size is not None and plan.procs % self.shard_size:
@@ -88,6 +90,22 @@ class Fsdp:
             )
         if self.sharding == "no_shard" and self.cpu_offload:
             yield Problem(key="cpu_offload", message="needs sharding", hint="use full_shard")
+
+    def _pipeline_problems(self) -> Iterator[Problem]:
+        block = self.pipeline_parallel
+        if block is None:
+            return
+        if block.schedule in axes.SPLIT_BACKWARD and self.sharding in (
+            "full_shard",
+            "hybrid_shard",
+        ):
+            yield Problem(
+                key="sharding",
+                message=f"{block.schedule} needs parameters that stay gathered until backward",
+                hint="use shard_grad_op or no_shard, or choose another schedule",
+            )
+        if self.cpu_offload:
+            yield Problem(key="cpu_offload", message="is not for the stages of a pipeline")
 
     def _expert_problems(self, plan: PlanView) -> Iterator[Problem]:
         asked = axes.Axes.of(self, plan.procs)

@@ -18,6 +18,7 @@ from pipeline import (
     EngineState,
     MicroBatch,
     ModelSource,
+    NamedParameter,
     Objective,
     OptimizerPlan,
     Precision,
@@ -37,6 +38,7 @@ from stages.wrap.pipeline.schedule import Pipeline, PipelinePlan, Stage
 from stages.wrap.pipeline.split import cut, is_tied, layer_ranges
 from stages.wrap.pipeline.ties import TiedEmbedding
 from stages.wrap.tensor.divide import resolve_plan
+from stages.wrap.torch_engine import build_optimizer
 
 if TYPE_CHECKING:
     from stages.wrap.fsdp import Fsdp
@@ -97,38 +99,28 @@ def build_pipeline(
 
 
 def _optimizer(plan: OptimizerPlan, whole: nn.Module, modules: Sequence[nn.Module]) -> Optimizer:
-    """The optimizer of this rank's stages, in the groups of the whole model; each group keeps its
-    base rate as `initial_lr`."""
-    here = _named(modules)
+    """The optimizer of this rank's stages, in the groups of the whole model."""
+    here = set(_here(modules).values())
     groups = []
-    for group in _groups(plan, whole, modules):
-        own = [here[name] for name in group["params"] if name in here]
+    for group in plan.groups(_named(whole, modules)):
+        own = [parameter for parameter in group["params"] if parameter in here]
         if own:
             groups.append({**group, "params": own})
-    optimizer = plan.build(groups)
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
-    return optimizer
+    return build_optimizer(plan, groups)
 
 
-def _groups(
-    plan: OptimizerPlan, whole: nn.Module, modules: Sequence[nn.Module]
-) -> list[dict[str, Any]]:
-    """The optimizer's groups of the whole model, with names in place of parameters."""
-    from pipeline import NamedParameter
-
-    here = _named(modules)
-    names = {parameter: name for name, parameter in whole.named_parameters()}
-    named = [
-        NamedParameter(name, one, tuple(one.shape), shard_number(here[name]) if name in here else 0)
-        for one, name in names.items()
-    ]
-    return [
-        {**group, "params": [names[one] for one in group["params"]]} for group in plan.groups(named)
-    ]
+def _named(whole: nn.Module, modules: Sequence[nn.Module]) -> list[NamedParameter]:
+    """The parameters of the whole model; those of other ranks are without memory."""
+    here = _here(modules)
+    named = []
+    for name, one in whole.named_parameters():
+        parameter = here.get(name, one)
+        named.append(NamedParameter(name, parameter, tuple(one.shape), shard_number(parameter)))
+    return named
 
 
-def _named(modules: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+def _here(modules: Iterable[nn.Module]) -> dict[str, nn.Parameter]:
+    """The parameters of this rank's stages, by name."""
     return {name: one for module in modules for name, one in module.named_parameters()}
 
 
@@ -199,10 +191,11 @@ class PipelineEngine(FsdpEngine):
         return total_norm([one for one in gradients if one is not copy])
 
     def fixed_state(self) -> EngineState:
-        rate = self.plan.hyperparameters["lr"]
+        rate, named = self.plan.hyperparameters["lr"], _named(self._whole, self.parts)
+        names = {one.parameter: one.name for one in named}
         groups = [
-            (group, float(group.get("lr", rate)), group["params"])
-            for group in _groups(self.plan, self._whole, self.parts)
+            (group, float(group.get("lr", rate)), [names[one] for one in group["params"]])
+            for group in self.plan.groups(named)
         ]
         return fixed_state(self._whole, self.plan, groups, lambda tensor: tuple(tensor.shape))
 

@@ -55,6 +55,38 @@ def spans(name: str, tensor: Tensor) -> list[Span]:
     return listed
 
 
+def part_of(own: Iterable[Span], start: int, stop: int) -> Iterator[Span]:
+    """The spans of elements [start, stop) of a local tensor, all of whose spans are `own`. The
+    first run and the last may be cut."""
+    begin = 0
+    for span in own:
+        low, high = max(start - begin, 0), min(stop - begin, span.numel)
+        begin += span.numel
+        if low < high:
+            yield from _runs(span, low, high)
+
+
+def _runs(span: Span, low: int, high: int) -> Iterator[Span]:
+    """Elements [low, high) of a span."""
+    run = span.stop - span.start
+    (first, left), (last, right) = divmod(low, run), divmod(high, run)
+
+    def found(row: int, begin: int, end: int, count: int = 1) -> Span:
+        base = span.start + row * span.stride
+        return Span(base + begin, base + end, span.stride, count)
+
+    if first == last:
+        yield found(first, left, right)
+        return
+    if left:
+        yield found(first, left, run)
+        first += 1
+    if first < last:
+        yield found(first, 0, run, last - first)
+    if right:
+        yield found(last, 0, right)
+
+
 def _held(name: str, tensor: DTensor) -> tuple[list[_Ranges], set[int]]:
     """Ranges of each dimension that are held here, and the dimensions that are cut."""
     ranges: list[_Ranges] = [[(0, size)] for size in tensor.shape]
@@ -89,7 +121,7 @@ def _cuts(name: str, tensor: DTensor) -> Iterator[_Cut]:
             continue
         split = split_of(placement)
         if split is None:
-            raise StageError(f"{name} is placed as {placement}, which cannot be saved")
+            raise StageError(f"{name} is placed as {placement!r}, which cannot be saved")
         dim = placement.dim % tensor.ndim  # type: ignore[attr-defined]
         own = mesh.get_local_rank(axis)
         later = (one for number, one in placements[axis + 1 :] if mesh.size(number) > 1)

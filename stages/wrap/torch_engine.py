@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -108,6 +108,7 @@ class TorchEngine(ModuleEngine):
         casts = {dtype_name(cast.dtype) for cast in installed_casts(self.module)}
         return {
             "world_size": self._axes.ranks,
+            "axes": self._axes.sizes,
             "compute": sorted(casts) or master,
             "reduce": master,
             "model": type(self.module).__name__,
@@ -201,11 +202,13 @@ class TorchEngine(ModuleEngine):
     def fixed_state(self) -> EngineState:
         """The part of the training state that never changes."""
         names = {parameter: name for name, parameter in self.module.named_parameters()}
-        groups = [
-            (group, group["initial_lr"], [names[p] for p in group["params"] if p.numel()])
-            for group in self.optimizer.param_groups
-        ]
-        return fixed_state(self.module, self.plan, groups, lambda tensor: tuple(tensor.shape))
+        groups: dict[int, tuple[Mapping[str, Any], float, list[str]]] = {}
+        for place, group in enumerate(self.optimizer.param_groups):
+            number = group.get("number", place)
+            _, _, held = groups.setdefault(number, (group, group["initial_lr"], []))
+            held += [names[one] for one in group["params"] if one.numel()]
+        every = groups.values()
+        return fixed_state(self.module, self.plan, every, lambda tensor: tuple(tensor.shape))
 
     def _fragments(self, *, write: bool) -> Iterator[Fragment]:
         self.to_sharded()
@@ -239,7 +242,25 @@ class TorchEngine(ModuleEngine):
 
 def make_optimizer(plan: OptimizerPlan, module: nn.Module) -> Optimizer:
     """The plan's optimizer of the module; each group keeps its base rate as `initial_lr`."""
-    optimizer = plan.build(plan.groups(named_parameters(module)))
+    return build_optimizer(plan, plan.groups(named_parameters(module)))
+
+
+def build_optimizer(plan: OptimizerPlan, groups: Iterable[Mapping[str, Any]]) -> Optimizer:
+    """The same of groups of parameters. Those of a group that lie on different meshes are apart, as
+    torch updates all of one together; `number` says which group they are of."""
+    parts = [
+        {**group, "params": params, "number": number}
+        for number, group in enumerate(groups)
+        for params in _by_mesh(group["params"])
+    ]
+    optimizer = plan.build(parts)
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer
+
+
+def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    found: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        found.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return list(found.values())

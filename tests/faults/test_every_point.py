@@ -19,6 +19,7 @@ STEPS, RANKS = 4, 2
 STRATEGIES = {
     "ddp": {"use": "wrap.ddp"},
     "fsdp": {"use": "wrap.fsdp"},
+    "tensor": {"use": "wrap.fsdp", "tensor_parallel": {"size": 2}},
     "zero1": {"use": "wrap.zero", "stage": 1},
     "zero3": {"use": "wrap.zero", "stage": 3},
 }

@@ -21,7 +21,7 @@ from tests.support.strategies import Strategy, having
 RANKS, MICRO = 2, 3
 
 
-STRATEGIES = {one.title: one for one in having("basic").values()}
+STRATEGIES = {one.title: one for one in having("combines").values()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,8 +157,9 @@ TEMPLATE = """# What combines with what
 
 This page is written by a program that asks `pipe check` about each combination; a test compares the
 two. Each `yes` is trained in the test suite, on two processes, against a plain single-process loop:
-losses agree to 1e-5, gradient norms to 1e-4, final weights to 1e-4. Each `no` is refused by
-`pipe check` before anything starts, with the reason below.
+losses agree to 1e-5, gradient norms to 1e-4, final weights to 1e-4. (8-bit products are scaled by
+what a rank multiplies, so under context, tensor and pipeline parallelism losses agree to 2e-2.)
+Each `no` is refused by `pipe check` before anything starts, with the reason below.
 
 | | {columns} |
 | --- | {rules} |

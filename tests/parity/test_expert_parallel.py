@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.parity.body import SEED, train_case
+from tests.parity.body import train_case
 from tests.parity.test_experts import LORA, plain_loop
 from tests.support.moe import MOE, attention_of
 from tests.support.processes import run_ranks
-from tests.support.tier import FULL, spread
+from tests.support.tier import spread
 
 CASES = [
     pytest.param("olmoe", 2, {}, False, id="whole"),

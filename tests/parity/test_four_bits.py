@@ -10,10 +10,11 @@ import torch
 
 from pipeline.distributed.process_group import DistContext
 from tests.parity.body import BATCH, SEED, STEPS, tiny_source, train_case
-from tests.parity.combinations import LORA, RANKS, STRATEGIES
+from tests.parity.combinations import LORA, RANKS
 from tests.parity.reference import reference
 from tests.support.processes import run_ranks
 from tests.support.runs import context, toy_data
+from tests.support.strategies import having
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
@@ -37,6 +38,9 @@ def elements() -> int:
         ctx = context(DistContext(device=torch.device("cpu")), folder, SEED)
         module = tiny_source(ctx, LORA).build()
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+STRATEGIES = {one.title: one for one in having("basic").values()}
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

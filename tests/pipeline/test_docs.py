@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
+import runpy
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from pipeline.contracts.stage import Context, PlanView
 from pipeline.distributed.process_group import DistContext
+from tests.support.tensor import GPT2_PLAN
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
@@ -60,3 +63,19 @@ def expanded(names: str) -> list[str]:
     """Expand `a_{b,c}` to a_b and a_c."""
     head, _, choices = names.rstrip("}").partition("{")
     return [head + choice for choice in choices.split(",")]
+
+
+PICTURES = runpy.run_path(str(ROOT / "docs/pictures.py"))["PICTURES"]
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pictures_are_what_the_program_draws(name: str) -> None:
+    assert (ROOT / "docs" / name).read_text("utf-8") == PICTURES[name]().svg()
+    assert f"]({name})" in (ROOT / "docs/parallelism.md").read_text("utf-8")
+
+
+def test_the_plan_of_layers_in_the_guide_is_the_one_that_is_trained() -> None:
+    text = (ROOT / "docs/parallelism.md").read_text("utf-8")
+    blocks = [yaml.safe_load(one) for one in re.findall(r"^```yaml\n(.*?)^```$", text, re.M | re.S)]
+    (plan,) = (one["tensor_parallel"]["plan"] for one in blocks if "tensor_parallel" in one)
+    assert plan == GPT2_PLAN

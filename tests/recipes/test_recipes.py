@@ -23,14 +23,16 @@ RECIPES = sorted(FOLDER.glob("*.yaml"))
 FAMILIES = {
     "smollm": ("ddp", "fsdp", "zero1", "zero2", "zero3", "zero3_offload", "zero3_nvme"),
     "llama8b": ("ddp", "fsdp", "zero2"),
-    "llama70b": ("fsdp", "zero3", "zero3_offload"),
+    "llama70b": ("fsdp", "tp_fsdp", "zero3", "zero3_offload"),
 }
+AXES = ("llama405b_3d", "llama8b_1m_context", "qwen3_moe_ep")
+"""Recipes with axes of parallelism beside the data-parallel one."""
 ADAPTED = {"smollm_lora": "smollm_ddp", "llama70b_lora_fsdp": "llama70b_fsdp"}
 
 
 def test_all_promised_recipes_are_there() -> None:
     names = {f"{family}_{member}" for family, members in FAMILIES.items() for member in members}
-    assert {path.stem for path in RECIPES} == names | ADAPTED.keys() | {"quickstart"}
+    assert {path.stem for path in RECIPES} == names | ADAPTED.keys() | {"quickstart", *AXES}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -49,11 +51,15 @@ def planned(path: Path, gpu: str) -> str:
     return CliRunner().invoke(main, ["plan", str(path), "--gpu", gpu]).stdout
 
 
+UNPLANNED = ("llama70b_tp_fsdp", *AXES)
+"""Recipes with axes that `pipe plan` does not know."""
 PLANNED = re.compile(r"# Planned for (\d+) x (\w+): (\d+) GiB a GPU\.")
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in RECIPES if path.stem.startswith("llama")], ids=lambda path: path.stem
+    "path",
+    [path for path in RECIPES if path.stem.startswith("llama") and path.stem not in UNPLANNED],
+    ids=lambda path: path.stem,
 )
 def test_figures_in_a_recipe_s_comment_are_the_plan_s(path: Path) -> None:
     ((ranks, gpu, figure),) = PLANNED.findall(path.read_text("utf-8"))

@@ -74,7 +74,9 @@ def write(root: Path, cut: Cut, form: FileLayout, *, passage: int | None = None)
             files=layouts[rank].files, rounds=staging.rounds, retention=Retention(),
             template=None if rank else template,
         )  # fmt: skip
-        engine: Any = SimpleNamespace(fragments=lambda r=rank: fragments(cut, r, flat))
+        engine: Any = SimpleNamespace(
+            fragments=lambda r=rank: fragments(cut, r, flat), random_stream=rank
+        )
         dist: Any = SimpleNamespace(rank=rank, device=torch.device("cpu"))
         plan: Any = SimpleNamespace(template=template)
         snapshot = Snapshot(engine, dist, plan, staging)

@@ -13,10 +13,11 @@ from typing import Any, Literal
 from pipeline.plan.registry import Registry
 from tests.support.tier import FULL
 
-Trait = Literal["basic", "half", "resumes", "sharded", "replicated"]
+Trait = Literal["basic", "combines", "half", "resumes", "sharded", "replicated"]
 """Matrices of tests:
 
 basic: every feature, optimizer and kind of anomaly under this strategy.
+combines: every feature under this strategy.
 half: training in bf16 and fp16, compared with the plain loop.
 resumes: resuming from its own checkpoints and from those of other strategies.
 sharded, replicated: loading a model's files, where a rank holds its shard or all of the weights.
@@ -71,7 +72,8 @@ def _traits(*traits: Trait) -> frozenset[Trait]:
 MORE = (4,) if FULL else ()
 """World sizes of the full tier."""
 UNEVEN = {"micro_batch_size": 3}
-BASIC = _traits("basic", "half", "resumes")
+BASIC = _traits("basic", "combines", "half", "resumes")
+COMBINES = _traits("combines", "half", "resumes")
 SHARDED = _traits("sharded")
 REPLICATED = _traits("replicated")
 RESUMES = _traits("resumes")
@@ -147,7 +149,7 @@ STRATEGIES: dict[str, Strategy] = {
         use="wrap.fsdp",
         fields={"context_parallel": {"size": 2}},
         title="FSDP, context 2",
-        traits=RESUMES | SHARDED,
+        traits=COMBINES | SHARDED,
         group=2,
         parity=(2, *MORE),
     ),
@@ -155,7 +157,7 @@ STRATEGIES: dict[str, Strategy] = {
         use="wrap.fsdp",
         fields={"tensor_parallel": {"size": 2}},
         title="FSDP, tensor 2",
-        traits=RESUMES,
+        traits=COMBINES,
         group=2,
         parity=(2, *MORE),
     ),
@@ -177,7 +179,7 @@ STRATEGIES: dict[str, Strategy] = {
         use="wrap.fsdp",
         fields={"pipeline_parallel": {"size": 2}},
         title="FSDP, pipeline 2",
-        traits=RESUMES,
+        traits=COMBINES,
         group=2,
         parity=(2, *MORE),
     ),
@@ -238,6 +240,16 @@ STRATEGIES: dict[str, Strategy] = {
         group=2,
         parity=(2, *MORE),
     ),
+    **{
+        f"zero{stage} tensor": Strategy(
+            use="wrap.zero",
+            fields={"stage": stage, "tensor_parallel": {"size": 2}, **more},
+            traits=RESUMES,
+            group=2,
+            parity=(2, 4) if stage == 3 else (2, *MORE),
+        )
+        for stage, more in ((1, {}), (2, {}), (3, {"sub_group_size": 9000, **SMALL_GROUPS}))
+    },
     "zero2 round robin": Strategy(
         use="wrap.zero",
         fields={"stage": 2, "round_robin_gradients": True},
@@ -257,7 +269,7 @@ STRATEGIES: dict[str, Strategy] = {
     ),
     "zero3 hpz": Strategy(
         use="wrap.zero",
-        fields={"stage": 3, "extra": {"zero_optimization": {"zero_hpz_partition_size": 2}}},
+        fields={"stage": 3, "plus_plus": {"secondary_partition": 2}},
         traits=RESUMES,
         group=2,
     ),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from pipeline import MicroBatch, StageError
+from stages.model.compat import flash_documents
 from stages.wrap.axes import Axes
 from stages.wrap.context import compat
 from stages.wrap.context.ulysses import gather_sequence, scatter_sequence
@@ -96,9 +97,7 @@ class ContextParallel:
         # otherwise a slice's positions would decide on packed documents.
         seen = torch.ones_like(whole, dtype=torch.bool)
         passed = {**kwargs, "position_ids": own, "attention_mask": seen}
-        if "flash" in self._base:
-            passed |= _documents_of_flash(whole)
-        return args, passed
+        return args, passed | flash_documents(model, whole)
 
     def _whole_mask(
         self,
@@ -169,19 +168,3 @@ class _Config:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._config, name)
-
-
-def _documents_of_flash(positions: Tensor) -> dict[str, Any]:
-    """Arguments that tell flash attention where documents begin in the flattened samples; its own
-    guess takes a batch of several samples for unpacked ones."""
-    flat = positions.flatten()
-    starts = (flat == 0).nonzero().flatten()
-    ends = torch.tensor([flat.numel()], device=flat.device)
-    bounds = torch.cat([starts, ends]).to(torch.int32)
-    longest = int(bounds.diff().max())
-    return {
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }

@@ -19,7 +19,7 @@ def layer_ranges(layers: int, stages: int) -> list[range]:
     the first and the last have the embedding and the head besides. Raises StageError for more
     stages than layers."""
     if stages > layers:
-        raise StageError(f"pipeline: {layers} layers do not make {stages} stages")
+        raise StageError(f"pipeline_parallel: {layers} blocks do not make {stages} stages")
     share, over = divmod(layers, stages)
     order = sorted(range(stages), key=lambda stage: (stage == 0, stage == stages - 1, stage))
     sizes = [share + (order.index(stage) < over) for stage in range(stages)]
@@ -90,13 +90,22 @@ def is_tied(model: Any) -> bool:
 
 def division(model: Any) -> tuple[list[str], str, list[str]]:
     """Names in the base model of what comes before its layers, of the list of layers, and of what
-    comes after them. Raises StageError where the model does not state them."""
-    base, plan = model.base_model, list(model.config.get_text_config().base_model_pp_plan or ())
-    lists = [part for part in plan if isinstance(getattr(base, part, None), nn.ModuleList)]
+    comes after them: by the architecture's plan, or else in the order of its parts. Raises
+    StageError where there is no one list of layers."""
+    base = model.base_model
+    parts = list(model.config.get_text_config().base_model_pp_plan or _parts(base))
+    lists = [part for part in parts if isinstance(getattr(base, part, None), nn.ModuleList)]
     if len(lists) != 1 or base is model or model.get_output_embeddings() is None:
-        raise StageError(f"pipeline: {type(model).__name__} does not say how it divides")
-    place = plan.index(lists[0])
-    return plan[:place], lists[0], plan[place + 1 :]
+        raise StageError(
+            f"pipeline_parallel: {type(model).__name__} does not say how it divides into stages"
+        )
+    place = parts.index(lists[0])
+    return parts[:place], lists[0], parts[place + 1 :]
+
+
+def _parts(base: nn.Module) -> list[str]:
+    """Children that have weights."""
+    return [name for name, child in base.named_children() if any(True for _ in child.parameters())]
 
 
 def kept(blocks: Iterable[nn.Module]) -> list[nn.Module]:

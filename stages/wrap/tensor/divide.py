@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from stages.wrap.axes import TensorParallel
 from stages.wrap.tensor.collectives import SEQUENCE, gather, split, sum_gradients
-from stages.wrap.tensor.compat import packed_parts, sharded_dim
-from stages.wrap.tensor.plan import (
-    COLUMNS,
-    ROWS,
-    Region,
-    TensorPlan,
-    layer_sizes,
-    resolve,
-    transposed,
-)
+from stages.wrap.tensor.layers import COLUMNS, ROWS, layer_sizes, transposed
+from stages.wrap.tensor.placements import place_parameters
+from stages.wrap.tensor.plan import Region, TensorPlan, resolve
 from stages.wrap.tensor.random_streams import Streams, has_dropout
 from stages.wrap.tensor.styles import (
     change_input,
@@ -71,41 +63,6 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
         raise ValueError(f"a plan for {plan.size} ranks on a mesh of {mesh.size()}")
     place_parameters(model, mesh, plan.placements)
     _Installer(model, mesh, plan).install()
-
-
-def place_parameters(model: nn.Module, mesh: DeviceMesh, placements: Mapping[str, Any]) -> None:
-    """Replace each parameter on the meta device by a DTensor, also on the meta device."""
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        owner, _, leaf = name.rpartition(".")
-        if parameter not in made:
-            part = torch.empty(
-                local_shape(parameter.shape, placements[name], mesh),
-                dtype=parameter.dtype,
-                device="meta",
-            )
-            sharded = DTensor.from_local(
-                part,
-                mesh,
-                [placements[name]],
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
-            made[parameter] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-        model.get_submodule(owner)._parameters[leaf] = made[parameter]
-
-
-def local_shape(shape: torch.Size, placement: Any, mesh: DeviceMesh) -> torch.Size:
-    """Shape of this rank's part, by the rule of torch.chunk."""
-    dim = sharded_dim(placement)
-    if dim is None:
-        return shape
-    parts = packed_parts(placement)
-    whole = shape[dim] // parts
-    chunk = -(-whole // mesh.size())
-    own = max(min(chunk, whole - chunk * mesh.get_local_rank()), 0)
-    return torch.Size([*shape[:dim], own * parts, *shape[dim + 1 :]])
 
 
 class _Installer:

@@ -9,25 +9,18 @@ entries that match a name the last counts.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
 
 from pipeline import StageError
-from stages.wrap.axes import Style
 from stages.wrap.pipeline.split import Entrance, Left
-from stages.wrap.tensor.compat import own_plan, packed, sharded_dim
-
-COLUMNS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")
-ROWS = ("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise")
-SUMMED = "replicated_with_grad_allreduce"
-STYLES = (*get_args(Style), "colwise_rep", "rowwise_rep")
-HEAD_SIZES = ("head_dim", "head_size")
-"""Attributes under which attention modules keep the width of a head."""
+from stages.wrap.tensor.checks import check_layers, check_ties
+from stages.wrap.tensor.compat import own_plan, sharded_dim
+from stages.wrap.tensor.layers import COLUMNS, ROWS, STYLES, SUMMED, shared_heads
+from stages.wrap.tensor.placements import Owner, owners_of, placements_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +74,11 @@ def resolve(
     head = _head(model, names, styles)
     if sequence and not block_names:
         raise StageError("sequence: the model does not say which modules are its blocks")
-    owners = _owners(model, styles)
-    shared = _shared_heads(model, styles, size)
-    _check_layers(model, styles, size, shared)
-    placements = _placements(model, owners, shared)
-    _check_ties(model, placements)
+    owners = owners_of(model, styles)
+    shared = shared_heads(model, styles, size)
+    check_layers(model, styles, size, shared)
+    placements = placements_of(model, owners, shared)
+    check_ties(model, placements)
     regions = {r.name: r for r in _regions(model, block_names, styles, owners)}
     return TensorPlan(
         size=size,
@@ -139,156 +132,11 @@ def _head(model: Any, names: Mapping[nn.Module, str], styles: Mapping[str, str])
     return name if styles.get(name or "") in COLUMNS else None
 
 
-@dataclass(frozen=True)
-class _Owner:
-    """The entry of a plan that says how a parameter is placed."""
-
-    entry: str
-    style: str
-    module: nn.Module
-    """The parameter's own module."""
-
-
-def _owners(model: nn.Module, styles: Mapping[str, str]) -> dict[str, _Owner]:
-    """Name of each parameter in the plan -> its entry, the innermost if there are several."""
-    found = {}
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        entry = name
-        while entry and entry not in styles:
-            entry = entry.rpartition(".")[0]
-        if entry:
-            module = model.get_submodule(name.rpartition(".")[0])
-            found[name] = _Owner(entry, styles[entry], module)
-    return found
-
-
-def transposed(module: nn.Module) -> bool:
-    """Whether the weight is (inputs, outputs), as GPT-2's layers keep it."""
-    return type(module).__name__ == "Conv1D"
-
-
-def _placements(
-    model: nn.Module, owners: Mapping[str, _Owner], shared: Mapping[str, int]
-) -> dict[str, Any]:
-    return {
-        name: Replicate()
-        if name not in owners or owners[name].entry in shared
-        else _placement(name, parameter, owners[name])
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-    }
-
-
-def _placement(name: str, parameter: nn.Parameter, owner: _Owner) -> Any:
-    """Of a layer with an update W + B A, the rows of W and B are outputs, the columns of W and A
-    inputs."""
-    down, up = ".lora_A." in name, ".lora_B." in name
-    outputs = parameter.ndim - 2 if parameter.ndim > 1 else 0
-    inputs = parameter.ndim - 1
-    if parameter.ndim > 1 and transposed(owner.module):
-        outputs, inputs = inputs, outputs
-    if owner.style == "embedding_rowwise":
-        return Shard(0)
-    if owner.style == "packed_colwise" and not down:
-        return packed(outputs, 2)
-    if owner.style in COLUMNS and not down:
-        return Shard(outputs)
-    if owner.style in ROWS and not up and parameter.ndim > 1:
-        return packed(inputs, 2) if owner.style == "packed_rowwise" else Shard(inputs)
-    return Replicate()
-
-
-def _shared_heads(model: nn.Module, styles: Mapping[str, str], size: int) -> dict[str, int]:
-    """Key and value layers with so few heads that ranks share one."""
-    found = {}
-    for name, style in styles.items():
-        heads = _heads(model, name) if style == "colwise" else None
-        if heads and heads < size and size % heads == 0 and name.endswith(("k_proj", "v_proj")):
-            found[name] = heads
-    return found
-
-
-def _heads(model: nn.Module, name: str) -> int | None:
-    """Number of attention heads that a layer computes; None for other layers."""
-    parent = model.get_submodule(name.rpartition(".")[0])
-    width = next((getattr(parent, key) for key in HEAD_SIZES if hasattr(parent, key)), None)
-    outputs = getattr(model.get_submodule(name), "out_features", None)
-    return None if width is None or outputs is None else int(outputs) // int(width)
-
-
-def _check_layers(
-    model: nn.Module, styles: Mapping[str, str], size: int, shared: Mapping[str, int]
-) -> None:
-    modules = dict(model.named_modules())
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name, style in styles.items():
-        if name in parameters:
-            _check_parameter(name, parameters[name], style, size)
-        elif style == "embedding_rowwise" and not isinstance(modules[name], nn.Embedding):
-            raise StageError(f"{name}: {style} is for embeddings, this is {_kind(modules[name])}")
-        elif style in COLUMNS or style in ROWS:
-            _check_linear(model, name, style, size, shared)
-
-
-def _kind(module: nn.Module) -> str:
-    return f"a {type(module).__name__}"
-
-
-def _check_parameter(name: str, parameter: nn.Parameter, style: str, size: int) -> None:
-    if style not in COLUMNS and style not in ROWS:
-        return
-    dim = parameter.shape[-1 if style in ROWS or parameter.ndim < 2 else -2]
-    parts = size * (2 if style.startswith("packed") else 1)
-    if dim % parts:
-        raise StageError(f"{name}: {dim} do not divide into {parts} parts")
-
-
-def _check_linear(
-    model: nn.Module, name: str, style: str, size: int, shared: Mapping[str, int]
-) -> None:
-    module = model.get_submodule(name)
-    sizes = layer_sizes(module)
-    if sizes is None:
-        raise StageError(f"{name}: {style} is for linear layers, this is {_kind(module)}")
-    if any(".lora_magnitude_vector." in f".{key}." for key, _ in module.named_parameters()):
-        raise StageError(f"{name}: DoRA needs whole rows of the weight; set dora: false")
-    inputs, outputs = sizes
-    parts = size * (2 if style.startswith("packed") else 1)
-    head = getattr(model, "get_output_embeddings", lambda: None)() is module
-    divided, what = (outputs, "outputs") if style in COLUMNS else (inputs, "inputs")
-    # Where a divided layer takes up what another gives, parts may differ in size.
-    uneven = style in ("colwise", "rowwise") or head or name in shared
-    if divided % parts and not uneven:
-        raise StageError(f"{name}: {divided} {what} do not divide into {parts} parts")
-    heads = _heads(model, name) if style == "colwise" else None
-    if heads and heads % size and name not in shared:
-        raise StageError(f"{name}: {heads} attention heads do not divide among {size} ranks")
-
-
-def layer_sizes(module: Any) -> tuple[int, int] | None:
-    """Inputs and outputs of a linear layer, with or without an update; None for other modules."""
-    if transposed(module):
-        inputs, outputs = module.weight.shape
-        return inputs, outputs
-    if hasattr(module, "in_features") and hasattr(module, "out_features"):
-        return int(module.in_features), int(module.out_features)
-    return None
-
-
-def _check_ties(model: nn.Module, placements: Mapping[str, Any]) -> None:
-    tied: dict[nn.Parameter, dict[str, Any]] = defaultdict(dict)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        tied[parameter][name] = placements[name]
-    for found in tied.values():
-        if len(set(found.values())) > 1:
-            listed = ", ".join(f"{name} {placement}" for name, placement in found.items())
-            raise StageError(f"tied weights would be placed differently: {listed}")
-
-
 def _regions(
     model: nn.Module,
     blocks: Sequence[str],
     styles: Mapping[str, str],
-    owners: Mapping[str, _Owner],
+    owners: Mapping[str, Owner],
 ) -> Iterator[Region]:
     for block in blocks:
         for child, module in model.get_submodule(block).named_children():
@@ -324,7 +172,7 @@ def _check_region(name: str, inside: Mapping[str, str]) -> None:
 
 def _summed(
     model: nn.Module,
-    owners: Mapping[str, _Owner],
+    owners: Mapping[str, Owner],
     placements: Mapping[str, Any],
     blocks: Sequence[str],
     regions: Mapping[str, Region],

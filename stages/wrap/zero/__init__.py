@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from stages.wrap.zero.stage import Aio, OptimizerOffload, ParameterOffload, Zero
+from stages.wrap.zero.stage import Aio, OptimizerOffload, ParameterOffload, PlusPlus, Zero
 
-__all__ = ["Aio", "OptimizerOffload", "ParameterOffload", "Zero"]
+__all__ = ["Aio", "OptimizerOffload", "ParameterOffload", "PlusPlus", "Zero"]

@@ -13,17 +13,27 @@ import torch
 import torch.distributed
 from torch import nn
 
-from pipeline import Context, ModelSource, NamedParameter, OptimizerPlan, Precision, StageError
+from pipeline import (
+    Context,
+    ModelSource,
+    NamedParameter,
+    OptimizerPlan,
+    Precision,
+    StageError,
+    torch_dtype,
+)
 from pipeline.utils import replace_text
-from stages.wrap.axes import required
+from stages.wrap.axes import Axes, required
 from stages.wrap.build import build_empty, cast_buffers, declared_facts, materialize, verify_engine
 from stages.wrap.context.attention import divide_sequence
 from stages.wrap.load_weights import load_weights
+from stages.wrap.tensor.plain import is_divided, whole_of
 from stages.wrap.zero import compat
 from stages.wrap.zero.checks import offload_problems
 from stages.wrap.zero.config import generate
 from stages.wrap.zero.engine import ZeroEngine
 from stages.wrap.zero.stage import uses_cpu_adam
+from stages.wrap.zero.tensor_parallel import Division
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -42,17 +52,24 @@ def build(
     if ctx.dist.is_main:
         replace_text(ctx.run_dir / "deepspeed.json", json.dumps(config, indent=1) + "\n")
     compat.start(ctx.dist, ctx.log)
+    axes = required(stage, ctx.dist.world_size)
     import deepspeed
 
     # Opened first: this compares the weights with the model.
     with contextlib.closing(model.weights()) as reader:
         module = build_empty(model, precision)
-        if stage.stage == 3:
+        division = None
+        if axes.tensor > 1:
+            division = Division(stage, ctx, axes)
+            wholes = division.divide(model, module)
+            division.materialize(module, wholes, torch_dtype(precision.compute), config)
+        elif stage.stage == 3:
             module = _partitioned(model, module, config, ctx.dist.device)
         else:
             materialize(module, ctx.dist.device, buffer_device=ctx.dist.device)
+        if stage.stage == 3:
+            _tell_of_parameters(model, module)
         cast_buffers(module, precision)
-        axes = required(stage, ctx.dist.world_size)
         divide_sequence(module, axes, ctx.dist.device.type)
         with compat.quiet():
             live, *_ = deepspeed.initialize(
@@ -60,6 +77,7 @@ def build(
                 optimizer=_optimizer(stage, plan, module),
                 config=dict(config),
                 dist_init_required=False,
+                mpu=None if division is None else division.groups,
             )
         compat.lift_loss_scale_floor(live)
         engine = ZeroEngine(live, ctx.dist, precision, plan, axes)
@@ -86,6 +104,17 @@ def _partitioned(
     with deepspeed.zero.Init(config_dict_or_path=dict(config)):
         module = model.build()
     model.tie(module)
+    module.train()
+    for name, buffer in empty.named_buffers(remove_duplicate=False):
+        owner_name, _, leaf = name.rpartition(".")
+        module.get_submodule(owner_name)._buffers[leaf] = buffer.to(device)
+    return module
+
+
+def _tell_of_parameters(model: ModelSource, module: nn.Module) -> None:
+    """Tell stage 3 which parameters to gather where it does not see their use."""
+    import deepspeed
+
     for owner in model.external_parameter_modules(module):
         for parameter in owner.parameters():
             deepspeed.zero.register_external_parameter(owner, parameter)
@@ -94,11 +123,6 @@ def _partitioned(
         # not gathered in backward, so with an adapter the hooks stay.
         if all(parameter.requires_grad for parameter in block.parameters()):
             deepspeed.utils.set_z3_leaf_module(block, True)
-    module.train()
-    for name, buffer in empty.named_buffers(remove_duplicate=False):
-        owner_name, _, leaf = name.rpartition(".")
-        module.get_submodule(owner_name)._buffers[leaf] = buffer.to(device)
-    return module
 
 
 def _close(engine: weakref.ref[ZeroEngine]) -> None:
@@ -115,6 +139,7 @@ def _expected(
         **declared_facts(ctx, precision),
         "engine": "DeepSpeedEngine",
         "zero_stage": stage.stage,
+        "tensor_parallel": 1 if stage.tensor_parallel is None else stage.tensor_parallel.size,
         "device": ctx.dist.device.type,
         "reduce": precision.reduce,
         "offload_optimizer": optimizer.device if optimizer else None,
@@ -127,9 +152,13 @@ def _expected(
 
 def _optimizer(stage: Zero, plan: OptimizerPlan, module: nn.Module) -> Optimizer:
     """The optimizer over the module's parameters, before DeepSpeed takes it apart."""
-    rank = torch.distributed.get_rank()  # every rank has masters of its own
-    named = module.named_parameters()
-    groups = plan.groups([NamedParameter(n, p, compat.full_shape(p), rank) for n, p in named])
+    axes = required(stage, torch.distributed.get_world_size())
+    groups = plan.groups(
+        [
+            NamedParameter(name, parameter, compat.full_shape(parameter), _shard(parameter, axes))
+            for name, parameter in module.named_parameters()
+        ]
+    )
     if not uses_cpu_adam(stage, plan.algorithm):
         return plan.build(groups)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -137,3 +166,13 @@ def _optimizer(stage: Zero, plan: OptimizerPlan, module: nn.Module) -> Optimizer
     optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **plan.hyperparameters)
     assert isinstance(optimizer, torch.optim.Optimizer)
     return optimizer
+
+
+def _shard(parameter: nn.Parameter, axes: Axes) -> int:
+    """Number of this rank's master among the parts of a parameter. Ranks of a tensor-parallel group
+    have the same master of one that is not divided."""
+    rank, whole = torch.distributed.get_rank(), whole_of(parameter)
+    if whole is None:
+        return rank
+    # Such parameters have groups of their own on every rank.
+    return axes.ranks + rank if is_divided(whole) else rank // axes.tensor

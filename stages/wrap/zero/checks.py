@@ -10,7 +10,7 @@ from stages.wrap.zero.config import STAGE_3_FIELDS, extra_problems
 from stages.wrap.zero.stage import RULE
 
 if TYPE_CHECKING:
-    from stages.wrap.zero.stage import Zero
+    from stages.wrap.zero.stage import PlusPlus, Zero
 
 
 def problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
@@ -22,12 +22,14 @@ def problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
                 yield Problem(key=key, message=message, hint=hint)
     if stage.stage == 3:
         yield from _selective_problems(plan)
+    if stage.plus_plus is not None:
+        yield from _plus_plus_problems(stage, stage.plus_plus, plan)
     yield from _rule_problems(stage, plan)
     yield from extra_problems(stage.extra)
 
 
 def _stage_problems(stage: Zero) -> Iterator[Problem]:
-    for key in ("offload_param", *STAGE_3_FIELDS):
+    for key in ("offload_param", "plus_plus", *STAGE_3_FIELDS):
         if stage.stage < 3 and getattr(stage, key) is not None:
             yield Problem(key=key, message="needs stage 3", hint="set stage: 3 or leave it out")
     if stage.stage == 1 and stage.overlap_comm:
@@ -68,6 +70,33 @@ def _precision_rows(stage: Zero, policy: Precision) -> list[tuple[bool, str, str
             "slot",
         ),
     ]
+
+
+def _plus_plus_problems(stage: Zero, asked: PlusPlus, plan: PlanView) -> Iterator[Problem]:
+    group = asked.secondary_partition
+    if group is not None and plan.procs % group:
+        message = f"{plan.procs} processes do not divide into groups of {group}"
+        yield Problem(key="plus_plus.secondary_partition", message=message)
+    if group is not None and stage.offload_param and stage.offload_param.device == "nvme":
+        message = "DeepSpeed keeps no second copy on a disk"
+        yield Problem(key="plus_plus.secondary_partition", message=message)
+    if stage.tensor_parallel is not None and stage.tensor_parallel.size > 1:
+        message = "DeepSpeed's groups for it are of all ranks, also those with other layers' parts"
+        yield Problem(key="plus_plus", message=message, hint="leave out tensor_parallel")
+    for key in ("quantized_weights", "quantized_gradients"):
+        if getattr(asked, key) and plan.device == "cpu":
+            message = "DeepSpeed quantizes on GPUs only"
+            yield Problem(key=f"plus_plus.{key}", message=message, hint="leave it out")
+    for policy in plan.giving(Precision):
+        # Its kernels read and write fp16, and take other gradients for fp16 as they are.
+        if asked.quantized_weights and policy.compute == "fp32":
+            message = "parameters would be rounded to fp16 before they are quantized"
+            hint = "set compute: bf16 or fp16 in the precision slot"
+            yield Problem(key="plus_plus.quantized_weights", message=message, hint=hint)
+        if asked.quantized_gradients and policy.reduce != "fp16":
+            message = f"DeepSpeed would take gradients in {policy.reduce} for fp16 ones"
+            hint = "set reduce: fp16 in the precision slot"
+            yield Problem(key="plus_plus.quantized_gradients", message=message, hint=hint)
 
 
 def _selective_problems(plan: PlanView) -> Iterator[Problem]:

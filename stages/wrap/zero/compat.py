@@ -8,14 +8,17 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import os
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeline import DistContext, OptimizerPlan
+from stages.wrap.tensor.plain import whole_of
 from stages.wrap.zero.operators_compat import keep_operators
 
 
@@ -49,13 +52,35 @@ def start(dist: DistContext, log: logging.Logger) -> None:
 
 
 def full_shape(tensor: Any) -> tuple[int, ...]:
-    """The tensor's full shape, also where stage 3 has partitioned it."""
-    return tuple(getattr(tensor, "ds_shape", tensor.shape))
+    """The tensor's full shape, also where tensor parallelism or stage 3 has divided it."""
+    whole = whole_of(tensor)
+    return tuple(getattr(tensor, "ds_shape", tensor.shape) if whole is None else whole.shape)
 
 
 def full_numel(parameter: Any) -> int:
-    """Elements of the whole parameter, also where stage 3 has partitioned it."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
+    """Elements of the whole parameter, also where it is divided."""
+    return math.prod(full_shape(parameter))
+
+
+def partitioner(config: Mapping[str, Any], groups: Any) -> Callable[[nn.Parameter], None]:
+    """A function that partitions a parameter among the data-parallel ranks of `groups`, as
+    zero.Init does."""
+    import deepspeed
+
+    with quiet():
+        init = deepspeed.zero.Init(
+            data_parallel_group=groups.get_data_parallel_group(),
+            config_dict_or_path=dict(config),
+            mpu=groups,
+        )
+    return lambda parameter: init._convert_to_zero_parameters([parameter])
+
+
+def forget_groups() -> None:
+    """Drop the groups that an engine has left to the next one of this process."""
+    from deepspeed.utils import groups
+
+    groups.mpu = None
 
 
 def zero_stage(optimizer: Any) -> int:
@@ -108,6 +133,11 @@ def global_grad_norm(engine: Any) -> float:
     """Norm of the gradients that the running step is about to apply; the engine's own norm is still
     that of the step before."""
     return float(engine.optimizer._global_grad_norm)
+
+
+def model_parallel_ranks(engine: Any) -> int:
+    """Number of ranks that each have a part of the layers."""
+    return int(engine.mp_world_size)
 
 
 def loss_scaler(engine: Any) -> Any | None:

@@ -25,6 +25,12 @@ STAGE_3_FIELDS = {
     "sub_group_size": "sub_group_size",
 }
 """Fields for stage 3 alone -> DeepSpeed's name."""
+PLUS_PLUS_FIELDS = {
+    "secondary_partition": "zero_hpz_partition_size",
+    "quantized_weights": "zero_quantized_weights",
+    "quantized_gradients": "zero_quantized_gradients",
+}
+"""Fields of `plus_plus` -> DeepSpeed's name."""
 
 
 def generate(stage: Zero, precision: Precision, *, max_grad_norm: float | None) -> dict[str, Any]:
@@ -85,6 +91,9 @@ def _zero_block(stage: Zero) -> dict[str, Any]:
     for field, name in STAGE_3_FIELDS.items():
         if getattr(stage, field) is not None:
             block[name] = getattr(stage, field)
+    for field, name in PLUS_PLUS_FIELDS.items():
+        if stage.plus_plus is not None and getattr(stage.plus_plus, field):
+            block[name] = getattr(stage.plus_plus, field)
     if stage.offload_optimizer is not None:
         block["offload_optimizer"] = _offload_block(stage.offload_optimizer)
     if stage.offload_param is not None:
@@ -106,6 +115,7 @@ _FIELDS = (
     *("cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory"),
     *STAGE_3_FIELDS,
     *STAGE_3_FIELDS.values(),
+    *PLUS_PLUS_FIELDS.values(),
 )
 """Keys of `zero_optimization` that fields of the stage decide."""
 _SET_BY = {
@@ -119,13 +129,14 @@ _SET_BY = {
     ),
     "the precision slot": "bf16 bfloat16 fp16 torch_autocast communication_data_type data_types",
     "the field aio": "aio",
+    "the field tensor_parallel": "tensor_parallel",
+    "the field context_parallel": "sequence_parallel_size",
     "a field of this stage": " ".join(f"{ZERO}.{field}" for field in _FIELDS),
 }
 """Part of the recipe -> keys that it decides."""
 _UNSUPPORTED = {
     **dict.fromkeys(
-        ("pipeline", "tensor_parallel", "expert_parallel", "sequence_parallel_size"),
-        "this stage shards over data-parallel ranks only",
+        ("pipeline", "expert_parallel"), "wrap.fsdp divides blocks and experts among ranks"
     ),
     f"{ZERO}.compute_grad_norm": "the gradient norm is always computed",
     f"{ZERO}.elastic_checkpoint": "checkpoints are read on any number of processes",

@@ -98,7 +98,10 @@ class ZeroEngine(ModuleEngine):
             "zero_optimizer": type(optimizer).__name__,
             "optimizer": type(optimizer.optimizer).__name__,
             "zero_stage": compat.zero_stage(optimizer),
-            "world_size": torch.distributed.get_world_size(optimizer.dp_process_group),
+            "world_size": torch.distributed.get_world_size(optimizer.dp_process_group)
+            * compat.model_parallel_ranks(live),
+            "axes": self._axes.sizes,
+            "tensor_parallel": compat.model_parallel_ranks(live),
             "device": str(live.device).partition(":")[0],
             "master": dtype_names(compat.master_partitions(optimizer)),
             "compute": dtype_names(live.module.parameters()),
@@ -118,6 +121,7 @@ class ZeroEngine(ModuleEngine):
             live, self.deepspeed = self.deepspeed, None
             del self.model, self.modules, self._state
             live.destroy()
+            compat.forget_groups()
 
 
 class StepVeto:

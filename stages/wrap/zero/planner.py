@@ -23,6 +23,7 @@ from pipeline.planning import (
     Profile,
     Tier,
     Topology,
+    Traffic,
 )
 from stages.wrap.model_parts import model_parts
 from stages.wrap.zero.memory import SUMMED, Amounts, ZeroMemory
@@ -106,6 +107,7 @@ class Stage3Memory(ZeroMemory):
         """Whole parameters, and the buffer from which a fetch is copied: it has
         `prefetch_bucket_size` and a parameter more."""
         unit, forward = self.units[moment.unit], moment.event in ("gather", "forward")
+        yield self._second_copy(moment)
         left = self.every if forward else unit.left
         whole = max(min(left, self._stays), unit.widest, self._small)
         if isinstance(moment.unit, int) and self._ahead and (forward or self._stays < self.every):
@@ -114,6 +116,20 @@ class Stage3Memory(ZeroMemory):
         if moment.event != "step" and (self.ranks > 1 or self.stage.offload_param):
             size = self._small if moment.event == "between" else whole
             yield Item(GATHERED, "device", size)
+
+    def _second_copy(self, moment: Moment) -> Item:
+        """The copy that groups of ranks share (hpZ), from the first forward to the update; that of
+        frozen weights stays."""
+        group = self._group_of_second_copy
+        size = self.every - self.c * self.trained * (moment.event == "between")
+        where: Place = "host" if self.stage.offload_param else "device"
+        return Item("second copy of parameters", where, -(-size // group) if group else 0)
+
+    @property
+    def _group_of_second_copy(self) -> int:
+        """Ranks that share it; 0 without one."""
+        asked = self.stage.plus_plus
+        return (asked.secondary_partition or 0) if asked is not None else 0
 
     def flattened(self, unit: Amounts) -> int:
         return self.r
@@ -136,6 +152,17 @@ class Stage3Memory(ZeroMemory):
         """In forward and backward; small ones after the update alone."""
         large = self.every - self._small
         return (2 * large - min(large, self._stays)) * microbatches + self._small
+
+    def traffic(self, microbatches: int) -> Iterator[Traffic]:
+        """With a second copy, all ranks gather for the first forward alone."""
+        group = self._group_of_second_copy
+        for one in super().traffic(microbatches):
+            if one.collective != "all-gather" or not group:
+                yield one
+                continue
+            within = one.bytes - self.every
+            yield replace(one, bytes=self.every)
+            yield replace(one, bytes=within, ranks=group, what="parameters from the second copy")
 
     def copies(self, microbatches: int) -> Copies:
         """Parameters on the disk are read as they are gathered, and written once, states once."""

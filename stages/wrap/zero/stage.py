@@ -10,7 +10,8 @@ from annotated_types import Ge, Gt
 
 from pipeline import Context, Engine, ModelSource, OptimizerPlan, PlanView, Precision, Problem
 from stages.wrap import axes
-from stages.wrap.axes import ContextParallel
+from stages.wrap.axes import ContextParallel, TensorParallel
+from stages.wrap.axis_checks import axis_problems
 
 OffloadDevice = Literal["cpu", "nvme"]
 
@@ -85,6 +86,26 @@ class Aio:
     """Move data between disk and GPU directly (GPUDirect Storage)."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlusPlus:
+    """Send less between nodes (Wang et al. 2023, ZeRO++). Stage 3 only.
+
+    Quantized values are sent by CUDA kernels of DeepSpeed; masters and checkpoints stay exact.
+    """
+
+    secondary_partition: Annotated[int, Ge(2)] | None = None
+    """Ranks, as a rule those of a node, that share a second copy of the parameters in the compute
+    dtype: backward gathers from it (hpZ). Null keeps none."""
+
+    quantized_weights: bool = False
+    """Gather parameters in 8 bits (qwZ); the precision slot has compute: bf16 or fp16."""
+
+    quantized_gradients: bool = False
+    """Reduce gradients in 4 bits, within nodes and then between them (qgZ); each node runs a
+    process for each of its GPUs, and the precision slot has reduce: fp16. On one node nothing is
+    quantized."""
+
+
 Elements = Annotated[int, Gt(0)]
 
 
@@ -142,6 +163,9 @@ class Zero:
     sub_group_size: Elements | None = None
     """Stage 3: elements that the optimizer updates (and swaps) at a time."""
 
+    plus_plus: PlusPlus | None = None
+    """Stage 3: less traffic between nodes; null sends everything as it is."""
+
     aio: Aio | None = None
     """Disk access settings of NVMe offload."""
 
@@ -152,13 +176,16 @@ class Zero:
     context_parallel: ContextParallel | None = None
     """Divide the tokens of every sample among ranks; null gives each sample to one rank."""
 
+    tensor_parallel: TensorParallel | None = None
+    """Divide every layer among neighbouring ranks; null gives each rank whole layers."""
+
     def data_ranks(self, procs: int) -> int:
         return axes.data_ranks(self, procs)
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         from stages.wrap.zero.checks import problems
 
-        yield from axes.axis_problems(self, plan)
+        yield from axis_problems(self, plan)
         yield from problems(self, plan)
 
     def run(

@@ -27,6 +27,8 @@ from stages.wrap.optimizer_state import (
     updates,
     write_moments,
 )
+from stages.wrap.shards import Span, part_of, spans
+from stages.wrap.tensor.plain import whole_of
 from stages.wrap.zero import compat
 from stages.wrap.zero.partitions import (
     FlatMaster,
@@ -110,9 +112,13 @@ class ZeroState:
             with flat.present(write=True):
                 for part in flat.parts:
                     name = self._names[part.parameter]
-                    yield LocalShard(name, part.start, own_part(flat.tensor, part))
+                    own = own_part(flat.tensor, part)
+                    for span, begin, end in _spans(part.parameter, part.start, part.length):
+                        values = own[begin:end]
+                        yield LocalShard(name, span.start, values, span.stride, span.count)
         for fragment in self._others():
-            yield LocalShard(fragment.name, fragment.start, fragment.state[WEIGHT])
+            values = fragment.state[WEIGHT]
+            yield LocalShard(fragment.name, fragment.start, values, fragment.stride, fragment.count)
 
     def _trained(
         self, *, write: bool, counts: Mapping[str, int] | None = None
@@ -134,15 +140,10 @@ class ZeroState:
         moments = read_moments(state, plan, 0, master.numel()) if write else {}
         for part in flat.parts:
             own = {name: own_part(values, part) for name, values in moments.items()}
-            yield Fragment(
-                name=self._names[part.parameter],
-                shape=compat.full_shape(part.parameter),
-                start=part.start,
-                state={
-                    WEIGHT: own_part(master, part),
-                    **(own or read_moments(state, plan, part.low, part.low + part.length)),
-                },
-            )
+            own = own or read_moments(state, plan, part.low, part.low + part.length)
+            live = {WEIGHT: own_part(master, part), **own}
+            name = self._names[part.parameter]
+            yield from _fragments(name, part.parameter, part.start, live)
         write_moments(state, plan, moments)
 
     def _others(self) -> Iterator[Fragment]:
@@ -155,9 +156,7 @@ class ZeroState:
                 view, start = tensor.detach().view(-1), 0
             else:
                 view, start = self._frozen_part(name, tensor, shard)
-            if view.numel():
-                shape = compat.full_shape(tensor)
-                yield Fragment(name=name, shape=shape, start=start, state={WEIGHT: view})
+            yield from _fragments(name, tensor, start, {WEIGHT: view})
 
     def _frozen_part(self, name: str, parameter: Any, shard: Any) -> tuple[Tensor, int]:
         if compat.is_swapped(shard):
@@ -188,3 +187,30 @@ class ZeroState:
         scaler = compat.loss_scaler(self._live)
         if scaler is not None and saved is not None:
             compat.set_loss_scale(scaler, saved.scale, saved.good_steps % self._growth_interval)
+
+
+def _fragments(
+    name: str, tensor: Tensor, start: int, state: Mapping[str, Tensor]
+) -> Iterator[Fragment]:
+    """This rank's elements of a parameter or buffer, from `start` on in what it has of it before
+    ZeRO cuts that."""
+    shape = compat.full_shape(tensor)
+    for span, begin, end in _spans(tensor, start, state[WEIGHT].numel()):
+        yield Fragment(
+            name=name,
+            shape=shape,
+            start=span.start,
+            state={kind: values[begin:end] for kind, values in state.items()},
+            stride=span.stride,
+            count=span.count,
+        )
+
+
+def _spans(tensor: Tensor, start: int, length: int) -> Iterator[tuple[Span, int, int]]:
+    """Spans of those elements in the full tensor, and where each begins and ends among them."""
+    whole = whole_of(tensor)
+    own = [Span(0, start + length)] if whole is None else spans("", whole)
+    end = 0
+    for span in part_of(own, start, start + length):
+        begin, end = end, end + span.numel
+        yield span, begin, end

@@ -53,7 +53,7 @@ def divided(cut: Cut, *, reverse: bool = False) -> list[Run]:
 
 
 @given(cuts(), st.booleans(), st.integers(1, 4))
-@examples(400)
+@examples(150)
 def test_everything_is_written_once_by_who_holds_it(cut: Cut, reverse: bool, worth: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharing, "WORTH_A_CUT", worth)

@@ -306,6 +306,36 @@ def test_edited_columns(root: Path, name: str) -> None:
             read_all(root, whole=whole)
 
 
+@pytest.mark.parametrize("written", ARRANGEMENTS[2:], indirect=True)
+def test_no_number_of_a_rule_leads_elsewhere(root: Path) -> None:
+    """A changed rule is refused, unless it says the same: a range is one in rows of any length."""
+    chance, refused = random.Random(0), 0
+    good = (root / NAME / MANIFEST).read_bytes()
+    turns = times(quick=60, full=3000)
+    for _ in range(turns):
+        key, field = chance.choice(("weight/b", "exp_avg/b")), chance.randrange(10)
+        value = chance.choice([0, 1, 2, 3, 29, 30, 50, 99, 100, 101, 200, 4500, 9000, 10**30])
+        number = chance.randrange(len(runs_of(json.loads(good)["checkpoint"], key)))
+        (root / NAME / MANIFEST).write_bytes(good)
+        edit(root, change_number(key, number, field, value))
+        try:
+            assert read_digests(LocalStore(root), NAME) == digests(1), (key, number, field, value)
+        except CheckpointError:
+            refused += 1
+    assert refused > turns * 0.8
+
+
+def change_number(key: str, number: int, field: int, value: int) -> Change:
+    """Change a number of a run, which may have been left out."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        run = runs_of(manifest, key)[number]
+        run += [0, 1, 0][len(run) - 7 :]
+        run[field] = value
+
+    return change
+
+
 def test_an_edited_manifest_with_the_old_checksum(root: Path) -> None:
     edit(root, lambda manifest: manifest.update(step=2), sign=False)
     with pytest.raises(Damaged, match=f"{root / NAME / MANIFEST}: its checksum is wrong"):

@@ -210,7 +210,7 @@ def test_a_lost_tensor_is_not_saved_with_the_bytes_of_an_earlier_save(
     layout = SHARDED.lay_out(0, [Span(entry.key, 0, 9)], {entry.key: entry})
     state = {kind: torch.zeros(numel) for kind, numel in ({"weight": 9} | moments).items()}
     fragment = Fragment(name="a", shape=(9,), start=0, state=state)
-    engine: Any = SimpleNamespace(fragments=lambda: [fragment])
+    engine: Any = SimpleNamespace(fragments=lambda: [fragment], random_stream=0)
     plan: Any = SimpleNamespace(template=SimpleNamespace(tensors=[entry]))
     dist: Any = SimpleNamespace(rank=0, device=torch.device("cpu"))
     snapshot = Snapshot(engine, dist, plan, plan_staging(layout, frozenset()))

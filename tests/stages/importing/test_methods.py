@@ -73,19 +73,33 @@ def test_an_unknown_key_that_may_change_the_method_leaves_no_recipe(key: str) ->
     assert translated({"output_dir": "x", "seed": 1, "my_key": 4}).recipe is not None
 
 
+FSDP_ALONE = "accelerate takes it with FSDP alone"
+
+
 @pytest.mark.parametrize("kind", ["NO", "MULTI_GPU", "DEEPSPEED", "FSDP"])
-def test_sizes_of_parallelism_count_whatever_the_type(kind: str) -> None:
-    for key, why in (
-        ("sp_size", "is always 1 in a recipe"),
-        ("dp_replicate_size", "accelerate takes it with FSDP alone"),
-    ):
-        block = {f"parallelism_config_{key}": 2}
-        made = translated({"distributed_type": kind, "parallelism_config": block})
-        if kind == "FSDP" and key == "dp_replicate_size":
-            assert slot(made, "wrap")["sharding"] == "hybrid_shard"
-        else:
-            assert made.recipe is None
-            assert left_out(made) == {f"parallelism_config.parallelism_config_{key}": why}
+@pytest.mark.parametrize(
+    ("key", "kinds", "wrap", "why"),
+    [
+        ("dp_replicate_size", ["FSDP"], {"sharding": "hybrid_shard"}, FSDP_ALONE),
+        ("tp_size", ["FSDP"], {"tensor_parallel": {"size": 2}}, FSDP_ALONE),
+        ("cp_size", ["FSDP"], {"context_parallel": {"size": 2}}, FSDP_ALONE),
+        (
+            "sp_size", ["DEEPSPEED"], {"stage": 2, "context_parallel": {"size": 2}},
+            "accelerate takes it with DeepSpeed alone",
+        ),
+    ],
+)  # fmt: skip
+def test_sizes_of_parallelism_count_whatever_the_type(
+    kind: str, key: str, kinds: list[str], wrap: dict[str, Any], why: str
+) -> None:
+    block = {f"parallelism_config_{key}": 2}
+    made = translated({"distributed_type": kind, "parallelism_config": block})
+    if kind in kinds:
+        assert {name: slot(made, "wrap")[name] for name in wrap} == wrap
+        assert left_out(made) == {}
+    else:
+        assert made.recipe is None
+        assert left_out(made) == {f"parallelism_config.parallelism_config_{key}": why}
 
 
 def test_megatron_is_refused_whatever_the_type() -> None:

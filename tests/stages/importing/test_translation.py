@@ -170,15 +170,119 @@ def test_two_axes_of_data_parallelism() -> None:
     }  # fmt: skip
 
 
+def sizes(**given: Any) -> dict[str, Any]:
+    """Return accelerate's file for FSDP with these sizes of axes."""
+    block = {f"parallelism_config_{key}": value for key, value in given.items()}
+    return {"distributed_type": "FSDP", "parallelism_config": block}
+
+
+def test_axes_of_accelerate() -> None:
+    given = {"dp_replicate_size": 2, "dp_shard_size": 4, "tp_size": 2, "cp_size": 2}
+    harmless = {"cp_backend": "torch", "cp_comm_strategy": "alltoall", "sp_size": 1}
+    file = {**sizes(**given, **harmless), "num_processes": 32}
+    made = translated(file, {"output_dir": "x", "per_device_train_batch_size": 3})
+    assert left_out(made) == {}
+    assert slot(made, "wrap") == {
+        "use": "wrap.fsdp", "sharding": "hybrid_shard", "shard_size": 8,
+        "tensor_parallel": {"size": 2}, "context_parallel": {"size": 2},
+    }  # fmt: skip
+    # eight groups of four ranks that share their samples
+    assert slot(made, "train")["global_batch_size"] == 24
+    strategy = outcome(made, "parallelism_config.parallelism_config_cp_comm_strategy")
+    assert strategy.outcome == "default"
+
+
+@pytest.mark.parametrize(
+    ("content", "procs", "key", "why"),
+    [
+        (
+            {**sizes(dp_shard_size=2, tp_size=2), "num_processes": 8}, None, "tp_size",
+            "the sizes multiply to 4, and there are 8 processes",
+        ),
+        ({**sizes(dp_shard_size=2, tp_size=2), "num_processes": 8}, 16, "", ""),
+        (
+            sizes(dp_replicate_size=2, cp_size=2), None, "cp_size",
+            "accelerate takes it with dp_shard_size > 1 alone",
+        ),
+        (sizes(dp_shard_size=4, cp_backend="ring"), None, "cp_backend", "is always torch"),
+    ],
+)  # fmt: skip
+def test_axes_that_accelerate_itself_refuses(
+    content: dict[str, Any], procs: int | None, key: str, why: str
+) -> None:
+    made = translated(content, procs=procs)
+    found = left_out(made)
+    assert bool(found) == bool(key)
+    assert not key or found[f"parallelism_config.parallelism_config_{key}"].startswith(why)
+
+
+def test_axes_of_deepspeed() -> None:
+    content = {
+        "zero_optimization": {"stage": 1}, "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 3, "train_batch_size": 48, "sequence_parallel_size": 2,
+        "tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 2}, "tp_overlap_comm": True},
+    }  # fmt: skip
+    made = translated({**content, "sequence_parallel_size": 1}, procs=8)
+    assert left_out(made) == {}
+    assert slot(made, "wrap") == {
+        "use": "wrap.zero", "stage": 1, "tensor_parallel": {"size": 2},
+    }  # fmt: skip
+    # DeepSpeed counts 2 x 3 samples for each of 8 ranks, of which pairs have the same
+    assert slot(made, "train")["global_batch_size"] == 24
+    made = translated({**content, "train_batch_size": 24}, procs=8)
+    assert slot(made, "wrap")["context_parallel"] == {"size": 2}
+    assert slot(made, "train")["global_batch_size"] == 12
+    made = translated({**content, "train_batch_size": 47}, procs=8)
+    assert left_out(made) == {
+        "train_batch_size": "counts each sample for 2 ranks, which do not divide it"
+    }
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"tensor_parallel": {"autotp_size": 2}}, "without sharding, each rank has whole layers"),
+        ({"pipeline": {"stages": 2}}, "wrap.zero gives each rank every block"),
+        ({"expert_parallel": {"enabled": True}}, "wrap.zero gives each rank every expert"),
+    ],
+)
+def test_axes_that_zero_does_not_have(said: dict[str, Any], why: str) -> None:
+    made = translated({"zero_optimization": {"stage": 0}, "train_batch_size": 8, **said})
+    assert made.recipe is None
+    assert list(left_out(made).values()) == [why]
+
+
+def test_a_plan_of_layers_of_deepspeed_is_not_needed() -> None:
+    block = {"autotp_size": 2, "preset_model": "llama"}
+    made = translated({"zero_optimization": {"stage": 3}, "tensor_parallel": block})
+    assert slot(made, "wrap")["tensor_parallel"] == {"size": 2}
+    assert left_out(made) == {
+        "tensor_parallel.preset_model": "layers are divided by the architecture's plan"
+    }
+
+
+def test_the_same_axis_in_two_files() -> None:
+    engine = {"zero_optimization": {"stage": 2}, "sequence_parallel_size": 4}
+    block = {"parallelism_config_sp_size": 2, "parallelism_config_sp_backend": "deepspeed"}
+    made = translated({"distributed_type": "DEEPSPEED", "parallelism_config": block}, engine)
+    assert made.recipe is None
+    assert "contradicts" in left_out(made)["sequence_parallel_size"]
+    made = translated({"output_dir": "x", "parallelism_config": {"sp_size": 4}}, engine, procs=8)
+    assert slot(made, "wrap") == {
+        "use": "wrap.zero", "stage": 2, "context_parallel": {"size": 4},
+    }  # fmt: skip
+    assert slot(made, "train")["global_batch_size"] == 16
+
+
 @pytest.mark.parametrize(
     "content",
     [
         {"distributed_type": "MEGATRON_LM", "megatron_lm_config": {"megatron_lm_tp_degree": 2}},
         {"distributed_type": "FSDP", "mixed_precision": "fp8"},
-        {"distributed_type": "FSDP", "parallelism_config": {"parallelism_config_tp_size": 2}},
+        {"distributed_type": "MULTI_GPU", "parallelism_config": {"parallelism_config_tp_size": 2}},
         {"compute_environment": "AMAZON_SAGEMAKER", "distributed_type": "NO"},
         {"zero_optimization": {"stage": 4}, "train_batch_size": 8},
-        {"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}},
+        {"zero_optimization": {"stage": 1}, "expert_parallel": {"autoep_size": 2}},
         {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "no.json"}},
         {"output_dir": "x", "bf16": True, "fp16": True},
     ],
@@ -207,7 +311,10 @@ def test_stage_0_is_no_sharding() -> None:
 def test_further_keys_of_deepspeed_go_to_it() -> None:
     made = translated(
         {
-            "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2, "reduce_scatter": True},
+            "zero_optimization": {
+                "stage": 3, "zero_hpz_partition_size": 2, "zero_quantized_weights": True,
+                "leaf_module": {"classes": ["Block"]}, "reduce_scatter": True,
+            },
             "flops_profiler": {"enabled": True, "profile_step": 3},
             "communication_data_type": "bf16", "bf16": {"enabled": True},
         }
@@ -215,7 +322,8 @@ def test_further_keys_of_deepspeed_go_to_it() -> None:
     assert slot(made, "wrap") == {
         "use": "wrap.zero",
         "stage": 3,
-        "extra": {"zero_optimization": {"zero_hpz_partition_size": 2}},
+        "plus_plus": {"secondary_partition": 2, "quantized_weights": True},
+        "extra": {"zero_optimization": {"leaf_module": {"classes": ["Block"]}}},
     }
     assert outcome(made, "flops_profiler").outcome == "default"
     assert slot(made, "precision") == {

@@ -34,6 +34,7 @@ KNOWN = {
     "EleutherAI/pythia-6.9b": 6_857_302_016,
     "EleutherAI/pythia-12b": 11_846_072_320,
     "EleutherAI/gpt-neox-20b": 20_554_567_680,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
 }
 """Number of parameters in the files, by hub id."""
 

@@ -59,7 +59,7 @@ def test_noise_is_a_function_of_seed_shard_parameter_and_update() -> None:
 
     def drawn(seed: int, parameter: torch.Tensor, shard: int, step: int) -> list[int]:
         noise = Noise(seed)
-        noise.number(WEIGHT)
+        noise.key(WEIGHT)
         bits: list[int] = noise.bits(parameter, like, shard, step).tolist()
         return bits
 

@@ -73,7 +73,7 @@ def test_chunks_give_the_loss_and_gradients_of_the_whole(
 
 def test_without_gradients_no_product_is_made_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
-    monkeypatch.setattr("stages.train.loss._add_product", lambda *_: made.append(1))
+    monkeypatch.setattr("stages.train.chunked_loss._add_product", lambda *_: made.append(1))
     hidden, weight = torch.randn(24, 8), torch.nn.Parameter(torch.randn(50, 8))
     labels = torch.randint(0, 50, (24,))
     with torch.no_grad():
@@ -97,7 +97,7 @@ def test_in_bf16_the_loss_is_that_of_fp32_logits() -> None:
 
 
 def test_in_bf16_gradients_are_summed_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stages.train.loss.PIECE", 16 * 7)  # seven rows at a time
+    monkeypatch.setattr("stages.train.chunked_loss.PIECE", 16 * 7)  # seven rows at a time
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(300, 16, generator=generator).bfloat16().requires_grad_()
     weight = torch.randn(200, 16, generator=generator).bfloat16().requires_grad_()

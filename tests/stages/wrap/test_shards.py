@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -22,7 +24,7 @@ from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from stages.weights.safetensors import SafetensorsReader
 from stages.wrap.load_weights import LocalShard, load_weights, local_shards
-from stages.wrap.shards import spans
+from stages.wrap.shards import Span, part_of, spans
 from stages.wrap.torch_engine import TorchEngine, make_optimizer
 from tests.support.processes import run_ranks
 from tests.support.runs import context
@@ -61,11 +63,64 @@ def placed(dist: DistContext) -> dict[str, int]:
         split = [_StridedShard(dim, split_factor=2) for dim in range(len(shape))]
         pairs = [*itertools.product(cuts, cuts), *((s, Shard(s.dim)) for s in split)]
         for placements in pairs:
-            tensor = distribute_tensor(whole, mesh, placements)
+            tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
             assert torch.equal(tensor.full_tensor(), whole), placements
             name = f"{shape} {placements}"
             counts[name] = require_found(name, tensor, whole)
     return counts
+
+
+UNEVEN = [(5, 7), (13,), (5, 3, 7), (4, 2), (1, 3)]
+
+
+def uneven(dist: DistContext) -> int:
+    """Find the parts on meshes that do not divide the sizes; return the number of tensors."""
+    count = 0
+    for sizes in ((2, 3), (3, 2)):
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("shard", "tensor"))
+        for shape in UNEVEN:
+            cuts: list[Placement] = [Replicate(), *map(Shard, range(len(shape)))]
+            for placements in itertools.product(cuts, cuts):
+                tensor = distribute_tensor(full(shape), mesh, placements, src_data_rank=None)
+                require_found(f"{shape} {placements}", tensor, full(shape))
+                count += 1
+            packed = [_StridedShard(0, split_factor=2)] if shape[0] % 2 == 0 else []
+            for placement in [*cuts, *packed]:
+                module = nn.Module()
+                own = distribute_tensor(
+                    full(shape), mesh["tensor"], [placement], src_data_rank=None
+                )
+                module.weight = nn.Parameter(own)
+                fully_shard(module, mesh=mesh["shard"])
+                require_found(f"{shape} {placement}", module.weight, full(shape))
+                count += 1
+    return count
+
+
+def test_meshes_that_do_not_divide() -> None:
+    """What torch distributes, and what fully_shard makes of layers that are divided already."""
+    assert set(run_ranks(uneven, 6)) == {126}
+
+
+@given(
+    st.lists(st.tuples(*[st.integers(1, 5)] * 3), min_size=1, max_size=4),
+    st.integers(0, 99),
+    st.data(),
+)
+def test_a_range_of_a_part_is_a_few_spans(
+    sizes: list[tuple[int, int, int]], base: int, data: st.DataObject
+) -> None:
+    """ZeRO cuts the flat part that tensor parallelism has left anywhere, also within rows."""
+    own = [
+        Span(base, base + run, (run + gap) if count > 1 else 0, count) for run, gap, count in sizes
+    ]
+    numbers = [n for span in own for n in elements(span, span.numel)]
+    start = data.draw(st.integers(0, len(numbers)))
+    stop = data.draw(st.integers(start, len(numbers)))
+    found = list(part_of(own, start, stop))
+    assert [n for span in found for n in elements(span, span.numel)] == numbers[start:stop]
+    assert len(found) <= len(own) + 4
+    assert all(span.numel for span in found)
 
 
 class Layers(nn.Module):

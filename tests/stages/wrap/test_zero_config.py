@@ -16,7 +16,8 @@ from pipeline.testing import context
 from stages.optimizer.adamw import AdamW
 from stages.optimizer.lion import Lion
 from stages.precision.policy import PrecisionPolicy
-from stages.wrap.zero import Aio, OptimizerOffload, ParameterOffload, Zero
+from stages.wrap.axes import ContextParallel, TensorParallel
+from stages.wrap.zero import Aio, OptimizerOffload, ParameterOffload, PlusPlus, Zero
 from stages.wrap.zero.config import KNOWN, generate
 
 NVME = OptimizerOffload(device="nvme", path="/scratch")
@@ -119,6 +120,22 @@ def test_extra_is_merged_into_blocks() -> None:
             "extra.zero_optimization.offload_optimizer",
             "is set by a field of this stage",
         ),
+        (
+            {"zero_optimization": {"zero_hpz_partition_size": 2}},
+            "extra.zero_optimization.zero_hpz_partition_size",
+            "is set by a field of this stage",
+        ),
+        (
+            {"tensor_parallel": {"autotp_size": 2}},
+            "extra.tensor_parallel",
+            "is set by the field tensor_parallel",
+        ),
+        (
+            {"sequence_parallel_size": 2},
+            "extra.sequence_parallel_size",
+            "is set by the field context_parallel",
+        ),
+        ({"pipeline": {}}, "extra.pipeline", "wrap.fsdp divides blocks and experts"),
     ],
 )
 def test_extra_keys_that_are_refused(extra: Any, key: str, said: str) -> None:
@@ -145,6 +162,69 @@ def test_extra_keys_that_are_refused(extra: Any, key: str, said: str) -> None:
 )  # fmt: skip
 def test_combinations_that_make_no_sense(stage: Zero, keys: set[str]) -> None:
     assert found(stage).keys() == keys
+
+
+ALL = PlusPlus(secondary_partition=2, quantized_weights=True, quantized_gradients=True)
+NARROW = PrecisionPolicy(compute="bf16", reduce="fp16")
+
+
+def test_less_traffic_between_nodes() -> None:
+    zero = config(Zero(stage=3, plus_plus=ALL), compute="bf16", reduce="fp16")["zero_optimization"]
+    assert zero["zero_hpz_partition_size"] == 2
+    assert zero["zero_quantized_weights"] is zero["zero_quantized_gradients"] is True
+    assert found(Zero(stage=3, plus_plus=ALL), precision=NARROW) == {}
+    plain = config(Zero(stage=3, plus_plus=PlusPlus()))["zero_optimization"]
+    assert not any(key.startswith("zero_") for key in plain)
+
+
+@pytest.mark.parametrize(
+    ("fields", "device", "precision", "said"),
+    [
+        ({"stage": 2}, "cuda", NARROW, {"plus_plus": "needs stage 3"}),
+        (
+            {"plus_plus": PlusPlus(secondary_partition=3)}, "cuda", NARROW,
+            {"plus_plus.secondary_partition": "2 processes do not divide into groups of 3"},
+        ),
+        (
+            {"plus_plus": PlusPlus(secondary_partition=2),
+             "offload_param": ParameterOffload(device="nvme", path="/a")}, "cuda", NARROW,
+            {"plus_plus.secondary_partition": "no second copy on a disk"},
+        ),
+        (
+            {"tensor_parallel": TensorParallel(size=2)}, "cuda", NARROW,
+            {"plus_plus": "groups for it are of all ranks"},
+        ),
+        ({"context_parallel": ContextParallel(size=2)}, "cuda", NARROW, {}),
+        (
+            {}, "cpu", NARROW,
+            {"plus_plus.quantized_weights": "on GPUs only",
+             "plus_plus.quantized_gradients": "on GPUs only"},
+        ),
+        (
+            {}, "cuda", PrecisionPolicy(compute="fp32"),
+            {"plus_plus.quantized_weights": "rounded to fp16",
+             "plus_plus.quantized_gradients": "gradients in fp32 for fp16 ones"},
+        ),
+        (
+            {}, "cuda", PrecisionPolicy(compute="bf16", reduce="bf16"),
+            {"plus_plus.quantized_gradients": "gradients in bf16 for fp16 ones"},
+        ),
+    ],
+)  # fmt: skip
+def test_less_traffic_where_deepspeed_cannot(
+    fields: dict[str, Any], device: str, precision: Any, said: dict[str, str]
+) -> None:
+    stage = Zero(**{"stage": 3, "plus_plus": ALL, **fields})
+    problems = found(stage, device=device, precision=precision)
+    assert problems.keys() == said.keys()
+    assert all(text in problems[key] for key, text in said.items())
+
+
+def test_deepspeed_has_no_quantizing_kernels_for_the_cpu() -> None:
+    from deepspeed.ops.op_builder import cpu
+
+    with pytest.raises(ValueError, match="not been implemented on CPU"):
+        getattr(cpu, "QuantizerBuilder", cpu.NotImplementedBuilder)().load()
 
 
 def test_narrow_masters_are_refused_where_deepspeed_cannot() -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipeline.contracts.precision import Precision
 from pipeline.planning.forecast import Copies, ModelShape, Moment, OptimizerShape, Weight
 from pipeline.planning.planner import Topology
-from stages.wrap.zero import OptimizerOffload, ParameterOffload, Zero
+from stages.wrap.zero import OptimizerOffload, ParameterOffload, PlusPlus, Zero
 from stages.wrap.zero.memory import ZeroMemory
 from stages.wrap.zero.planner import ZeroPlanner
 from tests.support.processes import run_ranks
@@ -163,6 +163,24 @@ def test_stage_3_gathers_until_the_limit_of_live_parameters() -> None:
 )
 def test_copies(wrap: dict[str, Any], compute: str, expected: Copies) -> None:
     assert share(wrap, compute=compute).copies(3) == expected
+
+
+def test_a_second_copy_for_each_pair_of_ranks() -> None:
+    """Wang et al. 2023, ZeRO++: from the first forward to the update, 2 N / 2 more in bf16; one
+    gather among all ranks, the others among the pair."""
+    name, asked = "second copy of parameters", {"plus_plus": PlusPlus(secondary_partition=2)}
+    memory = share({"stage": 3, **BUCKET, **asked})
+    events = ("between", "forward", "backward", "step")
+    assert [at(memory, event, 1, name=name) for event in events] == [0, N, N, N]
+    assert at(share({"stage": 3, **BOTH, **asked}), "forward", 1, place="host", name=name) == N
+    frozen = share({"stage": 3, **asked}, model(frozen={}))
+    assert at(frozen, "between", name=name) == N  # no update makes that of frozen weights invalid
+    gathers = [one for one in memory.traffic(3) if one.collective == "all-gather"]
+    assert [(one.ranks, one.bytes) for one in gathers] == [(4, 2 * N), (2, 4 * N)]
+    (plain,) = (
+        one for one in share({"stage": 3, **BUCKET}).traffic(3) if "gather" in one.collective
+    )
+    assert (plain.ranks, plain.bytes) == (4, 6 * N)
 
 
 @pytest.mark.usefixtures("deepspeed_operators")

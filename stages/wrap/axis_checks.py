@@ -1,0 +1,98 @@
+"""Checks of the axes of parallelism against each other and the rest of a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pipeline import ModelSource, PlanView, Problem, TrainedRun
+from stages.wrap.axes import (
+    FIELDS,
+    SEVERAL_STAGES,
+    SPLIT_BACKWARD,
+    PipelineParallel,
+    TensorParallel,
+    asked,
+)
+
+
+def axis_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
+    """Axes that do not divide the processes, or that nothing else allows."""
+    yield from _pipeline_problems(getattr(stage, "pipeline_parallel", None), plan)
+    yield from _tensor_problems(getattr(stage, "tensor_parallel", None), plan)
+    sizes, left = asked(stage), plan.procs
+    for axis, size in sizes.items():
+        if left % size:
+            whole = "processes" if left == plan.procs else f"of {plan.procs} processes"
+            message = f"{left} {whole} do not divide into groups of {size}"
+            yield Problem(key=f"{FIELDS[axis]}.size", message=message)
+            return
+        left //= size
+
+
+def _tensor_problems(block: TensorParallel | None, plan: PlanView) -> Iterator[Problem]:
+    for model in plan.giving(ModelSource) if block is not None else ():
+        if getattr(model, "dora", False):
+            message = (
+                "DoRA takes the lengths of whole rows of weights, and ranks have parts of them"
+            )
+            yield Problem(key="tensor_parallel", message=message, hint="set dora: false")
+        if getattr(model, "quantize", None) is not None:
+            message = "packed weights of 4 bits are not divided by rows and columns"
+            yield Problem(key="tensor_parallel", message=message, hint="leave out quantize")
+        recomputed = getattr(model, "activation_checkpointing", None) is not None
+        if recomputed and getattr(model, "compile", None) is not None:
+            # torch 2.13 takes the mesh for one of the tensors that it keeps for backward.
+            message = "torch does not compile blocks that are divided by it and recomputed"
+            hint = "leave out compile or activation_checkpointing in the model slot"
+            yield Problem(key="tensor_parallel", message=message, hint=hint)
+
+
+def _split_backward_problems(schedule: str, plan: PlanView) -> Iterator[Problem]:
+    """What does not bear a backward for inputs first, and for weights later."""
+    why = f"{schedule} goes back through a block twice, for inputs and for weights, and"
+    other = "or choose another schedule"
+
+    def problem(what: str, hint: str) -> Problem:
+        message = f"{why} {what} once"
+        return Problem(key="pipeline_parallel.schedule", message=message, hint=f"{hint}, {other}")
+
+    for model in plan.giving(ModelSource):
+        settings = getattr(model, "activation_checkpointing", None)
+        if settings is not None and settings.keep != "nothing":
+            yield problem(
+                "the model slot's activation_checkpointing.keep allows it",
+                "set keep: nothing there",
+            )
+        if getattr(model, "compile", None) is not None:
+            yield problem("compiled blocks bear it", "leave out compile in the model slot")
+    for train in plan.giving(TrainedRun):
+        if getattr(train, "loss_chunk_size", None) is not None:
+            yield problem(
+                "a loss in chunks bears it", "leave out loss_chunk_size in the train slot"
+            )
+
+
+def _pipeline_problems(block: PipelineParallel | None, plan: PlanView) -> Iterator[Problem]:
+    if block is None:
+        return
+    folded = block.schedule == "ZBVZeroBubble"
+    if block.stages_per_rank is not None and block.schedule not in SEVERAL_STAGES:
+        yield Problem(
+            key="pipeline_parallel.stages_per_rank",
+            message=f"{block.schedule} has one stage a rank",
+            hint=f"leave it out, or choose {', '.join(SEVERAL_STAGES)}",
+        )
+    elif folded and block.per_rank != 2:
+        message = "ZBVZeroBubble has two stages a rank"
+        yield Problem(key="pipeline_parallel.stages_per_rank", message=message)
+    if block.schedule in SPLIT_BACKWARD:
+        yield from _split_backward_problems(block.schedule, plan)
+    for train in plan.giving(TrainedRun):
+        if getattr(train, "router_loss", None) is not None:
+            yield Problem(
+                key="pipeline_parallel",
+                message="the train slot's router_loss is a mean over all layers, and a stage has "
+                "some of them",
+                hint="leave out router_loss there",
+            )

@@ -1,0 +1,123 @@
+"""Tensor parallelism under ZeRO: each rank's part of the layers is a model of its own to DeepSpeed,
+which shards it among the ranks that have the same part.
+
+The layers are divided as under wrap.fsdp (`stages/wrap/tensor/`), and not by DeepSpeed's AutoTP,
+which builds the whole model on every rank, replaces modules, and sends pickles.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipeline import Context, ModelSource, StageError
+from pipeline.utils import with_values
+from stages.wrap.build import materialize
+from stages.wrap.mesh import parameter_mesh
+from stages.wrap.tensor.divide import divide_layers
+from stages.wrap.tensor.plain import Wholes, is_divided, mark, replace_parameters, take_parts
+from stages.wrap.zero import compat
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from stages.wrap.axes import Axes
+    from stages.wrap.zero.stage import Zero
+
+
+class Groups:
+    """The groups of a rank, as DeepSpeed asks for them of Megatron's `mpu`."""
+
+    def __init__(self, data: ProcessGroup, tensor: ProcessGroup) -> None:
+        self._data, self._tensor = data, tensor
+
+    def get_data_parallel_group(self) -> ProcessGroup:
+        """The ranks that have the same part of the model."""
+        return self._data
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """Their numbers among all ranks."""
+        return dist.get_process_group_ranks(self._data)
+
+    def get_data_parallel_world_size(self) -> int:
+        """Number of them."""
+        return dist.get_world_size(self._data)
+
+    def get_data_parallel_rank(self) -> int:
+        """Number of this rank among them."""
+        return dist.get_rank(self._data)
+
+    def get_model_parallel_group(self) -> ProcessGroup:
+        """The ranks that together have the model."""
+        return self._tensor
+
+    def get_model_parallel_world_size(self) -> int:
+        """Number of them."""
+        return dist.get_world_size(self._tensor)
+
+    def get_model_parallel_rank(self) -> int:
+        """Number of this rank among them."""
+        return dist.get_rank(self._tensor)
+
+
+class Division:
+    """The division of one model, and the groups that follow from it."""
+
+    def __init__(self, stage: Zero, ctx: Context, axes: Axes) -> None:
+        """Make the groups (collective)."""
+        self._stage = stage
+        self._axes = axes
+        self._device = ctx.dist.device
+        with with_values():
+            mesh = parameter_mesh(axes, ctx.dist.device.type, axes.data * axes.context)
+        self._mesh = mesh["tensor"]
+        self.groups = Groups(mesh["shard"].get_group(), self._mesh.get_group())
+
+    def divide(self, model: ModelSource, module: nn.Module) -> Wholes:
+        """Divide a module on the meta device in place; its parameters become this rank's parts.
+        Raises StageError for a model that does not divide so."""
+        assert self._stage.tensor_parallel is not None
+        divide_layers(self._stage.tensor_parallel, module, model.blocks(module), self._mesh)
+        wholes = take_parts(module)
+        if self._stage.stage < 3:
+            self._require_equal_parts(module)
+        return wholes
+
+    def _require_equal_parts(self, module: nn.Module) -> None:
+        """Raise StageError if ranks have flat tensors of different lengths: then sums over more
+        than two ranks are made in different orders, and what all hold alike would drift apart."""
+        own = torch.tensor([one.numel() for one in module.parameters()], device=self._device)
+        first = own.clone()
+        source = dist.get_global_rank(self._mesh.get_group(), 0)
+        dist.broadcast(first, source, self._mesh.get_group())
+        differ = (own != first).any().to(torch.int32)
+        dist.all_reduce(differ, dist.ReduceOp.MAX)
+        if differ and self.groups.get_data_parallel_world_size() > 2:
+            message = "tensor_parallel: the vocabulary, or a layer, divides into unequal parts"
+            hint = "set stage: 3, or a size that divides it"
+            raise StageError(message, hint=hint)
+
+    def materialize(
+        self, module: nn.Module, wholes: Wholes, compute: torch.dtype, config: Mapping[str, Any]
+    ) -> None:
+        """Give this rank's parts real, uninitialised storage; at stage 3 each is partitioned as
+        soon as it exists."""
+        if self._stage.stage == 3:
+            partition = compat.partitioner(config, self.groups)
+
+            def partitioned(parameter: nn.Parameter) -> Tensor:
+                empty = torch.empty_like(parameter, device=self._device, dtype=compute)
+                made = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                partition(made)
+                return made
+
+            replace_parameters(module, partitioned)
+        materialize(module, self._device, buffer_device=self._device)
+        mark(module, wholes)
+        for name, parameter in module.named_parameters():
+            # The rest is counted once in the norm of gradients.
+            parameter.tensor_model_parallel = is_divided(wholes[name])  # type: ignore[attr-defined]

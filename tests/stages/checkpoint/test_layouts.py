@@ -1,0 +1,63 @@
+"""Any layout of ranks goes on with what any other has saved: tensor, context, pipeline and expert
+parallelism, FSDP, DDP and ZeRO, with optimizer state and an average of the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.checkpoint import DTYPES, Reading, open_state
+from tests.support.layouts import LAST, LAYOUTS, continued, undisturbed
+from tests.support.processes import run_ranks
+from tests.support.tier import FULL
+
+pytestmark = pytest.mark.usefixtures("deepspeed_operators")
+
+CHOSEN = list(LAYOUTS) if FULL else ["zero3", "tensor", "pipeline"]
+
+
+def saved(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of the last checkpoint."""
+    state = open_state(str(folder / "checkpoints" / f"step-{LAST:08d}"), Reading())
+    found = {}
+    for key, entry in state.tensors.items():
+        if not key.startswith("random/"):
+            memory = bytearray(entry.nbytes)
+            state.read_into(key, 0, memoryview(memory))
+            found[key] = torch.frombuffer(memory, dtype=DTYPES[entry.dtype]).view(entry.shape)
+    state.close()
+    return found
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["whole", "lora"])
+def test_any_layout_goes_on_with_any_other(adapted: bool, tmp_path: Path) -> None:
+    losses = {
+        name: run_ranks(undisturbed, LAYOUTS[name].ranks, str(tmp_path / name), name, adapted)[0]
+        for name in CHOSEN
+    }
+    whole = {name: saved(tmp_path / name) for name in CHOSEN}
+    expected = losses[CHOSEN[0]], whole[CHOSEN[0]]
+    assert {key.partition("/")[0] for key in expected[1]} == {
+        "weight", "exp_avg", "exp_avg_sq", "ema",
+    }  # fmt: skip
+    pairs = 0
+    for name in CHOSEN:
+        found = run_ranks(
+            continued, LAYOUTS[name].ranks, str(tmp_path), name, CHOSEN, adapted, limit=600
+        )[0]
+        for source, given in zip(CHOSEN, found, strict=True):
+            tensors = saved(tmp_path / f"{source} to {name}")
+            if source == name:
+                assert given == losses[name], name
+                assert all(torch.equal(one, whole[name][key]) for key, one in tensors.items()), name
+                continue
+            pairs += 1
+            assert given == pytest.approx(expected[0], rel=1e-5), (source, name)
+            assert tensors.keys() == expected[1].keys()
+            for key, one in tensors.items():
+                torch.testing.assert_close(
+                    one, expected[1][key], rtol=0, atol=1e-5, msg=f"{key}: {source} to {name}"
+                )
+    assert pairs == len(CHOSEN) * (len(CHOSEN) - 1)

@@ -1,0 +1,177 @@
+"""The layout of ranks on axes, and what is silently wrong where one axis is taken for all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.contracts.engine import StepReport
+from pipeline.contracts.stage import PlanView
+from pipeline.contracts.training import Progress
+from pipeline.distributed.process_group import DistContext
+from stages.checkpoint.sharded import ShardedCheckpoint
+from stages.train.batches import BatchStats
+from stages.train.causal_lm import TrainCausalLm
+from stages.train.flops import Cost
+from stages.train.profiling import Profiler
+from stages.train.report import StepMeter
+from stages.train.step import StepResult
+from stages.wrap.axes import Axes, ContextParallel, PipelineParallel, TensorParallel
+from stages.wrap.fsdp import Fsdp
+from stages.wrap.module_engine import ModuleEngine
+from tests.support.processes import run_ranks
+from tests.support.runs import context
+from tests.support.state import Setting, make_engine, train
+
+sizes = st.integers(1, 4)
+
+
+@given(pipeline=sizes, data=sizes, context_=sizes, tensor=sizes)
+def test_every_rank_has_a_place_of_its_own(
+    pipeline: int, data: int, context_: int, tensor: int
+) -> None:
+    axes = Axes(pipeline=pipeline, data=data, context=context_, tensor=tensor)
+    places = [axes.place(rank) for rank in range(axes.ranks)]
+    assert len({(p.pipeline, p.data.index, p.context, p.tensor) for p in places}) == axes.ranks
+    for first in range(0, axes.ranks, tensor):  # neighbours share layers, and a stream
+        group = places[first : first + tensor]
+        assert [place.tensor for place in group] == list(range(tensor))
+        assert len({place.stream for place in group}) == 1
+    assert {place.stream for place in places} == set(range(axes.streams))
+    stage = [place.pipeline for place in places]
+    assert stage == sorted(stage)
+
+
+def view(procs: int, **slots: Any) -> PlanView:
+    return PlanView(name="t", seed=0, procs=procs, device="cpu", slots=slots)
+
+
+def problems(procs: int, **fields: Any) -> list[str]:
+    wrap = Fsdp(**fields)
+    return [f"{p.key}: {p.message}" for p in wrap.check(view(procs, wrap=wrap))]
+
+
+def test_processes_that_do_not_divide_are_refused() -> None:
+    assert problems(8, tensor_parallel=TensorParallel(size=3)) == [
+        "tensor_parallel.size: 8 processes do not divide into groups of 3"
+    ]
+    both = {
+        "pipeline_parallel": PipelineParallel(size=2),
+        "context_parallel": ContextParallel(size=8),
+    }
+    assert problems(8, **both) == [
+        "context_parallel.size: 4 of 8 processes do not divide into groups of 8"
+    ]
+    assert problems(16, **both) == []
+
+
+def test_samples_are_divided_among_the_ranks_that_are_left() -> None:
+    wrap = Fsdp(tensor_parallel=TensorParallel(size=2), pipeline_parallel=PipelineParallel(size=2))
+    assert view(8, wrap=wrap).data_ranks == 2
+    train_stage = TrainCausalLm(global_batch_size=12, steps=1, micro_batch_size=2, accumulation=2)
+    (problem,) = train_stage.check(view(8, wrap=wrap))
+    assert (
+        "micro_batch_size x accumulation x data-parallel ranks = 2 x 2 x 2 = 8" in problem.message
+    )
+
+
+@pytest.mark.parametrize(
+    ("schedule", "fields", "expected"),
+    [
+        ("1F1B", {"stages_per_rank": 2}, "1F1B has one stage a rank"),
+        ("ZBVZeroBubble", {"stages_per_rank": 4}, "ZBVZeroBubble has two stages a rank"),
+        ("ZBVZeroBubble", {}, "needs parameters that stay gathered until backward"),
+        ("1F1B", {}, None),
+    ],
+)
+def test_schedules_that_cannot_be(schedule: Any, fields: Any, expected: str | None) -> None:
+    found = problems(4, pipeline_parallel=PipelineParallel(size=2, schedule=schedule, **fields))
+    assert any(expected in one for one in found) if expected else found == []
+
+
+class Silent(ModuleEngine):
+    """An engine of one number."""
+
+    backward = step = describe = state = fragments = restore = sync_compute_weights = None  # type: ignore[assignment]
+
+
+Silent.__abstractmethods__ = frozenset()
+
+
+def test_a_loss_that_a_group_computes_alike_counts_once() -> None:
+    parts = []
+    for rank in range(4):
+        dist = DistContext(rank=rank, world_size=4, device=torch.device("cpu"))
+        engine = Silent(torch.nn.Linear(1, 1), dist, Axes(data=2, tensor=2))
+        batch: Any = SimpleNamespace(input_ids=torch.zeros(1, 2))
+        parts.append(float(engine.evaluate([batch], lambda model, batch: torch.tensor(3.0))))
+    assert parts == [3.0, 0.0, 3.0, 0.0]
+
+
+def test_tokens_of_a_group_count_once_and_its_devices_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four devices run two shares of samples: 14 tokens, not 28."""
+    others = 3  # whose sums are like this rank's, but for the loss
+    engine: Any = SimpleNamespace(
+        data_axis=SimpleNamespace(count=2), device=torch.device("cpu"),
+        total=lambda sums: sums + others * torch.cat([torch.zeros(1), sums[1:]]),
+    )  # fmt: skip
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda *_: None)
+    dist = DistContext(rank=0, world_size=4, device=torch.device("cpu"))
+    meter = StepMeter(engine, dist, Progress(), Cost(multiplied=1.0, attention=0.0, peak=1.0))
+    report = StepReport(grad_norm=1.0, applied=True)
+    done = StepResult(
+        loss=torch.tensor(2.0), report=report, lr=0.1, stats=BatchStats(tokens=7), anomaly=""
+    )
+    record = meter.measure(done, Progress(step=1))
+    tokens = record["tokens_per_second"] * record["step_seconds"]
+    assert tokens == pytest.approx(14)
+    assert record["mfu"] * record["step_seconds"] == pytest.approx(14 / 4)
+    assert record["tokens_per_second_per_rank"] == pytest.approx(record["tokens_per_second"] / 4)
+
+
+def test_each_rank_writes_a_profile_of_its_own(tmp_path: Path) -> None:
+    engine: Any = SimpleNamespace(
+        data_axis=SimpleNamespace(index=0, count=1), device=torch.device("cpu"),
+        total=lambda values: values,
+    )  # fmt: skip
+    for rank in range(2):
+        dist = DistContext(rank=rank, world_size=2, device=torch.device("cpu"))
+        Profiler([1], tmp_path, engine, dist).run(1, lambda: torch.ones(2) @ torch.ones(2))
+    assert len(list((tmp_path / "profile").iterdir())) == 2
+
+
+def streams(dist: DistContext, folder: str, wrap: str) -> list[float]:
+    """Save with four data-parallel ranks, or go on under another layout; draw a number."""
+    ctx = context(dist, folder)
+    engine = make_engine(ctx, Setting(wrap=wrap))
+    checkpoints = ShardedCheckpoint().run(ctx, engine)
+    restored = checkpoints.restore(lambda progress: None)
+    if restored is None:
+        torch.manual_seed(dist.rank)
+        train(engine, 0, 1)
+        checkpoints.save(Progress(step=1, samples=12))
+        checkpoints.finish()
+    drawn = float(torch.rand(()))
+    checkpoints.close()
+    engine.close()
+    return [drawn]
+
+
+def test_partners_draw_alike_where_four_ranks_become_two_groups(tmp_path: Path) -> None:
+    """The number of ranks is the same, so their states might be taken for those of these ranks."""
+    run_ranks(streams, 4, str(tmp_path), "fsdp full")
+    drawn = [number for (number,) in run_ranks(streams, 4, str(tmp_path), "fsdp tensor")]
+    assert drawn[0] == drawn[1]
+    assert drawn[2] == drawn[3]
+    assert drawn[0] != drawn[2]
+
+
+def test_stages_of_a_pipeline_draw_otherwise(tmp_path: Path) -> None:
+    first, second = run_ranks(streams, 2, str(tmp_path), "fsdp pipeline")
+    assert first != second
