@@ -113,7 +113,7 @@ def test_one_ranks_part_takes_what_a_trace_takes(name: str, tmp_path: Path) -> N
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
 def test_split_backward_is_known_less_well(schedule: str, ranks: int, tmp_path: Path) -> None:
-    strategy = staged(ranks, schedule)
+    strategy = staged(ranks, schedule) | {"sharding": "shard_grad_op"}
     one = case(own(**DEEP), strategy=strategy, accumulation=8)
     assert abs(apart(one, tmp_path)) < 0.05
 
