@@ -51,14 +51,12 @@ def planned(path: Path, gpu: str) -> str:
     return CliRunner().invoke(main, ["plan", str(path), "--gpu", gpu]).stdout
 
 
-UNPLANNED = ("llama70b_tp_fsdp", *AXES)
-"""Recipes with axes that `pipe plan` does not know."""
 PLANNED = re.compile(r"# Planned for (\d+) x (\w+): (\d+) GiB a GPU\.")
 
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in RECIPES if path.stem.startswith("llama") and path.stem not in UNPLANNED],
+    [path for path in RECIPES if path.stem.startswith(("llama", "qwen"))],
     ids=lambda path: path.stem,
 )
 def test_figures_in_a_recipe_s_comment_are_the_plan_s(path: Path) -> None:
