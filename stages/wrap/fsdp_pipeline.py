@@ -32,13 +32,12 @@ from stages.wrap.context.attention import divide_sequence
 from stages.wrap.fsdp_engine import FsdpEngine, places
 from stages.wrap.fsdp_units import Division
 from stages.wrap.gradients import total_norm
-from stages.wrap.optimizer_state import fixed_state
 from stages.wrap.pipeline.batches import equal_shapes
 from stages.wrap.pipeline.schedule import Pipeline, PipelinePlan, Stage
 from stages.wrap.pipeline.split import cut, is_tied, layer_ranges
 from stages.wrap.pipeline.ties import TiedEmbedding
 from stages.wrap.tensor.divide import resolve_plan
-from stages.wrap.torch_engine import build_optimizer
+from stages.wrap.torch_engine import build_optimizer, grouped_state
 
 if TYPE_CHECKING:
     from stages.wrap.fsdp import Fsdp
@@ -191,18 +190,10 @@ class PipelineEngine(FsdpEngine):
         return total_norm([one for one in gradients if one is not copy])
 
     def fixed_state(self) -> EngineState:
-        rate, named = self.plan.hyperparameters["lr"], _named(self._whole, self.parts)
-        names = {one.parameter: one.name for one in named}
-        groups = [
-            (group, float(group.get("lr", rate)), [names[one] for one in group["params"]])
-            for group in self.plan.groups(named)
-        ]
-        return fixed_state(self._whole, self.plan, groups, lambda tensor: tuple(tensor.shape))
+        return grouped_state(self._whole, self.plan, _named(self._whole, self.parts))
 
     def state(self) -> EngineState:
         own = super().state()
-        counts = set(own.updates.values())
-        assert len(counts) <= 1, f"parameters differ in their number of updates: {sorted(counts)}"
-        count = max(counts, default=0)
         trained = [name for name, one in self._whole.named_parameters() if one.requires_grad]
-        return dataclasses.replace(own, updates=dict.fromkeys(trained, count))
+        elsewhere = {name: self.updates_of(name) for name in trained}
+        return dataclasses.replace(own, updates=elsewhere | dict(own.updates))

@@ -10,6 +10,8 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from stages.wrap.torch_compat import multiply_all, norms_of
+
 
 def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     """L2 norm over the gradients of all ranks, accumulated in fp32; a scalar (collective, if they
@@ -34,12 +36,12 @@ def multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
     locals_ = sorted(map(_local, gradients), key=_kind)
     for _, same in itertools.groupby(locals_, key=_kind):
         parts = list(same)
-        torch._foreach_mul_(parts, factor.to(parts[0].device))
+        multiply_all(parts, factor.to(parts[0].device))
 
 
 def _norms(parts: list[Tensor]) -> Sequence[Tensor]:
     if parts and all(part.dtype == torch.float32 for part in parts):
-        return torch._foreach_norm(parts)
+        return norms_of(parts)
     # torch's foreach norms accumulate in the gradients' own dtype.
     return [torch.linalg.vector_norm(part, dtype=torch.float32) for part in parts]
 

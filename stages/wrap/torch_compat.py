@@ -4,10 +4,11 @@ placements."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch._C._distributed_c10d import (
     _DEFAULT_FIRST_BUCKET_BYTES,
     _compute_bucket_assignment_by_size,
@@ -98,6 +99,16 @@ def split_of(placement: Placement) -> int | None:
     if isinstance(placement, _StridedShard):
         return int(placement.split_factor)
     return 1 if type(placement) is Shard else None
+
+
+def norms_of(tensors: list[Tensor]) -> Sequence[Tensor]:
+    """L2 norm of each of some tensors of one dtype, in few kernels."""
+    return torch._foreach_norm(tensors)
+
+
+def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors of one device and dtype, in place, by a scalar, in few kernels."""
+    torch._foreach_mul_(tensors, factor)
 
 
 def sharding_facts(model: nn.Module) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pipeline import (
     Context,
     EngineState,
     Fragment,
+    NamedParameter,
     OptimizerPlan,
     Precision,
     StepGuard,
@@ -162,11 +163,15 @@ class TorchEngine(ModuleEngine):
         return dataclasses.replace(
             self._layout.fixed,
             updates={
-                name: updates(state, self._restored.get(name, 0) + self._applied)
+                name: updates(state, self.updates_of(name))
                 for name, state in self._layout.trained.items()
             },
             loss_scale=None if self.scaler is None else self.scaler.state,
         )
+
+    def updates_of(self, name: str) -> int:
+        """Number of a parameter's updates, of those restored and those made since."""
+        return self._restored.get(name, 0) + self._applied
 
     def fragments(self) -> Iterator[Fragment]:
         yield from self._fragments(write=False)
@@ -201,14 +206,7 @@ class TorchEngine(ModuleEngine):
 
     def fixed_state(self) -> EngineState:
         """The part of the training state that never changes."""
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        groups: dict[int, tuple[Mapping[str, Any], float, list[str]]] = {}
-        for place, group in enumerate(self.optimizer.param_groups):
-            number = group.get("number", place)
-            _, _, held = groups.setdefault(number, (group, group["initial_lr"], []))
-            held += [names[one] for one in group["params"] if one.numel()]
-        every = groups.values()
-        return fixed_state(self.module, self.plan, every, lambda tensor: tuple(tensor.shape))
+        return grouped_state(self.module, self.plan, named_parameters(self.module))
 
     def _fragments(self, *, write: bool) -> Iterator[Fragment]:
         self.to_sharded()
@@ -247,16 +245,28 @@ def make_optimizer(plan: OptimizerPlan, module: nn.Module) -> Optimizer:
 
 def build_optimizer(plan: OptimizerPlan, groups: Iterable[Mapping[str, Any]]) -> Optimizer:
     """The same of groups of parameters. Those of a group that lie on different meshes are apart, as
-    torch updates all of one together; `number` says which group they are of."""
-    parts = [
-        {**group, "params": params, "number": number}
-        for number, group in enumerate(groups)
-        for params in _by_mesh(group["params"])
-    ]
-    optimizer = plan.build(parts)
+    torch updates all of one together."""
+    optimizer = plan.build(
+        [{**group, "params": params} for group in groups for params in _by_mesh(group["params"])]
+    )
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
     return optimizer
+
+
+def grouped_state(
+    module: nn.Module, plan: OptimizerPlan, named: Iterable[NamedParameter]
+) -> EngineState:
+    """The part of a training state that never changes, in the plan's groups of `named` parameters,
+    which are those of `module` or stand for them."""
+    held = [one for one in named if one.parameter.numel()]
+    names = {one.parameter: one.name for one in held}
+    groups = [
+        (settings, float(settings["lr"]), [names[one] for one in settings["params"]])
+        for group in plan.groups(held)
+        for settings in [{**plan.hyperparameters, **group}]
+    ]
+    return fixed_state(module, plan, groups, lambda tensor: tuple(tensor.shape))
 
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,16 @@ def restore_with_bad_memory(dist: DistContext, folder: str) -> str:
         read = local_store.LocalStore.read
 
         def flipped(
-            self: local_store.LocalStore, name: str, file: str, offset: int, into: memoryview
+            self: local_store.LocalStore,
+            name: str,
+            file: str,
+            ranges: Iterable[tuple[int, memoryview]],
         ) -> int:
-            count = read(self, name, file, offset, into)
-            if offset > 0:
-                into[0] ^= 1
+            wanted = list(ranges)
+            count = read(self, name, file, wanted)
+            for offset, into in wanted:
+                if offset > 0:
+                    into[0] ^= 1
             return count
 
         local_store.LocalStore.read = flipped  # type: ignore[method-assign]

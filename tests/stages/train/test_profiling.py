@@ -135,7 +135,7 @@ def test_a_trial_of_a_training() -> None:
 )
 def test_the_micro_batch_of_a_trial_is_frozen(fields: dict[str, int], expected: int) -> None:
     stage = TrainCausalLm(global_batch_size=12, steps=9, **fields)
-    short = CausalLmPlanner(stage).for_benchmark(Trial(steps=7, growth=Fraction(3, 2), procs=2))
+    short = CausalLmPlanner(stage).for_benchmark(Trial(steps=7, growth=Fraction(3, 2), shares=2))
     assert (short.global_batch_size, short.micro_batch_size) == (18, expected)
     assert short.accumulation is None
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from pipeline.errors import StageError
 from stages.wrap.fsdp import Fsdp
-from stages.wrap.fsdp_engine import choose_units
+from stages.wrap.fsdp_units import choose_units
 
 
 class Inner(nn.Module):
