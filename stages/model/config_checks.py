@@ -102,11 +102,14 @@ def stated_context(config: Mapping[str, Any]) -> int | None:
     return max(stated, int(factor * (original if type(original) is int else stated)))
 
 
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+"""Names that architectures give the number of experts in their configs."""
+
+
 def has_experts(config: Mapping[str, Any]) -> bool:
     """Whether a config is of a mixture of experts."""
-    counts = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
     parts = [value for value in config.values() if isinstance(value, Mapping)]
-    return any(part.get(key) for part in (config, *parts) for key in counts)
+    return any(part.get(key) for part in (config, *parts) for key in EXPERTS)
 
 
 MOST = 2**31 - 1

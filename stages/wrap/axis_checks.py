@@ -15,12 +15,14 @@ from stages.wrap.axes import (
     TensorParallel,
     asked,
 )
+from stages.wrap.config_checks import config_problems
 
 
 def axis_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
     """Axes that do not divide the processes, or that nothing else allows."""
     yield from _pipeline_problems(getattr(stage, "pipeline_parallel", None), plan)
     yield from _tensor_problems(getattr(stage, "tensor_parallel", None), plan)
+    yield from config_problems(stage, plan)
     sizes, left = asked(stage), plan.procs
     for axis, size in sizes.items():
         if left % size:

@@ -32,7 +32,8 @@ class Fsdp:
     across them; no_shard replicates everything."""
 
     shard_size: Annotated[int, Gt(0)] | None = None
-    """With hybrid_shard: ranks that share one copy of the model; null means the ranks of a node."""
+    """With hybrid_shard: ranks that share one copy of the model, or of its part on a rank of the
+    other axes; null means those of a node."""
 
     units: Literal["block"] | tuple[str, ...] = "block"
     """Modules whose parameters are gathered together: each transformer block, or modules of the
@@ -74,7 +75,9 @@ class Fsdp:
         if self.sharding == "no_shard":
             return 1
         if self.sharding == "hybrid_shard":
-            return self.shard_size or max(local_ranks // axes.tensor, 1)
+            # A node's ranks may be more than those of an axis, or of a pipeline stage.
+            most = min(max(local_ranks // axes.tensor, 1), axes.data * axes.context)
+            return self.shard_size or most
         return axes.data * axes.context
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
@@ -83,13 +86,17 @@ class Fsdp:
         yield from self._pipeline_problems()
         if self.shard_size is not None and self.sharding != "hybrid_shard":
             yield Problem(key="shard_size", message="only applies to hybrid_shard")
-        if self.shard_size is not None and plan.procs % self.shard_size:
-            yield Problem(
-                key="shard_size",
-                message=f"{plan.procs} processes do not divide into groups of {self.shard_size}",
-            )
+        yield from self._shard_size_problems(plan)
         if self.sharding == "no_shard" and self.cpu_offload:
             yield Problem(key="cpu_offload", message="needs sharding", hint="use full_shard")
+
+    def _shard_size_problems(self, plan: PlanView) -> Iterator[Problem]:
+        found = axes.Axes.of(self, plan.procs)
+        both = 0 if found is None else found.data * found.context
+        if self.shard_size is not None and both % self.shard_size:
+            whole = "processes" if both == plan.procs else f"of {plan.procs} processes"
+            message = f"{both} {whole} do not divide into groups of {self.shard_size}"
+            yield Problem(key="shard_size", message=message)
 
     def _pipeline_problems(self) -> Iterator[Problem]:
         block = self.pipeline_parallel

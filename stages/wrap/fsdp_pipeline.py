@@ -34,7 +34,7 @@ from stages.wrap.fsdp_units import Division
 from stages.wrap.gradients import total_norm
 from stages.wrap.pipeline.batches import equal_shapes
 from stages.wrap.pipeline.schedule import Pipeline, PipelinePlan, Stage
-from stages.wrap.pipeline.split import cut, is_tied, layer_ranges
+from stages.wrap.pipeline.split import cut, head_work, is_tied, layer_ranges
 from stages.wrap.pipeline.ties import TiedEmbedding
 from stages.wrap.tensor.divide import resolve_plan
 from stages.wrap.torch_engine import build_optimizer, grouped_state
@@ -59,6 +59,7 @@ def build_pipeline(
     """Cut this rank's stages out of the model, divide each, and load them (collective). Raises
     StageError for a model that does not divide into stages."""
     whole: Any = outline(model)
+    blocks = model.blocks(whole)
     asked = config.pipeline_parallel
     assert asked is not None
     shape = PipelinePlan(
@@ -77,8 +78,9 @@ def build_pipeline(
             hint="choose another schedule",
         )
     if config.tensor_parallel is not None:
-        resolve_plan(config.tensor_parallel, whole, model.blocks(whole))
-    ranges = layer_ranges(len(model.blocks(whole)), shape.count)
+        resolve_plan(config.tensor_parallel, whole, blocks)
+    head = head_work(whole.get_input_embeddings().weight.numel(), _elements(blocks[0]))
+    ranges = layer_ranges(len(blocks), shape.count, head)
     stages: list[Stage] = []
 
     def make(module: nn.Module, *, number: int) -> None:
@@ -95,6 +97,10 @@ def build_pipeline(
     engine = PipelineEngine(config, mesh, modules[0], optimizer, ctx, precision, plan, axes)
     engine.attach(Pipeline(shape, stages), whole, modules, _tie(shape, modules) if tied else None)
     return engine
+
+
+def _elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _optimizer(plan: OptimizerPlan, whole: nn.Module, modules: Sequence[nn.Module]) -> Optimizer:

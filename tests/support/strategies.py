@@ -200,6 +200,21 @@ STRATEGIES: dict[str, Strategy] = {
         group=4,
         parity=MORE,
     ),
+    **{
+        f"fsdp hybrid {axis}": Strategy(
+            use="wrap.fsdp",
+            fields={
+                "sharding": "hybrid_shard",
+                "shard_size": 2,
+                f"{axis}_parallel": {"size": 2},
+            },
+            traits=RESUMES,
+            group=4,
+            parity=(ranks,) if FULL else (),
+            batching={"micro_batch_size": 1},
+        )
+        for axis, ranks in (("tensor", 8), ("context", 4), ("pipeline", 8))
+    },
     "fsdp 3D": Strategy(
         use="wrap.fsdp",
         fields={

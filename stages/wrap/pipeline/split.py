@@ -6,6 +6,7 @@ the model computes around its layers (rotary embeddings, masks), stay its own.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,17 +15,28 @@ from torch import Tensor, nn
 from pipeline import StageError
 
 
-def layer_ranges(layers: int, stages: int) -> list[range]:
-    """Consecutive layers of each stage, as equal as possible. The middle stages take what is over:
-    the first and the last have the embedding and the head besides. Raises StageError for more
-    stages than layers."""
+def layer_ranges(layers: int, stages: int, head: float = 0.0) -> list[range]:
+    """Consecutive layers of each stage, such that the stage with the most work has as little as
+    possible; the last stage has the head besides, which is as much work as `head` layers. Among
+    equals the middle stages take what is over, as the first has the embedding. Raises StageError
+    for more stages than layers."""
     if stages > layers:
         raise StageError(f"pipeline_parallel: {layers} blocks do not make {stages} stages")
-    share, over = divmod(layers, stages)
-    order = sorted(range(stages), key=lambda stage: (stage == 0, stage == stages - 1, stage))
-    sizes = [share + (order.index(stage) < over) for stage in range(stages)]
-    starts = [sum(sizes[:stage]) for stage in range(stages)]
-    return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+    sizes, last = [1] * stages, stages - 1
+
+    def work(stage: int) -> tuple[float, bool, bool]:
+        return sizes[stage] + head * (stage == last), stage == 0, stage == last
+
+    for _ in range(layers - stages):
+        sizes[min(range(stages), key=work)] += 1
+    starts = itertools.accumulate(sizes, initial=0)
+    return [range(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+
+
+def head_work(head: int, block: int) -> float:
+    """Layers that the head is as much work as, by the elements of its matrix and of a block's:
+    each element is multiplied once for a token."""
+    return head / max(block, 1)
 
 
 def stages_of(rank: int, ranks: int, per_rank: int, *, folded: bool) -> list[int]:
@@ -57,7 +69,7 @@ class Entrance(nn.Module):
 def cut(model: Any, layers: range) -> None:
     """Remove from `model`, a causal language model of transformers, everything but the given
     layers; what comes before layer 0 stays with it, and what comes after the last layer with that.
-    A head that is tied to the embedding keeps it, with its name (`pipeline_step.TiedEmbedding`).
+    A head that is tied to the embedding keeps it, with its name (`ties.TiedEmbedding`).
 
     Raises StageError for a model that does not say how it divides.
     """

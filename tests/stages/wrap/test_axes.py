@@ -16,15 +16,23 @@ from pipeline.contracts.stage import PlanView
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from stages.checkpoint.sharded import ShardedCheckpoint
+from stages.model.hf import HfModel
 from stages.train.batches import BatchStats
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.flops import Cost
 from stages.train.profiling import Profiler
 from stages.train.report import StepMeter
 from stages.train.step import StepResult
-from stages.wrap.axes import Axes, ContextParallel, PipelineParallel, TensorParallel
+from stages.wrap.axes import (
+    Axes,
+    ContextParallel,
+    ExpertParallel,
+    PipelineParallel,
+    TensorParallel,
+)
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.module_engine import ModuleEngine
+from stages.wrap.pipeline.split import head_work, layer_ranges
 from tests.support.processes import run_ranks
 from tests.support.runs import context
 from tests.support.state import Setting, make_engine, train
@@ -69,6 +77,81 @@ def test_processes_that_do_not_divide_are_refused() -> None:
         "context_parallel.size: 4 of 8 processes do not divide into groups of 8"
     ]
     assert problems(16, **both) == []
+
+
+def test_shards_are_of_what_the_axes_leave() -> None:
+    hybrid = {"sharding": "hybrid_shard", "tensor_parallel": TensorParallel(size=2)}
+    assert problems(16, **hybrid, shard_size=8) == []
+    assert problems(16, **hybrid, shard_size=16) == [
+        "shard_size: 8 of 16 processes do not divide into groups of 16"
+    ]
+    node = Fsdp(sharding="hybrid_shard")
+    assert node.shards(Axes(data=16), 8) == 8
+    assert node.shards(Axes(data=8, tensor=2), 8) == 4
+    assert node.shards(Axes(pipeline=8, data=2), 8) == 2
+
+
+CONFIG = {"model_type": "llama", "num_attention_heads": 6, "num_hidden_layers": 5}
+
+
+@pytest.mark.parametrize(
+    ("fields", "config", "expected"),
+    [
+        (
+            {"context_parallel": ContextParallel(size=4)}, {},
+            "context_parallel.size: the model has 6 attention heads, which do not divide among 4 "
+            "ranks",
+        ),
+        (
+            {"tensor_parallel": TensorParallel(size=2),
+             "context_parallel": ContextParallel(size=2)}, {},
+            "context_parallel.size: the model has 6 attention heads, which do not divide among 4 "
+            "ranks",
+        ),
+        ({"tensor_parallel": TensorParallel(size=2)}, {}, None),
+        (
+            {"pipeline_parallel": PipelineParallel(size=4, schedule="Interleaved1F1B")}, {},
+            "pipeline_parallel.size: the model's 5 blocks do not make 8 pipeline stages",
+        ),
+        ({"pipeline_parallel": PipelineParallel(size=4)}, {}, None),
+        (
+            {"sharding": "shard_grad_op",
+             "pipeline_parallel": PipelineParallel(size=2, schedule="ZBVZeroBubble")},
+            {"tie_word_embeddings": True},
+            "pipeline_parallel.schedule: ZBVZeroBubble puts the first and the last pipeline stage "
+            "on one rank, and the model's head shares the embedding's weight",
+        ),
+        (
+            {"expert_parallel": ExpertParallel(size=4)}, {},
+            "expert_parallel: the model has no experts",
+        ),
+        (
+            {"expert_parallel": ExpertParallel(size=4)}, {"num_experts": 6},
+            "expert_parallel.size: the model's 6 experts do not divide among 4 ranks",
+        ),
+        ({"expert_parallel": ExpertParallel(size=4)}, {"num_experts": 8}, None),
+    ],
+)  # fmt: skip
+def test_axes_divide_the_model(
+    fields: dict[str, Any], config: dict[str, Any], expected: str | None
+) -> None:
+    model = HfModel(config={**CONFIG, **config}, init="random")
+    wrap = Fsdp(**fields)
+    found = [f"{p.key}: {p.message}" for p in wrap.check(view(8, model=model, wrap=wrap))]
+    assert found == ([] if expected is None else [expected])
+
+
+def test_the_head_counts_as_the_blocks_that_it_takes_as_long_as() -> None:
+    def sizes(*args: Any) -> list[int]:
+        return [len(one) for one in layer_ranges(*args)]
+
+    llama = {"head": 128256 * 4096, "block": 218_112_000}  # Llama-3.1-8B
+    assert sizes(32, 4, head_work(**llama)) == [8, 9, 9, 6]
+    assert sizes(126, 16, 0.66) == [7, *14 * [8], 7]
+    assert sizes(5, 2, 0.4) == [3, 2]
+    assert sizes(4, 4, 9.0) == [1, 1, 1, 1]
+    assert sizes(7, 3) == [2, 3, 2]
+    assert [range(2), range(2, 3)] == layer_ranges(3, 2, 0.5)
 
 
 def test_samples_are_divided_among_the_ranks_that_are_left() -> None:

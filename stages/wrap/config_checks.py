@@ -1,0 +1,77 @@
+"""Checks of the axes of parallelism against the model's config, where it can be read without a
+network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from pipeline import PlanView, Problem
+from stages.model.config_checks import EXPERTS
+from stages.model.hf import HfModel
+from stages.model.read import config_at_hand
+from stages.wrap.axes import FIELDS, FOLDED, asked
+
+HEADS = ("num_attention_heads", "n_head", "n_heads")
+BLOCKS = ("num_hidden_layers", "n_layer", "n_layers")
+
+
+def config_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
+    """Axes that do not divide the model of the recipe."""
+    model = plan.find(HfModel)
+    config = None if model is None else config_at_hand(model)
+    if config is None:
+        return
+    part = config.get("text_config")
+    text = part if isinstance(part, Mapping) else config
+    yield from _head_problems(asked(stage), _count(text, HEADS))
+    yield from _block_problems(stage, text, tied=config.get("tie_word_embeddings") is True)
+    yield from _expert_problems(stage, _count(text, EXPERTS))
+
+
+def _count(config: Mapping[str, Any], names: Sequence[str]) -> int:
+    """The first of the named sizes that a config states; 0 if it states none."""
+    return next((config[name] for name in names if type(config.get(name)) is int), 0)
+
+
+def _head_problems(sizes: Mapping[str, int], heads: int) -> Iterator[Problem]:
+    """Each rank of a tensor-parallel group has a share of the heads, and context-parallel ranks
+    share those of one such rank."""
+    among = 1
+    for axis in ("tensor", "context"):
+        among *= sizes.get(axis, 1)
+        if axis in sizes and heads % among:
+            message = f"the model has {heads} attention heads, which do not divide among {among} "
+            yield Problem(key=f"{FIELDS[axis]}.size", message=f"{message}ranks")
+            return
+
+
+def _block_problems(stage: Any, config: Mapping[str, Any], *, tied: bool) -> Iterator[Problem]:
+    asked, blocks = getattr(stage, "pipeline_parallel", None), _count(config, BLOCKS)
+    if asked is None:
+        return
+    if 0 < blocks < asked.size * asked.per_rank:
+        stages = f"{asked.size * asked.per_rank} pipeline stages"
+        yield Problem(
+            key="pipeline_parallel.size",
+            message=f"the model's {blocks} blocks do not make {stages}",
+        )
+    if tied and asked.schedule in FOLDED:
+        yield Problem(
+            key="pipeline_parallel.schedule",
+            message=f"{asked.schedule} puts the first and the last pipeline stage on one rank, and "
+            "the model's head shares the embedding's weight",
+            hint="choose another schedule",
+        )
+
+
+def _expert_problems(stage: Any, experts: int) -> Iterator[Problem]:
+    asked = getattr(stage, "expert_parallel", None)
+    if asked is None or asked.size == 1:
+        return
+    if not experts:
+        message = "the model has no experts"
+        yield Problem(key="expert_parallel", message=message, hint="leave it out")
+    elif experts % asked.size:
+        message = f"the model's {experts} experts do not divide among {asked.size} ranks"
+        yield Problem(key="expert_parallel.size", message=message)
