@@ -104,13 +104,19 @@ def _elements(module: nn.Module) -> int:
 
 
 def _optimizer(plan: OptimizerPlan, whole: nn.Module, modules: Sequence[nn.Module]) -> Optimizer:
-    """The optimizer of this rank's stages, in the groups of the whole model."""
+    """The optimizer of this rank's stages, in the groups of the whole model. Raises StageError if
+    nothing is trained on this rank."""
     here = set(_here(modules).values())
     groups = []
     for group in plan.groups(_named(whole, modules)):
         own = [parameter for parameter in group["params"] if parameter in here]
         if own:
             groups.append({**group, "params": own})
+    if not groups:
+        raise StageError(
+            "pipeline_parallel: none of the trained weights are in this rank's blocks",
+            hint="train weights in all blocks, or leave pipeline_parallel out",
+        )
     return build_optimizer(plan, groups)
 
 

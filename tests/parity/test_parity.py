@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from pipeline.contracts.precision import torch_dtype
 from pipeline.distributed.process_group import DistContext
 from tests.parity.body import BATCH, SEED, STEPS, tiny_source, train_case
+from tests.parity.numbers import assert_same_numbers
 from tests.parity.reference import reference
 from tests.support.processes import run_ranks
 from tests.support.runs import context, toy_data
@@ -48,17 +48,9 @@ def plain_loop(compute: torch.dtype = torch.float32) -> Any:
 def test_strategy_gives_the_numbers_of_a_plain_loop(
     config: Any, ranks: int, tmp_path: Path
 ) -> None:
-    losses, norms, weights, heldout = plain_loop()
+    expected = plain_loop()
     result = run_ranks(train_case, ranks, str(tmp_path), config)[0]
-    steps = [record for record in result["records"] if "loss" in record]
-    assert [record["step"] for record in steps] == list(range(1, STEPS + 1))
-    assert [record["loss"] for record in steps] == pytest.approx(losses, rel=1e-5)
-    assert [record["grad_norm"] for record in steps] == pytest.approx(norms, rel=1e-4)
-    assert result["metrics"]["eval_loss"] == pytest.approx(heldout, rel=1e-5)
-    final = load_file(tmp_path / "final.safetensors")
-    assert weights.keys() <= final.keys()
-    for name, weight in weights.items():
-        torch.testing.assert_close(final[name], weight, rtol=0, atol=1e-4, msg=name)
+    assert_same_numbers(result, expected, tmp_path / "final.safetensors")
 
 
 @pytest.mark.parametrize("name", [name for name in HALF if name != "zero1"])
