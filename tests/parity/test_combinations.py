@@ -80,7 +80,7 @@ def train_all(dist: DistContext, folder: str, cases: dict[str, Any]) -> dict[str
     return results
 
 
-FOR_FULL = ("ZeRO-1", "FSDP, ")
+FOR_FULL = ("ZeRO-1", "FSDP, ", "ZeRO-3, ")
 """Beginnings of the names of strategies of the full tier only: ZeRO-1's engine is that of ZeRO-2,
 except for when gradients are reduced; test_parity.py has all."""
 ALWAYS = [name for name in STRATEGIES if FULL or not name.startswith(FOR_FULL)]

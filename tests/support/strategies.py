@@ -73,10 +73,11 @@ MORE = (4,) if FULL else ()
 """World sizes of the full tier."""
 UNEVEN = {"micro_batch_size": 3}
 BASIC = _traits("basic", "combines", "half", "resumes")
-COMBINES = _traits("combines", "half", "resumes")
+COMBINES = _traits("combines", "resumes", *(("half",) if FULL else ()))
 SHARDED = _traits("sharded")
 REPLICATED = _traits("replicated")
 RESUMES = _traits("resumes")
+RESUMES_IN_FULL = _traits(*(("resumes",) if FULL else ()))
 SMALL_GROUPS = {"param_persistence_threshold": 100}
 """Partitions tiny parameters too."""
 ZERO3 = {"stage": 3, "sub_group_size": 9000, **SMALL_GROUPS}
@@ -173,7 +174,7 @@ STRATEGIES: dict[str, Strategy] = {
         fields={"tensor_parallel": {"size": 2}, "context_parallel": {"size": 2}},
         traits=RESUMES,
         group=4,
-        parity=(4,),
+        parity=MORE,
     ),
     "fsdp pipeline": Strategy(
         use="wrap.fsdp",
@@ -272,9 +273,9 @@ STRATEGIES: dict[str, Strategy] = {
             use="wrap.zero",
             fields={"stage": stage, "tensor_parallel": {"size": 2}, **more},
             title="ZeRO-3, tensor 2" if stage == 3 else "",
-            traits=COMBINES if stage == 3 else RESUMES,
+            traits=COMBINES if stage == 3 else RESUMES_IN_FULL,
             group=2,
-            parity=(2, 4) if stage == 3 else (2, *MORE),
+            parity=(2, *MORE) if stage == 3 or FULL else (),
         )
         for stage, more in ((1, {}), (2, {}), (3, {"sub_group_size": 9000, **SMALL_GROUPS}))
     },
