@@ -31,7 +31,7 @@ from pipeline.plan.plan import Plan, plan_file
 from pipeline.planning.estimate import ask_planners, step_peaks
 from pipeline.planning.forecast import BACKWARD, FORWARD, LOAD, SAVE, UPDATE, StrategyMemory
 from pipeline.planning.planner import Job as Planned
-from pipeline.planning.planner import Topology
+from pipeline.planning.topology import Topology
 from pipeline.planning.trace.profiling import profile
 from stages.wrap.zero import OptimizerOffload, ParameterOffload, Zero
 

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from pipeline.plan.plan import Plan, plan_file
-from pipeline.planning.planner import Topology
+from pipeline.planning.topology import Topology
 
 LOCAL = 8
 """GPUs of a node."""

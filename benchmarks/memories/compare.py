@@ -11,8 +11,9 @@ from pathlib import Path
 from memories.cases import Case
 
 from pipeline.planning.estimate import ask_planners, step_peaks
-from pipeline.planning.forecast import BACKWARD, FORWARD, UPDATE, Held, Step, StrategyMemory
+from pipeline.planning.forecast import BACKWARD, FORWARD, UPDATE, Held, StrategyMemory
 from pipeline.planning.planner import Job
+from pipeline.planning.shapes import Step
 from pipeline.planning.trace.profiling import profile
 from pipeline.planning.trace.run import run
 

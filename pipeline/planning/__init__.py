@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from pipeline.planning.forecast import (
         BACKWARD,
         BUFFERS,
-        BYTES,
         EXPORT,
         FORWARD,
         GATHERED,
@@ -34,20 +33,14 @@ if TYPE_CHECKING:
         Gradients,
         Item,
         Kind,
-        ModelShape,
         Moment,
-        OptimizerShape,
         Pass,
         PipelineRank,
         PipelineStage,
         Place,
-        SampleShape,
-        Sizes,
-        Step,
         StrategyMemory,
         Traffic,
         Unit,
-        Weight,
     )
     from pipeline.planning.planner import (
         AWAY,
@@ -58,16 +51,24 @@ if TYPE_CHECKING:
         RECOMPUTE,
         REDUCE,
         SMALLER,
-        Division,
         Extent,
         Planner,
         Preset,
         Presets,
         Saving,
         Tier,
-        Topology,
         Trial,
     )
     from pipeline.planning.profile import Profile
+    from pipeline.planning.shapes import (
+        BYTES,
+        ModelShape,
+        OptimizerShape,
+        SampleShape,
+        Sizes,
+        Step,
+        Weight,
+    )
+    from pipeline.planning.topology import Division, Topology
 else:
     __getattr__ = lazily(__name__, __file__)

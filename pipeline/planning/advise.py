@@ -13,10 +13,11 @@ from pipeline.plan.registry import Plugins, Registry
 from pipeline.planning.choice import MOST_NODES, choose, on_more_nodes, suited
 from pipeline.planning.hardware import HardwareOptions, Margins, resolve_topology
 from pipeline.planning.memory_plan import MemoryPlan
-from pipeline.planning.planner import Tier, Topology
+from pipeline.planning.planner import Tier
 from pipeline.planning.presets import Strategy, in_order
 from pipeline.planning.report import memory
 from pipeline.planning.search import Candidate, Changes, SearchBase, best, overrides
+from pipeline.planning.topology import Topology
 from pipeline.recipe.dump import render
 
 WRAP = "wrap"

@@ -14,9 +14,10 @@ from pipeline.errors import PipeError, RecipeError, StageError, UsageError
 from pipeline.plan.plan import PlannedSlot
 from pipeline.planning.hardware import BETWEEN, INSIDE
 from pipeline.planning.memory_plan import MemoryPlan
-from pipeline.planning.planner import Tier, Topology
+from pipeline.planning.planner import Tier
 from pipeline.planning.presets import Strategy, in_order
 from pipeline.planning.search import Candidate, Changes, SearchBase, best, most_saving, relaxed
+from pipeline.planning.topology import Topology
 
 MOST_NODES = 512
 """Limit of the search for a number of nodes on which a recipe fits."""

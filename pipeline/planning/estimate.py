@@ -15,17 +15,17 @@ from pipeline.planning.forecast import (
     Gradients,
     Held,
     Item,
-    ModelShape,
     Moment,
     PipelineRank,
-    Step,
     StrategyMemory,
     Unit,
 )
 from pipeline.planning.moments import KEPT, LOGITS, OFFLOADED, held, inside
 from pipeline.planning.pipelined import PipelinePeaks, amounts, exchanged
-from pipeline.planning.planner import Job, Topology, forecasts
+from pipeline.planning.planner import Job, forecasts
 from pipeline.planning.profile import ZERO, Line, Peak, Profile
+from pipeline.planning.shapes import ModelShape, Step
+from pipeline.planning.topology import Topology
 
 PROCESSES = "processes"
 PROCESS = round(0.6 * GIB)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.errors import UsageError
 from pipeline.hardware.gpus import GB, GIB, Accelerator, accelerators, find_accelerator
 from pipeline.hardware.host import free_memory
-from pipeline.planning.planner import Topology
+from pipeline.planning.topology import Topology
 from pipeline.utils.text import did_you_mean
 
 if TYPE_CHECKING:

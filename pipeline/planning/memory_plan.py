@@ -11,7 +11,6 @@ from pipeline.contracts.precision import Precision
 from pipeline.plan.plan import Plan, Started, plan_file
 from pipeline.plan.registry import Registry
 from pipeline.planning.estimate import Estimate, ask_planners, combine
-from pipeline.planning.forecast import ModelShape
 from pipeline.planning.hardware import (
     Hardware,
     HardwareOptions,
@@ -19,9 +18,11 @@ from pipeline.planning.hardware import (
     resolve_hardware,
     resolve_topology,
 )
-from pipeline.planning.planner import Job, Topology
+from pipeline.planning.planner import Job
 from pipeline.planning.profile import profile_of
+from pipeline.planning.shapes import ModelShape
 from pipeline.planning.step_time import Speed, StepTime, speed, step_time
+from pipeline.planning.topology import Topology
 
 
 @dataclass(frozen=True, kw_only=True)

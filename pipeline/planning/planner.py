@@ -13,8 +13,7 @@ Importing a planner imports no torch.
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -24,70 +23,13 @@ from pipeline.contracts.training import TrainedRun
 from pipeline.errors import UsageError
 from pipeline.plan.binding import Results
 from pipeline.plan.registry import Plugins
-from pipeline.planning.forecast import SampleShape, Step
+from pipeline.planning.shapes import SampleShape, Step
+from pipeline.planning.topology import Division, Topology
 
 if TYPE_CHECKING:
-    from pipeline.contracts.data import MicroBatch
     from pipeline.plan.plan import Plan
 
 S = TypeVar("S")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Topology:
-    """Number of ranks and nodes of a run, and its device."""
-
-    ranks: int
-    """Processes over all nodes, one a device."""
-    local_ranks: int
-    """Processes of one node."""
-    device: str
-    """`cpu` or `cuda`."""
-    shares: int | None = None
-    """Number of data-parallel ranks; None: all."""
-    stages: int = 1
-    """Ranks of a pipeline."""
-
-    @property
-    def data_ranks(self) -> int:
-        """Number of ranks among which the samples of a step are divided."""
-        return self.ranks if self.shares is None else self.shares
-
-    @property
-    def nodes(self) -> int:
-        """Number of nodes."""
-        return -(-self.ranks // self.local_ranks)
-
-    @property
-    def on_node(self) -> int:
-        """Processes of the fullest node."""
-        return min(self.local_ranks, self.ranks)
-
-
-class Division(ABC):
-    """How a strategy divides a model among ranks before it shards what each of them has, so that a
-    profile is that of one rank's part."""
-
-    stages: int = 1
-    """Ranks of a pipeline."""
-
-    @property
-    @abstractmethod
-    def key(self) -> Mapping[str, Any]:
-        """Everything that the part depends on, as JSON."""
-
-    @abstractmethod
-    def divide(self, model: Any, blocks: Sequence[Any]) -> Mapping[str, str]:
-        """Divide a model, whose parameters are on the meta device, in place, in a process group of
-        all ranks that sends nothing. Returns what is exchanged by the name of each group."""
-
-    @abstractmethod
-    def experts(self, model: Any) -> Mapping[str, int]:
-        """Weights that ranks divide by experts -> number of these ranks."""
-
-    @abstractmethod
-    def own(self, batch: MicroBatch) -> MicroBatch:
-        """What the first rank computes of a micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)

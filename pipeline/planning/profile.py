@@ -26,8 +26,9 @@ import pipeline
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.precision import Precision
 from pipeline.contracts.training import TrainedRun
-from pipeline.planning.forecast import Collective, Event, ModelShape, Unit
+from pipeline.planning.forecast import Collective, Event, Unit
 from pipeline.planning.planner import Job, Planner
+from pipeline.planning.shapes import ModelShape
 from pipeline.utils.files import private_folder, replace_text
 from pipeline.utils.versions import versions
 

@@ -11,7 +11,8 @@ from pipeline.utils import lazily
 
 if TYPE_CHECKING:
     from stages.wrap.build import build_module, declared_facts, verify_engine
+    from stages.wrap.optimizer_groups import make_optimizer
     from stages.wrap.torch_compat import prime_buckets
-    from stages.wrap.torch_engine import TorchEngine, make_optimizer
+    from stages.wrap.torch_engine import TorchEngine
 else:
     __getattr__ = lazily(__name__, __file__)

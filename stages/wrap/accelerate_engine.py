@@ -17,8 +17,9 @@ from pipeline.importing import read_config
 from stages.wrap import accelerate_compat as compat
 from stages.wrap.accelerate import is_sharded
 from stages.wrap.build import build_module, declared_facts, verify_engine
+from stages.wrap.optimizer_groups import make_optimizer
 from stages.wrap.torch_compat import reshard, sharding_facts
-from stages.wrap.torch_engine import TorchEngine, make_optimizer
+from stages.wrap.torch_engine import TorchEngine
 
 if TYPE_CHECKING:
     from stages.wrap.accelerate import Accelerate

@@ -19,6 +19,7 @@ from pipeline import Context, ModelSource, OptimizerPlan, Precision, dtype_name,
 from stages.wrap.axes import required
 from stages.wrap.build import build_module, declared_facts, trained, verify_engine
 from stages.wrap.context.attention import divide_sequence
+from stages.wrap.optimizer_groups import make_optimizer
 from stages.wrap.torch_compat import (
     buckets,
     hook_states,
@@ -26,7 +27,7 @@ from stages.wrap.torch_compat import (
     no_buffer_sync,
     prime_buckets,
 )
-from stages.wrap.torch_engine import TorchEngine, make_optimizer
+from stages.wrap.torch_engine import TorchEngine
 
 if TYPE_CHECKING:
     from stages.wrap.ddp import Ddp

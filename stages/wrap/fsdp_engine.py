@@ -18,8 +18,9 @@ from stages.wrap.build import build_module, declared_facts, verify_engine
 from stages.wrap.context.attention import divide_sequence
 from stages.wrap.fsdp_units import DATA_AXES, Division, reshards
 from stages.wrap.mesh import expert_mesh, parameter_mesh
+from stages.wrap.optimizer_groups import make_optimizer
 from stages.wrap.torch_compat import reshard, sharding_facts
-from stages.wrap.torch_engine import TorchEngine, make_optimizer
+from stages.wrap.torch_engine import TorchEngine
 
 if TYPE_CHECKING:
     from stages.wrap.fsdp import Fsdp

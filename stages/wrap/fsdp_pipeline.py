@@ -32,12 +32,12 @@ from stages.wrap.context.attention import divide_sequence
 from stages.wrap.fsdp_engine import FsdpEngine, places
 from stages.wrap.fsdp_units import Division
 from stages.wrap.gradients import total_norm
+from stages.wrap.optimizer_groups import build_optimizer, grouped_state
 from stages.wrap.pipeline.batches import equal_shapes
 from stages.wrap.pipeline.schedule import Pipeline, PipelinePlan, Stage
 from stages.wrap.pipeline.split import cut, head_work, is_tied, layer_ranges
 from stages.wrap.pipeline.ties import TiedEmbedding
 from stages.wrap.tensor.divide import resolve_plan
-from stages.wrap.torch_engine import build_optimizer, grouped_state
 
 if TYPE_CHECKING:
     from stages.wrap.fsdp import Fsdp

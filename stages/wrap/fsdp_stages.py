@@ -24,7 +24,7 @@ from pipeline.planning import (
 )
 from stages.wrap.axes import FOLDED, SPLIT_BACKWARD, required
 from stages.wrap.fsdp import Fsdp
-from stages.wrap.fsdp_planner import Sharded
+from stages.wrap.fsdp_memory import Sharded
 from stages.wrap.pipeline.order import idle_shares, passes_of
 from stages.wrap.pipeline.split import head_work, layer_ranges, stages_of
 from stages.wrap.torch_planner import ROOT

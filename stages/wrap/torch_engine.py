@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +18,6 @@ from pipeline import (
     Context,
     EngineState,
     Fragment,
-    NamedParameter,
     OptimizerPlan,
     Precision,
     StepGuard,
@@ -32,8 +31,8 @@ from stages.wrap.gradients import multiply, total_norm
 from stages.wrap.load_weights import flat, stored_tensors
 from stages.wrap.loss_scaling import LossScaler
 from stages.wrap.module_engine import ModuleEngine
+from stages.wrap.optimizer_groups import grouped_state
 from stages.wrap.optimizer_state import (
-    fixed_state,
     read_moments,
     require_known,
     set_updates,
@@ -236,41 +235,3 @@ class TorchEngine(ModuleEngine):
                 state = self.optimizer.state[parameter]
                 require_known(state, self.plan, type(self.optimizer).__name__)
                 yield name, state
-
-
-def make_optimizer(plan: OptimizerPlan, module: nn.Module) -> Optimizer:
-    """The plan's optimizer of the module; each group keeps its base rate as `initial_lr`."""
-    return build_optimizer(plan, plan.groups(named_parameters(module)))
-
-
-def build_optimizer(plan: OptimizerPlan, groups: Iterable[Mapping[str, Any]]) -> Optimizer:
-    """The same of groups of parameters. Those of a group that lie on different meshes are apart, as
-    torch updates all of one together."""
-    optimizer = plan.build(
-        [{**group, "params": params} for group in groups for params in _by_mesh(group["params"])]
-    )
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
-    return optimizer
-
-
-def grouped_state(
-    module: nn.Module, plan: OptimizerPlan, named: Iterable[NamedParameter]
-) -> EngineState:
-    """The part of a training state that never changes, in the plan's groups of `named` parameters,
-    which are those of `module` or stand for them."""
-    held = [one for one in named if one.parameter.numel()]
-    names = {one.parameter: one.name for one in held}
-    groups = [
-        (settings, float(settings["lr"]), [names[one] for one in settings["params"]])
-        for group in plan.groups(held)
-        for settings in [{**plan.hyperparameters, **group}]
-    ]
-    return fixed_state(module, plan, groups, lambda tensor: tuple(tensor.shape))
-
-
-def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    found: dict[Any, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        found.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
-    return list(found.values())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pipeline.contracts.model import ModelSource
-from pipeline.planning.forecast import ModelShape
 from pipeline.planning.profile import Profile
+from pipeline.planning.shapes import ModelShape
 from pipeline.planning.trace.model import kinds, structure
 
 

@@ -15,8 +15,8 @@ from pipeline.contracts.engine import DataAxis, Engine, Objective, StepGuard, St
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.precision import Precision, torch_dtype
 from pipeline.contracts.tensors import TensorReader, TensorSpec
-from pipeline.planning.forecast import Weight
-from pipeline.planning.planner import Division, Topology
+from pipeline.planning.shapes import Weight
+from pipeline.planning.topology import Division, Topology
 from pipeline.planning.trace.torch_compat import cast_in, local
 from pipeline.planning.trace.tracker import Marks
 from pipeline.utils.fake_tensors import with_values

@@ -9,9 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 from pipeline.errors import StageError
-from pipeline.planning.forecast import BACKWARD, FORWARD, ModelShape, Weight
+from pipeline.planning.forecast import BACKWARD, FORWARD
 from pipeline.planning.planner import Extent, Job
 from pipeline.planning.profile import NOTHING, Exchange, Line, Part, Peak, Profile, fullest
+from pipeline.planning.shapes import ModelShape, Weight
 from pipeline.planning.trace.model import Structure, kinds, structure
 from pipeline.planning.trace.run import Traced, declared, run
 from pipeline.planning.trace.tracker import HEAD, INPUT, LOSS, START, Level, Stretch

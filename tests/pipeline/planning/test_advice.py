@@ -16,7 +16,7 @@ from pipeline.errors import Problem, RecipeError, StageError
 from pipeline.planning import planner
 from pipeline.planning.choice import choose, on_more_nodes, suited
 from pipeline.planning.hardware import HardwareOptions
-from pipeline.planning.planner import Planners, Saving, Tier, Topology
+from pipeline.planning.planner import Planners, Saving, Tier
 from pipeline.planning.presets import Strategy
 from pipeline.planning.search import (
     AppliedSaving,
@@ -28,6 +28,7 @@ from pipeline.planning.search import (
     relaxed,
 )
 from pipeline.planning.step_time import StepTime
+from pipeline.planning.topology import Topology
 
 ROOM = 10
 SAVED = {"again": 5, "chunk": 3, "moments": 4, "frozen": 6}

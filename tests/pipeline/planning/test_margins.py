@@ -17,7 +17,7 @@ from pipeline.errors import UsageError
 from pipeline.planning.forecast import Held
 from pipeline.planning.hardware import Hardware, Margins, margins_for
 from pipeline.planning.memory_plan import shortages
-from pipeline.planning.planner import Topology
+from pipeline.planning.topology import Topology
 from pipeline.run.memory_record import read_record, record_memory
 from tests.support.runs import context
 

@@ -24,8 +24,9 @@ from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from stages.weights.safetensors import SafetensorsReader
 from stages.wrap.load_weights import LocalShard, load_weights, local_shards
+from stages.wrap.optimizer_groups import make_optimizer
 from stages.wrap.shards import Span, part_of, spans
-from stages.wrap.torch_engine import TorchEngine, make_optimizer
+from stages.wrap.torch_engine import TorchEngine
 from tests.support.processes import run_ranks
 from tests.support.runs import context
 

@@ -21,15 +21,13 @@ from pipeline.planning.forecast import (
     SAVE,
     UPDATE,
     Held,
-    ModelShape,
     Moment,
-    OptimizerShape,
     StrategyMemory,
-    Weight,
 )
 from pipeline.planning.moments import AVERAGE
-from pipeline.planning.planner import Topology
 from pipeline.planning.profile import Line, Part, Peak, Profile
+from pipeline.planning.shapes import ModelShape, OptimizerShape, Weight
+from pipeline.planning.topology import Topology
 from stages.average.ema import EmaAverage
 from stages.planners import EmaPlanner
 from stages.wrap.axes import asked

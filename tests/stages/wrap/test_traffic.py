@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from pipeline import testing
-from pipeline.planning.forecast import OptimizerShape
-from pipeline.planning.planner import Planners, Topology
+from pipeline.planning.planner import Planners
+from pipeline.planning.shapes import OptimizerShape
+from pipeline.planning.topology import Topology
 from tests.support.processes import run_ranks
 from tests.support.runs import tiny_model
 from tests.support.shapes import weights_alone

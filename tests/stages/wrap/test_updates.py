@@ -14,7 +14,8 @@ from pipeline import testing
 from pipeline.contracts.optimizer import OptimizerPlan
 from stages.optimizer.adamw import AdamW
 from stages.optimizer.lion import Lion
-from stages.wrap.torch_engine import TorchEngine, make_optimizer
+from stages.wrap.optimizer_groups import make_optimizer
+from stages.wrap.torch_engine import TorchEngine
 
 
 class Plain(TorchEngine):

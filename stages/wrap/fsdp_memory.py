@@ -1,0 +1,206 @@
+"""Memory and traffic of wrap.fsdp, by the source of torch.distributed.fsdp.fully_shard (2.13)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pipeline.planning import (
+    BUFFERS,
+    GATHERED,
+    IN_BACKWARD,
+    WHOLE_GRADIENTS,
+    Copies,
+    Gradients,
+    Item,
+    ModelShape,
+    Moment,
+    OptimizerShape,
+    Place,
+    Sizes,
+    Topology,
+    Traffic,
+    Weight,
+)
+from stages.wrap.axes import required
+from stages.wrap.fsdp import Fsdp
+from stages.wrap.torch_planner import ROOT, TorchMemory, UnitAmounts
+
+
+class Sharded(TorchMemory):
+    """Shards of everything; units gathered for as long as they run.
+
+    A unit is a block, or the root with all the rest. n: its elements; m, c, r: bytes of a number in
+    the master, compute and reduce dtype; W: shards, of experts as many as ranks have the same ones.
+    Elements are those of this rank's part, where layers are divided. A rank holds
+
+    - always m n / W of each unit and its optimizer state, and m n / W of gradients from the end of
+      its backward on;
+    - c n of the root and of the unit in use; of all units up to it if they stay after forward;
+    - c n of each buffer that a gathered unit is copied from; one ahead, or as many as configured;
+    - c n of the gradients of the unit in backward. If they are reduced once a step, r n of each
+      unit stays until then;
+    - r n of the unit whose gradients were reduced last.
+    """
+
+    def __init__(
+        self, topology: Topology, model: ModelShape, optimizer: OptimizerShape, sizes: Sizes, *,
+        config: Fsdp,
+    ) -> None:  # fmt: skip
+        self._axes = axes = required(config, topology.ranks)
+        shards = config.shards(axes, topology.local_ranks)
+        home: Place = "host" if config.cpu_offload else "device"
+        ranks = axes.data * axes.context
+        super().__init__(ranks, model, optimizer, sizes, shards=shards, home=home)
+        self._config = config
+        self._stays = config.sharding not in ("full_shard", "hybrid_shard")
+        """Whether units that forward has gathered stay until backward."""
+        self._late = not config.reduce_every_microbatch
+        self._whole = UnitAmounts(model, self._gathers)
+        """Bytes of gathered units."""
+        self._padded = UnitAmounts(model, lambda w: self._reduces(w, 1))
+        """Elements of the gradients that are reduced."""
+        self._trained = UnitAmounts(model, lambda w: w.elements if w.trained else 0)
+        self._alone = self._of_experts(self._gathers, experts=True)
+        """Bytes of gathered experts, which are units of their own inside of blocks."""
+        self._apart = self._of_experts(lambda w: self._reduces(w, 1), experts=True)
+        """Elements of the experts' gradients that are reduced."""
+        own = UnitAmounts(model, lambda w: w.shard(shards, 1) * (w.trained and w.experts > 1))
+        self._own_experts = own
+        self._last = next((w.elements for w in reversed(model.root) if w.trained), 0)
+
+    def _gathers(self, weight: Weight) -> int:
+        """Bytes of a gathered weight."""
+        return weight.shard(self._shards, self._sizes.compute) * weight.holders(self._shards)
+
+    def _reduces(self, weight: Weight, size: int) -> int:
+        """Bytes of a weight's gradient that is reduced, in numbers of `size` bytes."""
+        shards = self._shards
+        return weight.shard(shards, size) * weight.holders(shards) if weight.trained else 0
+
+    def _running(self, moment: Moment, place: int) -> Iterator[Item]:
+        buffers = self._gathering(moment, place) + self._reducing(moment, place)
+        yield Item(GATHERED, "device", self._gathered(moment, place))
+        yield Item(BUFFERS, "device", buffers)
+        yield Item(WHOLE_GRADIENTS, "device", self._unreduced(moment, place))
+
+    def _gathered(self, moment: Moment, place: int) -> int:
+        """Bytes of whole units: the root, and the block that runs, or those up to it."""
+        through = moment.event == "reduce"
+        if through and place == ROOT:
+            return 0
+        first = 0 if self._stays else max(place, 0)
+        return self._whole[ROOT] + self._whole.between(first, place if through else place + 1)
+
+    def _gathering(self, moment: Moment, place: int) -> int:
+        """Bytes of the buffers that units are gathered into: of the unit before and those ahead."""
+        if self._shards == 1 or moment.event in ("loss", "begin"):
+            return 0
+        if self._alone[place] and moment.event not in ("gather", "reduce"):
+            before = max(place - 1, 0) if moment.event in IN_BACKWARD else place
+            rest = self._whole[before] - self._alone[before]
+            if moment.event == "forward":
+                return self._alone[place]
+            rest = 0 if place == 0 or self._stays else rest
+            return rest + self._alone[place] * (moment.event == "regather" and not self._stays)
+        if moment.event not in IN_BACKWARD:
+            end = place + 1 + self._config.forward_prefetch
+            if moment.event == "gather" or moment.unit == "head":
+                return self._whole.between(place - 1, max(place + 1, end - 1))
+            return self._whole.between(place, end)
+        if self._stays:
+            return 0
+        end = place + 1 if moment.event == "regather" else place
+        return self._whole.between(max(end - self._config.backward_prefetch, 0), end)
+
+    def _reducing(self, moment: Moment, place: int) -> int:
+        """Bytes of the gradients that were reduced last. If master gradients are other tensors, the
+        shards that replicas have averaged stay as well."""
+        if moment.event not in IN_BACKWARD or (self._late and not moment.last):
+            return 0
+        m, c, r = self._sizes.master, self._sizes.compute, self._sizes.reduce
+        others = m != r or self._home == "host" or not moment.first
+        replicas = self._config.sharding in ("no_shard", "hybrid_shard")
+        stays = r * self._own.after(place) if others and replicas else 0
+        if moment.event != "reduce":
+            return stays + r * (self._padded[place + 1] - self._apart[place + 1])
+        # Whole gradients but the last are freed before there is a shard.
+        given_up = c * (self._trained[place] - self._last * (place == ROOT))
+        shard = (r if r == m else r + m) * self._own[place] - given_up
+        return stays + r * (self._padded[place] - self._apart[place]) + max(shard, 0)
+
+    def _unreduced(self, moment: Moment, place: int) -> int:
+        """Bytes of whole gradients outside of the unit in backward: of the head, and of units that
+        wait for the last micro-batch."""
+        c, r, trained = self._sizes.compute, self._sizes.reduce, self._trained
+        backward, through = moment.event in IN_BACKWARD, moment.event == "reduce"
+        done = trained.after(place) if backward else 0
+        several = self._late and not (moment.first and moment.last)
+        waits = (done if moment.first else trained.all - done) if several else 0
+        added = self._late and not moment.first
+        own = trained[place] if through and not added else 0
+        head = backward and moment.unit != "head" and not (through and place == ROOT)
+        return r * waits + c * (own + self._head * head)
+
+    def _reduced(self, moment: Moment) -> int:
+        if moment.event == "step" or not (moment.first or self._late):
+            return self._own.all
+        done = moment.event in IN_BACKWARD and (moment.last or not self._late)
+        return self._own.after(self._place(moment)) if done else 0
+
+    def gradients(self, moment: Moment) -> Gradients:
+        c = self._sizes.compute
+        added = self._late and not moment.first
+        # The second gradient of a tied weight is added to the first, which gives a third tensor.
+        sums = self._model.tied and moment.unit == "embeddings"
+        kept = 0 if added else c
+        return Gradients(kept + self._reducing_experts(moment), c if sums else 0)
+
+    def _reducing_experts(self, moment: Moment) -> float:
+        """Bytes for an element of a block's gradients because those of experts are reduced as soon
+        as they are there: of the buffer and the shard, without gathered experts and gradients."""
+        place = self._place(moment)
+        if not self._apart[place] or (self._late and not moment.last):
+            return 0
+        c, r = self._sizes.compute, self._sizes.reduce
+        whole, own = c * self._apart[place], r * self._own_experts[place]
+        if self._own_experts[place] == self._apart[place]:
+            own += own  # one shard: nothing is sent, but a quotient is copied
+        before = r * (self._padded[place + 1] - self._apart[place + 1])
+        more = r * self._apart[place] + max(whole, own) - 2 * whole - before
+        return max(more, 0) / self._trained[place]
+
+    def traffic(self, microbatches: int) -> Iterator[Traffic]:
+        shards, replicas, apart = self._shards, self.ranks // self._shards, self._axes.tensor
+        reductions = 1 if self._late else microbatches
+        for among in sorted({weight.experts for weight, _ in self._model.counted()}):
+            holders, what = max(shards // among, 1), "experts' " if among > 1 else ""
+            groups: dict[str, Any] = {"ranks": holders, "apart": apart * among}
+            experts = among > 1
+            gathered = self._twice(self._of_experts(self._gathers, experts=experts)) * microbatches
+            elements = self._of_experts(lambda w: self._reduces(w, 1), experts=experts).all
+            reduced = self._sizes.reduce * elements
+            if holders > 1:
+                told = f"{what}parameters", f"{what}gradients"
+                yield Traffic(collective="all-gather", bytes=gathered, what=told[0], **groups)
+                sent = reduced * reductions
+                yield Traffic(collective="reduce-scatter", bytes=sent, what=told[1], **groups)
+        if replicas > 1:
+            sent = self._sizes.reduce * self._own.all * reductions
+            groups = {"ranks": replicas, "apart": shards * apart}
+            yield Traffic(collective="all-reduce", bytes=sent, what="gradients' shards", **groups)
+
+    def _of_experts(self, amount: Callable[[Weight], int], *, experts: bool) -> UnitAmounts:
+        """An amount of the weights that ranks divide by experts, or of the others."""
+        return UnitAmounts(self._model, lambda w: amount(w) if (w.experts > 1) == experts else 0)
+
+    def copies(self, microbatches: int) -> Copies:
+        if self._home == "device":
+            return Copies()
+        # Shards are cast when they are there, gradients before.
+        down = self._sizes.master * self._own.all * (1 if self._late else microbatches)
+        return Copies(up=self._twice(self._held) * microbatches, down=down)
+
+    def _twice(self, units: UnitAmounts) -> int:
+        """An amount of all units, and again of those that are gathered again in backward."""
+        return units.all + (0 if self._stays else units.all - units[ROOT])
