@@ -22,6 +22,7 @@ CASES = [
         "olmoe", 4, {"sharding": "hybrid_shard", "shard_size": 2}, False, id="two replicas"
     ),
     pytest.param("olmoe", 4, {"context_parallel": {"size": 2}}, False, id="with context"),
+    pytest.param("olmoe", 4, {"pipeline_parallel": {"size": 2}}, False, id="in a pipeline"),
 ]
 
 

@@ -90,8 +90,13 @@ def test_state_travels_from_and_to_disk_offload(first: str, second: str, tmp_pat
     assert loaded[0]["state"] == saved
 
 
-def test_a_full_checkpoint_is_written_by_all_and_opened_by_anyone(tmp_path: Path) -> None:
-    saved = run_ranks(save_run, 2, str(tmp_path / "run"), Setting(wrap="zero3", full=True))[0]
+@pytest.mark.parametrize(
+    "wrap", ["zero3", "fsdp tensor", pytest.param("fsdp pipeline", marks=pytest.mark.full)]
+)
+def test_a_full_checkpoint_is_written_by_all_and_opened_by_anyone(
+    wrap: str, tmp_path: Path
+) -> None:
+    saved = run_ranks(save_run, 2, str(tmp_path / "run"), Setting(wrap=wrap, full=True))[0]
     folder = tmp_path / "run/checkpoints/step-00000003"
     weights = load_file(folder / "model.safetensors")
     moments = load_file(folder / "optimizer.safetensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,6 +177,22 @@ def test_samples_are_divided_among_the_ranks_that_are_left() -> None:
 def test_schedules_that_cannot_be(schedule: Any, fields: Any, expected: str | None) -> None:
     found = problems(4, pipeline_parallel=PipelineParallel(size=2, schedule=schedule, **fields))
     assert any(expected in one for one in found) if expected else found == []
+
+
+def build_engine(dist: DistContext, folder: str) -> list[str]:
+    """Return what rank 0 logs while a tensor-parallel engine is built, on nodes of one process."""
+    ctx = context(replace(dist, local_world_size=1, local_rank=0), folder)
+    said: list[str] = []
+    ctx.log.warning = lambda text, *values: said.append(text % values)  # type: ignore[method-assign]
+    make_engine(ctx, Setting(wrap="fsdp tensor")).close()
+    return said
+
+
+def test_layers_that_are_divided_over_nodes_are_told(tmp_path: Path) -> None:
+    assert run_ranks(build_engine, 2, str(tmp_path))[0] == [
+        "tensor_parallel: groups of 2 ranks reach over nodes of 1, and exchange activations in "
+        "every layer"
+    ]
 
 
 class Silent(ModuleEngine):
