@@ -15,7 +15,7 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from pipeline.checkpoint.division import Run, Span
+from pipeline.checkpoint.division import KeyedTile, Run
 from pipeline.checkpoint.file_layout import SHARDED, Layout
 from pipeline.checkpoint.manifest import Manifest, RankShare, TensorEntry
 from pipeline.checkpoint.places import Places
@@ -151,7 +151,9 @@ def measured(strategy: str, ranks: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _another(text: str, rank: int) -> tuple[list[TensorEntry], list[list[Run]], list[Span], Layout]:
+def _another(
+    text: str, rank: int
+) -> tuple[list[TensorEntry], list[list[Run]], list[KeyedTile], Layout]:
     """Return what a rank makes of rank 0's division."""
     tensors, runs = decode_division(text)
     table = {entry.key: entry for entry in tensors}
@@ -161,7 +163,7 @@ def _another(text: str, rank: int) -> tuple[list[TensorEntry], list[list[Run]], 
     return tensors, runs, mine, layout
 
 
-def _opened(data: bytes, mine: list[Span]) -> None:
+def _opened(data: bytes, mine: list[KeyedTile]) -> None:
     """Open a checkpoint and find a rank's pieces."""
     places = Places(Manifest.load(data, "here"), "here")
     for span in mine:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.rng_state import start_random_streams
     from pipeline.checkpoint.safetensors_format import Entry, Placed, header, table
     from pipeline.checkpoint.staging import PASSAGE
+    from pipeline.checkpoint.tiles import Tile
     from pipeline.checkpoint.write_plan import CODES, DTYPES, as_bytes, random_key
 else:
     __getattr__ = lazily(__name__, __file__)

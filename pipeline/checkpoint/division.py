@@ -19,7 +19,7 @@ class CoverageError(ValueError):
     """Parts overlap, leave a gap, or reach beyond the tensor."""
 
 
-class Span(NamedTuple):
+class KeyedTile(NamedTuple):
     """A tile of the logical tensor `key`."""
 
     key: str

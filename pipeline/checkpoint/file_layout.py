@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from pipeline.checkpoint.division import Span
+from pipeline.checkpoint.division import KeyedTile
 from pipeline.checkpoint.extent import Extent
 from pipeline.checkpoint.manifest import DataFile, TensorEntry
 from pipeline.checkpoint.safetensors_format import Entry, header
@@ -28,7 +28,7 @@ class Item(NamedTuple):
     file: int
     extent: Extent
     size: int
-    span: Span | None
+    span: KeyedTile | None
     head: bytes = b""
 
 
@@ -64,7 +64,7 @@ class FileLayout:
         ]
 
     def lay_out(
-        self, rank: int, mine: Sequence[Span], tensors: Mapping[str, TensorEntry]
+        self, rank: int, mine: Sequence[KeyedTile], tensors: Mapping[str, TensorEntry]
     ) -> Layout:
         """The files of `rank`, which writes `mine`; `tensors` are those of all ranks. Both are in
         order."""
@@ -83,7 +83,7 @@ class FileLayout:
                 )
             for span in mine:
                 tensor = tensors[span.key]
-                stored = Span(span.key, 0, tensor.numel) if self.shared else span
+                stored = KeyedTile(span.key, 0, tensor.numel) if self.shared else span
                 if stored in begins:
                     tile, size = span.tile, tensor.itemsize
                     offset = begins[stored] + (span.start - stored.start) * size
@@ -99,17 +99,17 @@ class FileLayout:
         return names.get(key.partition("/")[0], "optimizer.safetensors")
 
     def _contents(
-        self, rank: int, mine: Sequence[Span], tensors: Mapping[str, TensorEntry]
-    ) -> Mapping[str, Sequence[Span]]:
+        self, rank: int, mine: Sequence[KeyedTile], tensors: Mapping[str, TensorEntry]
+    ) -> Mapping[str, Sequence[KeyedTile]]:
         """Names of the rank's files, and all that will be in each, by whomever it is written."""
         if not self.shared:
             return {f"rank-{rank:05d}.safetensors": mine}
-        found: dict[str, list[Span]] = defaultdict(list)
+        found: dict[str, list[KeyedTile]] = defaultdict(list)
         for tensor in tensors.values():
-            found[self._file(tensor.key)].append(Span(tensor.key, 0, tensor.numel))
+            found[self._file(tensor.key)].append(KeyedTile(tensor.key, 0, tensor.numel))
         return found
 
-    def _entry(self, span: Span, tensor: TensorEntry) -> Entry:
+    def _entry(self, span: KeyedTile, tensor: TensorEntry) -> Entry:
         tile, name = span.tile, f"{span.key}@{span.start}"
         shape: tuple[int, ...] = (tile.numel,)
         if tile.numel == tensor.numel:

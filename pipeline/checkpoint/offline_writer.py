@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.checkpoint.block_sums import CHUNK
-from pipeline.checkpoint.division import Run, Span
+from pipeline.checkpoint.division import KeyedTile, Run
 from pipeline.checkpoint.file_layout import FileLayout, Layout
 from pipeline.checkpoint.formats import StateSource
 from pipeline.checkpoint.manifest import ManifestTemplate
@@ -42,7 +42,7 @@ def write_checkpoint(source: StateSource, store: Store, name: str, file_layout: 
     """Commit `source` as the checkpoint `name`, with checksums. Raises OSError, and whatever
     reading `source` raises."""
     entries = file_layout.in_order(entry for entry in source.tensors.values() if entry.numel)
-    spans = [Span(entry.key, 0, entry.numel) for entry in entries]
+    spans = [KeyedTile(entry.key, 0, entry.numel) for entry in entries]
     layout = file_layout.lay_out(0, spans, {entry.key: entry for entry in entries})
     template = ManifestTemplate(
         world_size=source.world_size,
@@ -88,7 +88,7 @@ def _write(source: StateSource, layout: Layout, transaction: Transaction) -> Ite
                     yield from copy_chunks(sink, item.extent, 0, _chunks(source, item.span))
 
 
-def _chunks(source: StateSource, span: Span) -> Iterator[memoryview]:
+def _chunks(source: StateSource, span: KeyedTile) -> Iterator[memoryview]:
     """All bytes of a span in whole blocks, each valid until the next is taken."""
     itemsize = source.entry(span.key).itemsize
     buffer = memoryview(bytearray(min(CHUNK, (span.stop - span.start) * itemsize)))

@@ -17,7 +17,7 @@ from pipeline.checkpoint.safetensors_format import ITEM_BYTES
 from pipeline.checkpoint.writer_protocol import Write
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.division import Span
+    from pipeline.checkpoint.division import KeyedTile
     from pipeline.checkpoint.file_layout import Item, Layout
 
 PASSAGE = 1 << 30
@@ -90,7 +90,7 @@ class _Rounds:
         self._half = half
         self._used = 0
 
-    def add(self, item: Item, span: Span) -> None:
+    def add(self, item: Item, span: KeyedTile) -> None:
         """Cut a piece to what fits, between blocks, so that their checksums stay the same."""
         done, itemsize = 0, item.size // span.tile.numel
         while done < item.size:

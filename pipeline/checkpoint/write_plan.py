@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from pipeline.checkpoint import rng_state
-from pipeline.checkpoint.division import CoverageError, Run, Span, row_lengths
+from pipeline.checkpoint.division import CoverageError, KeyedTile, Run, row_lengths
 from pipeline.checkpoint.file_layout import FileLayout, Layout
 from pipeline.checkpoint.manifest import DataFile, ManifestTemplate, TensorEntry
 from pipeline.checkpoint.sharing import Holders, share_writing
@@ -198,7 +198,7 @@ def decode_division(text: str) -> tuple[list[TensorEntry], list[list[Run]]]:
 
 def spans_of(
     rank: int, tensors: Sequence[TensorEntry], runs: Sequence[Sequence[Run]]
-) -> list[Span]:
+) -> list[KeyedTile]:
     """Spans that a rank writes, in order."""
     pairs = zip(tensors, runs, strict=True)
-    return [Span(t.key, *part) for t, own in pairs for run in own if (part := run.of(rank))]
+    return [KeyedTile(t.key, *part) for t, own in pairs for run in own if (part := run.of(rank))]

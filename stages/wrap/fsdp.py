@@ -112,13 +112,17 @@ class Fsdp:
                 hint="use shard_grad_op or no_shard, or choose another schedule",
             )
         if self.cpu_offload:
-            yield Problem(key="cpu_offload", message="is not for the stages of a pipeline")
+            yield Problem(
+                key="cpu_offload",
+                message="does not work with pipeline_parallel",
+                hint="leave out one of them",
+            )
 
     def _expert_problems(self, plan: PlanView) -> Iterator[Problem]:
         asked = axes.Axes.of(self, plan.procs)
         if self.expert_parallel is None or asked is None:
             return
-        size, hint = self.expert_parallel.size, ""
+        size = self.expert_parallel.size
         if self.tensor_parallel is not None and self.tensor_parallel.size > 1:
             message = "experts are not divided by tensor_parallel and by expert_parallel at once"
             yield Problem(key="expert_parallel", message=message, hint="leave out one of them")
@@ -128,7 +132,7 @@ class Fsdp:
         shards = self.shard_size or asked.data * asked.context
         if shards % size:
             what = f"{shards} ranks that share the parameters do not divide into groups of {size}"
-            yield Problem(key="expert_parallel.size", message=what, hint=hint)
+            yield Problem(key="expert_parallel.size", message=what)
 
     def run(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan

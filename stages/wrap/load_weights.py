@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeline.utils import Throughput
-from stages.wrap.shards import spans
+from stages.wrap.shards import tiles_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -67,9 +67,9 @@ def local_shards(module: nn.Module) -> Iterator[LocalShard]:
     StageError for one whose shards have no regular place in it."""
     for name, tensor in stored_tensors(module):
         end = 0
-        for span in spans(name, tensor):
-            begin, end = end, end + span.numel
-            yield LocalShard(name, span.start, flat(tensor)[begin:end], span.stride, span.count)
+        for tile in tiles_of(name, tensor):
+            begin, end = end, end + tile.numel
+            yield LocalShard(name, tile.start, flat(tensor)[begin:end], tile.stride, tile.count)
 
 
 def load_weights(

@@ -1,4 +1,4 @@
-"""Where a process's part of a sharded tensor lies in the full one, as few regular spans."""
+"""Where a process's part of a sharded tensor lies in the full one, as few regular tiles."""
 
 from __future__ import annotations
 
@@ -11,69 +11,55 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from pipeline import StageError
+from pipeline.checkpoint import Tile
 from stages.wrap.torch_compat import split_of
 
-MOST_SPANS = 1024
-"""Of one tensor; each is a line in plans and in files."""
+MOST_TILES = 1024
+"""Largest number of tiles of one tensor on a rank; each is a line in write plans and in manifests."""
 
 _Ranges = Sequence[tuple[int, int]]
 """Ranges [low, high) of a dimension, in the order in which they are held."""
 
 
-class Span(NamedTuple):
-    """Elements [start, stop) of the flattened full tensor, and `count` - 1 runs more of as many
-    elements, `stride` apart; a range has the stride 0. They follow each other in the local one."""
+def tiles_of(name: str, tensor: Tensor) -> list[Tile]:
+    """The tiles that make up this process's elements, in their order here; none without any.
 
-    start: int
-    stop: int
-    stride: int = 0
-    count: int = 1  # type: ignore[assignment]  # hides tuple.count
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return (self.stop - self.start) * self.count
-
-
-def spans(name: str, tensor: Tensor) -> list[Span]:
-    """The spans that make up this process's elements, in their order here; none without any.
-
-    Raises StageError for partial sums, and for elements that lie in too many spans.
+    Raises StageError for partial sums, and for elements that lie in too many tiles.
     """
     if not isinstance(tensor, DTensor):
-        return [Span(0, tensor.numel())] if tensor.numel() else []
+        return [Tile(0, tensor.numel())] if tensor.numel() else []
     ranges, cut = _held(name, tensor)
-    found = _spans(tuple(tensor.shape), ranges, cut)
-    listed = list(itertools.islice(found, MOST_SPANS + 1))
-    if len(listed) > MOST_SPANS:
+    found = _tiles(tuple(tensor.shape), ranges, cut)
+    listed = list(itertools.islice(found, MOST_TILES + 1))
+    if len(listed) > MOST_TILES:
         raise StageError(
             f"{name} is placed as {tensor.placements}: a rank's part of it lies in more than "
-            f"{MOST_SPANS} places, which cannot be saved"
+            f"{MOST_TILES} places, which cannot be saved"
         )
-    here, expected = tensor.to_local().numel(), sum(span.numel for span in listed)
+    here, expected = tensor.to_local().numel(), sum(tile.numel for tile in listed)
     assert here == expected, f"{name}: {here} elements are here, expected {expected}"
     return listed
 
 
-def part_of(own: Iterable[Span], start: int, stop: int) -> Iterator[Span]:
-    """The spans of elements [start, stop) of a local tensor, all of whose spans are `own`. The
+def part_of(own: Iterable[Tile], start: int, stop: int) -> Iterator[Tile]:
+    """The tiles of elements [start, stop) of a local tensor, all of whose tiles are `own`. The
     first run and the last may be cut."""
     begin = 0
-    for span in own:
-        low, high = max(start - begin, 0), min(stop - begin, span.numel)
-        begin += span.numel
+    for tile in own:
+        low, high = max(start - begin, 0), min(stop - begin, tile.numel)
+        begin += tile.numel
         if low < high:
-            yield from _runs(span, low, high)
+            yield from _runs(tile, low, high)
 
 
-def _runs(span: Span, low: int, high: int) -> Iterator[Span]:
-    """Elements [low, high) of a span."""
-    run = span.stop - span.start
+def _runs(tile: Tile, low: int, high: int) -> Iterator[Tile]:
+    """Elements [low, high) of a tile."""
+    run = tile.stop - tile.start
     (first, left), (last, right) = divmod(low, run), divmod(high, run)
 
-    def found(row: int, begin: int, end: int, count: int = 1) -> Span:
-        base = span.start + row * span.stride
-        return Span(base + begin, base + end, span.stride, count)
+    def found(row: int, begin: int, end: int, count: int = 1) -> Tile:
+        base = tile.start + row * tile.stride
+        return Tile(base + begin, base + end, tile.stride, count)
 
     if first == last:
         yield found(first, left, right)
@@ -161,8 +147,8 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> _Ranges:
     return found
 
 
-def _spans(shape: Sequence[int], ranges: Sequence[_Ranges], cut: set[int]) -> Iterator[Span]:
-    """Spans in local order. Dimensions behind the last that is cut are whole, so that its ranges
+def _tiles(shape: Sequence[int], ranges: Sequence[_Ranges], cut: set[int]) -> Iterator[Tile]:
+    """Tiles in local order. Dimensions behind the last that is cut are whole, so that its ranges
     are columns of rows of the dimensions before it."""
     if not all(ranges) or 0 in shape:
         return
@@ -170,7 +156,7 @@ def _spans(shape: Sequence[int], ranges: Sequence[_Ranges], cut: set[int]) -> It
     below = math.prod(shape[inner + 1 :])
     columns = [(low * below, high * below) for low, high in (ranges[inner] if shape else [(0, 1)])]
     if inner == 0:
-        yield from itertools.starmap(Span, columns)
+        yield from itertools.starmap(Tile, columns)
         return
     width = shape[inner] * below
     for first, count in _rows(shape[:inner], ranges[:inner]):
@@ -178,7 +164,7 @@ def _spans(shape: Sequence[int], ranges: Sequence[_Ranges], cut: set[int]) -> It
         step = count if len(columns) == 1 else 1
         for row in range(first, first + count, step):
             for left, right in columns:
-                yield Span(row * width + left, row * width + right, width, step)
+                yield Tile(row * width + left, row * width + right, width, step)
 
 
 def _rows(shape: Sequence[int], ranges: Sequence[_Ranges]) -> Iterator[tuple[int, int]]:

@@ -24,6 +24,7 @@ from pipeline import (
     StepReport,
     dtype_name,
 )
+from pipeline.checkpoint import Tile
 from stages.wrap.axes import Axes
 from stages.wrap.build import dtype_names, named_parameters, parameter_count
 from stages.wrap.compute_cast import installed_casts
@@ -40,14 +41,14 @@ from stages.wrap.optimizer_state import (
     updates,
     write_moments,
 )
-from stages.wrap.shards import Span, spans
+from stages.wrap.shards import tiles_of
 
 
 class _Stored(NamedTuple):
     """A tensor of the training state, which may be sharded, and its optimizer state."""
 
     name: str
-    spans: list[Span]
+    tiles: list[Tile]
     tensor: Tensor
     state: dict[str, Any] | None
     """Optimizer state; None for a tensor that is not trained."""
@@ -198,7 +199,7 @@ class TorchEngine(ModuleEngine):
         trained = dict(self._trained())
         stored = []
         for name, tensor in tensors.items():
-            found = spans(name, tensor)
+            found = tiles_of(name, tensor)
             if found:
                 stored.append(_Stored(name, found, tensor, trained.get(name)))
         return _Layout(self.fixed_state(), trained, stored)
@@ -213,16 +214,16 @@ class TorchEngine(ModuleEngine):
             weight, moments, end = flat(tensor), {}, 0
             if state is not None:
                 moments = read_moments(state, self.plan, 0, weight.numel())
-            for span in own:
-                begin, end = end, end + span.numel
+            for tile in own:
+                begin, end = end, end + tile.numel
                 live = {WEIGHT: weight, **moments}
                 yield Fragment(
                     name=name,
                     shape=tuple(tensor.shape),
-                    start=span.start,
+                    start=tile.start,
                     state={kind: values[begin:end] for kind, values in live.items()},
-                    stride=span.stride,
-                    count=span.count,
+                    stride=tile.stride,
+                    count=tile.count,
                 )
             if write and state is not None:
                 write_moments(state, self.plan, moments)

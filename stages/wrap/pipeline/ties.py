@@ -14,7 +14,8 @@ class TiedEmbedding:
 
     Both start alike. Their gradients are summed before each step, and optimizers are functions of
     gradient and state, so the copies stay the same to the bit. `first` and `last` are the copies on
-    this rank, None for one that another rank has.
+    this rank, of which a rank has one or none (`build_pipeline` refuses schedules that
+    put both on one).
     """
 
     def __init__(
@@ -23,14 +24,12 @@ class TiedEmbedding:
         self._group = group
         self._first = first
         self.repeated = last
-        """The copy that does not count: in the norm, or among what a checkpoint holds."""
+        """The last stage's copy, which the gradient norm leaves out."""
 
     def sum_gradients(self) -> None:
         """Give both copies the sum of their gradients (collective among their ranks)."""
         first, last = _gradient(self._first), _gradient(self.repeated)
-        if first is not None and last is not None:
-            last.copy_(first.add_(last))
-        elif first is not None:
+        if first is not None:
             self._add_other(first, self._group.size() - 1)
         elif last is not None:
             self._add_other(last, 0)

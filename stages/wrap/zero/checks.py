@@ -81,7 +81,10 @@ def _plus_plus_problems(stage: Zero, asked: PlusPlus, plan: PlanView) -> Iterato
         message = "DeepSpeed keeps no second copy on a disk"
         yield Problem(key="plus_plus.secondary_partition", message=message)
     if stage.tensor_parallel is not None and stage.tensor_parallel.size > 1:
-        message = "DeepSpeed's groups for it are of all ranks, also those with other layers' parts"
+        message = (
+            "DeepSpeed builds the groups of ZeRO++ from all ranks, and with tensor_parallel these "
+            "hold different parts of the layers"
+        )
         yield Problem(key="plus_plus", message=message, hint="leave out tensor_parallel")
     for key in ("quantized_weights", "quantized_gradients"):
         if getattr(asked, key) and plan.device == "cpu":

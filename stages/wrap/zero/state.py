@@ -18,6 +18,7 @@ from pipeline import (
     OptimizerPlan,
     StageError,
 )
+from pipeline.checkpoint import Tile
 from stages.wrap.load_weights import LocalShard, stored_tensors
 from stages.wrap.optimizer_state import (
     fixed_state,
@@ -27,7 +28,7 @@ from stages.wrap.optimizer_state import (
     updates,
     write_moments,
 )
-from stages.wrap.shards import Span, part_of, spans
+from stages.wrap.shards import part_of, tiles_of
 from stages.wrap.tensor.plain import whole_of
 from stages.wrap.zero import compat
 from stages.wrap.zero.partitions import (
@@ -113,9 +114,9 @@ class ZeroState:
                 for part in flat.parts:
                     name = self._names[part.parameter]
                     own = own_part(flat.tensor, part)
-                    for span, begin, end in _spans(part.parameter, part.start, part.length):
+                    for tile, begin, end in _tiles(part.parameter, part.start, part.length):
                         values = own[begin:end]
-                        yield LocalShard(name, span.start, values, span.stride, span.count)
+                        yield LocalShard(name, tile.start, values, tile.stride, tile.count)
         for fragment in self._others():
             values = fragment.state[WEIGHT]
             yield LocalShard(fragment.name, fragment.start, values, fragment.stride, fragment.count)
@@ -195,22 +196,22 @@ def _fragments(
     """This rank's elements of a parameter or buffer, from `start` on in what it has of it before
     ZeRO cuts that."""
     shape = compat.full_shape(tensor)
-    for span, begin, end in _spans(tensor, start, state[WEIGHT].numel()):
+    for tile, begin, end in _tiles(tensor, start, state[WEIGHT].numel()):
         yield Fragment(
             name=name,
             shape=shape,
-            start=span.start,
+            start=tile.start,
             state={kind: values[begin:end] for kind, values in state.items()},
-            stride=span.stride,
-            count=span.count,
+            stride=tile.stride,
+            count=tile.count,
         )
 
 
-def _spans(tensor: Tensor, start: int, length: int) -> Iterator[tuple[Span, int, int]]:
+def _tiles(tensor: Tensor, start: int, length: int) -> Iterator[tuple[Tile, int, int]]:
     """Spans of those elements in the full tensor, and where each begins and ends among them."""
     whole = whole_of(tensor)
-    own = [Span(0, start + length)] if whole is None else spans("", whole)
+    own = [Tile(0, start + length)] if whole is None else tiles_of("", whole)
     end = 0
-    for span in part_of(own, start, start + length):
-        begin, end = end, end + span.numel
-        yield span, begin, end
+    for tile in part_of(own, start, start + length):
+        begin, end = end, end + tile.numel
+        yield tile, begin, end

@@ -44,7 +44,7 @@ class Groups:
         return dist.get_process_group_ranks(self._data)
 
     def get_data_parallel_world_size(self) -> int:
-        """Number of them."""
+        """Number of data-parallel ranks."""
         return dist.get_world_size(self._data)
 
     def get_data_parallel_rank(self) -> int:
@@ -56,7 +56,7 @@ class Groups:
         return self._tensor
 
     def get_model_parallel_world_size(self) -> int:
-        """Number of them."""
+        """Number of tensor-parallel ranks."""
         return dist.get_world_size(self._tensor)
 
     def get_model_parallel_rank(self) -> int:

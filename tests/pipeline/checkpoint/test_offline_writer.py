@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checkpoint.division import Span
+from pipeline.checkpoint.division import KeyedTile
 from pipeline.checkpoint.file_layout import FULL, SHARDED, FileLayout
 from pipeline.checkpoint.formats import StateSource, StateView
 from pipeline.checkpoint.local_store import LocalStore
@@ -74,7 +74,7 @@ def test_every_part_of_the_arena_can_be_viewed_in_its_dtype(arrangement: FileLay
         TensorEntry(key=key, dtype=dtype, shape=(7,)) for key, dtype in kinds.items()
     )
     tensors = {entry.key: entry for entry in entries}
-    layout = arrangement.lay_out(0, [Span(key, 0, 7) for key in tensors], tensors)
+    layout = arrangement.lay_out(0, [KeyedTile(key, 0, 7) for key in tensors], tensors)
     staging = plan_staging(layout, {"weight/b", "exp_avg/a"})
     copies = [(tensors[copy.key].itemsize, copy) for copy in (*staging.whole, *staging.passing)]
     assert len(copies) == 4

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from pipeline.checkpoint import block_sums
-from pipeline.checkpoint.division import Run, Span, require_cover
+from pipeline.checkpoint.division import KeyedTile, Run, require_cover
 from pipeline.checkpoint.file_layout import SHARDED
 from pipeline.checkpoint.local_store import LocalStore
 from pipeline.checkpoint.manifest import Manifest, RankShare, TensorEntry
@@ -27,11 +27,11 @@ NAME = "step-00000001"
 
 
 @st.composite
-def layouts(draw: st.DrawFn) -> tuple[list[TensorEntry], list[list[Span]]]:
+def layouts(draw: st.DrawFn) -> tuple[list[TensorEntry], list[list[KeyedTile]]]:
     """Draw tensors, and the parts that each rank writes."""
     ranks = draw(st.integers(1, 3))
     tensors: list[TensorEntry] = []
-    shares: list[list[Span]] = [[] for _ in range(ranks)]
+    shares: list[list[KeyedTile]] = [[] for _ in range(ranks)]
     for number in range(draw(st.integers(1, 3))):
         dtype = draw(st.sampled_from(["F64", "F32", "BF16", "U8"]))
         length = draw(st.integers(1, 3 * block_sums.BLOCK))
@@ -39,7 +39,7 @@ def layouts(draw: st.DrawFn) -> tuple[list[TensorEntry], list[list[Span]]]:
         cuts = draw(st.sets(st.integers(1, max(1, length - 1)), max_size=4))
         edges = sorted({0, *cuts, length})
         for start, stop in itertools.pairwise(edges):
-            span = Span(tensors[-1].key, start, stop)
+            span = KeyedTile(tensors[-1].key, start, stop)
             shares[draw(st.integers(0, ranks - 1))].append(span)
     return tensors, shares
 
@@ -49,7 +49,7 @@ def content(tensor: TensorEntry) -> bytes:
     return random.Random(tensor.key).randbytes(tensor.numel * tensor.itemsize)
 
 
-def write(root: str, tensors: list[TensorEntry], shares: list[list[Span]]) -> None:
+def write(root: str, tensors: list[TensorEntry], shares: list[list[KeyedTile]]) -> None:
     """Write a checkpoint by hand, without the writer."""
     ordered = SHARDED.in_order(tensors)
     table = {tensor.key: tensor for tensor in ordered}
@@ -96,7 +96,9 @@ def write(root: str, tensors: list[TensorEntry], shares: list[list[Span]]) -> No
 
 @given(layouts(), st.data())
 @examples(60)
-def test_any_range(layout: tuple[list[TensorEntry], list[list[Span]]], data: st.DataObject) -> None:
+def test_any_range(
+    layout: tuple[list[TensorEntry], list[list[KeyedTile]]], data: st.DataObject
+) -> None:
     tensors, shares = layout
     with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
         patch.setattr(block_sums, "CHUNK", block_sums.BLOCK * data.draw(st.integers(1, 3)))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.checkpoint import block_sums
-from pipeline.checkpoint.division import Span
+from pipeline.checkpoint.division import KeyedTile
 from pipeline.checkpoint.file_layout import SHARDED, Layout
 from pipeline.checkpoint.manifest import TensorEntry
 from pipeline.checkpoint.staging import PASSAGE, Staging, plan_staging
@@ -25,7 +25,7 @@ def laid_out(sizes: list[tuple[str, int]]) -> tuple[dict[str, TensorEntry], Layo
         for number, (dtype, count) in enumerate(sizes)
     )
     tensors = {entry.key: entry for entry in entries}
-    spans = [Span(entry.key, 0, entry.numel) for entry in entries]
+    spans = [KeyedTile(entry.key, 0, entry.numel) for entry in entries]
     return tensors, SHARDED.lay_out(0, spans, tensors)
 
 

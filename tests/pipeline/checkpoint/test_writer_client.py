@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.checkpoint.division import Span
+from pipeline.checkpoint.division import KeyedTile
 from pipeline.checkpoint.extent import Extent
 from pipeline.checkpoint.file_layout import SHARDED
 from pipeline.checkpoint.local_store import LocalStore
@@ -207,7 +207,7 @@ def test_a_lost_tensor_is_not_saved_with_the_bytes_of_an_earlier_save(
     moments: dict[str, int], problem: str
 ) -> None:
     entry = TensorEntry(key="exp_avg/a", dtype="F32", shape=(9,))
-    layout = SHARDED.lay_out(0, [Span(entry.key, 0, 9)], {entry.key: entry})
+    layout = SHARDED.lay_out(0, [KeyedTile(entry.key, 0, 9)], {entry.key: entry})
     state = {kind: torch.zeros(numel) for kind, numel in ({"weight": 9} | moments).items()}
     fragment = Fragment(name="a", shape=(9,), start=0, state=state)
     engine: Any = SimpleNamespace(fragments=lambda: [fragment], random_stream=0)

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from pipeline.checkpoint import Tile
 from pipeline.contracts.engine import WEIGHT
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
@@ -25,7 +26,7 @@ from stages.precision.policy import PrecisionPolicy
 from stages.weights.safetensors import SafetensorsReader
 from stages.wrap.load_weights import LocalShard, load_weights, local_shards
 from stages.wrap.optimizer_groups import make_optimizer
-from stages.wrap.shards import Span, part_of, spans
+from stages.wrap.shards import part_of, tiles_of
 from stages.wrap.torch_engine import TorchEngine
 from tests.support.processes import run_ranks
 from tests.support.runs import context
@@ -46,16 +47,16 @@ def elements(shard: LocalShard | Any, numel: int) -> list[int]:
 
 
 def require_found(name: str, tensor: Tensor, whole: Tensor) -> int:
-    """Require that the spans say where the elements here are; return the number of spans."""
+    """Require that the tiles say where the elements here are; return the number of tiles."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    found = spans(name, tensor)
-    numbers = [n for span in found for n in elements(span, span.numel)]
+    found = tiles_of(name, tensor)
+    numbers = [n for tile in found for n in elements(tile, tile.numel)]
     assert whole.view(-1)[numbers].tolist() == local.reshape(-1).tolist(), (name, found)
     return len(found)
 
 
 def placed(dist: DistContext) -> dict[str, int]:
-    """Return the most spans of a rank for every placement of every shape."""
+    """Return the most tiles of a rank for every placement of every shape."""
     mesh = init_device_mesh("cpu", (2, 2))
     counts: dict[str, int] = {}
     for shape in SHAPES:
@@ -108,20 +109,20 @@ def test_meshes_that_do_not_divide() -> None:
     st.integers(0, 99),
     st.data(),
 )
-def test_a_range_of_a_part_is_a_few_spans(
+def test_a_range_of_a_part_is_a_few_tiles(
     sizes: list[tuple[int, int, int]], base: int, data: st.DataObject
 ) -> None:
     """ZeRO cuts the flat part that tensor parallelism has left anywhere, also within rows."""
     own = [
-        Span(base, base + run, (run + gap) if count > 1 else 0, count) for run, gap, count in sizes
+        Tile(base, base + run, (run + gap) if count > 1 else 0, count) for run, gap, count in sizes
     ]
-    numbers = [n for span in own for n in elements(span, span.numel)]
+    numbers = [n for tile in own for n in elements(tile, tile.numel)]
     start = data.draw(st.integers(0, len(numbers)))
     stop = data.draw(st.integers(start, len(numbers)))
     found = list(part_of(own, start, stop))
-    assert [n for span in found for n in elements(span, span.numel)] == numbers[start:stop]
+    assert [n for tile in found for n in elements(tile, tile.numel)] == numbers[start:stop]
     assert len(found) <= len(own) + 4
-    assert all(span.numel for span in found)
+    assert all(tile.numel for tile in found)
 
 
 class Layers(nn.Module):
@@ -216,7 +217,7 @@ def refused(dist: DistContext) -> list[str]:
     told = []
     for tensor in (partial, scattered):
         with pytest.raises(StageError) as error:
-            spans("a", tensor)
+            tiles_of("a", tensor)
         told.append(str(error.value))
     return told
 
