@@ -11,6 +11,7 @@ from stages.wrap.axes import (
     FOLDED,
     SEVERAL_STAGES,
     SPLIT_BACKWARD,
+    ContextParallel,
     PipelineParallel,
     TensorParallel,
     asked,
@@ -22,6 +23,7 @@ def axis_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
     """Axes that do not divide the processes, or that nothing else allows."""
     yield from _pipeline_problems(getattr(stage, "pipeline_parallel", None), plan)
     yield from _tensor_problems(getattr(stage, "tensor_parallel", None), plan)
+    yield from _context_problems(getattr(stage, "context_parallel", None), plan)
     yield from config_problems(stage, plan)
     sizes, left = asked(stage), plan.procs
     for axis, size in sizes.items():
@@ -49,6 +51,17 @@ def _tensor_problems(block: TensorParallel | None, plan: PlanView) -> Iterator[P
             message = "torch does not compile blocks that are divided by it and recomputed"
             hint = "leave out compile or activation_checkpointing in the model slot"
             yield Problem(key="tensor_parallel", message=message, hint=hint)
+
+
+def _context_problems(block: ContextParallel | None, plan: PlanView) -> Iterator[Problem]:
+    for train in plan.giving(TrainedRun) if block is not None and block.size > 1 else ():
+        if getattr(train, "router_loss", None) is not None:
+            yield Problem(
+                key="context_parallel",
+                message="the train slot's router_loss is of all tokens of a micro-batch, and a "
+                "rank has a slice of them",
+                hint="leave out router_loss there",
+            )
 
 
 def _split_backward_problems(schedule: str, plan: PlanView) -> Iterator[Problem]:

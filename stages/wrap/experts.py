@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from pipeline import StageError
 from stages.wrap import experts_compat as compat
@@ -30,4 +31,18 @@ def divide_experts(model: Any, mesh: DeviceMesh, tensor: DeviceMesh) -> list[nn.
     found = [modules[name] for name, style in plan.items() if style == compat.DISPATCHED]
     for experts in found:
         compat.divide_updates(experts, mesh)
+        _require_divided(experts)
     return found
+
+
+def _require_divided(experts: nn.Module) -> None:
+    """Raise StageError for a parameter that ranks with different experts would all have: its
+    gradient would count once for each of them."""
+    for name, parameter in experts.named_parameters():
+        places = parameter.placements if isinstance(parameter, DTensor) else ()
+        if not any(place.is_shard() for place in places):
+            kind = type(experts).__name__
+            raise StageError(
+                f"expert_parallel: {name} of {kind} is not divided with the experts",
+                hint="leave out expert_parallel for this model",
+            )

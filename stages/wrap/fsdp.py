@@ -129,6 +129,17 @@ class Fsdp:
         if self.sharding == "no_shard":
             yield Problem(key="expert_parallel", message="needs sharding", hint="use full_shard")
             return
+        for policy in plan.giving(Precision):
+            if getattr(policy, "reduce", None) == "fp16":
+                # torch divides sums of fp16 by a factor of its own.
+                message = "gradients of experts cannot be averaged in fp16"
+                hint = "set reduce: fp32 in the precision slot"
+                yield Problem(key="expert_parallel", message=message, hint=hint)
+        if self.sharding == "hybrid_shard" and self.shard_size is None:
+            message = "has to be given with expert_parallel"
+            hint = "set it to the ranks that share one copy of the model"
+            yield Problem(key="shard_size", message=message, hint=hint)
+            return
         shards = self.shard_size or asked.data * asked.context
         if shards % size:
             what = f"{shards} ranks that share the parameters do not divide into groups of {size}"

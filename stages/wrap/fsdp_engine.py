@@ -17,7 +17,7 @@ from stages.wrap.axes import Axes, required
 from stages.wrap.build import build_module, declared_facts, verify_engine
 from stages.wrap.context.attention import divide_sequence
 from stages.wrap.fsdp_units import DATA_AXES, Division, reshards
-from stages.wrap.mesh import expert_mesh, parameter_mesh
+from stages.wrap.mesh import expert_mesh, parameter_mesh, warn_of_slow_groups
 from stages.wrap.optimizer_groups import make_optimizer
 from stages.wrap.torch_compat import reshard, sharding_facts
 from stages.wrap.torch_engine import TorchEngine
@@ -65,7 +65,7 @@ def make_mesh(config: Fsdp, ctx: Context, axes: Axes) -> DeviceMesh:
     shards = config.shards(axes, ctx.dist.local_world_size)
     if both % shards:
         raise StageError(f"{both} processes do not divide into shard groups of {shards}")
-    _warn_of_slow_groups(ctx, axes)
+    warn_of_slow_groups(ctx, axes)
     return parameter_mesh(axes, ctx.dist.device.type, shards)
 
 
@@ -79,16 +79,6 @@ def make_expert_mesh(config: Fsdp, ctx: Context, axes: Axes) -> DeviceMesh | Non
     if shards % asked.size:
         raise StageError(f"expert_parallel: {shards} shards do not divide among {asked.size} ranks")
     return expert_mesh(axes, ctx.dist.device.type, shards, asked.size)
-
-
-def _warn_of_slow_groups(ctx: Context, axes: Axes) -> None:
-    here = ctx.dist.local_world_size
-    if axes.tensor > 1 and here % axes.tensor and ctx.dist.world_size > here:
-        ctx.log.warning(
-            "tensor_parallel: groups of %d ranks reach over nodes of %d, and exchange activations "
-            "in every layer",
-            axes.tensor, here,
-        )  # fmt: skip
 
 
 def mesh_facts(config: Fsdp, mesh: DeviceMesh) -> dict[str, int]:

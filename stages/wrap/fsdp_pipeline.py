@@ -86,7 +86,8 @@ def build_pipeline(
     def make(module: nn.Module, *, number: int) -> None:
         cut(module, ranges[number])
         last = number == shape.count - 1
-        stages.append(Stage(module, first=number == 0, last=last, dtype=shape.dtype))
+        beat = ctx.dist.heartbeat.beat
+        stages.append(Stage(module, first=number == 0, last=last, dtype=shape.dtype, beat=beat))
         division(module)
 
     cuts = [functools.partial(make, number=number) for number in shape.own()]
@@ -199,7 +200,7 @@ class PipelineEngine(FsdpEngine):
             self._tied.sum_gradients()
             repeated = self._tied.repeated
         copy = None if repeated is None else repeated.grad
-        return total_norm([one for one in gradients if one is not copy])
+        return total_norm([one for one in gradients if one is not copy], divided=True)
 
     def fixed_state(self) -> EngineState:
         return grouped_state(self._whole, self.plan, _named(self._whole, self.parts))

@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from stages.wrap.torch_compat import multiply_all, norms_of
 
 
-def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+def total_norm(gradients: Sequence[Tensor], *, divided: bool = False) -> Tensor:
     """L2 norm over the gradients of all ranks, accumulated in fp32; a scalar (collective, if they
-    are DTensors).
+    are DTensors, or `divided`: ranks have different ones, and one may have none).
 
     Parts may lie on any meshes: each is counted by the one of its holders that is first on the
     axes that replicate it. Plain tensors are the same on every rank.
@@ -24,7 +24,7 @@ def total_norm(gradients: Sequence[Tensor]) -> Tensor:
     device = _local(gradients[0]).device if gradients else torch.device("cpu")
     norms = [norm.float() for norm in _norms([part for part in own if part.numel()])]
     norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
-    if any(isinstance(gradient, DTensor) for gradient in gradients):
+    if divided or any(isinstance(gradient, DTensor) for gradient in gradients):
         total = norm.square()
         torch.distributed.all_reduce(total)
         return total.sqrt()

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from pipeline import Context
     from stages.wrap.axes import Axes
 
 
@@ -40,3 +41,14 @@ def context_group(axes: Axes, device: str) -> ProcessGroup:
     names = ("outer", "context", "tensor")
     with with_values():
         return init_device_mesh(device, shape, mesh_dim_names=names)["context"].get_group()
+
+
+def warn_of_slow_groups(ctx: Context, axes: Axes) -> None:
+    """Log a warning if tensor-parallel groups reach over nodes."""
+    here = ctx.dist.local_world_size
+    if axes.tensor > 1 and here % axes.tensor and ctx.dist.world_size > here:
+        ctx.log.warning(
+            "tensor_parallel: groups of %d ranks reach over nodes of %d, and exchange activations "
+            "in every layer",
+            axes.tensor, here,
+        )  # fmt: skip

@@ -66,7 +66,7 @@ class ModelParts(Division):
             groups[meshes["expert"].get_group().group_name] = TOKENS
         if axes.context > 1:
             group = context_group(axes, "cpu")
-            ContextParallel(model, group)
+            ContextParallel(model, group, axes.tensor)
             groups[group.group_name] = HEADS
         return groups
 

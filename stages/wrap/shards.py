@@ -15,7 +15,7 @@ from pipeline.checkpoint import Tile
 from stages.wrap.torch_compat import split_of
 
 MOST_TILES = 1024
-"""Largest number of tiles of one tensor on a rank; each is a line in write plans and in manifests."""
+"""Largest number of tiles of one tensor on a rank; each is a line in write plans and manifests."""
 
 _Ranges = Sequence[tuple[int, int]]
 """Ranges [low, high) of a dimension, in the order in which they are held."""

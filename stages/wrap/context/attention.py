@@ -47,18 +47,21 @@ def divide_sequence(model: nn.Module, axes: Axes, device: str) -> None:
     """Have attention of `model` see the whole sequence, of which each rank has a slice, if there is
     a context axis (collective). Raises StageError for a model whose attention cannot be divided."""
     if axes.context > 1:
-        ContextParallel(model, context_group(axes, device))
+        ContextParallel(model, context_group(axes, device), axes.tensor)
 
 
-def require_divisible(model: Any, ranks: int) -> None:
-    """Raise StageError unless attention of `model`, a transformers model, can be divided."""
+def require_divisible(model: Any, ranks: int, tensor: int) -> None:
+    """Raise StageError unless attention of `model`, a transformers model, can be divided among
+    context-parallel `ranks`, each of which may have the heads of one of `tensor` ranks."""
     reason = compat.mixes_elsewhere(model)
     implementation = compat.implementation(model)
     heads = model.config.get_text_config().num_attention_heads
     if not reason and compat.mask_function(implementation) is None:
         reason = f"has no known masks for {implementation}"
-    if not reason and heads % ranks:
-        reason = f"has {heads} attention heads, which do not divide among {ranks} ranks"
+    if not reason and heads % (ranks * tensor):
+        reason = f"has {heads} attention heads, which do not divide among {ranks * tensor} ranks"
+    if not reason and implementation == "eager" and compat.has_sinks(model):
+        reason = "has attention sinks, which its eager attention does not divide"
     if reason:
         raise StageError(f"context_parallel: {type(model).__name__} {reason}")
 
@@ -67,14 +70,15 @@ class ContextParallel:
     """Attention of one model over the whole sequence, of which each rank of `group` has a slice.
 
     The model is called with its slice of the tokens, and with `position_ids` of the whole sequence,
-    as `cut` makes them. Raises StageError for a model whose attention cannot be divided.
+    as `cut` makes them. `tensor` ranks share its heads besides. Raises StageError for a model whose
+    attention cannot be divided.
     """
 
-    def __init__(self, model: Any, group: ProcessGroup) -> None:
+    def __init__(self, model: Any, group: ProcessGroup, tensor: int) -> None:
         self._group = group
         self._index = dist.get_rank(group)
         self._count = dist.get_world_size(group)
-        require_divisible(model, self._count)
+        require_divisible(model, self._count, tensor)
         self._base = compat.implementation(model)
         self._mask = compat.mask_function(self._base)
         self._positions: Tensor | None = None

@@ -73,6 +73,11 @@ def within_documents(
     return found
 
 
+def has_sinks(model: Any) -> bool:
+    """Whether attention has a weight for each head that no token takes (Xiao et al. 2023)."""
+    return any(isinstance(getattr(one, "sinks", None), Tensor) for one in model.modules())
+
+
 def mixes_elsewhere(model: Any) -> str:
     """What lets tokens see each other outside of attention functions, in words; empty if nothing
     does."""

@@ -7,7 +7,7 @@ sent. The last stage computes the loss in its forward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from pipeline import MicroBatch, Objective
+from stages.model.compat import flash_documents
 from stages.wrap.axes import FOLDED
 from stages.wrap.pipeline import compat
 from stages.wrap.pipeline.batches import least_microbatches
@@ -61,15 +62,18 @@ class Stage:
 
     The module's forward is replaced, not the module: its names and a strategy's hooks stay. It is
     called with token ids (first stage) or hidden states, and returns hidden states, or the summed
-    loss (last stage).
+    loss (last stage). `beat` is called at each forward pass, as a sign of life.
     """
 
     objective: Objective | None = None
 
-    def __init__(self, module: Any, *, first: bool, last: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, module: Any, *, first: bool, last: bool, dtype: torch.dtype, beat: Callable[[], None]
+    ) -> None:
         self.module = module
         self._first = first
         self._dtype = dtype
+        self._beat = beat
         self._entrance = next((m for m in module.modules() if isinstance(m, Entrance)), None)
         self._rest = _Rest(module, self) if last else None
         module.forward = self._forward
@@ -77,11 +81,14 @@ class Stage:
     def _forward(
         self, received: Tensor, *, labels: Tensor, positions: Tensor | None = None
     ) -> Tensor:
+        self._beat()
         if self._rest is not None:
             assert self.objective is not None
             batch = MicroBatch(input_ids=received, labels=labels, positions=positions)
             return self.objective(self._rest, batch)
-        placed = {} if positions is None else {"position_ids": positions}
+        placed: dict[str, Any] = {}
+        if positions is not None:
+            placed = {"position_ids": positions, **flash_documents(self.module, positions)}
         output = self.module.base_model(**self.inputs(received), use_cache=False, **placed)
         hidden: Tensor = output.last_hidden_state
         return hidden.to(self._dtype).contiguous()

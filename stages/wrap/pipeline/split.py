@@ -6,7 +6,9 @@ the model computes around its layers (rotary embeddings, masks), stay its own.
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -46,6 +48,10 @@ def stages_of(rank: int, ranks: int, per_rank: int, *, folded: bool) -> list[int
     if folded:
         return [n * ranks + (ranks - 1 - rank if n % 2 else rank) for n in rounds]
     return [n * ranks + rank for n in rounds]
+
+
+_TUPLES = re.compile(r"hidden_states = \w+\[0\]")
+"""How a model of transformers goes on with the first of what its block returns."""
 
 
 class Left(nn.Module):
@@ -110,6 +116,11 @@ def division(model: Any) -> tuple[list[str], str, list[str]]:
     if len(lists) != 1 or base is model or model.get_output_embeddings() is None:
         raise StageError(
             f"pipeline_parallel: {type(model).__name__} does not say how it divides into stages"
+        )
+    if _TUPLES.search(inspect.getsource(type(base).forward)):
+        raise StageError(
+            f"pipeline_parallel: blocks of {type(model).__name__} return tuples, which are not "
+            "passed between stages"
         )
     place = parts.index(lists[0])
     return parts[:place], lists[0], parts[place + 1 :]

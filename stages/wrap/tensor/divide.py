@@ -153,6 +153,9 @@ class _Installer:
                 bias = functools.partial(local, owner, "bias", self.group, summed)
         splits = style.endswith(("split_input", "rep"))
         install_rows(module, self.group, splits=splits, scatters=scatters, bias=bias)
+        if splits and has_dropout(module) and not self._divides(name):
+            # Dropout of an update's inputs, of which each rank has a slice.
+            _within(module, self.streams.own)
         region = self._region(name)
         if region is not None and self._randomised(region):
             self._switch_behind(module, self._stretch(name), shared=not scatters)

@@ -19,7 +19,7 @@ from pipeline import StageError
 from stages.wrap.pipeline.split import Entrance, Left
 from stages.wrap.tensor.checks import check_layers, check_ties
 from stages.wrap.tensor.compat import own_plan, sharded_dim
-from stages.wrap.tensor.layers import COLUMNS, ROWS, STYLES, SUMMED, shared_heads
+from stages.wrap.tensor.layers import COLUMNS, ROWS, STYLES, SUMMED, layer_sizes, shared_heads
 from stages.wrap.tensor.placements import Owner, owners_of, placements_of
 
 
@@ -150,8 +150,20 @@ def _regions(
             layers = (*COLUMNS, *ROWS, SUMMED)
             special = any(style not in layers for style in inside.values())
             bare = any(owners[n].entry == n for n in parameters if n in owners)
-            plain = divides and not special and not bare and all(n in owners for n in parameters)
+            whole = all(n in owners for n in parameters)
+            plain = divides and not special and not bare and whole and _paired(model, inside)
             yield Region(name=name, plain=plain)
+
+
+def _paired(model: nn.Module, inside: Mapping[str, str]) -> bool:
+    """Whether every column layer of a region takes the region's own input, and a row layer follows.
+    Otherwise one may take what another gives, and has to sum the gradients of its inputs itself."""
+    columns = [n for n, style in inside.items() if style in COLUMNS]
+    if not any(inside[n] == "colwise_gather_output" for n in columns):
+        return True
+    sizes = [layer_sizes(model.get_submodule(n)) for n in columns]
+    widths = {None if one is None else one[0] for one in sizes}
+    return len(widths) == 1 and any(style in ROWS for style in inside.values())
 
 
 def _by_token(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pipeline import Context, ModelSource, StageError
 from pipeline.utils import with_values
 from stages.wrap.build import materialize
-from stages.wrap.mesh import parameter_mesh
+from stages.wrap.mesh import parameter_mesh, warn_of_slow_groups
 from stages.wrap.tensor.divide import divide_layers
 from stages.wrap.tensor.plain import Wholes, is_divided, mark, replace_parameters, take_parts
 from stages.wrap.zero import compat
@@ -72,6 +72,7 @@ class Division:
         self._stage = stage
         self._axes = axes
         self._device = ctx.dist.device
+        warn_of_slow_groups(ctx, axes)
         with with_values():
             mesh = parameter_mesh(axes, ctx.dist.device.type, axes.data * axes.context)
         self._mesh = mesh["tensor"]

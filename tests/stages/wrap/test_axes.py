@@ -18,6 +18,7 @@ from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.model.hf import HfModel
+from stages.precision.policy import PrecisionPolicy
 from stages.train.batches import BatchStats
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.flops import Cost
@@ -131,6 +132,11 @@ CONFIG = {"model_type": "llama", "num_attention_heads": 6, "num_hidden_layers": 
             "expert_parallel.size: the model's 6 experts do not divide among 4 ranks",
         ),
         ({"expert_parallel": ExpertParallel(size=4)}, {"num_experts": 8}, None),
+        (
+            {"expert_parallel": ExpertParallel(size=4), "sharding": "hybrid_shard"},
+            {"num_experts": 8},
+            "shard_size: has to be given with expert_parallel",
+        ),
     ],
 )  # fmt: skip
 def test_axes_divide_the_model(
@@ -140,6 +146,17 @@ def test_axes_divide_the_model(
     wrap = Fsdp(**fields)
     found = [f"{p.key}: {p.message}" for p in wrap.check(view(8, model=model, wrap=wrap))]
     assert found == ([] if expected is None else [expected])
+
+
+def test_what_no_rank_has_all_of_is_refused() -> None:
+    train = TrainCausalLm(global_batch_size=8, steps=1, router_loss=0.01)
+    wrap = Fsdp(context_parallel=ContextParallel(size=2))
+    (problem,) = wrap.check(view(8, wrap=wrap, train=train))
+    assert problem.message.startswith("the train slot's router_loss is of all tokens")
+    wrap = Fsdp(expert_parallel=ExpertParallel(size=2))
+    policy = PrecisionPolicy(compute="bf16", reduce="fp16")
+    (problem,) = wrap.check(view(8, wrap=wrap, precision=policy))
+    assert problem.message == "gradients of experts cannot be averaged in fp16"
 
 
 def test_the_head_counts_as_the_blocks_that_it_takes_as_long_as() -> None:

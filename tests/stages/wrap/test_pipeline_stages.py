@@ -1,0 +1,72 @@
+"""What a stage of a pipeline is, and what it passes to the model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pipeline.errors import StageError
+from stages.wrap.gradients import total_norm
+from stages.wrap.pipeline.schedule import Stage
+from stages.wrap.pipeline.split import division
+from tests.support.processes import run_ranks
+
+
+class Recorder(nn.Module):
+    """A base model that keeps what it is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(_attn_implementation="flash_attention_2")
+        self.seen: dict[str, Any] = {}
+
+    @property
+    def base_model(self) -> nn.Module:
+        return self
+
+    def __call__(self, **given: Any) -> Any:
+        self.seen = given
+        return SimpleNamespace(last_hidden_state=torch.zeros(2, 4, 3))
+
+
+def test_flash_attention_is_told_of_documents_on_every_stage() -> None:
+    """By itself it takes two packed samples for unpacked ones."""
+    model: Any = Recorder()
+    beats: list[int] = []
+    Stage(model, first=True, last=False, dtype=torch.float32, beat=lambda: beats.append(1))
+    positions = torch.tensor([[0, 1, 0, 1], [0, 1, 2, 0]])
+    ids = torch.ones(2, 4, dtype=torch.int64)
+    model.forward(ids, labels=ids, positions=positions)
+    assert model.seen["cu_seq_lens_q"].tolist() == [0, 2, 4, 7, 8]
+    assert model.seen["position_ids"] is positions
+    assert beats == [1]
+
+
+TINY = {"vocab_size": 11, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "goes"), [("llama", True), ("gpt_neox", True), ("falcon", False), ("bloom", False)]
+)
+def test_models_whose_blocks_return_tuples_are_refused(kind: str, goes: bool) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY))
+    if goes:
+        assert division(model)[1] in ("layers", "h")
+        return
+    with pytest.raises(StageError, match="return tuples, which are not passed between stages"):
+        division(model)
+
+
+def norms(dist: Any) -> float:
+    own: list[Tensor] = [torch.tensor([3.0, 4.0])] if dist.rank else []
+    return float(total_norm(own, divided=True))
+
+
+def test_a_rank_without_gradients_takes_part_in_the_norm() -> None:
+    assert run_ranks(norms, 2) == [5.0, 5.0]
