@@ -192,7 +192,7 @@ def test_less_traffic_between_nodes() -> None:
         ),
         (
             {"tensor_parallel": TensorParallel(size=2)}, "cuda", NARROW,
-            {"plus_plus": "groups for it are of all ranks"},
+            {"plus_plus": "builds the groups of ZeRO++ from all ranks"},
         ),
         ({"context_parallel": ContextParallel(size=2)}, "cuda", NARROW, {}),
         (
