@@ -153,7 +153,7 @@ class Run(NamedTuple):
 
     @property
     def _cut(self) -> int:
-        """Rows of a part of a part, but for the last ones."""
+        """Rows of a cut; the last cut may have fewer."""
         return -(-self._part // self.cuts)
 
     def _piece(self, part: int, cut: int, band: int) -> Tile | None:

@@ -101,7 +101,7 @@ class PipelinePeaks:
                 yield from held(stage.memory, moment, self._averaged)
 
     def _move(self, kind: Kind, number: int, batch: int) -> None:
-        """Take note of a pass that is over."""
+        """Update the stage's state after a pass."""
         state, stage = self._states[number], self._rank.stages[number]
         if kind == "forward":
             state.waiting[batch] = _kept(self._profiles[number], stage, self._samples)

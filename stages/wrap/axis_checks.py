@@ -65,7 +65,7 @@ def _context_problems(block: ContextParallel | None, plan: PlanView) -> Iterator
 
 
 def _split_backward_problems(schedule: str, plan: PlanView) -> Iterator[Problem]:
-    """What does not bear a backward for inputs first, and for weights later."""
+    """Settings that do not work with a backward in two halves, for inputs and later for weights."""
     why = f"{schedule} goes back through a block twice, for inputs and for weights, and"
     other = "or choose another schedule"
 

@@ -1,4 +1,4 @@
-"""The live half of wrap.fsdp."""
+"""Engine of wrap.fsdp: meshes, module, optimizer."""
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ def mesh_facts(config: Fsdp, mesh: DeviceMesh) -> dict[str, int]:
 
 
 def places(config: Fsdp, division: Division) -> dict[str, Any]:
-    """Who shares the reading of weights, and where parameters live."""
+    """Keyword arguments of `build_module`: the ranks that share the reading of weights, and the
+    device of parameters."""
     mesh = division.data_mesh
     return {
         "replicas": mesh["replicate"].get_group() if mesh.ndim == 2 else None,

@@ -31,8 +31,9 @@ class Sharded(TorchMemory):
     """Shards of everything; units gathered for as long as they run.
 
     A unit is a block, or the root with all the rest. n: its elements; m, c, r: bytes of a number in
-    the master, compute and reduce dtype; W: shards, of experts as many as ranks have the same ones.
-    Elements are those of this rank's part, where layers are divided. A rank holds
+    the master, compute and reduce dtype; W: number of shards of a weight; of an expert's weight,
+    the number of ranks that hold the same experts. Elements are those of this rank's part, where
+    layers are divided. A rank holds
 
     - always m n / W of each unit and its optimizer state, and m n / W of gradients from the end of
       its backward on;

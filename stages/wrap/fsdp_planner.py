@@ -1,4 +1,4 @@
-"""What `pipe plan` and `pipe advise` ask about wrap.fsdp."""
+"""Planner of wrap.fsdp: presets, savings, forecast and trace."""
 
 from __future__ import annotations
 

@@ -131,10 +131,10 @@ def stage_shape(model: ModelShape, blocks: range, *, first: bool, last: bool) ->
 
 
 class StageShards(Sharded):
-    """One stage. Gradients are whole until all backward passes are over, and units that a backward
-    has gathered stay until the next forward passes them, or until they are reduced. Where torch
-    computes gradients of weights apart, FSDP is not told, and they are summed in the compute dtype
-    (`narrow`)."""
+    """Memory of one pipeline stage. Its gradients stay whole until the step's last backward. Units
+    that a backward gathered stay gathered until the next forward uses them, or until they are
+    reduced. With `narrow`, waiting gradients are summed in the compute dtype: FSDP does not see a
+    backward that torch runs for weights alone."""
 
     def __init__(
         self, topology: Topology, model: ModelShape, optimizer: OptimizerShape, sizes: Sizes, *,

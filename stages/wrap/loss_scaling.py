@@ -19,7 +19,7 @@ class LossScaler:
         self._good_steps = 0
 
     def update(self, *, overflowed: bool) -> None:
-        """Take note of a step."""
+        """Adjust the scale after a step."""
         if overflowed:
             self.scale *= BACKOFF
             self._good_steps = 0
@@ -31,7 +31,7 @@ class LossScaler:
 
     @property
     def state(self) -> LossScale:
-        """What a checkpoint keeps."""
+        """State for a checkpoint."""
         return LossScale(scale=self.scale, good_steps=self._good_steps)
 
     def restore(self, saved: LossScale) -> None:

@@ -68,7 +68,7 @@ class ModuleEngine(Engine):
         return self._part(total)
 
     def _own(self, batch: MicroBatch) -> MicroBatch:
-        """What this rank computes of a micro-batch: all, or its slice of the tokens."""
+        """Return this rank's part of a micro-batch: all of it, or its slice of the tokens."""
         ranks = self._axes.context
         whole = padded(batch, ranks * self._axes.tensor)
         return whole if ranks == 1 else cut(whole, self._place.context, ranks)

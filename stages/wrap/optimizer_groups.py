@@ -19,8 +19,8 @@ def make_optimizer(plan: OptimizerPlan, module: nn.Module) -> Optimizer:
 
 
 def build_optimizer(plan: OptimizerPlan, groups: Iterable[Mapping[str, Any]]) -> Optimizer:
-    """The same of groups of parameters. Those of a group that lie on different meshes are apart, as
-    torch updates all of one together."""
+    """Build the plan's optimizer from groups of parameters. A group whose parameters lie on
+    different meshes is split, as torch updates a group's parameters together."""
     optimizer = plan.build(
         [{**group, "params": params} for group in groups for params in _by_mesh(group["params"])]
     )

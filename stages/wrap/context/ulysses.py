@@ -31,8 +31,8 @@ def gather_sequence(states: Sequence[Tensor], group: ProcessGroup) -> list[Tenso
 
 
 def scatter_sequence(output: Tensor, group: ProcessGroup) -> Tensor:
-    """The reverse for attention's output: from shape (samples, length * ranks, heads / ranks,
-    width) to (samples, length, heads, width)."""
+    """Give every rank all heads of its slice of the sequence, from attention's output: shape
+    (samples, length * ranks, heads / ranks, width) becomes (samples, length, heads, width)."""
     ranks = dist.get_world_size(group)
     slices = torch.unflatten(output, 1, (ranks, -1)).movedim(1, 0)
     return all_to_all(slices.contiguous(), group).movedim(0, 2).flatten(2, 3)

@@ -94,7 +94,7 @@ class Stage:
         return hidden.to(self._dtype).contiguous()
 
     def inputs(self, received: Tensor) -> dict[str, Tensor]:
-        """What the model is called with for the tensor that the stage receives."""
+        """Arguments of the model for the tensor that this stage receives."""
         if self._first:
             return {"input_ids": received}
         if self._entrance is not None:

@@ -18,10 +18,10 @@ from pipeline import StageError
 
 
 def layer_ranges(layers: int, stages: int, head: float = 0.0) -> list[range]:
-    """Consecutive layers of each stage, such that the stage with the most work has as little as
-    possible; the last stage has the head besides, which is as much work as `head` layers. Among
-    equals the middle stages take what is over, as the first has the embedding. Raises StageError
-    for more stages than layers."""
+    """Return the layers of each stage, consecutive, such that the busiest stage has as little work
+    as possible. The head counts as `head` layers and belongs to the last stage. Left-over layers go
+    to middle stages first, since the first also has the embedding. Raises StageError for more
+    stages than layers."""
     if stages > layers:
         raise StageError(f"pipeline_parallel: {layers} blocks do not make {stages} stages")
     sizes, last = [1] * stages, stages - 1
@@ -36,8 +36,8 @@ def layer_ranges(layers: int, stages: int, head: float = 0.0) -> list[range]:
 
 
 def head_work(head: int, block: int) -> float:
-    """Layers that the head is as much work as, by the elements of its matrix and of a block's:
-    each element is multiplied once for a token."""
+    """Return the head's work in layers: elements of its matrix over those of a block, as each is
+    multiplied once for a token."""
     return head / max(block, 1)
 
 
@@ -63,7 +63,7 @@ class Left(nn.Module):
 
 class Entrance(nn.Module):
     """In the place of the layer before a stage's first: returns what that layer returned on the
-    stage before. What the model computed from token ids up to here does not count."""
+    stage before. Whatever the model computed before it is discarded."""
 
     received: Tensor | None = None
 

@@ -15,6 +15,8 @@ from stages.wrap.tensor.layers import COLUMNS, ROWS, heads_of, layer_sizes
 def check_layers(
     model: nn.Module, styles: Mapping[str, str], size: int, shared: Mapping[str, int]
 ) -> None:
+    """Raise StageError, naming the layer, for one that does not divide among `size` ranks in its
+    style; `shared` layers have fewer heads than ranks."""
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for name, style in styles.items():
@@ -72,6 +74,7 @@ def _check_linear(
 
 
 def check_ties(model: nn.Module, placements: Mapping[str, Any]) -> None:
+    """Raise StageError for tied weights whose placements differ."""
     tied: dict[nn.Parameter, dict[str, Any]] = defaultdict(dict)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         tied[parameter][name] = placements[name]

@@ -41,6 +41,8 @@ def owners_of(model: nn.Module, styles: Mapping[str, str]) -> dict[str, Owner]:
 def placements_of(
     model: nn.Module, owners: Mapping[str, Owner], shared: Mapping[str, int]
 ) -> dict[str, Any]:
+    """Return name of every parameter -> its placement: replicated outside of the plan, and for
+    shared heads."""
     return {
         name: Replicate()
         if name not in owners or owners[name].entry in shared
