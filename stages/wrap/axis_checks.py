@@ -11,7 +11,6 @@ from stages.wrap.axes import (
     FOLDED,
     SEVERAL_STAGES,
     SPLIT_BACKWARD,
-    ContextParallel,
     PipelineParallel,
     TensorParallel,
     asked,
@@ -23,7 +22,9 @@ def axis_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
     """Axes that do not divide the processes, or that nothing else allows."""
     yield from _pipeline_problems(getattr(stage, "pipeline_parallel", None), plan)
     yield from _tensor_problems(getattr(stage, "tensor_parallel", None), plan)
-    yield from _context_problems(getattr(stage, "context_parallel", None), plan)
+    if asked(stage).get("context", 1) > 1:
+        why = "of all tokens of a micro-batch, and a rank has a slice of them"
+        yield from _router_problems("context_parallel", why, plan)
     yield from config_problems(stage, plan)
     sizes, left = asked(stage), plan.procs
     for axis, size in sizes.items():
@@ -53,15 +54,12 @@ def _tensor_problems(block: TensorParallel | None, plan: PlanView) -> Iterator[P
             yield Problem(key="tensor_parallel", message=message, hint=hint)
 
 
-def _context_problems(block: ContextParallel | None, plan: PlanView) -> Iterator[Problem]:
-    for train in plan.giving(TrainedRun) if block is not None and block.size > 1 else ():
+def _router_problems(key: str, why: str, plan: PlanView) -> Iterator[Problem]:
+    """A router loss, which the axis of field `key` does not bear because of `why`."""
+    for train in plan.giving(TrainedRun):
         if getattr(train, "router_loss", None) is not None:
-            yield Problem(
-                key="context_parallel",
-                message="the train slot's router_loss is of all tokens of a micro-batch, and a "
-                "rank has a slice of them",
-                hint="leave out router_loss there",
-            )
+            message = f"the train slot's router_loss is {why}"
+            yield Problem(key=key, message=message, hint="leave out router_loss there")
 
 
 def _split_backward_problems(schedule: str, plan: PlanView) -> Iterator[Problem]:
@@ -104,11 +102,5 @@ def _pipeline_problems(block: PipelineParallel | None, plan: PlanView) -> Iterat
         yield Problem(key="pipeline_parallel.stages_per_rank", message=message)
     if block.schedule in SPLIT_BACKWARD:
         yield from _split_backward_problems(block.schedule, plan)
-    for train in plan.giving(TrainedRun):
-        if getattr(train, "router_loss", None) is not None:
-            yield Problem(
-                key="pipeline_parallel",
-                message="the train slot's router_loss is a mean over all layers, and a stage has "
-                "some of them",
-                hint="leave out router_loss there",
-            )
+    why = "a mean over all layers, and a stage has some of them"
+    yield from _router_problems("pipeline_parallel", why, plan)

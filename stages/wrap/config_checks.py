@@ -7,13 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeline import PlanView, Problem
-from stages.model.config_checks import EXPERTS
+from stages.model.config_checks import BLOCKS, EXPERTS, has_experts
 from stages.model.hf import HfModel
 from stages.model.read import config_at_hand
 from stages.wrap.axes import FIELDS, FOLDED, asked
 
 HEADS = ("num_attention_heads", "n_head", "n_heads")
-BLOCKS = ("num_hidden_layers", "n_layer", "n_layers")
 
 
 def config_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
@@ -26,7 +25,7 @@ def config_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
     text = part if isinstance(part, Mapping) else config
     yield from _head_problems(asked(stage), _count(text, HEADS))
     yield from _block_problems(stage, text, tied=config.get("tie_word_embeddings") is True)
-    yield from _expert_problems(stage, _count(text, EXPERTS))
+    yield from _expert_problems(stage, config, _count(text, EXPERTS))
 
 
 def _count(config: Mapping[str, Any], names: Sequence[str]) -> int:
@@ -47,31 +46,31 @@ def _head_problems(sizes: Mapping[str, int], heads: int) -> Iterator[Problem]:
 
 
 def _block_problems(stage: Any, config: Mapping[str, Any], *, tied: bool) -> Iterator[Problem]:
-    asked, blocks = getattr(stage, "pipeline_parallel", None), _count(config, BLOCKS)
-    if asked is None:
+    field, blocks = getattr(stage, "pipeline_parallel", None), _count(config, BLOCKS)
+    if field is None:
         return
-    if 0 < blocks < asked.size * asked.per_rank:
-        stages = f"{asked.size * asked.per_rank} pipeline stages"
+    if 0 < blocks < field.size * field.per_rank:
+        stages = f"{field.size * field.per_rank} pipeline stages"
         yield Problem(
             key="pipeline_parallel.size",
             message=f"the model's {blocks} blocks do not make {stages}",
         )
-    if tied and asked.schedule in FOLDED:
+    if tied and field.schedule in FOLDED:
         yield Problem(
             key="pipeline_parallel.schedule",
-            message=f"{asked.schedule} puts the first and the last pipeline stage on one rank, and "
+            message=f"{field.schedule} puts the first and the last pipeline stage on one rank, and "
             "the model's head shares the embedding's weight",
             hint="choose another schedule",
         )
 
 
-def _expert_problems(stage: Any, experts: int) -> Iterator[Problem]:
-    asked = getattr(stage, "expert_parallel", None)
-    if asked is None or asked.size == 1:
+def _expert_problems(stage: Any, config: Mapping[str, Any], experts: int) -> Iterator[Problem]:
+    field = getattr(stage, "expert_parallel", None)
+    if field is None or field.size == 1:
         return
-    if not experts:
+    if not has_experts(config):
         message = "the model has no experts"
         yield Problem(key="expert_parallel", message=message, hint="leave it out")
-    elif experts % asked.size:
-        message = f"the model's {experts} experts do not divide among {asked.size} ranks"
+    elif experts % field.size:
+        message = f"the model's {experts} experts do not divide among {field.size} ranks"
         yield Problem(key="expert_parallel.size", message=message)

@@ -35,7 +35,7 @@ from stages.wrap.gradients import total_norm
 from stages.wrap.optimizer_groups import build_optimizer, grouped_state
 from stages.wrap.pipeline.batches import equal_shapes
 from stages.wrap.pipeline.schedule import Pipeline, PipelinePlan, Stage
-from stages.wrap.pipeline.split import cut, head_work, is_tied, layer_ranges
+from stages.wrap.pipeline.split import cut, is_tied, layer_ranges
 from stages.wrap.pipeline.ties import TiedEmbedding
 from stages.wrap.tensor.divide import resolve_plan
 
@@ -79,8 +79,9 @@ def build_pipeline(
         )
     if config.tensor_parallel is not None:
         resolve_plan(config.tensor_parallel, whole, blocks)
-    head = head_work(whole.get_input_embeddings().weight.numel(), _elements(blocks[0]))
-    ranges = layer_ranges(len(blocks), shape.count, head)
+    head = whole.get_input_embeddings().weight.numel()
+    block = sum(parameter.numel() for parameter in blocks[0].parameters())
+    ranges = layer_ranges(len(blocks), shape.count, head, block)
     stages: list[Stage] = []
 
     def make(module: nn.Module, *, number: int) -> None:
@@ -98,10 +99,6 @@ def build_pipeline(
     engine = PipelineEngine(config, mesh, modules[0], optimizer, ctx, precision, plan, axes)
     engine.attach(Pipeline(shape, stages), whole, modules, _tie(shape, modules) if tied else None)
     return engine
-
-
-def _elements(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _optimizer(plan: OptimizerPlan, whole: nn.Module, modules: Sequence[nn.Module]) -> Optimizer:

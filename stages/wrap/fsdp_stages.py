@@ -26,7 +26,7 @@ from stages.wrap.axes import FOLDED, SPLIT_BACKWARD, required
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.fsdp_memory import Sharded
 from stages.wrap.pipeline.order import idle_shares, passes_of
-from stages.wrap.pipeline.split import head_work, layer_ranges, stages_of
+from stages.wrap.pipeline.split import layer_ranges, stages_of
 from stages.wrap.torch_planner import ROOT
 
 TOKEN = 8
@@ -68,8 +68,7 @@ class PipelinedShards(StrategyMemory):
 
         self._tokens = 2 * length * TOKEN + positions
         block = sum(one.all_elements for one in model.kinds[model.blocks[0]])
-        head = head_work(model.embedding.all_elements, block)
-        ranges = layer_ranges(len(model.blocks), last + 1, head)
+        ranges = layer_ranges(len(model.blocks), last + 1, model.embedding.all_elements, block)
         stages = [stage(*one) for one in enumerate(ranges)]
         folded = asked.schedule in FOLDED
         own = (

@@ -17,28 +17,23 @@ from torch import Tensor, nn
 from pipeline import StageError
 
 
-def layer_ranges(layers: int, stages: int, head: float = 0.0) -> list[range]:
+def layer_ranges(layers: int, stages: int, head: int = 0, layer: int = 1) -> list[range]:
     """Return the layers of each stage, consecutive, such that the busiest stage has as little work
-    as possible. The head counts as `head` layers and belongs to the last stage. Left-over layers go
-    to middle stages first, since the first also has the embedding. Raises StageError for more
-    stages than layers."""
+    as possible. The head belongs to the last stage; `head` and `layer` are elements of its matrix
+    and of a layer's, each of which is multiplied once for a token. Left-over layers go to middle
+    stages first, since the first also has the embedding. Raises StageError for more stages than
+    layers."""
     if stages > layers:
         raise StageError(f"pipeline_parallel: {layers} blocks do not make {stages} stages")
     sizes, last = [1] * stages, stages - 1
 
-    def work(stage: int) -> tuple[float, bool, bool]:
-        return sizes[stage] + head * (stage == last), stage == 0, stage == last
+    def work(stage: int) -> tuple[int, bool, bool]:
+        return sizes[stage] * layer + head * (stage == last), stage == 0, stage == last
 
     for _ in range(layers - stages):
         sizes[min(range(stages), key=work)] += 1
     starts = itertools.accumulate(sizes, initial=0)
     return [range(start, start + size) for start, size in zip(starts, sizes, strict=False)]
-
-
-def head_work(head: int, block: int) -> float:
-    """Return the head's work in layers: elements of its matrix over those of a block, as each is
-    multiplied once for a token."""
-    return head / max(block, 1)
 
 
 def stages_of(rank: int, ranks: int, per_rank: int, *, folded: bool) -> list[int]:

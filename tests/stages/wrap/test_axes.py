@@ -34,7 +34,7 @@ from stages.wrap.axes import (
 )
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.module_engine import ModuleEngine
-from stages.wrap.pipeline.split import head_work, layer_ranges
+from stages.wrap.pipeline.split import layer_ranges
 from tests.support.processes import run_ranks
 from tests.support.runs import context
 from tests.support.state import Setting, make_engine, train
@@ -163,13 +163,12 @@ def test_the_head_counts_as_the_blocks_that_it_takes_as_long_as() -> None:
     def sizes(*args: Any) -> list[int]:
         return [len(one) for one in layer_ranges(*args)]
 
-    llama = {"head": 128256 * 4096, "block": 218_112_000}  # Llama-3.1-8B
-    assert sizes(32, 4, head_work(**llama)) == [8, 9, 9, 6]
-    assert sizes(126, 16, 0.66) == [7, *14 * [8], 7]
-    assert sizes(5, 2, 0.4) == [3, 2]
-    assert sizes(4, 4, 9.0) == [1, 1, 1, 1]
+    assert sizes(32, 4, 128256 * 4096, 218_112_000) == [8, 9, 9, 6]  # Llama-3.1-8B
+    assert sizes(126, 16, 66, 100) == [7, *14 * [8], 7]
+    assert sizes(5, 2, 2, 5) == [3, 2]
+    assert sizes(4, 4, 9, 1) == [1, 1, 1, 1]
     assert sizes(7, 3) == [2, 3, 2]
-    assert [range(2), range(2, 3)] == layer_ranges(3, 2, 0.5)
+    assert [range(2), range(2, 3)] == layer_ranges(3, 2, 1, 2)
 
 
 def test_samples_are_divided_among_the_ranks_that_are_left() -> None:
