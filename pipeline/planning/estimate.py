@@ -134,7 +134,7 @@ def _slowest(profile: Profile, share: StrategyMemory, step: Step) -> PipelineRan
 
 
 def _traffic(profile: Profile, share: StrategyMemory, step: Step) -> Iterator[forecast.Traffic]:
-    """What ranks exchange to shard the model, and inside of it."""
+    """Traffic of a step: that which shards the model, and that inside of the model."""
     slowest = _slowest(profile, share, step)
     if slowest is not None:
         for stage in slowest.stages:

@@ -119,8 +119,8 @@ weights; and for whole stages: to gather all of its units, to give them up, to r
 
 
 class Pass(NamedTuple):
-    """What a rank of a pipeline does next: with a micro-batch in one of its stages, which are
-    numbered from 0 on each rank."""
+    """Next action of a rank of a pipeline: a micro-batch in one of its stages, which are numbered
+    from 0 on each rank."""
 
     kind: Kind
     stage: int

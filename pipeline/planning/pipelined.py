@@ -91,7 +91,7 @@ class PipelinePeaks:
             yield Item(PASSED, "device", size)
 
     def _beside(self, running: int, batch: int) -> Iterator[Item]:
-        """What is held beside the running stage and its micro-batch."""
+        """Items held beside the running stage and its micro-batch."""
         for number, (stage, state) in enumerate(zip(self._rank.stages, self._states, strict=True)):
             for other, kept in state.waiting.items():
                 if (number, other) != (running, batch):
@@ -119,8 +119,8 @@ class PipelinePeaks:
             state.first = state.first and kind == "gather"
 
     def _moments(self, kind: Kind, number: int, first: bool, whole: bool) -> Iterator[list[Item]]:
-        """What the running stage holds at each moment of a pass, without what the micro-batch had
-        kept before."""
+        """Items of the running stage at each moment of a pass, without those that the micro-batch
+        had kept before."""
         stage, profile = self._rank.stages[number], self._profiles[number]
         units: list[Unit] = ["embeddings", *range(len(stage.blocks))]
         units += ["head"] if stage.last else []
@@ -193,7 +193,7 @@ def _items(kept: Counter[str]) -> list[Item]:
 
 
 def _kept(profile: Profile, stage: PipelineStage, samples: int) -> list[Item]:
-    """What a micro-batch keeps from forward to backward."""
+    """Items that a micro-batch keeps from forward to backward."""
     kept = Counter[str]()
     units: list[Unit] = ["embeddings", *range(len(stage.blocks)), "head"]
     for unit in units:
@@ -219,7 +219,7 @@ def amounts(profile: Profile, rank: PipelineRank, name: str, samples: int) -> fl
 
 
 def exchanged(profile: Profile, rank: PipelineRank, samples: int) -> Iterator[Traffic]:
-    """What ranks exchange while a rank's stages compute, and what it passes on."""
+    """Traffic while a rank's stages compute, and of the hidden states that it passes on."""
     for one in rank.stages:
         for exchange in _stage(profile, one).exchanges():
             size = exchange.bytes.at(samples) * rank.microbatches

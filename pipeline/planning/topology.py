@@ -65,4 +65,4 @@ class Division(ABC):
 
     @abstractmethod
     def own(self, batch: MicroBatch) -> MicroBatch:
-        """What the first rank computes of a micro-batch."""
+        """Return the first rank's part of a micro-batch."""

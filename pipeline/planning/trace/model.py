@@ -164,7 +164,7 @@ class BareEngine(Engine):
 
 @dataclass(frozen=True, kw_only=True)
 class Divided:
-    """What a division made of a model: the shape of each weight's part, the number of ranks that
+    """Result of dividing a model: the shape of each weight's part, the number of ranks that
     have different experts of a weight, and what is exchanged by the name of each group."""
 
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

@@ -79,8 +79,8 @@ def has_sinks(model: Any) -> bool:
 
 
 def mixes_elsewhere(model: Any) -> str:
-    """What lets tokens see each other outside of attention functions, in words; empty if nothing
-    does."""
+    """Why a model cannot be context-parallel, in words: something besides attention functions lets
+    tokens see each other. Empty if nothing does."""
     config = model.config.get_text_config()
     known = {"full_attention", "sliding_attention", "chunked_attention"}
     others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
