@@ -28,11 +28,11 @@ Collective = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all",
 Unit = int | Literal["embeddings", "head"]
 """A block's number, or a part of the root: what runs before the first block or after the last."""
 Event = Literal["load", "gather", "forward", "loss", "begin", "regather", "backward", "reduce",
-                "rest", "step", "between"]  # fmt: skip
+                "weights", "rest", "step", "between"]  # fmt: skip
 """Events of a step: `gather` and `regather` when forward and backward come to a unit, `forward` and
 `backward` while it computes, `begin` in backward before any unit, `reduce` when a unit's gradients
-are all there, `rest` while another stage of a pipeline runs on the same rank; `between` two
-steps."""
+are all there, `weights` when those of a pipeline stage are, behind the second half of a backward,
+`rest` while another stage runs on the same rank; `between` two steps."""
 IN_BACKWARD: tuple[Event, ...] = ("regather", "backward", "reduce")
 """Events that come to a unit in backward."""
 
@@ -48,8 +48,8 @@ class Extra:
 
 class Moment(NamedTuple):
     """A moment of a step, in its first or last micro-batch, or in one between. In a pipeline
-    `first` says that no backward of the stage is over, `last` that all are, `whole` that the
-    backward before left the stage's units gathered."""
+    `first` says that no gradient of the stage is waiting, `last` that all are reduced, `whole` that
+    the pass before left the stage's units gathered."""
 
     event: Event
     unit: Unit = "head"
@@ -130,12 +130,14 @@ class Pass(NamedTuple):
 @dataclass(frozen=True, kw_only=True)
 class PipelineStage:
     """Consecutive blocks on a rank, with the embeddings before the first block and the head behind
-    the last, and what the strategy holds of them. hidden, tokens: bytes for each sample of a
+    the last, and what the strategy holds of them. stays: whether units that forward has gathered
+    stay so until backward. hidden, tokens: bytes for each sample of a
     micro-batch of hidden states, and of its tokens."""
 
     blocks: range
     first: bool
     last: bool
+    stays: bool
     memory: StrategyMemory
     hidden: int
     tokens: int

@@ -27,18 +27,18 @@ from pipeline.planning.moments import KEPT, LOGITS, OFFLOADED, held, inside
 from pipeline.planning.profile import ZERO, Line, Peak, Profile
 
 PASSED = "passed between stages"
+DEFERRED = "gradients for the weights' half of backward"
 Candidates = list[list[Item]]
 
 
 @dataclass
 class _State:
-    """A stage between its passes. first: no backward is over; whole: its units are gathered; ran:
-    it has computed; over: its gradients are reduced. waiting: what micro-batches between forward
+    """A stage between its passes. first: no gradient is waiting; whole: its units are gathered;
+    over: its gradients are reduced. waiting: what micro-batches between forward
     and backward keep, as items by micro-batch."""
 
     first: bool = True
     whole: bool = False
-    ran: bool = False
     over: bool = False
     waiting: dict[int, list[Item]] = field(default_factory=dict)
 
@@ -58,7 +58,10 @@ class PipelinePeaks:
         """Each fullest moment's phase, and everything that is held then."""
         yield LOAD, self._all(Moment("load"))
         passing = [*self._buffers()]
-        for kind, number, batch in self._rank.passes:
+        for scheduled, number, batch in self._rank.passes:
+            kind = self._real(scheduled, number)
+            if kind is None:
+                continue
             state = self._states[number]
             if kind == "release":
                 state.whole = False
@@ -78,6 +81,13 @@ class PipelinePeaks:
         yield UPDATE, [*self._all(Moment("step")), *passing]
         for phase in (UPDATE, SAVE, RESUME):
             yield phase, [*self._all(Moment("between")), *passing]
+
+    def _real(self, kind: Kind, number: int) -> Kind | None:
+        """The pass that torch runs: no gradients of inputs are computed for the first stage, whose
+        weights' half is all of backward."""
+        if not self._rank.stages[number].first or kind not in ("inputs", "weights"):
+            return kind
+        return "backward" if kind == "weights" else None
 
     def _all(self, moment: Moment) -> list[Item]:
         stages = self._rank.stages
@@ -108,15 +118,16 @@ class PipelinePeaks:
         elif kind in ("backward", "weights"):
             state.waiting.pop(batch, None)
         elif kind == "inputs":  # the loss is done with, gradients of weights need the rest
-            state.waiting[batch] = [one for one in state.waiting[batch] if one.name != LOGITS]
-        state.ran = True
+            kept = [one for one in state.waiting[batch] if one.name != LOGITS]
+            deferred = self._profiles[number].total("deferred").at(self._samples)
+            state.waiting[batch] = [*kept, Item(DEFERRED, "device", deferred)]
         if kind == "forward":
-            state.whole = False
+            state.whole = stage.stays
         elif kind == "reduce":
             state.whole, state.over = False, True
         else:
             state.whole = True
-            state.first = state.first and kind == "gather"
+            state.first = state.first and kind in ("gather", "inputs")
 
     def _moments(self, kind: Kind, number: int, first: bool, whole: bool) -> Iterator[list[Item]]:
         """Items of the running stage at each moment of a pass, without those that the micro-batch
@@ -133,9 +144,11 @@ class PipelinePeaks:
         elif kind == "gather":
             yield [*held(stage.memory, Moment("regather", "head", first, False), self._averaged)]
         elif kind == "weights":
-            for unit in reversed(units):
-                moment = Moment("reduce", unit, first, False, whole)
-                yield [*held(stage.memory, moment, self._averaged)]
+            moment = Moment("weights", "head", first, False, whole)
+            deferred = profile.total("deferred").at(self._samples)
+            yield [
+                *held(stage.memory, moment, self._averaged), Item(DEFERRED, "device", -deferred),
+            ]  # fmt: skip
         else:
             frees = kind == "backward"
             yield from self._backward(stage, profile, units, first=first, whole=whole, frees=frees)
@@ -169,6 +182,9 @@ class PipelinePeaks:
                 yield from self._inside(stage, profile, moment, _items(kept))
                 if frees or unit == "head":
                     _count(kept, profile, moment, self._samples)
+                if not frees:
+                    deferred = profile.part(event, unit).deferred
+                    kept[DEFERRED] += deferred.at(self._samples)
 
     def _inside(
         self, stage: PipelineStage, profile: Profile, moment: Moment, kept: list[Item]

@@ -84,8 +84,9 @@ class Part:
     and on the host at its end, beyond those at its beginning. peaks: moments that are the fullest
     for some number of samples, under some strategy. products, attention, again: floating-point
     operations of matrix products, of attention between tokens that see each other, and of both when
-    recomputed. made: bytes of all new tensors. exchanges: what ranks that divide the model
-    exchange."""
+    recomputed. made: bytes of all new tensors. deferred: bytes of gradients that a backward in two
+    halves keeps from the half of inputs to that of weights, in a pipeline. exchanges: what ranks
+    that divide the model exchange."""
 
     kept: Line = ZERO
     offloaded: Line = ZERO
@@ -94,6 +95,7 @@ class Part:
     attention: Line = ZERO
     again: Line = ZERO
     made: Line = ZERO
+    deferred: Line = ZERO
     exchanges: tuple[Exchange, ...] = ()
 
 

@@ -54,7 +54,7 @@ class Sharded(TorchMemory):
         ranks = axes.data * axes.context
         super().__init__(ranks, model, optimizer, sizes, shards=shards, home=home)
         self._config = config
-        self._stays = config.sharding not in ("full_shard", "hybrid_shard")
+        self.stays = config.sharding not in ("full_shard", "hybrid_shard")
         """Whether units that forward has gathered stay until backward."""
         self._late = not config.reduce_every_microbatch
         self._whole = UnitAmounts(model, self._gathers)
@@ -90,7 +90,7 @@ class Sharded(TorchMemory):
         through = moment.event == "reduce"
         if through and place == ROOT:
             return 0
-        first = 0 if self._stays else max(place, 0)
+        first = 0 if self.stays else max(place, 0)
         return self._whole[ROOT] + self._whole.between(first, place if through else place + 1)
 
     def _gathering(self, moment: Moment, place: int) -> int:
@@ -102,14 +102,14 @@ class Sharded(TorchMemory):
             rest = self._whole[before] - self._alone[before]
             if moment.event == "forward":
                 return self._alone[place]
-            rest = 0 if place == 0 or self._stays else rest
-            return rest + self._alone[place] * (moment.event == "regather" and not self._stays)
+            rest = 0 if place == 0 or self.stays else rest
+            return rest + self._alone[place] * (moment.event == "regather" and not self.stays)
         if moment.event not in IN_BACKWARD:
             end = place + 1 + self._config.forward_prefetch
             if moment.event == "gather" or moment.unit == "head":
                 return self._whole.between(place - 1, max(place + 1, end - 1))
             return self._whole.between(place, end)
-        if self._stays:
+        if self.stays:
             return 0
         end = place + 1 if moment.event == "regather" else place
         return self._whole.between(max(end - self._config.backward_prefetch, 0), end)
@@ -204,4 +204,4 @@ class Sharded(TorchMemory):
 
     def _twice(self, units: UnitAmounts) -> int:
         """An amount of all units, and again of those that are gathered again in backward."""
-        return units.all + (0 if self._stays else units.all - units[ROOT])
+        return units.all + (0 if self.stays else units.all - units[ROOT])

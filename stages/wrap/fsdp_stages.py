@@ -22,7 +22,7 @@ from pipeline.planning import (
     Topology,
     Traffic,
 )
-from stages.wrap.axes import FOLDED, SPLIT_BACKWARD, required
+from stages.wrap.axes import FOLDED, required
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.fsdp_memory import Sharded
 from stages.wrap.pipeline.order import idle_shares, passes_of
@@ -51,17 +51,15 @@ class PipelinedShards(StrategyMemory):
         positions = whole * TOKEN * (samples.packed or axes.context > 1)
         last = axes.pipeline * asked.per_rank - 1
 
-        splits = asked.schedule in SPLIT_BACKWARD
-
         def stage(number: int, blocks: range) -> PipelineStage:
             shape = stage_shape(model, blocks, first=number == 0, last=number == last)
+            memory = StageShards(topology, shape, optimizer, sizes, config=config)
             return PipelineStage(
                 blocks=blocks,
                 first=number == 0,
                 last=number == last,
-                memory=StageShards(
-                    topology, shape, optimizer, sizes, config=config, narrow=splits and number > 0
-                ),
+                stays=memory.stays,
+                memory=memory,
                 hidden=hidden,
                 tokens=0,
             )
@@ -132,17 +130,14 @@ def stage_shape(model: ModelShape, blocks: range, *, first: bool, last: bool) ->
 class StageShards(Sharded):
     """Memory of one pipeline stage. Its gradients stay whole until the step's last backward. Units
     that a backward gathered stay gathered until the next forward uses them, or until they are
-    reduced. With `narrow`, waiting gradients are summed in the compute dtype: FSDP does not see a
-    backward that torch runs for weights alone."""
+    reduced."""
 
     def __init__(
         self, topology: Topology, model: ModelShape, optimizer: OptimizerShape, sizes: Sizes, *,
-        config: Fsdp, narrow: bool,
+        config: Fsdp,
     ) -> None:  # fmt: skip
         super().__init__(topology, model, optimizer, sizes, config=config)
         self._late = True
-        self._summed = sizes.compute if narrow else sizes.reduce
-        """Bytes of an element of gradients that wait for the last micro-batch."""
 
     def held(self, moment: Moment) -> Iterator[Item]:
         if moment.event == "rest":
@@ -152,15 +147,12 @@ class StageShards(Sharded):
     def _gathered(self, moment: Moment, place: int) -> int:
         root, blocks, end = self._whole[ROOT], self._whole, len(self._model.blocks)
         if moment.event == "rest":
-            over = moment.last
-            stays = moment.whole or (self._stays and not moment.first)
-            return 0 if over else root + (blocks.between(0, end) if stays else 0)
+            return 0 if moment.last else root + (blocks.between(0, end) if moment.whole else 0)
         if moment.last:  # reduced: the root first, then blocks in order
             return blocks.between(place + 1, end)
-        if moment.event in IN_BACKWARD or moment.event == "begin":
-            first = 0 if moment.whole or self._stays else place
-            return root + blocks.between(first, end)
-        low = 0 if self._stays else max(place, 0)
+        if moment.event in IN_BACKWARD or moment.event in ("begin", "weights"):
+            return root + blocks.between(0 if moment.whole else place, end)
+        low = 0 if self.stays else max(place, 0)
         return root + blocks.between(low, end if moment.whole else place + 1)
 
     def _gathering(self, moment: Moment, place: int) -> int:
@@ -178,10 +170,12 @@ class StageShards(Sharded):
         return self._sizes.reduce * self._padded[place]
 
     def _unreduced(self, moment: Moment, place: int) -> int:
-        c, r, trained = self._sizes.compute, self._summed, self._trained
+        c, r, trained = self._sizes.compute, self._sizes.reduce, self._trained
         backward, through = moment.event in IN_BACKWARD, moment.event == "reduce"
         if moment.last:
             return r * trained.between(place, len(self._model.blocks)) if through else 0
+        if moment.event == "weights":
+            return (c if moment.first else c + r) * trained.all
         waits = (trained.after(place) if backward else 0) if moment.first else trained.all
         own = trained[place] if through and moment.first else 0
         head = backward and moment.unit != "head"

@@ -136,6 +136,16 @@ def reshard(model: nn.Module) -> None:
             unit.reshard()
 
 
+def sum_in_reduce_dtype(model: nn.Module) -> None:
+    """Add new gradients to those that wait in the reduce dtype, as FSDP does after a backward that
+    its hooks see."""
+    for unit in model.modules():
+        for group in _groups(unit) if isinstance(unit, FSDPModule) else ():
+            for parameter in group.fsdp_params:
+                parameter.accumulate_unsharded_grad_if_needed()
+                parameter.to_accumulated_grad_if_needed()
+
+
 def _groups(module: FSDPModule) -> list[Any]:
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)

@@ -65,3 +65,18 @@ def test_the_numbers_of_a_plain_loop(name: str, tmp_path: Path) -> None:
     held = [name for name in expected[2] if not adapted or "lora" in name]
     assert len(held) > 8
     assert_same_numbers(result, expected, tmp_path / "final.safetensors", held)
+
+
+def test_the_halves_of_backward_sum_gradients_in_fp32(tmp_path: Path) -> None:
+    """FSDP does not see the half for weights; its sums would be those of bf16."""
+    norms = []
+    for schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        fields = {"pipeline_parallel": {"size": 2, "schedule": schedule}, **GATHERED}
+        batching = {"micro_batch_size": 1}
+        case = {"wrap": "wrap.fsdp", "fields": fields, "batching": batching, "model": MODEL}
+        folder = tmp_path / schedule
+        folder.mkdir()
+        result = run_ranks(train_case, 2, str(folder), case | {"compute": "bf16"}, limit=300)[0]
+        norms.append([one["grad_norm"] for one in result["records"] if "loss" in one])
+    assert len(norms[0]) == STEPS
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)

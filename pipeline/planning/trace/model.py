@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from pipeline.contracts.data import MicroBatch
 from pipeline.contracts.engine import DataAxis, Engine, Objective, StepGuard, StepReport
@@ -17,7 +19,7 @@ from pipeline.contracts.precision import Precision, torch_dtype
 from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.planning.shapes import Weight
 from pipeline.planning.topology import Division, Topology
-from pipeline.planning.trace.torch_compat import cast_in, local
+from pipeline.planning.trace.torch_compat import cast_in, deferred_gradients, local, tensors_in
 from pipeline.planning.trace.tracker import Marks
 from pipeline.utils.fake_tensors import with_values
 
@@ -125,8 +127,15 @@ class BareEngine(Engine):
         self.data_axis = DataAxis(index=0, count=topology.ranks)
         self.random_stream, self.random_streams = 0, topology.ranks
 
+        self.deferred: dict[str, int] = {}
+        """Bytes of gradients that a pipeline's backward in two halves defers, by parameter."""
+        self._entrances: list[Node] = []
+
         def enter(module: nn.Module, inputs: Any, named: Any) -> Any:
-            return cast_in((inputs, named), compute)
+            cast = cast_in((inputs, named), compute)
+            made = (one.grad_fn for one in tensors_in(cast) if one.grad_fn is not None)
+            self._entrances += itertools.islice(made, 1)
+            return cast
 
         for block in source.blocks(self.model):
             block.register_forward_pre_hook(enter, with_kwargs=True)
@@ -148,6 +157,10 @@ class BareEngine(Engine):
         for batch in batches:
             own = batch if self._division is None else self._division.own(batch)
             loss = objective(self.model, own)
+            if self._entrances and self._division is not None and self._division.stages > 1:
+                trained = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
+                self.deferred = deferred_gradients(loss, self._entrances[0], trained)
+            self._entrances.clear()
             (loss * scale).backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
         return total

@@ -48,13 +48,17 @@ def profile(job: Job) -> Profile:
     # A model that is trained as a whole has no adapters, which are not exported.
     bare = source.skeleton is not source or all(weight.trained for weight in whole.weights)
     plain = whole if bare else structure(source.export_view)
-    found = [(f"{event} {unit}", parts.part(phase, where)) for event, unit, phase, where in ROOT]
+    found = {f"{event} {unit}": parts.part(phase, where) for event, unit, phase, where in ROOT}
     for kind, place in enumerate(first):
-        found.append((f"forward {kind}", parts.part(FORWARD, place)))
-        found.append((f"backward {kind}", parts.part(BACKWARD, place)))
+        found[f"forward {kind}"] = parts.part(FORWARD, place)
+        found[f"backward {kind}"] = parts.part(BACKWARD, place)
+    units = {f"backward {kind}": runs[0].built.blocks[place] for kind, place in enumerate(first)}
+    units["backward head"] = [one for one in runs[0].built.root if one.name in parts.early]
+    for name, weights in units.items():
+        found[name] = replace(found[name], deferred=_deferred(runs, weights))
     return Profile(
         model=_shape(source.vocab_size, plain, runs[0], numbers, first, parts),
-        parts=dict(found),
+        parts=found,
         recomputed=tuple(parts.repeats(place) for place in first),
     )
 
@@ -157,6 +161,11 @@ def _pieces(stretches: Sequence[Stretch], names: Mapping[str, str]) -> Pieces:
             part = part if isinstance(mark, str) and mark in names else mark
             found.setdefault((phase, part), []).append(stretch)
     return found
+
+
+def _deferred(runs: Sequence[Traced], weights: Iterable[Weight]) -> Line:
+    names = [weight.name for weight in weights]
+    return _line(*(sum(one.deferred.get(name, 0) for name in names) for one in runs))
 
 
 def _line(low: float, high: float) -> Line:

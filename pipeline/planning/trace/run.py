@@ -55,6 +55,9 @@ class Traced:
     """Parameter -> the parameter it is tied to, or itself. Empty for a model in a strategy."""
     divided: Divided
     """How the model was divided among ranks; not at all in a strategy."""
+    deferred: Mapping[str, int]
+    """Parameter -> bytes of gradients that a pipeline's backward in two halves keeps between them.
+    Empty for a model in a strategy."""
 
     @property
     def peaks(self) -> dict[str, Held]:
@@ -140,6 +143,7 @@ def run(
         stretches=tracker.stretches,
         names=alone.names if alone else {},
         divided=alone.divided if alone else Divided(),
+        deferred=alone.deferred if alone else {},
     )
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+from torch.distributed.pipelining import _backward as halves
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -108,6 +111,22 @@ def cast_in(given: Any, dtype: torch.dtype) -> Any:
     return tree_map_only(
         Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, given
     )
+
+
+def deferred_gradients(
+    loss: Tensor, entrance: Node, named: Iterable[tuple[str, nn.Parameter]]
+) -> dict[str, int]:
+    """Bytes of gradients that torch's backward in two halves keeps from the half of inputs to that
+    of weights, by the name of a weight that needs them; `entrance` made the stage's input."""
+    nodes: Any = halves._get_grad_fn_or_grad_acc
+    of_weights = {nodes(weight): name for name, weight in named}
+    edges = halves.construct_reverse_graph([nodes(loss)])
+    found = {}
+    for group in halves.get_param_groups([entrance], [*of_weights], edges):
+        kept = (one for node in group["intermediates"] for one in node._input_metadata)
+        name = of_weights[next(iter(group["params"]))]
+        found[name] = sum(math.prod(one.shape) * one.dtype.itemsize for one in kept)
+    return found
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

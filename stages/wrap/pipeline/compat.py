@@ -32,6 +32,31 @@ def forward_alone(schedule: Any) -> Iterator[None]:
         schedule.pipeline_order_with_comms = whole
 
 
+def mend_halves(stage: Any) -> None:
+    """Mend two faults that torch 2.13 has where a stage's backward runs in two halves.
+
+    The half for inputs keeps their gradients until the next step, which takes as much memory as all
+    that was received. The half for weights is hidden from FSDP, so that gradients of several
+    micro-batches might be summed in the compute dtype.
+    """
+    from stages.wrap.torch_compat import sum_in_reduce_dtype
+
+    backward, weights = stage.backward_one_chunk, stage.backward_weight_one_chunk
+
+    def backward_one_chunk(chunk: int, *args: Any, **kwargs: Any) -> None:
+        _, inputs = stage.fwd_cache[chunk]
+        backward(chunk, *args, **kwargs)
+        for one in inputs:
+            one.grad = None
+
+    def backward_weight_one_chunk(chunk: int, *args: Any, **kwargs: Any) -> None:
+        weights(chunk, *args, **kwargs)
+        sum_in_reduce_dtype(stage.submod)
+
+    stage.backward_one_chunk = backward_one_chunk
+    stage.backward_weight_one_chunk = backward_weight_one_chunk
+
+
 def _forward_part(action: Any) -> list[Any]:
     """The action, what it consists of, or nothing."""
     parts = action.sub_actions or (action,)

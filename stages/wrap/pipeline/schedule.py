@@ -195,7 +195,7 @@ class Pipeline:
             samples, length, plan.width, dtype=plan.dtype, device="meta", requires_grad=True
         )
         loss = torch.empty((), device="meta", requires_grad=True)
-        return PipelineStage(
+        made = PipelineStage(
             stage.module,
             number,
             plan.count,
@@ -205,3 +205,5 @@ class Pipeline:
             output_args=loss if number == plan.count - 1 else hidden,
             group=plan.group,
         )
+        compat.mend_halves(made)
+        return made
