@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.pipelining import _backward as halves
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -43,12 +44,15 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def adds_gradients(function: Any, args: Any) -> bool:
     """Whether this is the autograd engine's addition of two gradients of one tensor. Without a
-    dispatch mode it happens in place, if nothing else holds the first argument."""
+    dispatch mode it happens in place, if nothing else holds the first argument, and that is no
+    DTensor."""
     if function is not torch.ops.aten.add.Tensor or torch.is_grad_enabled():
         return False
     if torch._C._current_graph_task_id() == -1:
         return False
     first, second = args
+    if isinstance(first, DTensor):
+        return False
     if not isinstance(second, Tensor) or (first.shape, first.dtype) != (second.shape, second.dtype):
         return False
     storage = first.untyped_storage()

@@ -7,6 +7,8 @@ import re
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from pipeline.errors import StageError
 from pipeline.planning.trace.run import model_errors_as_ours
@@ -59,6 +61,17 @@ def test_gradients_are_added_in_place_as_they_are_unwatched() -> None:
     assert x.grad is not None
     assert x.grad.unique().tolist() == [24.0]
     assert max(levels(tracker)) - levels(tracker)[0] == 4 + 2 * 4000
+
+
+def test_gradients_of_distributed_tensors_are_added_as_they_are_unwatched() -> None:
+    """The sum of two DTensors is a third, as in an unwatched run."""
+    with silent_group(2), MemoryTracker(fake=False) as tracker:
+        mesh = init_device_mesh("cpu", (2,))
+        x = DTensor.from_local(torch.ones(1000), mesh, [Shard(0)]).requires_grad_()
+        out = (x.to_local() * 3 + x.to_local() * 4).sum()
+        tracker.enter(Position("backward", 0, ""))
+        out.backward()
+    assert max(levels(tracker)) - levels(tracker)[0] == 4 + 3 * 4000
 
 
 @pytest.mark.parametrize(("device", "host"), [("cuda", 4000), ("cpu", 0)])
