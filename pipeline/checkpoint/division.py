@@ -85,7 +85,7 @@ class Run(NamedTuple):
         return -(-self.rows // self._part)
 
     @property
-    def is_clear(self) -> bool:
+    def is_unambiguous(self) -> bool:
         """Whether it has at most one piece for a rank, which the rank's number determines."""
         left, right = self.columns
         if self.start >= self.stop or right - left < self.bands or self.length % self.unit:
@@ -217,7 +217,7 @@ def require_whole(runs: Iterable[Sequence[Run]], numels: Mapping[str, int], rank
         except CoverageError as error:
             raise CoverageError(f"{key}: {error}") from None
         for run in own:
-            if not run.is_clear or run.last_rank >= ranks:
+            if not run.is_unambiguous or run.last_rank >= ranks:
                 raise CoverageError(f"{key}: divided among ranks that do not exist")
 
 

@@ -175,7 +175,7 @@ def _run(family: Sequence[_Row]) -> Run | None:
     kind, step = first.kind, 0
     if len(family) == 1:
         run = Run(first.start, stop, first.length, first.rank, first.apart, 1, 0, *kind[1:])
-        return run if run.is_clear else None
+        return run if run.is_unambiguous else None
     step = family[1].rank - first.rank
     lengths = (first.start, stop, first.length, first.total)
     for width in [kind.width] if kind.width else [0, math.gcd(*lengths)]:
@@ -184,7 +184,7 @@ def _run(family: Sequence[_Row]) -> Run | None:
             first.start, stop, first.total, first.rank, step, first.number, first.apart, width,
             kind.bands, kind.across,
         )  # fmt: skip
-        if run.is_clear and -(-first.total // unit // first.number) * unit == first.length:
+        if run.is_unambiguous and -(-first.total // unit // first.number) * unit == first.length:
             return run
     return None
 

@@ -76,7 +76,7 @@ def _shared(run: Run, offsets: Offsets, load: list[int]) -> Run:
     number, apart = 1, 0
     if run.cuts == 1 and run.length // run.bands >= WORTH_A_CUT * len(offsets):
         number, apart = _progression(offsets)
-        if not run._replace(cuts=number, apart=apart).is_clear:
+        if not run._replace(cuts=number, apart=apart).is_unambiguous:
             number, apart = 1, 0
     if number > 1:
         run = run._replace(cuts=number, apart=apart)

@@ -51,12 +51,12 @@ if TYPE_CHECKING:
         RECOMPUTE,
         REDUCE,
         SMALLER,
-        Extent,
         Planner,
         Preset,
         Presets,
         Saving,
         Tier,
+        TraceScope,
         Trial,
     )
     from pipeline.planning.profile import Profile

@@ -33,7 +33,7 @@ S = TypeVar("S")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Extent:
+class TraceScope:
     """Part of a training to run: the first `blocks` blocks of the model (None: all), and one
     micro-batch of `samples` samples (None: two steps of the recipe). `phase` is called with the
     name of each phase when it begins. `once` runs a function if none with the same key ran in

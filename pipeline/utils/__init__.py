@@ -1,4 +1,4 @@
-"""Files, text and processes, with nothing about training."""
+"""Files, text, processes and parts of tensors, with nothing about training."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pipeline.utils.lazy import lazily
 
 if TYPE_CHECKING:
+    from pipeline.utils.dtensors import local_part, own_chunk
     from pipeline.utils.fake_tensors import has_values, with_values
     from pipeline.utils.files import (
         opened,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline import Context, ModelSource, StageError
-from pipeline.planning import AWAY, RECOMPUTE, Extent, Planner, Saving, Topology
+from pipeline.planning import AWAY, RECOMPUTE, Planner, Saving, Topology, TraceScope
 from stages.model.files import is_local
 from stages.model.hf import HfModel
 from stages.model.read import read_config
@@ -42,7 +42,7 @@ class HfPlanner(Planner[HfModel]):
             what = "their inputs wait in host memory"
             yield Saving(order=AWAY, what=what, fields={"activation_checkpointing": fields})
 
-    def trace(self, ctx: Context, extent: Extent) -> ModelSource:
+    def trace(self, ctx: Context, scope: TraceScope) -> ModelSource:
         from stages.model.source import open_source
 
         left_out: dict[str, Any] = dict.fromkeys([*LEFT_OUT, "tokenizer"])
@@ -51,12 +51,12 @@ class HfPlanner(Planner[HfModel]):
             config = read_config(dataclasses.replace(stage, vocab_size=None))
             stage = dataclasses.replace(stage, path=None, config=config)
         source = open_source(stage, ctx)
-        if extent.blocks is not None:
-            cut(source.config.get_text_config(), extent.blocks)
+        if scope.blocks is not None:
+            shorten(source.config.get_text_config(), scope.blocks)
         return source
 
 
-def cut(config: Any, blocks: int) -> None:
+def shorten(config: Any, blocks: int) -> None:
     """Keep the first `blocks` blocks of a config, and their part of its lists. Raises StageError
     for a config without num_hidden_layers."""
     count = getattr(config, "num_hidden_layers", None)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from pipeline.utils import local_part
 from stages.optimizer import torchao_compat
 from stages.optimizer.quantized_moments import MOMENTS, SMALLEST, PlainMoments
 
@@ -120,7 +120,7 @@ class LowBitAdamW(Optimizer):
 def _local(tensor: Tensor | None) -> Tensor:
     """This process's elements, flat."""
     assert tensor is not None
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().view(-1)
+    return local_part(tensor).detach().view(-1)
 
 
 def _adamw(

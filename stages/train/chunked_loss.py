@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline import NO_TARGET
-from stages.train.vocabulary import VocabularyShard, local
+from pipeline.utils import local_part
+from stages.train.vocabulary import VocabularyShard
 
 PIECE = 1 << 26
 """Elements of a product that are computed at a time to be added in another dtype."""
@@ -34,8 +35,8 @@ def chunked_cross_entropy(
     `hidden`.
     """
     shard = VocabularyShard.find(weight)
-    weight = local(weight)
-    bias = None if bias is None else local(bias)
+    weight = local_part(weight)
+    bias = None if bias is None else local_part(bias)
     if not torch.is_grad_enabled():  # a Function does not see this
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else bias.detach()

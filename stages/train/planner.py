@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline import Context, Engine, MicroBatch, planning
-from pipeline.planning import Extent, Planner, SampleShape, Saving, Step, Topology, Trial
+from pipeline.planning import Planner, SampleShape, Saving, Step, Topology, TraceScope, Trial
 from stages.train.causal_lm import TrainCausalLm
 
 if TYPE_CHECKING:
@@ -68,7 +68,12 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
         )
 
     def trace(
-        self, ctx: Context, engine: Engine, topology: Topology, samples: SampleShape, extent: Extent
+        self,
+        ctx: Context,
+        engine: Engine,
+        topology: Topology,
+        samples: SampleShape,
+        scope: TraceScope,
     ) -> None:
         """Trace two steps as `TrainStep` takes them, or one micro-batch."""
         from stages.model.compat import masks_of_values
@@ -76,27 +81,27 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
         from stages.wrap.experts_compat import balanced_routing
 
         step = self.forecast(topology, samples)
-        batch = _batch(extent.samples or step.micro_batch, samples, engine.device)
+        batch = _batch(scope.samples or step.micro_batch, samples, engine.device)
         objective = SummedLoss(self.stage.loss_chunk_size)
         pipelined = len(engine.modules) > 1 or topology.stages > 1
 
         def watched(model: nn.Module, batch: MicroBatch) -> Tensor:
-            extent.phase(planning.FORWARD)
+            scope.phase(planning.FORWARD)
             loss = objective(model, batch)
-            extent.phase(planning.BACKWARD)
+            scope.phase(planning.BACKWARD)
             return loss
 
         # A pipeline keeps several micro-batches at a time: which ones depends on their number.
         counts = (1, step.microbatches if pipelined else min(step.microbatches, MICROBATCHES))
-        chunks = _chunks(extent.once)
+        chunks = _chunks(scope.once)
         with masks_of_values(packed=samples.packed), balanced_routing(), chunks:
             # The first step makes the optimizer's state.
-            for count in counts[:1] if extent.samples else counts:
+            for count in counts[:1] if scope.samples else counts:
                 engine.accumulate([batch] * count, watched, scale=1 / step.tokens)
-                extent.phase(planning.UPDATE)
+                scope.phase(planning.UPDATE)
                 engine.step(lr_scale=1.0, should_step=lambda norm: True)
         for phase in (planning.SAVE, planning.RESUME):  # with the memory between steps
-            extent.phase(phase)
+            scope.phase(phase)
 
 
 @contextlib.contextmanager

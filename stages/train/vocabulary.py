@@ -16,11 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from pipeline import NO_TARGET
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, differentiable."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+from pipeline.utils import local_part, own_chunk
 
 
 class VocabularyShard(NamedTuple):
@@ -44,11 +40,8 @@ class VocabularyShard(NamedTuple):
         """The shard of a tensor of logits or of a head's weight, on a mesh of one axis."""
         mesh, (placement,) = tensor.device_mesh, tensor.placements
         assert placement.is_shard(), f"the vocabulary is not sharded: {placement}"
-        total = tensor.shape[placement.dim]  # type: ignore[attr-defined]
-        # torch.chunk's rule, which DTensor follows
-        chunk = -(-total // mesh.size())
-        first = min(chunk * mesh.get_local_rank(), total)
-        return cls(first, min(chunk, total - first), mesh.get_group())
+        own = own_chunk(tensor.shape[placement.dim], mesh)  # type: ignore[attr-defined]
+        return cls(own.start, len(own), mesh.get_group())
 
     def loss_and_gradient(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The loss summed over target tokens, and its gradient by this rank's `logits` (tokens,
@@ -80,7 +73,7 @@ def sharded_cross_entropy(logits: DTensor, labels: Tensor) -> Tensor:
     of one axis, summed over the target tokens; an fp32 scalar, equal on all its ranks. So are
     `labels` (tokens,) of int64."""
     shard = VocabularyShard.of(logits)
-    summed: Tensor = _ShardedCrossEntropy.apply(local(logits), labels, shard)  # type: ignore[no-untyped-call]
+    summed: Tensor = _ShardedCrossEntropy.apply(local_part(logits), labels, shard)  # type: ignore[no-untyped-call]
     return summed
 
 

@@ -153,7 +153,7 @@ class Axes:
     def of(cls, stage: Any, procs: int) -> Axes | None:
         """The axes that a wrap stage asks for, all that is left being data-parallel; None if the
         processes do not divide."""
-        sizes = asked(stage)
+        sizes = axis_sizes(stage)
         left = procs
         for size in sizes.values():
             if left % size:
@@ -161,12 +161,12 @@ class Axes:
             left //= size
         return cls(data=left, **sizes)
 
-    def place(self, rank: int) -> Place:
-        """Coordinates of a rank."""
+    def coordinates(self, rank: int) -> Coordinates:
+        """Coordinates of a rank on the axes."""
         rest, tensor = divmod(rank, self.tensor)
         rest, context = divmod(rest, self.context)
         pipeline, data = divmod(rest, self.data)
-        return Place(
+        return Coordinates(
             pipeline=pipeline,
             data=DataAxis(index=data, count=self.data),
             context=context,
@@ -176,7 +176,7 @@ class Axes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Coordinates:
     """Coordinates of a rank on the axes."""
 
     pipeline: int
@@ -187,7 +187,7 @@ class Place:
     """Number of the rank's stream of random numbers."""
 
 
-def asked(stage: Any) -> dict[str, int]:
+def axis_sizes(stage: Any) -> dict[str, int]:
     """Sizes of the axes that a stage has fields for."""
     blocks = {axis: getattr(stage, name, None) for axis, name in FIELDS.items()}
     return {axis: block.size for axis, block in blocks.items() if block is not None}
@@ -197,7 +197,7 @@ def required(stage: Any, procs: int) -> Axes:
     """The axes that a wrap stage asks for. Raises StageError if the processes do not divide."""
     axes = Axes.of(stage, procs)
     if axes is None:
-        sizes = ", ".join(f"{FIELDS[axis]} {size}" for axis, size in asked(stage).items())
+        sizes = ", ".join(f"{FIELDS[axis]} {size}" for axis, size in axis_sizes(stage).items())
         raise StageError(f"{procs} processes do not divide into groups ({sizes})")
     return axes
 

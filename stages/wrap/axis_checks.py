@@ -13,7 +13,7 @@ from stages.wrap.axes import (
     SPLIT_BACKWARD,
     PipelineParallel,
     TensorParallel,
-    asked,
+    axis_sizes,
 )
 from stages.wrap.config_checks import config_problems
 
@@ -22,11 +22,11 @@ def axis_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
     """Axes that do not divide the processes, or that nothing else allows."""
     yield from _pipeline_problems(getattr(stage, "pipeline_parallel", None), plan)
     yield from _tensor_problems(getattr(stage, "tensor_parallel", None), plan)
-    if asked(stage).get("context", 1) > 1:
+    if axis_sizes(stage).get("context", 1) > 1:
         why = "of all tokens of a micro-batch, and a rank has a slice of them"
         yield from _router_problems("context_parallel", why, plan)
     yield from config_problems(stage, plan)
-    sizes, left = asked(stage), plan.procs
+    sizes, left = axis_sizes(stage), plan.procs
     for axis, size in sizes.items():
         if left % size:
             whole = "processes" if left == plan.procs else f"of {plan.procs} processes"
@@ -64,27 +64,25 @@ def _router_problems(key: str, why: str, plan: PlanView) -> Iterator[Problem]:
 
 def _split_backward_problems(schedule: str, plan: PlanView) -> Iterator[Problem]:
     """Settings that do not work with a backward in two halves, for inputs and later for weights."""
-    why = f"{schedule} goes back through a block twice, for inputs and for weights, and"
+    why = f"{schedule} runs backward in two halves, for inputs and for weights, which"
     other = "or choose another schedule"
 
     def problem(what: str, hint: str) -> Problem:
-        message = f"{why} {what} once"
+        message = f"{why} {what} not allow"
         return Problem(key="pipeline_parallel.schedule", message=message, hint=f"{hint}, {other}")
 
     for model in plan.giving(ModelSource):
         settings = getattr(model, "activation_checkpointing", None)
         if settings is not None and settings.keep != "nothing":
             yield problem(
-                "the model slot's activation_checkpointing.keep allows it",
+                "the model slot's activation_checkpointing.keep does",
                 "set keep: nothing there",
             )
         if getattr(model, "compile", None) is not None:
-            yield problem("compiled blocks bear it", "leave out compile in the model slot")
+            yield problem("compiled blocks do", "leave out compile in the model slot")
     for train in plan.giving(TrainedRun):
         if getattr(train, "loss_chunk_size", None) is not None:
-            yield problem(
-                "a loss in chunks bears it", "leave out loss_chunk_size in the train slot"
-            )
+            yield problem("a loss in chunks does", "leave out loss_chunk_size in the train slot")
 
 
 def _pipeline_problems(block: PipelineParallel | None, plan: PlanView) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from pipeline import PlanView, Problem
 from stages.model.config_checks import BLOCKS, EXPERTS, has_experts
 from stages.model.hf import HfModel
 from stages.model.read import config_at_hand
-from stages.wrap.axes import FIELDS, FOLDED, asked
+from stages.wrap.axes import FIELDS, FOLDED, axis_sizes
 
 HEADS = ("num_attention_heads", "n_head", "n_heads")
 
@@ -23,7 +23,7 @@ def config_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
         return
     part = config.get("text_config")
     text = part if isinstance(part, Mapping) else config
-    yield from _head_problems(asked(stage), _count(text, HEADS))
+    yield from _head_problems(axis_sizes(stage), _count(text, HEADS))
     yield from _block_problems(stage, text, tied=config.get("tie_word_embeddings") is True)
     yield from _expert_problems(stage, config, _count(text, EXPERTS))
 

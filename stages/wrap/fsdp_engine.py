@@ -16,7 +16,7 @@ from pipeline.utils import with_values
 from stages.wrap.axes import Axes, required
 from stages.wrap.build import build_module, declared_facts, verify_engine
 from stages.wrap.context.attention import divide_sequence
-from stages.wrap.fsdp_units import DATA_AXES, Division, reshards
+from stages.wrap.fsdp_units import DATA_AXES, UnitDivider, reshards
 from stages.wrap.mesh import expert_mesh, parameter_mesh, warn_of_slow_groups
 from stages.wrap.optimizer_groups import make_optimizer
 from stages.wrap.torch_compat import reshard, sharding_facts
@@ -34,23 +34,23 @@ def build(
     with with_values():
         mesh = make_mesh(config, ctx, axes)
         experts = make_expert_mesh(config, ctx, axes)
-    division = Division(config, model, precision, mesh, experts)
+    divider = UnitDivider(config, model, precision, mesh, experts)
     engine: FsdpEngine
     if axes.pipeline > 1:
         from stages.wrap.fsdp_pipeline import build_pipeline
 
-        engine = build_pipeline(config, ctx, model, precision, plan, division, mesh, axes)
+        engine = build_pipeline(config, ctx, model, precision, plan, divider, mesh, axes)
     else:
-        module = build_module(ctx, model, precision, shard=division, **places(config, division))
+        module = build_module(ctx, model, precision, shard=divider, **places(config, divider))
         divide_sequence(module, axes, ctx.dist.device.type)
         optimizer = make_optimizer(plan, module)
         engine = FsdpEngine(config, mesh, module, optimizer, ctx, precision, plan, axes)
-    below = len(division.units) - len(engine.parts)
+    below = len(divider.units) - len(engine.parts)
     expected = {
         **declared_facts(ctx, precision),
         "engine": "fully_shard",
         "mesh": mesh_facts(config, mesh),
-        "units": len(division.units),
+        "units": len(divider.units),
         "reshard_after_forward": [reshards(config) and below > 0],
         "device": "cpu" if config.cpu_offload else ctx.dist.device.type,
         "cpu_offload": config.cpu_offload,
@@ -88,10 +88,10 @@ def mesh_facts(config: Fsdp, mesh: DeviceMesh) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size > 1 or name in always}
 
 
-def places(config: Fsdp, division: Division) -> dict[str, Any]:
+def places(config: Fsdp, divider: UnitDivider) -> dict[str, Any]:
     """Keyword arguments of `build_module`: the ranks that share the reading of weights, and the
     device of parameters."""
-    mesh = division.data_mesh
+    mesh = divider.data_mesh
     return {
         "replicas": mesh["replicate"].get_group() if mesh.ndim == 2 else None,
         "home": torch.device("cpu") if config.cpu_offload else None,

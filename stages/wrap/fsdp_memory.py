@@ -62,9 +62,9 @@ class Sharded(TorchMemory):
         self._padded = UnitAmounts(model, lambda w: self._reduces(w, 1))
         """Elements of the gradients that are reduced."""
         self._trained = UnitAmounts(model, lambda w: w.elements if w.trained else 0)
-        self._alone = self._of_experts(self._gathers, experts=True)
+        self._gathered_experts = self._of_experts(self._gathers, experts=True)
         """Bytes of gathered experts, which are units of their own inside of blocks."""
-        self._apart = self._of_experts(lambda w: self._reduces(w, 1), experts=True)
+        self._reduced_experts = self._of_experts(lambda w: self._reduces(w, 1), experts=True)
         """Elements of the experts' gradients that are reduced."""
         own = UnitAmounts(model, lambda w: w.shard(shards, 1) * (w.trained and w.experts > 1))
         self._own_experts = own
@@ -97,13 +97,15 @@ class Sharded(TorchMemory):
         """Bytes of the buffers that units are gathered into: of the unit before and those ahead."""
         if self._shards == 1 or moment.event in ("loss", "begin"):
             return 0
-        if self._alone[place] and moment.event not in ("gather", "reduce"):
+        if self._gathered_experts[place] and moment.event not in ("gather", "reduce"):
             before = max(place - 1, 0) if moment.event in IN_BACKWARD else place
-            rest = self._whole[before] - self._alone[before]
+            rest = self._whole[before] - self._gathered_experts[before]
             if moment.event == "forward":
-                return self._alone[place]
+                return self._gathered_experts[place]
             rest = 0 if place == 0 or self.stays else rest
-            return rest + self._alone[place] * (moment.event == "regather" and not self.stays)
+            return rest + self._gathered_experts[place] * (
+                moment.event == "regather" and not self.stays
+            )
         if moment.event not in IN_BACKWARD:
             end = place + 1 + self._config.forward_prefetch
             if moment.event == "gather" or moment.unit == "head":
@@ -124,11 +126,11 @@ class Sharded(TorchMemory):
         replicas = self._config.sharding in ("no_shard", "hybrid_shard")
         stays = r * self._own.after(place) if others and replicas else 0
         if moment.event != "reduce":
-            return stays + r * (self._padded[place + 1] - self._apart[place + 1])
+            return stays + r * (self._padded[place + 1] - self._reduced_experts[place + 1])
         # Whole gradients but the last are freed before there is a shard.
-        given_up = c * (self._trained[place] - self._last * (place == ROOT))
-        shard = (r if r == m else r + m) * self._own[place] - given_up
-        return stays + r * (self._padded[place] - self._apart[place]) + max(shard, 0)
+        freed = c * (self._trained[place] - self._last * (place == ROOT))
+        shard = (r if r == m else r + m) * self._own[place] - freed
+        return stays + r * (self._padded[place] - self._reduced_experts[place]) + max(shard, 0)
 
     def _unreduced(self, moment: Moment, place: int) -> int:
         """Bytes of whole gradients outside of the unit in backward: of the head, and of units that
@@ -161,14 +163,14 @@ class Sharded(TorchMemory):
         """Bytes for an element of a block's gradients because those of experts are reduced as soon
         as they are there: of the buffer and the shard, without gathered experts and gradients."""
         place = self._place(moment)
-        if not self._apart[place] or (self._late and not moment.last):
+        if not self._reduced_experts[place] or (self._late and not moment.last):
             return 0
         c, r = self._sizes.compute, self._sizes.reduce
-        whole, own = c * self._apart[place], r * self._own_experts[place]
-        if self._own_experts[place] == self._apart[place]:
+        whole, own = c * self._reduced_experts[place], r * self._own_experts[place]
+        if self._own_experts[place] == self._reduced_experts[place]:
             own += own  # one shard: nothing is sent, but a quotient is copied
-        before = r * (self._padded[place + 1] - self._apart[place + 1])
-        more = r * self._apart[place] + max(whole, own) - 2 * whole - before
+        before = r * (self._padded[place + 1] - self._reduced_experts[place + 1])
+        more = r * self._reduced_experts[place] + max(whole, own) - 2 * whole - before
         return max(more, 0) / self._trained[place]
 
     def traffic(self, microbatches: int) -> Iterator[Traffic]:
@@ -182,10 +184,10 @@ class Sharded(TorchMemory):
             elements = self._of_experts(lambda w: self._reduces(w, 1), experts=experts).all
             reduced = self._sizes.reduce * elements
             if holders > 1:
-                told = f"{what}parameters", f"{what}gradients"
-                yield Traffic(collective="all-gather", bytes=gathered, what=told[0], **groups)
+                names = f"{what}parameters", f"{what}gradients"
+                yield Traffic(collective="all-gather", bytes=gathered, what=names[0], **groups)
                 sent = reduced * reductions
-                yield Traffic(collective="reduce-scatter", bytes=sent, what=told[1], **groups)
+                yield Traffic(collective="reduce-scatter", bytes=sent, what=names[1], **groups)
         if replicas > 1:
             sent = self._sizes.reduce * self._own.all * reductions
             groups = {"ranks": replicas, "apart": shards * apart}

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,12 +31,12 @@ from stages.wrap.axes import FOLDED, Axes
 from stages.wrap.build import build_modules, shard_number
 from stages.wrap.context.attention import divide_sequence
 from stages.wrap.fsdp_engine import FsdpEngine, places
-from stages.wrap.fsdp_units import Division
+from stages.wrap.fsdp_units import UnitDivider
 from stages.wrap.gradients import total_norm
 from stages.wrap.optimizer_groups import build_optimizer, grouped_state
 from stages.wrap.pipeline.batches import equal_shapes
 from stages.wrap.pipeline.schedule import Pipeline, PipelinePlan, Stage
-from stages.wrap.pipeline.split import cut, is_tied, layer_ranges
+from stages.wrap.pipeline.split import is_tied, keep_layers, layer_ranges
 from stages.wrap.pipeline.ties import TiedEmbedding
 from stages.wrap.tensor.divide import resolve_plan
 
@@ -52,7 +53,7 @@ def build_pipeline(
     model: ModelSource,
     precision: Precision,
     plan: OptimizerPlan,
-    division: Division,
+    divider: UnitDivider,
     mesh: DeviceMesh,
     axes: Axes,
 ) -> PipelineEngine:
@@ -60,45 +61,57 @@ def build_pipeline(
     StageError for a model that does not divide into stages."""
     whole: Any = outline(model)
     blocks = model.blocks(whole)
+    shape = _pipeline_plan(config, whole, mesh, precision, ctx.dist.device)
+    if config.tensor_parallel is not None:
+        resolve_plan(config.tensor_parallel, whole, blocks)
+    ranges = _ranges(whole, blocks, shape.count)
+    stages: list[Stage] = []
+
+    def make(module: nn.Module, *, number: int) -> None:
+        keep_layers(module, ranges[number])
+        last = number == shape.count - 1
+        beat = ctx.dist.heartbeat.beat
+        stages.append(Stage(module, first=number == 0, last=last, dtype=shape.dtype, beat=beat))
+        divider(module)
+
+    cuts = [functools.partial(make, number=number) for number in shape.own()]
+    modules = build_modules(ctx, model, precision, cuts, **places(config, divider))
+    for module in modules:
+        divide_sequence(module, axes, ctx.dist.device.type)
+    tie = _tie(shape, modules) if is_tied(whole) else None
+    passes = Passes(Pipeline(shape, stages), whole, modules, tie)
+    optimizer = _optimizer(plan, whole, modules)
+    return PipelineEngine(passes, config, mesh, modules[0], optimizer, ctx, precision, plan, axes)
+
+
+def _pipeline_plan(
+    config: Fsdp, whole: Any, mesh: DeviceMesh, precision: Precision, device: torch.device
+) -> PipelinePlan:
+    """The pipeline that a recipe asks for. Raises StageError for a tied embedding whose two stages
+    would be on one rank."""
     asked = config.pipeline_parallel
     assert asked is not None
-    shape = PipelinePlan(
-        schedule=asked.schedule,
-        group=mesh["pipeline"].get_group(),
-        stages_per_rank=asked.per_rank,
-        width=whole.config.get_text_config().hidden_size,
-        dtype=torch_dtype(precision.compute),
-        device=ctx.dist.device,
-    )
-    tied = is_tied(whole)
-    if tied and asked.schedule in FOLDED:
+    if asked.schedule in FOLDED and is_tied(whole):
         raise StageError(
             f"pipeline_parallel: {asked.schedule} puts the first and the last stage on one rank, "
             "and this model's head shares the embedding's weight",
             hint="choose another schedule",
         )
-    if config.tensor_parallel is not None:
-        resolve_plan(config.tensor_parallel, whole, blocks)
+    return PipelinePlan(
+        schedule=asked.schedule,
+        group=mesh["pipeline"].get_group(),
+        stages_per_rank=asked.per_rank,
+        width=whole.config.get_text_config().hidden_size,
+        dtype=torch_dtype(precision.compute),
+        device=device,
+    )
+
+
+def _ranges(whole: Any, blocks: Sequence[nn.Module], stages: int) -> list[range]:
+    """Layers of each stage, by the elements of the model's weights."""
     head = whole.get_input_embeddings().weight.numel()
     block = sum(parameter.numel() for parameter in blocks[0].parameters())
-    ranges = layer_ranges(len(blocks), shape.count, head, block)
-    stages: list[Stage] = []
-
-    def make(module: nn.Module, *, number: int) -> None:
-        cut(module, ranges[number])
-        last = number == shape.count - 1
-        beat = ctx.dist.heartbeat.beat
-        stages.append(Stage(module, first=number == 0, last=last, dtype=shape.dtype, beat=beat))
-        division(module)
-
-    cuts = [functools.partial(make, number=number) for number in shape.own()]
-    modules = build_modules(ctx, model, precision, cuts, **places(config, division))
-    for module in modules:
-        divide_sequence(module, axes, ctx.dist.device.type)
-    optimizer = _optimizer(plan, whole, modules)
-    engine = PipelineEngine(config, mesh, modules[0], optimizer, ctx, precision, plan, axes)
-    engine.attach(Pipeline(shape, stages), whole, modules, _tie(shape, modules) if tied else None)
-    return engine
+    return layer_ranges(len(blocks), stages, head, block)
 
 
 def _optimizer(plan: OptimizerPlan, whole: nn.Module, modules: Sequence[nn.Module]) -> Optimizer:
@@ -143,24 +156,24 @@ def _tie(shape: PipelinePlan, modules: Sequence[nn.Module]) -> TiedEmbedding:
     return TiedEmbedding(shape.group, copies.get(0), copies.get(shape.count - 1))
 
 
+@dataclass(frozen=True)
+class Passes:
+    """A rank's stages, and everything that passes micro-batches through them."""
+
+    pipeline: Pipeline
+    whole: nn.Module
+    """The whole model, without memory."""
+    modules: Sequence[nn.Module]
+    tied: TiedEmbedding | None
+
+
 class PipelineEngine(FsdpEngine):
     """Stages of a model on every rank, each sharded; micro-batches pass through all of them."""
 
-    _pipeline: Pipeline
-    _whole: nn.Module
-    """The whole model, without memory."""
-    _tied: TiedEmbedding | None
-
-    def attach(
-        self,
-        pipeline: Pipeline,
-        whole: nn.Module,
-        modules: Sequence[nn.Module],
-        tied: TiedEmbedding | None,
-    ) -> None:
-        """Complete the construction."""
-        self._pipeline, self._whole, self._tied = pipeline, whole, tied
-        self.modules = tuple(modules)
+    def __init__(self, passes: Passes, config: Fsdp, mesh: DeviceMesh, *rest: Any) -> None:
+        super().__init__(config, mesh, *rest)
+        self._pipeline, self._whole, self._tied = passes.pipeline, passes.whole, passes.tied
+        self.modules = tuple(passes.modules)
 
     @property
     def parts(self) -> Sequence[nn.Module]:

@@ -33,7 +33,7 @@ DATA_AXES = {
 """Axes of the mesh over which each kind of sharding works."""
 
 
-class Division:
+class UnitDivider:
     """Divides modules in place, and keeps their units."""
 
     def __init__(

@@ -10,6 +10,7 @@ import torch.distributed
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from pipeline.utils import local_part
 from stages.wrap.torch_compat import multiply_all, norms_of
 
 
@@ -20,8 +21,8 @@ def total_norm(gradients: Sequence[Tensor], *, divided: bool = False) -> Tensor:
     Parts may lie on any meshes: each is counted by the one of its holders that is first on the
     axes that replicate it. Plain tensors are the same on every rank.
     """
-    own = [_local(gradient) for gradient in gradients if _is_first_holder(gradient)]
-    device = _local(gradients[0]).device if gradients else torch.device("cpu")
+    own = [local_part(gradient) for gradient in gradients if _is_first_holder(gradient)]
+    device = local_part(gradients[0]).device if gradients else torch.device("cpu")
     norms = [norm.float() for norm in _norms([part for part in own if part.numel()])]
     norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
     if divided or any(isinstance(gradient, DTensor) for gradient in gradients):
@@ -33,7 +34,7 @@ def total_norm(gradients: Sequence[Tensor], *, divided: bool = False) -> Tensor:
 
 def multiply(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply the gradients, in place, by a scalar that is the same on every rank."""
-    locals_ = sorted(map(_local, gradients), key=_kind)
+    locals_ = sorted(map(local_part, gradients), key=_kind)
     for _, same in itertools.groupby(locals_, key=_kind):
         parts = list(same)
         multiply_all(parts, factor.to(parts[0].device))
@@ -52,10 +53,6 @@ def _is_first_holder(gradient: Tensor) -> bool:
     axes = enumerate(gradient.placements)
     mesh = gradient.device_mesh
     return all(mesh.get_local_rank(axis) == 0 for axis, one in axes if one.is_replicate())
-
-
-def _local(gradient: Tensor) -> Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _kind(part: Tensor) -> tuple[str, str]:

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.distributed
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from pipeline.utils import Throughput
+from pipeline.utils import Throughput, local_part
 from stages.wrap.shards import tiles_of
 
 if TYPE_CHECKING:
@@ -58,8 +57,7 @@ def aliases(module: nn.Module) -> dict[str, str]:
 
 def flat(tensor: Tensor) -> Tensor:
     """This process's elements as a live, flat view."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.detach().view(-1)
+    return local_part(tensor).detach().view(-1)
 
 
 def local_shards(module: nn.Module) -> Iterator[LocalShard]:

@@ -79,9 +79,6 @@ class ModelParts(Division):
         }
 
     def own(self, batch: MicroBatch) -> MicroBatch:
-        from stages.wrap.context.attention import cut
-        from stages.wrap.padding import padded
+        from stages.wrap.context.attention import own_tokens
 
-        axes = self._axes
-        whole = padded(batch, axes.context * axes.tensor)
-        return whole if axes.context == 1 else cut(whole, 0, axes.context)
+        return own_tokens(batch, self._axes, 0)

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from pipeline import DistContext, Engine, MicroBatch, Objective
 from stages.wrap.axes import Axes
-from stages.wrap.context.attention import cut
-from stages.wrap.padding import padded
+from stages.wrap.context.attention import own_tokens
 
 T = TypeVar("T")
 
@@ -26,9 +25,9 @@ class ModuleEngine(Engine):
         self.modules = (model,)
         self.device = dist.device
         self._axes = axes or Axes(data=dist.world_size)
-        self._place = self._axes.place(dist.rank)
-        self.data_axis = self._place.data
-        self.random_stream, self.random_streams = self._place.stream, self._axes.streams
+        self._here = self._axes.coordinates(dist.rank)
+        self.data_axis = self._here.data
+        self.random_stream, self.random_streams = self._here.stream, self._axes.streams
 
     @property
     def averaged_over(self) -> int:
@@ -68,14 +67,12 @@ class ModuleEngine(Engine):
         return self._part(total)
 
     def _own(self, batch: MicroBatch) -> MicroBatch:
-        """Return this rank's part of a micro-batch: all of it, or its slice of the tokens."""
-        ranks = self._axes.context
-        whole = padded(batch, ranks * self._axes.tensor)
-        return whole if ranks == 1 else cut(whole, self._place.context, ranks)
+        """This rank's part of a micro-batch: all of it, or its slice of the tokens."""
+        return own_tokens(batch, self._axes, self._here.context)
 
     def _part(self, total: Tensor) -> Tensor:
         """This rank's part of a loss, which a tensor-parallel group computes alike."""
-        return total if self._place.tensor == 0 else torch.zeros_like(total)
+        return total if self._here.tensor == 0 else torch.zeros_like(total)
 
 
 def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:

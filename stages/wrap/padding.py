@@ -9,20 +9,30 @@ from pipeline import NO_TARGET, MicroBatch
 
 
 def padded(batch: MicroBatch, multiple: int) -> MicroBatch:
-    """The micro-batch with its length padded on the right to a multiple. Padding has no targets;
-    beside packed documents it is a document of its own."""
+    """The micro-batch with its length padded on the right to a multiple, as by `pad`."""
     samples, length = batch.input_ids.shape
-    extra = -length % multiple
-    if not extra:
+    longer = -(-length // multiple) * multiple
+    return pad(batch, samples, longer, packed=batch.positions is not None)
+
+
+def pad(batch: MicroBatch, samples: int, length: int, *, packed: bool) -> MicroBatch:
+    """The micro-batch padded to shape (`samples`, `length`), with positions if `packed`. Padding
+    has no targets; beside packed documents it is a document of its own."""
+    rows, columns = batch.input_ids.shape
+    if (rows, columns) == (samples, length) and packed == (batch.positions is not None):
         return batch
-    positions = batch.positions
-    if positions is not None:
-        more = torch.arange(extra, device=positions.device).expand(samples, -1)
-        positions = torch.cat([positions, more], dim=1)
+    place = (0, length - columns, 0, samples - rows)
+    positions = None
+    if packed:
+        count = torch.arange(length, device=batch.input_ids.device)
+        positions = count.repeat(samples, 1)
+        if batch.positions is not None:
+            positions[:rows, :columns] = batch.positions
+            positions[:rows, columns:] = count[: length - columns]
     real = torch.ones_like(batch.labels, dtype=torch.bool) if batch.real is None else batch.real
     return MicroBatch(
-        input_ids=F.pad(batch.input_ids, (0, extra)),
-        labels=F.pad(batch.labels, (0, extra), value=NO_TARGET),
+        input_ids=F.pad(batch.input_ids, place),
+        labels=F.pad(batch.labels, place, value=NO_TARGET),
         positions=positions,
-        real=F.pad(real, (0, extra), value=False),
+        real=F.pad(real, place, value=False),
     )

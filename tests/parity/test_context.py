@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from pipeline.distributed.process_group import DistContext
-from stages.wrap.context.compat import mixes_elsewhere
+from stages.wrap.context.compat import reason_not_divisible
 from tests.parity.body import BATCH, SEED, STEPS, tiny_source, train_case
 from tests.parity.numbers import assert_same_numbers
 from tests.parity.reference import reference
@@ -105,7 +105,7 @@ def test_heads_that_do_not_divide_are_refused(tmp_path: Path) -> None:
 def test_what_mixes_tokens_elsewhere_is_found(config: Any, model: Any, said: str) -> None:
     text = SimpleNamespace(**config)
     traits = {"_is_stateful": False, "_supports_attention_backend": True} | model
-    found = mixes_elsewhere(
+    found = reason_not_divisible(
         SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text), **traits)
     )
     assert said in found

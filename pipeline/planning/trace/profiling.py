@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.errors import StageError
 from pipeline.planning.forecast import BACKWARD, FORWARD
-from pipeline.planning.planner import Extent, Job
+from pipeline.planning.planner import Job, TraceScope
 from pipeline.planning.profile import NOTHING, Exchange, Line, Part, Peak, Profile, fullest
 from pipeline.planning.shapes import ModelShape, Weight
 from pipeline.planning.trace.model import Structure, kinds, structure
@@ -67,7 +67,7 @@ def _runs(job: Job, whole: Structure, blocks: int) -> list[Traced]:
     """Run one micro-batch of each size through the first `blocks` blocks, or through all if a
     shallower model has other blocks. Raises StageError if even all differ."""
     for depth in dict.fromkeys([min(blocks, len(whole.names)), None]):
-        found = [run(job, Extent(blocks=depth, samples=size), bare=True) for size in SAMPLES]
+        found = [run(job, TraceScope(blocks=depth, samples=size), bare=True) for size in SAMPLES]
         here = structure(found[0].source.skeleton)
         if here.root == whole.root and here.signatures == whole.signatures[: len(here.names)]:
             return found

@@ -23,7 +23,7 @@ from pipeline.distributed.process_group import DistContext
 from pipeline.errors import PipeError, StageError, UsageError
 from pipeline.plan.binding import Results
 from pipeline.planning.forecast import LOAD, Held
-from pipeline.planning.planner import Extent, Job
+from pipeline.planning.planner import Job, TraceScope
 from pipeline.planning.trace.model import (
     BareEngine,
     Divided,
@@ -37,7 +37,7 @@ from pipeline.run.metrics import Metrics
 from pipeline.utils.fake_tensors import without_values
 
 DECLARATIONS = (ModelSource, Precision, OptimizerPlan)
-WHOLE = Extent()
+WHOLE = TraceScope()
 TRACE, RUN = "trace", "run"
 """Methods: a planner's `trace` replaces its stage's `run`."""
 TENSORS = "tensors, as traced"
@@ -94,17 +94,17 @@ def _alone(job: Job, rank: int) -> Traced:
 
 
 def run(
-    job: Job, extent: Extent = WHOLE, *, fake: bool = True, bare: bool = False, rank: int = 0
+    job: Job, scope: TraceScope = WHOLE, *, fake: bool = True, bare: bool = False, rank: int = 0
 ) -> Traced:
     """Run training steps of one rank; without `fake`, on real tensors, with `bare`, without a
     strategy. Raises UsageError if nothing is trained, and StageError for a model that needs
     values."""
     tracker = MemoryTracker(fake=fake)
     marks = Marks(tracker)
-    extent = replace(extent, phase=marks.phase)
+    scope = replace(scope, phase=marks.phase)
     if fake:
-        extent = replace(extent, once=tracker.once)
-    results = Results.of(job.topology, job.samples, extent)
+        scope = replace(scope, once=tracker.once)
+    results = Results.of(job.topology, job.samples, scope)
     with contextlib.ExitStack() as stack:
         ctx = stack.enter_context(_context(job, rank))
         if not bare or job.division is not None:

@@ -22,9 +22,10 @@ from stages.wrap.axes import Axes
 from stages.wrap.context import compat
 from stages.wrap.context.ulysses import gather_sequence, scatter_sequence
 from stages.wrap.mesh import context_group
+from stages.wrap.padding import padded
 
 
-def cut(batch: MicroBatch, index: int, count: int) -> MicroBatch:
+def sequence_slice(batch: MicroBatch, index: int, count: int) -> MicroBatch:
     """Slice `index` of `count` equal ones of the sequence, whose length they divide.
 
     Token ids and labels have shape (samples, length / count). Positions are those of the whole
@@ -43,6 +44,13 @@ def cut(batch: MicroBatch, index: int, count: int) -> MicroBatch:
     )
 
 
+def own_tokens(batch: MicroBatch, axes: Axes, index: int) -> MicroBatch:
+    """Tokens of a micro-batch of the rank at `index` of the context axis: all, or its slice. The
+    length is padded to what the axes divide."""
+    whole = padded(batch, axes.context * axes.tensor)
+    return whole if axes.context == 1 else sequence_slice(whole, index, axes.context)
+
+
 def divide_sequence(model: nn.Module, axes: Axes, device: str) -> None:
     """Have attention of `model` see the whole sequence, of which each rank has a slice, if there is
     a context axis (collective). Raises StageError for a model whose attention cannot be divided."""
@@ -53,7 +61,7 @@ def divide_sequence(model: nn.Module, axes: Axes, device: str) -> None:
 def require_divisible(model: Any, ranks: int, tensor: int) -> None:
     """Raise StageError unless attention of `model`, a transformers model, can be divided among
     context-parallel `ranks`, each of which may have the heads of one of `tensor` ranks."""
-    reason = compat.mixes_elsewhere(model)
+    reason = compat.reason_not_divisible(model)
     implementation = compat.implementation(model)
     heads = model.config.get_text_config().num_attention_heads
     if not reason and compat.mask_function(implementation) is None:
@@ -70,8 +78,8 @@ class ContextParallel:
     """Attention of one model over the whole sequence, of which each rank of `group` has a slice.
 
     The model is called with its slice of the tokens, and with `position_ids` of the whole sequence,
-    as `cut` makes them. `tensor` ranks share its heads besides. Raises StageError for a model whose
-    attention cannot be divided.
+    as `sequence_slice` makes them. `tensor` ranks share its heads besides. Raises StageError for a
+    model whose attention cannot be divided.
     """
 
     def __init__(self, model: Any, group: ProcessGroup, tensor: int) -> None:

@@ -78,7 +78,7 @@ def has_sinks(model: Any) -> bool:
     return any(isinstance(getattr(one, "sinks", None), Tensor) for one in model.modules())
 
 
-def mixes_elsewhere(model: Any) -> str:
+def reason_not_divisible(model: Any) -> str:
     """Why a model cannot be context-parallel, in words: something besides attention functions lets
     tokens see each other. Empty if nothing does."""
     config = model.config.get_text_config()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 
 from pipeline import NO_TARGET, MicroBatch
+from stages.wrap.padding import pad
 
 
 def least_microbatches(schedule: str, ranks: int, count: int) -> int:
@@ -28,24 +28,7 @@ def equal_shapes(batches: Sequence[MicroBatch], least: int) -> list[MicroBatch]:
     samples = max(batch.input_ids.shape[0] for batch in batches)
     length = max(batch.input_ids.shape[1] for batch in batches)
     packed = any(batch.positions is not None for batch in batches)
-    even = [_padded(batch, samples, length, packed=packed) for batch in batches]
+    even = [pad(batch, samples, length, packed=packed) for batch in batches]
     nothing = torch.full_like(even[0].labels, NO_TARGET)
     empty = MicroBatch(input_ids=even[0].input_ids, labels=nothing, positions=even[0].positions)
     return even + [empty] * (least - len(even))
-
-
-def _padded(batch: MicroBatch, samples: int, length: int, *, packed: bool) -> MicroBatch:
-    rows, columns = batch.input_ids.shape
-    place = (0, length - columns, 0, samples - rows)
-    positions = None
-    if packed:
-        count = torch.arange(length, device=batch.input_ids.device)
-        positions = count.repeat(samples, 1)
-        if batch.positions is not None:
-            positions[:rows, :columns] = batch.positions
-            positions[:rows, columns:] = count[: length - columns]
-    return MicroBatch(
-        input_ids=F.pad(batch.input_ids, place),
-        labels=F.pad(batch.labels, place, value=NO_TARGET),
-        positions=positions,
-    )

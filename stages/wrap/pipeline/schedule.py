@@ -22,7 +22,7 @@ from stages.model.compat import flash_documents
 from stages.wrap.axes import FOLDED
 from stages.wrap.pipeline import compat
 from stages.wrap.pipeline.batches import least_microbatches
-from stages.wrap.pipeline.split import Entrance, stages_of
+from stages.wrap.pipeline.split import StageInput, stages_of
 
 ONE_STAGE = ("GPipe", "1F1B")
 """Schedules of one stage a rank; the others have two or more."""
@@ -74,7 +74,7 @@ class Stage:
         self._first = first
         self._dtype = dtype
         self._beat = beat
-        self._entrance = next((m for m in module.modules() if isinstance(m, Entrance)), None)
+        self._stage_input = next((m for m in module.modules() if isinstance(m, StageInput)), None)
         self._rest = _Rest(module, self) if last else None
         module.forward = self._forward
 
@@ -97,8 +97,8 @@ class Stage:
         """Arguments of the model for the tensor that this stage receives."""
         if self._first:
             return {"input_ids": received}
-        if self._entrance is not None:
-            self._entrance.received = received
+        if self._stage_input is not None:
+            self._stage_input.received = received
         return {"inputs_embeds": received}
 
 

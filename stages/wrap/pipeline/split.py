@@ -20,7 +20,7 @@ from pipeline import StageError
 def layer_ranges(layers: int, stages: int, head: int = 0, layer: int = 1) -> list[range]:
     """Return the layers of each stage, consecutive, such that the busiest stage has as little work
     as possible. The head belongs to the last stage; `head` and `layer` are elements of its matrix
-    and of a layer's, each of which is multiplied once for a token. Left-over layers go to middle
+    and of a layer's, each of which is multiplied once for a token. Absent-over layers go to middle
     stages first, since the first also has the embedding. Raises StageError for more stages than
     layers."""
     if stages > layers:
@@ -49,14 +49,14 @@ _TUPLES = re.compile(r"hidden_states = \w+\[0\]")
 """How a model of transformers goes on with the first of what its block returns."""
 
 
-class Left(nn.Module):
+class Absent(nn.Module):
     """In the place of a module that another stage holds: returns its first argument."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return args[0] if args else next(iter(kwargs.values()))
 
 
-class Entrance(nn.Module):
+class StageInput(nn.Module):
     """In the place of the layer before a stage's first: returns what that layer returned on the
     stage before. Whatever the model computed before it is discarded."""
 
@@ -67,32 +67,32 @@ class Entrance(nn.Module):
         return self.received
 
 
-def cut(model: Any, layers: range) -> None:
+def keep_layers(model: Any, layers: range) -> None:
     """Remove from `model`, a causal language model of transformers, everything but the given
     layers; what comes before layer 0 stays with it, and what comes after the last layer with that.
     A head that is tied to the embedding keeps it, with its name (`ties.TiedEmbedding`).
 
     Raises StageError for a model that does not say how it divides.
     """
-    before, name, after = division(model)
+    before, name, after = layer_list(model)
     base = model.base_model
     every = getattr(base, name)
     first, last = layers.start == 0, layers.stop == len(every)
     for number in range(len(every)):
         if number not in layers:
-            every[number] = Left()
+            every[number] = Absent()
     if not first:
-        every[layers.start - 1] = Entrance()
+        every[layers.start - 1] = StageInput()
         kept = model.get_input_embeddings() if last and is_tied(model) else None
         for part in before:
             if getattr(base, part) is not kept:
-                setattr(base, part, Left())
+                setattr(base, part, Absent())
     if not last:
         for part in after:
-            setattr(base, part, Left())
+            setattr(base, part, Absent())
         head = model.get_output_embeddings()
         for part in [part for part, child in model.named_children() if child is head]:
-            setattr(model, part, Left())
+            setattr(model, part, Absent())
 
 
 def is_tied(model: Any) -> bool:
@@ -101,7 +101,7 @@ def is_tied(model: Any) -> bool:
     return getattr(head, "weight", None) is model.get_input_embeddings().weight
 
 
-def division(model: Any) -> tuple[list[str], str, list[str]]:
+def layer_list(model: Any) -> tuple[list[str], str, list[str]]:
     """Names in the base model of what comes before its layers, of the list of layers, and of what
     comes after them: by the architecture's plan, or else in the order of its parts. Raises
     StageError where there is no one list of layers."""
@@ -112,7 +112,7 @@ def division(model: Any) -> tuple[list[str], str, list[str]]:
         raise StageError(
             f"pipeline_parallel: {type(model).__name__} does not say how it divides into stages"
         )
-    if _TUPLES.search(inspect.getsource(type(base).forward)):
+    if _TUPLES.search(_source(type(base).forward)):
         raise StageError(
             f"pipeline_parallel: blocks of {type(model).__name__} return tuples, which are not "
             "passed between stages"
@@ -121,11 +121,19 @@ def division(model: Any) -> tuple[list[str], str, list[str]]:
     return parts[:place], lists[0], parts[place + 1 :]
 
 
+def _source(function: Any) -> str:
+    """Source of a function; empty where there is none, as for one that was typed in."""
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return ""
+
+
 def _parts(base: nn.Module) -> list[str]:
     """Children that have weights."""
     return [name for name, child in base.named_children() if any(True for _ in child.parameters())]
 
 
 def kept(blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    """The blocks that `cut` left."""
-    return [block for block in blocks if not isinstance(block, Left | Entrance)]
+    """The blocks that `keep_layers` left."""
+    return [block for block in blocks if not isinstance(block, Absent | StageInput)]

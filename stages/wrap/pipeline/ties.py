@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
+
+from pipeline.utils import local_part
 
 
 class TiedEmbedding:
@@ -50,4 +51,4 @@ class TiedEmbedding:
 def _gradient(parameter: nn.Parameter | None) -> Tensor | None:
     """This rank's part of the parameter's gradient; None if it has none."""
     grad = None if parameter is None else parameter.grad
-    return grad.to_local() if isinstance(grad, DTensor) else grad
+    return None if grad is None else local_part(grad)

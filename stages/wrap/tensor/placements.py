@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from pipeline.utils import own_chunk
 from stages.wrap.tensor.compat import packed, packed_parts, sharded_dim
 from stages.wrap.tensor.layers import COLUMNS, ROWS, transposed
 
@@ -99,7 +100,5 @@ def local_shape(shape: torch.Size, placement: Any, mesh: DeviceMesh) -> torch.Si
     if dim is None:
         return shape
     parts = packed_parts(placement)
-    whole = shape[dim] // parts
-    chunk = -(-whole // mesh.size())
-    own = max(min(chunk, whole - chunk * mesh.get_local_rank()), 0)
-    return torch.Size([*shape[:dim], own * parts, *shape[dim + 1 :]])
+    own = len(own_chunk(shape[dim] // parts, mesh)) * parts
+    return torch.Size([*shape[:dim], own, *shape[dim + 1 :]])

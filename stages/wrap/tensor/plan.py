@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 
 from pipeline import StageError
-from stages.wrap.pipeline.split import Entrance, Left
+from stages.wrap.pipeline.split import Absent, StageInput
 from stages.wrap.tensor.checks import check_layers, check_ties
 from stages.wrap.tensor.compat import own_plan, sharded_dim
 from stages.wrap.tensor.layers import COLUMNS, ROWS, STYLES, SUMMED, layer_sizes, shared_heads
@@ -101,7 +101,7 @@ def matches(pattern: str, name: str) -> bool:
 def _styles(
     model: nn.Module, own: Mapping[str, str], patterns: Mapping[str, str]
 ) -> dict[str, str]:
-    absent = [name for name, one in model.named_modules() if isinstance(one, Left | Entrance)]
+    absent = [name for name, one in model.named_modules() if isinstance(one, Absent | StageInput)]
     names = [name for name, _ in model.named_modules() if name not in absent]
     names += [name for name, _ in model.named_parameters(remove_duplicate=False)]
     found: dict[str, str] = {}

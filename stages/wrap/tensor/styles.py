@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from pipeline.utils import local_part, own_chunk
 from stages.wrap.tensor.collectives import (
     SEQUENCE,
     all_reduce,
@@ -62,7 +63,7 @@ def local(
 ) -> Tensor:
     """This rank's part of a parameter, differentiable."""
     parameter: Any = module._parameters[name]
-    value: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    value = local_part(parameter)
     if name in summed:
         return sum_gradients(value.float(), group).to(value.dtype)
     return value
@@ -136,25 +137,16 @@ def install_rows(
 def install_embedding(module: nn.Module, mesh: DeviceMesh) -> None:
     """An embedding of which each rank has rows; tokens of others come as zeros, and are added."""
     assert isinstance(module, nn.Embedding)
-    first, rows = own_rows(module.num_embeddings, mesh)
-    group = mesh.get_group()
+    own, group = own_chunk(module.num_embeddings, mesh), mesh.get_group()
     if module.padding_idx is not None:
-        local_index = module.padding_idx - first
-        module.padding_idx = local_index if 0 <= local_index < rows else None
+        module.padding_idx = own.index(module.padding_idx) if module.padding_idx in own else None
 
     def around(forward: Forward, tokens: Tensor) -> Tensor:
-        here = (tokens >= first) & (tokens < first + rows)
-        found: Tensor = forward(torch.where(here, tokens - first, 0))
+        here = (tokens >= own.start) & (tokens < own.stop)
+        found: Tensor = forward(torch.where(here, tokens - own.start, 0))
         return all_reduce(found.masked_fill(~here[..., None], 0), group)
 
     replace_forward(module, around)
-
-
-def own_rows(total: int, mesh: DeviceMesh) -> tuple[int, int]:
-    """First and number of the rows of `total` that this rank has, by DTensor's rule."""
-    chunk = -(-total // mesh.size())
-    first = min(chunk * mesh.get_local_rank(), total)
-    return first, min(chunk, total - first)
 
 
 def install_head(module: nn.Module, mesh: DeviceMesh, vocabulary: int) -> None:

@@ -33,7 +33,7 @@ from stages.wrap.zero.checks import offload_problems
 from stages.wrap.zero.config import generate
 from stages.wrap.zero.engine import ZeroEngine
 from stages.wrap.zero.stage import uses_cpu_adam
-from stages.wrap.zero.tensor_parallel import Division
+from stages.wrap.zero.tensor_parallel import ZeroDivider
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -58,11 +58,11 @@ def build(
     # Opened first: this compares the weights with the model.
     with contextlib.closing(model.weights()) as reader:
         module = build_empty(model, precision)
-        division = None
+        divider = None
         if axes.tensor > 1:
-            division = Division(stage, ctx, axes)
-            wholes = division.divide(model, module)
-            division.materialize(module, wholes, torch_dtype(precision.compute), config)
+            divider = ZeroDivider(stage, ctx, axes)
+            wholes = divider.divide(model, module)
+            divider.materialize(module, wholes, torch_dtype(precision.compute), config)
         elif stage.stage == 3:
             module = _partitioned(model, module, config, ctx.dist.device)
         else:
@@ -77,7 +77,7 @@ def build(
                 optimizer=_optimizer(stage, plan, module),
                 config=dict(config),
                 dist_init_required=False,
-                mpu=None if division is None else division.groups,
+                mpu=None if divider is None else divider.groups,
             )
         compat.lift_loss_scale_floor(live)
         engine = ZeroEngine(live, ctx.dist, precision, plan, axes)

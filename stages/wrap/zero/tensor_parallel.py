@@ -64,8 +64,8 @@ class Groups:
         return dist.get_rank(self._tensor)
 
 
-class Division:
-    """The division of one model, and the groups that follow from it."""
+class ZeroDivider:
+    """The divider of one model, and the groups that follow from it."""
 
     def __init__(self, stage: Zero, ctx: Context, axes: Axes) -> None:
         """Make the groups (collective)."""

@@ -47,7 +47,7 @@ def test_every_rank_has_a_place_of_its_own(
     pipeline: int, data: int, context_: int, tensor: int
 ) -> None:
     axes = Axes(pipeline=pipeline, data=data, context=context_, tensor=tensor)
-    places = [axes.place(rank) for rank in range(axes.ranks)]
+    places = [axes.coordinates(rank) for rank in range(axes.ranks)]
     assert len({(p.pipeline, p.data.index, p.context, p.tensor) for p in places}) == axes.ranks
     for first in range(0, axes.ranks, tensor):  # neighbours share layers, and a stream
         group = places[first : first + tensor]

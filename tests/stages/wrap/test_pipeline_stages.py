@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pipeline.errors import StageError
 from stages.wrap.gradients import total_norm
 from stages.wrap.pipeline.schedule import Stage
-from stages.wrap.pipeline.split import division
+from stages.wrap.pipeline.split import layer_list
 from tests.support.processes import run_ranks
 
 
@@ -57,10 +57,10 @@ def test_models_whose_blocks_return_tuples_are_refused(kind: str, goes: bool) ->
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY))
     if goes:
-        assert division(model)[1] in ("layers", "h")
+        assert layer_list(model)[1] in ("layers", "h")
         return
     with pytest.raises(StageError, match="return tuples, which are not passed between stages"):
-        division(model)
+        layer_list(model)
 
 
 def norms(dist: Any) -> float:

@@ -30,7 +30,7 @@ from pipeline.planning.shapes import ModelShape, OptimizerShape, Weight
 from pipeline.planning.topology import Topology
 from stages.average.ema import EmaAverage
 from stages.planners import EmaPlanner
-from stages.wrap.axes import asked
+from stages.wrap.axes import axis_sizes
 from stages.wrap.ddp import Ddp
 from stages.wrap.ddp_planner import DdpPlanner
 from stages.wrap.fsdp import Fsdp
@@ -41,7 +41,7 @@ from tests.support.tier import examples, spread
 PLANNERS: Mapping[type, Any] = {Ddp: DdpPlanner, Fsdp: FsdpPlanner}
 ADAM = OptimizerShape(algorithm="adamw", bits=64, moments=2)
 EVERY = [one.stage() for one in STRATEGIES.values() if one.use in ("wrap.ddp", "wrap.fsdp")]
-WRAPS = [*(one for one in EVERY if not asked(one)), Ddp(gradient_as_bucket_view=False)]
+WRAPS = [*(one for one in EVERY if not axis_sizes(one)), Ddp(gradient_as_bucket_view=False)]
 """Strategies under which every rank has the whole model."""
 LATE = {"reduce_every_microbatch": False}
 AHEAD = {"forward_prefetch": 1, "backward_prefetch": 2}

@@ -17,6 +17,7 @@ from torch import Tensor
 from pipeline.contracts.data import MicroBatch
 from pipeline.contracts.precision import Precision
 from pipeline.distributed.process_group import DistContext
+from stages.adapter.lora import Lora
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
 from stages.train.loss import SummedLoss
@@ -57,10 +58,16 @@ def recorded(masks: list[Tensor]) -> Iterator[None]:
 
 
 def forward_masks(
-    dist: DistContext, folder: str, config: dict[str, Any], fields: dict[str, Any]
+    dist: DistContext,
+    folder: str,
+    config: dict[str, Any],
+    fields: dict[str, Any],
+    lora: dict[str, Any] | None,
 ) -> dict[str, Any]:
     ctx = context(dist, folder)
-    model = HfModel(config=config, init="random", attention="eager").run(ctx)
+    model: Any = HfModel(config=config, init="random", attention="eager").run(ctx)
+    if lora is not None:
+        model = Lora(**lora).run(ctx, model)
     wrap = Fsdp(tensor_parallel=TensorParallel(size=2, **fields))
     precision = Precision(
         master="fp32", compute="fp32", reduce="fp32", buffer=None, loss_scaling=None
@@ -85,8 +92,10 @@ def everybodys(dist: DistContext, own: Tensor) -> bool:
     return all(torch.equal(lists[0], other) for other in lists)
 
 
-def dropped(folder: Any, config: dict[str, Any], **fields: Any) -> list[Dropped]:
-    first, _ = run_ranks(forward_masks, 2, str(folder), config, fields)
+def dropped(
+    folder: Any, config: dict[str, Any], lora: dict[str, Any] | None = None, **fields: Any
+) -> list[Dropped]:
+    first, _ = run_ranks(forward_masks, 2, str(folder), config, fields, lora)
     assert first["equal after"], "ranks of a group go on with different random numbers"
     return [Dropped(tuple(shape), equal) for shape, equal in first["masks"]]
 
@@ -110,3 +119,11 @@ def test_parts_of_the_sequence_drop_differently(tmp_path: Any) -> None:
     scores = Dropped((SAMPLES, HEADS, TOKENS, TOKENS), equal=True)
     part = Dropped((SAMPLES, TOKENS // 2, WIDTH), equal=False)
     assert found == [embedding, *[scores, part, part] * 2]
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_slices_of_an_updates_input_drop_differently(sequence: bool, tmp_path: Any) -> None:
+    """Attention gives all heads; the layer behind it splits them by features."""
+    lora = {"rank": 4, "targets": ("attn.c_proj",), "dropout": 0.2}
+    found = dropped(tmp_path, GPT2, lora, sequence=sequence, plan=GPT2_PLAN)
+    assert found == [Dropped((SAMPLES, TOKENS, WIDTH // 2), equal=False)] * 2
