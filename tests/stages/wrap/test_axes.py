@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.contracts.data import MicroBatch
 from pipeline.contracts.engine import StepReport
 from pipeline.contracts.stage import PlanView
 from pipeline.contracts.training import Progress
@@ -225,7 +226,8 @@ def test_a_loss_that_a_group_computes_alike_counts_once() -> None:
     for rank in range(4):
         dist = DistContext(rank=rank, world_size=4, device=torch.device("cpu"))
         engine = Silent(torch.nn.Linear(1, 1), dist, Axes(data=2, tensor=2))
-        batch: Any = SimpleNamespace(input_ids=torch.zeros(1, 2))
+        ids = torch.zeros(1, 2, dtype=torch.int64)
+        batch = MicroBatch(input_ids=ids, labels=ids)
         parts.append(float(engine.evaluate([batch], lambda model, batch: torch.tensor(3.0))))
     assert parts == [3.0, 0.0, 3.0, 0.0]
 
