@@ -31,8 +31,8 @@ Event = Literal["load", "gather", "forward", "loss", "begin", "regather", "backw
                 "weights", "rest", "step", "between"]  # fmt: skip
 """Events of a step: `gather` and `regather` when forward and backward come to a unit, `forward` and
 `backward` while it computes, `begin` in backward before any unit, `reduce` when a unit's gradients
-are all there, `weights` when those of a pipeline stage are, behind the second half of a backward,
-`rest` while another stage runs on the same rank; `between` two steps."""
+are all there, `weights` when all gradients of a pipeline stage are, at the end of the weights' half
+of backward, `rest` while another stage runs on the same rank, `between` two steps."""
 IN_BACKWARD: tuple[Event, ...] = ("regather", "backward", "reduce")
 """Events that come to a unit in backward."""
 
@@ -131,8 +131,8 @@ class Pass(NamedTuple):
 class PipelineStage:
     """Consecutive blocks on a rank, with the embeddings before the first block and the head behind
     the last, and what the strategy holds of them. stays: whether units that forward has gathered
-    stay so until backward. hidden, tokens: bytes for each sample of a
-    micro-batch of hidden states, and of its tokens."""
+    stay so until backward. hidden, tokens: bytes for each sample of a micro-batch of hidden states,
+    and of its tokens."""
 
     blocks: range
     first: bool

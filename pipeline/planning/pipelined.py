@@ -34,8 +34,8 @@ Candidates = list[list[Item]]
 @dataclass
 class _State:
     """A stage between its passes. first: no gradient is waiting; whole: its units are gathered;
-    over: its gradients are reduced. waiting: what micro-batches between forward
-    and backward keep, as items by micro-batch."""
+    over: its gradients are reduced. waiting: what micro-batches between forward and backward keep,
+    as items by micro-batch."""
 
     first: bool = True
     whole: bool = False

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from pipeline import Context, ModelSource, OptimizerPlan, Precision, StageError
-from pipeline.utils import with_values
+from pipeline.utils import local_part, with_values
 from stages.wrap.axes import Axes, required
 from stages.wrap.build import build_module, declared_facts, verify_engine
 from stages.wrap.context.attention import divide_sequence
@@ -132,8 +132,6 @@ class FsdpEngine(TorchEngine):
             **sharding_facts(self.model),
             "units": sum(sharding_facts(part)["units"] for part in self.parts),
             "sharded_parameters": sum(
-                one.to_local().numel()  # type: ignore[attr-defined]
-                for part in self.parts
-                for one in part.parameters()
+                local_part(one).numel() for part in self.parts for one in part.parameters()
             ),
         }

@@ -174,8 +174,8 @@ class StageShards(Sharded):
         backward, through = moment.event in IN_BACKWARD, moment.event == "reduce"
         if moment.last:
             return r * trained.between(place, len(self._model.blocks)) if through else 0
-        if moment.event == "weights":
-            return (c if moment.first else c + r) * trained.all
+        if moment.event == "weights":  # those of one dtype are added one by one
+            return (c if moment.first else r if r == c else c + r) * trained.all
         waits = (trained.after(place) if backward else 0) if moment.first else trained.all
         own = trained[place] if through and moment.first else 0
         head = backward and moment.unit != "head"

@@ -155,6 +155,7 @@ class BareEngine(Engine):
     ) -> Tensor:
         total = torch.zeros((), device=self.device)
         for batch in batches:
+            self._entrances.clear()  # of blocks that were computed again
             own = batch if self._division is None else self._division.own(batch)
             loss = objective(self.model, own)
             if self._entrances and self._division is not None and self._division.stages > 1:

@@ -44,8 +44,8 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def adds_gradients(function: Any, args: Any) -> bool:
     """Whether this is the autograd engine's addition of two gradients of one tensor. Without a
-    dispatch mode it happens in place, if nothing else holds the first argument, and that is no
-    DTensor."""
+    dispatch mode it happens in place, if the first argument is no DTensor and nothing else holds
+    it."""
     if function is not torch.ops.aten.add.Tensor or torch.is_grad_enabled():
         return False
     if torch._C._current_graph_task_id() == -1:
@@ -120,15 +120,16 @@ def cast_in(given: Any, dtype: torch.dtype) -> Any:
 def deferred_gradients(
     loss: Tensor, entrance: Node, named: Iterable[tuple[str, nn.Parameter]]
 ) -> dict[str, int]:
-    """Bytes of gradients that torch's backward in two halves keeps from the half of inputs to that
-    of weights, by the name of a weight that needs them; `entrance` made the stage's input."""
+    """Bytes of the gradients that torch's backward in two halves keeps from the half for inputs to
+    that for weights. Weights that need the same gradients are a group, for which one of their names
+    stands. `entrance` is the node that made the stage's input."""
     nodes: Any = halves._get_grad_fn_or_grad_acc
     of_weights = {nodes(weight): name for name, weight in named}
     edges = halves.construct_reverse_graph([nodes(loss)])
     found = {}
     for group in halves.get_param_groups([entrance], [*of_weights], edges):
         kept = (one for node in group["intermediates"] for one in node._input_metadata)
-        name = of_weights[next(iter(group["params"]))]
+        name = min(of_weights[node] for node in group["params"])
         found[name] = sum(math.prod(one.shape) * one.dtype.itemsize for one in kept)
     return found
 
@@ -139,7 +140,7 @@ def storage_key(storage: torch.UntypedStorage) -> int:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The tensor, or this process's shard of a DTensor."""
+    """The tensor behind a DTensor, without an operation; any other tensor itself."""
     part: Tensor = getattr(tensor, "_local_tensor", tensor)
     return part
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -41,16 +42,19 @@ def mend_halves(stage: Any) -> None:
     """
     from stages.wrap.torch_compat import sum_in_reduce_dtype
 
-    backward, weights = stage.backward_one_chunk, stage.backward_weight_one_chunk
+    kind, alive = type(stage), weakref.ref(stage)
+    # No cycle of references: the buffers of a stage go with the last one.
 
     def backward_one_chunk(chunk: int, *args: Any, **kwargs: Any) -> None:
+        stage: Any = alive()
         _, inputs = stage.fwd_cache[chunk]
-        backward(chunk, *args, **kwargs)
+        kind.backward_one_chunk(stage, chunk, *args, **kwargs)
         for one in inputs:
             one.grad = None
 
     def backward_weight_one_chunk(chunk: int, *args: Any, **kwargs: Any) -> None:
-        weights(chunk, *args, **kwargs)
+        stage: Any = alive()
+        kind.backward_weight_one_chunk(stage, chunk, *args, **kwargs)
         sum_in_reduce_dtype(stage.submod)
 
     stage.backward_one_chunk = backward_one_chunk

@@ -20,7 +20,7 @@ from pipeline import StageError
 def layer_ranges(layers: int, stages: int, head: int = 0, layer: int = 1) -> list[range]:
     """Return the layers of each stage, consecutive, such that the busiest stage has as little work
     as possible. The head belongs to the last stage; `head` and `layer` are elements of its matrix
-    and of a layer's, each of which is multiplied once for a token. Absent-over layers go to middle
+    and of a layer's, each of which is multiplied once for a token. Left-over layers go to middle
     stages first, since the first also has the embedding. Raises StageError for more stages than
     layers."""
     if stages > layers:

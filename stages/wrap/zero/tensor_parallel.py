@@ -65,7 +65,7 @@ class Groups:
 
 
 class ZeroDivider:
-    """The divider of one model, and the groups that follow from it."""
+    """Divides one model in place, and keeps the groups that follow from it."""
 
     def __init__(self, stage: Zero, ctx: Context, axes: Axes) -> None:
         """Make the groups (collective)."""

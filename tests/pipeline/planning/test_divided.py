@@ -80,6 +80,10 @@ CASES: dict[str, dict[str, Any]] = {
         for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble")
         for ranks in (2, 4)
     },
+    "InterleavedZeroBubble 2, fp32": {
+        "strategy": staged(2, "InterleavedZeroBubble") | {"sharding": "shard_grad_op"},
+        "accumulation": 8, "model": own(**DEEP), "compute": "fp32",
+    },
     "stages, again": {"strategy": staged(2), "accumulation": 4, "model": own(1, **DEEP)},
     "stages, packed": {"strategy": staged(2), "accumulation": 4, "packed": True},
     "stages, tied": {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +13,9 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.errors import StageError
+from pipeline.planning.trace.torch_compat import silent_group
 from stages.wrap.gradients import total_norm
-from stages.wrap.pipeline.schedule import Stage
+from stages.wrap.pipeline.schedule import Pipeline, PipelinePlan, Stage
 from stages.wrap.pipeline.split import layer_list
 from tests.support.processes import run_ranks
 
@@ -61,6 +64,31 @@ def test_models_whose_blocks_return_tuples_are_refused(kind: str, goes: bool) ->
         return
     with pytest.raises(StageError, match="return tuples, which are not passed between stages"):
         layer_list(model)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble"])
+def test_a_schedule_that_is_dropped_takes_its_buffers_with_it(schedule: str) -> None:
+    """Without the garbage collector, as steps of other shapes come one after another."""
+    with silent_group(2):
+        plan = PipelinePlan(
+            schedule=schedule, group=torch.distributed.group.WORLD,
+            stages_per_rank=1 if schedule == "1F1B" else 2, width=4, dtype=torch.float32,
+            device=torch.device("cpu"),
+        )  # fmt: skip
+        made = [
+            Stage(Recorder(), first=n == 0, last=False, dtype=torch.float32, beat=lambda: None)
+            for n in plan.own()
+        ]
+        pipeline = Pipeline(plan, made)
+        first = pipeline._schedule(2, 1, 4)
+        before = weakref.ref(first._stage if schedule == "1F1B" else first._stages[0])
+        del first
+        gc.disable()
+        try:
+            pipeline._schedule(4, 1, 4)
+            assert before() is None
+        finally:
+            gc.enable()
 
 
 def norms(dist: Any) -> float:
