@@ -1,9 +1,9 @@
 """Measure a rank's plan of a checkpoint by the number of ranks: seconds, memory, manifest.
 
 A 70B-shaped list of parameters with two moments, cut as FSDP, hybrid FSDP and ZeRO do it, and as
-FSDP does it over tensor-parallel groups of 8 ranks. Every
-rank's message is made as on that rank; then the work of rank 0 and of one other rank is measured in
-this process: `python benchmarks/planning.py [RANKS ...]`. Needs no GPU.
+FSDP does it over tensor-parallel groups of 8 ranks. Every rank's message is made as on that rank;
+then the work of rank 0 and of one other rank is measured in this process: `python
+benchmarks/planning.py [RANKS ...]`. Needs no GPU.
 """
 
 from __future__ import annotations
