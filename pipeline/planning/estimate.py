@@ -143,10 +143,7 @@ def _traffic(profile: Profile, share: StrategyMemory, step: Step) -> Iterator[fo
         return
     yield from share.traffic(step.microbatches)
     for one in profile.exchanges():
-        yield forecast.Traffic(
-            collective=one.collective, bytes=round(_of_step(one.bytes, step)), ranks=one.ranks,
-            apart=one.apart, what=one.what, waits=True,
-        )  # fmt: skip
+        yield one.traffic(_of_step(one.bytes, step))
 
 
 def _joined(every: Iterable[forecast.Traffic]) -> list[forecast.Traffic]:

@@ -24,7 +24,7 @@ from pipeline.planning.forecast import (
     Unit,
 )
 from pipeline.planning.moments import KEPT, LOGITS, OFFLOADED, held, inside
-from pipeline.planning.profile import ZERO, Line, Peak, Profile
+from pipeline.planning.profile import ZERO, Peak, Profile
 
 PASSED = "passed between stages"
 DEFERRED = "gradients for the weights' half of backward"
@@ -231,18 +231,14 @@ def _fullest(moments: Candidates) -> Candidates:
 def amounts(profile: Profile, rank: PipelineRank, name: str, samples: int) -> float:
     """An amount of the profile, such as operations, of all of a rank's passes."""
     lines = (_stage(profile, one).total(name) for one in rank.stages)
-    return sum(_at(line, samples) for line in lines) * rank.microbatches
+    return sum(line.at(samples) for line in lines) * rank.microbatches
 
 
 def exchanged(profile: Profile, rank: PipelineRank, samples: int) -> Iterator[Traffic]:
     """Traffic while a rank's stages compute, and of the hidden states that it passes on."""
     for one in rank.stages:
         for exchange in _stage(profile, one).exchanges():
-            size = exchange.bytes.at(samples) * rank.microbatches
-            yield Traffic(
-                collective=exchange.collective, bytes=size, ranks=exchange.ranks,
-                apart=exchange.apart, what=exchange.what, waits=True,
-            )  # fmt: skip
+            yield exchange.traffic(exchange.bytes.at(samples) * rank.microbatches)
     size = sum(one.hidden * one.received for one in rank.stages) * samples * rank.microbatches
     yield Traffic(
         collective="send", bytes=size, ranks=rank.ranks, apart=rank.apart,
@@ -252,7 +248,3 @@ def exchanged(profile: Profile, rank: PipelineRank, samples: int) -> Iterator[Tr
 
 def _stage(profile: Profile, one: PipelineStage) -> Profile:
     return profile.stage(one.blocks, first=one.first, last=one.last)
-
-
-def _at(line: Line, samples: int) -> float:
-    return line.fixed + line.each * samples

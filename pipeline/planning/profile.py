@@ -26,7 +26,7 @@ import pipeline
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.precision import Precision
 from pipeline.contracts.training import TrainedRun
-from pipeline.planning.forecast import Collective, Event, Unit
+from pipeline.planning.forecast import Collective, Event, Traffic, Unit
 from pipeline.planning.planner import Job, Planner
 from pipeline.planning.shapes import ModelShape
 from pipeline.utils.files import private_folder, replace_text
@@ -76,6 +76,13 @@ class Exchange:
     apart: int
     what: str
     bytes: Line
+
+    def traffic(self, size: float) -> Traffic:
+        """Traffic of a step in which these exchanges have `size` bytes in all."""
+        return Traffic(
+            collective=self.collective, bytes=round(size), ranks=self.ranks, apart=self.apart,
+            what=self.what, waits=True,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from pipeline import Context, Engine, ModelSource, OptimizerPlan, Precision
 from pipeline.planning import (
@@ -21,7 +21,7 @@ from pipeline.planning import (
     Tier,
     Topology,
 )
-from stages.wrap.axes import FIELDS, required
+from stages.wrap.axes import required
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.fsdp_memory import Sharded
 from stages.wrap.model_parts import model_parts
@@ -33,37 +33,44 @@ PRESETS = {
     "fsdp": (Tier.SHARDED, "full_shard", "shards over all ranks, gathered block by block"),
     "fsdp-hybrid": (Tier.SHARDED_WITHIN_NODES, "hybrid_shard", "shards within each node"),
 }
-AXES: dict[str, tuple[str, Sequence[int]]] = {
-    "context": ("cp", (2, 4, 8, 16, 32)),
-    "tensor": ("tp", (2, 4, 8)),
-    "experts": ("ep", (2, 4, 8, 16, 32)),
-    "pipeline": ("pp", (2, 4, 8)),
+
+
+@dataclass(frozen=True)
+class AxisOffer:
+    """An axis among the presets: its short name, its field, sizes to offer, and what its ranks
+    share."""
+
+    short: str
+    field: str
+    sizes: Sequence[int]
+    shared: str
+
+
+OFFERS = {
+    "context": AxisOffer("cp", "context_parallel", (2, 4, 8, 16, 32), "every sample"),
+    "tensor": AxisOffer("tp", "tensor_parallel", (2, 4, 8), "every layer"),
+    "experts": AxisOffer("ep", "expert_parallel", (2, 4, 8, 16, 32), "experts"),
+    "pipeline": AxisOffer("pp", "pipeline_parallel", (2, 4, 8), "blocks"),
 }
-"""Axis -> its short name, and sizes to offer."""
 BOTH: Sequence[tuple[int, str, int]] = (
     (8, "context", 2), (8, "context", 4), (8, "pipeline", 2), (8, "pipeline", 4),
 )  # fmt: skip
 """Sizes to offer of the tensor-parallel axis with another one."""
-SHARED = {
-    "context": "every sample over {} ranks",
-    "tensor": "every layer over {} ranks",
-    "experts": "experts over {} ranks",
-    "pipeline": "blocks over {} ranks",
-}
 
 
 def _divided(axes: dict[str, int]) -> tuple[str, Preset]:
     """Name and preset of shards over what the axes leave."""
-    name = "-".join(["fsdp", *(f"{AXES[axis][0]}{size}" for axis, size in axes.items())])
-    fields: dict[str, Any] = {
-        ("expert_parallel" if axis == "experts" else FIELDS[axis]): {"size": size}
-        for axis, size in axes.items()
-    }
-    shared = ", ".join(SHARED[axis].format(size) for axis, size in axes.items())
+    offers = [(OFFERS[axis], size) for axis, size in axes.items()]
+    name = "-".join(["fsdp", *(f"{offer.short}{size}" for offer, size in offers)])
+    shared = ", ".join(f"{offer.shared} over {size} ranks" for offer, size in offers)
     # Gradients stay whole in a pipeline anyhow.
     at_first = {} if "pipeline" in axes else WHOLE
     return name, Preset(
-        order=Tier.DIVIDED, what=f"shards, {shared}", fields=fields, at_first=at_first, axes=axes
+        order=Tier.DIVIDED,
+        what=f"shards, {shared}",
+        fields={offer.field: {"size": size} for offer, size in offers},
+        at_first=at_first,
+        axes=axes,
     )
 
 
@@ -76,7 +83,7 @@ class FsdpPlanner(Planner[Fsdp]):
             name: Preset(order=order, what=what, fields={"sharding": sharding}, at_first=WHOLE)
             for name, (order, sharding, what) in PRESETS.items()
         }
-        single = [{axis: size} for axis, (_, sizes) in AXES.items() for size in sizes]
+        single = [{axis: size} for axis, offer in OFFERS.items() for size in offer.sizes]
         return plain | dict(
             map(_divided, [*single, *({"tensor": t, axis: n} for t, axis, n in BOTH)])
         )

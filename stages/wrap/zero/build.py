@@ -57,19 +57,8 @@ def build(
 
     # Opened first: this compares the weights with the model.
     with contextlib.closing(model.weights()) as reader:
-        module = build_empty(model, precision)
-        divider = None
-        if axes.tensor > 1:
-            divider = ZeroDivider(stage, ctx, axes)
-            wholes = divider.divide(model, module)
-            divider.materialize(module, wholes, torch_dtype(precision.compute), config)
-        elif stage.stage == 3:
-            module = _partitioned(model, module, config, ctx.dist.device)
-        else:
-            materialize(module, ctx.dist.device, buffer_device=ctx.dist.device)
-        if stage.stage == 3:
-            _tell_of_parameters(model, module)
-        cast_buffers(module, precision)
+        divider = ZeroDivider(stage, ctx, axes) if axes.tensor > 1 else None
+        module = _module(stage, ctx, model, precision, config, divider)
         divide_sequence(module, axes, ctx.dist.device.type)
         with compat.quiet():
             live, *_ = deepspeed.initialize(
@@ -89,6 +78,26 @@ def build(
         engine.sync_compute_weights()
     verify_engine(ctx, engine, _expected(stage, ctx, precision, plan))
     return engine
+
+
+def _module(
+    stage: Zero, ctx: Context, model: ModelSource, precision: Precision,
+    config: Mapping[str, Any], divider: ZeroDivider | None,
+) -> nn.Module:  # fmt: skip
+    """The module that DeepSpeed is given: this rank's parts of layers, parameters partitioned as
+    they come, or whole ones; not yet loaded."""
+    module = build_empty(model, precision)
+    if divider is not None:
+        wholes = divider.divide(model, module)
+        divider.materialize(module, wholes, torch_dtype(precision.compute), config)
+    elif stage.stage == 3:
+        module = _partitioned(model, module, config, ctx.dist.device)
+    else:
+        materialize(module, ctx.dist.device, buffer_device=ctx.dist.device)
+    if stage.stage == 3:
+        _tell_of_parameters(model, module)
+    cast_buffers(module, precision)
+    return module
 
 
 def _partitioned(
