@@ -21,7 +21,7 @@ Offsets = tuple[int, ...]
 
 
 class _Kind(NamedTuple):
-    """What slabs must have in common to be in one family."""
+    """Traits that slabs must have in common to be in one family."""
 
     offsets: Offsets
     width: int = 0

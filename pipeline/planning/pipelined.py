@@ -58,10 +58,7 @@ class PipelinePeaks:
         """Each fullest moment's phase, and everything that is held then."""
         yield LOAD, self._all(Moment("load"))
         passing = [*self._buffers()]
-        for scheduled, number, batch in self._rank.passes:
-            kind = self._real(scheduled, number)
-            if kind is None:
-                continue
+        for kind, number, batch in self._rank.passes:
             state = self._states[number]
             if kind == "release":
                 state.whole = False
@@ -81,13 +78,6 @@ class PipelinePeaks:
         yield UPDATE, [*self._all(Moment("step")), *passing]
         for phase in (UPDATE, SAVE, RESUME):
             yield phase, [*self._all(Moment("between")), *passing]
-
-    def _real(self, kind: Kind, number: int) -> Kind | None:
-        """The pass that torch runs: no gradients of inputs are computed for the first stage, whose
-        weights' half is all of backward."""
-        if not self._rank.stages[number].first or kind not in ("inputs", "weights"):
-            return kind
-        return "backward" if kind == "weights" else None
 
     def _all(self, moment: Moment) -> list[Item]:
         stages = self._rank.stages

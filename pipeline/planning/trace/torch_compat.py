@@ -86,8 +86,8 @@ class Link(NamedTuple):
 
 
 def collective(function: Any, arguments: Sequence[Any]) -> tuple[Link, int] | None:
-    """What an operation exchanges, and its bytes as the largest tensor of a rank has them; None for
-    other operations."""
+    """The collective that an operation is, and its bytes as the largest tensor of a rank has them;
+    None for other operations."""
     if function.namespace not in ("c10d", "_c10d_functional"):
         return None
     kind = COLLECTIVES.get(function._overloadpacket.__name__)

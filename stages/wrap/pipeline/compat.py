@@ -78,7 +78,8 @@ def orders(
     schedule: str, ranks: int, per_rank: int, count: int
 ) -> list[list[tuple[Any, int, int, int]]]:
     """The passes of each rank under a schedule of several stages a rank: kind, number of the stage
-    on its rank and among all, micro-batch."""
+    on its rank and among all, micro-batch. The first stage has no gradients of inputs: torch skips
+    that half there, and runs all of backward as the half for weights."""
     import torch
     from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -110,4 +111,5 @@ def orders(
 
 
 def _kind(action: Any) -> str:
-    return str(action.computation_type.value)
+    kind = str(action.computation_type.value)
+    return {"I": "skipped", "W": "B"}.get(kind, kind) if action.stage_index == 0 else kind

@@ -78,7 +78,7 @@ def idle_shares(orders: Orders, stages: int) -> list[float]:
                 if ready is None:
                     break
                 if kind in TIMES:
-                    clocks[rank] = max(clocks[rank], ready) + _time(kind, stage)
+                    clocks[rank] = max(clocks[rank], ready) + TIMES[kind]
                     done = "weights" if kind == "weights" else _direction(kind)
                     over[done, stage, batch] = clocks[rank]
                 places[rank] += 1
@@ -86,14 +86,6 @@ def idle_shares(orders: Orders, stages: int) -> list[float]:
     span = max(clocks)
     busy = [sum(TIMES.get(one.local.kind, 0) for one in order) for order in orders]
     return [1 - one / span for one in busy]
-
-
-def _time(kind: Kind, stage: int) -> int:
-    """Time of a pass. The first stage has no gradients of inputs, and all of backward as its half
-    for weights."""
-    if stage == 0 and kind in ("inputs", "weights"):
-        return 0 if kind == "inputs" else TIMES["backward"]
-    return TIMES[kind]
 
 
 def _direction(kind: Kind) -> str:
