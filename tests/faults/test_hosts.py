@@ -1,5 +1,4 @@
-"""Runs on two and three hosts, each with one fault: they recover, or fail cleanly, within a
-minute."""
+"""Runs on two and three hosts, each with one fault: they recover, or fail cleanly; none hangs."""
 
 from __future__ import annotations
 
