@@ -1,4 +1,5 @@
-"""Runs on two and three hosts, each with one fault: they recover, or fail cleanly; none hangs."""
+"""Runs on two and three hosts, each with one fault: they recover, or fail cleanly, within a
+minute."""
 
 from __future__ import annotations
 
