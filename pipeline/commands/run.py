@@ -38,6 +38,17 @@ def node_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+def display_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say what is shown of a run."""
+    for option in (
+        click.option("--json", is_flag=True, help="Write events to standard output, as JSON."),
+        click.option("-v", "--verbose", is_flag=True, help="Show debug messages too."),
+        click.option("-q", "--quiet", is_flag=True, help="Show warnings and errors only."),
+    ):
+        command = option(command)
+    return command
+
+
 @click.command("run")
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1)
@@ -62,6 +73,7 @@ def node_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="A plan saved by `pipe plan --out`: refuse to run anything else (exit code 4).",
 )
 @node_options
+@display_options
 @trust_options
 def run(
     recipe: Path,
@@ -71,6 +83,9 @@ def run(
     fresh: bool,
     runs: Path,
     planned: Path | None,
+    quiet: bool,
+    verbose: bool,
+    json: bool,
     **where: Any,
 ) -> None:
     """Carry out RECIPE, from loading the model to exporting it.
@@ -82,7 +97,9 @@ def run(
     from pipeline.launch.start import Job, start
     from pipeline.plan.plan import plan_file
     from pipeline.run import rundir
+    from pipeline.run.rank_logging import say
     from pipeline.run.saved_plan import require_planned
+    from pipeline.view.screen import Display
 
     def plan(started: Started) -> Plan:
         made = plan_file(recipe, overrides, here=True, started=started)
@@ -98,11 +115,12 @@ def run(
             found = rundir.claim(run_dir, fresh=fresh)
         if group is not None:
             rundir.open_to(found, group)
-        click.echo(f"run folder: {found}")
+        say(f"run folder: {found}")
         return found.resolve()
 
+    display = Display(quiet=quiet, verbose=verbose, json=json)
     with plan_beside(plan):
-        start(Job(plan=plan, folder=folder), NodeOptions(**where))
+        start(Job(plan=plan, folder=folder, display=display), NodeOptions(**where))
 
 
 @contextlib.contextmanager
@@ -150,12 +168,16 @@ ACCEPTABLE = (
     help="Continue although this part of the training has changed. May be repeated.",
 )
 @node_options
+@display_options
 @trust_options
 def resume(
     run_dir: Path,
     overrides: tuple[str, ...],
     recipe: Path | None,
     accept: tuple[str, ...],
+    quiet: bool,
+    verbose: bool,
+    json: bool,
     **where: Any,
 ) -> None:
     """Continue RUN at its first unfinished stage, training from its newest checkpoint.
@@ -169,6 +191,7 @@ def resume(
     from pipeline.launch.start import Job, start
     from pipeline.plan.plan import plan_file
     from pipeline.run import rundir
+    from pipeline.view.screen import Display
 
     def plan(started: Started) -> Plan:
         path = recipe or rundir.existing(run_dir) / rundir.RECIPE
@@ -177,5 +200,6 @@ def resume(
     def folder(_: Plan) -> Path:
         return rundir.existing(run_dir).resolve()
 
+    display = Display(quiet=quiet, verbose=verbose, json=json)
     with plan_beside(plan):
-        start(Job(plan=plan, folder=folder, accept=accept), NodeOptions(**where))
+        start(Job(plan=plan, folder=folder, display=display, accept=accept), NodeOptions(**where))

@@ -19,6 +19,7 @@ from pipeline.launch.messages import MOST_TEXT, Over
 from pipeline.launch.start import is_done, opened
 from pipeline.plan.plan import Plan, Started
 from pipeline.run import rundir
+from pipeline.view.screen import Screen
 
 if TYPE_CHECKING:
     from pipeline.launch.start import Job
@@ -43,8 +44,8 @@ def start_node(job: Job, found: NodePlacement) -> None:
                 coordinator.end(Over(kind="finished"))
                 server.linger(ARRIVAL_SECONDS, nodes=found.max_nodes - 1)
                 return
-            with opened(plan, folder):
-                _lead(coordinator, plan, folder, found)
+            with opened(plan, folder), job.display.shown(plan, folder) as screen:
+                _lead(coordinator, plan, folder, found, screen)
 
 
 def _coordinator(job: Job, plan: Plan, folder: Path, found: NodePlacement) -> Coordinator:
@@ -75,7 +76,9 @@ def _served(coordinator: Coordinator, found: NodePlacement) -> Iterator[Server]:
             server.linger(LINGER_SECONDS)
 
 
-def _lead(coordinator: Coordinator, plan: Plan, folder: Path, found: NodePlacement) -> None:
+def _lead(
+    coordinator: Coordinator, plan: Plan, folder: Path, found: NodePlacement, screen: Screen
+) -> None:
     """Take part as node 0, and record restarts while no rank runs here."""
 
     def record() -> None:
@@ -83,12 +86,12 @@ def _lead(coordinator: Coordinator, plan: Plan, folder: Path, found: NodePlaceme
             note = coordinator.notes.pop(0)
             restarted(folder, plan, note.text, note.number, note.seconds)
 
-    _conclude(Agent(plan, found, record).run())
+    _conclude(Agent(plan, found, record, screen).run())
 
 
 def _join(plan: Plan, found: NodePlacement) -> None:
     try:
-        _conclude(Agent(plan, found, lambda: None).run())
+        _conclude(Agent(plan, found, lambda: None, Screen()).run())
     except Interrupted as interrupted:
         raise RunStopped(f"stopped by {interrupted}") from None
 

@@ -48,8 +48,15 @@ class LocalRanks:
         for descriptor in (self._spare, *self._stacks):
             os.close(descriptor)
 
-    def start(self, run_dir: Path, accept: Sequence[str], descriptors: Sequence[int] = ()) -> None:
-        """Start all; they inherit `descriptors`. Raises OSError."""
+    def start(
+        self,
+        run_dir: Path,
+        accept: Sequence[str],
+        descriptors: Sequence[int] = (),
+        output: int | None = None,
+    ) -> None:
+        """Start all; they inherit `descriptors`. What rank 0 prints goes to `output`, if given.
+        Raises OSError."""
         command = own_module("pipeline.run.worker", str(run_dir), str(os.getpid()), *accept)
         shared = [*descriptors, self._spare, self.heartbeats.descriptor]
         for place, stacks in zip(self.places, self._stacks, strict=True):
@@ -57,9 +64,10 @@ class LocalRanks:
                 HEARTBEATS: f"/proc/self/fd/{self.heartbeats.descriptor}",
                 STACKS: f"/proc/self/fd/{stacks}",
             }
+            prints = output if int(place["RANK"]) == 0 else None
             process = subprocess.Popen(
                 command, env=os.environ | own | place, pass_fds=[*shared, stacks],
-                stdin=subprocess.DEVNULL, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=prints, stderr=prints, start_new_session=True,
             )  # fmt: skip
             self.processes.append(process)
 

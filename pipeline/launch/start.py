@@ -27,10 +27,13 @@ from pipeline.errors import CommandStopped, PipeError, RunStopped, UsageError, s
 from pipeline.plan.plan import Plan, Started
 from pipeline.run import failures, rundir
 from pipeline.run.journal import Journal
+from pipeline.run.rank_logging import say
 from pipeline.run.resume import plan_resume, results
 from pipeline.utils.files import replace_text
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import align
+from pipeline.view.screen import Display
+from pipeline.view.words import duration
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -44,6 +47,7 @@ class Job:
     """Makes the plan for what a launcher has started."""
     folder: Callable[[Plan], Path]
     """Makes or finds the run's folder; called once in the whole run."""
+    display: Display
     accept: Sequence[str] = ()
     """Changes that are intended."""
 
@@ -92,8 +96,8 @@ def _start_here(job: Job, procs: int | None) -> None:
             return
         from pipeline.launch.local import launch
 
-        with opened(plan, folder):
-            launch(plan, folder, job.accept)
+        with opened(plan, folder), job.display.shown(plan, folder) as screen:
+            launch(plan, folder, job.accept, screen)
 
 
 def _lead(job: Job) -> None:
@@ -166,7 +170,7 @@ def is_done(plan: Plan, folder: Path) -> bool:
         return False
     if not journal.ended_well():
         journal.write("run finished")
-    click.echo("nothing to do: every stage has finished")
+    say("nothing to do: every stage has finished")
     _show_results(plan, folder)
     return True
 
@@ -174,7 +178,7 @@ def is_done(plan: Plan, folder: Path) -> bool:
 def _show_results(plan: Plan, folder: Path) -> None:
     places = [("run folder", folder), *results(plan, Journal(folder / rundir.JOURNAL))]
     for line in align([(name, str(place)) for name, place in places], left=2):
-        click.echo(f"  {line}")
+        say(f"  {line}")
 
 
 @contextlib.contextmanager
@@ -212,7 +216,7 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
             raise RunStopped(f"stopped by {error}\n{failures.continuation(folder)}") from None
         raise
     journal.write("run finished")
-    click.echo(f"finished in {_duration(time.monotonic() - began)}")
+    say(f"finished in {duration(time.monotonic() - began)}")
     _show_results(plan, folder)
 
 
@@ -225,8 +229,3 @@ def _journal_end(journal: Journal, folder: Path, error: BaseException) -> None:
     else:
         journal.write("run stopped", problem=str(error) or type(error).__name__)
 
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

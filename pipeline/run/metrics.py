@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -59,3 +59,20 @@ def is_record(record: dict[str, Any]) -> bool:
     return all(type(value) in (int, NoneType) for value in steps) and all(
         type(value) in (int, float, NoneType) for value in losses
     )
+
+
+KINDS = {
+    "anomaly": "anomaly",
+    "straggler": "straggler",
+    "generated": "generated",
+    "checkpoint_seconds": "checkpoint written",
+    "checkpoint_stall_seconds": "checkpoint",
+    "eval_loss": "evaluation",
+    "loss": "step",
+}
+"""Key that only one kind of record has -> its kind."""
+
+
+def kind_of(record: Mapping[str, Any]) -> str:
+    """Return what a record is of: a step, an evaluation, a checkpoint or something else."""
+    return next((kind for key, kind in KINDS.items() if key in record), "other")

@@ -10,9 +10,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+import click
+
 from pipeline.errors import StageError, system_errors_as
 from pipeline.utils.files import opened, private_folder
 from pipeline.utils.terminal import ShownFormatter
+
+SCREEN = "PIPE_SCREEN"
+"""Environment variable: what shows the run (`live`, `lines`, `quiet` or `json`), and `verbose`
+behind it if debug messages are wanted too."""
+IN_DISPLAY = {"in_display": True}
+"""`extra` of a log message whose facts a live display shows by itself."""
+
+
+def say(text: str) -> None:
+    """Print a line of the launching process, unless only warnings and errors are wanted."""
+    if "quiet" not in os.environ.get(SCREEN, ""):
+        click.echo(text)
 
 
 def open_log(run_dir: Path, rank: int) -> IO[str]:
@@ -39,12 +53,22 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
         stack.callback(logging.captureWarnings, False)
         logging.captureWarnings(True)
         if rank == 0:
-            to_screen = logging.StreamHandler(sys.stdout)
-            to_screen.setLevel(logging.INFO)
-            stack.enter_context(_attached(log, to_screen))
+            sys.stdout.reconfigure(line_buffering=True)  # a pipe, where a display shows it
+            stack.enter_context(_attached(log, _screen_handler(os.environ.get(SCREEN, ""))))
         else:
             stack.enter_context(_output_to(to_file.stream))
         yield log
+
+
+def _screen_handler(screen: str) -> logging.Handler:
+    """Return the handler that writes to the screen what is wanted there (SCREEN)."""
+    handler = logging.StreamHandler(sys.stdout)
+    words = screen.split()
+    quiet = logging.WARNING if "quiet" in words else logging.INFO
+    handler.setLevel(logging.DEBUG if "verbose" in words else quiet)
+    if "live" in words:
+        handler.addFilter(lambda record: not getattr(record, "in_display", False))
+    return handler
 
 
 ASIDES = ("py.warnings", "torchao", "torch.utils._pytree")

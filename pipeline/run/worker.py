@@ -27,11 +27,13 @@ from pipeline.errors import StageError
 from pipeline.plan.plan import Plan, make_plan
 from pipeline.recipe import load_recipe
 from pipeline.run import failures, rundir
+from pipeline.run.activity_record import ActivityRecord
 from pipeline.run.journal import Journal
 from pipeline.run.metrics import Metrics
 from pipeline.run.rank_logging import open_log, rank_log
 from pipeline.run.runner import Runner
 from pipeline.run.self_watch import watched
+from pipeline.utils.activity import show_in
 from pipeline.utils.process_tree import die_with
 from pipeline.utils.terminal import guard
 
@@ -86,6 +88,8 @@ def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str]
             current.append(ctx)
             for warning in plan.warnings:
                 log.warning("%s", warning)
+            record = ActivityRecord(log, run_dir if dist.is_main else None)
+            stack.enter_context(show_in(record))
             timeouts = plan.recipe.launch.timeouts
             stack.enter_context(watched(run_dir, dist, timeouts))
             runner = Runner(plan, ctx, Journal(run_dir / rundir.JOURNAL))

@@ -1,0 +1,112 @@
+"""Long pieces of work whose progress people can follow: tokenising, loading, saving, exporting.
+
+Code that works says what it does and how far it is; whoever started the process says where that is
+shown (`show_in`). Without a place, nothing is shown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pipeline.utils.text import human
+
+BYTES = "B"
+"""Unit of sizes, which are shown as `1.5 GB`."""
+LOOK_SECONDS = 0.2
+"""Seconds between two looks at what an activity has done."""
+
+
+@dataclass(eq=False)
+class Activity:
+    """A piece of work under way."""
+
+    name: str
+    """A participle and its object: `tokenising train.jsonl`."""
+    total: float | None = None
+    """Amount of all of it; None if not known."""
+    unit: str = ""
+    """Plural of what is counted (`rows`), or BYTES."""
+    done: float = 0
+    began: float = field(default_factory=time.monotonic)
+    _looked: float = field(default=0.0, init=False)
+
+    def advance(self, amount: float = 1) -> None:
+        """Note that `amount` more is done; costs less than a microsecond unless it is time to look
+        again."""
+        self.done += amount
+        now = time.monotonic()
+        if now - self._looked >= LOOK_SECONDS:
+            self._looked = now
+            _place.changed(self)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since it began."""
+        return max(time.monotonic() - self.began, 1e-9)
+
+    def describe(self) -> str:
+        """Return `tokenising train.jsonl: 5,000 of 20,000 rows (25 %)`."""
+        done = _amount(self.done, self.unit)
+        if self.total is None:
+            rate = _amount(self.done / self.seconds, self.unit)
+            return f"{self.name}: {done}, {rate} a second" if self.unit else self.name
+        share = 100 * self.done / self.total if self.total else 100.0
+        return f"{self.name}: {done} of {_amount(self.total, self.unit)} ({share:.0f} %)"
+
+    def summary(self) -> str:
+        """Return `1.5 GB in 2.0 s (0.8 GB/s)` of bytes that were moved."""
+        rate = human(self.done / self.seconds)
+        return f"{human(self.done)} in {self.seconds:.1f} s ({rate}/s)"
+
+
+class Place(Protocol):
+    """Where activities are shown. The methods are called in the threads that work."""
+
+    def changed(self, activity: Activity) -> None:
+        """Show how far an activity is; called at most every LOOK_SECONDS."""
+
+    def ended(self, activity: Activity) -> None:
+        """Take an activity away that has ended, well or not."""
+
+
+class Nowhere:
+    """A place that shows nothing."""
+
+    def changed(self, activity: Activity) -> None:
+        pass
+
+    def ended(self, activity: Activity) -> None:
+        pass
+
+
+_place: Place = Nowhere()
+
+
+@contextlib.contextmanager
+def show_in(place: Place) -> Iterator[None]:
+    """Show this process's activities in a place while the body runs."""
+    global _place
+    before, _place = _place, place
+    try:
+        yield
+    finally:
+        _place = before
+
+
+@contextlib.contextmanager
+def activity(name: str, total: float | None = None, unit: str = "") -> Iterator[Activity]:
+    """Do the body's work as an activity, which is shown until the body ends."""
+    started = Activity(name, total, unit)
+    _place.changed(started)
+    try:
+        yield started
+    finally:
+        _place.ended(started)
+
+
+def _amount(value: float, unit: str) -> str:
+    return human(value) if unit == BYTES else f"{value:,.0f} {unit}".rstrip()

@@ -1,0 +1,149 @@
+"""What a launching process shows of the run that it has started."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import sys
+import time
+from abc import ABC
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TextIO
+
+from pipeline.contracts.engine import Engine
+from pipeline.distributed.environment import is_worker
+from pipeline.run.rank_logging import SCREEN
+from pipeline.utils.text import plural
+from pipeline.view.follow import Follower
+
+if TYPE_CHECKING:
+    from pipeline.plan.plan import Plan, PlannedSlot
+
+Choice = Literal["live", "lines", "quiet", "json"]
+LOOK_SECONDS = 0.25
+"""Seconds between two looks at the run's folder."""
+
+
+class Screen(ABC):
+    """Shows a run while its launcher waits for the ranks; this one leaves that to rank 0."""
+
+    output: int | None = None
+    """Descriptor for rank 0's standard output and error; None: the launcher's own."""
+
+    def refresh(self) -> None:
+        """Show what is new. Called often, and costs nothing when it is too early."""
+
+    def close(self) -> None:
+        """Show the end, and leave the terminal as it was."""
+
+
+class Display:
+    """Shows the run of this process as a person has asked for: at most one in a process."""
+
+    def __init__(self, *, quiet: bool = False, verbose: bool = False, json: bool = False) -> None:
+        """Decide what to show, and tell it to the ranks that this process will start, or to itself
+        if it is one. With `json`, all that this process and its ranks print goes to standard error
+        from now on, and events to what was standard output."""
+        self._choice = _choice(quiet=quiet, json=json)
+        os.environ[SCREEN] = f"{self._choice} verbose" if verbose else self._choice
+        self._events = _set_aside_stdout() if json else None
+
+    @contextlib.contextmanager
+    def shown(self, plan: Plan, folder: Path) -> Iterator[Screen]:
+        """Show the run in `folder` while the body runs it."""
+        screen = self._made(plan, folder)
+        try:
+            yield screen
+        finally:
+            screen.close()
+
+    def _made(self, plan: Plan, folder: Path) -> Screen:
+        if self._choice in ("lines", "quiet"):
+            return Screen()
+        run = Follower(folder, {step.slot: step.use for step in plan.steps})
+        if self._events is not None:
+            from pipeline.view.events import JsonScreen
+
+            return JsonScreen(run, self._events)
+        from pipeline.view.live import Header
+        from pipeline.view.live_screen import LiveScreen
+
+        view = plan.view
+        wrap = next((step.use for step in plan.steps if _gives_engine(step)), "")
+        where = ", ".join(filter(None, (wrap, plural(view.procs, "process"), view.device)))
+        return LiveScreen(run, Header(name=folder.name, where=where))
+
+
+def _choice(*, quiet: bool, json: bool) -> Choice:
+    """Return what to show: a live display in a terminal that can draw, lines elsewhere."""
+    if json:
+        return "json"
+    if quiet:
+        return "quiet"
+    draws = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+    return "live" if draws and not is_worker() else "lines"
+
+
+def _set_aside_stdout() -> TextIO:
+    """Return this process's standard output, whose descriptor leads to standard error from now
+    on."""
+    sys.stdout.flush()
+    aside = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
+    os.dup2(2, 1)
+    return aside
+
+
+def _gives_engine(step: PlannedSlot) -> bool:
+    return step.gives is not None and issubclass(step.gives, Engine)
+
+
+class Now:
+    """Says whether it is time for another look."""
+
+    def __init__(self, seconds: float = LOOK_SECONDS) -> None:
+        self._seconds, self._looked = seconds, 0.0
+
+    def __call__(self) -> bool:
+        """Return whether the last time that this was true is long enough ago."""
+        now = time.monotonic()
+        if now - self._looked < self._seconds:
+            return False
+        self._looked = now
+        return True
+
+
+class LinePipe:
+    """A pipe for another process's lines, which never makes this one wait."""
+
+    SIZE = 1 << 20
+    """Bytes that it holds while nobody reads, if the system allows as much."""
+
+    def __init__(self) -> None:
+        self._read, self.write = os.pipe()
+        os.set_blocking(self._read, False)
+        with contextlib.suppress(OSError, AttributeError):
+            fcntl.fcntl(self._read, fcntl.F_SETPIPE_SZ, self.SIZE)
+        self._rest = b""
+
+    def lines(self) -> Iterator[str]:
+        """Yield the complete lines that are new, without their ends."""
+        while True:
+            try:
+                data = os.read(self._read, 1 << 16)
+            except BlockingIOError:
+                return
+            *whole, self._rest = (self._rest + data).split(b"\n")
+            for line in whole:
+                yield line.decode(errors="replace").rstrip("\r")
+            if not data:
+                return
+
+    def close(self) -> Iterator[str]:
+        """Yield what is left, an unfinished line too, and close both ends."""
+        yield from self.lines()
+        if self._rest:
+            yield self._rest.decode(errors="replace")
+        for end in (self._read, self.write):
+            os.close(end)
