@@ -75,5 +75,6 @@ if TYPE_CHECKING:
         in_words,
         system_errors_as,
     )
+    from pipeline.run.rank_logging import IN_DISPLAY
 else:
     __getattr__ = lazily(__name__, __file__)

@@ -19,7 +19,9 @@ import click
 
 from pipeline.errors import PipeError, RecipeError, in_words, is_expected
 from pipeline.run.rank_logging import hush_asides
+from pipeline.utils.activities import show_in
 from pipeline.utils.terminal import guard
+from pipeline.view.terminal_activity import CommandActivities
 
 COMMANDS = {
     "run": ("run:run", "Run a recipe's stages, in order."),
@@ -68,7 +70,8 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with show_in(CommandActivities()):
+                return super().invoke(ctx)
         except PipeError as error:
             prefix = "" if isinstance(error, RecipeError) else "error: "
             _leave(f"{prefix}{error}", error.exit_code)

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipeline.commands.display import display_options
 from pipeline.commands.trust import trust_options
 
 if TYPE_CHECKING:
     from pipeline.plan.plan import Plan, Started
+    from pipeline.view.screen import Display
 
 
 def node_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,17 +35,6 @@ def node_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="Number of nodes; this command is started on each. With MIN:MAX the run goes on "
             "with those that are left.",
         ),
-    ):
-        command = option(command)
-    return command
-
-
-def display_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say what is shown of a run."""
-    for option in (
-        click.option("--json", is_flag=True, help="Write events to standard output, as JSON."),
-        click.option("-v", "--verbose", is_flag=True, help="Show debug messages too."),
-        click.option("-q", "--quiet", is_flag=True, help="Show warnings and errors only."),
     ):
         command = option(command)
     return command
@@ -83,9 +74,7 @@ def run(
     fresh: bool,
     runs: Path,
     planned: Path | None,
-    quiet: bool,
-    verbose: bool,
-    json: bool,
+    display: Display,
     **where: Any,
 ) -> None:
     """Carry out RECIPE, from loading the model to exporting it.
@@ -99,7 +88,6 @@ def run(
     from pipeline.run import rundir
     from pipeline.run.rank_logging import say
     from pipeline.run.saved_plan import require_planned
-    from pipeline.view.screen import Display
 
     def plan(started: Started) -> Plan:
         made = plan_file(recipe, overrides, here=True, started=started)
@@ -118,7 +106,6 @@ def run(
         say(f"run folder: {found}")
         return found.resolve()
 
-    display = Display(quiet=quiet, verbose=verbose, json=json)
     with plan_beside(plan):
         start(Job(plan=plan, folder=folder, display=display), NodeOptions(**where))
 
@@ -175,9 +162,7 @@ def resume(
     overrides: tuple[str, ...],
     recipe: Path | None,
     accept: tuple[str, ...],
-    quiet: bool,
-    verbose: bool,
-    json: bool,
+    display: Display,
     **where: Any,
 ) -> None:
     """Continue RUN at its first unfinished stage, training from its newest checkpoint.
@@ -191,7 +176,6 @@ def resume(
     from pipeline.launch.start import Job, start
     from pipeline.plan.plan import plan_file
     from pipeline.run import rundir
-    from pipeline.view.screen import Display
 
     def plan(started: Started) -> Plan:
         path = recipe or rundir.existing(run_dir) / rundir.RECIPE
@@ -200,6 +184,5 @@ def resume(
     def folder(_: Plan) -> Path:
         return rundir.existing(run_dir).resolve()
 
-    display = Display(quiet=quiet, verbose=verbose, json=json)
     with plan_beside(plan):
         start(Job(plan=plan, folder=folder, display=display, accept=accept), NodeOptions(**where))

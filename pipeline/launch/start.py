@@ -31,9 +31,8 @@ from pipeline.run.rank_logging import say
 from pipeline.run.resume import plan_resume, results
 from pipeline.utils.files import replace_text
 from pipeline.utils.terminal import shown
-from pipeline.utils.text import align
+from pipeline.utils.text import align, duration
 from pipeline.view.screen import Display
-from pipeline.view.words import duration
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -228,4 +227,3 @@ def _journal_end(journal: Journal, folder: Path, error: BaseException) -> None:
         journal.write("run failed", problem=shown(str(failures.first(folder, []))))
     else:
         journal.write("run stopped", problem=str(error) or type(error).__name__)
-

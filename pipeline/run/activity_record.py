@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeline.run.rank_logging import IN_DISPLAY
-from pipeline.utils.activity import Activity
+from pipeline.utils.activities import Activity
 from pipeline.utils.files import replace_text
 
 FILE = "activity.json"

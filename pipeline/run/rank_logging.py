@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import sys
@@ -14,7 +15,7 @@ import click
 
 from pipeline.errors import StageError, system_errors_as
 from pipeline.utils.files import opened, private_folder
-from pipeline.utils.terminal import ShownFormatter
+from pipeline.utils.terminal import ShownFormatter, bare
 
 SCREEN = "PIPE_SCREEN"
 """Environment variable: what shows the run (`live`, `lines`, `quiet` or `json`), and `verbose`
@@ -53,7 +54,9 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
         stack.callback(logging.captureWarnings, False)
         logging.captureWarnings(True)
         if rank == 0:
-            sys.stdout.reconfigure(line_buffering=True)  # a pipe, where a display shows it
+            screen = bare(sys.stdout)
+            if isinstance(screen, io.TextIOWrapper):
+                screen.reconfigure(line_buffering=True)  # where a display shows it, it is a pipe
             stack.enter_context(_attached(log, _screen_handler(os.environ.get(SCREEN, ""))))
         else:
             stack.enter_context(_output_to(to_file.stream))

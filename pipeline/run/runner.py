@@ -15,6 +15,7 @@ from pipeline.errors import StageError
 from pipeline.run.journal import Journal
 from pipeline.run.memory_record import record_memory
 from pipeline.run.preflight import look_ahead, run_dry
+from pipeline.run.rank_logging import IN_DISPLAY
 from pipeline.run.resume import ResumePlan, digests, plan_resume, restored
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Runner:
         self.ctx.slot = step.slot
         self.ctx.dist.heartbeat.beat(Phase.LOAD, step=0)
         self._note("slot started", step)
-        self.ctx.log.info("%s: %s", step.slot, step.use)
+        self.ctx.log.info("%s: %s", step.slot, step.use, extra=IN_DISPLAY)
         began = time.perf_counter()
         record = self._give(step)
         self.ctx.dist.barrier()

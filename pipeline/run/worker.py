@@ -33,7 +33,7 @@ from pipeline.run.metrics import Metrics
 from pipeline.run.rank_logging import open_log, rank_log
 from pipeline.run.runner import Runner
 from pipeline.run.self_watch import watched
-from pipeline.utils.activity import show_in
+from pipeline.utils.activities import show_in
 from pipeline.utils.process_tree import die_with
 from pipeline.utils.terminal import guard
 

@@ -59,8 +59,8 @@ class History:
 
 
 def read_history(folder: Path) -> History:
-    """Read a run's folder. Raises UsageError if it holds no run, RecipeError if its recipe cannot be
-    read, and JournalDamaged. A recipe that names variables which are not set here is read."""
+    """Read a run's folder. Raises UsageError if it holds no run, RecipeError if its recipe cannot
+    be read, and JournalDamaged. A recipe that names variables which are not set here is read."""
     rundir.existing(folder)
     recipe, problems = read_recipe(folder / rundir.RECIPE)
     if recipe is None:

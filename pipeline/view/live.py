@@ -13,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.hardware.telemetry import GpuReading
-from pipeline.utils.text import human
+from pipeline.utils.text import duration, human
 from pipeline.view.chain import SlotState
 from pipeline.view.follow import Follower
 from pipeline.view.sparkline import ASCII_BARS, BARS, sparkline
-from pipeline.view.words import count, duration, gib, percent
+from pipeline.view.words import count, gib, percent
 
 LABEL = "bright_black"
 """Colour of what is the same all the time."""
@@ -86,7 +86,11 @@ def _chain(run: Follower, marks: Marks) -> RenderableType:
 
 
 def _slot(slot: SlotState, marks: Marks) -> Text:
-    return Text(f"{getattr(marks, slot.state)} {slot.slot}", style=_COLOURS[slot.state], end="")
+    """Return mark and name, which stay on one line, and how long it has been running."""
+    words = [getattr(marks, slot.state), slot.slot]
+    if slot.state == "running":
+        words.append(duration(time.time() - slot.began))
+    return Text("\N{NO-BREAK SPACE}".join(words), style=_COLOURS[slot.state], end="")
 
 
 def _activity(doing: dict[str, Any], width: int) -> RenderableType:
@@ -96,7 +100,7 @@ def _activity(doing: dict[str, Any], width: int) -> RenderableType:
     if not doing["total"]:
         return Text(f"{name}  {shown(done)}" if done else name)
     total = float(doing["total"])
-    left = float(doing["seconds"]) * (total - done) / done if done else float("nan")
+    left = float(doing["seconds"]) * (total - done) / done if done else None
     return _bar(Text(name), done, total, f"{shown(done)} of {shown(total)}", left, width)
 
 
@@ -104,20 +108,19 @@ def _steps(run: Follower, width: int) -> RenderableType:
     step, total = run.step["step"], run.step.get("total_steps")
     if not total:
         return Text(f"step {step}")
-    left = run.seconds_left
     text = f"step {step} of {total}"
-    return _bar(Text("training"), step, total, text, float("nan") if left is None else left, width)
+    return _bar(Text("training"), step, total, text, run.seconds_left or None, width)
 
 
 def _bar(
-    name: Text, done: float, total: float, amount: str, left: float, width: int
+    name: Text, done: float, total: float, amount: str, left: float | None, width: int
 ) -> RenderableType:
     line = Table.grid(padding=(0, 2, 0, 0))
     line.add_row(
         name,
         ProgressBar(total=total, completed=min(done, total), width=max(10, width // 4)),
         Text(amount),
-        Text(f"{duration(left)} left" if left == left else "", style=LABEL),  # noqa: PLR0124
+        Text("" if left is None else f"{duration(left)} left", style=LABEL),
     )
     return line
 
@@ -189,9 +192,7 @@ def _speed(step: dict[str, Any], run: Follower) -> Iterator[str]:
         yield f"communication {share} (step {run.communication['step']})"
 
 
-def _memory(
-    step: dict[str, Any], planned: int | None, gpus: Sequence[GpuReading]
-) -> Iterator[str]:
+def _memory(step: dict[str, Any], planned: int | None, gpus: Sequence[GpuReading]) -> Iterator[str]:
     peak = step.get("peak_memory_bytes")
     if peak is not None:
         sizes = [gpu.memory_total_bytes for gpu in gpus if gpu.memory_total_bytes]

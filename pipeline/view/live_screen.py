@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from pipeline.hardware.telemetry import GpuReading, Telemetry
-from pipeline.utils.terminal import Guarded, shown, bare
+from pipeline.utils.terminal import Guarded, bare, shown
 from pipeline.view.follow import Follower
 from pipeline.view.live import ASCII, UNICODE, Header, drawing
 from pipeline.view.screen import LinePipe, Now, Screen

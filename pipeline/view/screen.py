@@ -7,7 +7,6 @@ import fcntl
 import os
 import sys
 import time
-from abc import ABC
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TextIO
@@ -26,7 +25,7 @@ LOOK_SECONDS = 0.25
 """Seconds between two looks at the run's folder."""
 
 
-class Screen(ABC):
+class Screen:
     """Shows a run while its launcher waits for the ranks; this one leaves that to rank 0."""
 
     output: int | None = None

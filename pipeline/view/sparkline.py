@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -18,7 +19,7 @@ def sparkline(values: Sequence[float], width: int, bars: str = BARS) -> str:
     if count < 1:
         return ""
     edges = [part * len(finite) // count for part in range(count + 1)]
-    means = [math.fsum(finite[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    means = [math.fsum(finite[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     least, most = min(means), max(means)
     scale = (len(bars) - 1) / (most - least) if most > least else 0.0
     return "".join(bars[round((mean - least) * scale)] for mean in means)

@@ -13,7 +13,7 @@ from typing import Any
 class Tail:
     """Reads what is new in a file since the last call.
 
-    A resumed run replaces `metrics.jsonl` by a shorter file: then `replaced` is true, and everything
+    A resumed run replaces `metrics.jsonl` by a shorter file: then `replaced` is true, and all of it
     is new again.
     """
 

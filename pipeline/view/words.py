@@ -2,19 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-
-def duration(seconds: float) -> str:
-    """Return `0:05`, `12:34`, `3:05:09` or `2 d 3:05:09`; `?` for what is no number."""
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, rest = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    clock = f"{hours}:{minutes:02d}:{rest:02d}" if hours or days else f"{minutes}:{rest:02d}"
-    return f"{days} d {clock}" if days else clock
-
 
 def count(value: float) -> str:
     """Return `950`, `12,345`, `3.4 M` or `1.2 B`."""

@@ -18,7 +18,7 @@ from stages.data.encode import RowEncoder
 from stages.data.forms import rows_with_forms
 from stages.data.samples import FORM, MaskedSamples, write_samples
 from stages.data.sources import OpenedSource, open_source
-from stages.data.tokenize import ProgressLog, TextTokenizer
+from stages.data.tokenize import TextTokenizer
 from stages.data.views import PackedSamples, pack_key, train_and_heldout, write_packs
 
 if TYPE_CHECKING:
@@ -153,10 +153,8 @@ class Rows:
         )
         rows = rows_with_forms(opened.parts, self.stage.form)
         batches = iter(lambda: list(itertools.islice(rows, _BATCH)), [])
-        heartbeat = self.ctx.dist.heartbeat
-        progress = ProgressLog(log=self.ctx.log, heartbeat=heartbeat, unit="rows")
         results = tokenize.map_batches(encoder.batch, batches, self.stage.workers)
-        return write_samples(folder, results, self.dtype, progress)
+        return write_samples(folder, results, self.dtype, self.ctx)
 
     def samples(self, entry: Entry, first: int, count: int) -> Samples:
         """Open some rows of an entry as samples (collective)."""

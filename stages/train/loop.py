@@ -116,9 +116,7 @@ class Training:
     saved: int = field(init=False)
     """Step of the newest checkpoint."""
     began: float = 0.0
-    """Time at which its save began."""
-    stalled: float | None = None
-    """Seconds that training stood still for it; None if it was there at the start."""
+    """Time at which its save began; 0 if it was there at the start."""
 
     def run(self) -> str:
         """Train, and save (collective). Returns the last checkpoint's address. Raises Interrupted
@@ -232,7 +230,8 @@ class Training:
             self.checkpoints.save(progress)
             stalled = time.perf_counter() - began
         if progress.step != self.saved:  # another save of a step only amends its checkpoint
-            self.saved, self.began, self.stalled = progress.step, began, stalled
+            self.saved, self.began = progress.step, began
+            self.reporter.saved(progress.step, stalled=stalled)
 
     def _stop(self) -> NoReturn:
         """Save, and end this process, as a rank was asked to (collective)."""
@@ -244,9 +243,8 @@ class Training:
     def _finish(self) -> str:
         """Wait until the last checkpoint is on disk; returns its address."""
         last = self.checkpoints.finish()
-        if self.stalled is not None:
-            seconds = time.perf_counter() - self.began
-            self.reporter.saved(self.progress.step, stalled=self.stalled, seconds=seconds)
+        if self.began:
+            self.reporter.written(self.saved, seconds=time.perf_counter() - self.began)
         return last
 
     def _recover(self, result: StepResult) -> None:

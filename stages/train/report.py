@@ -11,8 +11,9 @@ from typing import Any
 import torch
 import torch.distributed
 
-from pipeline import Context, DistContext, Engine, Progress, StepCallback
+from pipeline import IN_DISPLAY, Context, DistContext, Engine, Progress, StepCallback
 from pipeline.hardware import peak_beyond
+from pipeline.utils import duration
 from stages.train.batches import BatchStats
 from stages.train.flops import Cost
 from stages.train.profiling import Profile
@@ -117,9 +118,9 @@ class Reporter(StepCallback):
         self._last, self._total = 0, 0
 
     def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
-        self._write(step, progress, record)
-        self._unshown.append(record)
         self._last, self._total = step, self._total_steps(progress)
+        self._write(step, progress, {**record, "total_steps": self._total})
+        self._unshown.append(record)
         if step % self._log_every == 0:
             self.show()
 
@@ -128,7 +129,8 @@ class Reporter(StepCallback):
         mark = "  (the best so far)" if progress.best.get("step") == step else ""
         self._ctx.log.info(
             f"step {step}  eval_loss {record['eval_loss']:.4f}  "
-            f"perplexity {record['perplexity']:.2f}{mark}"
+            f"perplexity {record['perplexity']:.2f}{mark}",
+            extra=IN_DISPLAY,
         )
 
     def anomaly(self, step: int, facts: Mapping[str, Any]) -> None:
@@ -137,10 +139,14 @@ class Reporter(StepCallback):
         shown = "  ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
         self._ctx.log.warning(shown)
 
-    def saved(self, step: int, *, stalled: float, seconds: float) -> None:
-        """Report the last checkpoint: seconds of standstill, and seconds until it was on disk."""
-        found = {"checkpoint_stall_seconds": stalled, "checkpoint_seconds": seconds}
-        self._ctx.metrics.write({"step": step, **found})
+    def saved(self, step: int, *, stalled: float) -> None:
+        """Report a checkpoint, for which training stood still for `stalled` seconds."""
+        record = {"step": step, "time": time.time(), "checkpoint_stall_seconds": stalled}
+        self._ctx.metrics.write(record)
+
+    def written(self, step: int, *, seconds: float) -> None:
+        """Report that the last checkpoint is on disk, `seconds` after its save began."""
+        self._ctx.metrics.write({"step": step, "time": time.time(), "checkpoint_seconds": seconds})
 
     def rewind(self, step: int) -> None:
         """Drop reports of steps after `step`."""
@@ -150,7 +156,8 @@ class Reporter(StepCallback):
     def show(self) -> None:
         """Show a line for the steps since the last line, if there are any."""
         if self._unshown:
-            self._ctx.log.info("  ".join(self._line(self._unshown)))
+            line = "  ".join(self._line(self._unshown))
+            self._ctx.log.info(line, extra=IN_DISPLAY)
             self._unshown = []
 
     def _write(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
@@ -171,8 +178,8 @@ class Reporter(StepCallback):
         if "mfu" in last:
             parts.append(f"mfu {_mean(records, 'mfu'):.1%}")
         seconds = sum(record["step_seconds"] for record in records) / len(records)
-        minutes, left = divmod(round((self._total - self._last) * seconds), 60)
-        return [*parts, f"{seconds:.2f} s/step", f"eta {minutes}:{left:02d}"]
+        left = duration((self._total - self._last) * seconds)
+        return [*parts, f"{seconds:.2f} s/step", f"eta {left}"]
 
 
 def _json(record: Mapping[str, Any]) -> dict[str, Any]:

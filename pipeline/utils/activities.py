@@ -44,13 +44,18 @@ class Activity:
             _place.changed(self)
 
     @property
+    def amount(self) -> str:
+        """Return what is done, with its unit: `5,000 rows`, `1.5 GB`."""
+        return _amount(self.done, self.unit)
+
+    @property
     def seconds(self) -> float:
         """Seconds since it began."""
         return max(time.monotonic() - self.began, 1e-9)
 
     def describe(self) -> str:
         """Return `tokenising train.jsonl: 5,000 of 20,000 rows (25 %)`."""
-        done = _amount(self.done, self.unit)
+        done = self.amount
         if self.total is None:
             rate = _amount(self.done / self.seconds, self.unit)
             return f"{self.name}: {done}, {rate} a second" if self.unit else self.name
