@@ -27,6 +27,7 @@ from pipeline.errors import CommandStopped, PipeError, RunStopped, UsageError, s
 from pipeline.plan.plan import Plan, Started
 from pipeline.run import failures, rundir
 from pipeline.run.journal import Journal
+from pipeline.run.origins import write_origins
 from pipeline.run.rank_logging import say
 from pipeline.run.resume import plan_resume, results
 from pipeline.utils.files import replace_text
@@ -190,6 +191,7 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
     journal, recipe = Journal(folder / rundir.JOURNAL), folder / rundir.RECIPE
     with system_errors_as(UsageError):
         before = recipe.read_text("utf-8") if recipe.exists() else None
+        write_origins(folder, plan.recipe)
         replace_text(recipe, plan.recipe.dump())
         here = rundir.environment()
         changes = rundir.write_environment(folder, here)
@@ -211,12 +213,24 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
             _journal_end(journal, folder, error)
             if before is not None and failures.refused(folder):
                 replace_text(recipe, before)
+        report(folder)
         if isinstance(error, Interrupted):
             raise RunStopped(f"stopped by {error}\n{failures.continuation(folder)}") from None
         raise
     journal.write("run finished")
+    report(folder)
     say(f"finished in {duration(time.monotonic() - began)}")
     _show_results(plan, folder)
+
+
+def report(folder: Path) -> None:
+    """Write the run's report. A run has ended as it has whether or not that succeeds."""
+    from pipeline.view.report.run_report import FILE, write_report
+
+    try:
+        write_report(folder)
+    except (OSError, PipeError) as error:
+        click.echo(f"{folder / FILE} could not be written: {error}", err=True)
 
 
 def _journal_end(journal: Journal, folder: Path, error: BaseException) -> None:

@@ -96,6 +96,23 @@ def existing(folder: Path) -> Path:
     return folder
 
 
+def newest(root: Path) -> Path:
+    """Return the run in the folder `root` that was worked on last. Raises UsageError if there is
+    none."""
+    found = [file.parent for file in root.glob(f"*/{RECIPE}")]
+    if not found:
+        raise UsageError(f"there is no run in {root}", hint="name the folder of a run")
+
+    def worked_on(folder: Path) -> float:
+        return max(
+            (folder / name).stat().st_mtime
+            for name in (RECIPE, JOURNAL)
+            if (folder / name).exists()
+        )
+
+    return max(found, key=worked_on)
+
+
 def open_to(folder: Path, group: str) -> None:
     """Let the members of a group read a run's folder and all that will be in it. Raises
     UsageError."""

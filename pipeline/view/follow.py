@@ -16,6 +16,7 @@ from pipeline.run import rundir
 from pipeline.run.activity_record import FILE as ACTIVITY
 from pipeline.run.metrics import is_record
 from pipeline.view.chain import Chain
+from pipeline.view.history import RunState, state_of
 from pipeline.view.tail import Tail
 
 KEPT = 1000
@@ -60,6 +61,7 @@ class Follower:
 
     def __post_init__(self) -> None:
         self.chain = Chain(self.slots)
+        self._newest: list[dict[str, Any]] = []
         self._journal = Tail(self.folder / rundir.JOURNAL)
         self._metrics = Tail(self.folder / rundir.METRICS, newest_bytes=NEWEST_BYTES)
 
@@ -67,6 +69,7 @@ class Follower:
         """Read what is new, and take note of it."""
         events = [event for event in self._journal.read() if "event" in event and "time" in event]
         self.chain.update(events)
+        self._newest = events[-1:] or self._newest
         metrics = [record for record in self._metrics.read() if is_record(record)]
         if self._metrics.replaced:
             self._forget()
@@ -82,6 +85,13 @@ class Follower:
             if isinstance(found, dict):
                 return found
         return {}
+
+    @property
+    def state(self) -> RunState:
+        """Whether the run is under way, and how it ended if not."""
+        if rundir.is_locked(self.folder):
+            return "running"
+        return state_of(self.folder, self._newest)
 
     @property
     def seconds(self) -> float:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeline import (
     ENGINE_FILE,
+    IN_DISPLAY,
     Context,
     Engine,
     EngineMismatch,
