@@ -32,6 +32,7 @@ COMMANDS = {
     "status": ("status:status", "Show where a run is, from any terminal."),
     "logs": ("status:logs", "Print or follow the log of a rank."),
     "report": ("report:report", "Write a run's report, one HTML file."),
+    "track": ("track:track", "Send a run's measurements to its trackers."),
     "compare": ("report:compare", "Compare runs: results, recipes, environments, curves."),
     "inspect": ("inspect:inspect", "Show what is in a checkpoint; verify it."),
     "convert": ("convert:convert", "Convert a training state to another tool's format, or back."),

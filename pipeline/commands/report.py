@@ -55,8 +55,8 @@ def compare(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
     else:
         for title, found in tables.items():
             head = [title if title == "results" else f"{title} differ in", *names]
-            rows = [head, *([row.name, *row.values] for row in found)]
-            click.echo("\n".join(align(rows, left=len(head))) if found else f"{head[0]} nothing")
+            table = align([head, *([row.name, *row.values] for row in found)], left=len(head))
+            click.echo("\n".join(table) if found else f"{head[0]} nothing")
             click.echo()
     if out is not None:
         with system_errors_as(UsageError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -98,10 +99,8 @@ def logs(run: Path | None, rank: int, follow: bool, lines: int | None) -> None:
         ranks = sorted(str(int(one.stem[5:])) for one in (folder / "logs").glob("rank-*.log"))
         raise UsageError(f"{folder} has no log of rank {rank}", hint=did_you_mean("", ranks))
     with file.open("r", encoding="utf-8", errors="replace") as log:
-        found = log.readlines()
-        click.echo(
-            "".join(found if lines is None else found[max(0, len(found) - lines) :]), nl=False
-        )
+        newest = deque(log, maxlen=lines)
+        click.echo("".join(newest), nl=False)
         while follow and rundir.is_locked(folder):
             click.echo(log.read(), nl=False)
             time.sleep(0.2)

@@ -104,11 +104,8 @@ def newest(root: Path) -> Path:
         raise UsageError(f"there is no run in {root}", hint="name the folder of a run")
 
     def worked_on(folder: Path) -> float:
-        return max(
-            (folder / name).stat().st_mtime
-            for name in (RECIPE, JOURNAL)
-            if (folder / name).exists()
-        )
+        files = (folder / name for name in (RECIPE, JOURNAL))
+        return max(file.stat().st_mtime for file in files if file.exists())
 
     return max(found, key=worked_on)
 

@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 State = Literal["waiting", "running", "finished", "failed", "stopped"]
-_ENDS: Mapping[str, State] = {"run failed": "failed", "run stopped": "stopped"}
+_ENDS: Mapping[str, State] = {
+    "run failed": "failed",
+    "run stopped": "stopped",
+    "run finished": "finished",
+}
 
 
 @dataclass(kw_only=True)
@@ -34,15 +38,18 @@ class Chain:
         self.slots = {slot: SlotState(slot=slot, use=use) for slot, use in slots.items()}
         self.started = 0.0
         """Time of the newest start of the run, in seconds since 1970; 0 before the first."""
+        self.ended = 0.0
+        """Time at which that ended; 0 if it has not."""
 
     def update(self, events: Iterable[Mapping[str, Any]]) -> None:
         """Take note of journal events. A slot that the recipe no longer has is passed over."""
         for event in events:
             kind, slot = event["event"], self.slots.get(event.get("slot", ""))
             if kind == "run started":
-                self.started = event["time"]
+                self.started, self.ended = event["time"], 0.0
                 self._leave("waiting", event["time"])
             elif kind in _ENDS:
+                self.ended = event["time"]
                 self._leave(_ENDS[kind], event["time"])
             elif kind == "slot started" and slot is not None:
                 slot.state, slot.began = "running", event["time"]

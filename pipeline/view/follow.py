@@ -95,8 +95,10 @@ class Follower:
 
     @property
     def seconds(self) -> float:
-        """Seconds since the newest start of the run."""
-        return max(0.0, time.time() - self.chain.started) if self.chain.started else 0.0
+        """Seconds of the newest start of the run, so far or to its end."""
+        if not self.chain.started:
+            return 0.0
+        return max(0.0, (self.chain.ended or time.time()) - self.chain.started)
 
     @property
     def seconds_left(self) -> float | None:

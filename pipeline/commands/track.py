@@ -1,0 +1,39 @@
+"""`pipe track`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command("track")
+@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+def track(run: Path, overrides: tuple[str, ...]) -> None:
+    """Send what the trackers of RUN have not been sent yet.
+
+    For runs on machines without a network, and where a run has ended before everything was sent.
+    OVERRIDES change the run's recipe for this command, as in track.mode=online.
+    """
+    from pipeline.errors import UsageError
+    from pipeline.plan.plan import plan_file
+    from pipeline.run import rundir
+    from pipeline.track.feeder import facts_of, feeders
+    from pipeline.utils.text import plural
+    from pipeline.view.history import read_history
+
+    folder = rundir.existing(run)
+    state = read_history(folder).state
+    if state == "running":
+        raise UsageError(f"{folder} is under way, and is sent while it runs")
+    plan = plan_file(folder / rundir.RECIPE, overrides)
+    found = feeders(folder, plan)
+    if not found:
+        hint = "name one in the recipe, as in `track: {use: track.sqlite, file: runs.sqlite}`"
+        raise UsageError(f"the recipe of {folder} has no tracker", hint=hint)
+    for slot, feeder in found.items():
+        before = feeder.open(facts_of(folder, plan.recipe))
+        feeder.close(state)
+        steps = max(0, feeder.sent.step - max(before, 0))
+        click.echo(f"{slot}: {plural(steps, 'step')} sent")
