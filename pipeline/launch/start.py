@@ -23,7 +23,7 @@ from pipeline.distributed.placement import (
     combined,
 )
 from pipeline.distributed.signals import Interrupted, default_signals, stoppable
-from pipeline.errors import CommandStopped, PipeError, RunStopped, UsageError, system_errors_as
+from pipeline.errors import CommandStopped, PipeError, RunStopped, UsageError, in_words, system_errors_as
 from pipeline.plan.plan import Plan, Started
 from pipeline.run import failures, rundir
 from pipeline.run.journal import Journal
@@ -224,13 +224,13 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
 
 
 def report(folder: Path) -> None:
-    """Write the run's report. A run has ended as it has whether or not that succeeds."""
+    """Write the run's report. The run has ended as it has, whatever goes wrong here."""
     from pipeline.view.report.run_report import FILE, write_report
 
     try:
         write_report(folder)
-    except (OSError, PipeError) as error:
-        click.echo(f"{folder / FILE} could not be written: {error}", err=True)
+    except Exception as error:
+        click.echo(f"{folder / FILE} could not be written: {in_words(error)}", err=True)
 
 
 def _journal_end(journal: Journal, folder: Path, error: BaseException) -> None:

@@ -28,6 +28,7 @@ from stages.train.settings import (
     BatchPlan,
     Count,
     EarlyStopping,
+    Generation,
     heldout_problems,
     router_loss_problems,
 )
@@ -71,6 +72,10 @@ class TrainCausalLm(BatchPlan):
 
     anomalies: Anomalies = field(default_factory=Anomalies)
     """Reaction to steps whose gradient is not finite or whose loss spikes."""
+
+    generate: Generation | None = None
+    """Texts to be generated now and then: on screen, in `metrics.jsonl`, in the report and in
+    trackers."""
 
     profile_steps: tuple[Count, ...] = ()
     """Steps to record with torch.profiler. Each rank writes a trace for Perfetto to `profile/` in

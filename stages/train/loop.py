@@ -25,11 +25,13 @@ from pipeline import (
     TrainedRun,
 )
 from pipeline.checkpoint import start_random_streams
+from pipeline.utils import activity
 from stages.train.anomalies import AnomalyMonitor, Recovery
 from stages.train.batches import Feed
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.evaluation import evaluate, reason_to_stop, record_evaluation, set_metric
 from stages.train.flops import known_cost, known_peak
+from stages.train.generate import Writer
 from stages.train.lineage import lineage, require_same_lineage
 from stages.train.loss import SummedLoss, WithRouterLoss
 from stages.train.profiling import Profile, Profiler
@@ -85,6 +87,7 @@ def train(
         profiler=Profiler(config.profile_steps, ctx.run_dir, engine, ctx.dist),
         meter=StepMeter(engine, ctx.dist, progress, known_cost(engine, model, known_peak(engine))),
         stragglers=StragglerWatch(ctx),
+        writer=None if config.generate is None else Writer(config.generate, model, ctx.seed),
         reporter=reporter,
         callbacks=Callbacks(reporter, callback),
     ).run()
@@ -109,6 +112,8 @@ class Training:
     profiler: Profiler
     meter: StepMeter
     stragglers: StragglerWatch
+    writer: Writer | None
+    """Writes texts, if the recipe asks for them."""
     reporter: Reporter
     callbacks: Callbacks
     evaluated: bool = field(init=False)
@@ -143,6 +148,8 @@ class Training:
             self._stop()
         if self._evaluation_due():
             self._evaluate()
+        if self._texts_due():
+            self._write_texts()
         if self.checkpoints.due(self.progress):
             self._save()
 
@@ -201,6 +208,20 @@ class Training:
         if every is not None and step % every == 0:
             return True
         return self.config.eval_last and step == self.step.feed.total_steps(self.progress)
+
+    def _texts_due(self) -> bool:
+        settings, step = self.config.generate, self.progress.step
+        if settings is None:
+            return False
+        return step % settings.every == 0 or step == self.step.feed.total_steps(self.progress)
+
+    def _write_texts(self) -> None:
+        assert self.writer is not None
+        dist, step = self.ctx.dist, self.progress.step
+        dist.heartbeat.beat(Phase.EVALUATE)
+        with self._paused(), activity("generating texts"):
+            texts = self.writer.write(self.step.engine, dist.heartbeat, step)
+            self.reporter.generated(step, texts)
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:

@@ -139,6 +139,13 @@ class Reporter(StepCallback):
         shown = "  ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
         self._ctx.log.warning(shown)
 
+    def generated(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Report texts that were generated."""
+        self._ctx.metrics.write({"step": step, "time": time.time(), "generated": list(samples)})
+        for sample in samples:
+            text = f"{sample['prompt']} -> {sample['text']}"
+            self._ctx.log.info("step %d  %s", step, text.replace("\n", " "))
+
     def saved(self, step: int, *, stalled: float) -> None:
         """Report a checkpoint, for which training stood still for `stalled` seconds."""
         record = {"step": step, "time": time.time(), "checkpoint_stall_seconds": stalled}

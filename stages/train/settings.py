@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 
 from pipeline import Checkpoints, Data, PlanView, Problem
 
@@ -133,6 +133,29 @@ class EarlyStopping:
 
     min_improvement: Annotated[float, Ge(0)] = 0.0
     """Least difference in nats to the last improvement; with 0 any lower loss is an improvement."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """Texts that the model writes while it trains, as it would after training.
+
+    A token costs a forward pass of the text so far. Changes nothing in the training.
+    """
+
+    prompts: Annotated[tuple[str, ...], MinLen(1), MaxLen(64)]
+    """Texts to be continued."""
+
+    every: Count
+    """Steps between two times; the last step has one too."""
+
+    max_tokens: Annotated[int, Gt(0), Le(1024)] = 64
+    """Most tokens of a text."""
+
+    temperature: Annotated[float, Ge(0)] = 0.0
+    """Logits are divided by this before a token is drawn; 0 takes the most probable one."""
+
+    chat: bool = False
+    """Put each prompt as a user's message into the tokenizer's chat template."""
 
 
 def router_loss_problems(weight: float | str | None, plan: PlanView) -> Iterator[Problem]:

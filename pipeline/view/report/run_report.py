@@ -114,7 +114,8 @@ def _slots(history: History) -> Iterator[dict[str, Any]]:
 def _samples(history: History) -> Iterator[dict[str, Any]]:
     for record in history.metrics:
         for sample in record.get("generated", ()):
-            yield {"step": record["step"], **{key: shown(text) for key, text in sample.items()}}
+            prompt, text = shown(sample["prompt"]), shown(sample["text"])
+            yield {"step": record["step"], "prompt": prompt, "text": text}
 
 
 def _recipe_rows(history: History) -> Iterator[dict[str, str]]:
