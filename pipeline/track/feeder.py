@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import select
 import sys
 import time
@@ -159,7 +158,7 @@ def follow(feeder: Feeder) -> None:
 def main(folder: Path, slot: str) -> int:
     """Feed the tracker of a slot to the end of the run. Returns the exit code."""
     guard()
-    logging.basicConfig(stream=sys.stderr)
+    said, sys.stdout = sys.stdout, sys.stderr  # libraries print what nobody has asked for
     try:
         plan = make_plan(load_recipe(folder / rundir.RECIPE))
         feeder = feeders(folder, plan)[slot]
@@ -170,7 +169,7 @@ def main(folder: Path, slot: str) -> int:
         with contextlib.suppress(OSError):
             replace_text(where, shown("".join(traceback.format_exception(error))))
         text = str(error) if isinstance(error, PipeError) else f"{type(error).__name__}: {error}"
-        print(f"tracking has ended: {text.splitlines()[0]} (more in {where})", flush=True)
+        print(f"tracking has ended: {text.splitlines()[0]} (more in {where})", file=said, flush=True)
         return 1
     return 0
 
