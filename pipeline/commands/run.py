@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.commands.display import display_options
+from pipeline.commands.selection import selection_options
 from pipeline.commands.trust import trust_options
 
 if TYPE_CHECKING:
     from pipeline.plan.plan import Plan, Started
+    from pipeline.run.selection import Selection
     from pipeline.view.screen import Display
 
 
@@ -64,6 +66,8 @@ def node_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="A plan saved by `pipe plan --out`: refuse to run anything else (exit code 4).",
 )
 @node_options
+@selection_options
+@click.option("-n", "--dry-run", is_flag=True, help="Say what would run, and run nothing.")
 @display_options
 @trust_options
 def run(
@@ -74,6 +78,8 @@ def run(
     fresh: bool,
     runs: Path,
     planned: Path | None,
+    selection: Selection,
+    dry_run: bool,
     display: Display,
     **where: Any,
 ) -> None:
@@ -84,13 +90,15 @@ def run(
     from pipeline.distributed.environment import is_worker, worker_local_world_size
     from pipeline.distributed.placement import NodeOptions
     from pipeline.launch.start import Job, start
-    from pipeline.plan.plan import plan_file
+    from pipeline.plan.plan import Started, plan_file
     from pipeline.run import rundir
     from pipeline.run.rank_logging import say
+    from pipeline.run.rehearsal import rehearsal
     from pipeline.run.saved_plan import require_planned
 
     def plan(started: Started) -> Plan:
         made = plan_file(recipe, overrides, here=True, started=started)
+        selection.again(made)  # a slot that is not there is a mistake
         if planned is not None:
             per_node = worker_local_world_size() if is_worker() else made.per_node
             require_planned(made, per_node, planned)
@@ -106,8 +114,12 @@ def run(
         say(f"run folder: {found}")
         return found.resolve()
 
+    if dry_run:
+        click.echo("\n".join(rehearsal(plan(Started()), run_dir, selection)))
+        return
+    job = Job(plan=plan, folder=folder, display=display, selection=selection)
     with plan_beside(plan):
-        start(Job(plan=plan, folder=folder, display=display), NodeOptions(**where))
+        start(job, NodeOptions(**where))
 
 
 @contextlib.contextmanager
@@ -155,6 +167,8 @@ ACCEPTABLE = (
     help="Continue although this part of the training has changed. May be repeated.",
 )
 @node_options
+@selection_options
+@click.option("-n", "--dry-run", is_flag=True, help="Say what would run, and run nothing.")
 @display_options
 @trust_options
 def resume(
@@ -162,6 +176,8 @@ def resume(
     overrides: tuple[str, ...],
     recipe: Path | None,
     accept: tuple[str, ...],
+    selection: Selection,
+    dry_run: bool,
     display: Display,
     **where: Any,
 ) -> None:
@@ -174,15 +190,22 @@ def resume(
     """
     from pipeline.distributed.placement import NodeOptions
     from pipeline.launch.start import Job, start
-    from pipeline.plan.plan import plan_file
+    from pipeline.plan.plan import Started, plan_file
     from pipeline.run import rundir
+    from pipeline.run.rehearsal import rehearsal
 
     def plan(started: Started) -> Plan:
         path = recipe or rundir.existing(run_dir) / rundir.RECIPE
-        return plan_file(path, overrides, here=True, started=started)
+        made = plan_file(path, overrides, here=True, started=started)
+        selection.again(made)
+        return made
 
     def folder(_: Plan) -> Path:
         return rundir.existing(run_dir).resolve()
 
+    if dry_run:
+        click.echo("\n".join(rehearsal(plan(Started()), run_dir, selection)))
+        return
+    job = Job(plan=plan, folder=folder, display=display, accept=accept, selection=selection)
     with plan_beside(plan):
-        start(Job(plan=plan, folder=folder, display=display, accept=accept), NodeOptions(**where))
+        start(job, NodeOptions(**where))

@@ -38,6 +38,7 @@ def start_node(job: Job, found: NodePlacement) -> None:
         return
     folder = job.folder(plan)
     with rundir.locked(folder):
+        plan = job.prepared(plan, folder)
         coordinator = _coordinator(job, plan, folder, found)
         with _served(coordinator, found) as server:
             if is_done(plan, folder):

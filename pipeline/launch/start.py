@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,13 +23,21 @@ from pipeline.distributed.placement import (
     combined,
 )
 from pipeline.distributed.signals import Interrupted, default_signals, stoppable
-from pipeline.errors import CommandStopped, PipeError, RunStopped, UsageError, in_words, system_errors_as
+from pipeline.errors import (
+    CommandStopped,
+    PipeError,
+    RunStopped,
+    UsageError,
+    in_words,
+    system_errors_as,
+)
 from pipeline.plan.plan import Plan, Started
 from pipeline.run import failures, rundir
 from pipeline.run.journal import Journal
 from pipeline.run.origins import write_origins
 from pipeline.run.rank_logging import say
 from pipeline.run.resume import plan_resume, results
+from pipeline.run.selection import Selection, cut, ends_early
 from pipeline.utils.files import replace_text
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import align, duration
@@ -50,6 +58,12 @@ class Job:
     display: Display
     accept: Sequence[str] = ()
     """Changes that are intended."""
+    selection: Selection = field(default_factory=Selection)
+
+    def prepared(self, plan: Plan, folder: Path) -> Plan:
+        """Return the part of the plan that this start does, in a folder whose lock is held."""
+        self.selection.set_aside(plan, Journal(folder / rundir.JOURNAL))
+        return cut(plan)
 
 
 FOLDER_KEY = "pipe/folder"
@@ -63,6 +77,7 @@ def start(job: Job, options: NodeOptions | None = None) -> None:
     Raises what the job's parts raise, RunLocked, RunFailed, RunStopped, and UsageError where the
     environment or the options contradict themselves.
     """
+    job.selection.announce()
     found = combined(options or NodeOptions(), placement(os.environ))
     if isinstance(found, RankPlacement):
         os.environ |= found.environment()
@@ -92,6 +107,7 @@ def _start_here(job: Job, procs: int | None) -> None:
     plan = job.plan(Started(per_node=procs))
     folder = job.folder(plan)
     with rundir.locked(folder):
+        plan = job.prepared(plan, folder)
         if is_done(plan, folder):
             return
         from pipeline.launch.local import launch
@@ -105,6 +121,7 @@ def _lead(job: Job) -> None:
     plan = job.plan(started())
     folder = job.folder(plan)
     with rundir.locked(folder):
+        plan = job.prepared(plan, folder)
         store = _meet()
         if is_done(plan, folder):
             _publish(store, "")
@@ -168,9 +185,10 @@ def is_done(plan: Plan, folder: Path) -> bool:
     journal = Journal(folder / rundir.JOURNAL)
     if plan_resume(plan, journal, thorough=False).run or plan_resume(plan, journal).run:
         return False
-    if not journal.ended_well():
+    early = ends_early(plan)
+    if early is None and not journal.ended_well():
         journal.write("run finished")
-    say("nothing to do: every stage has finished")
+    say(f"nothing to do: {'every stage' if early is None else f'all up to {early}'} has finished")
     _show_results(plan, folder)
     return True
 
@@ -217,9 +235,14 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
         if isinstance(error, Interrupted):
             raise RunStopped(f"stopped by {error}\n{failures.continuation(folder)}") from None
         raise
-    journal.write("run finished")
+    early = ends_early(plan)
+    if early is None:
+        journal.write("run finished")
+    else:
+        journal.write("run stopped", problem=f"behind slot `{early}`, as asked")
     report(folder)
-    say(f"finished in {duration(time.monotonic() - began)}")
+    how = "finished" if early is None else f"stopped behind {early}, as asked,"
+    say(f"{how} in {duration(time.monotonic() - began)}")
     _show_results(plan, folder)
 
 

@@ -63,12 +63,14 @@ class Journal:
         return list(self._read())
 
     def finished(self) -> dict[str, Finished]:
-        """The latest finish of every slot."""
-        return {
-            event["slot"]: Finished(digest=event["digest"], record=event["record"])
-            for event in self._read()
-            if event["event"] == "slot finished"
-        }
+        """The latest finish of every slot that was not set aside since."""
+        found: dict[str, Finished] = {}
+        for event in self._read():
+            if event["event"] == "slot finished":
+                found[event["slot"]] = Finished(digest=event["digest"], record=event["record"])
+            elif event["event"] == "slot set aside":
+                found.pop(event["slot"], None)
+        return found
 
     def running(self) -> str | None:
         """The slot that started last in the newest start of the run; None before the first."""
@@ -143,7 +145,7 @@ def _parsed(line: bytes, folder: Path) -> dict[str, Any] | None:
 def _is_event(record: Mapping[str, Any]) -> bool:
     """Whether it has the keys that its readers use."""
     kinds: dict[str, Any] = {"time": (int, float), "event": str}
-    if record.get("event") in ("slot started", "slot finished"):
+    if record.get("event") in ("slot started", "slot finished", "slot set aside"):
         kinds["slot"] = str
     if record.get("event") == "slot finished":
         kinds |= {"digest": str, "record": (dict, type(None))}

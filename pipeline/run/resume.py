@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,12 +40,19 @@ class ResumePlan:
 
 
 def plan_resume(
-    plan: Plan, journal: Journal, log: logging.Logger | None = None, *, thorough: bool = True
+    plan: Plan,
+    journal: Journal,
+    log: logging.Logger | None = None,
+    *,
+    thorough: bool = True,
+    again: Collection[str] = (),
 ) -> ResumePlan:
     """Go through the plan backwards: a slot runs if it has not finished in its present form, or if
     a slot that runs reads its result and no disk has it. `log` gets a line for each lost result.
-    Without `thorough`, the contents of results are not verified."""
-    finished = _finished(plan, journal)
+    Without `thorough`, the contents of results are not verified. Slots of `again` count as not
+    finished."""
+    found = _finished(plan, journal)
+    finished = {slot: done for slot, done in found.items() if slot not in again}
     steps = {step.slot: step for step in plan.steps}
     records = {slot: done.record or {} for slot, done in finished.items()}
 

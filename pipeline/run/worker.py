@@ -32,6 +32,7 @@ from pipeline.run.journal import Journal
 from pipeline.run.metrics import Metrics
 from pipeline.run.rank_logging import open_log, rank_log
 from pipeline.run.runner import Runner
+from pipeline.run.selection import cut
 from pipeline.run.self_watch import watched
 from pipeline.utils.activities import show_in
 from pipeline.utils.process_tree import die_with
@@ -80,7 +81,8 @@ def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str]
     with rank_log(run_dir, rank) as log, contextlib.ExitStack() as stack:
         current: list[Context] = []
         try:
-            plan = make_plan(load_recipe(run_dir / rundir.RECIPE), here=True, started=started())
+            recipe = load_recipe(run_dir / rundir.RECIPE)
+            plan = cut(make_plan(recipe, here=True, started=started()))
             dist = stack.enter_context(process_group(plan, store))
             ctx = context(plan, run_dir, dist, log)
             ctx.accept = frozenset(accept)

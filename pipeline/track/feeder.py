@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.contracts.stage import ENVIRONMENT_FILE
-from pipeline.errors import PipeError
+from pipeline.errors import in_words
 from pipeline.plan.plan import Plan, make_plan
 from pipeline.recipe import Recipe, load_recipe
 from pipeline.run import rundir
@@ -168,8 +168,8 @@ def main(folder: Path, slot: str) -> int:
         where = folder / FOLDER / f"{slot}.txt"
         with contextlib.suppress(OSError):
             replace_text(where, shown("".join(traceback.format_exception(error))))
-        text = str(error) if isinstance(error, PipeError) else f"{type(error).__name__}: {error}"
-        print(f"tracking has ended: {text.splitlines()[0]} (more in {where})", file=said, flush=True)
+        why = in_words(error).splitlines()[0]
+        print(f"tracking has ended: {why} (more in {where})", file=said, flush=True)
         return 1
     return 0
 
