@@ -42,9 +42,13 @@ COMMANDS = {
     "doctor": ("doctor:doctor", "Measure this machine, and find what will fail or be slow."),
     "check": ("check:check", "Find every mistake in a recipe before running."),
     "plan": ("plan:plan", "Predict what a recipe will need, and whether it fits."),
+    "init": ("init:init", "Write a recipe for a model and data, asking what it needs."),
+    "cp": ("cp:cp", "Copy a shipped recipe."),
     "advise": ("advise:advise", "Find how to train a model on given GPUs; write its recipe."),
+    "dag": ("dag:dag", "Show which slot reads the result of which."),
     "show": ("show:show", "Show a recipe as it would run."),
     "stages": ("stages:stages", "List the installed stages, or explain one."),
+    "new-stage": ("new_stage:new_stage", "Write a plugin package with a stage that works."),
     "schema": ("stages:schema", "Print the JSON Schema of recipes, for editors."),
 }
 """Name -> module and function in `pipeline.commands`, and the line in `pipe --help`."""

@@ -55,6 +55,12 @@ class Telemetry:
             self._nvml = nvml
             self._handles = list(_visible(nvml, os.environ.get("CUDA_VISIBLE_DEVICES")))
 
+    @property
+    def kind(self) -> str | None:
+        """Name of the first GPU's kind; None without one."""
+        names = (self._asked("nvmlDeviceGetName", handle) for _, handle in self._handles[:1])
+        return next((_text(name) for name in names if name), None)
+
     def read(self) -> list[GpuReading]:
         """Return a reading of each GPU; takes about a millisecond each."""
         return [self._reading(index, handle) for index, handle in self._handles]
