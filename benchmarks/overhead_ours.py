@@ -8,15 +8,15 @@ from typing import Any
 from overhead_data import map_tokens
 from overhead_job import CLIP, LR, SEED, STRATEGIES, Job
 
+from pipeline.chain.registry import Registry
 from pipeline.contracts.data import Data
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
-from pipeline.plan.registry import Registry
-from pipeline.run import rundir
-from pipeline.run.metrics import Metrics
+from pipeline.execution import rundir
+from pipeline.execution.metrics import Metrics
 from stages.data.samples import TokenBlocks
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW

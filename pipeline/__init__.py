@@ -1,4 +1,5 @@
-"""The framework, and the door for authors of stages: a stage imports all it needs from here.
+"""The framework, and the door for programs that run recipes (`run`, `resume`, `plan`) and for
+authors of stages: a stage imports all it needs from here.
 
 Further doors: `pipeline.planning` (planners), `pipeline.checkpoint` (formats of training state),
 `pipeline.importing` (translators), `pipeline.testing` (tests of a stage), `pipeline.hardware` and
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from pipeline.utils.lazy import lazily
 
 if TYPE_CHECKING:
+    from pipeline.api import RunOutcome, plan, resume, run
     from pipeline.contracts.data import NO_TARGET, Data, MicroBatch, Sample, Samples
     from pipeline.contracts.engine import (
         WEIGHT,
@@ -75,6 +77,6 @@ if TYPE_CHECKING:
         in_words,
         system_errors_as,
     )
-    from pipeline.run.rank_logging import IN_DISPLAY
+    from pipeline.execution.rank_logging import IN_DISPLAY
 else:
     __getattr__ = lazily(__name__, __file__)

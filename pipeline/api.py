@@ -30,7 +30,6 @@ from pipeline.distributed.environment import STOPPED
 from pipeline.errors import RunFailed, RunStopped
 from pipeline.execution import rundir
 
-
 if TYPE_CHECKING:
     from pipeline.planning.memory_plan import MemoryPlan
     from pipeline.view.history import History

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import click
 
 from pipeline.errors import PipeError, RecipeError, in_words, is_expected
-from pipeline.run.rank_logging import hush_asides
+from pipeline.execution.rank_logging import hush_asides
 from pipeline.utils.activities import show_in
 from pipeline.utils.terminal import guard
 from pipeline.view.terminal_activity import CommandActivities

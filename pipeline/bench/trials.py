@@ -12,13 +12,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline.bench.results import Row
+from pipeline.chain.plan import Plan, PlannedSlot
+from pipeline.chain.registry import Registry
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import DividesRanks
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import UsageError
 from pipeline.hardware.host import cores_each
-from pipeline.plan.plan import Plan, PlannedSlot
-from pipeline.plan.registry import Registry
 from pipeline.planning.planner import Planner, Planners, Trial
 from pipeline.planning.presets import Strategy
 from pipeline.recipe.dump import render

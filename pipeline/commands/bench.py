@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
+from pipeline.chain.registry import Registry
 from pipeline.commands.trust import trust_options
-from pipeline.plan.registry import Registry
 
 
 @click.command("bench")
@@ -67,9 +67,9 @@ def bench(
     """
     from pipeline.bench import report, trials
     from pipeline.bench.session import Benchmark
+    from pipeline.chain.plan import plan_file
     from pipeline.distributed.launchers import placement
     from pipeline.errors import CommandStopped, UsageError
-    from pipeline.plan.plan import plan_file
     from pipeline.planning.presets import chosen
 
     started = placement(os.environ)
@@ -131,7 +131,7 @@ def _folder(run_dir: Path | None, runs: Path, name: str) -> Path:
     from pipeline.bench.report import FILE
     from pipeline.bench.session import TRIALS
     from pipeline.errors import UsageError, system_errors_as
-    from pipeline.run import rundir
+    from pipeline.execution import rundir
 
     folder = run_dir or rundir.create(runs, f"bench-{name}")
     with system_errors_as(UsageError):

@@ -7,10 +7,10 @@ import sys
 
 import click
 
+from pipeline.chain.plan import Plan, plan_file
+from pipeline.chain.registry import Registry
 from pipeline.commands.trust import trust_options
 from pipeline.errors import Problem, RecipeError
-from pipeline.plan.plan import Plan, plan_file
-from pipeline.plan.registry import Registry
 from pipeline.utils.text import plural
 
 

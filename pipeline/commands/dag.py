@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from pipeline.plan.plan import Plan
+    from pipeline.chain.plan import Plan
 
 
 @click.command("dag")
@@ -25,8 +25,8 @@ def dag(recipe: Path, overrides: tuple[str, ...], form: str) -> None:
 
     RECIPE is a file, or a run's folder. Mermaid's text is drawn by GitHub, GitLab and mkdocs.
     """
-    from pipeline.plan.plan import plan_file
-    from pipeline.run import rundir
+    from pipeline.chain.plan import plan_file
+    from pipeline.execution import rundir
 
     plan = plan_file(recipe / rundir.RECIPE if recipe.is_dir() else recipe, overrides)
     drawn = {"text": _text, "mermaid": _mermaid, "json": _json}[form]

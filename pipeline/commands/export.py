@@ -13,7 +13,7 @@ from pipeline.commands.display import display_options
 from pipeline.commands.trust import trust_options
 
 if TYPE_CHECKING:
-    from pipeline.plan.plan import Plan, Started
+    from pipeline.chain.plan import Plan, Started
     from pipeline.view.screen import Display
 
 
@@ -54,13 +54,13 @@ def export(
     torch.distributed.checkpoint or transformers' Trainer. The same command again continues an
     interrupted export.
     """
+    from pipeline.chain.plan import plan_file
     from pipeline.errors import UsageError, system_errors_as
+    from pipeline.execution import rundir
+    from pipeline.execution.export_recipe import chosen, recipe_text
+    from pipeline.execution.rank_logging import say
     from pipeline.hardware.host import cores_each
     from pipeline.launch.start import Job, start
-    from pipeline.plan.plan import plan_file
-    from pipeline.run import rundir
-    from pipeline.run.export_recipe import chosen, recipe_text
-    from pipeline.run.rank_logging import say
     from pipeline.utils.files import replace_text
 
     choose = functools.cache(lambda: chosen(source, step=step, model=model, to=to))

@@ -17,9 +17,7 @@ COUNT = click.IntRange(min=1)
 
 @click.command("init")
 @click.option("--model", help="A folder, a hub id, or a GGUF file.")
-@click.option(
-    "--data", type=EXISTING, help="Conversations or texts, one JSON object a line."
-)
+@click.option("--data", type=EXISTING, help="Conversations or texts, one JSON object a line.")
 @click.option("--lora/--full", default=None, help="Train low-rank updates, or all weights.")
 @click.option("--seq", type=COUNT, help="Tokens of a sample.")
 @click.option("--gpus", type=click.IntRange(min=0), help="GPUs of a node; 0 trains on CPUs.")
@@ -80,7 +78,7 @@ def _kind_here() -> str | None:
 
 def _check(target: Path) -> None:
     """Check the recipe on this machine, and say what to do next. Raises RecipeError."""
-    from pipeline.plan.plan import plan_file
+    from pipeline.chain.plan import plan_file
 
     for warning in plan_file(target, forecast=True).warnings:
         click.echo(f"warning: {warning}", err=True)

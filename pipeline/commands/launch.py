@@ -16,8 +16,8 @@ from pipeline.commands import trust
 from pipeline.commands.trust import trust_options
 
 if TYPE_CHECKING:
+    from pipeline.chain.plan import Plan
     from pipeline.launch.targets.job import Job, Target
-    from pipeline.plan.plan import Plan
 
 TARGETS = ("slurm", "kubeflow", "skypilot", "dstack", "docker")
 OPTIONS = {
@@ -78,10 +78,10 @@ def launch(
     OVERRIDES change the recipe, as in train.steps=50. The recipe is checked first. Nothing of the
     environment is written into the script: variables that the recipe reads are passed by name.
     """
+    from pipeline.chain.plan import plan_file
     from pipeline.distributed.placement import bounds
     from pipeline.errors import UsageError
     from pipeline.launch.targets import TARGETS as KNOWN
-    from pipeline.plan.plan import plan_file
 
     if shows == submit:
         raise UsageError("give exactly one of --print and --submit")

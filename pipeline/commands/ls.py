@@ -36,7 +36,7 @@ def ls(runs: Path, as_json: bool) -> None:
 
 
 def _runs(root: Path) -> Iterator[dict[str, Any]]:
-    from pipeline.run import rundir
+    from pipeline.execution import rundir
 
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
         with contextlib.suppress(PermissionError):  # other people's runs are theirs
@@ -46,9 +46,9 @@ def _runs(root: Path) -> Iterator[dict[str, Any]]:
 
 def _describe(folder: Path) -> dict[str, Any]:
     from pipeline.errors import JournalDamaged
-    from pipeline.run import rundir
-    from pipeline.run.journal import Journal
-    from pipeline.run.metrics import is_record
+    from pipeline.execution import rundir
+    from pipeline.execution.journal import Journal
+    from pipeline.execution.metrics import is_record
     from pipeline.utils.jsonl import read_tail
     from pipeline.view.history import best_of, state_of
 

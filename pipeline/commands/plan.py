@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipeline.chain.registry import Registry
 from pipeline.commands.hardware_options import FILE, asked_for, machine_options
 from pipeline.commands.trust import trust_options
 from pipeline.errors import NoFit, PipeError, UsageError, in_words, system_errors_as
-from pipeline.plan.registry import Registry
 from pipeline.utils.files import try_writing
 
 if TYPE_CHECKING:

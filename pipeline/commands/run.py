@@ -14,8 +14,8 @@ from pipeline.commands.selection import selection_options
 from pipeline.commands.trust import trust_options
 
 if TYPE_CHECKING:
-    from pipeline.plan.plan import Plan, Started
-    from pipeline.run.selection import Selection
+    from pipeline.chain.plan import Plan, Started
+    from pipeline.execution.selection import Selection
     from pipeline.view.screen import Display
 
 
@@ -87,14 +87,14 @@ def run(
 
     OVERRIDES change the recipe, as in train.steps=50 wrap.stage=2.
     """
+    from pipeline.chain.plan import Started, plan_file
     from pipeline.distributed.environment import is_worker, worker_local_world_size
     from pipeline.distributed.placement import NodeOptions
+    from pipeline.execution import rundir
+    from pipeline.execution.rank_logging import say
+    from pipeline.execution.rehearsal import rehearsal
+    from pipeline.execution.saved_plan import require_planned
     from pipeline.launch.start import Job, start
-    from pipeline.plan.plan import Started, plan_file
-    from pipeline.run import rundir
-    from pipeline.run.rank_logging import say
-    from pipeline.run.rehearsal import rehearsal
-    from pipeline.run.saved_plan import require_planned
 
     def plan(started: Started) -> Plan:
         made = plan_file(recipe, overrides, here=True, started=started)
@@ -188,11 +188,11 @@ def resume(
     micro-batch or accumulation continues the same training; another model, tokenizer, data, order
     or global batch is refused, unless it is named with --accept.
     """
+    from pipeline.chain.plan import Started, plan_file
     from pipeline.distributed.placement import NodeOptions
+    from pipeline.execution import rundir
+    from pipeline.execution.rehearsal import rehearsal
     from pipeline.launch.start import Job, start
-    from pipeline.plan.plan import Started, plan_file
-    from pipeline.run import rundir
-    from pipeline.run.rehearsal import rehearsal
 
     def plan(started: Started) -> Plan:
         path = recipe or rundir.existing(run_dir) / rundir.RECIPE

@@ -10,10 +10,10 @@ from typing import Any
 
 import click
 
+from pipeline.chain.json_schema import recipe_schema
+from pipeline.chain.registry import Entry, Registry
 from pipeline.contracts.signature import gives, needs
 from pipeline.errors import PluginError, UsageError
-from pipeline.plan.json_schema import recipe_schema
-from pipeline.plan.registry import Entry, Registry
 from pipeline.recipe.field_docs import FieldRow, field_rows
 from pipeline.utils.text import align
 

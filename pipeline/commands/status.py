@@ -23,8 +23,8 @@ def status(run: Path | None, follow: bool, as_json: bool) -> None:
 
     Training does not notice.
     """
+    from pipeline.execution import rundir
     from pipeline.recipe import load_recipe
-    from pipeline.run import rundir
     from pipeline.view.follow import Follower
 
     if follow and as_json:
@@ -90,7 +90,7 @@ def _draw(run: Follower, *, follow: bool) -> None:
 def logs(run: Path | None, rank: int, follow: bool, lines: int | None) -> None:
     """Print the log of a rank of RUN (by default the newest in ./runs)."""
     from pipeline.errors import UsageError
-    from pipeline.run import rundir
+    from pipeline.execution import rundir
     from pipeline.utils.text import did_you_mean
 
     folder = rundir.existing(run or rundir.newest(Path("runs")))

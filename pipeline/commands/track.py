@@ -16,9 +16,9 @@ def track(run: Path, overrides: tuple[str, ...]) -> None:
     For runs on machines without a network, and where a run has ended before everything was sent.
     OVERRIDES change the run's recipe for this command, as in track.mode=online.
     """
+    from pipeline.chain.plan import plan_file
     from pipeline.errors import UsageError
-    from pipeline.plan.plan import plan_file
-    from pipeline.run import rundir
+    from pipeline.execution import rundir
     from pipeline.track.feeder import facts_of, feeders
     from pipeline.utils.text import plural
     from pipeline.view.history import read_history

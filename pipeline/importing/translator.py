@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from pipeline.chain.registry import Plugins
 from pipeline.errors import UsageError
-from pipeline.plan.registry import Plugins
 from pipeline.recipe.nodes import KeyPath
 
 Outcome = Literal["translated", "default", "not translated", "refused"]

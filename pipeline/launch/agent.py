@@ -11,17 +11,17 @@ from pathlib import Path
 
 import psutil
 
+from pipeline.chain.plan import Plan
 from pipeline.distributed.placement import NodePlacement
 from pipeline.distributed.signals import Interrupted
 from pipeline.errors import RunFailed, UsageError, in_words
+from pipeline.execution import rundir
 from pipeline.launch import flight_recorder
 from pipeline.launch.exchange import BEAT_SECONDS, Link
 from pipeline.launch.local import set_threads, supervise
 from pipeline.launch.messages import MOST_TEXT, Beat, Over, Place, Reply, Report
 from pipeline.launch.ranks import LocalRanks
 from pipeline.launch.watch import landmarks
-from pipeline.plan.plan import Plan
-from pipeline.run import rundir
 from pipeline.utils.process_tree import none_left
 from pipeline.view.screen import Screen
 

@@ -9,20 +9,20 @@ from pathlib import Path
 
 import click
 
+from pipeline.chain.plan import Plan
 from pipeline.distributed.environment import FINISHED, STOPPED, STORE, place
 from pipeline.distributed.signals import ENDING, Interrupted
 from pipeline.errors import RunFailed, in_words
+from pipeline.execution import failures, rundir
+from pipeline.execution.failures import Exit
+from pipeline.execution.journal import Journal
 from pipeline.hardware.host import cores_each
 from pipeline.launch import flight_recorder
 from pipeline.launch.ranks import LocalRanks
 from pipeline.launch.restarts import Attempts
 from pipeline.launch.stalls import report_stall
 from pipeline.launch.watch import Watch, landmarks
-from pipeline.plan.plan import Plan
 from pipeline.recipe.launch import Launch
-from pipeline.run import failures, rundir
-from pipeline.run.failures import Exit
-from pipeline.run.journal import Journal
 from pipeline.utils.files import anonymous_file
 from pipeline.utils.process_tree import none_left
 from pipeline.utils.terminal import shown

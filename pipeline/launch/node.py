@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.chain.plan import Plan, Started
 from pipeline.distributed.placement import NodePlacement
 from pipeline.distributed.signals import Interrupted
 from pipeline.errors import RunFailed, RunStopped, UsageError
+from pipeline.execution import rundir
 from pipeline.launch.agent import Agent, run_name
 from pipeline.launch.coordinator import Coordinator
 from pipeline.launch.exchange import Server
 from pipeline.launch.local import restarted
 from pipeline.launch.messages import MOST_TEXT, Over
 from pipeline.launch.start import is_done, opened
-from pipeline.plan.plan import Plan, Started
-from pipeline.run import rundir
 from pipeline.view.screen import Screen
 
 if TYPE_CHECKING:

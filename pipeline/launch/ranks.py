@@ -12,8 +12,8 @@ from pathlib import Path
 
 from pipeline.distributed.environment import FINISHED, STACKS
 from pipeline.distributed.heartbeat import HEARTBEATS, Heartbeats
+from pipeline.execution.failures import SPARE, Exit
 from pipeline.hardware.host import oom_kills
-from pipeline.run.failures import SPARE, Exit
 from pipeline.utils.files import anonymous_file, read_all
 from pipeline.utils.process_tree import kill_sessions, own_module
 
@@ -57,7 +57,7 @@ class LocalRanks:
     ) -> None:
         """Start all; they inherit `descriptors`. What rank 0 prints goes to `output`, if given.
         Raises OSError."""
-        command = own_module("pipeline.run.worker", str(run_dir), str(os.getpid()), *accept)
+        command = own_module("pipeline.execution.worker", str(run_dir), str(os.getpid()), *accept)
         shared = [*descriptors, self._spare, self.heartbeats.descriptor]
         for place, stacks in zip(self.places, self._stacks, strict=True):
             own = {

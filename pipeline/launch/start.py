@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pipeline.chain.plan import Plan, Started
 from pipeline.distributed.environment import STOPPED, is_worker, started, worker_rank
 from pipeline.distributed.launchers import placement
 from pipeline.distributed.placement import (
@@ -31,13 +32,12 @@ from pipeline.errors import (
     in_words,
     system_errors_as,
 )
-from pipeline.plan.plan import Plan, Started
-from pipeline.run import failures, rundir
-from pipeline.run.journal import Journal
-from pipeline.run.origins import write_origins
-from pipeline.run.rank_logging import say
-from pipeline.run.resume import plan_resume, results
-from pipeline.run.selection import Selection, cut, ends_early
+from pipeline.execution import failures, rundir
+from pipeline.execution.journal import Journal
+from pipeline.execution.origins import write_origins
+from pipeline.execution.rank_logging import say
+from pipeline.execution.resume import plan_resume, results
+from pipeline.execution.selection import Selection, cut, ends_early
 from pipeline.utils.files import replace_text
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import align, duration
@@ -166,7 +166,7 @@ def _publish(store: Store, folder: str) -> None:
 def _run_as_rank(folder: Path, store: Store, accept: Sequence[str]) -> None:
     """Run as a rank. The rank that failed first reports the failure; the others leave with exit
     code 1."""
-    from pipeline.run.worker import run_rank
+    from pipeline.execution.worker import run_rank
 
     try:
         run_rank(folder, store, accept=accept)

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from pipeline.chain.plan import PlannedSlot
 from pipeline.contracts.engine import Engine
 from pipeline.errors import PipeError, RecipeError, StageError, UsageError
-from pipeline.plan.plan import PlannedSlot
 from pipeline.planning.hardware import BETWEEN, INSIDE
 from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from pipeline.chain.registry import Registry
 from pipeline.errors import UsageError
-from pipeline.plan.registry import Registry
 
 TEMPLATES = Path(__file__).parent / "templates"
 KINDS = {"optimizer": "optimizer", "track": "track"}
@@ -58,7 +58,9 @@ class NewStage:
     def files(self) -> Iterator[tuple[str, str]]:
         """Yield the names of the package's files, and what is in them."""
         environment = Environment(
-            loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True
+            loader=FileSystemLoader(TEMPLATES),
+            undefined=StrictUndefined,
+            keep_trailing_newline=True,
         )
         kind = KINDS.get(self.kind, OTHER)
         for template, file in (
@@ -84,5 +86,3 @@ def write_package(name: str, folder: Path | None = None) -> list[Path]:
         path.write_text(text, "utf-8")
         written.append(path)
     return written
-
-

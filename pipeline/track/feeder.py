@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline.chain.plan import Plan, make_plan
 from pipeline.contracts.stage import ENVIRONMENT_FILE
 from pipeline.errors import in_words
-from pipeline.plan.plan import Plan, make_plan
+from pipeline.execution import rundir
+from pipeline.execution.metrics import is_record, kind_of
 from pipeline.recipe import Recipe, load_recipe
-from pipeline.run import rundir
-from pipeline.run.metrics import is_record, kind_of
 from pipeline.track.contract import Outcome, RunFacts, Tracker, TrackerStage
 from pipeline.utils.files import private_folder, replace_text
 from pipeline.utils.terminal import guard, shown

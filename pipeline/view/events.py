@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, TextIO
 
-from pipeline.run.metrics import kind_of
+from pipeline.execution.metrics import kind_of
 from pipeline.view.follow import Follower
 from pipeline.view.screen import Now, Screen
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.run import rundir
-from pipeline.run.activity_record import FILE as ACTIVITY
-from pipeline.run.metrics import is_record
+from pipeline.execution import rundir
+from pipeline.execution.activity_record import FILE as ACTIVITY
+from pipeline.execution.metrics import is_record
 from pipeline.view.chain import Chain
 from pipeline.view.history import RunState, state_of
 from pipeline.view.tail import Tail

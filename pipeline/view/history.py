@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from pipeline.contracts.stage import ENGINE_FILE, ENVIRONMENT_FILE
 from pipeline.errors import RecipeError
+from pipeline.execution import failures, rundir
+from pipeline.execution.journal import Journal
+from pipeline.execution.metrics import records
 from pipeline.recipe import Recipe, read_recipe
-from pipeline.run import failures, rundir
-from pipeline.run.journal import Journal
-from pipeline.run.metrics import records
 from pipeline.view.chain import Chain
 
 RunState = Literal["running", "finished", "failed", "stopped"]

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Literal, TextIO
 
 from pipeline.contracts.engine import Engine
 from pipeline.distributed.environment import is_worker
-from pipeline.run.rank_logging import SCREEN
+from pipeline.execution.rank_logging import SCREEN
 from pipeline.utils.text import plural
 from pipeline.view.follow import Follower
 
 if TYPE_CHECKING:
-    from pipeline.plan.plan import Plan, PlannedSlot
+    from pipeline.chain.plan import Plan, PlannedSlot
 
 Choice = Literal["live", "lines", "quiet", "json"]
 LOOK_SECONDS = 0.25

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.chain.plan import Plan, Started, plan_file
 from pipeline.commands.run import plan_beside
 from pipeline.errors import RunFailed
+from pipeline.execution import failures
+from pipeline.execution.failures import Exit
 from pipeline.hardware import host
-from pipeline.plan.plan import Plan, Started, plan_file
-from pipeline.run import failures
-from pipeline.run.failures import Exit
 from tests.support.models import save_tokenizer
 from tests.support.pipe import Pipe
 from tests.support.tiny_recipe import training, write

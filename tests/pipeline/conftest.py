@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from pipeline.chain.registry import BUILT_IN, Entry, Registry
 from pipeline.cli import main
-from pipeline.plan.registry import BUILT_IN, Entry, Registry
 
 FAKES = {
     "model.fake": "Model",

@@ -13,7 +13,7 @@ import torch
 from pipeline.contracts.data import Data, Sample
 from pipeline.contracts.training import StepCallback
 from pipeline.distributed.process_group import DistContext
-from pipeline.run.metrics import records
+from pipeline.execution.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.train import loop as loop_module

@@ -23,7 +23,7 @@ MODULES = (
     "deepspeed.runtime.superoffload.superoffload_stage3",
     "pipeline.checkpoint.manager",
     "pipeline.checkpoint.local_store",
-    "pipeline.run.worker",
+    "pipeline.execution.worker",
     "stages.adapter.lora",
     "stages.consolidate.weights",
     "stages.export.safetensors",

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from pipeline.chain.binding import Results
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import OptimizerPlan
@@ -21,7 +22,7 @@ from pipeline.contracts.stage import Context
 from pipeline.contracts.training import TrainedRun
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import PipeError, StageError, UsageError
-from pipeline.plan.binding import Results
+from pipeline.execution.metrics import Metrics
 from pipeline.planning.forecast import LOAD, Held
 from pipeline.planning.planner import Job, TraceScope
 from pipeline.planning.trace.model import (
@@ -33,7 +34,6 @@ from pipeline.planning.trace.model import (
 )
 from pipeline.planning.trace.torch_compat import silent_group, single_group
 from pipeline.planning.trace.tracker import Marks, MemoryTracker, Stretch, offloading
-from pipeline.run.metrics import Metrics
 from pipeline.utils.fake_tensors import without_values
 
 DECLARATIONS = (ModelSource, Precision, OptimizerPlan)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.run.metrics import kind_of
+from pipeline.execution.metrics import kind_of
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import duration, human, plural
 from pipeline.view.history import History

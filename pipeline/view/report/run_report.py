@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.execution.origins import origins
 from pipeline.hardware.gpus import GIB
 from pipeline.recipe.nodes import KeyPath
-from pipeline.run.origins import origins
 from pipeline.utils.files import replace_text
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import duration

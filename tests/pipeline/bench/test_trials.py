@@ -14,9 +14,9 @@ from click.testing import CliRunner
 from pipeline import cli
 from pipeline.bench import trials
 from pipeline.bench.trials import BenchLength
+from pipeline.chain.plan import make_plan, plan_file
+from pipeline.chain.registry import Registry
 from pipeline.errors import UsageError
-from pipeline.plan.plan import make_plan, plan_file
-from pipeline.plan.registry import Registry
 from pipeline.planning.planner import Planner, Planners, Trial
 from pipeline.planning.presets import chosen
 from pipeline.recipe import load_recipe

@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.chain.plan import Started, make_plan
+from pipeline.chain.registry import Registry
 from pipeline.distributed.environment import place
 from pipeline.distributed.signals import ENDING, Interrupted, default_signals, interruptible
 from pipeline.errors import RecipeError, RunFailed
+from pipeline.execution import failures
 from pipeline.launch.local import run_ranks, set_threads
 from pipeline.launch.ranks import LocalRanks
-from pipeline.plan.plan import Started, make_plan
-from pipeline.plan.registry import Registry
 from pipeline.recipe import Launch, load_recipe
-from pipeline.run import failures
 from pipeline.utils.process_tree import none_left, own_module
 
 STUCK = """
@@ -75,7 +75,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
 
 
 def test_a_rank_whose_launcher_is_dead_already_ends(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pipeline.run.worker", str(tmp_path), "1"]
+    command = [sys.executable, "-m", "pipeline.execution.worker", str(tmp_path), "1"]
     assert subprocess.run(command, check=False).returncode == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -276,7 +276,7 @@ def test_what_was_started_and_the_recipe_agree(
     key: str,
     words: str,
 ) -> None:
-    monkeypatch.setattr("pipeline.plan.plan.gpu_count", lambda: 8)
+    monkeypatch.setattr("pipeline.chain.plan.gpu_count", lambda: 8)
     path = tmp_path / "recipe.yaml"
     path.write_text(f"name: x\nlaunch: {{{launch}}}\nstages: {{}}\n")
     with pytest.raises(RecipeError) as caught:
@@ -292,7 +292,7 @@ def test_what_was_started_and_the_recipe_agree(
 def test_what_was_started_as_the_recipe_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: Started
 ) -> None:
-    monkeypatch.setattr("pipeline.plan.plan.gpu_count", lambda: 8)
+    monkeypatch.setattr("pipeline.chain.plan.gpu_count", lambda: 8)
     path = tmp_path / "recipe.yaml"
     path.write_text("name: x\nlaunch: {procs: 8, nodes: {min: 1, max: 2}}\nstages: {}\n")
     with pytest.raises(RecipeError) as caught:

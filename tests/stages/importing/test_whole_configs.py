@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from pipeline.cli import main
 from pipeline.distributed.process_group import DistContext
-from pipeline.run.metrics import records
+from pipeline.execution.metrics import records
 from tests.stages.importing.configs.tools import write_with_tools
 from tests.stages.importing.support import from_files, left_out
 from tests.support.models import save_tokenizer, tiny_llama_config

@@ -15,7 +15,7 @@ from pipeline.contracts.data import Data
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
-from pipeline.run.metrics import records
+from pipeline.execution.metrics import records
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW

@@ -10,8 +10,8 @@ import pytest
 
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import UsageError
+from pipeline.execution.metrics import records
 from pipeline.planning.planner import Trial
-from pipeline.run.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.planners import CheckpointPlanner

@@ -17,8 +17,8 @@ import torch
 from pipeline.contracts.engine import StepReport
 from pipeline.contracts.training import Progress, TrainedRun
 from pipeline.distributed.process_group import DistContext
+from pipeline.execution.metrics import records
 from pipeline.hardware import host
-from pipeline.run.metrics import records
 from stages.train import report
 from stages.train.batches import BatchStats
 from stages.train.evaluation import record_evaluation, set_metric

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.distributed.process_group import DistContext
-from pipeline.run.metrics import Metrics, records
+from pipeline.execution.metrics import Metrics, records
 from stages.train import stragglers
 from stages.train.stragglers import Figures, StragglerWatch
 from tests.support.processes import run_ranks

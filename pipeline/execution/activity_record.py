@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeline.run.rank_logging import IN_DISPLAY
+from pipeline.execution.rank_logging import IN_DISPLAY
 from pipeline.utils.activities import Activity
 from pipeline.utils.files import replace_text
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
+from pipeline.chain.registry import Registry, kind_of
 from pipeline.contracts.signature import Need, gives, needs
 from pipeline.contracts.stage import Durable
 from pipeline.errors import PluginError, Problem
-from pipeline.plan.registry import Registry, kind_of
 from pipeline.recipe.nodes import SourceMap
 
 _NO_ROLE: set[object] = {object, ABC, Durable, Generic}

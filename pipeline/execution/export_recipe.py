@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipeline.chain.registry import Registry
+from pipeline.chain.wiring import SlotType, inputs
 from pipeline.checkpoint import location
 from pipeline.checkpoint.retention import best_of
 from pipeline.checkpoint.store import step_number
@@ -18,12 +20,10 @@ from pipeline.contracts.model import ModelSource
 from pipeline.contracts.tensors import Weights
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import PluginError, UsageError, system_errors_as
-from pipeline.plan.registry import Registry
-from pipeline.plan.wiring import SlotType, inputs
+from pipeline.execution import rundir
+from pipeline.execution.journal import Journal
 from pipeline.recipe import load_recipe
 from pipeline.recipe.dump import render
-from pipeline.run import rundir
-from pipeline.run.journal import Journal
 
 EXPORT = "export"
 """The default folder of an export in its run."""

@@ -16,7 +16,7 @@ SCRIPT = """
 import sys
 from pipeline.cli import main
 main({command}, standalone_mode=False)
-assert "pipeline.run.runner" in sys.modules  # it ran here, not in a child
+assert "pipeline.execution.runner" in sys.modules  # it ran here, not in a child
 assert not [name for name in sys.modules if name.startswith("pipeline.planning")]
 """
 

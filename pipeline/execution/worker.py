@@ -1,5 +1,5 @@
-"""One rank of a run: `python -m pipeline.run.worker RUN_DIR LAUNCHER_PID [ACCEPTED...]` under the
-launcher's environment."""
+"""One rank of a run, under the launcher's environment: `python -m pipeline.execution.worker RUN_DIR
+LAUNCHER_PID [ACCEPTED...]`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.chain.plan import Plan, make_plan
 from pipeline.contracts.stage import Context
 from pipeline.distributed.environment import (
     DUMP,
@@ -24,16 +25,15 @@ from pipeline.distributed.environment import (
 from pipeline.distributed.process_group import DistContext, environment_dist, environment_store
 from pipeline.distributed.signals import Interrupted, default_signals
 from pipeline.errors import StageError
-from pipeline.plan.plan import Plan, make_plan
+from pipeline.execution import failures, rundir
+from pipeline.execution.activity_record import ActivityRecord
+from pipeline.execution.journal import Journal
+from pipeline.execution.metrics import Metrics
+from pipeline.execution.rank_logging import open_log, rank_log
+from pipeline.execution.runner import Runner
+from pipeline.execution.selection import cut
+from pipeline.execution.self_watch import watched
 from pipeline.recipe import load_recipe
-from pipeline.run import failures, rundir
-from pipeline.run.activity_record import ActivityRecord
-from pipeline.run.journal import Journal
-from pipeline.run.metrics import Metrics
-from pipeline.run.rank_logging import open_log, rank_log
-from pipeline.run.runner import Runner
-from pipeline.run.selection import cut
-from pipeline.run.self_watch import watched
 from pipeline.utils.activities import show_in
 from pipeline.utils.process_tree import die_with
 from pipeline.utils.terminal import guard

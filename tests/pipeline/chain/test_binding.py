@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import pytest
 
+from pipeline.chain.binding import Results
 from pipeline.errors import UsageError
-from pipeline.plan.binding import Results
 
 
 class Pair(NamedTuple):

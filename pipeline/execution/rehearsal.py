@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.run import rundir
-from pipeline.run.journal import Journal
-from pipeline.run.resume import plan_resume
-from pipeline.run.selection import Selection
+from pipeline.execution import rundir
+from pipeline.execution.journal import Journal
+from pipeline.execution.resume import plan_resume
+from pipeline.execution.selection import Selection
 from pipeline.utils.text import align, plural
 
 if TYPE_CHECKING:
-    from pipeline.plan.plan import Plan
+    from pipeline.chain.plan import Plan
 
 
 def rehearsal(plan: Plan, folder: Path | None, selection: Selection) -> Iterator[str]:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import JournalDamaged
-from pipeline.run.journal import Journal
+from pipeline.execution.journal import Journal
 from pipeline.utils import jsonl
 
 

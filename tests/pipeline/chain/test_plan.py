@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.chain import plan as plan_module
+from pipeline.chain.plan import Plan, PlannedSlot, Started, make_plan
+from pipeline.chain.registry import Registry
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import Context
 from pipeline.errors import RecipeError
 from pipeline.hardware.gpus import gpu_count
-from pipeline.plan import plan as plan_module
-from pipeline.plan.plan import Plan, PlannedSlot, Started, make_plan
-from pipeline.plan.registry import Registry
 from pipeline.recipe import load_recipe
 
 RECIPE = """\

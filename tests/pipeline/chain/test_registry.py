@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
+from pipeline.chain.registry import Entry, Registry
 from pipeline.errors import PluginError
-from pipeline.plan.registry import Entry, Registry
 
 
 def test_names_are_listed_without_importing(registry: Registry) -> None:

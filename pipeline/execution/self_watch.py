@@ -13,9 +13,9 @@ from pathlib import Path
 from pipeline.distributed.heartbeat import HEARTBEATS
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
+from pipeline.execution import failures
+from pipeline.execution.rank_logging import open_log
 from pipeline.recipe.launch import Timeouts
-from pipeline.run import failures
-from pipeline.run.rank_logging import open_log
 
 LOOK_SECONDS = 1.0
 STOP_SECONDS = 20.0

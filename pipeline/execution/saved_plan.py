@@ -11,8 +11,8 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.errors import PlanDrift, UsageError, first_mistake, in_words
-from pipeline.plan.plan import Plan, PlannedSlot
 from pipeline.recipe.field_docs import plain_value
 
 VERSION: Final = 3

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.chain.registry import Registry
+from pipeline.chain.wiring import SlotType, inputs, missing_inputs
 from pipeline.contracts.signature import needs
 from pipeline.contracts.stage import Checked, PlanView
 from pipeline.errors import Location, PluginError, Problem, RecipeError
 from pipeline.hardware.gpus import gpu_count
-from pipeline.plan.registry import Registry
-from pipeline.plan.wiring import SlotType, inputs, missing_inputs
 from pipeline.recipe import Recipe, SlotSpec, read_recipe, unless_reported
 from pipeline.recipe.fields import build
 from pipeline.recipe.launch import Launch

@@ -9,16 +9,16 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from pipeline.chain.binding import Results
 from pipeline.contracts.resources import require_resources
 from pipeline.contracts.stage import NeedsResources, RunsDry
 from pipeline.contracts.training import Checkpoints, Progress, TrainedRun
-from pipeline.plan.binding import Results
-from pipeline.run.metrics import Metrics
+from pipeline.execution.metrics import Metrics
 
 if TYPE_CHECKING:
+    from pipeline.chain.plan import Plan
     from pipeline.contracts.resources import ResourceNeed
     from pipeline.contracts.stage import Context
-    from pipeline.plan.plan import Plan
 
 Artifacts = Mapping[str, Any]
 """Artifacts by slot."""

@@ -11,8 +11,8 @@ import yaml
 from click.testing import CliRunner
 
 from pipeline.cli import main
-from pipeline.run.export_recipe import chosen, exports_of, recipe_text
-from pipeline.run.journal import Journal
+from pipeline.execution.export_recipe import chosen, exports_of, recipe_text
+from pipeline.execution.journal import Journal
 from stages.export.safetensors import ExportSafetensors
 from tests.support.tiny_recipe import EXPORT, training
 from tests.support.tiny_store import Tiny, write

@@ -12,9 +12,9 @@ import yaml
 from click.testing import CliRunner, Result
 from jsonschema import Draft202012Validator
 
+from pipeline.chain.json_schema import recipe_schema
+from pipeline.chain.registry import Registry
 from pipeline.cli import main
-from pipeline.plan.json_schema import recipe_schema
-from pipeline.plan.registry import Registry
 from pipeline.recipe.includes import Sources
 from pipeline.recipe.load import TOP_LEVEL
 from pipeline.recipe.nodes import plain

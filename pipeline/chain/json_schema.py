@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from pipeline.plan.registry import Registry
+from pipeline.chain.registry import Registry
 from pipeline.recipe.fields import adapter
 from pipeline.recipe.load import HEADER_KEYS, SLOT, Header
 

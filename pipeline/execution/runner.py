@@ -12,14 +12,14 @@ from pipeline.contracts.stage import Context, Durable
 from pipeline.contracts.training import TrainedRun
 from pipeline.distributed.heartbeat import Phase
 from pipeline.errors import StageError
-from pipeline.run.journal import Journal
-from pipeline.run.memory_record import record_memory
-from pipeline.run.preflight import look_ahead, run_dry
-from pipeline.run.rank_logging import IN_DISPLAY
-from pipeline.run.resume import ResumePlan, digests, plan_resume, restored
+from pipeline.execution.journal import Journal
+from pipeline.execution.memory_record import record_memory
+from pipeline.execution.preflight import look_ahead, run_dry
+from pipeline.execution.rank_logging import IN_DISPLAY
+from pipeline.execution.resume import ResumePlan, digests, plan_resume, restored
 
 if TYPE_CHECKING:
-    from pipeline.plan.plan import Plan, PlannedSlot
+    from pipeline.chain.plan import Plan, PlannedSlot
 
 
 class Runner:

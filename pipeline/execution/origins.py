@@ -9,8 +9,8 @@ import contextlib
 import json
 from pathlib import Path
 
+from pipeline.execution import rundir
 from pipeline.recipe import Recipe
-from pipeline.run import rundir
 from pipeline.utils.files import replace_text
 
 FILE = "origins.json"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.run.metrics import Metrics, records
+from pipeline.execution.metrics import Metrics, records
 
 
 def test_rewind_leaves_one_record_a_step(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import DataError
-from pipeline.run import failures
-from pipeline.run.failures import Exit
+from pipeline.execution import failures
+from pipeline.execution.failures import Exit
 
 
 def fail(run_dir: Path, rank: int, error: Exception, slot: str = "train") -> None:

@@ -17,10 +17,10 @@ from pipeline.contracts.model import ModelSource
 from pipeline.contracts.sample_order import ENDLESS, Order
 from pipeline.contracts.stage import Context
 from pipeline.errors import UsageError
-from pipeline.run.metrics import Metrics
+from pipeline.execution.metrics import Metrics
 
 if TYPE_CHECKING:
-    from pipeline.plan.plan import Plan, PlannedSlot
+    from pipeline.chain.plan import Plan, PlannedSlot
 
 
 class Token(NamedTuple):

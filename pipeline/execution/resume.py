@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.stage import Durable, VerifiesResult
 from pipeline.errors import PipeError, in_words
-from pipeline.run.journal import Finished, Journal
+from pipeline.execution.journal import Finished, Journal
 
 if TYPE_CHECKING:
-    from pipeline.plan.plan import Plan, PlannedSlot
+    from pipeline.chain.plan import Plan, PlannedSlot
 
 
 @dataclass(frozen=True, kw_only=True)

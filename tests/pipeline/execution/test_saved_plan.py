@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from pipeline.chain.plan import Plan, Started, plan_file
 from pipeline.cli import main
 from pipeline.distributed.environment import CONTRACT, worker_local_world_size
 from pipeline.errors import PlanDrift, UsageError
-from pipeline.plan.plan import Plan, Started, plan_file
-from pipeline.run.saved_plan import identity, require_planned
+from pipeline.execution.saved_plan import identity, require_planned
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "llama8b_fsdp.yaml"
 Record = dict[str, Any]

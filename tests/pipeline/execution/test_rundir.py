@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import RunLocked, UsageError
-from pipeline.run import rundir
+from pipeline.execution import rundir
 
 
 def test_new_folders_are_private_and_never_the_same(tmp_path: Path) -> None:

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
+from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.signature import gives
 from pipeline.contracts.stage import Context, Durable
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
-from pipeline.plan.plan import Plan, PlannedSlot
-from pipeline.run.journal import Journal
-from pipeline.run.metrics import Metrics
-from pipeline.run.resume import ResumePlan, digests, plan_resume, results
-from pipeline.run.runner import Runner
+from pipeline.execution.journal import Journal
+from pipeline.execution.metrics import Metrics
+from pipeline.execution.resume import ResumePlan, digests, plan_resume, results
+from pipeline.execution.runner import Runner
 
 CALLS: list[str] = []
 

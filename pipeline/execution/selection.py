@@ -10,8 +10,8 @@ from pipeline.errors import UsageError
 from pipeline.utils.text import did_you_mean
 
 if TYPE_CHECKING:
-    from pipeline.plan.plan import Plan
-    from pipeline.run.journal import Journal
+    from pipeline.chain.plan import Plan
+    from pipeline.execution.journal import Journal
 
 UNTIL = "PIPE_UNTIL"
 """Environment variable: the slot behind which this start ends, for all of its processes."""
