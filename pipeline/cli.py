@@ -27,6 +27,7 @@ COMMANDS = {
     "run": ("run:run", "Run a recipe's stages, in order."),
     "resume": ("run:resume", "Continue a run where it stopped."),
     "launch": ("launch:launch", "Write or submit the script with which a scheduler runs a recipe."),
+    "profile": ("profile:profile", "Record a few steps, and say what their time went to."),
     "bench": ("bench:bench", "Measure a recipe under several strategies and process counts."),
     "ls": ("ls:ls", "List runs."),
     "status": ("status:status", "Show where a run is, from any terminal."),

@@ -57,7 +57,7 @@ class TrialRecipe:
 def require_measurable(plan: Plan) -> None:
     """Raise UsageError for a recipe without a strategy, or whose training cannot be shortened."""
     _wrap_slot(plan)
-    _shortened_slots(plan, Trial(steps=1))
+    shortened_slots(plan, Trial(steps=1))
 
 
 def require_unchanged(plan: Plan, overrides: Sequence[str]) -> None:
@@ -97,7 +97,7 @@ def write(
         for procs in counts:
             trial = length.trial(procs, own=plan.view.procs, most=most)
             trial = replace(trial, shares=_shares(strategy.slot, trial.shares, registry))
-            stages = _shortened_slots(plan, trial)
+            stages = shortened_slots(plan, trial)
             stages[_wrap_slot(plan).slot] = replacement(strategy.slot, trial, registry)
             recipe = {**head, "launch": {"procs": procs, **launch}, **env, "stages": stages}
             row = Row(strategy=strategy.name, use=strategy.use, procs=procs)
@@ -134,7 +134,7 @@ def _fields(slot: Slot) -> dict[str, Any]:
     return {name: value for name, value in slot.items() if name != "use"}
 
 
-def _shortened_slots(plan: Plan, trial: Trial) -> dict[str, Slot]:
+def shortened_slots(plan: Plan, trial: Trial) -> dict[str, Slot]:
     """Slots up to the one that trains, shortened. Raises UsageError if none trains, or it cannot be
     shortened."""
     found, written = {}, plan.recipe.public()["stages"]

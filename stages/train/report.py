@@ -76,7 +76,8 @@ class StepMeter:
             spent = seconds * ranks
             record["mfu"] = self._cost.utilisation(total.tokens, total.squares, spent)
         if profile is not None:
-            record |= {"profiled": True, "communication_share": profile.communication}
+            parts = profile.shares._asdict().items()
+            record |= {"profiled": True, **{f"{name}_share": share for name, share in parts}}
         self._since, self._tokens, self._samples = now, progress.tokens, progress.samples
         return record
 

@@ -23,7 +23,7 @@ from stages.train import report
 from stages.train.batches import BatchStats
 from stages.train.evaluation import record_evaluation, set_metric
 from stages.train.flops import Cost
-from stages.train.profiling import Profile
+from stages.train.profiling import Breakdown, Profile
 from stages.train.report import Reporter, StepMeter
 from stages.train.step import StepResult
 from tests.support.runs import context
@@ -149,7 +149,7 @@ def test_a_profiled_step_tells_its_own_time_and_communication(
     steps = Steps(tmp_path, progress)
     at(9.0)  # most of it is the profiler's writing
     progress.step, progress.samples = 1, 8
-    steps.add(result(2.5), Profile(seconds=2.0, communication=0.25))
+    steps.add(result(2.5), Profile(seconds=2.0, shares=Breakdown(0.5, 0.25, 0.05, 0.2)))
     at(10.0)
     progress.step, progress.samples = 2, 16
     steps.add(result(2.5))
@@ -161,10 +161,13 @@ def test_a_profiled_step_tells_its_own_time_and_communication(
 
 
 def test_a_checkpoint_on_disk_is_a_record(tmp_path: Path) -> None:
-    Steps(tmp_path, Progress()).reporter.saved(3, stalled=0.5, seconds=2.0)
-    assert lines(tmp_path) == [
-        {"step": 3, "checkpoint_stall_seconds": 0.5, "checkpoint_seconds": 2.0}
-    ]
+    reporter = Steps(tmp_path, Progress()).reporter
+    reporter.saved(3, stalled=0.5)
+    reporter.written(3, seconds=2.0)
+    saved, written = lines(tmp_path)
+    assert saved.pop("time") <= written.pop("time")
+    assert saved == {"step": 3, "checkpoint_stall_seconds": 0.5}
+    assert written == {"step": 3, "checkpoint_seconds": 2.0}
 
 
 def test_host_memory_counts_from_where_the_model_begins(
