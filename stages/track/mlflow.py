@@ -27,6 +27,8 @@ class TrackMlflow(TrackerStage):
     """Address of the server, or a folder; null does as `MLFLOW_TRACKING_URI` says."""
     experiment: str | None = None
     """Null takes the recipe's name."""
+    artifacts: str | None = None
+    """Where an experiment that is not there yet keeps its files; null leaves that to MLflow."""
     name: str | None = None
     """Name of the run; null takes that of its folder."""
 
@@ -59,7 +61,11 @@ class MlflowTracker(Tracker):
         """Make a run, and return its id."""
         name = self.settings.experiment or str(run.recipe["name"])
         experiment = self._client.get_experiment_by_name(name)
-        number = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        number = (
+            experiment.experiment_id
+            if experiment
+            else self._client.create_experiment(name, artifact_location=self.settings.artifacts)
+        )
         made = self._client.create_run(number, run_name=self.settings.name or run.name)
         return str(made.info.run_id)
 

@@ -27,10 +27,19 @@ def fork_ranks() -> None:
 class ForkedRank:
     """The part of subprocess.Popen that the launcher uses."""
 
-    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], **_: Any) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdout: int | None = None,
+        **_: Any,
+    ) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
+            for stream in (1, 2) if stdout is not None else ():
+                os.dup2(stdout, stream)
             _become(command[command.index("pipeline.execution.worker") + 1 :], env)
 
     def poll(self) -> int | None:

@@ -1,0 +1,107 @@
+"""Long work: how far it is, in words, in the run's folder and on a terminal."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from pipeline.execution.activity_record import FILE, ActivityRecord
+from pipeline.utils import activities
+from pipeline.utils.activities import BYTES, Activity, activity, show_in
+from pipeline.view.terminal_activity import CommandActivities
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """A clock that is set by hand: its one entry."""
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    return now
+
+
+@pytest.mark.parametrize(
+    ("made", "done", "expected"),
+    [
+        (("tokenising", 2000, "rows"), 500, "tokenising: 500 rows of 2,000 rows (25 %)"),
+        (("writing", 2e9, BYTES), 5e8, "writing: 500.0 MB of 2.0 GB (25 %)"),
+        (("tokenising", None, "rows"), 500, "tokenising: 500 rows, 50 rows a second"),
+        (("proving", None, ""), 0, "proving"),
+        (("nothing", 0, "rows"), 0, "nothing: 0 rows of 0 rows (100 %)"),
+    ],
+)
+def test_in_words(
+    made: tuple[str, float | None, str], done: float, expected: str, clock: list[float]
+) -> None:
+    work = Activity(*made)
+    work.done = done
+    clock[0] += 10
+    assert work.describe() == expected
+
+
+def test_a_copy_in_words(clock: list[float]) -> None:
+    work = Activity("loading", None, BYTES)
+    work.done = 1.5e9
+    clock[0] += 2
+    assert work.summary() == "1.5 GB in 2.0 s (750.0 MB/s)"
+
+
+def test_a_place_is_asked_now_and_then(clock: list[float]) -> None:
+    seen: list[float] = []
+
+    class Place:
+        def changed(self, work: Activity) -> None:
+            seen.append(work.done)
+
+        def ended(self, work: Activity) -> None:
+            seen.append(-work.done)
+
+    with show_in(Place()), activity("counting", 1000) as work:
+        for _ in range(1000):
+            clock[0] += activities.LOOK_SECONDS / 100
+            work.advance()
+    assert seen[0] == 0
+    assert seen[-1] == -1000
+    assert 9 <= len(seen) <= 13
+
+
+def test_in_a_runs_folder_and_its_log(
+    tmp_path: Path, clock: list[float], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    place = ActivityRecord(logging.getLogger("test"), tmp_path)
+    file = tmp_path / FILE
+    with show_in(place), activity("outer", 10, "files"):
+        assert json.loads(file.read_text())["name"] == "outer"
+        with activity("inner", unit="rows") as inner:
+            clock[0] += 12
+            inner.advance(24)
+            assert json.loads(file.read_text()) == {
+                "name": "inner", "done": 24, "total": None, "unit": "rows", "seconds": 12.0,
+            }  # fmt: skip
+        assert json.loads(file.read_text())["name"] == "outer"
+    assert not file.exists()
+    assert caplog.messages == ["inner: 24 rows, 2 rows a second"]
+
+
+def test_a_folder_that_is_gone_ends_nothing(tmp_path: Path) -> None:
+    place = ActivityRecord(logging.getLogger("test"), tmp_path / "gone")
+    with show_in(place), activity("working") as work:
+        work.advance()
+    assert work.done == 1
+
+
+def test_a_command_without_a_terminal_prints_lines(
+    clock: list[float], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with show_in(CommandActivities()), activity("verifying", 100, BYTES) as work:
+        for _ in range(30):
+            clock[0] += 1
+            work.advance(1)
+    assert capsys.readouterr().err.splitlines() == [
+        "verifying: 10 B of 100 B (10 %)",
+        "verifying: 20 B of 100 B (20 %)",
+        "verifying: 30 B of 100 B (30 %)",
+    ]

@@ -1,0 +1,123 @@
+"""Each tracker, read back with its own library."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.testing import problems
+from pipeline.track import Outcome, RunFacts, TrackerStage
+from stages.track.mlflow import TrackMlflow
+from stages.track.sqlite import TrackSqlite
+from stages.track.tensorboard import TrackTensorboard
+from stages.track.trackio import TrackTrackio
+from stages.track.wandb import TrackWandb
+
+LOSSES = {1: 3.5, 2: 3.25, 3: 3.0, 4: 2.75}
+
+
+def tracked(stage: TrackerStage, folder: Path) -> None:
+    """Track a run that fails behind step 2, and goes on in another process's tracker."""
+    folder.mkdir(exist_ok=True)
+    recipe = {"name": "made", "stages": {"optimizer": {"use": "optimizer.adamw", "lr": 0.5}}}
+    run = RunFacts(name="my-run", recipe=recipe, environment={"python": "3"}, folder=folder)
+    state: Mapping[str, Any] = {}
+    parts: list[tuple[list[int], Outcome]] = [([1, 2], "failed"), ([3, 4], "finished")]
+    for steps, outcome in parts:
+        tracker = stage.tracker()
+        state = json.loads(json.dumps(tracker.open(run, state)))
+        for step in steps:
+            tracker.log(step, {"loss": LOSSES[step], "lr": 0.5}, 1_700_000_000.0 + step)
+        tracker.log_text(steps[-1], "generated/0", f"a text at {steps[-1]}")
+        tracker.close(outcome)
+
+
+def test_sqlite(tmp_path: Path) -> None:
+    file = tmp_path / "runs.sqlite"
+    tracked(TrackSqlite(file=str(file)), tmp_path / "run")
+    found = sqlite3.connect(file)
+    rows = found.execute("select step, value from metrics where name = 'loss' order by step")
+    assert dict(rows.fetchall()) == LOSSES
+    assert found.execute("select run, outcome from runs").fetchall() == [("my-run", "finished")]
+    assert len(found.execute("select * from texts").fetchall()) == 2
+    found.close()
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tracked(TrackTensorboard(), tmp_path / "run")
+    found = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    found.Reload()
+    assert {event.step: event.value for event in found.Scalars("loss")} == LOSSES
+    assert "generated/0/text_summary" in found.Tags()["tensors"]
+
+
+def test_mlflow(tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    tracked(TrackMlflow(tracking_uri=uri, artifacts=str(tmp_path / "files")), tmp_path / "run")
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("made")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert (run.info.run_name, run.info.status) == ("my-run", "FINISHED")
+    assert run.data.params["stages.optimizer.lr"] == "0.5"
+    history = client.get_metric_history(run.info.run_id, "loss")
+    assert {metric.step: metric.value for metric in history} == LOSSES
+    assert [one.path for one in client.list_artifacts(run.info.run_id)] == ["generated"]
+
+
+def test_wandb(tmp_path: Path) -> None:
+    tracked(TrackWandb(mode="offline"), tmp_path / "run")
+    files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+    found: dict[int, float] = {}
+    ids = set()
+    for file in files:
+        for record in wandb_records(file):
+            if record.WhichOneof("record_type") == "run":
+                ids.add(record.run.run_id)
+            items = {(i.key or "/".join(i.nested_key)): i.value_json for i in record.history.item}
+            if "loss" in items:
+                found[json.loads(items["step"])] = json.loads(items["loss"])
+    assert found == LOSSES
+    assert len(ids) == 1
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """Yield the records of an offline run's file."""
+    from wandb.proto import wandb_internal_pb2
+    from wandb.sdk.internal.datastore import DataStore
+
+    store = DataStore()
+    store.open_for_scan(str(file))
+    while (data := store.scan_data()) is not None:
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        yield record
+
+
+def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    tracked(TrackTrackio(), tmp_path / "run")
+    import trackio
+
+    (run,) = trackio.Api().runs("made")
+    assert run.name == "my-run"
+    logged = run.metric_values("loss")
+    assert {one["step"]: one["value"] for one in logged} == LOSSES
+
+
+@pytest.mark.parametrize("stage", [TrackTensorboard, TrackMlflow, TrackWandb, TrackTrackio])
+def test_a_package_that_is_missing_is_found_before_the_start(
+    stage: type[TrackerStage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert list(problems(stage, {})) == []
+    monkeypatch.setattr("pipeline.track.contract.find_spec", lambda name: None)
+    (problem,) = problems(stage, {})
+    assert problem.hint == f"pip install 'pipetrain[{stage.extra}]'"

@@ -1,0 +1,151 @@
+"""Texts while training: the same under every strategy, those of a plain loop, and of no influence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline import MicroBatch
+from pipeline.distributed.process_group import DistContext
+from pipeline.execution.metrics import records
+from pipeline.utils.files import private_folder
+from stages.checkpoint.sharded import ShardedCheckpoint
+from stages.optimizer.adamw import AdamW
+from stages.train.causal_lm import TrainCausalLm
+from stages.train.generate import NextToken, Writer
+from stages.train.settings import Generation
+from tests.support.processes import run_ranks
+from tests.support.runs import context, toy_data
+from tests.support.state import Setting, make_engine, source
+
+LAYOUTS = [
+    ("ddp", 1),
+    ("ddp", 2),
+    ("fsdp full", 2),
+    ("fsdp tensor", 2),
+    ("fsdp context", 2),
+    ("fsdp pipeline", 2),
+    ("zero3", 2),
+]
+PROMPTS = ((5, 6, 7), (8,))
+
+
+class Letters:
+    """A tokenizer whose tokens are numbers apart from each other."""
+
+    eos_token_id = 100
+    pad_token_id = 0
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [int(word) for word in text.split()]}
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return " ".join(map(str, ids))
+
+
+def train(
+    dist: DistContext, folder: str, wrap: str, generate: Generation | None
+) -> list[dict[str, Any]]:
+    """Train four steps; returns the records of the run."""
+    private_folder(Path(folder))
+    ctx, setting = context(dist, folder), Setting(wrap=wrap)
+    plan = AdamW(schedule="constant", warmup_steps=0, lr=0.05).run(ctx)
+    engine = make_engine(ctx, setting, plan)
+    checkpoints = ShardedCheckpoint().run(ctx, engine)
+    model = source(ctx, setting)
+    model.tokenizer = Letters  # type: ignore[method-assign]
+    loop = TrainCausalLm(
+        global_batch_size=4, micro_batch_size=1, steps=4, eval_last=False, generate=generate
+    )
+    loop.run(ctx, engine, toy_data(), plan, checkpoints, model)
+    checkpoints.close()
+    engine.close()
+    return list(records(ctx.run_dir / "metrics.jsonl"))
+
+
+def settings(temperature: float) -> Generation:
+    prompts = tuple(" ".join(map(str, ids)) for ids in PROMPTS)
+    return Generation(prompts=prompts, every=2, max_tokens=5, temperature=temperature)
+
+
+def texts(found: list[dict[str, Any]]) -> dict[int, list[str]]:
+    return {r["step"]: [one["text"] for one in r["generated"]] for r in found if "generated" in r}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_strategy_writes_the_same(temperature: float, tmp_path: Path) -> None:
+    written = {}
+    for wrap, ranks in LAYOUTS:
+        folder = str(tmp_path / f"{wrap} {ranks}")
+        written[wrap, ranks] = texts(
+            run_ranks(train, ranks, folder, wrap, settings(temperature))[0]
+        )
+    expected = written["ddp", 1]
+    assert list(expected) == [2, 4]
+    assert all(len(text.split()) <= 5 and text for one in expected.values() for text in one)
+    assert {layout: found for layout, found in written.items() if found != expected} == {}
+
+
+def test_it_changes_nothing(tmp_path: Path) -> None:
+    def losses(generate: Generation | None, folder: str) -> list[tuple[float, float]]:
+        found = run_ranks(train, 2, str(tmp_path / folder), "fsdp full", generate)[0]
+        return [(r["loss"], r["grad_norm"]) for r in found if "loss" in r]
+
+    assert losses(settings(1.0), "with") == losses(None, "without")
+
+
+class Fixed(torch.nn.Module):
+    """Gives logits by the position alone."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        super().__init__()
+        self.logits = logits
+
+    def forward(self, input_ids: torch.Tensor, **rest: Any) -> Any:
+        return type("Output", (), {"logits": self.logits})
+
+
+def chosen(temperature: float, seed: int) -> int:
+    logits = torch.tensor([[[0.0, 9.0, 0.0], [2.0, 0.0, 1.0]]])
+    labels = torch.tensor([[-100, 3]])
+    chooser = NextToken(temperature, (seed,))
+    loss = chooser(Fixed(logits), MicroBatch(input_ids=torch.zeros(1, 2).long(), labels=labels))
+    assert loss == 0
+    return chooser.shared(4, torch.device("cpu"))[3]
+
+
+def test_the_marked_place_decides() -> None:
+    assert chosen(0.0, 0) == 0
+
+
+def test_tokens_are_drawn_as_often_as_the_model_says() -> None:
+    """Within four standard deviations of 2,000 draws."""
+    draws = torch.tensor([chosen(1.0, seed) for seed in range(2000)])
+    shares = torch.bincount(draws, minlength=3) / len(draws)
+    expected = torch.softmax(torch.tensor([2.0, 0.0, 1.0]), 0)
+    assert (shares - expected).abs().max() < 4 * (0.25 / len(draws)) ** 0.5
+
+
+def test_a_text_ends_at_its_end(tmp_path: Path) -> None:
+    class Ending:
+        device = torch.device("cpu")
+        calls = 0
+
+        def evaluate(self, batches: Any, chooser: NextToken) -> None:
+            self.calls += 1
+            for batch in batches:
+                row, column = torch.nonzero(batch.labels != -100)[0].tolist()
+                number = int(batch.labels[row, column])
+                chooser._chosen[number] = torch.tensor(100 if number == 0 else 50)
+
+    model = type("Source", (), {"tokenizer": lambda self: Letters()})()
+    writer = Writer(settings(0.0), model, seed=0)
+    engine = Ending()
+    from pipeline import Heartbeat
+
+    found = writer.write(engine, Heartbeat(), 1)  # type: ignore[arg-type]
+    assert [one["text"] for one in found] == ["100", "50 50 50 50 50"]
+    assert engine.calls == 5
