@@ -31,7 +31,7 @@ class Activity:
     unit: str = ""
     """Plural of what is counted (`rows`), or BYTES."""
     done: float = 0
-    began: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=lambda: time.monotonic())
     _looked: float = field(default=0.0, init=False)
 
     def advance(self, amount: float = 1) -> None:

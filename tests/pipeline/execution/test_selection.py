@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.chain.plan import Plan, make_plan
+from pipeline.chain.plan import Plan, plan_file
 from pipeline.chain.registry import Registry
 from pipeline.errors import UsageError
 from pipeline.execution.journal import Journal
 from pipeline.execution.rehearsal import rehearsal
 from pipeline.execution.resume import digests, plan_resume
 from pipeline.execution.selection import UNTIL, Selection, cut, ends_early
-from pipeline.recipe import load_recipe
 
 RECIPE = """\
 name: parts
@@ -44,7 +43,7 @@ def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def plan(tmp_path: Path) -> Plan:
     (tmp_path / "text.txt").write_text("some text")
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    return make_plan(load_recipe(tmp_path / "recipe.yaml"), registry=Registry.installed())
+    return plan_file(tmp_path / "recipe.yaml", registry=Registry.installed(), forecast=True)
 
 
 def finished(folder: Path, plan: Plan, slots: Iterable[str]) -> Journal:

@@ -78,7 +78,7 @@ def test_while_training(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert text(folder, gpus)[2:] == [
         "training  ━━━━━━━━━━━           step 11 of 20  0:18 left",
-        "loss      2.9000  █▇▆▆▅▄▃▃▂▁▁",
+        "loss      2.9000  █▇▇▆▅▅▄▃▂▂▁",
         "held out  3.2000 · at step 10 (the best so far)",
         "step      gradient norm 0.5 · learning rate 1e-05 · 11,000 target tokens",
         "speed     512 tokens/s · 2 s/step · MFU 41.2 % · data wait 1.0 %",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.distributed.environment import CONTRACT
 from pipeline.execution.rank_logging import SCREEN
 from pipeline.view.events import JsonScreen
 from pipeline.view.follow import Follower
@@ -20,7 +21,6 @@ from tests.pipeline.view.folders import SLOTS, add, made, step
 def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SCREEN, "")
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("RANK", raising=False)
 
 
 class Terminal(io.StringIO):
@@ -55,8 +55,8 @@ def test_what_is_shown(
 
 def test_a_rank_of_another_launcher_writes_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdout", Terminal())
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in CONTRACT:
+        monkeypatch.setenv(name, "0")
     Display()
     assert os.environ[SCREEN] == "lines"
 

@@ -1,4 +1,4 @@
-"""Texts while training: the same under every strategy, those of a plain loop, and of no influence."""
+"""Texts while training: the same under every strategy, and without influence on the training."""
 
 from __future__ import annotations
 
