@@ -169,9 +169,9 @@ def _betas(value: Any) -> list[float]:
     return [rules.number(each) for each in value]
 
 
-_CHOOSE = "choose another optimizer stage (`pipe stages`)"
+CHOOSE = "choose another optimizer stage (`pipe stages`)"
 OPTIMIZER: Table = {
-    "type": sets("optimizer", rules.choice({"adam": "adamw", "adamw": "adamw"}, _CHOOSE)),
+    "type": sets("optimizer", rules.choice({"adam": "adamw", "adamw": "adamw"}, CHOOSE)),
     "params": {
         "lr": sets("optimizer.lr", rules.number, 5e-5),
         "betas": sets("betas", _betas, [0.9, 0.999]),
@@ -179,7 +179,7 @@ OPTIMIZER: Table = {
         "weight_decay": sets("optimizer.weight_decay", rules.number, 0.0),
         "max_grad_norm": sets("optimizer.max_grad_norm", rules.number, off=(0,)),
         "torch_adam": when_on("zero.optimizer_implementation", "torch"),
-        "adam_w_mode": allowed(True, hint=_CHOOSE),
+        "adam_w_mode": allowed(True, hint=CHOOSE),
     },
 }
 SCHEDULES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}

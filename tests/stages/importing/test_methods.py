@@ -11,8 +11,10 @@ import pytest
 
 from pipeline.errors import UsageError
 from pipeline.importing.translator import ConfigFile, choose
+from stages.importing.reader import TABLES
 from stages.importing.rules import Table
-from stages.importing.translator import OTHER_TOOLS, TABLES, HuggingFace
+from stages.importing.tools import KEYS
+from stages.importing.translator import HuggingFace
 from tests.stages.importing.support import left_out, outcome, slot, translated
 
 AXOLOTL = {
@@ -60,7 +62,7 @@ def test_no_key_of_another_tool_is_one_that_is_read() -> None:
         return {*table}
 
     for table in TABLES.values():
-        assert not set().union(*OTHER_TOOLS.values()) & keys(table)
+        assert not set().union(*KEYS.values()) & keys(table)
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from pipeline.errors import UsageError
 from pipeline.importing.table import as_json, recipe_text, table
 from pipeline.importing.translator import ConfigFile, Request, Translation, choose
+from stages.importing.reader import TABLES
 from stages.importing.rules import Table
 from stages.importing.trainer import DEFAULTS
-from stages.importing.translator import TABLES, HuggingFace
+from stages.importing.translator import HuggingFace
 from tests.stages.importing.support import from_files, left_out, outcome, slot, translated
 from tests.support.tier import times
 
