@@ -163,7 +163,8 @@ BF16: Table = {
 }
 
 
-def _betas(value: Any) -> list[float]:
+def read_betas(value: Any) -> list[float]:
+    """Return the two decay rates of Adam."""
     if not isinstance(value, list) or len(value) != 2:
         raise WrongValueError(f"must be two numbers, not {value!r}")
     return [rules.number(each) for each in value]
@@ -174,7 +175,7 @@ OPTIMIZER: Table = {
     "type": sets("optimizer", rules.choice({"adam": "adamw", "adamw": "adamw"}, CHOOSE)),
     "params": {
         "lr": sets("optimizer.lr", rules.number, 5e-5),
-        "betas": sets("betas", _betas, [0.9, 0.999]),
+        "betas": sets("betas", read_betas, [0.9, 0.999]),
         "eps": sets("optimizer.eps", rules.number, 1e-8),
         "weight_decay": sets("optimizer.weight_decay", rules.number, 0.0),
         "max_grad_norm": sets("optimizer.max_grad_norm", rules.number, off=(0,)),

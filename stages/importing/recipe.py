@@ -64,10 +64,10 @@ def _adapter(draft: Draft) -> None:
         draft.slot("adapter", "adapter.lora", "adapter")
         for name, value in (("rank", 16), ("alpha", 32.0), ("dropout", 0.05)):
             report.default(f"adapter.{name}", value, "TRL's default")
-        if not report.given("adapter.targets"):
+        if not report.known("adapter.targets"):
             what = "ends of layers' names, or all-linear; peft chose by the architecture"
             draft.lacks("adapter.targets", what)
-        if report.given("quantize"):
+        if report.value("quantize"):
             kind = report.value("quantization", "nf4")
             draft.put("adapter.quantize", kind, "quantize", "quantization")
         return

@@ -13,9 +13,9 @@ from stages.importing.common import (
     new_tokens,
     template_setting,
 )
-from stages.importing.engines import FP8, FSDP_PREFIXED
+from stages.importing.engines import CHOOSE, FP8, FSDP_PREFIXED
 from stages.importing.rules import RuleResult, Table, allowed, each_way, sets, when_on
-from stages.importing.trainer import CHOOSE, OPTIMIZERS, SCRIPT, TRAINER
+from stages.importing.trainer import OPTIMIZERS, SCRIPT, TRAINER
 
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4",
              "flex_attention")  # fmt: skip
@@ -53,7 +53,7 @@ def _selective(value: Any) -> RuleResult:
 
 
 def _bf16(value: Any) -> RuleResult:
-    """Read `auto` and `full` as on: recipes do not look at the GPU, and compute without autocast."""
+    """Read `auto` and `full` as on: recipes do not look at the GPU, and have no autocast."""
     return when_on("precision.compute", "bf16")(True if value in ("auto", "full") else value)
 
 

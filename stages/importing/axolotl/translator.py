@@ -12,7 +12,7 @@ from stages.importing.axolotl.harmless import ASIDE
 from stages.importing.axolotl.keys import ADAPTER, DATA, MODEL, TRAINING
 from stages.importing.parallelism import AUTO, CONTEXT, RING, TENSOR
 from stages.importing.reader import Reader
-from stages.importing.recipes import RecipeTranslator
+from stages.importing.recipe_translator import RecipeTranslator
 from stages.importing.report import Draft, Report
 from stages.importing.sources import HELD, TRAIN
 from stages.importing.tools import AXOLOTL
