@@ -22,16 +22,14 @@ from stages.importing.rules import (
 from stages.importing.tools import COMPONENT
 from stages.importing.trainer import SCRIPT, TRAINER
 
+_EIGHT_BITS = ("bitsandbytes.optim.adamw8bit", "bitsandbytes.optim.pagedadamw8bit",
+               "torchao.optim.adamw8bit", "torchao.prototype.low_bit_optim.adamw8bit")  # fmt: skip
 OPTIMIZERS: Mapping[str, dict[str, str]] = {
     "torch.optim.adamw": {},
     "bitsandbytes.optim.adamw": {},
     "bitsandbytes.optim.pagedadamw": {},
-    **dict.fromkeys(
-        ("bitsandbytes.optim.adamw8bit", "bitsandbytes.optim.pagedadamw8bit",
-         "torchao.optim.adamw8bit", "torchao.prototype.low_bit_optim.adamw8bit"),
-        {"moments": "8bit"},
-    ),
-}  # fmt: skip
+    **{name: {"moments": "8bit"} for name in _EIGHT_BITS},
+}
 """Name in lower case -> fields of optimizer.adamw."""
 SCHEDULES = {"torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup": "cosine"}
 LOSSES = ("torchtune.modules.loss.cewithchunkedoutputloss",

@@ -62,10 +62,11 @@ def read_set(
         report.read(file, strict(block, table), table, f"{key}.")
         return
     if made.source:
-        report.default(f"{one}path", made.source, f"{COMPONENT} in {file}")
+        report.default(f"{one}path", made.source, f"{key}.{COMPONENT} in {file}")
     loss = "all" if made.train_on_input else "assistant"
     report.default("data.loss", loss, "torchtune's default")
-    _style(report, block, made.kind, one, plain=plain)
+    style = _style(block, made.kind, plain=plain)
+    report.default(f"{one}style", style, f"{key}.{COMPONENT} in {file}")
     table = {**_shared(one), **_own(made.kind, block, one, plain=plain)}
     report.read(file, block, strict(block, table), f"{key}.")
 
@@ -76,13 +77,16 @@ def strict(block: Mapping[str, Any], table: Table) -> Table:
     return {**dict.fromkeys(block, other), **table}
 
 
-def _style(report: Report, block: Mapping[str, Any], kind: str, one: str, *, plain: bool) -> None:
-    forms = {"alpaca": "alpaca", "instruct": "prompt/completion", "slimorca": "sharegpt"}
-    style = Style(form=forms.get(kind), template=not plain)
+def _style(block: Mapping[str, Any], kind: str, *, plain: bool) -> Style:
     if kind == "text":
-        packed = block.get("packed") and block.get("split_across_pack", True)
-        style = Style(running=True) if packed else Style(form="text")
-    report.default(f"{one}style", style, f"{COMPONENT} in the recipe of torchtune")
+        return Style(running=True) if _is_cut(block) else Style(form="text")
+    forms = {"alpaca": "alpaca", "instruct": "prompt/completion", "slimorca": "sharegpt"}
+    return Style(form=forms.get(kind), template=not plain)
+
+
+def _is_cut(block: Mapping[str, Any]) -> bool:
+    """Return whether text is cut where a sample is full."""
+    return bool(block.get("packed") and block.get("split_across_pack", True))
 
 
 def _shared(one: str) -> Table:
@@ -116,7 +120,7 @@ def _own(kind: str, block: Mapping[str, Any], one: str, *, plain: bool) -> Table
         }
     if kind != "text":
         return {}
-    running = bool(block.get("packed") and block.get("split_across_pack", True))
+    running = _is_cut(block)
     return {
         "column": sets(f"{one}text_key", str) if running else _column("text"),
         "add_eos": sets("data.append_eos", rules.truth) if running else allowed(True),

@@ -124,6 +124,6 @@ def _devices(report: Report, recipe: ConfigFile, request: Request) -> None:
     """Decide between the recipes for one device and for several, which share their keys."""
     single = SINGLE in recipe.path.name if request.procs is None else request.procs == 1
     use = "wrap.ddp" if single else "wrap.fsdp"
-    report.default("strategy", use, f"a recipe of torchtune for {'one' if single else 'several'}")
+    report.default("strategy", use, f"for {'one device' if single else 'several devices'}")
     if single and request.procs is None:
         report.default("procs", 1, f"{SINGLE} in the name of the file")
