@@ -155,6 +155,8 @@ def _put(draft: Draft, kind: str, files: str, sources: str) -> int:
 def _place(report: Report, one: str) -> dict[str, Any] | None:
     """Return the fields of a source; None if a recipe does not read it."""
     name, beside = report.value(f"{one}path", ""), report.value(f"{one}files")
+    if not name and not beside:
+        return None
     suffixes = {Path(each).suffix for each in beside or [name]} & {".csv", ".arrow", ".tsv"}
     if suffixes:
         why, hint = "no recipe reads such files", "convert them to JSON lines"

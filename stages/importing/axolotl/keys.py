@@ -123,7 +123,7 @@ DATA: Table = {
         rules.choice({"drop": "drop", "truncate": "truncate", "raise": "error"}),
     ),
     "sample_packing": SCRIPT["packing"],
-    "pretrain_multipack_attn": when_on("apart", True),
+    "pretrain_multipack_attn": sets("apart", rules.truth),
     "train_on_inputs": when_on("data.loss", "all"),
     "val_set_size": sets("data.heldout_fraction", fraction),
     "curriculum_sampling": sets("train.shuffle", lambda value: not rules.truth(value)),

@@ -115,8 +115,7 @@ def _defaults(reader: Reader, content: Mapping[str, Any]) -> None:
         report.default("warmup_ratio", 0.03, WARMUP)
     if not rules.is_off(content.get("bf16", "auto")):
         report.default("precision.compute", "bf16", OWN)
-    packed = report.value("data.packing", False) or not content.get("pretraining_dataset")
-    report.default("data.documents_apart", bool(packed and report.value("apart", True)), OWN)
+    _documents(report, streamed=bool(content.get("pretraining_dataset")))
     if report.given("eval_steps"):
         report.default("eval_strategy", "steps", "eval_steps is set")
     if report.value("eval_strategy") == "steps":
@@ -126,6 +125,16 @@ def _defaults(reader: Reader, content: Mapping[str, Any]) -> None:
     if content.get("fsdp_config"):
         report.default("strategy", "wrap.fsdp", "fsdp_config is set")
     _masters(report, content)
+
+
+def _documents(report: Report, *, streamed: bool) -> None:
+    """Decide whether texts see each other: only those of `pretraining_dataset` may do so."""
+    packed = bool(report.value("data.packing", False))
+    if streamed:
+        for entry in report.of("apart"):
+            entry.content = packed and entry.content
+        report.rename("apart", "data.documents_apart")
+    report.default("data.documents_apart", packed or not streamed, OWN)
 
 
 def _masters(report: Report, content: Mapping[str, Any]) -> None:
