@@ -113,9 +113,9 @@ def _defaults(report: Report) -> None:
 
 def _steps(report: Report) -> None:
     """Make steps of epochs that end early."""
-    epochs = report.value("train.epochs", 1)
+    steps = report.value("cap", 0) * report.value("train.epochs", 1)
     for entry in report.of("cap"):
-        entry.content = int(entry.content * epochs)
+        entry.content = int(steps) or None
         entry.why = "epochs x steps, if an epoch has so many"
     report.rename("cap", "train.steps")
 

@@ -42,6 +42,12 @@ def imported(
     return translator.translate(files, Request(**request))
 
 
+def assert_fields(translation: Translation, name: str, fields: Mapping[str, Any]) -> None:
+    """Assert that nothing is left out, and that a slot has these fields; None means none."""
+    assert left_out(translation) == {}
+    assert {key: slot(translation, name).get(key) for key in fields} == fields
+
+
 def outcomes(translation: Translation) -> dict[str, str]:
     """Return key -> outcome, for keys that appear once."""
     found = {each.key: each.outcome for each in translation.outcomes}

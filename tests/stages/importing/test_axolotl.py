@@ -11,7 +11,15 @@ from pipeline.errors import UsageError
 from pipeline.importing.translator import ConfigFile, Translation
 from stages.importing.axolotl.translator import Axolotl
 from tests.stages.importing.configs.axolotl import FULL, LORA, QLORA
-from tests.stages.importing.support import by_outcome, imported, left_out, outcome, outcomes, slot
+from tests.stages.importing.support import (
+    assert_fields,
+    by_outcome,
+    imported,
+    left_out,
+    outcome,
+    outcomes,
+    slot,
+)
 
 BASE = {"base_model": "org/model", "learning_rate": 1e-4, "datasets": [{"path": "a/b"}]}
 
@@ -347,9 +355,7 @@ def test_trackers_are_not_translated() -> None:
     ],
 )  # fmt: skip
 def test_keys(said: dict[str, Any], name: str, fields: dict[str, Any]) -> None:
-    found = made(**said)
-    assert left_out(found) == {}
-    assert {key: slot(found, name).get(key) for key in fields} == fields
+    assert_fields(made(**said), name, fields)
 
 
 def test_linear_layers_come_before_named_ones() -> None:

@@ -11,7 +11,15 @@ import pytest
 from pipeline.importing.translator import ConfigFile, Translation
 from stages.importing.llama_factory.translator import LlamaFactory
 from tests.stages.importing.configs.llama_factory import DPO, FULL, INFO, LORA, PRETRAIN
-from tests.stages.importing.support import by_outcome, imported, left_out, outcome, outcomes, slot
+from tests.stages.importing.support import (
+    assert_fields,
+    by_outcome,
+    imported,
+    left_out,
+    outcome,
+    outcomes,
+    slot,
+)
 
 FILE = ConfigFile(path=Path("data/dataset_info.json"), content=INFO)
 BASE = {
@@ -220,9 +228,7 @@ def test_what_changes_the_numbers_is_refused(said: dict[str, Any]) -> None:
     ],
 )  # fmt: skip
 def test_keys(said: dict[str, Any], name: str, fields: dict[str, Any]) -> None:
-    found = made(**said)
-    assert left_out(found) == {}
-    assert {key: slot(found, name).get(key) for key in fields} == fields
+    assert_fields(made(**said), name, fields)
 
 
 @pytest.mark.parametrize(
@@ -239,9 +245,7 @@ def test_keys(said: dict[str, Any], name: str, fields: dict[str, Any]) -> None:
     ],
 )  # fmt: skip
 def test_published_data_sets(name: str, data: dict[str, Any]) -> None:
-    found = made(dataset=name)
-    assert left_out(found) == {}
-    assert {key: slot(found, "data").get(key) for key in data} == data
+    assert_fields(made(dataset=name), "data", data)
 
 
 @pytest.mark.parametrize(

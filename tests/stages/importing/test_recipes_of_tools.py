@@ -25,7 +25,6 @@ from tests.stages.importing.configs import axolotl as axolotl_recipes
 from tests.stages.importing.configs import llama_factory as llama_factory_recipes
 from tests.stages.importing.configs import torchtune as torchtune_recipes
 from tests.stages.importing.drawn import assert_every_key_has_an_outcome, contents
-from tests.support.models import save_tokenizer, tiny_llama_config
 from tests.support.tier import times
 
 TRANSLATORS: list[Translator] = [
@@ -138,18 +137,6 @@ ROWS = {
     "chat": {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
     "text": {"text": "a b c"},
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a tiny Llama with a tokenizer."""
-    import transformers
-
-    folder = tmp_path_factory.mktemp("model")
-    config = transformers.AutoConfig.for_model(**tiny_llama_config())
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    save_tokenizer(folder)
-    return folder
 
 
 @pytest.fixture

@@ -10,7 +10,15 @@ import pytest
 from pipeline.importing.translator import Translation
 from stages.importing.torchtune.translator import Torchtune
 from tests.stages.importing.configs.torchtune import FULL, LORA
-from tests.stages.importing.support import by_outcome, imported, left_out, outcome, outcomes, slot
+from tests.stages.importing.support import (
+    assert_fields,
+    by_outcome,
+    imported,
+    left_out,
+    outcome,
+    outcomes,
+    slot,
+)
 
 ROWS = {
     "_component_": "torchtune.datasets.chat_dataset", "source": "a/b",
@@ -174,9 +182,7 @@ def test_what_a_recipe_leaves_out_is_as_in_torchtune() -> None:
 def test_data_sets(dataset: dict[str, Any], data: dict[str, Any]) -> None:
     name = dataset["_component_"]
     full = {**dataset, "_component_": name if "." in name else f"{DATASETS}{name}"}
-    found = made(dataset=full)
-    assert left_out(found) == {}
-    assert {key: slot(found, "data").get(key) for key in data} == data
+    assert_fields(made(dataset=full), "data", data)
 
 
 @pytest.mark.parametrize(
@@ -290,9 +296,7 @@ def test_what_changes_the_numbers_is_refused(said: dict[str, Any], key: str) -> 
     ],
 )  # fmt: skip
 def test_keys(said: dict[str, Any], name: str, fields: dict[str, Any]) -> None:
-    found = made(**said)
-    assert left_out(found) == {}
-    assert {key: slot(found, name).get(key) for key in fields} == fields
+    assert_fields(made(**said), name, fields)
 
 
 def test_ranks_that_share_a_sample() -> None:
