@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from stages.importing import rules
 from stages.importing.axolotl.methods import METHODS
-from stages.importing.common import tracker
+from stages.importing.common import SWANLAB, tracker
 from stages.importing.rules import Table, each_way
 
 _place = rules.passes("the launcher places processes")
@@ -34,7 +34,8 @@ HARMLESS: Table = {
         "fused_attn_kernel sdpa_varlen lora_mlp_kernel lora_qkv_kernel lora_o_kernel "
         "lora_embedding_kernel lora_on_cpu qlora_sharded_model_loading embeddings_skip_upcast "
         "chunked_cross_entropy chunked_cross_entropy_num_chunks liger_fused_linear_cross_entropy "
-        "liger_cross_entropy cut_cross_entropy tiled_mlp tiled_mlp_num_shards "
+        "liger_cross_entropy liger_rms_norm_gated cut_cross_entropy use_scattermoe use_sonicmoe "
+        "tiled_mlp tiled_mlp_num_shards "
         "tiled_mlp_use_original_mlp heads_k_stride ring_attn_func use_kernels "
         "experts_implementation experimental_skip_move_to_device deepcompile gc_steps "
         "gc_collect_steps torch_empty_cache_steps layer_offloading fsdp_final_state_dict_type "
@@ -44,15 +45,18 @@ HARMLESS: Table = {
     "auto_resume_from_checkpoints": _resume,
 }
 
-TRACKERS: Table = each_way(
-    "use_wandb wandb_project wandb_entity wandb_watch wandb_name wandb_run_id wandb_log_model "
-    "wandb_mode use_mlflow mlflow_tracking_uri mlflow_experiment_name mlflow_run_name "
-    "hf_mlflow_log_artifacts use_comet comet_workspace comet_project_name comet_experiment_key "
-    "comet_mode comet_online comet_experiment_config use_tensorboard use_trackio "
-    "trackio_project_name trackio_run_name trackio_space_id use_otel_metrics otel_metrics_host "
-    "otel_metrics_port",
-    tracker,
-)
+TRACKERS: Table = {
+    **SWANLAB,
+    **each_way(
+        "use_wandb wandb_project wandb_entity wandb_watch wandb_name wandb_run_id wandb_log_model "
+        "wandb_mode use_mlflow mlflow_tracking_uri mlflow_experiment_name mlflow_run_name "
+        "hf_mlflow_log_artifacts use_comet comet_workspace comet_project_name comet_experiment_key "
+        "comet_mode comet_online comet_experiment_config use_tensorboard use_trackio "
+        "trackio_project_name trackio_run_name trackio_space_id use_otel_metrics otel_metrics_host "
+        "otel_metrics_port",
+        tracker,
+    ),
+}
 
 ASIDE: Table = {**METHODS, **HARMLESS, **TRACKERS}
 """All keys that give no fact."""

@@ -13,11 +13,14 @@ _loss = unsupported("the loss is the mean cross-entropy of the target tokens", b
 _images = unsupported("recipes train on text alone", blocks=True)
 _optimizer = unsupported("no optimizer of a recipe has it", "leave it out, or set optimizer.groups")
 
-PLUGINS = {
-    "axolotl.integrations.liger.LigerPlugin": "its own keys say which kernels",
-    "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin": "changes no number",
-}
-"""Plugins that change nothing that is trained -> reason."""
+PLUGINS = (
+    "axolotl.integrations.liger.LigerPlugin",
+    "axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin",
+    "axolotl.integrations.kernels.KernelsPlugin",
+    "axolotl.integrations.swanlab.SwanLabPlugin",
+)
+"""Plugins that change nothing that is trained: kernels, which have keys of their own, and
+trackers."""
 
 
 def plugins(value: object) -> rules.RuleResult:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stages.importing import rules
-from stages.importing.common import tracker
+from stages.importing.common import SWANLAB
 from stages.importing.engines import CHOOSE
 from stages.importing.rules import Table, each_way, unsupported
 
@@ -72,10 +72,4 @@ HARMLESS: Table = {
                _command),
 }  # fmt: skip
 
-TRACKERS: Table = each_way(
-    "use_swanlab swanlab_project swanlab_workspace swanlab_run_name swanlab_mode swanlab_logdir "
-    "swanlab_lark_webhook_url",
-    tracker,
-)
-
-ASIDE: Table = {**METHODS, **HARMLESS, **TRACKERS}
+ASIDE: Table = {**METHODS, **HARMLESS, **SWANLAB}

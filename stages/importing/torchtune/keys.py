@@ -76,7 +76,8 @@ def _replicas(value: Any) -> int | None:
 TOKENIZER: Table = {
     "max_seq_len": SCRIPT["max_length"],
     "prompt_template": named_template,
-    **each_way(f"{COMPONENT} path merges_file special_tokens_path special_tokens",
+    **each_way(f"{COMPONENT} path merges_file merges_path vocab_path special_tokens_path "
+               "special_tokens",
                rules.passes("the tokenizer is that of the model's folder")),
 }  # fmt: skip
 CHECKPOINTER: Table = {
@@ -132,6 +133,7 @@ TOP: Table = {
     "ac_mode": allowed("full", "selective"),
     "ac_option": _recomputed,
     "fsdp_cpu_offload": sets("fsdp.cpu_offload", rules.truth),
+    "fsdp": {"cpu_offload": sets("fsdp.cpu_offload", rules.truth)},
     "fsdp_reshard_after_forward": FSDP["reshard_after_forward"],
     "tensor_parallel_dim": sets("parallel.tensor", rules.positive),
     "tensor_parallel_plan": rules.passes("layers are divided by the architecture's plan"),

@@ -58,8 +58,9 @@ def read_set(
     if made is None:
         hint = "use instruct_dataset, chat_dataset or text_completion_dataset, with a source"
         why = "its rows are not those of data.chat or data.text"
-        table: Table = {COMPONENT: lambda value: refused(why, hint, blocks=True)}
-        report.read(file, strict(block, table), table, f"{key}.")
+        others = dict.fromkeys(block, rules.follows(COMPONENT))
+        unknown: Table = {**others, COMPONENT: lambda value: refused(why, hint, blocks=True)}
+        report.read(file, block, unknown, f"{key}.")
         return
     if made.source:
         report.default(f"{one}path", made.source, f"{key}.{COMPONENT} in {file}")
@@ -69,6 +70,13 @@ def read_set(
     report.default(f"{one}style", style, f"{key}.{COMPONENT} in {file}")
     table = {**_shared(one), **_own(made.kind, block, one, plain=plain)}
     report.read(file, block, strict(block, table), f"{key}.")
+
+
+def takes_template(block: Any, *, plain: bool) -> bool:
+    """Return whether torchtune lays the rows out by the format of the model's tokenizer."""
+    made = builder(block) if isinstance(block, Mapping) else None
+    kind = made.kind if made else ""
+    return kind in ("chat", "slimorca") or (kind == "instruct" and not plain)
 
 
 def strict(block: Mapping[str, Any], table: Table) -> Table:

@@ -7,6 +7,7 @@ from typing import Any
 
 from pipeline.importing import ConfigFile, Request
 from stages.importing import rules
+from stages.importing.common import template_setting
 from stages.importing.reader import Reader
 from stages.importing.recipe_translator import RecipeTranslator
 from stages.importing.report import Draft, Report
@@ -16,7 +17,7 @@ from stages.importing.tools import COMPONENT, TORCHTUNE
 from stages.importing.torchtune.interpolation import resolved
 from stages.importing.torchtune.keys import TOP
 from stages.importing.torchtune.model import PLAIN, family, read_model
-from stages.importing.torchtune.rows import read_set, strict
+from stages.importing.torchtune.rows import read_set, strict, takes_template
 
 SETS = {"dataset": TRAIN, "dataset_val": HELD}
 """Keys with data sets -> beginning of their facts."""
@@ -67,17 +68,27 @@ def _read(report: Report, file: str, key: str, value: Any, content: Mapping[str,
     elif key in SETS and value:
         _read_sets(report, file, key, value, plain=_plain(content.get("tokenizer")))
     else:
-        report.read(file, {key: value}, {**TOP, **_block(key, value)})
+        report.read(file, {key: value}, {**TOP, **_block(key, value, content)})
 
 
-def _block(key: str, value: Any) -> Table:
-    """Return the table of a block whose keys depend on the component."""
+def _block(key: str, value: Any, content: Mapping[str, Any]) -> Table:
+    """Return the table of a block whose keys depend on a component."""
     rule = TOP.get(key)
     if not isinstance(value, Mapping) or not isinstance(rule, Mapping):
         return {}
     if key in STRICT:
         return {key: strict(value, rule)}
+    if key == "tokenizer" and _takes_template(content):
+        return {key: {**rule, COMPONENT: template_setting}}
     return {key: {**dict.fromkeys(value, rules.passes()), **rule}} if key == "metric_logger" else {}
+
+
+def _takes_template(content: Mapping[str, Any]) -> bool:
+    """Return whether a data set is laid out by the tokenizer's format for messages."""
+    found = [content.get(key) for key in SETS]
+    blocks = [each for value in found for each in (value if isinstance(value, list) else [value])]
+    plain = _plain(content.get("tokenizer"))
+    return any(takes_template(block, plain=plain) for block in blocks)
 
 
 def _plain(tokenizer: Any) -> bool:

@@ -24,13 +24,14 @@ ROWS = {
     "_component_": "torchtune.datasets.chat_dataset", "source": "a/b",
     "conversation_column": "conversations", "conversation_style": "sharegpt",
 }  # fmt: skip
+TEXT = {"_component_": "torchtune.datasets.text_completion_dataset", "source": "a/b"}
 BASE: dict[str, Any] = {
     "model": {"_component_": "torchtune.models.llama3_1.llama3_1_8b"},
     "checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer",
                      "checkpoint_dir": "/models/llama"},
     "tokenizer": {"_component_": "torchtune.models.llama3.llama3_tokenizer", "max_seq_len": 64},
     "optimizer": {"_component_": "torch.optim.AdamW", "lr": 2e-5},
-    "dataset": ROWS, "epochs": 1, "batch_size": 2, "dtype": "bf16",
+    "dataset": TEXT, "epochs": 1, "batch_size": 2, "dtype": "bf16",
 }  # fmt: skip
 GEMMA = {"_component_": "torchtune.models.gemma.gemma_tokenizer", "max_seq_len": 64}
 DATASETS = "torchtune.datasets."
@@ -138,7 +139,7 @@ def test_what_a_recipe_leaves_out_is_as_in_torchtune() -> None:
         "max_grad_norm": None,
     }  # fmt: skip
     assert slot(found, "data") == {
-        "use": "data.chat", "form": "sharegpt", "loss": "assistant", "sequence_length": 64,
+        "use": "data.chat", "form": "text", "loss": "all", "sequence_length": 64,
         "sources": [{"dataset": "a/b", "allow_floating_revision": True}],
     }  # fmt: skip
     assert slot(found, "train") == {
@@ -182,7 +183,11 @@ def test_what_a_recipe_leaves_out_is_as_in_torchtune() -> None:
 def test_data_sets(dataset: dict[str, Any], data: dict[str, Any]) -> None:
     name = dataset["_component_"]
     full = {**dataset, "_component_": name if "." in name else f"{DATASETS}{name}"}
-    assert_fields(made(dataset=full), "data", data)
+    found = made(dataset=full)
+    templated = data.get("form") in ("sharegpt", "messages", "prompt/completion")
+    # torchtune's tokenizer has a format of its own, a recipe takes the chat template
+    assert set(left_out(found)) == ({"tokenizer._component_"} if templated else set())
+    assert {key: slot(found, "data").get(key) for key in data} == data
 
 
 @pytest.mark.parametrize(
@@ -195,12 +200,21 @@ def test_the_prompt_of_alpaca(tokenizer: dict[str, Any], template: bool | None) 
     assert slot(found, "data")["loss"] == "all"
 
 
+def test_pairs_without_a_template_for_a_tokenizer_that_has_none() -> None:
+    pairs = {"_component_": f"{DATASETS}instruct_dataset", "source": "a/b",
+             "column_map": {"input": "prompt", "output": "completion"}}  # fmt: skip
+    found = made(tokenizer=GEMMA, dataset=pairs)
+    assert left_out(found) == {}
+    assert slot(found, "data")["template"] is False
+    assert set(left_out(made(tokenizer=GEMMA, dataset=ROWS))) == {"tokenizer._component_"}
+
+
 def test_several_data_sets() -> None:
-    two = [ROWS, {**ROWS, "source": "c/d"}]
+    two = [TEXT, {**TEXT, "source": "c/d"}]
     found = made(dataset=two)
     assert [one["dataset"] for one in slot(found, "data")["sources"]] == ["a/b", "c/d"]
     assert "data.sources.weight" in found.missing
-    held = made(dataset_val={**ROWS, "split": "test"}, run_val_every_n_steps=10)
+    held = made(dataset_val={**TEXT, "split": "test"}, run_val_every_n_steps=10)
     assert slot(held, "data")["heldout_sources"] == [
         {"dataset": "a/b", "split": "test", "allow_floating_revision": True}
     ]
@@ -262,7 +276,8 @@ def test_what_no_recipe_does_without(said: dict[str, Any]) -> None:
         ({"checkpointer": {"_component_": "torchtune.training.FullModelMetaCheckpointer",
                            "checkpoint_dir": "/x"}}, "checkpointer._component_"),
         ({"checkpointer": {"checkpoint_dir": "${oc.env:HOME}/x"}}, "checkpointer.checkpoint_dir"),
-        ({"dataset": {"_component_": f"{DATASETS}instruct_dataset", "source": "a/b"}},
+        ({"tokenizer": GEMMA,
+          "dataset": {"_component_": f"{DATASETS}instruct_dataset", "source": "a/b"}},
          "dataset._component_"),
         ({"model": {"_component_": "torchtune.models.phi3.lora_phi3_mini",
                     "lora_attn_modules": ["q_proj"]}}, "model.lora_attn_modules"),
@@ -286,6 +301,7 @@ def test_what_changes_the_numbers_is_refused(said: dict[str, Any], key: str) -> 
         ({"compile": {"model": False, "loss": True}}, "model", {"compile": None}),
         ({"enable_activation_checkpointing": True, "ac_mode": "selective", "ac_option": 2}, "model",
          {"activation_checkpointing": {"every": 2}}),
+        ({"fsdp": {"cpu_offload": True}}, "wrap", {"cpu_offload": True}),
         ({"fsdp_cpu_offload": True, "fsdp_reshard_after_forward": False}, "wrap",
          {"cpu_offload": True, "sharding": "shard_grad_op"}),
         ({"max_steps_per_epoch": 5, "epochs": 3}, "train", {"steps": 15, "epochs": None}),
