@@ -317,6 +317,12 @@ def test_what_changes_the_numbers_is_refused(said: dict[str, Any]) -> None:
     assert "refused" in outcomes(found).values()
 
 
+def test_plugins_that_change_nothing() -> None:
+    names = ["axolotl.integrations.swanlab.SwanLabPlugin", "axolotl.integrations.liger.LigerPlugin"]
+    assert outcomes(made(plugins=names))["plugins"] == "default"
+    assert made(plugins=[*names, "my.plugin"]).recipe is None
+
+
 def test_trackers_are_not_translated() -> None:
     found = made(use_wandb=True, wandb_project="mine", mlflow_tracking_uri="http://x")
     keys = ("use_wandb", "wandb_project", "mlflow_tracking_uri")

@@ -10,7 +10,15 @@ import pytest
 
 from pipeline.importing.translator import ConfigFile, Translation
 from stages.importing.llama_factory.translator import LlamaFactory
-from tests.stages.importing.configs.llama_factory import DPO, FULL, INFO, LORA, PRETRAIN
+from tests.stages.importing.configs.llama_factory import (
+    DPO,
+    FSDP,
+    FULL,
+    INFO,
+    LORA,
+    PRETRAIN,
+    QLORA,
+)
 from tests.stages.importing.support import (
     assert_fields,
     by_outcome,
@@ -113,6 +121,24 @@ def test_a_published_recipe_for_all_weights_with_deepspeed() -> None:
     assert slot(found, "train")["global_batch_size"] == 8
     assert set(left_out(found)) == {"template", "max_samples"}
     assert imported(LlamaFactory(), FULL, FILE).recipe is None
+
+
+def test_a_published_recipe_that_accelerate_starts() -> None:
+    launch = ConfigFile(path=Path("fsdp_config.yaml"), content=FSDP)
+    found = imported(LlamaFactory(), QLORA, FILE, launch)
+    assert slot(found, "adapter") == {
+        "use": "adapter.lora", "quantize": "nf4", "rank": 8, "alpha": 16.0, "dropout": 0.0,
+        "targets": ["q_proj", "v_proj"],
+    }  # fmt: skip
+    assert slot(found, "wrap") == {
+        "use": "wrap.fsdp", "units": "block", "cpu_offload": True, "sharding": "full_shard",
+        "forward_prefetch": 0,
+    }  # fmt: skip
+    assert slot(found, "precision") == {"use": "precision.policy", "compute": "fp16"}
+    train = slot(found, "train")
+    assert (train["global_batch_size"], train["eval_every"]) == (16, 500)
+    assert slot(found, "data")["heldout_fraction"] == 0.1
+    assert set(left_out(found)) == {"template", "max_samples"}
 
 
 def test_a_published_recipe_for_text() -> None:

@@ -35,6 +35,7 @@ RECIPES: dict[str, Mapping[str, Any]] = {
     "axolotl qlora": axolotl_recipes.QLORA,
     "axolotl full": axolotl_recipes.FULL,
     "llama_factory lora": llama_factory_recipes.LORA,
+    "llama_factory qlora": llama_factory_recipes.QLORA,
     "llama_factory full": llama_factory_recipes.FULL,
     "llama_factory pretrain": llama_factory_recipes.PRETRAIN,
     "llama_factory dpo": llama_factory_recipes.DPO,

@@ -50,6 +50,40 @@ FULL: Mapping[str, Any] = {
     "learning_rate": 1.0e-5,
 }
 """`train_full/llama3_full_sft.yaml`."""
+QLORA: Mapping[str, Any] = {
+    **_without(LORA, "lora_rank", "trust_remote_code", "bf16"),
+    "quantization_bit": 4,
+    "lora_target": "q_proj,v_proj",
+    "cutoff_len": 1024,
+    "fp16": True,
+    "val_size": 0.1,
+    "per_device_eval_batch_size": 1,
+    "eval_strategy": "steps",
+    "eval_steps": 500,
+}
+"""`extras/fsdp_qlora/llama3_lora_sft.yaml`, which is started with FSDP."""
+FSDP: Mapping[str, Any] = {
+    "compute_environment": "LOCAL_MACHINE",
+    "debug": False,
+    "distributed_type": "FSDP",
+    "downcast_bf16": "no",
+    "fsdp_config": {
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_backward_prefetch": "BACKWARD_PRE",
+        "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_forward_prefetch": False,
+        "fsdp_offload_params": True,
+        "fsdp_sharding_strategy": "FULL_SHARD",
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+        "fsdp_sync_module_states": True,
+        "fsdp_use_orig_params": False,
+    },
+    "machine_rank": 0,
+    "mixed_precision": "fp16",
+    "num_machines": 1,
+    "num_processes": 2,
+}
+"""`accelerate/fsdp_config.yaml`."""
 PRETRAIN: Mapping[str, Any] = {
     **_without(LORA, "template"),
     "stage": "pt",
