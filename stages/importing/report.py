@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipeline.importing import KeyOutcome, KeyPath
@@ -48,6 +48,7 @@ HARMLESS = (
 
 SECRET = re.compile(r"(hub|auth|access|api)_(token|key)$|password|secret")
 """Names of keys whose values are shown nowhere."""
+NO_BLOCK = "must be a block of keys"
 NO_EFFECT = "has no effect with the other settings"
 
 
@@ -76,8 +77,19 @@ class Report:
                 continue
             else:
                 off = is_off(value) or value == "auto"
-                result = unset() if off else refused("must be a block of keys")
+                result = unset() if off else refused(NO_BLOCK)
             self.enter(file, f"{prefix}{key}", value, result)
+
+    def read_each(
+        self, file: str, key: str, blocks: Any, table: Callable[[int], Table], first: int = 0
+    ) -> None:
+        """Apply to each block of a list the table for its number, which begins with `first`."""
+        for index, block in enumerate(blocks if isinstance(blocks, list) else [blocks]):
+            name = f"{key}[{index}]"
+            if isinstance(block, Mapping) and block:
+                self.read(file, block, table(first + index), f"{name}.")
+            else:
+                self.enter(file, name, block, unset() if is_off(block) else refused(NO_BLOCK))
 
     def enter(self, file: str, key: str, value: Any, entry: RuleResult) -> None:
         """Add a key. A fact that another key gives with another value is a contradiction."""
@@ -118,6 +130,12 @@ class Report:
             return self.defaults[fact][0]
         content = entries[0].content if entries else None
         return otherwise if content is None else content
+
+    def rename(self, fact: str, name: str) -> None:
+        """Give a fact the name that it has in the company of others."""
+        for entry in self._facts.pop(fact, []):
+            entry.fact = name
+            self._facts.setdefault(name, []).append(entry)
 
     def ignore(self, *facts: str, why: str = NO_EFFECT) -> None:
         """Forget facts that do not apply here."""

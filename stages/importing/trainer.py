@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stages.importing import rules
-from stages.importing.engines import DEEPSPEED, FSDP_PREFIXED, PARALLELISM, max_norm
+from stages.importing.engines import CHOOSE, DEEPSPEED, FSDP_PREFIXED, PARALLELISM, max_norm
 from stages.importing.rules import Table, allowed, sets, when_on
 
 SCHEDULES = {
@@ -40,7 +40,6 @@ def _targets(value: Any) -> list[str] | str:
     return "all-linear" if found == ["all-linear"] else found
 
 
-_CHOOSE = "choose another optimizer stage (`pipe stages`)"
 _recompute = when_on("model.activation_checkpointing", {})
 _steps_only = ("no", "steps")
 _FSDP = dict.fromkeys(("true", "full_shard", "full_shard auto_wrap"), "wrap.fsdp")
@@ -61,7 +60,7 @@ TRAINER: Table = {
         "num_cycles": allowed(0.5),
     },
     "warmup_steps": _warmup,
-    "optim": sets("optim", rules.choice(OPTIMIZERS, _CHOOSE)),
+    "optim": sets("optim", rules.choice(OPTIMIZERS, CHOOSE)),
     "weight_decay": sets("optimizer.weight_decay", rules.number),
     "adam_beta1": sets("beta1", rules.number),
     "adam_beta2": sets("beta2", rules.number),

@@ -18,7 +18,6 @@ from pipeline.distributed.process_group import DistContext
 from pipeline.execution.metrics import records
 from tests.stages.importing.configs.tools import write_with_tools
 from tests.stages.importing.support import from_files, left_out
-from tests.support.models import save_tokenizer, tiny_llama_config
 from tests.support.processes import run_ranks
 from tests.support.recipes import run_recipe
 from tests.support.tier import spread
@@ -82,18 +81,6 @@ TRAINED = spread(list(CASES), 7)
 EXPORTED = [CASES[name] for name in ("ddp", "fsdp1", "zero2 auto")]
 TRAINED_ONLY = ("consolidate=null", "export=null", "checkpoint.asynchronous=false")
 """Overrides that end a run after its training, for all configurations except EXPORTED."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a tiny Llama with a tokenizer."""
-    import transformers
-
-    folder = tmp_path_factory.mktemp("model")
-    config = transformers.AutoConfig.for_model(**tiny_llama_config())
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    save_tokenizer(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
