@@ -95,6 +95,7 @@ def run(
     from pipeline.execution.rehearsal import rehearsal
     from pipeline.execution.saved_plan import require_planned
     from pipeline.launch.start import Job, start
+    from pipeline.planning.beside import planned_beside
 
     def plan(started: Started) -> Plan:
         made = plan_file(recipe, overrides, here=True, started=started)
@@ -117,13 +118,13 @@ def run(
     if dry_run:
         click.echo("\n".join(rehearsal(plan(Started()), run_dir, selection)))
         return
-    job = Job(plan=plan, folder=folder, display=display, selection=selection)
-    with plan_beside(plan):
+    job = Job(plan=plan, folder=folder, display=display, selection=selection, beside=planned_beside)
+    with with_plan(plan):
         start(job, NodeOptions(**where))
 
 
 @contextlib.contextmanager
-def plan_beside(make: Callable[[Started], Plan]) -> Iterator[None]:
+def with_plan(make: Callable[[Started], Plan]) -> Iterator[None]:
     """Where the body runs out of memory, say what the recipe's plan is."""
     from pipeline.errors import PipeError, RunFailed
 
@@ -133,17 +134,14 @@ def plan_beside(make: Callable[[Started], Plan]) -> Iterator[None]:
         if not error.memory:
             raise
         from pipeline.distributed.environment import started
-        from pipeline.planning.hardware import HardwareOptions, Margins
-        from pipeline.planning.memory_plan import estimate_plan
-        from pipeline.planning.report import memory
+        from pipeline.planning.beside import estimated
+        from pipeline.planning.report import lines
 
         try:
-            made = make(started())
-            machine = HardwareOptions(gpus=None if made.view.device == "cpu" else made.view.procs)
-            planned = f"the plan: {memory(estimate_plan(made, machine, Margins()))}"
+            planned = ["the plan:", *lines(estimated(make(started())))]
         except PipeError as reason:
-            planned = f"there is no plan: {str(reason).splitlines()[0]}"
-        raise RunFailed(f"{error}\n  {planned}") from error
+            planned = [f"there is no plan: {str(reason).splitlines()[0]}"]
+        raise RunFailed("\n  ".join([str(error), *planned])) from error
 
 
 ACCEPTABLE = (
@@ -193,6 +191,7 @@ def resume(
     from pipeline.execution import rundir
     from pipeline.execution.rehearsal import rehearsal
     from pipeline.launch.start import Job, start
+    from pipeline.planning.beside import planned_beside
 
     def plan(started: Started) -> Plan:
         path = recipe or rundir.existing(run_dir) / rundir.RECIPE
@@ -206,6 +205,9 @@ def resume(
     if dry_run:
         click.echo("\n".join(rehearsal(plan(Started()), run_dir, selection)))
         return
-    job = Job(plan=plan, folder=folder, display=display, accept=accept, selection=selection)
-    with plan_beside(plan):
+    job = Job(
+        plan=plan, folder=folder, display=display, accept=accept, selection=selection,
+        beside=planned_beside,
+    )  # fmt: skip
+    with with_plan(plan):
         start(job, NodeOptions(**where))

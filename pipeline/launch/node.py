@@ -45,7 +45,11 @@ def start_node(job: Job, found: NodePlacement) -> None:
                 coordinator.end(Over(kind="finished"))
                 server.linger(ARRIVAL_SECONDS, nodes=found.max_nodes - 1)
                 return
-            with opened(plan, folder), job.display.shown(plan, folder) as screen:
+            with (
+                opened(plan, folder),
+                job.beside(plan, folder),
+                job.display.shown(plan, folder) as screen,
+            ):
                 _lead(coordinator, plan, folder, found, screen)
 
 

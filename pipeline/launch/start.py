@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,6 +60,10 @@ class Job:
     accept: Sequence[str] = ()
     """Changes that are intended."""
     selection: Selection = field(default_factory=Selection)
+    beside: Callable[[Plan, Path], AbstractContextManager[None]] = lambda plan, folder: (
+        nullcontext()
+    )
+    """Surrounds the run with what else this machine does for it meanwhile."""
 
     def prepared(self, plan: Plan, folder: Path) -> Plan:
         """Return the part of the plan that this start does, in a folder whose lock is held."""
@@ -112,7 +117,11 @@ def _start_here(job: Job, procs: int | None) -> None:
             return
         from pipeline.launch.local import launch
 
-        with opened(plan, folder), job.display.shown(plan, folder) as screen:
+        with (
+            opened(plan, folder),
+            job.beside(plan, folder),
+            job.display.shown(plan, folder) as screen,
+        ):
             launch(plan, folder, job.accept, screen)
 
 

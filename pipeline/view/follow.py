@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import statistics
 import time
 from collections import deque
@@ -16,7 +14,7 @@ from pipeline.execution import rundir
 from pipeline.execution.activity_record import FILE as ACTIVITY
 from pipeline.execution.metrics import is_record
 from pipeline.view.chain import Chain
-from pipeline.view.history import RunState, state_of
+from pipeline.view.history import PLAN_FILE, RunState, json_in, state_of
 from pipeline.view.tail import Tail
 
 KEPT = 1000
@@ -56,8 +54,6 @@ class Follower:
     """The newest profiled step's record; empty without one."""
     saved: dict[str, Any] = field(default_factory=dict, init=False)
     """The newest checkpoint's record; empty before the first."""
-    planned_bytes: int | None = field(default=None, init=False)
-    """Bytes of a GPU that the plan expects; None without a plan."""
 
     def __post_init__(self) -> None:
         self.chain = Chain(self.slots)
@@ -80,11 +76,12 @@ class Follower:
     def activity(self) -> dict[str, Any]:
         """Return what rank 0 is doing: `name`, `done`, `total`, `unit`, `seconds`; empty if it has
         not said so."""
-        with contextlib.suppress(OSError, ValueError):
-            found = json.loads((self.folder / ACTIVITY).read_text("utf-8"))
-            if isinstance(found, dict):
-                return found
-        return {}
+        return json_in(self.folder / ACTIVITY)
+
+    @property
+    def planned_bytes(self) -> int | None:
+        """Bytes of a GPU that the run's plan expects; None without a plan."""
+        return json_in(self.folder / PLAN_FILE).get("needed_bytes")
 
     @property
     def state(self) -> RunState:

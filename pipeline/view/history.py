@@ -17,6 +17,8 @@ from pipeline.execution.metrics import records
 from pipeline.recipe import Recipe, read_recipe
 from pipeline.view.chain import Chain
 
+PLAN_FILE = "plan.json"
+"""The plan of a run, in its folder: `needed_bytes` of a GPU, `lines` for people."""
 RunState = Literal["running", "finished", "failed", "stopped"]
 
 
@@ -75,8 +77,8 @@ def read_history(folder: Path) -> History:
         events=events,
         metrics=list(records(folder / rundir.METRICS)),
         chain=chain,
-        environment=_json_in(folder / ENVIRONMENT_FILE),
-        engine=_json_in(folder / ENGINE_FILE),
+        environment=json_in(folder / ENVIRONMENT_FILE),
+        engine=json_in(folder / ENGINE_FILE),
     )
 
 
@@ -100,7 +102,7 @@ def best_of(metrics: list[dict[str, Any]]) -> dict[str, Any] | None:
     return best and {"step": best["best_step"], "eval_loss": best["best_eval_loss"]}
 
 
-def _json_in(file: Path) -> dict[str, Any]:
+def json_in(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file; an empty one where there is none."""
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(file.read_text("utf-8"))

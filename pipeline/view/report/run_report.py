@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 from collections.abc import Iterator, Mapping
@@ -16,14 +15,12 @@ from pipeline.utils.files import replace_text
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import duration
 from pipeline.utils.versions import versions
-from pipeline.view.history import History, read_history
+from pipeline.view.history import PLAN_FILE, History, json_in, read_history
 from pipeline.view.report import facts
 from pipeline.view.report.curves import MOST_POINTS, curve
 from pipeline.view.report.page import Plot, Series, render
 
 FILE = "report.html"
-PLAN = "plan.json"
-"""The plan of a run, in its folder."""
 MOST_MARKS = 200
 MOST_SAMPLES = 40
 MOST_ROWS = 400
@@ -40,7 +37,7 @@ def write_report(folder: Path, to: Path | None = None) -> Path:
 
 def run_page(history: History) -> str:
     """Return the report as HTML."""
-    plan = _json_in(history.folder / PLAN)
+    plan = json_in(history.folder / PLAN_FILE)
     marks = facts.marks(history)
     rows = list(_recipe_rows(history))
     starts = [event for event in history.events if event["event"] == "run started"]
@@ -150,11 +147,3 @@ def _environment(history: History) -> Iterator[tuple[str, str]]:
 
 def _clock(seconds: float) -> str:
     return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
-
-
-def _json_in(file: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads(file.read_text("utf-8"))
-        if isinstance(found, dict):
-            return found
-    return {}
