@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +96,6 @@ def run(
     from pipeline.execution.rehearsal import rehearsal
     from pipeline.execution.saved_plan import require_planned
     from pipeline.launch.start import Job, start
-    from pipeline.planning.beside import planned_beside
 
     def plan(started: Started) -> Plan:
         made = plan_file(recipe, overrides, here=True, started=started)
@@ -118,9 +118,18 @@ def run(
     if dry_run:
         click.echo("\n".join(rehearsal(plan(Started()), run_dir, selection)))
         return
-    job = Job(plan=plan, folder=folder, display=display, selection=selection, beside=planned_beside)
+    job = Job(plan=plan, folder=folder, display=display, selection=selection, beside=beside_on_gpus)
     with with_plan(plan):
         start(job, NodeOptions(**where))
+
+
+def beside_on_gpus(plan: Plan, folder: Path) -> AbstractContextManager[None]:
+    """Plan a run on GPUs while the body runs it; their hosts have cores to spare."""
+    if plan.view.device == "cpu":
+        return contextlib.nullcontext()
+    from pipeline.planning.beside import planned_beside
+
+    return planned_beside(folder)
 
 
 @contextlib.contextmanager
@@ -191,7 +200,6 @@ def resume(
     from pipeline.execution import rundir
     from pipeline.execution.rehearsal import rehearsal
     from pipeline.launch.start import Job, start
-    from pipeline.planning.beside import planned_beside
 
     def plan(started: Started) -> Plan:
         path = recipe or rundir.existing(run_dir) / rundir.RECIPE
@@ -207,7 +215,7 @@ def resume(
         return
     job = Job(
         plan=plan, folder=folder, display=display, accept=accept, selection=selection,
-        beside=planned_beside,
+        beside=beside_on_gpus,
     )  # fmt: skip
     with with_plan(plan):
         start(job, NodeOptions(**where))

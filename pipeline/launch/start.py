@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 
+Beside = Callable[[Plan, Path], AbstractContextManager[None]]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """A run to start, or to go on with."""
@@ -60,9 +63,7 @@ class Job:
     accept: Sequence[str] = ()
     """Changes that are intended."""
     selection: Selection = field(default_factory=Selection)
-    beside: Callable[[Plan, Path], AbstractContextManager[None]] = lambda plan, folder: (
-        nullcontext()
-    )
+    beside: Beside = lambda plan, folder: nullcontext()
     """Surrounds the run with what else this machine does for it meanwhile."""
 
     def prepared(self, plan: Plan, folder: Path) -> Plan:

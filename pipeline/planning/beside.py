@@ -30,13 +30,9 @@ KINDNESS = 19
 
 
 @contextlib.contextmanager
-def planned_beside(plan: Plan, folder: Path) -> Iterator[None]:
-    """Plan the run in `folder` in a process of its own while the body runs it, if it runs on GPUs,
-    whose hosts have cores to spare. Without a plan, whatever the reason, the run is shown without
-    it."""
-    if plan.view.device == "cpu":
-        yield
-        return
+def planned_beside(folder: Path) -> Iterator[None]:
+    """Plan the run in `folder` in a process of its own while the body runs it. Without a plan,
+    whatever the reason, the run is shown without it."""
     process = None
     with contextlib.suppress(OSError):
         process = subprocess.Popen(
