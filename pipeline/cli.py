@@ -50,6 +50,7 @@ COMMANDS = {
     "show": ("show:show", "Show a recipe as it would run."),
     "stages": ("stages:stages", "List the installed stages, or explain one."),
     "new-stage": ("new_stage:new_stage", "Write a plugin package with a stage that works."),
+    "completion": ("completion:completion", "Print what makes a shell complete pipe."),
     "schema": ("stages:schema", "Print the JSON Schema of recipes, for editors."),
 }
 """Name -> module and function in `pipeline.commands`, and the line in `pipe --help`."""

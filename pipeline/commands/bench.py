@@ -9,12 +9,13 @@ from pathlib import Path
 import click
 
 from pipeline.chain.registry import Registry
+from pipeline.commands.completion import OVERRIDE, RECIPE
 from pipeline.commands.trust import trust_options
 
 
 @click.command("bench")
-@click.argument("recipe", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1)
+@click.argument("recipe", type=click.Path(path_type=Path), shell_complete=RECIPE)
+@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
 @click.option(
     "--strategies",
     metavar="A,B",

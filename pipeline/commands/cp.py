@@ -7,9 +7,11 @@ from pathlib import Path
 
 import click
 
+from pipeline.commands.completion import SHIPPED
+
 
 @click.command("cp")
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=SHIPPED)
 @click.argument("to", type=click.Path(path_type=Path), default=".")
 def cp(name: str | None, to: Path) -> None:
     """Copy the shipped recipe NAME, and those it extends, into the folder TO (by default this one).

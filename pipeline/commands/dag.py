@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pipeline.commands.completion import OVERRIDE, RECIPE
+
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
 
 
 @click.command("dag")
-@click.argument("recipe", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1)
+@click.argument("recipe", type=click.Path(path_type=Path), shell_complete=RECIPE)
+@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
 @click.option(
     "--format", "form", type=click.Choice(["text", "mermaid", "json"]), default="text",
     show_default=True,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.commands import trust
+from pipeline.commands.completion import OVERRIDE, RECIPE
 from pipeline.commands.trust import trust_options
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ DEFAULTS = {"grace": 300, "tasks": "node"}
 
 
 @click.command("launch")
-@click.argument("recipe", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1)
+@click.argument("recipe", type=click.Path(path_type=Path), shell_complete=RECIPE)
+@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
 @click.option("--target", type=click.Choice(TARGETS), required=True, help="Where it will run.")
 @click.option("--print", "shows", is_flag=True, help="Write the script to standard output.")
 @click.option("--submit", is_flag=True, help="Hand it to the target's client.")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipeline.commands.completion import OVERRIDE, RECIPE
 from pipeline.commands.display import display_options
 from pipeline.commands.trust import trust_options
 
@@ -28,8 +29,8 @@ def _steps(context: click.Context, parameter: click.Parameter, text: str) -> tup
 
 
 @click.command("profile")
-@click.argument("recipe", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1)
+@click.argument("recipe", type=click.Path(path_type=Path), shell_complete=RECIPE)
+@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
 @click.option("--steps", callback=_steps, default="4-6", show_default=True, help="Steps to record.")
 @click.option("--run-dir", type=click.Path(path_type=Path), help="The folder to make.")
 @display_options

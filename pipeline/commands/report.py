@@ -6,11 +6,14 @@ from pathlib import Path
 
 import click
 
+from pipeline.commands.completion import RUN
+
+PATH = click.Path(path_type=Path)
 HTML = click.Path(path_type=Path, dir_okay=False)
 
 
 @click.command("report")
-@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("run", metavar="RUN", type=click.Path(path_type=Path), shell_complete=RUN)
 @click.option("--out", type=HTML, help="The file to write, instead of RUN/report.html.")
 def report(run: Path, out: Path | None) -> None:
     """Write the report of RUN: one HTML file that needs no network.
@@ -26,7 +29,9 @@ def report(run: Path, out: Path | None) -> None:
 
 
 @click.command("compare")
-@click.argument("runs", metavar="RUN RUN...", nargs=-1, type=click.Path(path_type=Path))
+@click.argument(
+    "runs", metavar="RUN RUN...", nargs=-1, type=click.Path(path_type=Path), shell_complete=RUN
+)
 @click.option("--out", type=HTML, help="Write an HTML page with the runs' curves too.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def compare(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> None:

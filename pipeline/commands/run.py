@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipeline.commands.completion import OVERRIDE, RECIPE, RUN
 from pipeline.commands.display import display_options
 from pipeline.commands.selection import selection_options
 from pipeline.commands.trust import trust_options
@@ -44,8 +45,8 @@ def node_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command("run")
-@click.argument("recipe", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1)
+@click.argument("recipe", type=click.Path(path_type=Path), shell_complete=RECIPE)
+@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
 @click.option(
     "--run-dir",
     type=click.Path(path_type=Path),
@@ -160,8 +161,8 @@ ACCEPTABLE = (
 
 
 @click.command("resume")
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1)
+@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path), shell_complete=RUN)
+@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
 @click.option(
     "--recipe",
     type=click.Path(path_type=Path),

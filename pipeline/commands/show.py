@@ -14,6 +14,7 @@ import click
 
 from pipeline.chain.plan import Plan, in_order, load_slots, plan_file
 from pipeline.chain.registry import Registry
+from pipeline.commands.completion import OVERRIDE, RECIPE
 from pipeline.contracts.data import Sample
 from pipeline.errors import RecipeError
 from pipeline.execution.data_preview import Preview, Token, documents, preview
@@ -28,8 +29,8 @@ from pipeline.utils.text import plural
 
 
 @click.command()
-@click.argument("recipe")
-@click.argument("overrides", nargs=-1)
+@click.argument("recipe", shell_complete=RECIPE)
+@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
 @click.option("--origin", is_flag=True, help="Say where each value came from.")
 @click.option(
     "--data",

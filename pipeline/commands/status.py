@@ -10,12 +10,19 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pipeline.commands.completion import RUN
+
 if TYPE_CHECKING:
     from pipeline.view.follow import Follower
 
 
+PATH = click.Path(path_type=Path)
+
+
 @click.command("status")
-@click.argument("run", metavar="[RUN]", type=click.Path(path_type=Path), required=False)
+@click.argument(
+    "run", metavar="[RUN]", type=click.Path(path_type=Path), required=False, shell_complete=RUN
+)
 @click.option("-f", "--follow", is_flag=True, help="Go on showing it until the run ends.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def status(run: Path | None, follow: bool, as_json: bool) -> None:
@@ -83,7 +90,9 @@ def _draw(run: Follower, *, follow: bool) -> None:
 
 
 @click.command("logs")
-@click.argument("run", metavar="[RUN]", type=click.Path(path_type=Path), required=False)
+@click.argument(
+    "run", metavar="[RUN]", type=click.Path(path_type=Path), required=False, shell_complete=RUN
+)
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True)
 @click.option("-f", "--follow", is_flag=True, help="Go on with what is added, until the run ends.")
 @click.option("-n", "--lines", type=click.IntRange(min=0), help="Only the last so many lines.")

@@ -6,10 +6,12 @@ from pathlib import Path
 
 import click
 
+from pipeline.commands.completion import OVERRIDE, RUN
+
 
 @click.command("track")
-@click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1)
+@click.argument("run", metavar="RUN", type=click.Path(path_type=Path), shell_complete=RUN)
+@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
 def track(run: Path, overrides: tuple[str, ...]) -> None:
     """Send what the trackers of RUN have not been sent yet.
 
