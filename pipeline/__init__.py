@@ -3,7 +3,8 @@ authors of stages: a stage imports all it needs from here.
 
 Further doors: `pipeline.planning` (planners), `pipeline.checkpoint` (formats of training state),
 `pipeline.importing` (translators), `pipeline.track` (trackers), `pipeline.testing` (tests of a
-stage), `pipeline.hardware` and `pipeline.utils`. Names are imported from their modules when they are first asked for.
+stage), `pipeline.hardware` and `pipeline.utils`. Names are imported from their modules when they
+are first asked for.
 """
 
 from __future__ import annotations

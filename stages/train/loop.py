@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -36,6 +35,7 @@ from stages.train.lineage import lineage, require_same_lineage
 from stages.train.loss import SummedLoss, WithRouterLoss
 from stages.train.profiling import Profile, Profiler
 from stages.train.report import Reporter, StepMeter
+from stages.train.saves import Saves
 from stages.train.settings import GIVE_SAMPLES, NO_SAMPLES
 from stages.train.step import StepResult, TrainStep
 from stages.train.stragglers import StragglerWatch
@@ -73,6 +73,7 @@ def train(
         ctx=ctx,
         data=data,
         checkpoints=checkpoints,
+        saves=Saves(checkpoints=checkpoints, reporter=reporter, newest=progress.step),
         progress=progress,
         cross_entropy=plain,
         step=TrainStep(
@@ -104,6 +105,7 @@ class Training:
     ctx: Context
     data: Data
     checkpoints: Checkpoints
+    saves: Saves
     progress: Progress
     cross_entropy: SummedLoss
     """Objective of evaluations."""
@@ -118,10 +120,6 @@ class Training:
     callbacks: Callbacks
     evaluated: bool = field(init=False)
     """Whether the current weights have been evaluated."""
-    saved: int = field(init=False)
-    """Step of the newest checkpoint."""
-    began: float = 0.0
-    """Time at which its save began; 0 if it was there at the start."""
 
     def run(self) -> str:
         """Train, and save (collective). Returns the last checkpoint's address. Raises Interrupted
@@ -133,7 +131,7 @@ class Training:
             if self.data.heldout and self.config.eval_last and not self.evaluated:
                 self._evaluate()  # the last batch of all was skipped
             self._save()
-            return self._finish()
+            return self.saves.finish()
 
     def _advance(self) -> None:
         """Take a step, and do what is due behind it."""
@@ -156,7 +154,6 @@ class Training:
     def _begin(self) -> None:
         progress, config, feed = self.progress, self.config, self.step.feed
         self.evaluated = "eval_loss" in progress.metrics
-        self.saved = progress.step
         samples = feed.samples(progress.samples)
         verify_packing(self.step.engine, self.data, samples, self.cross_entropy)
         self.callbacks.restore(progress.callbacks)
@@ -247,26 +244,14 @@ class Training:
         progress.callbacks = self.callbacks.state()
         self.ctx.dist.heartbeat.beat(Phase.SAVE)
         with self._paused():
-            began = time.perf_counter()
-            self.checkpoints.save(progress)
-            stalled = time.perf_counter() - began
-        if progress.step != self.saved:  # another save of a step only amends its checkpoint
-            self.saved, self.began = progress.step, began
-            self.reporter.saved(progress.step, stalled=stalled)
+            self.saves.save(progress)
 
     def _stop(self) -> NoReturn:
         """Save, and end this process, as a rank was asked to (collective)."""
         self._save()
-        self._finish()
+        self.saves.finish()
         self.ctx.log.info("stopped at step %d, which is saved", self.progress.step)
         self.ctx.dist.stop.end()
-
-    def _finish(self) -> str:
-        """Wait until the last checkpoint is on disk; returns its address."""
-        last = self.checkpoints.finish()
-        if self.began:
-            self.reporter.written(self.saved, seconds=time.perf_counter() - self.began)
-        return last
 
     def _recover(self, result: StepResult) -> None:
         """Skip an anomalous batch, or go back to a checkpoint and skip it from there."""

@@ -110,7 +110,8 @@ def test_speeds_of_every_step_and_of_the_line(
         steps.add(result(2.5, stats))
     first, second = lines(tmp_path)
     assert first == {
-        "step": 1, "total_steps": 9, "grad_norm": 1.5, "lr": 0.25, "tokens": 110, "samples": 12, "applied": True,
+        "step": 1, "total_steps": 9, "grad_norm": 1.5, "lr": 0.25, "tokens": 110, "samples": 12,
+        "applied": True,
         "loss_scale": 1.0, "time": 100.0, "loss": 2.5, "step_seconds": 2.0,
         "target_tokens_per_second": 30.0, "samples_per_second": 4.0, "tokens_per_second": 50.0,
         "tokens_per_second_per_rank": 50.0, "data_wait_share": 0.25, "mfu": 0.5,
