@@ -97,7 +97,7 @@ class StepMeter:
         whether any rank has to `stop` (collective)."""
         device = self._engine.device
         on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-        most = torch.tensor([on_gpu, peak_beyond() or 0, int(stop)], device=device)
+        most = torch.tensor([on_gpu, peak_beyond() or 0, int(stop)])  # the device is not asked
         if self._ranks > 1:
             torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
         *sizes, stops = most.tolist()
