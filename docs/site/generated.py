@@ -41,14 +41,15 @@ def stage_table(registry: Registry) -> str:
     lines = ["| stage | |", "| --- | --- |"]
     for kind in kinds(registry):
         for name in registry.names(kind):
-            first = summary(registry.load(name).__doc__ or "").replace("|", "\\|")
+            first = summary(registry.load(name).__doc__ or "")
             lines.append(f"| [`{name}`](reference/{kind}.md#{anchor(name)}) | {first} |")
     return "\n".join(lines)
 
 
 def summary(doc: str) -> str:
-    """The first paragraph of a docstring on one line."""
-    return as_markdown(" ".join(inspect.cleandoc(doc).split("\n\n")[0].split()))
+    """The first paragraph of a docstring, for a cell of a table."""
+    first = " ".join(inspect.cleandoc(doc).split("\n\n")[0].split())
+    return re.sub(r"(?<!\\)\|", r"\\|", as_markdown(first))
 
 
 def kind_page(kind: str, registry: Registry) -> str:
