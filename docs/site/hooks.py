@@ -26,6 +26,8 @@ MERMAID = "assets/mermaid.min.js"
 MERMAID_SHA256 = "74d7c46dabca328c2294733910a8aa1ed0c37451776e8d5295da38a2b758fb9b"
 """Digest of mermaid 11.16.0 as its authors publish it; the package mermaidx carries that file."""
 OUTSIDE = re.compile(r"\]\(\.\./([^)#\s]+?)/?(#[^)]*)?\)")
+NOTES = re.compile(r"^(```\w+) (?:file=(\S+)|.*)$", re.M)
+"""What stands behind a fence's language: for tests, and the name of the file that is shown."""
 INSTEAD = {"README.md": "index.md"}
 PROJECT = {"CHANGELOG.md": "Changes", "CONTRIBUTING.md": "Contributing"}
 """Documents at the top of the repository that are pages too."""
@@ -60,10 +62,12 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Lead links out of docs/ to pages of the site; fill in the table of stages."""
+    """Lead links out of docs/ to pages of the site, title shown files, and list the stages."""
     if page.file.src_uri == "reference.md":
         markdown = markdown.replace("<!-- stages -->", stage_table(Registry.installed()))
-    return OUTSIDE.sub(_inside, markdown) if "/" not in page.file.src_uri else markdown
+    if "/" in page.file.src_uri:
+        return markdown
+    return NOTES.sub(_titled, OUTSIDE.sub(_inside, markdown))
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
@@ -114,3 +118,7 @@ def _inside(match: re.Match[str]) -> str:
     target, part = match[1], match[2] or ""
     page = target if target in PROJECT else INSTEAD.get(target) or source_page(target)
     return f"]({PurePosixPath(page)}{part})"
+
+
+def _titled(match: re.Match[str]) -> str:
+    return f'{match[1]} title="{match[2]}"' if match[2] else match[1]
