@@ -1,7 +1,7 @@
 """Take the screenshots of what people see: `python docs/screenshots.py [FOLDER] [WORD ...]`.
 
-Builds the documentation and photographs it with headless Chromium, in light and dark and as wide as a
-phone. Pictures go to build/screenshots and are not committed. With words, only those pictures
+Builds the documentation and photographs it with headless Chromium, in light and dark and as wide as
+a phone. Pictures go to build/screenshots and are not committed. With words, only those pictures
 whose name has one of them.
 
 More pictures are further functions in SUBJECTS: name of a group -> its pictures.
