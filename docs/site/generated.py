@@ -114,7 +114,7 @@ def options(command: click.Command, context: click.Context) -> Iterator[str]:
     """Options with their texts, without --help."""
     for parameter in command.get_params(context):
         record = parameter.get_help_record(context)
-        if record and parameter.name != "help":
+        if record and isinstance(parameter, click.Option) and parameter.name != "help":
             yield f"`{record[0]}`\n:   {as_markdown(record[1])}"
 
 
