@@ -126,7 +126,7 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
         (tmp_path / "fault").write_text(fault)
         ranks = LocalRanks([place(rank, 2) for rank in range(2)])
         with none_left(), ranks:
-            run_ranks(ranks, Launch(), tmp_path, ())
+            run_ranks(ranks, Launch(), tmp_path, (), Screen())
         assert not list(scratch.iterdir())
 
     return start
