@@ -27,8 +27,11 @@ class TrackWandb(TrackerStage):
     name: str | None = None
     """Name of the run; null takes that of its folder."""
     group: str | None = None
+    """Name that this run's page shares with other runs'."""
     tags: tuple[str, ...] = ()
+    """Words by which runs are filtered."""
     notes: str | None = None
+    """Text on the run's page."""
     mode: Literal["online", "offline"] | None = None
     """Null does as `WANDB_MODE` says; online without it."""
 

@@ -34,6 +34,7 @@ VALID: Mapping[str, Mapping[str, Any]] = {
     "wrap.zero": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
     "wrap.accelerate": {"config": "./accelerate.yaml"},
     "export.safetensors": {"folder": "./export", "max_shard_size": "512MiB"},
+    "track.sqlite": {"file": "./runs.sqlite"},
     "evaluate.lm": {"files": "./text.txt", "window": 8, "stride": 4},
     "publish.hub": {"repo": "someone/tiny", "revision": "v1", "dry_run": True},
 }

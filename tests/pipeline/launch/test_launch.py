@@ -23,6 +23,7 @@ from pipeline.launch.local import run_ranks, set_threads
 from pipeline.launch.ranks import LocalRanks
 from pipeline.recipe import Launch, load_recipe
 from pipeline.utils.process_tree import none_left, own_module
+from pipeline.view.screen import Screen
 
 STUCK = """
 import ctypes, os, signal, threading
