@@ -161,6 +161,11 @@ def _pipe(place: str, folder: str, environment: dict[str, str], arguments: tuple
     """Run `python -m pipetrain ARGUMENTS` in `folder`, in the child, with its output in `place`."""
     for number, name in enumerate(STREAMS, 1):
         os.dup2(os.open(Path(place, name), os.O_WRONLY | os.O_CREAT, 0o600), number)
+    call_pipe(folder, environment, arguments)
+
+
+def call_pipe(folder: str, environment: dict[str, str], arguments: tuple[str, ...]) -> None:
+    """Be `python -m pipetrain ARGUMENTS` in `folder`, in a forked process."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
