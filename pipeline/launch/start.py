@@ -119,6 +119,7 @@ def _start_here(job: Job, procs: int | None) -> None:
         from pipeline.launch.local import launch
 
         with (
+            job.display.to_the_end(),
             opened(plan, folder),
             job.beside(plan, folder),
             job.display.shown(plan, folder) as screen,
