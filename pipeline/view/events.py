@@ -38,7 +38,7 @@ class News:
         found = self._run.look()
         events = found.events if self._told is not None else _of_newest_start(found.events)
         told = self._run.chain.started if self._told is None else self._told
-        metrics = [event(kind_of(one), one) for one in _timed(found.metrics)]
+        metrics = [event(kind_of(one), one) for one in _timed(found.metrics, told)]
         if found.again:  # the file begins with steps of earlier starts
             metrics = [one for one in metrics if one["time"] > told]
         self._told = max([told, *(one["time"] for one in metrics)])
@@ -54,12 +54,12 @@ def _of_newest_start(events: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any
     return events[begin:]
 
 
-def _timed(records: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield records with a time: evaluations have that of the record before them."""
-    now: dict[str, Any] = {}
+def _timed(records: Iterable[Mapping[str, Any]], time: float) -> Iterator[dict[str, Any]]:
+    """Yield records with a time: evaluations have that of the record before them, the first one
+    `time`."""
     for record in records:
-        now = {"time": record["time"]} if "time" in record else now
-        yield {**now, **record}
+        time = record.get("time", time)
+        yield {**record, "time": time}
 
 
 class JsonScreen(Screen):

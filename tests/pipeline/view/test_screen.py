@@ -113,7 +113,9 @@ def test_a_resumed_run_tells_what_is_new(tmp_path: Path) -> None:
     add(folder, [step(3), step(4), {"step": 4, "eval_loss": 2.0}])
     assert told(screen, out) == [("step", 3), ("step", 4), ("evaluation", 4)]
     replace_text(folder / "metrics.jsonl", "")  # a restart goes back to step 3
-    made(folder, [{"event": "run failed", "time": 1004.5}, {"event": "run started", "time": 1005.0}])
+    made(
+        folder, [{"event": "run failed", "time": 1004.5}, {"event": "run started", "time": 1005.0}]
+    )
     add(folder, [step(1), step(2), step(3), step(4, time=1005.5), step(5, time=1006.0)])
     assert told(screen, out) == [
         ("run failed", None), ("run started", None), ("step", 4), ("step", 5),
