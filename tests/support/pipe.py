@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +155,44 @@ class Pipe:
     def wait_for(self, condition: Callable[[], object], limit: float = LIMIT) -> None:
         """Wait until the condition is true."""
         assert becomes(condition, limit)
+
+
+class ForkedPopen:
+    """A forked `pipe`, as the part of subprocess.Popen that `pipeline.api` uses."""
+
+    def __init__(self, command: Sequence[str], **_: Any) -> None:
+        self._place = tempfile.TemporaryDirectory()
+        for name in STREAMS:
+            os.mkfifo(Path(self._place.name, name))
+        environment = {name: value for name, value in os.environ.items() if name not in FOR_RANKS}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        arguments = tuple(command[command.index("pipetrain") + 1 :])
+        work = (self._place.name, str(Path.cwd()), environment, arguments)
+        self._process = forking().Process(target=_pipe, args=work)
+        self._process.start()
+        self.stdout, self.stderr = (Path(self._place.name, name).open() for name in STREAMS)
+
+    def __enter__(self) -> ForkedPopen:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in (self.stdout, self.stderr):
+            stream.close()
+        self._place.cleanup()
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        self._process.join(LIMIT)
+        assert self._process.exitcode is not None, "the command has not ended"
+
+    @property
+    def returncode(self) -> int:
+        """Its exit code, once it has ended."""
+        return int(self._process.exitcode)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to it."""
+        os.kill(self._process.pid, number)
 
 
 def _pipe(place: str, folder: str, environment: dict[str, str], arguments: tuple[str, ...]) -> None:

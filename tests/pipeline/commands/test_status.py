@@ -161,16 +161,18 @@ def test_runs_are_compared(project: Path, failed: tuple[Path, Outcome], tmp_path
     assert states["steps"] == ["8", "-"]
 
 
+NO_RUN = "error: x is not a run folder: it holds no recipe.yaml (pipe ls shows runs)"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["status"], "error: there is no run in runs (name the folder of a run)"),
         (["logs", "--follow"], "error: there is no run in runs (name the folder of a run)"),
-        (["status", "x"], "error: x is not a run folder: it holds no recipe.yaml (pipe ls shows runs)"),
-        (["report", "x"], "error: x is not a run folder: it holds no recipe.yaml (pipe ls shows runs)"),
+        (["status", "x"], NO_RUN),
+        (["report", "x"], NO_RUN),
         (["compare", "x"], "Error: name two runs or more"),
-        (["compare", "x", "y"],
-         "error: x is not a run folder: it holds no recipe.yaml (pipe ls shows runs)"),
+        (["compare", "x", "y"], NO_RUN),
         (["status", "--follow", "--json"], "Error: --follow excludes --json"),
     ],
 )  # fmt: skip
