@@ -61,8 +61,8 @@ class History:
 
 
 def read_history(folder: Path, *, ended: bool = False) -> History:
-    """Read a run's folder; with `ended` it is known that nothing goes on there. Raises UsageError if
-    it holds no run, RecipeError if its recipe cannot be read, and JournalDamaged. A recipe that
+    """Read a run's folder; with `ended` it is known that nothing goes on there. Raises UsageError
+    if it holds no run, RecipeError if its recipe cannot be read, and JournalDamaged. A recipe that
     names variables which are not set here is read."""
     rundir.existing(folder)
     recipe, problems = read_recipe(folder / rundir.RECIPE)

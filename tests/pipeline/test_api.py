@@ -85,11 +85,11 @@ def test_paths_of_a_mapping_are_relative_to_the_working_directory(tmp_path: Path
 
 
 def test_mistakes_start_nothing(tmp_path: Path, tiny_run: TinyRun) -> None:
-    with pytest.raises(RecipeError, match="declare.txt: unknown field") as caught:
+    with pytest.raises(RecipeError, match=r"declare\.txt: unknown field") as caught:
         run(recipe(), ["declare.txt=1"])
     (problem,) = caught.value.problems
     assert problem.hint == "did you mean `text`?"
-    with pytest.raises(UsageError, match="holds no recipe.yaml"):
+    with pytest.raises(UsageError, match=r"holds no recipe\.yaml"):
         resume("nothing")
     with pytest.raises(UsageError, match="no GPU of this name is known"):
         plan(tiny_run.recipe, gpus=1, gpu="Q5")

@@ -170,7 +170,7 @@ class ForkedPopen:
         work = (self._place.name, str(Path.cwd()), environment, arguments)
         self._process = forking().Process(target=_pipe, args=work)
         self._process.start()
-        self.stdout, self.stderr = (Path(self._place.name, name).open() for name in STREAMS)
+        self.stdout, self.stderr = map(open, (Path(self._place.name, name) for name in STREAMS))
 
     def __enter__(self) -> ForkedPopen:
         return self
