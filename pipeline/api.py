@@ -172,30 +172,30 @@ def _absolute(value: Any) -> Any:
 
 def _call(arguments: Sequence[str], on_event: Listener | None) -> None:
     """Call `pipe` with events as JSON. Raises RunFailed and RunStopped."""
-    process = subprocess.Popen(
+    said: deque[str] = deque(maxlen=LAST_LINES)
+    with subprocess.Popen(
         [sys.executable, "-P", "-m", "pipetrain", *arguments, "--json"],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,  # Ctrl-C is passed on once, not by the terminal too
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    said: deque[str] = deque(maxlen=LAST_LINES)
-    listener = threading.Thread(target=_collect, args=(process.stderr, said), daemon=True)
-    listener.start()
-    try:
-        for line in process.stdout:
-            if on_event is not None:
-                on_event(json.loads(line))
-        process.wait()
-    except BaseException:
-        process.send_signal(signal.SIGINT)
-        process.wait()
-        raise
-    finally:
-        listener.join()
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        listener = threading.Thread(target=_collect, args=(process.stderr, said), daemon=True)
+        listener.start()
+        try:
+            for line in process.stdout:
+                if on_event is not None:
+                    on_event(json.loads(line))
+        except BaseException:
+            process.send_signal(signal.SIGINT)
+            deque(process.stdout, maxlen=0)  # a full pipe would keep it from ending
+            raise
+        finally:
+            process.wait()
+            listener.join()
     if process.returncode == STOPPED:
         raise RunStopped("\n".join(said))
     if process.returncode:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
 
@@ -20,6 +20,12 @@ if TYPE_CHECKING:
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 MOST_RUNS = 50
 SHELLS = ("bash", "zsh", "fish")
+NO_SPACE = (
+    "    return 0\n",
+    "    [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *[=/] ]] && compopt -o nospace\n"
+    "    return 0\n",
+)
+"""Where click's function for bash ends, and that end without a space behind a key or a folder."""
 
 
 @click.command("completion")
@@ -34,7 +40,8 @@ def completion(shell: str) -> None:
     assert kind is not None
     from pipeline.cli import main
 
-    click.echo(kind(main, {}, "pipe", "_PIPE_COMPLETE").source())
+    source = kind(main, {}, "pipe", "_PIPE_COMPLETE").source()
+    click.echo(source.replace(*NO_SPACE) if shell == "bash" else source)
 
 
 def _quietly(found: Callable[[click.Context, str], Iterator[str]]) -> Complete:
@@ -52,22 +59,30 @@ def _quietly(found: Callable[[click.Context, str], Iterator[str]]) -> Complete:
 
 
 def _runs(context: click.Context, typed: str) -> Iterator[str]:
-    root = Path(typed).parent if "/" in typed else Path("runs")
-    found = sorted(root.glob("*/recipe.yaml"), key=lambda file: -file.stat().st_mtime)
-    yield from (str(file.parent) for file in found[:MOST_RUNS])
-    yield from (f"{folder}/" for folder in _folders(typed))
+    head, folder = _folder_in(typed if "/" in typed else "runs/")
+    found = sorted(folder.glob("*/recipe.yaml"), key=lambda file: -file.stat().st_mtime)
+    yield from (f"{head}{file.parent.name}" for file in found[:MOST_RUNS])
+    runs = {f"{head}{file.parent.name}/" for file in found}
+    yield from (folder for folder in _folders(typed) if folder not in runs)
 
 
 def _recipes(context: click.Context, typed: str) -> Iterator[str]:
-    root = Path(typed).parent if "/" in typed else Path()
-    for pattern in ("*.yaml", "*.yml"):
-        yield from (str(file) for file in sorted(root.glob(pattern)))
-    yield from (f"{folder}/" for folder in _folders(typed))
+    head, folder = _folder_in(typed)
+    files = sorted(one.name for one in folder.iterdir() if one.suffix in (".yaml", ".yml"))
+    yield from (f"{head}{name}" for name in files)
+    yield from _folders(typed)
 
 
-def _folders(typed: str) -> list[Path]:
-    root = Path(typed).parent if "/" in typed else Path()
-    return [one for one in sorted(root.iterdir()) if one.is_dir() and one.name[:1] != "."]
+def _folders(typed: str) -> Iterator[str]:
+    head, folder = _folder_in(typed)
+    names = sorted(one.name for one in folder.iterdir() if one.is_dir() and one.name[:1] != ".")
+    yield from (f"{head}{name}/" for name in names)
+
+
+def _folder_in(typed: str) -> tuple[str, Path]:
+    """Return the part of a path up to its last slash, as it was typed, and the folder it names."""
+    head = typed[: typed.rfind("/") + 1]
+    return head, Path(head).expanduser()
 
 
 def _stages(context: click.Context, typed: str) -> Iterator[str]:
@@ -88,30 +103,46 @@ def _overrides(context: click.Context, typed: str) -> Iterator[str]:
     from pipeline.chain.registry import Registry
     from pipeline.execution import rundir
     from pipeline.recipe import read_recipe
+    from pipeline.recipe.launch import Launch
 
-    named = context.params.get("recipe") or Path(context.params["run_dir"]) / rundir.RECIPE
-    recipe, _ = read_recipe(named)
+    named = Path(context.params.get("recipe") or context.params["run_dir"])
+    recipe, _ = read_recipe(named / rundir.RECIPE if named.is_dir() else named)
     if recipe is None:
         return
     registry = Registry.installed()
-    key, given, _ = typed.partition("=")
+    kinds = dict(_fields("launch", Launch))
     for slot, spec in recipe.stages.items():
-        fields = dict(_fields(spec.use, registry))
-        fields["use"] = Literal[tuple(_alternatives(spec.use, registry))]
-        for name, kind in fields.items():
-            path = f"{slot}.{name}"
-            if given and key == path:
-                yield from (f"{path}={value}" for value in _values(kind))
-            elif not given:
-                yield f"{path}="
+        kinds |= _fields(slot, registry.load(spec.use))
+        kinds[f"{slot}.use"] = Literal[tuple(_alternatives(spec.use, registry))]
+    key, head = _key_in(typed, context.params.get("overrides") or ())
+    if key is None:
+        yield from (f"{path}=" for path in kinds)
+    elif key in kinds:
+        yield from (f"{head}{value}" for value in _values(kinds[key]))
 
 
-def _fields(use: str, registry: Registry) -> Iterator[tuple[str, Any]]:
+def _key_in(typed: str, earlier: Sequence[str]) -> tuple[str | None, str]:
+    """Return the key whose value is being typed, None before the `=`, and what of it belongs to the
+    word: bash takes `key`, `=` and the value for three words, and click leaves an `=` out that is
+    the last one."""
+    key, given, _ = typed.partition("=")
+    if given:
+        return key, f"{key}="
+    *before, last = ("", "", *earlier)
+    if last == "=":
+        return before[-1], ""
+    if last and "=" not in last and before[-1] != "=":
+        return last, ""
+    return None, ""
+
+
+def _fields(slot: str, owner: type) -> Iterator[tuple[str, Any]]:
+    """Yield `slot.field` and its type for the fields of a dataclass."""
     from typing import get_type_hints
 
-    stage = registry.load(use)
-    kinds = get_type_hints(stage)
-    yield from ((name, kinds[name]) for name in getattr(stage, "__dataclass_fields__", ()))
+    kinds = get_type_hints(owner)
+    for name in getattr(owner, "__dataclass_fields__", ()):
+        yield f"{slot}.{name}", kinds[name]
 
 
 def _alternatives(use: str, registry: Registry) -> list[str]:

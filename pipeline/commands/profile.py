@@ -24,7 +24,7 @@ def _steps(context: click.Context, parameter: click.Parameter, text: str) -> tup
     found = re.fullmatch(r"([1-9]\d{0,5})(?:-([1-9]\d{0,5}))?", text)
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
     if not first <= last < first + 20:
-        raise click.BadParameter("is a step, or a range of at most 20, as in 4-6")
+        raise click.BadParameter(f"{text} is no step, and no range of at most 20, as in 4-6")
     return tuple(range(first, last + 1))
 
 
@@ -56,7 +56,9 @@ def profile(
 
     original = plan_file(recipe, overrides, here=True)
     runs = Path("runs")
-    folder = rundir.claim(run_dir, fresh=True) if run_dir else rundir.create(runs, "profile")
+    if run_dir is not None and (run_dir / rundir.RECIPE).exists():
+        raise UsageError(f"{run_dir} already holds a run", hint="name a new folder")
+    folder = rundir.claim(run_dir) if run_dir else rundir.create(runs, "profile")
     with system_errors_as(UsageError):
         file = folder / "profile.yaml"
         file.write_text(profiled_recipe(original, steps), "utf-8")

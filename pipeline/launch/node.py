@@ -46,6 +46,7 @@ def start_node(job: Job, found: NodePlacement) -> None:
                 server.linger(ARRIVAL_SECONDS, nodes=found.max_nodes - 1)
                 return
             with (
+                job.display.to_the_end(),
                 opened(plan, folder),
                 job.beside(plan, folder),
                 job.display.shown(plan, folder) as screen,

@@ -119,6 +119,7 @@ def _start_here(job: Job, procs: int | None) -> None:
         from pipeline.launch.local import launch
 
         with (
+            job.display.to_the_end(),
             opened(plan, folder),
             job.beside(plan, folder),
             job.display.shown(plan, folder) as screen,
@@ -257,11 +258,11 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
 
 
 def report(folder: Path) -> None:
-    """Write the run's report. The run has ended as it has, whatever goes wrong here."""
+    """Write the report of a run whose end is recorded; whatever goes wrong here changes nothing."""
     from pipeline.view.report.run_report import FILE, write_report
 
     try:
-        write_report(folder)
+        write_report(folder, ended=True)
     except Exception as error:
         click.echo(f"{folder / FILE} could not be written: {in_words(error)}", err=True)
 

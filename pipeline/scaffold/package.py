@@ -16,7 +16,8 @@ TEMPLATES = Path(__file__).parent / "templates"
 KINDS = {"optimizer": "optimizer", "track": "track"}
 """Kind of stage -> its template; another kind gets one that runs behind an export."""
 OTHER = "behind_export"
-_NAME = re.compile(r"[a-z][a-z0-9_]*\.[a-z][a-z0-9_]*")
+_WORD = "[a-z](?:[a-z0-9_]*[a-z0-9])?"  # a distribution's name ends in a letter or digit
+_NAME = re.compile(rf"{_WORD}\.{_WORD}")
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ class News:
     events: list[dict[str, Any]]
     """Of the journal."""
     metrics: list[dict[str, Any]]
+    again: bool
+    """Whether `metrics` begin with those of earlier starts, or with some that were new before."""
 
 
 @dataclass(eq=False)
@@ -66,12 +68,13 @@ class Follower:
         events = [event for event in self._journal.read() if "event" in event and "time" in event]
         self.chain.update(events)
         self._newest = events[-1:] or self._newest
+        first = not self._metrics.began
         metrics = [record for record in self._metrics.read() if is_record(record)]
         if self._metrics.replaced:
             self._forget()
         for record in metrics:
             self._note(record)
-        return News(events=events, metrics=metrics)
+        return News(events=events, metrics=metrics, again=first or self._metrics.replaced)
 
     def activity(self) -> dict[str, Any]:
         """Return what rank 0 is doing: `name`, `done`, `total`, `unit`, `seconds`; empty if it has

@@ -60,9 +60,10 @@ class History:
         return best_of(self.metrics)
 
 
-def read_history(folder: Path) -> History:
-    """Read a run's folder. Raises UsageError if it holds no run, RecipeError if its recipe cannot
-    be read, and JournalDamaged. A recipe that names variables which are not set here is read."""
+def read_history(folder: Path, *, ended: bool = False) -> History:
+    """Read a run's folder; with `ended` it is known that nothing goes on there. Raises UsageError
+    if it holds no run, RecipeError if its recipe cannot be read, and JournalDamaged. A recipe that
+    names variables which are not set here is read."""
     rundir.existing(folder)
     recipe, problems = read_recipe(folder / rundir.RECIPE)
     if recipe is None:
@@ -73,7 +74,7 @@ def read_history(folder: Path) -> History:
     return History(
         folder=folder,
         recipe=recipe,
-        state=state_of(folder, events),
+        state=state_of(folder, events, ended=ended),
         events=events,
         metrics=list(records(folder / rundir.METRICS)),
         chain=chain,
@@ -82,9 +83,10 @@ def read_history(folder: Path) -> History:
     )
 
 
-def state_of(folder: Path, events: list[dict[str, Any]]) -> RunState:
-    """Return whether a run is under way, and how it ended if not."""
-    if rundir.is_locked(folder):
+def state_of(folder: Path, events: list[dict[str, Any]], *, ended: bool = False) -> RunState:
+    """Return whether a run is under way, and how it ended if not, or if it is known to have
+    `ended`."""
+    if not ended and rundir.is_locked(folder):
         return "running"
     newest = events[-1]["event"] if events else None
     if newest == "run finished":

@@ -22,6 +22,8 @@ from pipeline.view.words import count, gib, percent
 LABEL = "bright_black"
 """Colour of what is the same all the time."""
 CURVE_WIDTH = 30
+GAP = "  "
+"""Between two slots."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,7 @@ def drawing(
     header: Header, run: Follower, gpus: Sequence[GpuReading], *, width: int, marks: Marks = UNICODE
 ) -> RenderableType:
     """Return the run as it is at the moment, `width` columns wide."""
-    parts: list[RenderableType] = [_title(header, run), _chain(run, marks)]
+    parts: list[RenderableType] = [_title(header, run), _chain(run, marks, width)]
     doing = run.activity()
     if doing:
         parts.append(_activity(doing, width))
@@ -80,17 +82,23 @@ def _title(header: Header, run: Follower) -> RenderableType:
     return line
 
 
-def _chain(run: Follower, marks: Marks) -> RenderableType:
-    slots = [_slot(slot, marks) for slot in run.chain.slots.values()]
-    return Text("  ").join(slots)
+def _chain(run: Follower, marks: Marks, width: int) -> RenderableType:
+    """Return the slots, in as many lines as they take."""
+    lines = [Text()]
+    for state in run.chain.slots.values():
+        slot = _slot(state, marks)
+        if lines[-1] and lines[-1].cell_len + len(GAP) + slot.cell_len > width:
+            lines.append(Text())
+        lines[-1].append(GAP if lines[-1] else "").append_text(slot)
+    return Text("\n", no_wrap=True, overflow="ellipsis").join(lines)
 
 
 def _slot(slot: SlotState, marks: Marks) -> Text:
-    """Return mark and name, which stay on one line, and how long it has been running."""
+    """Return mark and name, and how long it has been running."""
     words = [getattr(marks, slot.state), slot.slot]
     if slot.state == "running":
         words.append(duration(time.time() - slot.began))
-    return Text("\N{NO-BREAK SPACE}".join(words), style=_COLOURS[slot.state], end="")
+    return Text(" ".join(words), style=_COLOURS[slot.state])
 
 
 def _activity(doing: dict[str, Any], width: int) -> RenderableType:

@@ -35,7 +35,10 @@ class Screen:
         """Show what is new. Called often, and costs nothing when it is too early."""
 
     def close(self) -> None:
-        """Show the end, and leave the terminal as it was."""
+        """Show what the ranks have done last, and leave the terminal as it was."""
+
+    def end(self) -> None:
+        """Show how the run has ended, which its folder says by now."""
 
 
 class Display:
@@ -48,15 +51,24 @@ class Display:
         self._choice = _choice(quiet=quiet, json=json)
         os.environ[SCREEN] = f"{self._choice} verbose" if verbose else self._choice
         self._events = _set_aside_stdout() if json else None
+        self._screen = Screen()
+
+    @contextlib.contextmanager
+    def to_the_end(self) -> Iterator[None]:
+        """Show the end that the body records of the run that it has `shown`."""
+        try:
+            yield
+        finally:
+            self._screen.end()
 
     @contextlib.contextmanager
     def shown(self, plan: Plan, folder: Path) -> Iterator[Screen]:
         """Show the run in `folder` while the body runs it."""
-        screen = self._made(plan, folder)
+        self._screen = self._made(plan, folder)
         try:
-            yield screen
+            yield self._screen
         finally:
-            screen.close()
+            self._screen.close()
 
     def _made(self, plan: Plan, folder: Path) -> Screen:
         if self._choice in ("lines", "quiet"):

@@ -26,6 +26,11 @@ class Tail:
     _file: int | None = field(default=None, init=False)
     """Inode number of the file that `_offset` is of."""
 
+    @property
+    def began(self) -> bool:
+        """Whether there has been a file."""
+        return self._file is not None
+
     def read(self) -> list[dict[str, Any]]:
         """Return the complete records that are new; none if there is no file. A line that is no
         JSON object is passed over, and one without an end is read when it has one."""

@@ -27,11 +27,11 @@ MOST_ROWS = 400
 """Rows of the recipe's table."""
 
 
-def write_report(folder: Path, to: Path | None = None) -> Path:
-    """Write the report of the run in `folder`, and return its path. Raises what `read_history`
-    raises, and OSError."""
+def write_report(folder: Path, to: Path | None = None, *, ended: bool = False) -> Path:
+    """Write the report of the run in `folder`, and return its path; `ended` as in `read_history`.
+    Raises what that raises, and OSError."""
     path = to or folder / FILE
-    replace_text(path, run_page(read_history(folder)))
+    replace_text(path, run_page(read_history(folder, ended=ended)))
     return path
 
 

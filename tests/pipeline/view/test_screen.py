@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.distributed.environment import CONTRACT
 from pipeline.execution.rank_logging import SCREEN
+from pipeline.utils.files import replace_text
 from pipeline.view.events import JsonScreen
 from pipeline.view.follow import Follower
 from pipeline.view.screen import Display, LinePipe
@@ -87,3 +88,47 @@ def test_events_as_json(tmp_path: Path) -> None:
     assert events[1] == {"schema_version": 1, "time": 5.0, "event": "run started", "procs": 1}
     assert events[2] == {"schema_version": 1, "event": "step", **step(1)}
     assert events[5]["name"] == "exporting"
+
+
+def told(screen: JsonScreen, out: io.StringIO) -> list[tuple[str, int | None]]:
+    """Return kind and step of the events since the last call."""
+    screen.end()
+    events = [json.loads(line) for line in out.getvalue().splitlines()]
+    out.seek(0)
+    out.truncate()
+    return [(one["event"], one.get("step")) for one in events]
+
+
+def test_a_resumed_run_tells_what_is_new(tmp_path: Path) -> None:
+    events = [
+        {"event": "run started", "time": 1000.0},
+        {"event": "run failed", "time": 1002.5},
+        {"event": "slot set aside", "time": 1002.6, "slot": "export"},
+        {"event": "run started", "time": 1002.7},
+    ]
+    folder = made(tmp_path / "run", events, [step(1), {"step": 1, "eval_loss": 2.0}, step(2)])
+    out = io.StringIO()
+    screen = JsonScreen(Follower(folder, SLOTS), out)
+    assert told(screen, out) == [("run", None), ("slot set aside", None), ("run started", None)]
+    add(folder, [step(3), step(4), {"step": 4, "eval_loss": 2.0}])
+    assert told(screen, out) == [("step", 3), ("step", 4), ("evaluation", 4)]
+    replace_text(folder / "metrics.jsonl", "")  # a restart goes back to step 3
+    made(
+        folder, [{"event": "run failed", "time": 1004.5}, {"event": "run started", "time": 1005.0}]
+    )
+    add(folder, [step(1), step(2), step(3), step(4, time=1005.5), step(5, time=1006.0)])
+    assert told(screen, out) == [
+        ("run failed", None), ("run started", None), ("step", 4), ("step", 5),
+    ]  # fmt: skip
+
+
+def test_what_is_read_together_is_in_order_of_time(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", [{"event": "run started", "time": 1000.0}])
+    out = io.StringIO()
+    screen = JsonScreen(Follower(folder, SLOTS), out)
+    told(screen, out)
+    add(folder, [step(1), {"step": 1, "eval_loss": 2.0}, step(3)])
+    made(folder, [{"event": "slot finished", "time": 1002.0, "slot": "train"}])
+    assert told(screen, out) == [
+        ("step", 1), ("evaluation", 1), ("slot finished", None), ("step", 3),
+    ]  # fmt: skip
