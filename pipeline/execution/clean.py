@@ -111,9 +111,7 @@ def _leftovers(place: Path) -> Iterator[Waste]:
             yield _waste(path, LEFT_OVER)
 
 
-def _checkpoints(
-    place: Path, plan: Plan, journal: Journal, *, everything: bool
-) -> Iterator[Waste]:
+def _checkpoints(place: Path, plan: Plan, journal: Journal, *, everything: bool) -> Iterator[Waste]:
     """Yield the checkpoints that a finished run does not need."""
     store = LocalStore(place)
     kept = {Path(name).name for name in _named(journal)}

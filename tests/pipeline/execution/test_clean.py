@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -255,7 +255,7 @@ class Killed(BaseException):
 
 
 @pytest.fixture
-def killed_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+def killed_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Return a function after which the call of that number that changes a folder kills."""
     calls = [-1]
 
@@ -273,7 +273,7 @@ def killed_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]
 
     for name in ("unlink", "rmdir", "rename"):
         monkeypatch.setattr(os, name, counted(getattr(os, name)))
-    yield arm
+    return arm
 
 
 def test_a_cut_at_every_call_leaves_whole_checkpoints(
@@ -302,9 +302,7 @@ def test_a_cut_at_every_call_leaves_whole_checkpoints(
     assert cuts == 3 * (1 + 3 + 1)  # of each checkpoint: its new name, three files, its folder
 
 
-def test_a_run_whose_cleaning_was_cut_goes_on(
-    run: Path, killed_at: Callable[[int], None]
-) -> None:
+def test_a_run_whose_cleaning_was_cut_goes_on(run: Path, killed_at: Callable[[int], None]) -> None:
     killed_at(6)  # in the second checkpoint
     with pytest.raises(Killed):
         clean.clean(run)
