@@ -38,6 +38,20 @@ class Screen:
         """Show the end, and leave the terminal as it was."""
 
 
+class _Recording(Screen):
+    """A screen of a run on GPUs, which are recorded while it is shown."""
+
+    def __init__(self, screen: Screen, folder: Path) -> None:
+        from pipeline.execution.hardware_record import HardwareRecord
+
+        self._screen, self._record = screen, HardwareRecord(folder)
+        self.output = screen.output
+
+    def refresh(self) -> None:
+        self._record.look()
+        self._screen.refresh()
+
+
 class Display:
     """Shows the run of this process as a person has asked for: at most one in a process."""
 
@@ -54,7 +68,7 @@ class Display:
         """Show the run in `folder` while the body runs it."""
         screen = self._made(plan, folder)
         try:
-            yield screen
+            yield screen if plan.view.device == "cpu" else _Recording(screen, folder)
         finally:
             screen.close()
 

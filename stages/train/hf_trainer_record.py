@@ -107,7 +107,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
     def _rate(self, steps: int) -> float:
         """The learning rate of the step."""
         scale = self.plan.lr_scale(self.progress.step - 1, steps)
-        return self.plan.hyperparameters.get("lr", math.nan) * scale
+        return float(self.plan.hyperparameters.get("lr", math.nan)) * scale
 
     def _restart(self) -> None:
         """Leave out of the next step's time all that was before this call."""
