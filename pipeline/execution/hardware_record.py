@@ -54,9 +54,7 @@ class HardwareRecord:
             self._next = math.inf
 
     def _write(self, gpus: list[GpuReading]) -> None:
-        steps = (
-            record["step"] for record in reversed(read_tail(self._metrics)) if "step" in record
-        )
+        steps = (one["step"] for one in reversed(read_tail(self._metrics)) if "step" in one)
         record = {
             "time": time.time(),
             "seconds": self._seconds,
@@ -69,9 +67,10 @@ class HardwareRecord:
             self._thin()
 
     def _thin(self) -> None:
-        kept = list(read_lines(self._file))[::2]
-        replace_text(self._file, "".join(f"{json.dumps(record)}\n" for record in kept))
-        self._count, self._seconds = len(kept), 2 * self._seconds
+        self._seconds *= 2
+        kept = [{**one, "seconds": self._seconds} for one in read_lines(self._file)][::2]
+        replace_text(self._file, "".join(f"{json.dumps(one)}\n" for one in kept))
+        self._count = len(kept)
 
 
 def hardware_records(folder: Path) -> Iterator[dict[str, Any]]:
