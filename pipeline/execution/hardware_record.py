@@ -6,6 +6,7 @@ stays small.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -43,15 +44,12 @@ class HardwareRecord:
         now = time.monotonic()
         if now < self._next:
             return
-        self._next = now + self._seconds
         gpus = self._telemetry.read()
-        try:
-            if not gpus:
-                self._next = math.inf
-            else:
+        self._next = math.inf
+        with contextlib.suppress(OSError):
+            if gpus:
                 self._write(gpus)
-        except OSError:
-            self._next = math.inf
+                self._next = now + self._seconds
 
     def _write(self, gpus: list[GpuReading]) -> None:
         steps = (one["step"] for one in reversed(read_tail(self._metrics)) if "step" in one)
