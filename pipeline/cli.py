@@ -30,6 +30,7 @@ COMMANDS = {
     "profile": ("profile:profile", "Record a few steps, and say what their time went to."),
     "bench": ("bench:bench", "Measure a recipe under several strategies and process counts."),
     "ls": ("ls:ls", "List runs."),
+    "clean": ("clean:clean", "List or remove what runs have on disk that nobody needs."),
     "status": ("status:status", "Show where a run is, from any terminal."),
     "logs": ("status:logs", "Print or follow the log of a rank."),
     "report": ("report:report", "Write a run's report, one HTML file."),

@@ -44,8 +44,8 @@ def profile(
 ) -> None:
     """Train RECIPE for a few steps under torch.profiler, and say what their time went to.
 
-    Each rank leaves a trace for https://ui.perfetto.dev and, on GPUs, a snapshot of its memory for
-    https://pytorch.org/memory_viz, in the folder `profile` of the run.
+    Each rank leaves a trace for https://ui.perfetto.dev and, on GPUs, a snapshot of its memory, in
+    the folder `profile` of the run.
     """
     from pipeline.bench.profiled import profiled_recipe
     from pipeline.chain.plan import plan_file

@@ -1,6 +1,7 @@
 """Reports of failed ranks, and the choice of the one that is shown.
 
-failures/rank-N.json is for the launching process, failures/rank-N.txt is the traceback.
+failures/rank-N.json is for the launching process, failures/rank-N.txt is the traceback. Where a GPU
+had no memory left, rank-N.memory.json.gz and rank-N.memory.txt say what held it.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
             "expected": is_expected(error),
             "refused": isinstance(error, ResumeRefused),
             "memory": _memory(error),
+            "snapshot": _snapshot(run_dir, rank) if _memory(error) == "device" else None,
             "restart": _restart(error),
             "place": _place(error),
         }
@@ -90,6 +92,21 @@ def _memory(error: BaseException) -> str:
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for this
         return "device"
     return "host" if isinstance(error, MemoryError) else ""
+
+
+def _snapshot(run_dir: Path, rank: int) -> str | None:
+    """Write what holds this rank's GPU's memory; the file's path, None where that cannot be. The
+    traceback keeps alive what the failed step had."""
+    with contextlib.suppress(Exception):  # the report of the error matters more
+        import torch
+
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            from pipeline.hardware import write_snapshot
+
+            path = private_folder(run_dir / FOLDER) / f"rank-{rank:05d}.memory.json.gz"
+            write_snapshot(path)
+            return str(path)
+    return None
 
 
 def describe(error: BaseException) -> str:
@@ -185,6 +202,8 @@ def _raised(run_dir: Path, report: Mapping[str, Any]) -> str:
     if not report["expected"]:
         lines.append(f"  at {report['place']}")
         lines.append(f"  traceback: {_traceback_file(run_dir, report['rank'])}")
+    if report.get("snapshot"):
+        lines.append(f"  what held the memory: {report['snapshot']}")
     return "\n".join([*lines, continuation(run_dir)])
 
 

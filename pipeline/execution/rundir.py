@@ -5,6 +5,7 @@ environment.json versions and command of the newest start; the journal has those
 engine.json      what really ran
 journal.jsonl    stages started, finished, failed
 metrics.jsonl    one record a step
+hardware.jsonl   readings of the GPUs of the first node
 memory.json      what training took of a GPU's memory
 logs/            rank-N.log
 failures/        rank-N.json and rank-N.txt (the traceback) of the newest failure

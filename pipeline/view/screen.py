@@ -41,6 +41,20 @@ class Screen:
         """Show how the run has ended, which its folder says by now."""
 
 
+class _Recording(Screen):
+    """A screen of a run on GPUs, which are recorded while it is shown."""
+
+    def __init__(self, screen: Screen, folder: Path) -> None:
+        from pipeline.execution.hardware_record import HardwareRecord
+
+        self._screen, self._record = screen, HardwareRecord(folder)
+        self.output = screen.output
+
+    def refresh(self) -> None:
+        self._record.look()
+        self._screen.refresh()
+
+
 class Display:
     """Shows the run of this process as a person has asked for: at most one in a process."""
 
@@ -66,7 +80,8 @@ class Display:
         """Show the run in `folder` while the body runs it."""
         self._screen = self._made(plan, folder)
         try:
-            yield self._screen
+            shown = self._screen
+            yield shown if plan.view.device == "cpu" else _Recording(shown, folder)
         finally:
             self._screen.close()
 

@@ -6,16 +6,16 @@ from typing import Any
 
 from stages.importing import rules
 from stages.importing.rules import Rule, RuleResult, Table, refused, sets
+from stages.importing.trackers import other_tracker
 
 OWN_TEMPLATE = "rows are laid out by the tokenizer's own chat template"
 USE_TEMPLATE = "compare both; for another template, name a tokenizer that has it: model.tokenizer"
 template_setting = rules.unsupported(OWN_TEMPLATE, USE_TEMPLATE)
-tracker = rules.untranslated("no tracker is imported; metrics.jsonl in the run folder has it all")
 SWANLAB: Table = rules.each_way(
     "use_swanlab swanlab_project swanlab_workspace swanlab_run_name swanlab_experiment_name "
     "swanlab_description swanlab_mode swanlab_logdir swanlab_lark_webhook_url "
     "swanlab_log_completions swanlab_completion_log_interval swanlab_completion_max_buffer",
-    tracker,
+    other_tracker,
 )
 TOKENS = "tokens are those of the model's tokenizer"
 new_tokens = rules.unsupported(

@@ -12,6 +12,7 @@ from stages.importing.engines import STAGE_3
 from stages.importing.parallelism import parallelism
 from stages.importing.report import Draft, Report
 from stages.importing.sources import FLOATING, is_local
+from stages.importing.trackers import put_trackers
 from stages.importing.training import optimizer, train
 
 Fill: TypeAlias = Callable[[Draft, Request], None]
@@ -32,6 +33,7 @@ def compose(report: Report, request: Request, name: str, data: Fill) -> Draft:
     draft.slot("checkpoint", "checkpoint.sharded")
     if report.value("save_strategy") == "steps":
         draft.put("checkpoint.every", report.value("save_steps"), "save_strategy", "save_steps")
+    put_trackers(draft)
     train(draft, request)
     draft.slot("consolidate", "consolidate.stream")
     draft.slot("export", "export.safetensors")

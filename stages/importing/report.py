@@ -40,7 +40,7 @@ HARMLESS = (
     "preprocessing_", "project", "rdzv_backend", "reduce_scatter", "remove_unused_columns",
     "same_network", "save_on_", "save_safetensors", "shuffle_dataset", "skip_memory_metrics",
     "stage3_gather_", "state_dict", "steps_per_print", "sync_", "tp_grain_size", "tp_overlap_comm",
-    "tpu_", "trackio_", "use_cache", "use_fast_tokenizer", "use_orig_params",
+    "tpu_", "use_cache", "use_fast_tokenizer", "use_orig_params",
     "use_seedable_sampler", "vocab_parallel_", "wall_clock_breakdown", "zero3_", "zero_allow_",
     "zero_force_",
 )  # fmt: skip
@@ -171,7 +171,8 @@ def _without_rule(key: str, value: Any, table: Table) -> RuleResult:
     if is_off(value) or value == f"<{key.upper()}>":  # transformers writes this for a secret
         return unset()
     if SECRET.search(key):
-        return refused("secrets do not belong in a recipe", "set HF_TOKEN in the environment")
+        variable = key.upper() if key.endswith("api_key") else "HF_TOKEN"
+        return refused("secrets do not belong in a recipe", f"set {variable} in the environment")
     if name.startswith(DIFFERENT):
         return refused("changes the training, and no recipe expresses it")
     if name.startswith(HARMLESS):

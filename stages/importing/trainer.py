@@ -8,6 +8,7 @@ from typing import Any
 from stages.importing import rules
 from stages.importing.engines import CHOOSE, DEEPSPEED, FSDP_PREFIXED, PARALLELISM, max_norm
 from stages.importing.rules import Table, allowed, sets, when_on
+from stages.importing.trackers import TRAINER_TRACKERS, WANDB_PREFIXED
 
 SCHEDULES = {
     "linear": "linear",
@@ -109,6 +110,7 @@ TRAINER: Table = {
     "push_to_hub": rules.unsupported(
         "publishing is a stage", "add a slot publish: {use: publish.hub, repo: owner/name}"
     ),
+    **TRAINER_TRACKERS,
 }
 
 DEFAULTS: Mapping[str, Any] = {
@@ -176,6 +178,8 @@ SCRIPT: Table = {
     "load_in_4bit": when_on("quantize", True),
     "load_in_8bit": rules.unsupported("weights are held whole or in 4 bits", "set load_in_4bit"),
     "bnb_4bit_quant_type": sets("quantization", rules.choice(("nf4", "fp4"))),
+    "log_with": TRAINER_TRACKERS["report_to"],  # accelerate's
+    **{key: WANDB_PREFIXED[key] for key in ("wandb_project", "wandb_entity", "wandb_run_group")},
 }
 """Keys that may stand beside TrainingArguments in the same file."""
 

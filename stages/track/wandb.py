@@ -27,11 +27,11 @@ class TrackWandb(TrackerStage):
     name: str | None = None
     """Name of the run; null takes that of its folder."""
     group: str | None = None
-    """Name that this run's page shares with other runs'."""
+    """Name that runs have in common, which are then shown together."""
     tags: tuple[str, ...] = ()
-    """Words by which runs are filtered."""
+    """Words by which runs are found."""
     notes: str | None = None
-    """Text on the run's page."""
+    """Text about the run."""
     mode: Literal["online", "offline"] | None = None
     """Null does as `WANDB_MODE` says; online without it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import itertools
 import json
@@ -16,6 +17,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from pipeline import DistContext, Engine
+from pipeline.hardware import memory_history, write_snapshot
 
 FOLDER = "profile"
 T = TypeVar("T")
@@ -63,7 +65,9 @@ class Profiler:
         device, ranks = self._engine.device, self._dist.world_size
         on_gpu = device.type == "cuda"
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-        with profile(activities=kinds) as recorded:
+        self._folder.mkdir(exist_ok=True)
+        path = self._folder / f"step-{step:08d}-rank-{self._dist.rank:05d}.json.gz"
+        with self._memory(path, on_gpu=on_gpu), profile(activities=kinds) as recorded:
             # Starting takes some ranks longer than others.
             self._engine.total(torch.zeros((), device=device))
             began = time.perf_counter()
@@ -72,13 +76,21 @@ class Profiler:
                 if on_gpu:
                     torch.cuda.synchronize(device)
             seconds = time.perf_counter() - began
-        self._folder.mkdir(exist_ok=True)
-        path = self._folder / f"step-{step:08d}-rank-{self._dist.rank:05d}.json.gz"
         recorded.export_chrome_trace(str(path))
         with gzip.open(path, "rt", encoding="utf-8") as file:
             own = breakdown(json.load(file)["traceEvents"], ranks=ranks)
         total = self._engine.total(torch.tensor(own, dtype=torch.float64, device=device)) / ranks
         return taken, Profile(seconds=seconds, shares=Breakdown(*total.tolist()))
+
+    @contextlib.contextmanager
+    def _memory(self, trace: Path, *, on_gpu: bool) -> Iterator[None]:
+        """On a GPU, record what the body allocates, and write it beside the trace."""
+        if not on_gpu:
+            yield
+            return
+        with memory_history():
+            yield
+            write_snapshot(trace.with_name(trace.name.replace(".json.gz", "-memory.json.gz")))
 
 
 Event = Mapping[str, Any]

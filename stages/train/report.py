@@ -174,12 +174,10 @@ class Reporter(StepCallback):
         self._ctx.metrics.write({"step": step, **_json(record), **best})
 
     def _line(self, records: Sequence[Mapping[str, float]]) -> list[str]:
-        """The last step's numbers, and mean speeds of all; records of the Trainer lack most."""
+        """The last step's numbers, and mean speeds of all."""
         last = records[-1]
         parts = [f"step {self._last}/{self._total}", f"loss {last['loss']:.4f}"]
         parts.append(f"grad_norm {last['grad_norm']:.3f}")
-        if "step_seconds" not in last:
-            return parts
         if math.isfinite(last["lr"]):
             parts.append(f"lr {last['lr']:.3g}")
         parts.append(f"{_mean(records, 'tokens_per_second'):.0f} tokens/s")

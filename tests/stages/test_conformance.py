@@ -34,9 +34,9 @@ VALID: Mapping[str, Mapping[str, Any]] = {
     "wrap.zero": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
     "wrap.accelerate": {"config": "./accelerate.yaml"},
     "export.safetensors": {"folder": "./export", "max_shard_size": "512MiB"},
-    "track.sqlite": {"file": "./runs.sqlite"},
     "evaluate.lm": {"files": "./text.txt", "window": 8, "stride": 4},
     "publish.hub": {"repo": "someone/tiny", "revision": "v1", "dry_run": True},
+    "track.sqlite": {"file": "./runs.sqlite"},
 }
 """Valid fields of stages that no fields at all would test too little."""
 
@@ -66,6 +66,8 @@ INVALID: Mapping[str, list[tuple[str, Mapping[str, Any]]]] = {
     "wrap.ddp": [("bucket_cap_mb", {"bucket_cap_mb": 0})],
     "wrap.fsdp": [("sharding", {"sharding": "full"})],
     "wrap.zero": [("stage", {"stage": 4})],
+    "track.sqlite": [("file", {}), ("every", {"file": "./runs.sqlite", "every": 0})],
+    "track.wandb": [("mode", {"mode": "disabled"}), ("timeout", {"timeout": 0})],
     "average.ema": [("decay", {"decay": 1.0}), ("decay", {"decay": 0})],
     "consolidate.stream": [("weights", {"weights": "mean"})],
     "wrap.accelerate": [("config", {}), ("config", {"config": "./missing.yaml"})],

@@ -59,4 +59,9 @@ def curve(
 
 def _of(part: Sequence[tuple[int, Any]], function: Callable[[list[float]], float]) -> float | None:
     values = [float(value) for _, value in part if value is not None]
-    return float(f"{function(values):.{DIGITS}g}") if values else None
+    return rounded(function(values)) if values else None
+
+
+def rounded(value: float) -> float:
+    """Return a value with the digits that a curve has."""
+    return float(f"{value:.{DIGITS}g}")

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.execution.hardware_record import hardware_records
 from pipeline.execution.origins import origins
 from pipeline.hardware.gpus import GIB
 from pipeline.recipe.nodes import KeyPath
@@ -18,6 +19,7 @@ from pipeline.utils.versions import versions
 from pipeline.view.history import PLAN_FILE, History, json_in, read_history
 from pipeline.view.report import facts
 from pipeline.view.report.curves import MOST_POINTS, curve
+from pipeline.view.report.gpus import gpu_plots, gpu_rows
 from pipeline.view.report.page import Plot, Series, render
 
 FILE = "report.html"
@@ -38,12 +40,12 @@ def write_report(folder: Path, to: Path | None = None, *, ended: bool = False) -
 def run_page(history: History) -> str:
     """Return the report as HTML."""
     plan = json_in(history.folder / PLAN_FILE)
-    marks = facts.marks(history)
+    marks, gpus = facts.marks(history), list(hardware_records(history.folder))
     rows = list(_recipe_rows(history))
     starts = [event for event in history.events if event["event"] == "run started"]
     return render(
         "run.html.j2",
-        list(_plots(history)),
+        [*_plots(history), *gpu_plots(gpus)],
         title=history.name,
         name=history.name,
         state=history.state,
@@ -55,6 +57,7 @@ def run_page(history: History) -> str:
         slots=list(_slots(history)),
         memory=facts.memory_rows(history, plan),
         plan_lines=[str(line) for line in plan.get("lines", [])],
+        gpus=gpu_rows(gpus),
         samples=list(_samples(history))[-MOST_SAMPLES:],
         marks=[
             {**vars(mark), "time": "" if mark.time is None else _clock(mark.time)}

@@ -1,11 +1,12 @@
-"""Keys of axolotl that change nothing that is trained, and those of trackers."""
+"""Keys of axolotl that change nothing that is trained, and those of other trackers."""
 
 from __future__ import annotations
 
 from stages.importing import rules
 from stages.importing.axolotl.methods import METHODS
-from stages.importing.common import SWANLAB, tracker
+from stages.importing.common import SWANLAB
 from stages.importing.rules import Table, each_way
+from stages.importing.trackers import other_tracker
 
 _place = rules.passes("the launcher places processes")
 _speed = rules.passes("changes speed or memory, no number")
@@ -48,13 +49,9 @@ HARMLESS: Table = {
 TRACKERS: Table = {
     **SWANLAB,
     **each_way(
-        "use_wandb wandb_project wandb_entity wandb_watch wandb_name wandb_run_id wandb_log_model "
-        "wandb_mode use_mlflow mlflow_tracking_uri mlflow_experiment_name mlflow_run_name "
-        "hf_mlflow_log_artifacts use_comet comet_workspace comet_project_name comet_experiment_key "
-        "comet_mode comet_online comet_experiment_config use_tensorboard use_trackio "
-        "trackio_project_name trackio_run_name trackio_space_id use_otel_metrics otel_metrics_host "
-        "otel_metrics_port",
-        tracker,
+        "use_comet comet_workspace comet_project_name comet_experiment_key comet_mode comet_online "
+        "comet_experiment_config use_otel_metrics otel_metrics_host otel_metrics_port",
+        other_tracker,
     ),
 }
 

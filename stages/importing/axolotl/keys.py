@@ -15,6 +15,7 @@ from stages.importing.common import (
 )
 from stages.importing.engines import CHOOSE, FP8, FSDP_PREFIXED
 from stages.importing.rules import RuleResult, Table, allowed, each_way, sets, when_on
+from stages.importing.trackers import MLFLOW, WANDB_PREFIXED, text
 from stages.importing.trainer import OPTIMIZERS, SCRIPT, TRAINER
 
 ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4",
@@ -180,3 +181,17 @@ TRAINING: Table = {
     "dp_shard_size": sets("parallel.shard", rules.positive),
     "dp_replicate_size": sets("parallel.replicate", rules.positive),
 }  # fmt: skip
+
+TRACKING: Table = {
+    **{f"use_{name}": when_on(f"{name}.use", True)
+       for name in ("wandb", "tensorboard", "mlflow", "trackio")},
+    **WANDB_PREFIXED,
+    **MLFLOW,
+    "trackio_project_name": text("trackio.project"),
+    "trackio_run_name": text("trackio.name"),
+}  # fmt: skip
+SWITCHES = {
+    "wandb_project": "wandb.use", "mlflow_experiment_name": "mlflow.use",
+    "trackio_project_name": "trackio.use",
+}  # fmt: skip
+"""Keys that switch their tracker on."""

@@ -9,7 +9,7 @@ from pipeline.importing import ConfigFile, Request
 from stages.importing import rules
 from stages.importing.axolotl import rows
 from stages.importing.axolotl.harmless import ASIDE
-from stages.importing.axolotl.keys import ADAPTER, DATA, MODEL, TRAINING
+from stages.importing.axolotl.keys import ADAPTER, DATA, MODEL, SWITCHES, TRACKING, TRAINING
 from stages.importing.parallelism import AUTO, CONTEXT, RING, TENSOR
 from stages.importing.reader import Reader
 from stages.importing.recipe_translator import RecipeTranslator
@@ -17,7 +17,7 @@ from stages.importing.report import Draft, Report
 from stages.importing.sources import HELD, TRAIN
 from stages.importing.tools import AXOLOTL
 
-TABLE: rules.Table = {**ASIDE, **TRAINING, **DATA, **ADAPTER, **MODEL}
+TABLE: rules.Table = {**ASIDE, **TRAINING, **TRACKING, **DATA, **ADAPTER, **MODEL}
 LISTS = {"datasets": TRAIN, "pretraining_dataset": TRAIN, "test_datasets": HELD}
 """Keys with lists of data sets -> beginning of their facts."""
 DEFAULTS: Mapping[str, Any] = {
@@ -127,6 +127,9 @@ def _defaults(reader: Reader, content: Mapping[str, Any]) -> None:
         report.default("save_strategy", "steps", "save_steps is set")
     if content.get("fsdp_config"):
         report.default("strategy", "wrap.fsdp", "fsdp_config is set")
+    for key, use in SWITCHES.items():
+        if content.get(key):
+            report.default(use, True, f"{key} is set")
     _masters(report, content)
 
 

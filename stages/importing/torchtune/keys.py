@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stages.importing import rules
-from stages.importing.common import named_template, tracker
+from stages.importing.common import named_template
 from stages.importing.engines import CHOOSE, FSDP, max_norm, read_betas
 from stages.importing.rules import (
     Rule,
@@ -34,7 +34,6 @@ OPTIMIZERS: Mapping[str, dict[str, str]] = {
 SCHEDULES = {"torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup": "cosine"}
 LOSSES = ("torchtune.modules.loss.cewithchunkedoutputloss",
           "torchtune.modules.loss.linearcrossentropyloss", "torch.nn.crossentropyloss")  # fmt: skip
-LOGGERS = ("disklogger", "stdoutlogger")
 CHECKPOINTERS = ("torchtune.training.fullmodelhfcheckpointer",)
 DTYPES = ("fp32", "bf16", "fp16")
 COLLATORS = ("torchtune.data.padded_collate_sft", "torchtune.data.padded_collate_packed")
@@ -50,12 +49,6 @@ def known(names: tuple[str, ...], why: str, hint: str, *, blocks: bool = True) -
         if str(value).lower() in names
         else refused(why, hint, blocks=blocks)
     )
-
-
-def _logger(value: Any) -> RuleResult:
-    if str(value).rpartition(".")[2].lower() in LOGGERS:
-        return RuleResult(outcome="default", why="metrics.jsonl in the run folder has it all")
-    return tracker(value)
 
 
 def _compile(value: Any) -> RuleResult:
@@ -147,7 +140,7 @@ TOP: Table = {
     "optimizer": OPTIMIZER,
     "lr_scheduler": SCHEDULER,
     "loss": LOSS,
-    "metric_logger": {COMPONENT: _logger},
+    "metric_logger": {},  # loggers.py
     "profiler": rules.untranslated("train.profile_steps names steps to record"),
     **each_way("custom_sharded_layers low_cpu_ram memory_efficient_fsdp_wrap "
                "cudnn_deterministic_mode enable_async_checkpointing log_peak_memory_stats "

@@ -16,6 +16,7 @@ from stages.importing.sources import HELD, TRAIN
 from stages.importing.tools import COMPONENT, TORCHTUNE
 from stages.importing.torchtune.interpolation import resolved
 from stages.importing.torchtune.keys import TOP
+from stages.importing.torchtune.loggers import logger
 from stages.importing.torchtune.model import PLAIN, family, read_model
 from stages.importing.torchtune.rows import read_set, strict, takes_template
 
@@ -80,7 +81,7 @@ def _block(key: str, value: Any, content: Mapping[str, Any]) -> Table:
         return {key: strict(value, rule)}
     if key == "tokenizer" and _takes_template(content):
         return {key: {**rule, COMPONENT: template_setting}}
-    return {key: {**dict.fromkeys(value, rules.passes()), **rule}} if key == "metric_logger" else {}
+    return {key: logger(value)} if key == "metric_logger" else {}
 
 
 def _takes_template(content: Mapping[str, Any]) -> bool:

@@ -323,12 +323,6 @@ def test_plugins_that_change_nothing() -> None:
     assert made(plugins=[*names, "my.plugin"]).recipe is None
 
 
-def test_trackers_are_not_translated() -> None:
-    found = made(use_wandb=True, wandb_project="mine", mlflow_tracking_uri="http://x")
-    keys = ("use_wandb", "wandb_project", "mlflow_tracking_uri")
-    assert {key: outcomes(found)[key] for key in keys} == dict.fromkeys(keys, "not translated")
-
-
 @pytest.mark.parametrize(
     ("said", "name", "fields"),
     [

@@ -343,9 +343,3 @@ def test_shares_of_data_sets() -> None:
     concatenated = made(dataset=names["dataset"])
     assert [one["weight"] for one in slot(concatenated, "data")["sources"]] == [None, None]
     assert "data.sources.weight" in concatenated.missing
-
-
-def test_trackers_are_not_translated() -> None:
-    found = made(use_swanlab=True, swanlab_project="x", report_to="wandb")
-    keys = ("use_swanlab", "swanlab_project", "report_to")
-    assert {key: outcomes(found)[key] for key in keys} == dict.fromkeys(keys, "not translated")

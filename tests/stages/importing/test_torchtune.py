@@ -16,7 +16,6 @@ from tests.stages.importing.support import (
     imported,
     left_out,
     outcome,
-    outcomes,
     slot,
 )
 
@@ -333,18 +332,6 @@ def test_an_adapter_can_be_exported_alone() -> None:
     found = made(model=lora, save_adapter_weights_only=True)
     assert slot(found, "export") == {"use": "export.adapter"}
     assert outcome(found, "save_adapter_weights_only").outcome == "translated"
-
-
-@pytest.mark.parametrize(
-    ("logger", "kind"),
-    [("StdoutLogger", "default"), ("WandBLogger", "not translated"),
-     ("TensorBoardLogger", "not translated")],
-)  # fmt: skip
-def test_trackers_are_not_translated(logger: str, kind: str) -> None:
-    block = {"_component_": f"torchtune.training.metric_logging.{logger}", "project": "mine"}
-    found = made(metric_logger=block)
-    assert outcomes(found)["metric_logger._component_"] == kind
-    assert outcomes(found)["metric_logger.project"] == "default"
 
 
 @pytest.mark.parametrize(

@@ -42,11 +42,13 @@ class Case(NamedTuple):
 
 
 CHAT = (
-    "chat_template", "dataset_mixture", "eval_strategy", "push_to_hub", "report_to", "torch_dtype",
+    "chat_template", "dataset_mixture", "eval_strategy", "push_to_hub", "torch_dtype",
 )  # fmt: skip
+NO_TRACKERS = ("track_tensorboard=null", "track_mlflow=null")
 NO_EPOCHS = ("train.epochs=null",)
 SDPA = ("model.attention=sdpa",)
 """Overrides instead of flash_attention_2, which needs a GPU."""
+CHAT_ADAPTED = NO_EPOCHS + SDPA + NO_TRACKERS
 CASES = {
     "basic": Case(("launch/basic.json",)),
     "ddp": Case(("launch/ddp.yaml",)),
@@ -67,11 +69,11 @@ CASES = {
     "arguments that name a file": Case(
         ("trainer/names_an_engine.json", "engines/stage2_auto.json")
     ),
-    "chat": Case(("trainer/chat.yaml",), NO_EPOCHS + SDPA, CHAT),
-    "chat with fsdp2": Case(("trainer/chat.yaml", "launch/fsdp2.yaml"), NO_EPOCHS + SDPA, CHAT),
+    "chat": Case(("trainer/chat.yaml",), CHAT_ADAPTED, CHAT),
+    "chat with fsdp2": Case(("trainer/chat.yaml", "launch/fsdp2.yaml"), CHAT_ADAPTED, CHAT),
     "chat with zero3 auto": Case(
         ("trainer/chat.yaml", "engines/stage3_auto.json"),
-        NO_EPOCHS + SDPA,
+        CHAT_ADAPTED,
         (*CHAT, "lr_scheduler_type"),
     ),
 }
