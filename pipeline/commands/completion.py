@@ -128,10 +128,10 @@ def _key_in(typed: str, earlier: Sequence[str]) -> tuple[str | None, str]:
     key, given, _ = typed.partition("=")
     if given:
         return key, f"{key}="
-    *before, last = ("", "", *earlier)
+    before, last = ("", "", *earlier)[-2:]
     if last == "=":
-        return before[-1], ""
-    if last and "=" not in last and before[-1] != "=":
+        return before, ""
+    if last and "=" not in last and before != "=":
         return last, ""
     return None, ""
 

@@ -64,7 +64,7 @@ def drawing(
     header: Header, run: Follower, gpus: Sequence[GpuReading], *, width: int, marks: Marks = UNICODE
 ) -> RenderableType:
     """Return the run as it is at the moment, `width` columns wide."""
-    parts: list[RenderableType] = [_title(header, run), _chain(run, marks, width)]
+    parts: list[RenderableType] = [Text(), _title(header, run), _chain(run, marks, width)]
     doing = run.activity()
     if doing:
         parts.append(_activity(doing, width))
@@ -126,7 +126,13 @@ def _bar(
     line = Table.grid(padding=(0, 2, 0, 0))
     line.add_row(
         name,
-        ProgressBar(total=total, completed=min(done, total), width=max(10, width // 4)),
+        ProgressBar(
+            total=total,
+            completed=min(done, total),
+            width=max(10, width // 4),
+            complete_style="cyan",
+            finished_style="green",
+        ),
         Text(amount),
         Text("" if left is None else f"{duration(left)} left", style=LABEL),
     )

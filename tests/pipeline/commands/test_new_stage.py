@@ -87,18 +87,20 @@ def test_recipes_can_use_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert "optimizer.momentum: " in wrong.stderr
 
 
+NO_NAME = "is no name of a stage (a kind, a dot and a word, as in optimizer.sgd)"
+TAKEN = "taken is there already (name another folder with --to)"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sgd"], "`sgd` is no name of a stage (a kind, a dot and a word, as in optimizer.sgd)"),
-        (["Optimizer.Sgd"], "`Optimizer.Sgd` is no name of a stage (a kind, a dot and a word, as in "
-         "optimizer.sgd)"),
-        (["optimizer.sgd_"], "`optimizer.sgd_` is no name of a stage (a kind, a dot and a word, as "
-         "in optimizer.sgd)"),
+        (["sgd"], f"`sgd` {NO_NAME}"),
+        (["Optimizer.Sgd"], f"`Optimizer.Sgd` {NO_NAME}"),
+        (["optimizer.sgd_"], f"`optimizer.sgd_` {NO_NAME}"),
         (["optimizer.adamw"], "a stage called optimizer.adamw is installed already"),
-        (["optimizer.sgd", "--to", "taken"], "taken is there already (name another folder with --to)"),
+        (["optimizer.sgd", "--to", "taken"], TAKEN),
     ],
-)  # fmt: skip
+)
 def test_mistakes(arguments: list[str], message: str, tmp_path: Path) -> None:
     (tmp_path / "taken").mkdir()
     refused = new_stage(*arguments)
