@@ -53,6 +53,7 @@ def test_before_training(tmp_path: Path) -> None:
     activity = '{"name": "tokenising", "done": 250, "total": 1000, "unit": "rows", "seconds": 5.0}'
     replace_text(folder / "activity.json", activity)
     assert text(folder) == [
+        "",
         "made  wrap.ddp, 2 processes, cpu                                            1:05",
         "✓ model  ● data 1:02  · wrap  · train  · export",
         "tokenising  ━━━━━                 250 rows of 1,000 rows  0:15 left",
@@ -74,7 +75,7 @@ def test_while_training(tmp_path: Path) -> None:
         )
         for number in range(2)
     ]  # fmt: skip
-    assert text(folder, gpus)[2:] == [
+    assert text(folder, gpus)[3:] == [
         "training  ━━━━━━━━━━━           step 11 of 20  0:18 left",
         "loss      2.9000  █▇▇▆▅▅▄▃▂▂▁",
         "held out  3.2000 · at step 10 (the best so far)",
@@ -90,7 +91,7 @@ def test_while_training(tmp_path: Path) -> None:
 def test_a_mark_stays_with_its_slot(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", STARTED)
     for width in range(20, 60):
-        slots = [slot for line in text(folder, width=width)[1:] for slot in line.split("  ")]
+        slots = [slot for line in text(folder, width=width)[2:] for slot in line.split("  ")]
         assert slots == ["✓ model", "● data 1:02", "· wrap", "· train", "· export"]
 
 
