@@ -59,7 +59,7 @@ def _answers(given: dict[str, Any], *, asks: bool) -> dict[str, Any]:
     answers = dict(given)
     for name, (question, default, kind) in questions.items():
         if answers[name] is None:
-            answers[name] = click.prompt(question, default, type=kind) if asks else default
+            answers[name] = _asked(question, default, kind) if asks else default
     if answers["gpus"] and answers["gpu"] is None and asks:
         answers["gpu"] = click.prompt("Kind of GPU", _kind_here() or "H100")
     if not answers["gpus"]:
@@ -67,6 +67,13 @@ def _answers(given: dict[str, Any], *, asks: bool) -> dict[str, Any]:
     elif answers["gpu"] is None:
         answers["gpu"] = _kind_here()
     return answers
+
+
+def _asked(question: str, default: Any, kind: Any) -> Any:
+    """Return the answer that is typed; one that is not of its kind is asked for again."""
+    if kind is bool:
+        return click.confirm(question, default)
+    return click.prompt(question, default, type=kind)
 
 
 def _kind_here() -> str | None:
