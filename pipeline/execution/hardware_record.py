@@ -33,9 +33,11 @@ class HardwareRecord:
     def __init__(self, folder: Path, telemetry: Telemetry | None = None) -> None:
         self._file, self._metrics = folder / FILE, folder / rundir.METRICS
         self._telemetry = telemetry or Telemetry()
-        earlier = list(read_lines(self._file))
-        self._count = len(earlier)
-        self._seconds = float(earlier[-1].get("seconds", SECONDS)) if earlier else SECONDS
+        self._count, self._seconds = 0, SECONDS
+        with contextlib.suppress(OSError, TypeError, ValueError):
+            earlier = list(read_lines(self._file))
+            self._count = len(earlier)
+            self._seconds = float(earlier[-1].get("seconds", SECONDS)) if earlier else SECONDS
         self._next = -math.inf
 
     def look(self) -> None:

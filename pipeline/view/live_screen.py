@@ -53,10 +53,14 @@ class LiveScreen(Screen):
             self._draw()
 
     def close(self) -> None:
-        for line in self._pipe.close():
-            self._print(line)
-        self._draw()
-        self._stack.close()
+        with self._stack:  # standard output is this process's again, whatever happens
+            for line in self._pipe.close():
+                self._print(line)
+            self._draw()
+
+    def drain(self) -> None:
+        for _ in self._pipe.lines():
+            pass
 
     def _print(self, line: str) -> None:
         self._console.print(Text(shown(line)), soft_wrap=True)

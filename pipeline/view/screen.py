@@ -7,12 +7,13 @@ import fcntl
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TextIO
 
 from pipeline.contracts.engine import Engine
 from pipeline.distributed.environment import is_worker
+from pipeline.errors import in_words
 from pipeline.execution.rank_logging import SCREEN
 from pipeline.utils.text import plural
 from pipeline.view.follow import Follower
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from pipeline.chain.plan import Plan, PlannedSlot
 
 Choice = Literal["live", "lines", "quiet", "json"]
+LONG = 1 << 16
+"""Bytes of a line without an end of which only what is behind the last carriage return is kept."""
 LOOK_SECONDS = 0.25
 """Seconds between two looks at the run's folder."""
 
@@ -40,19 +43,49 @@ class Screen:
     def end(self) -> None:
         """Show how the run has ended, which its folder says by now."""
 
+    def drain(self) -> None:
+        """Drop what was printed to `output`, so that rank 0 never waits to print."""
 
-class _Recording(Screen):
-    """A screen of a run on GPUs, which are recorded while it is shown."""
 
-    def __init__(self, screen: Screen, folder: Path) -> None:
-        from pipeline.execution.hardware_record import HardwareRecord
+class Harmless(Screen):
+    """A screen whose failure is told once and ends nothing else: a terminal that is gone, a reader
+    of events that has ended, a file system that does not answer."""
 
-        self._screen, self._record = screen, HardwareRecord(folder)
-        self.output = screen.output
+    def __init__(self, make: Callable[[], Screen], *also: Callable[[], object]) -> None:
+        """`also` is called before each refresh of the screen that `make` returns."""
+        self._screen, self._failed = Screen(), False
+        self._also = also
+        with self._guarded():
+            self._screen = make()
+        self.output = self._screen.output
 
     def refresh(self) -> None:
-        self._record.look()
-        self._screen.refresh()
+        if self._failed:
+            self._screen.drain()
+            return
+        with self._guarded():
+            for call in self._also:
+                call()
+            self._screen.refresh()
+
+    def close(self) -> None:
+        with self._guarded():
+            self._screen.close()
+
+    def end(self) -> None:
+        if not self._failed:
+            with self._guarded():
+                self._screen.end()
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        try:
+            yield
+        except (Exception, SystemExit) as error:  # rich ends the program where nobody reads
+            if not self._failed:
+                self._failed = True
+                with contextlib.suppress(Exception):
+                    print(f"the display has ended: {in_words(error)}", file=sys.__stderr__)
 
 
 class Display:
@@ -78,10 +111,10 @@ class Display:
     @contextlib.contextmanager
     def shown(self, plan: Plan, folder: Path) -> Iterator[Screen]:
         """Show the run in `folder` while the body runs it."""
-        self._screen = self._made(plan, folder)
+        also = [] if plan.view.device == "cpu" else [_recording(folder)]
+        self._screen = Harmless(lambda: self._made(plan, folder), *also)
         try:
-            shown = self._screen
-            yield shown if plan.view.device == "cpu" else _Recording(shown, folder)
+            yield self._screen
         finally:
             self._screen.close()
 
@@ -110,6 +143,13 @@ def _choice(*, quiet: bool, json: bool) -> Choice:
         return "quiet"
     draws = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
     return "live" if draws and not is_worker() else "lines"
+
+
+def _recording(folder: Path) -> Callable[[], None]:
+    """Return what records this machine's GPUs when it is called."""
+    from pipeline.execution.hardware_record import HardwareRecord
+
+    return HardwareRecord(folder).look
 
 
 def _set_aside_stdout() -> TextIO:
@@ -162,7 +202,8 @@ class LinePipe:
                 return
             *whole, self._rest = (self._rest + data).split(b"\n")
             for line in whole:
-                yield line.decode(errors="replace").rstrip("\r")
+                yield line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
+            self._rest = self._rest.rpartition(b"\r")[2] if len(self._rest) > LONG else self._rest
             if not data:
                 return
 

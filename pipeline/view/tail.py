@@ -33,7 +33,8 @@ class Tail:
 
     def read(self) -> list[dict[str, Any]]:
         """Return the complete records that are new; none if there is no file. A line that is no
-        JSON object is passed over, and one without an end is read when it has one."""
+        JSON object is passed over, and one without an end is read when it has one. Raises
+        OSError."""
         self.replaced = False
         try:
             with self.path.open("rb") as file:

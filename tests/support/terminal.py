@@ -64,6 +64,14 @@ class Terminal:
         """Type into the terminal."""
         os.write(self._master, keys)
 
+    def hang_up(self) -> int:
+        """Close the terminal, as a lost connection does; return the program's exit code."""
+        for descriptor in (self._master, self._slave):
+            os.close(descriptor)
+        self._process.join(LIMIT)
+        assert self._process.exitcode is not None
+        return int(self._process.exitcode)
+
     @property
     def display(self) -> list[str]:
         """The lines of the screen now, without the empty ones at its end."""

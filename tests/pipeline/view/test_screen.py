@@ -5,16 +5,18 @@ from __future__ import annotations
 import io
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
 from pipeline.distributed.environment import CONTRACT
+from pipeline.distributed.signals import Interrupted
 from pipeline.execution.rank_logging import SCREEN
 from pipeline.utils.files import replace_text
 from pipeline.view.events import JsonScreen
 from pipeline.view.follow import Follower
-from pipeline.view.screen import Display, LinePipe
+from pipeline.view.screen import Display, Harmless, LinePipe, Screen
 from tests.pipeline.view.folders import SLOTS, add, made, step
 
 
@@ -132,3 +134,67 @@ def test_what_is_read_together_is_in_order_of_time(tmp_path: Path) -> None:
     assert told(screen, out) == [
         ("step", 1), ("evaluation", 1), ("slot finished", None), ("step", 3),
     ]  # fmt: skip
+
+
+class Failing(Screen):
+    """Raises at its second refresh, and whenever it is asked to end."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error, self.refreshed, self.drained = error, 0, 0
+
+    def refresh(self) -> None:
+        self.refreshed += 1
+        if self.refreshed == 2:
+            raise self.error
+
+    def close(self) -> None:
+        raise self.error
+
+    def end(self) -> None:
+        raise self.error
+
+    def drain(self) -> None:
+        self.drained += 1
+
+
+@pytest.mark.parametrize("error", [OSError(5, "terminal is gone"), SystemExit(1), KeyError("step")])
+def test_a_screen_that_fails_ends_nothing_else(
+    error: BaseException, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.__stderr__", sys.stderr)
+    failing = Failing(error)
+    screen = Harmless(lambda: failing)
+    for _ in range(4):
+        screen.refresh()
+    screen.close()
+    screen.end()
+    assert (failing.refreshed, failing.drained) == (2, 2)
+    assert capsys.readouterr().err.count("the display has ended: ") == 1
+
+
+def test_a_screen_that_cannot_be_made_ends_nothing_else(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make() -> Screen:
+        raise OSError(28, "no space left")
+
+    monkeypatch.setattr("sys.__stderr__", sys.stderr)
+    screen = Harmless(make)
+    screen.refresh()
+    screen.close()
+    assert screen.output is None
+    assert "no space left" in capsys.readouterr().err
+
+
+def test_a_signal_is_not_a_failure_of_the_screen() -> None:
+    screen = Harmless(lambda: Failing(Interrupted(15)))
+    screen.refresh()
+    with pytest.raises(Interrupted):
+        screen.refresh()
+
+
+def test_a_bar_that_is_drawn_again_and_again_is_one_line() -> None:
+    pipe = LinePipe()
+    os.write(pipe.write, b"".join(b"\r%d %%" % number for number in range(101)) + b"\n")
+    assert list(pipe.lines()) == ["100 %"]
+    list(pipe.close())

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.execution.metrics import records
 from pipeline.view.live import UNICODE
 from pipeline.view.sparkline import BARS
 from tests.support.pipe import Pipe
@@ -89,6 +90,19 @@ def test_ctrl_c_stops_it_and_says_how_to_go_on(project: Pipe) -> None:
     assert re.search(r"pipe resume '.*a\s+stopped run'", whole), whole
     assert not terminal.screen.cursor.hidden
     assert "Traceback" not in whole
+
+
+def test_a_terminal_that_is_closed_costs_no_step(project: Pipe) -> None:
+    options = ["--run-dir", "left", "train.steps=100000", "checkpoint.every=100000"]
+    terminal = Terminal(project, "run", "tiny.yaml", *options, columns=80)
+    terminal.wait(
+        lambda: any("step " in line and " of 100000" in line for line in terminal.display)
+    )
+    assert terminal.hang_up() == 75
+    folder = project.folder / "left"
+    steps = [one["step"] for one in records(folder / "metrics.jsonl") if "loss" in one]
+    (saved,) = (path.name for path in (folder / "checkpoints").iterdir() if path.is_dir())
+    assert saved == f"step-{steps[-1]:08d}"
 
 
 ESCAPE = "\x1b["
