@@ -178,7 +178,8 @@ def _call(arguments: Sequence[str], on_event: Listener | None) -> None:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         start_new_session=True,  # Ctrl-C is passed on once, not by the terminal too
     ) as process:
         assert process.stdout is not None

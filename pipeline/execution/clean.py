@@ -19,6 +19,7 @@ from pipeline.checkpoint.retention import unneeded
 from pipeline.contracts.export import ExportedModel
 from pipeline.errors import PipeError, in_words
 from pipeline.execution import rundir
+from pipeline.execution.export_recipe import EXPORTS
 from pipeline.execution.journal import Journal
 
 if TYPE_CHECKING:
@@ -58,6 +59,8 @@ class Finding:
 def find(folder: Path, *, all_checkpoints: bool = False) -> Finding:
     """Look at a run that nobody works on. With `all_checkpoints`, the last one goes too, if the
     run's model is exported. Raises JournalDamaged."""
+    if any(rundir.is_locked(job) for job in (folder / EXPORTS).glob("*")):
+        return Finding(notes=("is being exported: all of it stays",))
     journal = Journal(folder / rundir.JOURNAL)
     finished = journal.ended_well()
     place = folder / location.DEFAULT

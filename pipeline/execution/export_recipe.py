@@ -27,6 +27,8 @@ from pipeline.recipe.dump import render
 
 EXPORT = "export"
 """The default folder of an export in its run."""
+EXPORTS = "exports"
+"""Folder of a run with a job, which is locked like a run, for each later export of it."""
 Slots = dict[str, dict[str, Any]]
 
 
@@ -51,7 +53,7 @@ def chosen(source: str, *, step: str | None, model: str | None, to: Path | None)
         checkpoint = _checkpoint(source, step)
         name = EXPORT if step is None else f"{EXPORT}-{step if step == 'best' else f'step-{step}'}"
         folder = (to or run / name).absolute()
-        return Choice(checkpoint, run, model, folder, run / "exports" / folder.name)
+        return Choice(checkpoint, run, model, folder, run / EXPORTS / folder.name)
     if step is not None:
         raise UsageError(f"--step is for a run; {source} is one checkpoint")
     if "://" not in source and not Path(source).is_dir():

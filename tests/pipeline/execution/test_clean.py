@@ -176,6 +176,20 @@ def test_a_run_under_way_is_not_touched(run: Path, arguments: list[str]) -> None
     assert (run / "checkpoints" / "step-00000005.tmp-abc").is_dir()
 
 
+@pytest.mark.parametrize("arguments", [[], ["--yes"]])
+def test_a_run_that_is_being_exported_is_not_touched(run: Path, arguments: list[str]) -> None:
+    """The export reads a checkpoint that later ones have superseded, and writes a partial model."""
+    job = run / "exports" / "export-step-1"
+    job.mkdir(parents=True)
+    (run / "export-step-1.partial").mkdir()
+    before = files(run)
+    with rundir.locked(job):
+        said = cleaned(run, *arguments)
+    assert said.exit_code == 0
+    assert "is being exported: all of it stays" in said.output
+    assert files(run) == before
+
+
 @pytest.mark.parametrize("event", ["run failed", "run started", "slot started"])
 def test_of_an_unfinished_run_only_what_is_left_over_goes(run: Path, event: str) -> None:
     Journal(run / "journal.jsonl").write(event, slot="train")
