@@ -84,8 +84,10 @@ class Feeder:
     def feed(self) -> None:
         """Send what is new."""
         for record in self._tail.read():
-            step, kind = int(record.get("step") or 0), kind_of(record)
-            if is_record(record) and not self.sent.covers(step, kind):
+            if not is_record(record):
+                continue
+            step, kind = record.get("step") or 0, kind_of(record)
+            if not self.sent.covers(step, kind):
                 self._send(step, record)
                 self.sent.add(step, kind)
         if time.monotonic() - self._kept > KEEP_SECONDS:

@@ -105,3 +105,10 @@ def test_of_every_so_many_steps_and_all_evaluations(tmp_path: Path) -> None:
     tracker = Noted()
     feeder(folder, tracker, every=3).close("finished")
     assert [number for number, _ in tracker.logged] == [3, 6, 7]
+
+
+def test_lines_of_others_are_passed_over(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", (), [{"step": "first"}, {"step": [1]}, step(1)])
+    tracker = Noted()
+    feeder(folder, tracker).close("finished")
+    assert [number for number, _ in tracker.logged] == [1]
