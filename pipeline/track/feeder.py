@@ -43,6 +43,8 @@ class Sent:
     """The last step of which something was sent; -1 before any."""
     kinds: list[str] = field(default_factory=list)
     """Kinds of the records of that step that were sent: evaluations and saves have their own."""
+    rollbacks: list[dict[str, Any]] = field(default_factory=list)
+    """Records of rollbacks, behind which steps come again with other numbers."""
 
     def covers(self, step: int, kind: str) -> bool:
         """Whether a record of this step has been sent."""
@@ -53,6 +55,13 @@ class Sent:
         if step > self.step:
             self.step, self.kinds = step, []
         self.kinds.append(kind)
+
+    def go_back(self, rollback: dict[str, Any]) -> None:
+        """Note that the steps from a rollback's on have not been sent. A resumed run repeats the
+        record with the numbers."""
+        if rollback not in self.rollbacks:
+            self.rollbacks.append(rollback)
+            self.step, self.kinds = min(self.step, (rollback.get("step") or 0) - 1), []
 
 
 @dataclass(eq=False)
@@ -87,6 +96,8 @@ class Feeder:
             if not is_record(record):
                 continue
             step, kind = record.get("step") or 0, kind_of(record)
+            if kind == "anomaly" and record.get("action") == "rollback":
+                self.sent.go_back(record)
             if not self.sent.covers(step, kind):
                 self._send(step, record)
                 self.sent.add(step, kind)

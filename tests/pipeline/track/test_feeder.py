@@ -88,7 +88,7 @@ def test_an_evaluation_that_was_not_sent_yet_is_made_up_for(tmp_path: Path) -> N
     assert [(number, "loss" in sent) for number, sent in tracker.logged] == [(2, False), (3, True)]
 
 
-def test_a_rollback_within_a_run_sends_nothing_twice(tmp_path: Path) -> None:
+def test_a_restart_within_a_run_sends_nothing_twice(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", (), [step(1), step(2), step(3)])
     tracker = Noted()
     fed = feeder(folder, tracker)
@@ -97,6 +97,22 @@ def test_a_rollback_within_a_run_sends_nothing_twice(tmp_path: Path) -> None:
     add(folder, [step(1), step(2), step(3), step(4)])
     fed.close("finished")
     assert [number for number, _ in tracker.logged] == [1, 2, 3, 4]
+
+
+def test_what_comes_behind_a_rollback_is_sent_again_once(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", (), [step(n, loss=3.0) for n in (1, 2, 3)])
+    first = Noted()
+    fed = feeder(folder, first)
+    fed.feed()
+    went_back = {"step": 2, "anomaly": "loss spike", "action": "rollback", "samples_to": 32}
+    replace_text(folder / "metrics.jsonl", "")
+    add(folder, [step(1, loss=3.0), went_back, *(step(n, loss=2.0) for n in (2, 3, 4))])
+    fed.close("failed")
+    losses = [(number, sent["loss"]) for number, sent in first.logged if "loss" in sent]
+    assert losses == [(1, 3.0), (2, 3.0), (3, 3.0), (2, 2.0), (3, 2.0), (4, 2.0)]
+    second = Noted()
+    feeder(folder, second).close("finished")
+    assert second.logged == []
 
 
 def test_of_every_so_many_steps_and_all_evaluations(tmp_path: Path) -> None:
