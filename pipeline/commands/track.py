@@ -29,7 +29,7 @@ def track(run: Path, overrides: tuple[str, ...]) -> None:
     state = read_history(folder).state
     if state == "running":
         raise UsageError(f"{folder} is under way, and is sent while it runs")
-    plan = plan_file(folder / rundir.RECIPE, overrides)
+    plan = plan_file(folder / rundir.RECIPE, overrides, ran=True)
     found = feeders(folder, plan)
     if not found:
         hint = "name one in the recipe, as in `track: {use: track.sqlite, file: runs.sqlite}`"

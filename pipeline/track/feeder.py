@@ -135,16 +135,25 @@ def _measurements(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def facts_of(folder: Path, recipe: Recipe) -> RunFacts:
-    """Return the facts of the run in `folder`, which runs under `recipe`."""
+    """Return the facts of the run in `folder`, which runs under `recipe`, as others may see them."""
     environment: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         environment = json.loads((folder / ENVIRONMENT_FILE).read_text("utf-8"))
     return RunFacts(
         name=folder.resolve().name,
-        recipe=recipe.public(),
+        recipe={key: _shown(value) for key, value in recipe.public().items()},
         environment=environment,
         folder=folder,
     )
+
+
+def _shown(value: Any) -> Any:
+    """Return JSON without passwords in addresses and values of variables."""
+    if isinstance(value, Mapping):
+        return {key: _shown(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_shown(inner) for inner in value]
+    return shown(value) if isinstance(value, str) else value
 
 
 def feeders(folder: Path, plan: Plan) -> dict[str, Feeder]:
@@ -173,7 +182,7 @@ def main(folder: Path, slot: str) -> int:
     guard()
     said, sys.stdout = sys.stdout, sys.stderr  # libraries print what nobody has asked for
     try:
-        plan = make_plan(load_recipe(folder / rundir.RECIPE))
+        plan = make_plan(load_recipe(folder / rundir.RECIPE), ran=True)
         feeder = feeders(folder, plan)[slot]
         feeder.open(facts_of(folder, plan.recipe))
         follow(feeder)
