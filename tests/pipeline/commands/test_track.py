@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from pipeline import api, cli
 from pipeline.execution import clean
-from tests.pipeline.view.folders import add, made, step
+from tests.pipeline.view.folders import made, step
 from tests.support.tiny_project import tiny_project
 
 
