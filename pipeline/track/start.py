@@ -77,9 +77,10 @@ class Started:
         """Log what the feeder says, and how it ends if it does not say that."""
         assert self.process.stdout is not None
         silent = True
-        for line in self.process.stdout:
-            silent = False
-            self._warn(line.decode(errors="replace").rstrip())
+        with self.process.stdout as lines:
+            for line in lines:
+                silent = False
+                self._warn(line.decode(errors="replace").rstrip())
         code = self.process.wait()
         rest = f"`pipe track {self.ctx.run_dir}` sends the rest"
         if code == -signal.SIGALRM:

@@ -12,8 +12,8 @@ import yaml
 from click.testing import CliRunner, Result
 
 from pipeline import api, cli
-from pipeline.execution import clean
-from tests.pipeline.view.folders import made, step
+from pipeline.execution import clean, rundir
+from tests.pipeline.view.folders import add, made, step
 from tests.support.tiny_project import tiny_project
 
 
@@ -47,3 +47,29 @@ def test_passwords_stay_here(run: Path) -> None:
     found.close()
     written = json.loads(recipe)["stages"]["train"]["generate"]
     assert written["prompts"] == ["https://***@host/"]
+
+
+def test_only_steps_that_were_sent_are_counted(run: Path) -> None:
+    assert tracked(run).output == "track: 3 steps sent\n"
+    add(run, [{"step": 3, "eval_loss": 3.0}, *(step(n) for n in range(4, 10))])
+    result = tracked(run, "track.every=3")
+    assert result.output == "track: 3 steps sent\n"  # 6, 9, and 3 for its evaluation
+    assert tracked(run).output == "track: 0 steps sent\n"
+
+
+def test_a_run_under_way_is_left_to_its_own_process(run: Path) -> None:
+    with rundir.locked(run):
+        result = tracked(run)
+    assert result.exit_code == 2
+    assert result.output == f"error: {run} is under way, and is sent while it runs\n"
+
+
+def test_an_error_of_a_tracker_is_a_line(run: Path) -> None:
+    result = tracked(run, f"track.file={run}")  # a folder
+    assert result.exit_code == 1
+    where = run / "trackers/track.txt"
+    assert result.output == (
+        "error: track: tracking has ended: OperationalError: unable to open database file "
+        f"(more in {where})\n"
+    )
+    assert where.read_text().startswith("Traceback")

@@ -79,6 +79,15 @@ def test_a_resumed_run_goes_on_in_the_same_run(tmp_path: Path) -> None:
     assert (first.opened, second.opened) == ([{}], [{"id": "a run of theirs"}])
 
 
+def test_nothing_is_sent_twice_when_a_feeder_is_killed(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", (), [step(1), step(2)])
+    feeder(folder, Noted()).feed()
+    add(folder, [step(3)])
+    tracker = Noted()
+    feeder(folder, tracker).close("finished")
+    assert [number for number, _ in tracker.logged] == [3]
+
+
 def test_an_evaluation_that_was_not_sent_yet_is_made_up_for(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", (), [step(1), step(2)])
     feeder(folder, Noted()).close("failed")
