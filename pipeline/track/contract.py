@@ -67,7 +67,7 @@ class TrackerStage(ABC):
     """Send the measurements of every so many steps; evaluations are always sent."""
 
     timeout: Annotated[float, Gt(0)] = 30.0
-    """Seconds that the end of a run waits until everything is sent."""
+    """Seconds that are left to send everything, however the run ends; `pipe run` waits for that."""
 
     @abstractmethod
     def tracker(self) -> Tracker:

@@ -42,11 +42,11 @@ def start_feeder(ctx: Context, timeout: float) -> None:
     except OSError as error:
         ctx.log.warning("%s: the tracker cannot be started: %s", ctx.slot, in_words(error))
         return
-    ctx.on_exit(Started(ctx, ctx.slot, process, timeout).end)
+    ctx.on_exit(RunningFeeder(ctx, ctx.slot, process, timeout).end)
 
 
 @dataclass(eq=False)
-class Started:
+class RunningFeeder:
     """A feeder at work."""
 
     ctx: Context

@@ -16,7 +16,7 @@ import pytest
 
 from pipeline.testing import context
 from pipeline.track.feeder import Feeder
-from pipeline.track.start import Started, start_feeder
+from pipeline.track.start import RunningFeeder, start_feeder
 from pipeline.utils.process_tree import kill_sessions
 from tests.pipeline.track.test_feeder import Noted
 from tests.pipeline.view.folders import made, step
@@ -27,7 +27,7 @@ HANGING = {"use": "track.failing", "at": "log", "hangs": True}
 LONG = 60.0
 """Seconds that a feeder may take on a busy machine, and a hanging one is to take."""
 
-Start = Callable[[Mapping[str, Any], float], Started]
+Start = Callable[[Mapping[str, Any], float], RunningFeeder]
 
 
 @pytest.fixture
@@ -38,9 +38,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     points = {"track.failing": "TrackFailing"}
     install(tmp_path / "plugin", "failing-trackers", "failing_trackers", source, points)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "plugin"), prepend=os.pathsep)
-    begun: list[Started] = []
+    begun: list[RunningFeeder] = []
 
-    def begin(tracker: Mapping[str, Any], timeout: float) -> Started:
+    def begin(tracker: Mapping[str, Any], timeout: float) -> RunningFeeder:
         folder = made(tmp_path / "run", (), [step(1)], {"name": "r", "stages": {"track": tracker}})
         ctx = context(folder)
         ctx.slot = "track"
@@ -70,7 +70,7 @@ def sent(working: Mapping[str, Any]) -> tuple[str, int]:
     return outcome, losses
 
 
-def is_open(feeder: Started) -> bool:
+def is_open(feeder: RunningFeeder) -> bool:
     """Wait until the tracker has begun."""
     return becomes((feeder.ctx.run_dir / "trackers/track.json").exists, LONG)
 
@@ -129,7 +129,7 @@ def test_a_failed_rank_does_not_wait(start: Start, caplog: pytest.LogCaptureFixt
     assert caplog.messages[-1] == "track: the rest is being sent, for at most 60 s"
 
 
-def _fail(feeder: Started) -> None:
+def _fail(feeder: RunningFeeder) -> None:
     try:
         raise RuntimeError
     except RuntimeError:
