@@ -173,7 +173,7 @@ def _shown(value: Any) -> Any:
 def failure(folder: Path, slot: str, error: Exception) -> str:
     """Say in a line that an error has ended the tracking; its traceback goes into a file."""
     where = folder / FOLDER / f"{slot}.txt"
-    why = in_words(error).splitlines()[0]
+    why = shown(in_words(error).splitlines()[0])
     try:
         text = shown("".join(traceback.format_exception(error)))
         replace_text(private_folder(where.parent) / where.name, text)
