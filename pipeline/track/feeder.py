@@ -98,12 +98,14 @@ class Feeder:
     def feed(self) -> None:
         """Send what is new, and keep in mind that it was sent."""
         new = [record for record in self._tail.read() if is_record(record)]
-        for record in new:
-            self._take(record)
-            if time.monotonic() - self._kept > KEEP_SECONDS:
+        try:
+            for record in new:
+                self._take(record)
+                if time.monotonic() - self._kept > KEEP_SECONDS:
+                    self._keep()
+        finally:
+            if new:
                 self._keep()
-        if new:
-            self._keep()
 
     def close(self, outcome: Outcome) -> None:
         """Send the rest, and end."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pipeline.track import Outcome, RunFacts, Tracker
 from pipeline.track.feeder import Feeder
 from pipeline.utils.files import replace_text
@@ -86,6 +88,21 @@ def test_nothing_is_sent_twice_when_a_feeder_is_killed(tmp_path: Path) -> None:
     tracker = Noted()
     feeder(folder, tracker).close("finished")
     assert [number for number, _ in tracker.logged] == [3]
+
+
+def test_what_was_sent_before_an_error_is_not_sent_again(tmp_path: Path) -> None:
+    class Breaking(Noted):
+        def log(self, step: int, metrics: Mapping[str, float], time: float) -> None:
+            if step == 3:
+                raise ConnectionError
+            super().log(step, metrics, time)
+
+    folder = made(tmp_path / "run", (), [step(n) for n in range(1, 5)])
+    with pytest.raises(ConnectionError):
+        feeder(folder, Breaking()).feed()
+    tracker = Noted()
+    feeder(folder, tracker).close("finished")
+    assert [number for number, _ in tracker.logged] == [3, 4]
 
 
 def test_an_evaluation_that_was_not_sent_yet_is_made_up_for(tmp_path: Path) -> None:
