@@ -68,7 +68,7 @@ class RunOutcome:
         from pipeline.execution.journal import Journal
         from pipeline.execution.resume import results
 
-        plan = plan_file(self.folder / rundir.RECIPE)
+        plan = plan_file(self.folder / rundir.RECIPE, ran=True)
         return dict(results(plan, Journal(self.folder / rundir.JOURNAL)))
 
 

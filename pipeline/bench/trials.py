@@ -24,6 +24,7 @@ from pipeline.planning.presets import Strategy
 from pipeline.recipe.dump import render
 from pipeline.recipe.field_docs import plain_value
 from pipeline.recipe.fields import adapter
+from pipeline.track.contract import TrackerStage
 
 Slot = Mapping[str, Any]  # `use` and fields, as in a recipe
 
@@ -135,11 +136,13 @@ def _fields(slot: Slot) -> dict[str, Any]:
 
 
 def shortened_slots(plan: Plan, trial: Trial) -> dict[str, Slot]:
-    """Slots up to the one that trains, shortened. Raises UsageError if none trains, or it cannot be
-    shortened."""
+    """Slots up to the one that trains, shortened, without trackers: a benchmark is no run of
+    theirs. Raises UsageError if none trains, or it cannot be shortened."""
     found, written = {}, plan.recipe.public()["stages"]
     planners = Planners.installed()
     for step in plan.steps:
+        if isinstance(step.stage, TrackerStage):
+            continue
         kind = planners.find(step.use) or Planner
         trains = issubclass(step.gives or object, TrainedRun)
         if trains and kind.for_benchmark is Planner.for_benchmark:

@@ -80,15 +80,17 @@ def make_plan(
     *,
     registry: Registry | None = None,
     here: bool = False,
+    ran: bool = False,
     started: Started | None = None,
 ) -> Plan:
     """Check everything that can be checked before starting. Raises RecipeError with all problems.
 
-    `here` also asks whether this machine can run it. `started` is what another launcher has already
-    decided.
+    `here` also asks whether this machine can run it. `ran` leaves out the stages' own checks, for a
+    run that has passed them: they depend on how it was started. `started` is what another launcher
+    has already decided.
     """
     known = registry or Registry.installed()
-    plan, problems = _draft(recipe, known, here=here, started=started or Started())
+    plan, problems = _draft(recipe, known, here=here, ran=ran, started=started or Started())
     if problems:
         raise RecipeError(in_order(problems))
     return plan
@@ -101,6 +103,7 @@ def plan_file(
     registry: Registry | None = None,
     here: bool = False,
     forecast: bool = False,
+    ran: bool = False,
     started: Started | None = None,
 ) -> Plan:
     """`load_recipe` and `make_plan` in one, so that the problems of both come together; `forecast`
@@ -110,7 +113,7 @@ def plan_file(
         raise RecipeError(in_order(problems))
     known = registry or Registry.installed()
     given = started or Started()
-    plan, more = _draft(recipe, known, here=here, forecast=forecast, started=given)
+    plan, more = _draft(recipe, known, here=here, forecast=forecast, ran=ran, started=given)
     problems += unless_reported(more, problems)
     if problems:
         raise RecipeError(in_order(problems))
@@ -142,12 +145,13 @@ def _draft(
     *,
     here: bool,
     forecast: bool = False,
+    ran: bool = False,
     started: Started,
 ) -> tuple[Plan, list[Problem]]:
     links, stages, problems = load_slots(recipe, registry)
     problems += missing_inputs(links, registry, recipe.places)
     view = _view(recipe, stages, started, forecast)
-    for slot, stage in stages.items():
+    for slot, stage in stages.items() if not ran else ():
         problems += _checked(slot, stage, view, recipe.places)
     if not recipe.stages:
         location = recipe.places.value(("stages",))

@@ -33,7 +33,8 @@ class RunFacts:
 class Tracker(ABC):
     """A run in another program. Its methods are called one after another, in a process of its own;
     an exception ends the tracking, and nothing else. Steps that a resumed run repeats are not sent
-    again: an undisturbed resume repeats their numbers too."""
+    again: an undisturbed resume repeats their numbers too. Those behind a rollback are, as their
+    numbers are others."""
 
     @abstractmethod
     def open(self, run: RunFacts, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -66,7 +67,7 @@ class TrackerStage(ABC):
     """Send the measurements of every so many steps; evaluations are always sent."""
 
     timeout: Annotated[float, Gt(0)] = 30.0
-    """Seconds that the end of a run waits until everything is sent."""
+    """Seconds that are left to send everything, however the run ends; `pipe run` waits for that."""
 
     @abstractmethod
     def tracker(self) -> Tracker:

@@ -1,13 +1,10 @@
-"""A process that reads a run's folder and feeds one tracker: `python -m pipeline.track.feeder
-RUN_DIR SLOT`. A line on standard input says how the run has ended; so does its end, when rank 0 has
-died. What it prints is shown as warnings."""
+"""Feeding a tracker what is new in a run's folder."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
-import select
-import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
@@ -15,22 +12,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipeline.chain.plan import Plan, make_plan
+from pipeline.chain.plan import Plan
 from pipeline.contracts.stage import ENVIRONMENT_FILE
 from pipeline.errors import in_words
 from pipeline.execution import rundir
 from pipeline.execution.metrics import is_record, kind_of
-from pipeline.recipe import Recipe, load_recipe
+from pipeline.recipe import Recipe
 from pipeline.track.contract import Outcome, RunFacts, Tracker, TrackerStage
-from pipeline.utils.files import private_folder, replace_text
-from pipeline.utils.terminal import guard, shown
+from pipeline.utils.files import opened, private_folder, replace_text
+from pipeline.utils.terminal import shown
 from pipeline.view.tail import Tail
 
 FOLDER = "trackers"
-LOOK_SECONDS = 1.0
-"""Seconds between two looks at the run's folder."""
-KEEP_SECONDS = 10.0
-"""Seconds between two writes of what has been sent."""
+KEEP_SECONDS = 1.0
+"""Seconds of sending between two writes of what has been sent."""
 UNSENT = ("step", "time", "total_steps", "profiled", "applied", "straggler")
 """Fields of records that are no measurements."""
 
@@ -43,6 +38,8 @@ class Sent:
     """The last step of which something was sent; -1 before any."""
     kinds: list[str] = field(default_factory=list)
     """Kinds of the records of that step that were sent: evaluations and saves have their own."""
+    rollbacks: list[dict[str, Any]] = field(default_factory=list)
+    """Records of rollbacks, behind which steps come again with other numbers."""
 
     def covers(self, step: int, kind: str) -> bool:
         """Whether a record of this step has been sent."""
@@ -54,6 +51,13 @@ class Sent:
             self.step, self.kinds = step, []
         self.kinds.append(kind)
 
+    def go_back(self, rollback: dict[str, Any]) -> None:
+        """Note that the steps from a rollback's on have not been sent. A resumed run repeats the
+        record with the numbers."""
+        if rollback not in self.rollbacks:
+            self.rollbacks.append(rollback)
+            self.step, self.kinds = min(self.step, (rollback.get("step") or 0) - 1), []
+
 
 @dataclass(eq=False)
 class Feeder:
@@ -64,32 +68,44 @@ class Feeder:
     every: int
     tracker: Tracker
     sent: Sent = field(default_factory=Sent, init=False)
+    steps: int = field(default=0, init=False)
+    """Steps of which something was sent."""
     _state: Mapping[str, Any] = field(default_factory=dict, init=False)
     _kept: float = field(default=0.0, init=False)
+    _newest: int = field(default=-1, init=False)
+    """The step that was counted last."""
 
     def __post_init__(self) -> None:
         self._tail = Tail(self.folder / rundir.METRICS)
         self._file = private_folder(self.folder / FOLDER) / f"{self.slot}.json"
 
-    def open(self, run: RunFacts) -> int:
-        """Begin, or go on where an earlier process has ended: behind the step that is returned."""
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait until no other process feeds this run's tracker, and keep others waiting."""
+        with opened(self._file.with_suffix(".lock"), "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def open(self, run: RunFacts) -> None:
+        """Begin, or go on where an earlier process has ended."""
         kept: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
             kept = json.loads(self._file.read_text("utf-8"))
         self.sent = Sent(**kept.get("sent", {}))
         self._state = self.tracker.open(run, kept.get("state", {}))
         self._keep()
-        return self.sent.step
 
     def feed(self) -> None:
-        """Send what is new."""
-        for record in self._tail.read():
-            step, kind = int(record.get("step") or 0), kind_of(record)
-            if is_record(record) and not self.sent.covers(step, kind):
-                self._send(step, record)
-                self.sent.add(step, kind)
-        if time.monotonic() - self._kept > KEEP_SECONDS:
-            self._keep()
+        """Send what is new, and keep in mind that it was sent."""
+        new = [record for record in self._tail.read() if is_record(record)]
+        try:
+            for record in new:
+                self._take(record)
+                if time.monotonic() - self._kept > KEEP_SECONDS:
+                    self._keep()
+        finally:
+            if new:
+                self._keep()
 
     def close(self, outcome: Outcome) -> None:
         """Send the rest, and end."""
@@ -97,15 +113,28 @@ class Feeder:
         self.tracker.close(outcome)
         self._keep()
 
+    def _take(self, record: dict[str, Any]) -> None:
+        """Send a record that was not sent yet."""
+        step, kind = record.get("step") or 0, kind_of(record)
+        if kind == "anomaly" and record.get("action") == "rollback":
+            self.sent.go_back(record)
+        if not self.sent.covers(step, kind):
+            self._send(step, record)
+            self.sent.add(step, kind)
+
     def _send(self, step: int, record: Mapping[str, Any]) -> None:
         if kind_of(record) == "step" and step % self.every:
             return
         metrics = dict(_measurements(record))
         if metrics:
             self.tracker.log(step, metrics, float(record.get("time") or time.time()))
-        for sample in record.get("generated", ()):
+        texts = record.get("generated", ())
+        for sample in texts:
             text = f"{sample['prompt']}{sample['text']}"
             self.tracker.log_text(step, f"generated/{sample['number']}", text)
+        if metrics or texts:
+            self.steps += step != self._newest
+            self._newest = step
 
     def _keep(self) -> None:
         self._kept = time.monotonic()
@@ -122,16 +151,37 @@ def _measurements(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def facts_of(folder: Path, recipe: Recipe) -> RunFacts:
-    """Return the facts of the run in `folder`, which runs under `recipe`."""
+    """Return the facts of the run of a recipe in `folder`, as others may see them."""
     environment: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
         environment = json.loads((folder / ENVIRONMENT_FILE).read_text("utf-8"))
     return RunFacts(
         name=folder.resolve().name,
-        recipe=recipe.public(),
+        recipe={key: _shown(value) for key, value in recipe.public().items()},
         environment=environment,
         folder=folder,
     )
+
+
+def _shown(value: Any) -> Any:
+    """Return JSON without passwords in addresses and values of variables."""
+    if isinstance(value, Mapping):
+        return {key: _shown(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_shown(inner) for inner in value]
+    return shown(value) if isinstance(value, str) else value
+
+
+def failure(folder: Path, slot: str, error: Exception) -> str:
+    """Say in a line that an error has ended the tracking; its traceback goes into a file."""
+    where = folder / FOLDER / f"{slot}.txt"
+    why = shown(in_words(error).splitlines()[0])
+    try:
+        text = shown("".join(traceback.format_exception(error)))
+        replace_text(private_folder(where.parent) / where.name, text)
+    except OSError:
+        return f"tracking has ended: {why}"
+    return f"tracking has ended: {why} (more in {where})"
 
 
 def feeders(folder: Path, plan: Plan) -> dict[str, Feeder]:
@@ -141,38 +191,3 @@ def feeders(folder: Path, plan: Plan) -> dict[str, Feeder]:
         for step in plan.steps
         if isinstance(step.stage, TrackerStage)
     }
-
-
-def follow(feeder: Feeder) -> None:
-    """Feed until standard input says that the run has ended, or ends itself."""
-    while True:
-        ready, _, _ = select.select([sys.stdin], [], [], LOOK_SECONDS)
-        if ready:
-            word = sys.stdin.readline().strip()
-            outcomes: dict[str, Outcome] = {"finished": "finished", "stopped": "stopped"}
-            feeder.close(outcomes.get(word, "failed"))
-            return
-        feeder.feed()
-
-
-def main(folder: Path, slot: str) -> int:
-    """Feed the tracker of a slot to the end of the run. Returns the exit code."""
-    guard()
-    said, sys.stdout = sys.stdout, sys.stderr  # libraries print what nobody has asked for
-    try:
-        plan = make_plan(load_recipe(folder / rundir.RECIPE))
-        feeder = feeders(folder, plan)[slot]
-        feeder.open(facts_of(folder, plan.recipe))
-        follow(feeder)
-    except Exception as error:
-        where = folder / FOLDER / f"{slot}.txt"
-        with contextlib.suppress(OSError):
-            replace_text(where, shown("".join(traceback.format_exception(error))))
-        why = in_words(error).splitlines()[0]
-        print(f"tracking has ended: {why} (more in {where})", file=said, flush=True)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))

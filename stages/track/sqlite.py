@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,8 @@ from pipeline.track import Outcome, RunFacts, Tracker, TrackerStage
 
 SCHEMA = """
 create table if not exists runs (
-  run text primary key, recipe text not null, environment text not null, outcome text);
+  run text primary key, name text not null, recipe text not null, environment text not null,
+  outcome text);
 create table if not exists metrics (
   run text not null, step integer not null, name text not null, value real not null,
   time real not null, primary key (run, step, name)) without rowid;
@@ -27,7 +29,8 @@ create table if not exists texts (
 class TrackSqlite(TrackerStage):
     """Keep measurements in a SQLite file, in tables `runs`, `metrics` and `texts`.
 
-    Several runs can write to one file, also at a time.
+    Several runs can write to one file, also at a time. `run` is a random text that tells runs
+    apart whose folders have the same name.
     """
 
     file: str
@@ -47,12 +50,12 @@ class SqliteTracker(Tracker):
     def open(self, run: RunFacts, state: Mapping[str, Any]) -> Mapping[str, Any]:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = sqlite3.connect(self.path, timeout=30)
-        self._run = state.get("run", run.name)
+        self._run = state.get("run") or uuid.uuid4().hex
         with self._file:
             self._file.executescript(SCHEMA)
             self._file.execute(
-                "insert or replace into runs values (?, ?, ?, null)",
-                (self._run, json.dumps(run.recipe), json.dumps(run.environment)),
+                "insert or replace into runs values (?, ?, ?, ?, null)",
+                (self._run, run.name, json.dumps(run.recipe), json.dumps(run.environment)),
             )
         return {"run": self._run}
 

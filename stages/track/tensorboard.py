@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,27 +30,42 @@ class TrackTensorboard(TrackerStage):
 
 @dataclass
 class TensorboardTracker(Tracker):
-    """Scalars by step, generated texts, and the recipe as a text."""
+    """Scalars by step, generated texts, and the recipe as a text. What is logged is in the file at
+    once, as it counts as sent."""
 
     parent: str | None
 
     def open(self, run: RunFacts, state: Mapping[str, Any]) -> Mapping[str, Any]:
         from torch.utils.tensorboard import SummaryWriter
 
-        own = Path(self.parent) / run.name if self.parent else run.folder / "tensorboard"
-        folder = state.get("folder", str(own))
-        self._writer = SummaryWriter(folder)
+        # In the run's folder the place is not kept: that folder may be moved.
+        given = state.get("folder")
+        if self.parent and not given:
+            given = str(_new_folder(Path(self.parent), run.name))
+        self._writer = SummaryWriter(given or str(run.folder / "tensorboard"))
         if not state:
             recipe = json.dumps(run.recipe, indent=1)
             self._writer.add_text("recipe", f"```json\n{recipe}\n```", 0)
-        return {"folder": folder}
+        return {"folder": given}
 
     def log(self, step: int, metrics: Mapping[str, float], time: float) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step, walltime=time)
+        self._writer.flush()
 
     def log_text(self, step: int, name: str, text: str) -> None:
         self._writer.add_text(name, text, step)
+        self._writer.flush()
 
     def close(self, outcome: Outcome) -> None:
         self._writer.close()
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    """Make a folder of this name, or with a number behind it if another run has that."""
+    for number in itertools.count(1):
+        folder = parent / (name if number == 1 else f"{name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    raise AssertionError

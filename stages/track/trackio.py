@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,8 @@ class TrackTrackio(TrackerStage):
     project: str | None = None
     """Null takes the recipe's name."""
     name: str | None = None
-    """Name of the run; null takes that of its folder."""
+    """Name of the run, null takes that of its folder; a few letters are added, since trackio takes
+    runs of the same name for one."""
     space: str | None = None
     """Space of the Hugging Face hub, OWNER/NAME, that gets the measurements instead."""
     folder: str | None = None
@@ -45,7 +47,7 @@ class TrackioTracker(Tracker):
             os.environ["TRACKIO_DIR"] = own.folder
         import trackio
 
-        name = state.get("name") or own.name or run.name
+        name = state.get("name") or f"{own.name or run.name}-{secrets.token_hex(3)}"
         self._run = trackio.init(
             project=own.project or str(run.recipe["name"]),
             name=name,

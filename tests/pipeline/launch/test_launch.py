@@ -22,7 +22,7 @@ from pipeline.execution import failures
 from pipeline.launch.local import run_ranks, set_threads
 from pipeline.launch.ranks import LocalRanks
 from pipeline.recipe import Launch, load_recipe
-from pipeline.utils.process_tree import none_left, own_module
+from pipeline.utils.process_tree import GRACE, none_left, own_module
 from pipeline.view.screen import Screen
 
 STUCK = """
@@ -218,6 +218,22 @@ def test_no_descendant_is_left(tmp_path: Path) -> None:
         os.kill(pid, 0)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_descendant_with_grace_gets_its_time(tmp_path: Path) -> None:
+    """A process in its own session starts another and dies."""
+    for seconds, expected in ((60, "begun\nended\n"), (0.1, "begun\n")):
+        file = tmp_path / f"{seconds}"
+        work = (
+            f"export {GRACE}={seconds}; bash -c 'echo begun; sleep 1; echo ended' > {file} & wait"
+        )
+        with none_left():
+            process = subprocess.Popen(["bash", "-c", work], start_new_session=True)
+            while not (file.exists() and file.read_text()):
+                time.sleep(0.01)
+            process.kill()
+            process.wait()
+        assert file.read_text() == expected
 
 
 @pytest.mark.parametrize(

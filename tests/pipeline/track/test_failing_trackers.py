@@ -70,7 +70,7 @@ def test_a_resumed_run_goes_on_in_the_same_run(run: Outcome, project: Pipe) -> N
     done = project("resume", "run", "train.steps=6", *off, "--until", "train")
     assert done.code == 0, done.stderr
     found = sqlite3.connect(project.folder / "runs.sqlite")
-    assert found.execute("select run, outcome from runs").fetchall() == [("run", "finished")]
+    assert found.execute("select name, outcome from runs").fetchall() == [("run", "finished")]
     rows = found.execute("select step, value from metrics where name = 'loss' order by step")
     expected = [(r["step"], r["loss"]) for r in records(project.folder / "run/metrics.jsonl")
                 if "loss" in r]  # fmt: skip

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pipeline.track import Outcome, RunFacts, Tracker
 from pipeline.track.feeder import Feeder
 from pipeline.utils.files import replace_text
@@ -79,6 +81,30 @@ def test_a_resumed_run_goes_on_in_the_same_run(tmp_path: Path) -> None:
     assert (first.opened, second.opened) == ([{}], [{"id": "a run of theirs"}])
 
 
+def test_nothing_is_sent_twice_when_a_feeder_is_killed(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", (), [step(1), step(2)])
+    feeder(folder, Noted()).feed()
+    add(folder, [step(3)])
+    tracker = Noted()
+    feeder(folder, tracker).close("finished")
+    assert [number for number, _ in tracker.logged] == [3]
+
+
+def test_what_was_sent_before_an_error_is_not_sent_again(tmp_path: Path) -> None:
+    class Breaking(Noted):
+        def log(self, step: int, metrics: Mapping[str, float], time: float) -> None:
+            if step == 3:
+                raise ConnectionError
+            super().log(step, metrics, time)
+
+    folder = made(tmp_path / "run", (), [step(n) for n in range(1, 5)])
+    with pytest.raises(ConnectionError):
+        feeder(folder, Breaking()).feed()
+    tracker = Noted()
+    feeder(folder, tracker).close("finished")
+    assert [number for number, _ in tracker.logged] == [3, 4]
+
+
 def test_an_evaluation_that_was_not_sent_yet_is_made_up_for(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", (), [step(1), step(2)])
     feeder(folder, Noted()).close("failed")
@@ -88,7 +114,7 @@ def test_an_evaluation_that_was_not_sent_yet_is_made_up_for(tmp_path: Path) -> N
     assert [(number, "loss" in sent) for number, sent in tracker.logged] == [(2, False), (3, True)]
 
 
-def test_a_rollback_within_a_run_sends_nothing_twice(tmp_path: Path) -> None:
+def test_a_restart_within_a_run_sends_nothing_twice(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", (), [step(1), step(2), step(3)])
     tracker = Noted()
     fed = feeder(folder, tracker)
@@ -99,9 +125,32 @@ def test_a_rollback_within_a_run_sends_nothing_twice(tmp_path: Path) -> None:
     assert [number for number, _ in tracker.logged] == [1, 2, 3, 4]
 
 
+def test_what_comes_behind_a_rollback_is_sent_again_once(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", (), [step(n, loss=3.0) for n in (1, 2, 3)])
+    first = Noted()
+    fed = feeder(folder, first)
+    fed.feed()
+    went_back = {"step": 2, "anomaly": "loss spike", "action": "rollback", "samples_to": 32}
+    replace_text(folder / "metrics.jsonl", "")
+    add(folder, [step(1, loss=3.0), went_back, *(step(n, loss=2.0) for n in (2, 3, 4))])
+    fed.close("failed")
+    losses = [(number, sent["loss"]) for number, sent in first.logged if "loss" in sent]
+    assert losses == [(1, 3.0), (2, 3.0), (3, 3.0), (2, 2.0), (3, 2.0), (4, 2.0)]
+    second = Noted()
+    feeder(folder, second).close("finished")
+    assert second.logged == []
+
+
 def test_of_every_so_many_steps_and_all_evaluations(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", (), [step(n) for n in range(1, 8)])
     add(folder, [{"step": 7, "eval_loss": 3.0}])
     tracker = Noted()
     feeder(folder, tracker, every=3).close("finished")
     assert [number for number, _ in tracker.logged] == [3, 6, 7]
+
+
+def test_lines_of_others_are_passed_over(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", (), [{"step": "first"}, {"step": [1]}, step(1)])
+    tracker = Noted()
+    feeder(folder, tracker).close("finished")
+    assert [number for number, _ in tracker.logged] == [1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -43,8 +44,19 @@ def test_sqlite(tmp_path: Path) -> None:
     found = sqlite3.connect(file)
     rows = found.execute("select step, value from metrics where name = 'loss' order by step")
     assert dict(rows.fetchall()) == LOSSES
-    assert found.execute("select run, outcome from runs").fetchall() == [("my-run", "finished")]
+    assert found.execute("select name, outcome from runs").fetchall() == [("my-run", "finished")]
     assert len(found.execute("select * from texts").fetchall()) == 2
+    found.close()
+
+
+def test_sqlite_of_two_runs_whose_folders_have_the_same_name(tmp_path: Path) -> None:
+    file = tmp_path / "runs.sqlite"
+    for project in ("a", "b"):
+        tracked(TrackSqlite(file=str(file)), tmp_path / project)
+    found = sqlite3.connect(file)
+    assert found.execute("select name from runs").fetchall() == [("my-run",), ("my-run",)]
+    counts = found.execute("select count(*) from metrics where name = 'loss' group by run")
+    assert counts.fetchall() == [(4,), (4,)]
     found.close()
 
 
@@ -56,6 +68,32 @@ def test_tensorboard(tmp_path: Path) -> None:
     found.Reload()
     assert {event.step: event.value for event in found.Scalars("loss")} == LOSSES
     assert "generated/0/text_summary" in found.Tags()["tensors"]
+
+
+def test_tensorboard_in_a_run_that_was_moved(tmp_path: Path) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    state = opened(TrackTensorboard(), before, {})
+    before.rename(after)
+    opened(TrackTensorboard(), after, state)
+    assert not before.exists()
+    assert len(list((after / "tensorboard").iterdir())) == 2
+
+
+def test_tensorboard_of_two_runs_whose_folders_have_the_same_name(tmp_path: Path) -> None:
+    for project in ("a", "b"):
+        tracked(TrackTensorboard(folder=str(tmp_path / "all")), tmp_path / project)
+    assert sorted(path.name for path in (tmp_path / "all").iterdir()) == ["my-run", "my-run-2"]
+
+
+def opened(stage: TrackerStage, folder: Path, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the state of a tracker of a run in the folder, after a loss that it was sent."""
+    run = RunFacts(name=folder.name, recipe={"name": "made"}, environment={}, folder=folder)
+    tracker = stage.tracker()
+    found = json.loads(json.dumps(tracker.open(run, state)))
+    tracker.log(1, {"loss": 3.5}, 1_700_000_000.0)
+    tracker.close("finished")
+    return dict(found)
 
 
 def test_mlflow(tmp_path: Path) -> None:
@@ -120,9 +158,20 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from trackio.sqlite_storage import SQLiteStorage
 
     (run,) = trackio.Api().runs("made")
-    assert run.name == "my-run"
-    logs = SQLiteStorage.get_logs("made", "my-run")
+    assert re.fullmatch("my-run-[0-9a-f]{6}", run.name)
+    logs = SQLiteStorage.get_logs("made", run.name)
     assert {log["step"]: log["loss"] for log in logs if "loss" in log} == LOSSES
+
+
+def test_trackio_of_two_runs_whose_folders_have_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    for project in ("a", "b"):
+        tracked(TrackTrackio(project="both"), tmp_path / project)
+    import trackio
+
+    assert len(list(trackio.Api().runs("both"))) == 2
 
 
 @pytest.mark.parametrize("stage", [TrackTensorboard, TrackMlflow, TrackWandb, TrackTrackio])
@@ -133,3 +182,10 @@ def test_a_package_that_is_missing_is_found_before_the_start(
     monkeypatch.setattr("pipeline.track.contract.find_spec", lambda name: None)
     (problem,) = problems(stage, {})
     assert problem.hint == f"pip install 'pipetrain[{stage.extra}]'"
+
+
+def test_passwords_in_the_address_of_mlflow_are_refused() -> None:
+    (problem,) = problems(TrackMlflow, {"tracking_uri": "https://me:secret@host/path"})
+    assert (problem.key, "MLFLOW_TRACKING_PASSWORD" in problem.hint) == ("tracking_uri", True)
+    assert "secret" not in str(problem)
+    assert problems(TrackMlflow, {"tracking_uri": "https://host/@me"}) == []
