@@ -78,8 +78,8 @@ class Follower:
 
     def activity(self) -> dict[str, Any]:
         """Return what rank 0 is doing: `name`, `done`, `total`, `unit`, `seconds`; empty if it has
-        not said so."""
-        return json_in(self.folder / ACTIVITY)
+        not said so, or if the run is not under way: a killed rank leaves its file behind."""
+        return json_in(self.folder / ACTIVITY) if self.state == "running" else {}
 
     @property
     def planned_bytes(self) -> int | None:
