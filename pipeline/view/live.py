@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.hardware.telemetry import GpuReading
+from pipeline.utils.activities import BYTES
 from pipeline.utils.terminal import shown
-from pipeline.utils.text import duration, human
+from pipeline.utils.text import counted, duration, human
 from pipeline.view.chain import SlotState
 from pipeline.view.follow import Follower
 from pipeline.view.sparkline import ASCII_BARS, BARS, sparkline
@@ -106,7 +107,7 @@ def _activity(doing: dict[str, Any], width: int) -> RenderableType:
     """Return a bar, or the amount alone where the whole is not known."""
     name, unit = shown(str(doing["name"])), shown(str(doing["unit"]))
     done = float(doing["done"])
-    amount = human if unit == "B" else lambda value: f"{count(value)} {unit}".rstrip()
+    amount = human if unit == BYTES else lambda value: counted(value, unit)
     if not doing["total"]:
         return Text(f"{name}  {amount(done)}" if done else name)
     total = float(doing["total"])

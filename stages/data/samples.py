@@ -116,10 +116,10 @@ def write_samples(
 def _report(
     log: logging.Logger, counts: Counts, dropped: Mapping[str, int], first: Mapping[str, Row]
 ) -> None:
-    reasons = {f"{count} rows {why}": first[why] for why, count in dropped.items()}
+    reasons = {f"{counted(count, 'rows')} {why}": first[why] for why, count in dropped.items()}
     if not counts["samples"]:
         raise StageError(
-            f"no token to train on in {counts['rows']} rows: {'; '.join(reasons)}",
+            f"no token to train on in {counted(counts['rows'], 'rows')}: {'; '.join(reasons)}",
             hint="check `loss`, the roles of the messages, the chat template and `sequence_length`",
         )
     for reason, row in reasons.items():
