@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline import NO_TARGET, Context, Sample, Samples, StageError
-from pipeline.utils import activity
+from pipeline.utils import activity, counted
 from stages.data.cache import Counts, Entry, VerifiedArray
 from stages.data.encode import Dropped, Encoded
 from stages.data.forms import Form
