@@ -64,8 +64,10 @@ class RunOutcome:
         from pipeline.contracts.export import ExportedModel
 
         found = self.results()
-        models = [step.slot for step in self._plan().steps if step.is_a(ExportedModel)]
-        return next((found[slot] for slot in models if slot in found), None)
+        exports = (
+            s.slot for s in self._plan().steps if issubclass(s.gives or object, ExportedModel)
+        )
+        return next((found[slot] for slot in exports if slot in found), None)
 
     def results(self) -> dict[str, Path]:
         """Return slot -> place of its result, of those that lie on this machine's disk."""
