@@ -63,10 +63,8 @@ class RunOutcome:
         """The exported model's folder, if there is one."""
         from pipeline.contracts.export import ExportedModel
 
-        found = self.results()
-        exports = (
-            s.slot for s in self._plan().steps if issubclass(s.gives or object, ExportedModel)
-        )
+        found, steps = self.results(), self._plan().steps
+        exports = [one.slot for one in steps if issubclass(one.gives or object, ExportedModel)]
         return next((found[slot] for slot in exports if slot in found), None)
 
     def results(self) -> dict[str, Path]:

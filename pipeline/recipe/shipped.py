@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pipeline
 from pipeline.errors import UsageError
-from pipeline.recipe.load import Recipe
 from pipeline.utils.text import did_you_mean
+
+if TYPE_CHECKING:
+    from pipeline.recipe.load import Recipe
 
 
 def shipped() -> dict[str, Path]:
@@ -36,7 +37,7 @@ def absent_files(recipe: Recipe, folder: Path) -> list[Path]:
     """Return the files that a recipe names in its own folder, and that are not there."""
     inside = f"{folder.resolve()}/"
     named = dict.fromkeys(text for text in _texts(recipe.public()) if text.startswith(inside))
-    return [folder / text.removeprefix(inside) for text in named if not glob.glob(text)]
+    return [folder / text.removeprefix(inside) for text in named if not Path(text).exists()]
 
 
 def _texts(value: Any) -> Iterator[str]:
