@@ -17,7 +17,7 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pipeline import NO_TARGET, Engine, Heartbeat, MicroBatch, ModelSource
+from pipeline import NO_TARGET, DistContext, Engine, Heartbeat, MicroBatch, ModelSource
 from pipeline.utils import local_part
 from stages.train.loss import model_output
 from stages.train.settings import Generation
@@ -46,16 +46,19 @@ class Writer:
         )
         return list(encoded["input_ids"])
 
-    def write(self, engine: Engine, heartbeat: Heartbeat, step: int) -> list[dict[str, Any]]:
-        """Continue every prompt (collective); returns `number`, `prompt` and `text` of each."""
+    def write(self, engine: Engine, dist: DistContext, step: int) -> list[dict[str, Any]] | None:
+        """Continue every prompt (collective). Returns `number`, `prompt` and `text` of each; None
+        if a rank was asked to stop meanwhile."""
         texts: list[list[int]] = [[] for _ in self._prompts]
         for position in range(self._settings.max_tokens):
             going = [n for n, text in enumerate(texts) if not self._ends & set(text[-1:])]
             if not going:
                 break
+            if dist.any(dist.stop.asked):
+                return None
             chooser = NextToken(self._settings.temperature, (self._seed, step, position))
             batches = _marked([(n, self._prompts[n] + texts[n]) for n in going], engine.device)
-            engine.evaluate(_with_signs(batches, heartbeat), chooser)
+            engine.evaluate(_with_signs(batches, dist.heartbeat), chooser)
             chosen = chooser.shared(len(texts), engine.device)
             for number in going:
                 texts[number].append(chosen[number])

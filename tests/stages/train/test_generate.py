@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from pipeline import MicroBatch
+from pipeline import MicroBatch, Progress, StepCallback
 from pipeline.distributed.process_group import DistContext
+from pipeline.distributed.signals import Interrupted
 from pipeline.execution.metrics import records
 from pipeline.utils.files import private_folder
 from stages.checkpoint.sharded import ShardedCheckpoint
@@ -46,10 +51,22 @@ class Letters:
         return " ".join(map(str, ids))
 
 
+class StopAt(StepCallback):
+    """Sends this process a signal behind an update, if it is not step 0."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
+        if step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def train(
-    dist: DistContext, folder: str, wrap: str, generate: Generation | None
+    dist: DistContext, folder: str, wrap: str, generate: Generation | None, stop: int = 0
 ) -> list[dict[str, Any]]:
-    """Train four steps; returns the records of the run."""
+    """Train four steps, or until a signal comes behind step `stop`; returns the records of the
+    run."""
     private_folder(Path(folder))
     ctx, setting = context(dist, folder), Setting(wrap=wrap)
     plan = AdamW(schedule="constant", warmup_steps=0, lr=0.05).run(ctx)
@@ -60,7 +77,8 @@ def train(
     loop = TrainCausalLm(
         global_batch_size=4, micro_batch_size=1, steps=4, eval_last=False, generate=generate
     )
-    loop.run(ctx, engine, toy_data(), plan, checkpoints, model)
+    with contextlib.suppress(Interrupted):
+        loop.run(ctx, engine, toy_data(), plan, checkpoints, model, StopAt(stop))
     checkpoints.close()
     engine.close()
     return list(records(ctx.run_dir / "metrics.jsonl"))
@@ -87,6 +105,25 @@ def test_every_strategy_writes_the_same(temperature: float, tmp_path: Path) -> N
     assert list(expected) == [2, 4]
     assert all(len(text.split()) <= 5 and text for one in expected.values() for text in one)
     assert {layout: found for layout, found in written.items() if found != expected} == {}
+
+
+@pytest.mark.parametrize(
+    ("stop", "at"),
+    [(1, 2), (2, 2), (3, 4), (4, 4)],
+    ids=["before texts", "between tokens", "before the last texts", "between the last tokens"],
+)
+def test_a_stop_puts_texts_off(stop: int, at: int, tmp_path: Path) -> None:
+    """The signal is seen at the next step, or by the first token behind it."""
+    through = run_ranks(train, 1, str(tmp_path / "through"), "ddp", settings(1.0))[0]
+    run = str(tmp_path / "run")
+    stopped = run_ranks(train, 1, run, "ddp", settings(1.0), stop)[0]
+    assert max(line["step"] for line in stopped) == at
+    assert list(texts(stopped)) == [step for step in (2, 4) if step < at]
+    resumed = run_ranks(train, 1, run, "ddp", settings(1.0))[0]
+    assert texts(resumed) == texts(through)
+    assert len(texts(through)) == 2
+    again = run_ranks(train, 1, run, "ddp", settings(1.0))[0]
+    assert again == resumed
 
 
 def test_it_changes_nothing(tmp_path: Path) -> None:
@@ -144,8 +181,7 @@ def test_a_text_ends_at_its_end(tmp_path: Path) -> None:
     model = type("Source", (), {"tokenizer": lambda self: Letters()})()
     writer = Writer(settings(0.0), model, seed=0)
     engine = Ending()
-    from pipeline import Heartbeat
-
-    found = writer.write(engine, Heartbeat(), 1)  # type: ignore[arg-type]
+    found = writer.write(engine, DistContext(device=Ending.device), 1)  # type: ignore[arg-type]
+    assert found is not None
     assert [one["text"] for one in found] == ["100", "50 50 50 50 50"]
     assert engine.calls == 5
