@@ -173,7 +173,7 @@ class Training:
     def _make_up(self) -> None:
         """Evaluate the model as it came, if that is asked for, and do what a stop came before."""
         progress = self.progress
-        asked = self.data.heldout is not None and self.config.eval_first
+        asked = bool(self.data.heldout) and self.config.eval_first
         first = asked and not progress.step and not progress.best
         own = "loss" in progress.metrics  # not the weights of a run from which this one starts
         evaluates = first or (own and self._evaluation_due() and not self.evaluated)

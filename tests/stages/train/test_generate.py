@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from pipeline import MicroBatch, Progress, StepCallback
+from pipeline import MicroBatch, Progress, StageError, StepCallback
 from pipeline.distributed.process_group import DistContext
 from pipeline.distributed.signals import Interrupted
 from pipeline.execution.metrics import records
+from pipeline.testing import plan_view
 from pipeline.utils.files import private_folder
 from stages.checkpoint.sharded import ShardedCheckpoint
+from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.generate import NextToken, Writer
@@ -178,10 +182,89 @@ def test_a_text_ends_at_its_end(tmp_path: Path) -> None:
                 number = int(batch.labels[row, column])
                 chooser._chosen[number] = torch.tensor(100 if number == 0 else 50)
 
-    model = type("Source", (), {"tokenizer": lambda self: Letters()})()
+    model = type("Source", (), {"tokenizer": lambda self: Letters(), "most_positions": None})()
     writer = Writer(settings(0.0), model, seed=0)
     engine = Ending()
     found = writer.write(engine, DistContext(device=Ending.device), 1)  # type: ignore[arg-type]
     assert found is not None
     assert [one["text"] for one in found] == ["100", "50 50 50 50 50"]
     assert engine.calls == 5
+
+
+def declared(most: int | None = None) -> Any:
+    return SimpleNamespace(name="the model", tokenizer=Letters, most_positions=most)
+
+
+@pytest.mark.parametrize(
+    ("fields", "most", "message"),
+    [
+        ({"chat": True}, None, "generate: the tokenizer of the model has no chat template"),
+        ({"prompts": ("5", "")}, None, "generate: prompt '' has no tokens"),
+        (
+            {"prompts": ("1 2 3", "4"), "max_tokens": 62},
+            63,
+            "generate: the text of prompt '1 2 3' may have 64 tokens, and the model has 63 "
+            "positions",
+        ),
+    ],
+)
+def test_texts_that_cannot_be_written(
+    fields: dict[str, Any], most: int | None, message: str
+) -> None:
+    made = Generation(**{"prompts": ("5",), "every": 1, **fields})
+    with pytest.raises(StageError, match=re.escape(message)):
+        Writer(made, declared(most), seed=0)
+
+
+def test_no_padding_goes_beyond_the_positions() -> None:
+    lengths = []
+
+    class Recording:
+        device = torch.device("cpu")
+
+        def evaluate(self, batches: Any, chooser: NextToken) -> None:
+            for batch in batches:
+                lengths.append(batch.input_ids.shape[1])
+                chooser._chosen[0] = torch.tensor(5)
+
+    made = Generation(prompts=("1 2 3",), every=1, max_tokens=68)
+    dist = DistContext(device=Recording.device)
+    assert Writer(made, declared(70), seed=0).write(Recording(), dist, 1)  # type: ignore[arg-type]
+    assert lengths == [64] * 62 + [70] * 6
+
+
+GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 50}
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "expected"),
+    [
+        (GPT2, {"max_tokens": 1024}, []),
+        ({**GPT2, "n_positions": 63}, {"max_tokens": 63}, []),
+        (
+            {**GPT2, "n_positions": 63},
+            {},
+            ["generate.max_tokens: is 64, and the model has 63 positions"],
+        ),
+        ({"model_type": "llama", "max_position_embeddings": 8}, {}, []),
+        (GPT2, {"chat": True}, ["generate: needs a chat template, and the tokenizer of"]),
+    ],
+)
+def test_what_shows_before_a_start(
+    config: dict[str, Any], fields: dict[str, Any], expected: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").touch()
+    generate = Generation(**{"prompts": ("5",), "every": 1, **fields})
+    stage = TrainCausalLm(global_batch_size=1, steps=1, generate=generate)
+    model = HfModel(config=config, tokenizer=str(tmp_path))
+    view = plan_view(model=model, train=stage)
+    said = [f"{one.key}: {one.message}" for one in stage.check(view)]
+    assert len(said) == len(expected)
+    assert all(one.startswith(begin) for one, begin in zip(said, expected, strict=True))
+
+
+def test_the_table_of_positions_of_a_model(tmp_path: Path) -> None:
+    ctx = context(DistContext(device=torch.device("cpu")), tmp_path)
+    tables = [GPT2 | {"n_positions": 63}, GPT2, {"model_type": "llama", "hidden_size": 8}]
+    found = [HfModel(config=config, init="random").run(ctx).most_positions for config in tables]
+    assert found == [63, 1024, None]
