@@ -27,7 +27,7 @@ from stages.train.causal_lm import TrainCausalLm
 from stages.train.generate import NextToken, Writer
 from stages.train.settings import Generation
 from tests.support.processes import run_ranks
-from tests.support.runs import context, toy_data
+from tests.support.runs import TINY, context, toy_data
 from tests.support.state import Setting, make_engine, source
 
 LAYOUTS = [
@@ -47,6 +47,7 @@ class Letters:
 
     eos_token_id = 100
     pad_token_id = 0
+    chat_template = None
 
     def __call__(self, text: str) -> dict[str, list[int]]:
         return {"input_ids": [int(word) for word in text.split()]}
@@ -257,7 +258,7 @@ def test_what_shows_before_a_start(
     generate = Generation(**{"prompts": ("5",), "every": 1, **fields})
     stage = TrainCausalLm(global_batch_size=1, steps=1, generate=generate)
     model = HfModel(config=config, tokenizer=str(tmp_path))
-    view = plan_view(model=model, train=stage)
+    view = plan_view({"model": model, "train": stage})
     said = [f"{one.key}: {one.message}" for one in stage.check(view)]
     assert len(said) == len(expected)
     assert all(one.startswith(begin) for one, begin in zip(said, expected, strict=True))
@@ -265,6 +266,6 @@ def test_what_shows_before_a_start(
 
 def test_the_table_of_positions_of_a_model(tmp_path: Path) -> None:
     ctx = context(DistContext(device=torch.device("cpu")), tmp_path)
-    tables = [GPT2 | {"n_positions": 63}, GPT2, {"model_type": "llama", "hidden_size": 8}]
+    tables = [GPT2 | {"n_positions": 63}, GPT2, TINY]
     found = [HfModel(config=config, init="random").run(ctx).most_positions for config in tables]
     assert found == [63, 1024, None]
