@@ -48,7 +48,7 @@ STEP = {
     "total_steps": int,
 }  # fmt: skip
 BEST = {"best_step": int, "best_eval_loss": float}
-EVALUATION = {"step": int, "eval_loss": float, "perplexity": float, **BEST}
+EVALUATION = {"step": int, "eval_loss": float, "perplexity": float, "time": float, **BEST}
 GENERATED = {"step": int, "time": float, "generated": list}
 CHECKPOINT = {"step": int, "time": float, "checkpoint_stall_seconds": float}
 WRITTEN = {"step": int, "time": float, "checkpoint_seconds": float}
