@@ -31,6 +31,7 @@ from pipeline.errors import RunFailed, RunStopped
 from pipeline.execution import rundir
 
 if TYPE_CHECKING:
+    from pipeline.chain.plan import Plan
     from pipeline.planning.memory_plan import MemoryPlan
     from pipeline.view.history import History
 
@@ -60,16 +61,23 @@ class RunOutcome:
     @property
     def export(self) -> Path | None:
         """The exported model's folder, if there is one."""
-        return next((path for path in self.results().values() if path.name == "export"), None)
+        from pipeline.contracts.export import ExportedModel
+
+        found, steps = self.results(), self._plan().steps
+        exports = [one.slot for one in steps if issubclass(one.gives or object, ExportedModel)]
+        return next((found[slot] for slot in exports if slot in found), None)
 
     def results(self) -> dict[str, Path]:
         """Return slot -> place of its result, of those that lie on this machine's disk."""
-        from pipeline.chain.plan import plan_file
         from pipeline.execution.journal import Journal
         from pipeline.execution.resume import results
 
-        plan = plan_file(self.folder / rundir.RECIPE, ran=True)
-        return dict(results(plan, Journal(self.folder / rundir.JOURNAL)))
+        return dict(results(self._plan(), Journal(self.folder / rundir.JOURNAL)))
+
+    def _plan(self) -> Plan:
+        from pipeline.chain.plan import plan_file
+
+        return plan_file(self.folder / rundir.RECIPE, ran=True)
 
 
 def run(

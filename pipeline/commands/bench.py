@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -69,16 +68,11 @@ def bench(
     from pipeline.bench import report, trials
     from pipeline.bench.session import Benchmark
     from pipeline.chain.plan import plan_file
-    from pipeline.distributed.launchers import placement
-    from pipeline.errors import CommandStopped, UsageError
+    from pipeline.distributed.launchers import require_no_launcher
+    from pipeline.errors import CommandStopped
     from pipeline.planning.presets import chosen
 
-    started = placement(os.environ)
-    if started is not None:
-        raise UsageError(
-            f"pipe bench starts its own processes, and this one is {started.describe()}",
-            hint=f"run it without {started.source}",
-        )
+    require_no_launcher("pipe bench")
     registry = registry or Registry.installed()
     plan = plan_file(recipe, overrides, registry=registry)
     trials.require_measurable(plan)

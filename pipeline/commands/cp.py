@@ -19,7 +19,7 @@ def cp(name: str | None, to: Path) -> None:
     Without NAME, list the recipes.
     """
     from pipeline.errors import UsageError, system_errors_as
-    from pipeline.recipe.shipped import shipped, shipped_recipe
+    from pipeline.recipe.shipped import absent_files, shipped, shipped_recipe
     from pipeline.utils.text import align
 
     if name is None:
@@ -37,6 +37,10 @@ def cp(name: str | None, to: Path) -> None:
                 raise UsageError(f"{target} is there already, and is another file")
             shutil.copyfile(source, target)
             click.echo(target)
+    absent = absent_files(load_recipe(to / file.name), to)
+    if absent:
+        names = ", ".join(map(str, absent))
+        click.echo(f"not there yet: {names}; put them there, or name your own", err=True)
     click.echo(f"paths in it are relative to it; next: pipe check {to / file.name}", err=True)
 
 

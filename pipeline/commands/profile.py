@@ -49,11 +49,14 @@ def profile(
     """
     from pipeline.bench.profiled import profiled_recipe
     from pipeline.chain.plan import plan_file
+    from pipeline.distributed.launchers import require_no_launcher
     from pipeline.errors import UsageError, system_errors_as
     from pipeline.execution import rundir
     from pipeline.execution.metrics import records
     from pipeline.launch.start import Job, start
+    from pipeline.utils.files import replace_text
 
+    require_no_launcher("pipe profile")
     original = plan_file(recipe, overrides, here=True)
     runs = Path("runs")
     if run_dir is not None and (run_dir / rundir.RECIPE).exists():
@@ -61,7 +64,7 @@ def profile(
     folder = rundir.claim(run_dir) if run_dir else rundir.create(runs, "profile")
     with system_errors_as(UsageError):
         file = folder / "profile.yaml"
-        file.write_text(profiled_recipe(original, steps), "utf-8")
+        replace_text(file, profiled_recipe(original, steps))
 
     def plan(started: Started) -> Plan:
         return plan_file(file, here=True, started=started)

@@ -8,7 +8,6 @@ import click
 
 from pipeline.commands.completion import RUN
 
-PATH = click.Path(path_type=Path)
 HTML = click.Path(path_type=Path, dir_okay=False)
 
 

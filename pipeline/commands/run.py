@@ -119,8 +119,10 @@ def run(
     if dry_run:
         click.echo("\n".join(rehearsal(plan(Started()), run_dir, selection)))
         return
-    job = Job(plan=plan, folder=folder, display=display, selection=selection, beside=beside_on_gpus)
-    with with_plan(plan):
+    with with_plan(plan) as kept:
+        job = Job(
+            plan=kept, folder=folder, display=display, selection=selection, beside=beside_on_gpus
+        )
         start(job, NodeOptions(**where))
 
 
@@ -130,16 +132,23 @@ def beside_on_gpus(plan: Plan, folder: Path) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
     from pipeline.planning.beside import planned_beside
 
-    return planned_beside(folder)
+    return planned_beside(plan, folder)
 
 
 @contextlib.contextmanager
-def with_plan(make: Callable[[Started], Plan]) -> Iterator[None]:
-    """Where the body runs out of memory, say what the recipe's plan is."""
+def with_plan(make: Callable[[Started], Plan]) -> Iterator[Callable[[Started], Plan]]:
+    """Where the body, which makes its plan by the yielded function, runs out of memory, say what
+    that plan is."""
     from pipeline.errors import PipeError, RunFailed
 
+    made: list[Plan] = []
+
+    def kept(started: Started) -> Plan:
+        made.append(make(started))
+        return made[-1]
+
     try:
-        yield
+        yield kept
     except RunFailed as error:
         if not error.memory:
             raise
@@ -148,7 +157,8 @@ def with_plan(make: Callable[[Started], Plan]) -> Iterator[None]:
         from pipeline.planning.report import lines
 
         try:
-            planned = ["the plan:", *lines(estimated(make(started())))]
+            plan = made[-1] if made else make(started())  # a rank above 0 has made none
+            planned = ["the plan:", *lines(estimated(plan))]
         except PipeError as reason:
             planned = [f"there is no plan: {str(reason).splitlines()[0]}"]
         raise RunFailed("\n  ".join([str(error), *planned])) from error
@@ -214,9 +224,9 @@ def resume(
     if dry_run:
         click.echo("\n".join(rehearsal(plan(Started()), run_dir, selection)))
         return
-    job = Job(
-        plan=plan, folder=folder, display=display, accept=accept, selection=selection,
-        beside=beside_on_gpus,
-    )  # fmt: skip
-    with with_plan(plan):
+    with with_plan(plan) as kept:
+        job = Job(
+            plan=kept, folder=folder, display=display, accept=accept, selection=selection,
+            beside=beside_on_gpus,
+        )  # fmt: skip
         start(job, NodeOptions(**where))

@@ -14,7 +14,7 @@ def selection_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @click.option("--from", "first", metavar="SLOT", help="Run SLOT and all behind it again.")
     @click.option("--until", "last", metavar="SLOT", help="End behind SLOT.")
-    @click.option("--only", metavar="SLOT", help="Run SLOT alone, again if it has finished.")
+    @click.option("--only", metavar="SLOT", help="Run SLOT, finished or not, and end behind it.")
     @functools.wraps(command)
     def with_selection(
         *args: Any, first: str | None, last: str | None, only: str | None, **rest: Any

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
     from pipeline.view.follow import Follower
 
 
-PATH = click.Path(path_type=Path)
-
-
 @click.command("status")
 @click.argument(
     "run", metavar="[RUN]", type=click.Path(path_type=Path), required=False, shell_complete=RUN
@@ -30,14 +27,17 @@ def status(run: Path | None, follow: bool, as_json: bool) -> None:
 
     Training does not notice.
     """
+    from pipeline.errors import RecipeError
     from pipeline.execution import rundir
-    from pipeline.recipe import load_recipe
+    from pipeline.recipe import read_recipe
     from pipeline.view.follow import Follower
 
     if follow and as_json:
         raise click.UsageError("--follow excludes --json")
     folder = rundir.existing(run or rundir.newest(Path("runs")))
-    recipe = load_recipe(folder / rundir.RECIPE)
+    recipe, problems = read_recipe(folder / rundir.RECIPE)  # its variables may not be set here
+    if recipe is None:
+        raise RecipeError(problems)
     found = Follower(folder, {slot: spec.use for slot, spec in recipe.stages.items()})
     found.look()
     if as_json:

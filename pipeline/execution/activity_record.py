@@ -20,6 +20,11 @@ LOG_SECONDS = 10.0
 """Seconds between two lines in the log, and before the first."""
 
 
+def clear(run_dir: Path) -> None:
+    """Forget what rank 0 was doing in an earlier start, in which it may have been killed."""
+    (run_dir / FILE).unlink(missing_ok=True)
+
+
 @dataclass(eq=False)
 class ActivityRecord:
     """Shows a rank's activities: in its log, and in the run's folder if it is given one."""
@@ -29,6 +34,9 @@ class ActivityRecord:
     _under_way: list[Activity] = field(default_factory=list, init=False)
     _written: float = field(default=0.0, init=False)
     _logged: dict[Activity, float] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._write()  # a launcher may start ranks again after one was killed at work
 
     def changed(self, activity: Activity) -> None:
         now = time.monotonic()

@@ -82,13 +82,20 @@ def find(folder: Path, *, all_checkpoints: bool = False) -> Finding:
 
 
 def clean(folder: Path, *, all_checkpoints: bool = False) -> Finding:
-    """Remove what `find` finds, and return it. Raises RunLocked for a run that is under way, and
-    OSError."""
+    """Remove what `find` finds; return what has gone, and a note of each that could not be removed.
+    Raises RunLocked for a run that is under way."""
     with rundir.locked(folder):
         found = find(folder, all_checkpoints=all_checkpoints)
+        gone, notes = [], list(found.notes)
         for waste in found.waste:
-            waste.remove()
-    return found
+            try:
+                waste.remove()
+            except OSError as error:
+                name = waste.path.relative_to(folder)
+                notes.append(f"{name} could not be removed: {in_words(error)}")
+            else:
+                gone.append(waste)
+    return Finding(waste=tuple(gone), notes=tuple(notes))
 
 
 def _elsewhere(folder: Path, place: Path) -> str:

@@ -26,7 +26,7 @@ class Selection:
     last: str | None = None
     """End behind this slot."""
     only: str | None = None
-    """Run this slot again, and no other that has finished."""
+    """Run this slot, finished or not, and end behind it; before it, what has not finished."""
 
     def __post_init__(self) -> None:
         """Raise UsageError for slots that exclude each other."""

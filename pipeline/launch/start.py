@@ -33,7 +33,7 @@ from pipeline.errors import (
     in_words,
     system_errors_as,
 )
-from pipeline.execution import failures, rundir
+from pipeline.execution import activity_record, failures, rundir
 from pipeline.execution.journal import Journal
 from pipeline.execution.origins import write_origins
 from pipeline.execution.rank_logging import say
@@ -225,6 +225,7 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
         here = rundir.environment()
         changes = rundir.write_environment(folder, here)
         failures.clear(folder)
+        activity_record.clear(folder)
         journal.write(
             "run started", procs=plan.view.procs, device=plan.view.device, environment=here
         )

@@ -1,4 +1,5 @@
-"""The plan of a run that is starting, made beside it: `python -m pipeline.planning.beside RUN_DIR`.
+"""The plan of a run that is starting, made beside it:
+`python -m pipeline.planning.beside RUN_DIR PROCESSES PROCESSES_PER_NODE`.
 
 The run's display and report compare what is measured with it.
 """
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline.chain.plan import Plan, make_plan
+from pipeline.chain.plan import Plan, Started, make_plan
 from pipeline.errors import PipeError
 from pipeline.execution import rundir
 from pipeline.planning.hardware import HardwareOptions, Margins
@@ -30,13 +31,15 @@ KINDNESS = 19
 
 
 @contextlib.contextmanager
-def planned_beside(folder: Path) -> Iterator[None]:
-    """Plan the run in `folder` in a process of its own while the body runs it. Without a plan,
-    whatever the reason, the run is shown without it."""
+def planned_beside(plan: Plan, folder: Path) -> Iterator[None]:
+    """Plan the run in `folder` in a process of its own while the body runs it. Without a plan of
+    memory, whatever the reason, the run is shown without it."""
     process = None
     with contextlib.suppress(OSError):
         process = subprocess.Popen(
-            own_module("pipeline.planning.beside", str(folder)),
+            own_module(
+                "pipeline.planning.beside", str(folder), str(plan.view.procs), str(plan.per_node)
+            ),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -52,8 +55,11 @@ def planned_beside(folder: Path) -> Iterator[None]:
 def estimated(plan: Plan) -> MemoryPlan:
     """Return the memory plan of a recipe on the machines that it runs on. Raises PipeError where
     there can be none."""
-    gpus = None if plan.view.device == "cpu" else plan.view.procs
-    return estimate_plan(plan, HardwareOptions(gpus=gpus), Margins())
+    nodes = plan.view.procs // plan.per_node
+    machines = HardwareOptions(gpus=plan.per_node, nodes=nodes)
+    return estimate_plan(
+        plan, HardwareOptions() if plan.view.device == "cpu" else machines, Margins()
+    )
 
 
 def record(found: MemoryPlan) -> dict[str, Any]:
@@ -66,11 +72,13 @@ def record(found: MemoryPlan) -> dict[str, Any]:
     }
 
 
-def main(folder: Path) -> int:
-    """Write the plan of the run in `folder` into it. Returns the exit code."""
+def main(folder: Path, procs: int, per_node: int) -> int:
+    """Write the plan of the run in `folder`, on so many processes, into it. Returns the exit
+    code."""
     os.nice(KINDNESS)
+    started = Started(procs=procs, per_node=per_node, nodes=procs // per_node)
     try:
-        found = estimated(make_plan(load_recipe(folder / rundir.RECIPE)))
+        found = estimated(make_plan(load_recipe(folder / rundir.RECIPE), started=started))
     except PipeError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -79,4 +87,4 @@ def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:])))

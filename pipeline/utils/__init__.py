@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pipeline.utils.lazy import lazily
     from pipeline.utils.packages import optional, unheard
     from pipeline.utils.process_tree import die_with
-    from pipeline.utils.text import align, closest, did_you_mean, duration, human, plural
+    from pipeline.utils.text import align, closest, counted, did_you_mean, duration, human, plural
     from pipeline.utils.trust import require_code_trust, require_trust
 else:
     __getattr__ = lazily(__name__, __file__)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pipeline.utils.text import human
+from pipeline.utils.text import counted, human
 
 BYTES = "B"
 """Unit of sizes, which are shown as `1.5 GB`."""
@@ -114,4 +114,4 @@ def activity(name: str, total: float | None = None, unit: str = "") -> Iterator[
 
 
 def _amount(value: float, unit: str) -> str:
-    return human(value) if unit == BYTES else f"{value:,.0f} {unit}".rstrip()
+    return human(value) if unit == BYTES else counted(value, unit)

@@ -53,6 +53,12 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}{ending}"
 
 
+def counted(count: float, nouns: str) -> str:
+    """`1 row`, `5,000 rows`: a number of what a plural names; the number alone without a name."""
+    number = f"{count:,.0f}"
+    return f"{number} {nouns.removesuffix('s') if number == '1' else nouns}".rstrip()
+
+
 def align(rows: Sequence[Sequence[str]], *, left: int = 1) -> Iterator[str]:
     """The rows as lines of columns, two blanks apart: the first `left` columns are aligned to the
     left, the others to the right. A row may have fewer cells than the others."""

@@ -48,9 +48,12 @@ class Chain:
             if kind == "run started":
                 self.started, self.ended = event["time"], 0.0
                 self._leave("waiting", event["time"])
+                self._wait_again()
             elif kind in _ENDS:
                 self.ended = event["time"]
                 self._leave(_ENDS[kind], event["time"])
+            elif kind == "slot set aside" and slot is not None:
+                slot.state = "waiting"
             elif kind == "slot started" and slot is not None:
                 slot.state, slot.began = "running", event["time"]
             elif kind == "slot finished" and slot is not None:
@@ -64,6 +67,12 @@ class Chain:
             if slot.state == "running":
                 slot.state = state
                 slot.total_seconds += max(0.0, now - slot.began)
+
+    def _wait_again(self) -> None:
+        """Have the slots wait that an earlier start did not finish."""
+        for slot in self.slots.values():
+            if slot.state in ("failed", "stopped"):
+                slot.state = "waiting"
 
     @property
     def running(self) -> SlotState | None:

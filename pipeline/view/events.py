@@ -55,8 +55,8 @@ def _of_newest_start(events: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any
 
 
 def _timed(records: Iterable[Mapping[str, Any]], time: float) -> Iterator[dict[str, Any]]:
-    """Yield records with a time: evaluations have that of the record before them, the first one
-    `time`."""
+    """Yield records with a time: one without (an earlier version's evaluation) has that of the
+    record before it, the first one `time`."""
     for record in records:
         time = record.get("time", time)
         yield {**record, "time": time}

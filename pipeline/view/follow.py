@@ -26,7 +26,7 @@ PACES = 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class News:
+class Found:
     """What is new in a run's folder."""
 
     events: list[dict[str, Any]]
@@ -63,7 +63,7 @@ class Follower:
         self._journal = Tail(self.folder / rundir.JOURNAL)
         self._metrics = Tail(self.folder / rundir.METRICS, newest_bytes=NEWEST_BYTES)
 
-    def look(self) -> News:
+    def look(self) -> Found:
         """Read what is new, and take note of it."""
         events = [event for event in self._journal.read() if "event" in event and "time" in event]
         self.chain.update(events)
@@ -74,12 +74,12 @@ class Follower:
             self._forget()
         for record in metrics:
             self._note(record)
-        return News(events=events, metrics=metrics, again=first or self._metrics.replaced)
+        return Found(events=events, metrics=metrics, again=first or self._metrics.replaced)
 
     def activity(self) -> dict[str, Any]:
         """Return what rank 0 is doing: `name`, `done`, `total`, `unit`, `seconds`; empty if it has
-        not said so."""
-        return json_in(self.folder / ACTIVITY)
+        not said so, or if the run is not under way: a killed rank leaves its file behind."""
+        return json_in(self.folder / ACTIVITY) if self.state == "running" else {}
 
     @property
     def planned_bytes(self) -> int | None:

@@ -13,7 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from pipeline.hardware.telemetry import GpuReading
-from pipeline.utils.text import duration, human
+from pipeline.utils.activities import BYTES
+from pipeline.utils.terminal import shown
+from pipeline.utils.text import counted, duration, human
 from pipeline.view.chain import SlotState
 from pipeline.view.follow import Follower
 from pipeline.view.sparkline import ASCII_BARS, BARS, sparkline
@@ -77,7 +79,7 @@ def _title(header: Header, run: Follower) -> RenderableType:
     line = Table.grid(expand=True)
     line.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
     line.add_column(justify="right", no_wrap=True)
-    name = Text(header.name, style="bold").append(f"  {header.where}", style=LABEL)
+    name = Text(shown(header.name), style="bold").append(f"  {shown(header.where)}", style=LABEL)
     line.add_row(name, Text(duration(run.seconds), style=LABEL))
     return line
 
@@ -95,7 +97,7 @@ def _chain(run: Follower, marks: Marks, width: int) -> RenderableType:
 
 def _slot(slot: SlotState, marks: Marks) -> Text:
     """Return mark and name, and how long it has been running."""
-    words = [getattr(marks, slot.state), slot.slot]
+    words = [getattr(marks, slot.state), shown(slot.slot)]
     if slot.state == "running":
         words.append(duration(time.time() - slot.began))
     return Text(" ".join(words), style=_COLOURS[slot.state])
@@ -103,13 +105,14 @@ def _slot(slot: SlotState, marks: Marks) -> Text:
 
 def _activity(doing: dict[str, Any], width: int) -> RenderableType:
     """Return a bar, or the amount alone where the whole is not known."""
-    name, done, unit = str(doing["name"]), float(doing["done"]), str(doing["unit"])
-    shown = human if unit == "B" else lambda value: f"{count(value)} {unit}".rstrip()
+    name, unit = shown(str(doing["name"])), shown(str(doing["unit"]))
+    done = float(doing["done"])
+    amount = human if unit == BYTES else lambda value: counted(value, unit)
     if not doing["total"]:
-        return Text(f"{name}  {shown(done)}" if done else name)
+        return Text(f"{name}  {amount(done)}" if done else name)
     total = float(doing["total"])
     left = float(doing["seconds"]) * (total - done) / done if done else None
-    return _bar(Text(name), done, total, f"{shown(done)} of {shown(total)}", left, width)
+    return _bar(Text(name), done, total, f"{amount(done)} of {amount(total)}", left, width)
 
 
 def _steps(run: Follower, width: int) -> RenderableType:

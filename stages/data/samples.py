@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline import NO_TARGET, Context, Sample, Samples, StageError
-from pipeline.utils import activity
+from pipeline.utils import activity, counted
 from stages.data.cache import Counts, Entry, VerifiedArray
 from stages.data.encode import Dropped, Encoded
 from stages.data.forms import Form
@@ -116,10 +116,10 @@ def write_samples(
 def _report(
     log: logging.Logger, counts: Counts, dropped: Mapping[str, int], first: Mapping[str, Row]
 ) -> None:
-    reasons = {f"{count} rows {why}": first[why] for why, count in dropped.items()}
+    reasons = {f"{counted(count, 'rows')} {why}": first[why] for why, count in dropped.items()}
     if not counts["samples"]:
         raise StageError(
-            f"no token to train on in {counts['rows']} rows: {'; '.join(reasons)}",
+            f"no token to train on in {counted(counts['rows'], 'rows')}: {'; '.join(reasons)}",
             hint="check `loss`, the roles of the messages, the chat template and `sequence_length`",
         )
     for reason, row in reasons.items():

@@ -29,6 +29,7 @@ from stages.train.settings import (
     Count,
     EarlyStopping,
     Generation,
+    generation_problems,
     heldout_problems,
     router_loss_problems,
 )
@@ -87,6 +88,7 @@ class TrainCausalLm(BatchPlan):
             yield replace(problem, key=f"anomalies.{problem.key}")
         yield from self._evaluation_problems(plan)
         yield from router_loss_problems(self.router_loss, plan)
+        yield from generation_problems(self.generate, plan)
 
     def _evaluation_problems(self, plan: PlanView) -> Iterator[Problem]:
         kept = [getattr(stage, "keep_best", 0) for stage in plan.giving(Checkpoints)]

@@ -17,7 +17,7 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pipeline import NO_TARGET, Engine, Heartbeat, MicroBatch, ModelSource
+from pipeline import NO_TARGET, DistContext, Engine, Heartbeat, MicroBatch, ModelSource, StageError
 from pipeline.utils import local_part
 from stages.train.loss import model_output
 from stages.train.settings import Generation
@@ -25,16 +25,26 @@ from stages.train.vocabulary import VocabularyShard
 
 STRIDE = 64
 """Lengths are padded to multiples of this, so that few shapes occur."""
+SHOWN = 40
+"""Characters of a prompt that an error has."""
 
 
 class Writer:
     """Continues the prompts of a recipe with the weights that an engine holds."""
 
     def __init__(self, settings: Generation, source: ModelSource, seed: int) -> None:
-        """Raise StageError if the model comes without a tokenizer."""
-        self._settings, self._seed = settings, seed
+        """Raise StageError if the model comes without a tokenizer or chat template that is needed,
+        and for a prompt without tokens, or with more than leave room for a text."""
+        self._settings, self._seed, self._most = settings, seed, source.most_positions
         self._tokenizer = source.tokenizer()
+        if settings.chat and not self._tokenizer.chat_template:
+            raise StageError(
+                f"generate: the tokenizer of {source.name} has no chat template",
+                hint="use an instruction-tuned model, or leave out `generate.chat`",
+            )
         self._prompts = [self._encoded(prompt) for prompt in settings.prompts]
+        for prompt, ids in zip(settings.prompts, self._prompts, strict=True):
+            self._require_possible(prompt, len(ids))
         self._ends = _ends(self._tokenizer)
 
     def _encoded(self, prompt: str) -> list[int]:
@@ -46,16 +56,32 @@ class Writer:
         )
         return list(encoded["input_ids"])
 
-    def write(self, engine: Engine, heartbeat: Heartbeat, step: int) -> list[dict[str, Any]]:
-        """Continue every prompt (collective); returns `number`, `prompt` and `text` of each."""
+    def _require_possible(self, prompt: str, tokens: int) -> None:
+        if not tokens:
+            raise StageError(f"generate: prompt {prompt!r} has no tokens", hint="give it a text")
+        longest = tokens + self._settings.max_tokens - 1  # the last token is not read again
+        if self._most is not None and longest > self._most:
+            begin = prompt if len(prompt) <= SHOWN else f"{prompt[:SHOWN]}..."
+            raise StageError(
+                f"generate: the text of prompt {begin!r} may have {longest} tokens, and the model "
+                f"has {self._most} positions",
+                hint="lower `generate.max_tokens`, or shorten the prompt",
+            )
+
+    def write(self, engine: Engine, dist: DistContext, step: int) -> list[dict[str, Any]] | None:
+        """Continue every prompt (collective). Returns `number`, `prompt` and `text` of each; None
+        if a rank was asked to stop meanwhile."""
         texts: list[list[int]] = [[] for _ in self._prompts]
         for position in range(self._settings.max_tokens):
             going = [n for n, text in enumerate(texts) if not self._ends & set(text[-1:])]
             if not going:
                 break
+            if dist.any(dist.stop.asked):
+                return None
+            going_on = [(n, self._prompts[n] + texts[n]) for n in going]
             chooser = NextToken(self._settings.temperature, (self._seed, step, position))
-            batches = _marked([(n, self._prompts[n] + texts[n]) for n in going], engine.device)
-            engine.evaluate(_with_signs(batches, heartbeat), chooser)
+            batches = _marked(going_on, engine.device, self._most)
+            engine.evaluate(_with_signs(batches, dist.heartbeat), chooser)
             chosen = chooser.shared(len(texts), engine.device)
             for number in going:
                 texts[number].append(chosen[number])
@@ -73,11 +99,14 @@ def _ends(tokenizer: Any) -> set[int]:
     return {int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set()
 
 
-def _marked(texts: Sequence[tuple[int, list[int]]], device: torch.device) -> list[MicroBatch]:
-    """Return a micro-batch of each text. The label of its last token, the only one, is its
-    number."""
+def _marked(
+    texts: Sequence[tuple[int, list[int]]], device: torch.device, most: int | None
+) -> list[MicroBatch]:
+    """Return a micro-batch of each text, padded to at most `most` tokens. The label of its last
+    token, the only one, is its number."""
     longest = max(len(ids) for _, ids in texts)
     length = -(-longest // STRIDE) * STRIDE
+    length = length if most is None else min(length, most)
     batches = []
     for number, ids in texts:
         input_ids = torch.zeros(1, length, dtype=torch.int64)

@@ -130,6 +130,8 @@ class Training:
                 self._advance()
             if self.data.heldout and self.config.eval_last and not self.evaluated:
                 self._evaluate()  # the last batch of all was skipped
+            if self._texts_due():
+                self._write_texts()
             self._save()
             return self.saves.finish()
 
@@ -164,15 +166,24 @@ class Training:
         else:
             for warning in self.step.plan.schedule_warnings(total):
                 self.ctx.log.warning("%s", warning)
-            first = not progress.step and not progress.best
-            # a stop came before the evaluation of these weights; they are this run's own
-            owed = self._evaluation_due() and not self.evaluated and "loss" in progress.metrics
-            if self.data.heldout and ((config.eval_first and first) or owed):
-                self._evaluate()
-                if self.checkpoints.due(progress):
-                    self._save()
+            self._make_up()
         if config.anomalies.rolls_back:
             self._save()  # so that there is a checkpoint to go back to
+
+    def _make_up(self) -> None:
+        """Evaluate the model as it came, if that is asked for, and do what a stop came before."""
+        progress = self.progress
+        asked = bool(self.data.heldout) and self.config.eval_first
+        first = asked and not progress.step and not progress.best
+        own = "loss" in progress.metrics  # not the weights of a run from which this one starts
+        evaluates = first or (own and self._evaluation_due() and not self.evaluated)
+        writes = own and self._texts_due()
+        if evaluates:
+            self._evaluate()
+        if writes:
+            self._write_texts()
+        if (evaluates or writes) and self.checkpoints.due(progress):
+            self._save()
 
     def _goes_on(self) -> bool:
         """Whether there is another step; logs the reason for early stopping."""
@@ -208,7 +219,7 @@ class Training:
 
     def _texts_due(self) -> bool:
         settings, step = self.config.generate, self.progress.step
-        if settings is None:
+        if settings is None or self.progress.texts == step:
             return False
         return step % settings.every == 0 or step == self.step.feed.total_steps(self.progress)
 
@@ -217,7 +228,10 @@ class Training:
         dist, step = self.ctx.dist, self.progress.step
         dist.heartbeat.beat(Phase.EVALUATE)
         with self._paused(), activity("generating texts"):
-            texts = self.writer.write(self.step.engine, dist.heartbeat, step)
+            texts = self.writer.write(self.step.engine, dist, step)
+            if texts is None:
+                self._stop()  # a resumed run writes them first
+            self.progress.texts = step
             self.reporter.generated(step, texts)
 
     @contextlib.contextmanager

@@ -126,7 +126,7 @@ class Reporter(StepCallback):
             self.show()
 
     def on_evaluation(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
-        self._write(step, progress, record)
+        self._write(step, progress, {**record, "time": time.time()})
         mark = "  (the best so far)" if progress.best.get("step") == step else ""
         self._ctx.log.info(
             f"step {step}  eval_loss {record['eval_loss']:.4f}  "
@@ -136,7 +136,7 @@ class Reporter(StepCallback):
 
     def anomaly(self, step: int, facts: Mapping[str, Any]) -> None:
         """Report a step without update. Its record has the next step's number and no `loss`."""
-        self._ctx.metrics.write({"step": step, **_json(facts)})
+        self._ctx.metrics.write({"step": step, "time": time.time(), **_json(facts)})
         shown = "  ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
         self._ctx.log.warning(shown)
 

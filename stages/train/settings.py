@@ -158,6 +158,28 @@ class Generation:
     """Put each prompt as a user's message into the tokenizer's chat template."""
 
 
+def generation_problems(generate: Generation | None, plan: PlanView) -> Iterator[Problem]:
+    """Problems of texts that the model cannot write, by its config and files if these can be read
+    without a network."""
+    from stages.model.config_checks import table_of_positions, tokenizer_problems
+    from stages.model.hf import HfModel
+    from stages.model.read import config_at_hand
+
+    if generate is None:
+        return
+    without = "leave out `generate.chat`" if generate.chat else None
+    for problem in tokenizer_problems(plan, no_template=without):
+        yield replace(problem, key="generate")
+    model = plan.find(HfModel)
+    positions = table_of_positions((model and config_at_hand(model)) or {})
+    if positions is not None and generate.max_tokens > positions:
+        yield Problem(
+            key="generate.max_tokens",
+            message=f"is {generate.max_tokens}, and the model has {positions} positions",
+            hint="leave room for the prompt, too",
+        )
+
+
 def router_loss_problems(weight: float | str | None, plan: PlanView) -> Iterator[Problem]:
     """The problem of a router's loss that the model cannot have, or asks for in vain, by its config
     if that can be read without a network."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import threading
@@ -17,8 +18,11 @@ import yaml
 from click.testing import CliRunner
 
 from pipeline import RunOutcome, plan, resume, run
+from pipeline.chain.plan import plan_file
 from pipeline.cli import main
 from pipeline.errors import RecipeError, RunFailed, RunStopped, UsageError
+from pipeline.execution.journal import Journal
+from pipeline.execution.resume import digests
 from tests.pipeline.conftest import TinyRun
 from tests.support.pipe import ForkedPopen
 from tests.support.tier import FULL
@@ -156,6 +160,22 @@ def test_what_came_of_a_training(tiny_run: TinyRun) -> None:
         "train": tiny_run.folder.resolve() / "checkpoints/step-00000008",
         "export": tiny_run.folder.resolve() / "export",
     }
+
+
+def test_an_export_in_a_folder_of_its_own(tiny_run: TinyRun, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_run.folder, tmp_path / "run"))
+    content = yaml.safe_load((folder / "recipe.yaml").read_text())
+    content["stages"]["export"]["folder"] = str(tmp_path / "model")
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    assert RunOutcome(folder).export is None
+    (tmp_path / "model").mkdir()
+    Journal(folder / "journal.jsonl").write(
+        "slot finished",
+        slot="export",
+        digest=digests(plan_file(folder / "recipe.yaml"))["export"],
+        record={"folder": str(tmp_path / "model"), "files": [], "total_bytes": 0},
+    )
+    assert RunOutcome(folder).export == tmp_path / "model"
 
 
 def test_a_plan_is_that_of_the_command(tiny_run: TinyRun) -> None:

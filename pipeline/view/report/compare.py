@@ -124,4 +124,5 @@ def _plots(histories: Sequence[History]) -> Iterator[Plot]:
             for one in histories
         ]
         if any(one.curve.steps for one in found):
-            yield Plot(title=title, unit=unit, series=found)
+            log = name == "grad_norm" and all(one.curve.positive for one in found)
+            yield Plot(title=title, unit=unit, series=found, log=log)

@@ -25,6 +25,11 @@ class Curve:
     least: list[float | None]
     greatest: list[float | None]
 
+    @property
+    def positive(self) -> bool:
+        """Whether all values are above 0, as a logarithmic axis needs."""
+        return all(value > 0 for value in (*self.mean, *self.least) if value is not None)
+
     def as_json(self) -> dict[str, Any]:
         """Return the lists; without the range where no part has more than one value."""
         ranged = self.least != self.greatest

@@ -91,11 +91,9 @@ def _plots(history: History) -> Iterator[Plot]:
         ("peak_host_memory_bytes", "Peak host memory of a process", "GiB", False),
     ):
         found = curve(steps, name, unit=GIB if unit == "GiB" else 1)
-        values = [value for value in found.mean if value is not None]
-        if values and any(values):
-            positive = all(value > 0 for value in (*values, *filter(None, found.least)))
+        if any(found.mean):
             series = [Series(label=title.lower(), curve=found)]
-            yield Plot(title=title, unit=unit, series=series, log=log and positive)
+            yield Plot(title=title, unit=unit, series=series, log=log and found.positive)
 
 
 def _slots(history: History) -> Iterator[dict[str, Any]]:

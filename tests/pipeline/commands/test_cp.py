@@ -49,6 +49,17 @@ def test_a_copy_is_the_same_recipe(name: str) -> None:
     assert str(copy.public()).replace(here, there) == str(original.public())
 
 
+def test_files_that_are_missing_are_named() -> None:
+    model = "new/models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
+    said = cp("quickstart", "new").stderr.splitlines()
+    text = "new/data/persuasion.txt"
+    assert said[0] == f"not there yet: {model}, {text}; put them there, or name your own"
+    for file in (model, text):
+        Path(file).parent.mkdir(parents=True)
+        Path(file).touch()
+    assert len(cp("quickstart", "new").stderr.splitlines()) == 1
+
+
 def test_nothing_is_overwritten() -> None:
     assert cp("smollm_fsdp").exit_code == 0
     assert cp("smollm_fsdp").exit_code == 0  # it is the same

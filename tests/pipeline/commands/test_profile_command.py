@@ -8,7 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from pipeline.cli import main
 from pipeline.execution.metrics import records
 from tests.support.pipe import Outcome, Pipe
 from tests.support.tiny_project import tiny_project
@@ -69,6 +71,21 @@ def test_traces_name_their_ranks(profiled: Outcome, project: Pipe) -> None:
 
 def test_nothing_is_exported(profiled: Outcome, project: Pipe) -> None:
     assert not (project.folder / "profiled/export").exists()
+
+
+def test_under_another_launcher_nothing_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torchrun = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "localhost", "MASTER_PORT": "29500",
+                "TORCHELASTIC_RUN_ID": "none"}  # fmt: skip
+    for name, value in torchrun.items():
+        monkeypatch.setenv(name, value)
+    refused = CliRunner().invoke(main, ["profile", "recipe.yaml"])
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith("error: pipe profile starts its own processes, and this one ")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

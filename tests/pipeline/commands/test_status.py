@@ -66,15 +66,16 @@ def pipe(*arguments: str | Path) -> Result:
 def test_a_finished_run(project: Path) -> None:
     shown = pipe("status", "runs/tiny")
     assert shown.exit_code == 0
-    lines = [line.rstrip() for line in shown.stdout.splitlines()]
+    blank, *lines = [line.rstrip() for line in shown.stdout.splitlines()]
+    assert blank == ""
     assert lines[0].split()[:2] == ["tiny", "finished"]
     chain = "  ".join(lines[1:3]).split("  ")
     assert chain == [f"✓ {slot}" for slot in ("track", *CHAIN)]
     labels = [line.split("  ")[0] for line in lines[3:]]
     assert labels == ["training", "loss", "held out", "step", "speed", "memory", "saved"]
     assert "step 8 of 8" in lines[3]
-    assert pipe("status").stdout.splitlines()[0] == shown.stdout.splitlines()[0]
-    assert pipe("status", "--follow").stdout.splitlines()[0] == shown.stdout.splitlines()[0]
+    assert pipe("status").stdout.splitlines()[1] == shown.stdout.splitlines()[1]
+    assert pipe("status", "--follow").stdout.splitlines()[1] == shown.stdout.splitlines()[1]
 
 
 def test_as_json(project: Path, tiny_run: TinyRun, failed: tuple[Path, Outcome]) -> None:
@@ -183,3 +184,13 @@ def test_where_there_is_no_run(
     refused = pipe(*arguments)
     assert (refused.exit_code, refused.stdout) == (2, "")
     assert refused.stderr.splitlines()[-1] == message
+
+
+def test_a_recipe_whose_variables_are_not_set_here(tmp_path: Path) -> None:
+    recipe = "name: a\nstages:\n  model: {use: model.hf, path: '${env:NOT_SET_ANYWHERE}'}\n"
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    shown = pipe("status", tmp_path)
+    assert (shown.exit_code, shown.stderr) == (0, "")
+    assert [line.rstrip() for line in shown.stdout.splitlines()[2:]] == ["· model"]
+    (tmp_path / "recipe.yaml").write_text("name: [")
+    assert pipe("status", tmp_path).exit_code == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -247,6 +248,29 @@ def test_a_damaged_journal_keeps_all(run: Path) -> None:
     before = files(run)
     assert "is not as it was written" in cleaned(run, "--yes").output
     assert files(run) == before
+
+
+def test_what_cannot_be_removed_is_said_and_the_rest_goes(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete = LocalStore.delete
+
+    def refused(store: LocalStore, name: str) -> None:
+        if name.endswith("2"):
+            raise PermissionError(errno.EACCES, "Permission denied", "a file")
+        delete(store, name)
+
+    monkeypatch.setattr(LocalStore, "delete", refused)
+    before = steps(run)
+    said = cleaned(run, "--yes")
+    assert before == [1, 2, 3, 4]
+    assert steps(run) == [2, 4]
+    lines = said.stdout.splitlines()
+    assert [line.split()[2] for line in lines[1:3]] == [f"checkpoints/step-{n:08d}" for n in (1, 3)]
+    assert lines[3] == (
+        "  checkpoints/step-00000002 could not be removed: Permission denied: a file"
+    )
+    assert lines[4].startswith("removed 2 items, ")
 
 
 def test_without_names_all_runs_here(

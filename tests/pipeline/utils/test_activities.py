@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.execution.activity_record import FILE, ActivityRecord
+from pipeline.execution.activity_record import FILE, ActivityRecord, clear
 from pipeline.utils import activities
 from pipeline.utils.activities import BYTES, Activity, activity, show_in
 from pipeline.view.terminal_activity import CommandActivities
@@ -28,6 +28,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         (("tokenising", 2000, "rows"), 500, "tokenising: 500 rows of 2,000 rows (25 %)"),
         (("writing", 2e9, BYTES), 5e8, "writing: 500.0 MB of 2.0 GB (25 %)"),
         (("tokenising", None, "rows"), 500, "tokenising: 500 rows, 50 rows a second"),
+        (("tokenising", None, "documents"), 1, "tokenising: 1 document, 0 documents a second"),
         (("proving", None, ""), 0, "proving"),
         (("nothing", 0, "rows"), 0, "nothing: 0 rows of 0 rows (100 %)"),
     ],
@@ -84,6 +85,18 @@ def test_in_a_runs_folder_and_its_log(
         assert json.loads(file.read_text())["name"] == "outer"
     assert not file.exists()
     assert caplog.messages == ["inner: 24 rows, 2 rows a second"]
+
+
+def test_a_new_start_forgets_what_a_killed_rank_was_doing(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("{}")
+    ActivityRecord(logging.getLogger("rank 1"), None)
+    assert (tmp_path / FILE).exists()
+    ActivityRecord(logging.getLogger("rank 0"), tmp_path)
+    assert not (tmp_path / FILE).exists()
+    (tmp_path / FILE).write_text("{}")
+    clear(tmp_path)
+    clear(tmp_path)
+    assert not (tmp_path / FILE).exists()
 
 
 def test_a_folder_that_is_gone_ends_nothing(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from pipeline.execution.rundir import locked
 from pipeline.hardware.telemetry import GpuReading
 from pipeline.utils.files import replace_text
 from pipeline.view.follow import Follower
@@ -52,12 +54,35 @@ def test_before_training(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", STARTED)
     activity = '{"name": "tokenising", "done": 250, "total": 1000, "unit": "rows", "seconds": 5.0}'
     replace_text(folder / "activity.json", activity)
-    assert text(folder) == [
+    with locked(folder):
+        lines = text(folder)
+    assert lines == [
         "",
         "made  wrap.ddp, 2 processes, cpu                                            1:05",
         "✓ model  ● data 1:02  · wrap  · train  · export",
         "tokenising  ━━━━━                 250 rows of 1,000 rows  0:15 left",
     ]  # fmt: skip
+
+
+def test_what_a_killed_rank_was_doing_is_not_drawn(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", STARTED)
+    replace_text(folder / "activity.json", '{"name": "tokenising", "done": 1, "total": null}')
+    assert text(folder)[2:] == ["✓ model  ● data 1:02  · wrap  · train  · export"]
+
+
+def test_texts_of_a_folder_cannot_command_the_terminal(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", STARTED)
+    activity = {"name": "a\x1b[2J", "done": 2, "total": 0, "unit": "\x1b]0;b\x07", "seconds": 1}
+    replace_text(folder / "activity.json", json.dumps(activity))
+    run = Follower(folder, {"model\x9b": "model.hf"})
+    run.look()
+    header = Header(name="made\x1b[1m", where="\x1b[2Jcpu")
+    out = io.StringIO()
+    with locked(folder):
+        Console(file=out, width=80).print(drawing(header, run, [], width=80))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert lines[1].split() == ["made", "\\u001b[2Jcpu", "1:05"]
+    assert lines[2:] == ["· model\\u009b", "a\\u001b[2J  2 \\u001b]0;b\\u0007"]
 
 
 def test_while_training(tmp_path: Path) -> None:

@@ -134,6 +134,17 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     assert parsed(page).loaded == []
     plots = json.loads(re.search(r'id="plots">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
     assert [series["label"] for series in plots[0]["series"]] == ["one", "two"]
+    on_log_axes = [plot["title"] for plot in plots if plot["log"]]
+    assert on_log_axes == ["Gradient norm"]
+
+
+def test_a_gradient_norm_of_0_has_a_linear_axis(tmp_path: Path) -> None:
+    pages = []
+    for name, norm in (("one", 0.5), ("two", 0.0)):
+        metrics = [step(1), step(2, grad_norm=norm)]
+        history = read_history(made(tmp_path / name, EVENTS, metrics))
+        pages += [run_page(history), comparison_page([history, history])]
+    assert ['"log":true' in page for page in pages] == [True, True, False, False]
 
 
 @given(

@@ -13,6 +13,7 @@ import pytest
 from pipeline.distributed.environment import CONTRACT
 from pipeline.distributed.signals import Interrupted
 from pipeline.execution.rank_logging import SCREEN
+from pipeline.execution.rundir import locked
 from pipeline.utils.files import replace_text
 from pipeline.view.events import JsonScreen
 from pipeline.view.follow import Follower
@@ -80,7 +81,8 @@ def test_events_as_json(tmp_path: Path) -> None:
     screen = JsonScreen(Follower(folder, SLOTS), out)
     add(folder, [step(1), {"step": 1, "eval_loss": 2.0}, {"step": 2, "anomaly": "a spike"}])
     (folder / "activity.json").write_text('{"name": "exporting", "done": 1}')
-    screen.close()
+    with locked(folder):
+        screen.close()
     events = [json.loads(line) for line in out.getvalue().splitlines()]
     assert [one["event"] for one in events] == [
         "run", "run started", "step", "evaluation", "anomaly", "activity",

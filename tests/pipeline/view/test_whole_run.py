@@ -48,7 +48,7 @@ STEP = {
     "total_steps": int,
 }  # fmt: skip
 BEST = {"best_step": int, "best_eval_loss": float}
-EVALUATION = {"step": int, "eval_loss": float, "perplexity": float, **BEST}
+EVALUATION = {"step": int, "eval_loss": float, "perplexity": float, "time": float, **BEST}
 GENERATED = {"step": int, "time": float, "generated": list}
 CHECKPOINT = {"step": int, "time": float, "checkpoint_stall_seconds": float}
 WRITTEN = {"step": int, "time": float, "checkpoint_seconds": float}
@@ -77,7 +77,7 @@ def test_lines(tiny_run: TinyRun) -> None:
     folder = re.escape(str(tiny_run.folder.resolve()))
     project = re.escape(str(tiny_run.pipe.folder))
     forms = (
-        rf"{project}/text.txt: 1 documents, 4081 tokens, 256 largest, [\d.]+ s \(.*\)",
+        rf"{project}/text.txt: 1 document, 4,081 tokens, largest id 256, [\d.]+ s \(.*\)",
         r"running: \{.*\}",
         rf"saved {folder}/checkpoints/step-0000000[48]  [\d.]+ MB  [\d.]+ s",
         rf"writing [\d.]+ KB in 1 file to {folder}/export",

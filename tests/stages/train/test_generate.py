@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from pipeline import MicroBatch
+from pipeline import MicroBatch, Progress, StageError, StepCallback
 from pipeline.distributed.process_group import DistContext
+from pipeline.distributed.signals import Interrupted
 from pipeline.execution.metrics import records
+from pipeline.testing import plan_view
 from pipeline.utils.files import private_folder
 from stages.checkpoint.sharded import ShardedCheckpoint
+from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.generate import NextToken, Writer
 from stages.train.settings import Generation
 from tests.support.processes import run_ranks
-from tests.support.runs import context, toy_data
+from tests.support.runs import TINY, context, toy_data
 from tests.support.state import Setting, make_engine, source
 
 LAYOUTS = [
@@ -38,6 +47,7 @@ class Letters:
 
     eos_token_id = 100
     pad_token_id = 0
+    chat_template = None
 
     def __call__(self, text: str) -> dict[str, list[int]]:
         return {"input_ids": [int(word) for word in text.split()]}
@@ -46,10 +56,22 @@ class Letters:
         return " ".join(map(str, ids))
 
 
+class StopAt(StepCallback):
+    """Sends this process a signal behind an update, if it is not step 0."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
+        if step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def train(
-    dist: DistContext, folder: str, wrap: str, generate: Generation | None
+    dist: DistContext, folder: str, wrap: str, generate: Generation | None, stop: int = 0
 ) -> list[dict[str, Any]]:
-    """Train four steps; returns the records of the run."""
+    """Train four steps, or until a signal comes behind step `stop`; returns the records of the
+    run."""
     private_folder(Path(folder))
     ctx, setting = context(dist, folder), Setting(wrap=wrap)
     plan = AdamW(schedule="constant", warmup_steps=0, lr=0.05).run(ctx)
@@ -60,7 +82,8 @@ def train(
     loop = TrainCausalLm(
         global_batch_size=4, micro_batch_size=1, steps=4, eval_last=False, generate=generate
     )
-    loop.run(ctx, engine, toy_data(), plan, checkpoints, model)
+    with contextlib.suppress(Interrupted):
+        loop.run(ctx, engine, toy_data(), plan, checkpoints, model, StopAt(stop))
     checkpoints.close()
     engine.close()
     return list(records(ctx.run_dir / "metrics.jsonl"))
@@ -87,6 +110,25 @@ def test_every_strategy_writes_the_same(temperature: float, tmp_path: Path) -> N
     assert list(expected) == [2, 4]
     assert all(len(text.split()) <= 5 and text for one in expected.values() for text in one)
     assert {layout: found for layout, found in written.items() if found != expected} == {}
+
+
+@pytest.mark.parametrize(
+    ("stop", "at"),
+    [(1, 2), (2, 2), (3, 4), (4, 4)],
+    ids=["before texts", "between tokens", "before the last texts", "between the last tokens"],
+)
+def test_a_stop_puts_texts_off(stop: int, at: int, tmp_path: Path) -> None:
+    """The signal is seen at the next step, or by the first token behind it."""
+    through = run_ranks(train, 1, str(tmp_path / "through"), "ddp", settings(1.0))[0]
+    run = str(tmp_path / "run")
+    stopped = run_ranks(train, 1, run, "ddp", settings(1.0), stop)[0]
+    assert max(line["step"] for line in stopped) == at
+    assert list(texts(stopped)) == [step for step in (2, 4) if step < at]
+    resumed = run_ranks(train, 1, run, "ddp", settings(1.0))[0]
+    assert texts(resumed) == texts(through)
+    assert len(texts(through)) == 2
+    again = run_ranks(train, 1, run, "ddp", settings(1.0))[0]
+    assert again == resumed
 
 
 def test_it_changes_nothing(tmp_path: Path) -> None:
@@ -141,11 +183,89 @@ def test_a_text_ends_at_its_end(tmp_path: Path) -> None:
                 number = int(batch.labels[row, column])
                 chooser._chosen[number] = torch.tensor(100 if number == 0 else 50)
 
-    model = type("Source", (), {"tokenizer": lambda self: Letters()})()
+    model = type("Source", (), {"tokenizer": lambda self: Letters(), "most_positions": None})()
     writer = Writer(settings(0.0), model, seed=0)
     engine = Ending()
-    from pipeline import Heartbeat
-
-    found = writer.write(engine, Heartbeat(), 1)  # type: ignore[arg-type]
+    found = writer.write(engine, DistContext(device=Ending.device), 1)  # type: ignore[arg-type]
+    assert found is not None
     assert [one["text"] for one in found] == ["100", "50 50 50 50 50"]
     assert engine.calls == 5
+
+
+def declared(most: int | None = None) -> Any:
+    return SimpleNamespace(name="the model", tokenizer=Letters, most_positions=most)
+
+
+@pytest.mark.parametrize(
+    ("fields", "most", "message"),
+    [
+        ({"chat": True}, None, "generate: the tokenizer of the model has no chat template"),
+        ({"prompts": ("5", "")}, None, "generate: prompt '' has no tokens"),
+        (
+            {"prompts": ("1 2 3", "4"), "max_tokens": 62},
+            63,
+            "generate: the text of prompt '1 2 3' may have 64 tokens, and the model has 63 "
+            "positions",
+        ),
+    ],
+)
+def test_texts_that_cannot_be_written(
+    fields: dict[str, Any], most: int | None, message: str
+) -> None:
+    made = Generation(**{"prompts": ("5",), "every": 1, **fields})
+    with pytest.raises(StageError, match=re.escape(message)):
+        Writer(made, declared(most), seed=0)
+
+
+def test_no_padding_goes_beyond_the_positions() -> None:
+    lengths = []
+
+    class Recording:
+        device = torch.device("cpu")
+
+        def evaluate(self, batches: Any, chooser: NextToken) -> None:
+            for batch in batches:
+                lengths.append(batch.input_ids.shape[1])
+                chooser._chosen[0] = torch.tensor(5)
+
+    made = Generation(prompts=("1 2 3",), every=1, max_tokens=68)
+    dist = DistContext(device=Recording.device)
+    assert Writer(made, declared(70), seed=0).write(Recording(), dist, 1)  # type: ignore[arg-type]
+    assert lengths == [64] * 62 + [70] * 6
+
+
+GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 50}
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "expected"),
+    [
+        (GPT2, {"max_tokens": 1024}, []),
+        ({**GPT2, "n_positions": 63}, {"max_tokens": 63}, []),
+        (
+            {**GPT2, "n_positions": 63},
+            {},
+            ["generate.max_tokens: is 64, and the model has 63 positions"],
+        ),
+        ({"model_type": "llama", "max_position_embeddings": 8}, {}, []),
+        (GPT2, {"chat": True}, ["generate: needs a chat template, and the tokenizer of"]),
+    ],
+)
+def test_what_shows_before_a_start(
+    config: dict[str, Any], fields: dict[str, Any], expected: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").touch()
+    generate = Generation(**{"prompts": ("5",), "every": 1, **fields})
+    stage = TrainCausalLm(global_batch_size=1, steps=1, generate=generate)
+    model = HfModel(config=config, tokenizer=str(tmp_path))
+    view = plan_view({"model": model, "train": stage})
+    said = [f"{one.key}: {one.message}" for one in stage.check(view)]
+    assert len(said) == len(expected)
+    assert all(one.startswith(begin) for one, begin in zip(said, expected, strict=True))
+
+
+def test_the_table_of_positions_of_a_model(tmp_path: Path) -> None:
+    ctx = context(DistContext(device=torch.device("cpu")), tmp_path)
+    tables = [GPT2 | {"n_positions": 63}, GPT2, TINY]
+    found = [HfModel(config=config, init="random").run(ctx).most_positions for config in tables]
+    assert found == [63, 1024, None]

@@ -78,9 +78,11 @@ def test_a_number_that_is_none_ends_nothing(tmp_path: Path) -> None:
         record = record_evaluation(progress, heldout, None)
         steps.reporter.on_evaluation(progress.step, progress, record)
         seen.append(dict(progress.metrics))
+    steps.reporter.anomaly(3, {"anomaly": "a spike"})
     assert seen == [{"loss": 2.0, "eval_loss": 3.0, "perplexity": math.exp(3.0)}, {}]
     told = [(line.get("loss"), line.get("eval_loss")) for line in lines(tmp_path)]
-    assert told == [(2.0, None), (None, 3.0), (None, None), (None, None)]
+    assert told == [(2.0, None), (None, 3.0), (None, None), (None, None), (None, None)]
+    assert all(line["time"] > 1.7e9 for line in lines(tmp_path))
     json.dumps(TrainedRun(checkpoint="x", progress=progress).record(), allow_nan=False)
 
 
