@@ -29,8 +29,9 @@ def clean(runs: tuple[Path, ...], yes: bool, all_checkpoints: bool) -> None:
     That is what dead processes have left, and of a finished run all checkpoints but the newest, the
     one that was exported, and those that keep_every and keep_best keep. Exports, reports, logs and
     measurements stay, and so does all of a run that is under way. Without RUN: all in ./runs.
+    Exit code 1 if something could not be removed.
     """
-    from pipeline.errors import UsageError
+    from pipeline.errors import PipeError, UsageError
     from pipeline.execution import rundir
     from pipeline.utils.text import human, plural
 
@@ -44,6 +45,9 @@ def clean(runs: tuple[Path, ...], yes: bool, all_checkpoints: bool) -> None:
     total = f"{plural(len(waste), 'item')}, {human(sum(one.size for one in waste))}"
     ending = "" if yes or not waste else "; --yes removes them"
     click.echo(f"{'removed ' if yes else ''}{total}{ending}")
+    failures = sum(len(finding.failures) for finding in found)
+    if failures:
+        raise PipeError(f"{plural(failures, 'failure')}: see above")
 
 
 def _look(folder: Path, yes: bool, all_checkpoints: bool) -> Finding:
@@ -57,14 +61,17 @@ def _look(folder: Path, yes: bool, all_checkpoints: bool) -> Finding:
         if rundir.is_locked(folder):
             return clean.Finding(notes=("is under way: all of it stays",))
         return clean.find(folder, all_checkpoints=all_checkpoints)
-    except (PipeError, OSError) as error:
+    except PipeError as error:
         return clean.Finding(notes=(in_words(error),))
+    except OSError as error:
+        return clean.Finding(failures=(in_words(error),))
 
 
 def _show(folder: Path, finding: Finding) -> Finding:
     from pipeline.utils.text import align, human
 
-    if finding.waste or finding.notes:
+    notes = (*finding.notes, *finding.failures)
+    if finding.waste or notes:
         click.echo(f"{folder}:")
     rows = [
         (f"  {human(one.size)}", str(one.path.relative_to(folder)), one.why)
@@ -72,6 +79,6 @@ def _show(folder: Path, finding: Finding) -> Finding:
     ]
     for line in align(rows, left=3):
         click.echo(line)
-    for note in finding.notes:
+    for note in notes:
         click.echo(f"  {note}")
     return finding

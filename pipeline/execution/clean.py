@@ -50,10 +50,12 @@ class Waste:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What can be removed of a run, and why not more."""
+    """What can be removed of a run, or has been, and why not more."""
 
     waste: tuple[Waste, ...] = ()
     notes: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()
+    """What could not be looked at or removed, and why."""
 
 
 def find(folder: Path, *, all_checkpoints: bool = False) -> Finding:
@@ -82,20 +84,20 @@ def find(folder: Path, *, all_checkpoints: bool = False) -> Finding:
 
 
 def clean(folder: Path, *, all_checkpoints: bool = False) -> Finding:
-    """Remove what `find` finds; return what has gone, and a note of each that could not be removed.
-    Raises RunLocked for a run that is under way."""
+    """Remove what `find` finds; return what has gone, and what has not. Raises
+    RunLocked for a run that is under way."""
     with rundir.locked(folder):
         found = find(folder, all_checkpoints=all_checkpoints)
-        gone, notes = [], list(found.notes)
+        gone, failures = [], []
         for waste in found.waste:
             try:
                 waste.remove()
             except OSError as error:
                 name = waste.path.relative_to(folder)
-                notes.append(f"{name} could not be removed: {in_words(error)}")
+                failures.append(f"{name} could not be removed: {in_words(error)}")
             else:
                 gone.append(waste)
-    return Finding(waste=tuple(gone), notes=tuple(notes))
+    return Finding(waste=tuple(gone), notes=found.notes, failures=tuple(failures))
 
 
 def _elsewhere(folder: Path, place: Path) -> str:

@@ -34,7 +34,8 @@ class Writer:
 
     def __init__(self, settings: Generation, source: ModelSource, seed: int) -> None:
         """Raise StageError if the model comes without a tokenizer or chat template that is needed,
-        and for a prompt without tokens, or with more than leave room for a text."""
+        and for a prompt that the template refuses, without tokens, or with more than leave room for
+        a text."""
         self._settings, self._seed, self._most = settings, seed, source.most_positions
         self._tokenizer = source.tokenizer()
         if settings.chat and not self._tokenizer.chat_template:
@@ -51,9 +52,14 @@ class Writer:
         if not self._settings.chat:
             return list(self._tokenizer(prompt)["input_ids"])
         messages = [{"role": "user", "content": prompt}]
-        encoded = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True
-        )
+        try:
+            encoded = self._tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, return_dict=True
+            )
+        except Exception as error:  # a template is a program of its own and may raise anything
+            raise StageError(
+                f"generate: the chat template refuses prompt {_begin(prompt)!r}: {error}"
+            ) from error
         return list(encoded["input_ids"])
 
     def _require_possible(self, prompt: str, tokens: int) -> None:
@@ -61,10 +67,9 @@ class Writer:
             raise StageError(f"generate: prompt {prompt!r} has no tokens", hint="give it a text")
         longest = tokens + self._settings.max_tokens - 1  # the last token is not read again
         if self._most is not None and longest > self._most:
-            begin = prompt if len(prompt) <= SHOWN else f"{prompt[:SHOWN]}..."
             raise StageError(
-                f"generate: the text of prompt {begin!r} may have {longest} tokens, and the model "
-                f"has {self._most} positions",
+                f"generate: the text of prompt {_begin(prompt)!r} may have {longest} tokens, and "
+                f"the model has {self._most} positions",
                 hint="lower `generate.max_tokens`, or shorten the prompt",
             )
 
@@ -92,6 +97,10 @@ class Writer:
 
     def _decoded(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _begin(prompt: str) -> str:
+    return prompt if len(prompt) <= SHOWN else f"{prompt[:SHOWN]}..."
 
 
 def _ends(tokenizer: Any) -> set[int]:

@@ -271,6 +271,7 @@ def test_what_cannot_be_removed_is_said_and_the_rest_goes(
         "  checkpoints/step-00000002 could not be removed: Permission denied: a file"
     )
     assert lines[4].startswith("removed 2 items, ")
+    assert (said.exit_code, said.stderr) == (1, "error: 1 failure: see above\n")
 
 
 def test_without_names_all_runs_here(

@@ -112,7 +112,10 @@ def test_mlflow(tmp_path: Path) -> None:
 
 
 def test_wandb(tmp_path: Path) -> None:
+    import wandb
+
     tracked(TrackWandb(mode="offline"), tmp_path / "run")
+    wandb.teardown()  # as at the end of a tracker's process: `finish` leaves the writing behind
     files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
     found: dict[int, float] = {}
     ids = set()

@@ -217,6 +217,23 @@ def test_texts_that_cannot_be_written(
         Writer(made, declared(most), seed=0)
 
 
+class Refusing(Letters):
+    """A tokenizer whose template wants a system message first."""
+
+    chat_template = "a template"
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> Any:
+        raise ValueError("a system message comes first")
+
+
+def test_a_template_that_refuses_the_prompt() -> None:
+    made = Generation(prompts=("5",), every=1, chat=True)
+    source = SimpleNamespace(name="the model", tokenizer=Refusing, most_positions=None)
+    expected = "generate: the chat template refuses prompt '5': a system message comes first"
+    with pytest.raises(StageError, match=re.escape(expected)):
+        Writer(made, source, seed=0)  # type: ignore[arg-type]
+
+
 def test_no_padding_goes_beyond_the_positions() -> None:
     lengths = []
 
