@@ -27,7 +27,7 @@ def clear(run_dir: Path) -> None:
 
 @dataclass(eq=False)
 class ActivityRecord:
-    """Shows a rank's activities: in its log, and in the run's folder if it is given one."""
+    """Shows a rank's newest activity: in its log, and in the run's folder if it is given one."""
 
     log: logging.Logger
     folder: Path | None
@@ -42,6 +42,8 @@ class ActivityRecord:
         now = time.monotonic()
         if activity not in self._under_way:
             self._under_way.append(activity)
+        if activity is not self._under_way[-1]:
+            return
         if now - self._logged.setdefault(activity, activity.began) >= LOG_SECONDS:
             self._logged[activity] = now
             self.log.info("%s", activity.describe(), extra=IN_DISPLAY)
@@ -57,7 +59,7 @@ class ActivityRecord:
         self._write()
 
     def _write(self) -> None:
-        """Write the innermost activity; remove the file if there is none. It is for people alone,
+        """Write the newest activity; remove the file if there is none. It is for people alone,
         so a disk that is full or gone ends nothing."""
         if self.folder is None:
             return

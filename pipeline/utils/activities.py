@@ -1,12 +1,14 @@
 """Long pieces of work whose progress people can follow: tokenising, loading, saving, exporting.
 
 Code that works says what it does and how far it is; whoever started the process says where that is
-shown (`show_in`). Without a place, nothing is shown.
+shown (`show_in`): a thread looks how far it is, so a call that takes minutes is shown as well.
+Without a place, nothing is shown.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -16,8 +18,8 @@ from pipeline.utils.text import counted, human
 
 BYTES = "B"
 """Unit of sizes, which are shown as `1.5 GB`."""
-LOOK_SECONDS = 0.2
-"""Seconds between two looks at what an activity has done."""
+LOOK_SECONDS = 0.25
+"""Seconds between two looks at what is under way."""
 
 
 @dataclass(eq=False)
@@ -32,16 +34,10 @@ class Activity:
     """Plural of what is counted (`rows`), or BYTES."""
     done: float = 0
     began: float = field(default_factory=lambda: time.monotonic())
-    _looked: float = field(default=0.0, init=False)
 
     def advance(self, amount: float = 1) -> None:
-        """Note that `amount` more is done; costs less than a microsecond unless it is time to look
-        again."""
+        """Note that `amount` more is done; costs less than a microsecond."""
         self.done += amount
-        now = time.monotonic()
-        if now - self._looked >= LOOK_SECONDS:
-            self._looked = now
-            _place.changed(self)
 
     @property
     def amount(self) -> str:
@@ -69,10 +65,10 @@ class Activity:
 
 
 class Place(Protocol):
-    """Where activities are shown. The methods are called in the threads that work."""
+    """Where activities are shown. The methods are called in several threads, one at a time."""
 
     def changed(self, activity: Activity) -> None:
-        """Show how far an activity is; called at most every LOOK_SECONDS."""
+        """Show how far an activity is; called at its beginning and every LOOK_SECONDS."""
 
     def ended(self, activity: Activity) -> None:
         """Take an activity away that has ended, well or not."""
@@ -88,29 +84,61 @@ class Nowhere:
         pass
 
 
+_lock = threading.Lock()
 _place: Place = Nowhere()
+_under_way: list[Activity] = []
 
 
 @contextlib.contextmanager
 def show_in(place: Place) -> Iterator[None]:
     """Show this process's activities in a place while the body runs."""
-    global _place
-    before, _place = _place, place
+    over = threading.Event()
+    thread = threading.Thread(target=_look_until, args=(over,), name="pipe-activities", daemon=True)
+    before = _exchange(place)
+    thread.start()
     try:
         yield
     finally:
-        _place = before
+        over.set()
+        thread.join()
+        _exchange(before)
+
+
+def _exchange(place: Place) -> Place:
+    """Show activities in another place; returns the one before."""
+    global _place
+    with _lock:
+        before, _place = _place, place
+    return before
+
+
+def _look_until(over: threading.Event) -> None:
+    with contextlib.suppress(OSError):  # nobody reads any more
+        while not over.wait(LOOK_SECONDS):
+            look()
+
+
+def look() -> None:
+    """Show how far everything is that is under way."""
+    with _lock:
+        for one in _under_way:
+            _place.changed(one)
 
 
 @contextlib.contextmanager
 def activity(name: str, total: float | None = None, unit: str = "") -> Iterator[Activity]:
     """Do the body's work as an activity, which is shown until the body ends."""
     started = Activity(name, total, unit)
-    _place.changed(started)
     try:
+        with _lock:
+            _under_way.append(started)
+            _place.changed(started)
         yield started
     finally:
-        _place.ended(started)
+        with _lock:
+            if started in _under_way:  # a signal may have come before
+                _under_way.remove(started)
+            _place.ended(started)
 
 
 def _amount(value: float, unit: str) -> str:

@@ -34,6 +34,7 @@ from pipeline.planning.trace.model import (
 )
 from pipeline.planning.trace.torch_compat import silent_group, single_group
 from pipeline.planning.trace.tracker import Marks, MemoryTracker, Stretch, offloading
+from pipeline.utils.activities import activity
 from pipeline.utils.fake_tensors import without_values
 
 DECLARATIONS = (ModelSource, Precision, OptimizerPlan)
@@ -79,7 +80,11 @@ def step_peaks(job: Job) -> dict[str, Held]:
     """Peak of the device's memory by phase, of the fullest rank of a pipeline."""
     stages = 1 if job.division is None else job.division.stages
     ranks = range(0, job.topology.ranks, job.topology.ranks // stages)
-    every = [_alone(job, rank).peaks for rank in ranks]
+    with activity("tracing", len(ranks), "ranks") as tracing:
+        every = list[dict[str, Held]]()
+        for rank in ranks:
+            every.append(_alone(job, rank).peaks)
+            tracing.advance()
     phases = dict.fromkeys(phase for peaks in every for phase in peaks)
     return {
         phase: max((peaks[phase] for peaks in every if phase in peaks), key=lambda one: one.bytes)

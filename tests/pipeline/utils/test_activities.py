@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from pathlib import Path
 
 import pytest
@@ -49,23 +50,55 @@ def test_a_copy_in_words(clock: list[float]) -> None:
     assert work.summary() == "1.5 GB in 2.0 s (750.0 MB/s)"
 
 
-def test_a_place_is_asked_now_and_then(clock: list[float]) -> None:
-    seen: list[float] = []
+class Seen:
+    """A place that notes what is done when it is asked to show it, and its negative at the end."""
 
-    class Place:
+    def __init__(self) -> None:
+        self.notes: list[float] = []
+        self.asked = threading.Condition()
+
+    def changed(self, work: Activity) -> None:
+        with self.asked:
+            self.notes.append(work.done)
+            self.asked.notify()
+
+    def ended(self, work: Activity) -> None:
+        self.notes.append(-work.done)
+
+
+def test_a_call_that_never_says_how_far_it_is_is_shown() -> None:
+    place = Seen()
+    with show_in(place), activity("proving") as work:
+        work.advance(3)
+        with place.asked:
+            assert place.asked.wait_for(lambda: place.notes.count(3) >= 2, timeout=60)
+    assert (place.notes[0], place.notes[1], place.notes[-1]) == (0, 3, -3)
+    activities.look()
+    assert place.notes[-1] == -3
+
+
+def test_an_end_by_an_error() -> None:
+    place = Seen()
+    with pytest.raises(ValueError, match="too bad"), show_in(place), activity("proving"):
+        raise ValueError("too bad")
+    assert place.notes[-1] == 0
+    activities.look()
+    assert len(place.notes) == 2
+
+
+def test_a_place_that_is_closed_does_not_end_the_work(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    class Closed(Seen):
         def changed(self, work: Activity) -> None:
-            seen.append(work.done)
+            super().changed(work)
+            if len(self.notes) > 1:
+                raise BrokenPipeError
 
-        def ended(self, work: Activity) -> None:
-            seen.append(-work.done)
-
-    with show_in(Place()), activity("counting", 1000) as work:
-        for _ in range(1000):
-            clock[0] += activities.LOOK_SECONDS / 100
-            work.advance()
-    assert seen[0] == 0
-    assert seen[-1] == -1000
-    assert 9 <= len(seen) <= 13
+    place = Closed()
+    with show_in(place), activity("proving"), place.asked:
+        assert place.asked.wait_for(lambda: len(place.notes) > 1, timeout=60)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_in_a_runs_folder_and_its_log(
@@ -79,6 +112,7 @@ def test_in_a_runs_folder_and_its_log(
         with activity("inner", unit="rows") as inner:
             clock[0] += 12
             inner.advance(24)
+            activities.look()
             assert json.loads(file.read_text()) == {
                 "name": "inner", "done": 24, "total": None, "unit": "rows", "seconds": 12.0,
             }  # fmt: skip
@@ -113,6 +147,7 @@ def test_a_command_without_a_terminal_prints_lines(
         for _ in range(30):
             clock[0] += 1
             work.advance(1)
+            activities.look()
     assert capsys.readouterr().err.splitlines() == [
         "verifying: 10 B of 100 B (10 %)",
         "verifying: 20 B of 100 B (20 %)",
