@@ -254,6 +254,20 @@ def _not_as_started(launch: Launch, started: Started) -> tuple[str, str, str] | 
     return None
 
 
+def require_sound(plan: Plan, kind: type) -> None:
+    """Make the own checks of a plan's stages of a kind, which `ran` has left out. Raises
+    RecipeError."""
+    problems = [
+        problem
+        for step in plan.steps
+        if isinstance(step.stage, kind)
+        for problem in _checked(step.slot, step.stage, plan.view, plan.recipe.places)
+        if not problem.warning
+    ]
+    if problems:
+        raise RecipeError(in_order(problems))
+
+
 def _checked(slot: str, stage: Any, view: PlanView, places: SourceMap) -> list[Problem]:
     """Problems that the stage itself finds, with their places filled in."""
     if not isinstance(stage, Checked):

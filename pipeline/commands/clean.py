@@ -29,7 +29,7 @@ def clean(runs: tuple[Path, ...], yes: bool, all_checkpoints: bool) -> None:
     That is what dead processes have left, and of a finished run all checkpoints but the newest, the
     one that was exported, and those that keep_every and keep_best keep. Exports, reports, logs and
     measurements stay, and so does all of a run that is under way. Without RUN: all in ./runs.
-    Exit code 1 if something could not be removed.
+    Exit code 1 if something could not be looked at or removed.
     """
     from pipeline.errors import PipeError, UsageError
     from pipeline.execution import rundir
@@ -52,7 +52,7 @@ def clean(runs: tuple[Path, ...], yes: bool, all_checkpoints: bool) -> None:
 
 def _look(folder: Path, yes: bool, all_checkpoints: bool) -> Finding:
     """Return what was found, or removed. What cannot be looked at is noted."""
-    from pipeline.errors import PipeError, in_words
+    from pipeline.errors import PipeError, RunLocked, in_words
     from pipeline.execution import clean, rundir
 
     try:
@@ -61,9 +61,9 @@ def _look(folder: Path, yes: bool, all_checkpoints: bool) -> Finding:
         if rundir.is_locked(folder):
             return clean.Finding(notes=("is under way: all of it stays",))
         return clean.find(folder, all_checkpoints=all_checkpoints)
-    except PipeError as error:
+    except RunLocked as error:
         return clean.Finding(notes=(in_words(error),))
-    except OSError as error:
+    except (PipeError, OSError) as error:
         return clean.Finding(failures=(in_words(error),))
 
 

@@ -18,37 +18,33 @@ def track(run: Path, overrides: tuple[str, ...]) -> None:
     For runs on machines without a network, and where a run has ended before everything was sent.
     OVERRIDES change the run's recipe for this command, as in track.mode=online.
     """
-    from pipeline.errors import RunLocked, UsageError
-    from pipeline.execution import rundir
-
-    folder = rundir.existing(run)
-    try:
-        with rundir.locked(folder):
-            _send(folder, overrides)
-    except RunLocked:
-        raise UsageError(f"{folder} is under way, and is sent while it runs") from None
-
-
-def _send(folder: Path, overrides: tuple[str, ...]) -> None:
-    from pipeline.chain.plan import plan_file
+    from pipeline.chain.plan import plan_file, require_sound
     from pipeline.errors import PipeError, UsageError
     from pipeline.execution import rundir
+    from pipeline.track.contract import TrackerStage
     from pipeline.track.feeder import facts_of, failure, feeders
     from pipeline.utils.text import plural
     from pipeline.view.history import read_history
 
-    state = read_history(folder, ended=True).state
-    assert state != "running"
+    folder = rundir.existing(run)
+    state = read_history(folder).state
+    if state == "running":
+        raise UsageError(f"{folder} is under way, and is sent while it runs")
     plan = plan_file(folder / rundir.RECIPE, overrides, ran=True)
+    require_sound(plan, TrackerStage)
     found = feeders(folder, plan)
     if not found:
         hint = "name one in the recipe, as in `track: {use: track.sqlite, file: runs.sqlite}`"
         raise UsageError(f"the recipe of {folder} has no tracker", hint=hint)
+    failures = []
     for slot, feeder in found.items():
         try:
             with feeder.alone():  # the run's own may still be at work
                 feeder.open(facts_of(folder, plan.recipe))
                 feeder.close(state)
         except Exception as error:
-            raise PipeError(f"{slot}: {failure(folder, slot, error)}") from error
-        click.echo(f"{slot}: {plural(feeder.steps, 'step')} sent")
+            failures.append(f"{slot}: {failure(folder, slot, error)}")
+        else:
+            click.echo(f"{slot}: {plural(feeder.steps, 'step')} sent")
+    if failures:
+        raise PipeError("\n".join(failures))

@@ -50,18 +50,18 @@ class Waste:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """What can be removed of a run, or has been, and why not more."""
+    """Whatever can be removed of a run, or has been, and why not more."""
 
     waste: tuple[Waste, ...] = ()
     notes: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
-    """What could not be looked at or removed, and why."""
+    """Files that could not be looked at or removed, and why."""
 
 
 def find(folder: Path, *, all_checkpoints: bool = False) -> Finding:
     """Look at a run that nobody works on. With `all_checkpoints`, the last one goes too, if the
     run's model is exported. Raises JournalDamaged."""
-    if any(rundir.is_locked(job) for job in (folder / EXPORTS).glob("*")):
+    if _is_exported_from(folder):
         return Finding(notes=("is being exported: all of it stays",))
     journal = Journal(folder / rundir.JOURNAL)
     finished = journal.ended_well()
@@ -84,12 +84,15 @@ def find(folder: Path, *, all_checkpoints: bool = False) -> Finding:
 
 
 def clean(folder: Path, *, all_checkpoints: bool = False) -> Finding:
-    """Remove what `find` finds; return what has gone, and what has not. Raises
-    RunLocked for a run that is under way."""
+    """Remove what `find` finds, and return what has gone and what has not. Raises RunLocked for a
+    run that is under way, and JournalDamaged."""
     with rundir.locked(folder):
         found = find(folder, all_checkpoints=all_checkpoints)
         gone, failures = [], []
         for waste in found.waste:
+            if _is_exported_from(folder):
+                failures.append("an export has begun: the rest stays")
+                break
             try:
                 waste.remove()
             except OSError as error:
@@ -98,6 +101,10 @@ def clean(folder: Path, *, all_checkpoints: bool = False) -> Finding:
             else:
                 gone.append(waste)
     return Finding(waste=tuple(gone), notes=found.notes, failures=tuple(failures))
+
+
+def _is_exported_from(folder: Path) -> bool:
+    return any(rundir.is_locked(job) for job in (folder / EXPORTS).glob("*"))
 
 
 def _elsewhere(folder: Path, place: Path) -> str:

@@ -6,6 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -53,7 +54,7 @@ def chosen(source: str, *, step: str | None, model: str | None, to: Path | None)
         checkpoint = _checkpoint(source, step)
         name = EXPORT if step is None else f"{EXPORT}-{step if step == 'best' else f'step-{step}'}"
         folder = (to or run / name).absolute()
-        return Choice(checkpoint, run, model, folder, run / EXPORTS / folder.name)
+        return Choice(checkpoint, run, model, folder, _job(run, folder))
     if step is not None:
         raise UsageError(f"--step is for a run; {source} is one checkpoint")
     if "://" not in source and not Path(source).is_dir():
@@ -66,7 +67,15 @@ def chosen(source: str, *, step: str | None, model: str | None, to: Path | None)
     if to is None:
         raise UsageError("--to is missing: the folder to write")
     folder = to.absolute()
-    return Choice(source, run, model, folder, folder.with_name(f"{folder.name}.job"))
+    return Choice(source, run, model, folder, _job(run, folder))
+
+
+def _job(run: Path | None, folder: Path) -> Path:
+    """Folder of the export's own journal: in the run, where `pipe clean` sees it, or beside the
+    export where that cannot be written."""
+    if run is not None and os.access(run, os.W_OK):
+        return run / EXPORTS / folder.name
+    return folder.with_name(f"{folder.name}.job")
 
 
 def _run(folder: Path) -> Path | None:

@@ -118,7 +118,7 @@ class Agent:
         per_node = self._plan.per_node
         ranks = LocalRanks([common | _place(place, n, per_node) for n in range(per_node)])
         try:
-            with none_left(), ranks:
+            with none_left(self._screen.refresh), ranks:
                 ranks.start(run_dir, reply.accept, output=self._screen.output)
 
                 def obey(interrupted: Interrupted | None) -> None:

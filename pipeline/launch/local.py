@@ -44,7 +44,7 @@ def launch(plan: Plan, run_dir: Path, accept: Sequence[str], screen: Screen) -> 
         recorder = flight_recorder.environment(run_dir) if plan.view.device == "cuda" else {}
         ranks = LocalRanks([recorder | place(n, plan.per_node) for n in range(plan.per_node)])
         try:
-            with none_left(), ranks:
+            with none_left(screen.refresh), ranks:
                 try:
                     run_ranks(ranks, settings, run_dir, accept, screen)
                     return

@@ -33,8 +33,8 @@ class RunFacts:
 class Tracker(ABC):
     """A run in another program. Its methods are called one after another, in a process of its own;
     an exception ends the tracking, and nothing else. Steps that a resumed run repeats are not sent
-    again: an undisturbed resume repeats their numbers too. Those behind a rollback are, as their
-    numbers are others."""
+    again: an undisturbed resume repeats their numbers too. Steps behind a rollback are sent again,
+    with their other numbers. Whatever `log` has taken counts as sent."""
 
     @abstractmethod
     def open(self, run: RunFacts, state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -69,6 +69,11 @@ class TrackerStage(ABC):
     timeout: Annotated[float, Gt(0)] = 30.0
     """Seconds that are left to send everything, however the run ends; `pipe run` waits for that."""
 
+    def unsent(self, folder: Path) -> str:
+        """Return the command that sends what the tracker has taken and not sent, if it keeps that
+        on disk; an empty text if there is none. `folder` is the run's."""
+        return ""
+
     @abstractmethod
     def tracker(self) -> Tracker:
         """Return the tracker that these fields describe."""
@@ -81,4 +86,4 @@ class TrackerStage(ABC):
     def run(self, ctx: Context) -> None:
         from pipeline.track.start import start_feeder
 
-        start_feeder(ctx, self.timeout)
+        start_feeder(ctx, self.timeout, self.unsent(ctx.run_dir))

@@ -34,29 +34,28 @@ UNSENT = ("step", "time", "total_steps", "profiled", "applied", "straggler")
 class Sent:
     """How far a tracker has been told of a run."""
 
-    step: int = -1
-    """The last step of which something was sent; -1 before any."""
-    kinds: list[str] = field(default_factory=list)
-    """Kinds of the records of that step that were sent: evaluations and saves have their own."""
+    newest: dict[str, int] = field(default_factory=dict)
+    """Kind of record -> step of the newest one; evaluations come behind the steps, and anomalies
+    have the number of the step that failed."""
     rollbacks: list[dict[str, Any]] = field(default_factory=list)
-    """Records of rollbacks, behind which steps come again with other numbers."""
+    """Records of rollbacks without their time, behind which steps come again with other numbers."""
 
     def covers(self, step: int, kind: str) -> bool:
         """Whether a record of this step has been sent."""
-        return step < self.step or (step == self.step and kind in self.kinds)
+        return step <= self.newest.get(kind, -1)
 
     def add(self, step: int, kind: str) -> None:
         """Note that a record has been sent."""
-        if step > self.step:
-            self.step, self.kinds = step, []
-        self.kinds.append(kind)
+        self.newest[kind] = step
 
-    def go_back(self, rollback: dict[str, Any]) -> None:
-        """Note that the steps from a rollback's on have not been sent. A resumed run repeats the
-        record with the numbers."""
-        if rollback not in self.rollbacks:
-            self.rollbacks.append(rollback)
-            self.step, self.kinds = min(self.step, (rollback.get("step") or 0) - 1), []
+    def go_back(self, rollback: Mapping[str, Any]) -> None:
+        """Note that nothing from a rollback's step on has been sent. A resumed run repeats the
+        record, at another time, with the numbers."""
+        known = {name: value for name, value in rollback.items() if name != "time"}
+        if known not in self.rollbacks:
+            self.rollbacks.append(known)
+            before = (rollback.get("step") or 0) - 1
+            self.newest = {kind: min(step, before) for kind, step in self.newest.items()}
 
 
 @dataclass(eq=False)
@@ -69,10 +68,10 @@ class Feeder:
     tracker: Tracker
     sent: Sent = field(default_factory=Sent, init=False)
     steps: int = field(default=0, init=False)
-    """Steps of which something was sent."""
+    """Number of steps of which something was sent."""
     _state: Mapping[str, Any] = field(default_factory=dict, init=False)
     _kept: float = field(default=0.0, init=False)
-    _newest: int = field(default=-1, init=False)
+    _counted: int = field(default=-1, init=False)
     """The step that was counted last."""
 
     def __post_init__(self) -> None:
@@ -130,11 +129,11 @@ class Feeder:
             self.tracker.log(step, metrics, float(record.get("time") or time.time()))
         texts = record.get("generated", ())
         for sample in texts:
-            text = f"{sample['prompt']}{sample['text']}"
+            text = shown(f"{sample['prompt']}{sample['text']}")
             self.tracker.log_text(step, f"generated/{sample['number']}", text)
         if metrics or texts:
-            self.steps += step != self._newest
-            self._newest = step
+            self.steps += step != self._counted
+            self._counted = step
 
     def _keep(self) -> None:
         self._kept = time.monotonic()

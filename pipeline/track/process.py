@@ -1,7 +1,7 @@
 """The process that feeds one tracker: `python -m pipeline.track.process RUN_DIR SLOT SECONDS`.
 
-A line on standard input says how the run has ended; so does its end, when rank 0 has died. From
-then on it has that many seconds. What it prints is shown as warnings.
+A word on standard input says how the run has ended; so does its end, when rank 0 has died. From
+then on the process has that many seconds. Whatever it prints is shown as warnings.
 """
 
 from __future__ import annotations

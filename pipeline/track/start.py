@@ -8,11 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from pipeline.contracts.stage import Context
 from pipeline.distributed.signals import Interrupted, held_back
 from pipeline.errors import in_words
+from pipeline.execution import failures
 from pipeline.track.contract import Outcome
 from pipeline.utils.process_tree import GRACE, kill_sessions, own_module
 
@@ -23,7 +26,11 @@ SLACK_SECONDS = 2.0
 """Seconds after which a feeder is killed that should have ended by itself."""
 
 
-def start_feeder(ctx: Context, timeout: float) -> None:
+_running: list[RunningFeeder] = []
+"""The feeders of this process, which learn together that the run has ended."""
+
+
+def start_feeder(ctx: Context, timeout: float, unsent: str = "") -> None:
     """Start the feeder of this slot's tracker on rank 0; it is told when the run ends, and gets
     `timeout` seconds then. A failure to start it is a warning."""
     if not ctx.dist.is_main:
@@ -42,7 +49,8 @@ def start_feeder(ctx: Context, timeout: float) -> None:
     except OSError as error:
         ctx.log.warning("%s: the tracker cannot be started: %s", ctx.slot, in_words(error))
         return
-    ctx.on_exit(RunningFeeder(ctx, ctx.slot, process, timeout).end)
+    _running.append(RunningFeeder(ctx, ctx.slot, process, timeout, unsent))
+    ctx.on_exit(_running[-1].end)
 
 
 @dataclass(eq=False)
@@ -53,25 +61,40 @@ class RunningFeeder:
     slot: str
     process: subprocess.Popen[bytes]
     timeout: float
+    unsent: str = ""
+    """Command that sends what the tracker keeps on disk; empty if there is none."""
+    _told: float = field(default=0.0, init=False)
+    """When it was told of the end; 0 before."""
 
     def __post_init__(self) -> None:
         self._listener = threading.Thread(target=self._listen, daemon=True)
         self._listener.start()
 
     def end(self) -> None:
-        """Tell the feeder how the run has ended, and wait until it has sent everything."""
-        outcome = _outcome()
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError), self.process.stdin as stdin:  # it may have ended
-            stdin.write(outcome.encode())
+        """Tell all feeders how the run has ended, and wait until this one has sent everything."""
+        outcome = _outcome(self.ctx.run_dir)
+        for one in _running:
+            one.tell(outcome)
+        _running.remove(self)
         if outcome == "failed":
             self._listener.join(min(self.timeout, FAILED_SECONDS))
             if self._listener.is_alive():
                 self._warn(f"the rest is being sent, for at most {self.timeout:g} s")
             return
-        self._listener.join(self.timeout + SLACK_SECONDS)
+        latest = self._told + self.timeout + SLACK_SECONDS
+        self._listener.join(max(0.0, latest - time.monotonic()))
         kill_sessions([self.process])  # what the tracker has started, too
         self._listener.join(SLACK_SECONDS)
+
+    def tell(self, outcome: Outcome) -> None:
+        """Tell the feeder how the run has ended, if it has not been told: from then on it has its
+        seconds."""
+        if self._told:
+            return
+        self._told = time.monotonic()
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError), self.process.stdin as stdin:  # it may have ended
+            stdin.write(outcome.encode())
 
     def _listen(self) -> None:
         """Log what the feeder says, and how it ends if it does not say that."""
@@ -82,20 +105,23 @@ class RunningFeeder:
                 silent = False
                 self._warn(line.decode(errors="replace").rstrip())
         code = self.process.wait()
-        rest = f"`pipe track {self.ctx.run_dir}` sends the rest"
+        commands = [f"pipe track {self.ctx.run_dir}", *([self.unsent] if self.unsent else [])]
+        rest = f"the rest is sent by {' and '.join(f'`{one}`' for one in commands)}"
         if code == -signal.SIGALRM:
             self._warn(f"not everything was sent in {self.timeout:g} s; {rest}")
         elif code < 0 or (code and silent):
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-            self._warn(f"the process that feeds the tracker has ended ({how}); {rest}")
+            self._warn(f"tracking has ended ({how}); {rest}")
 
     def _warn(self, what: str) -> None:
         self.ctx.log.warning("%s: %s", self.slot, what)
 
 
-def _outcome() -> Outcome:
-    """Return how the run ends that is being left."""
+def _outcome(run_dir: Path) -> Outcome:
+    """Return how the run ends that is being left. A launcher stops rank 0 when another one fails,
+    which has reported that."""
     error = sys.exception()
     if error is None:
         return "finished"
-    return "stopped" if isinstance(error, Interrupted | SystemExit) else "failed"
+    stopped = isinstance(error, Interrupted | SystemExit) and failures.first_rank(run_dir) is None
+    return "stopped" if stopped else "failed"

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -38,9 +38,9 @@ def die_with(parent: int) -> None:
 
 
 @contextlib.contextmanager
-def none_left() -> Iterator[None]:
+def none_left(waiting: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Kill what the body started in other sessions (ranks have their own) and left running, once
-    those with GRACE have had their time.
+    those with GRACE have had their time, in which `waiting` is called now and then.
 
     Descendants whose parent died are found too: they become children of this process.
     """
@@ -53,7 +53,7 @@ def none_left() -> Iterator[None]:
         yield
     finally:
         try:
-            _wait_for_children()
+            _wait_for_children(waiting)
         finally:
             _kill_children()
             prctl(PR_SET_CHILD_SUBREAPER, 0)
@@ -68,9 +68,10 @@ def kill_sessions(leaders: Iterable[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-def _wait_for_children() -> None:
+def _wait_for_children(waiting: Callable[[], object]) -> None:
     began = time.monotonic()
     while any(time.monotonic() - began < _grace(child) for child in _children_elsewhere()):
+        waiting()
         time.sleep(0.05)
 
 

@@ -38,13 +38,14 @@ class LiveScreen(Screen):
             redirect_stderr=False,
             vertical_overflow="crop",
         )
-        self._pipe = LinePipe()
-        self.output = self._pipe.write
         self._telemetry, self._gpus = Telemetry(), list[GpuReading]()
         self._time_to_draw, self._time_to_read = Now(), Now(GPU_SECONDS)
-        self._stack = contextlib.ExitStack()
-        self._stack.enter_context(self._live)
-        self._stack.enter_context(_printing_above(self._console))
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._live)
+            stack.enter_context(_printing_above(self._console))
+            self._pipe = LinePipe()
+            self._stack = stack.pop_all()
+        self.output = self._pipe.write
 
     def refresh(self) -> None:
         for line in self._pipe.lines():
@@ -58,9 +59,11 @@ class LiveScreen(Screen):
                 self._print(line)
             self._draw()
 
-    def drain(self) -> None:
-        for _ in self._pipe.lines():
-            pass
+    def abandon(self) -> None:
+        self._stack.close()
+
+    def printed(self) -> list[str]:
+        return [*self._pipe.lines()]
 
     def _print(self, line: str) -> None:
         self._console.print(Text(shown(line)), soft_wrap=True)
@@ -84,10 +87,10 @@ def _printing_above(console: Console) -> Iterator[None]:
         return cast(TextIO, Guarded(cast(TextIO, FileProxy(console, bare(stream)))))
 
     before = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = above(sys.stdout), above(sys.stderr)
+    replaced = sys.stdout, sys.stderr = above(sys.stdout), above(sys.stderr)
     try:
         yield
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
         sys.stdout, sys.stderr = before
+        for stream in replaced:
+            stream.flush()

@@ -15,6 +15,7 @@ from pipeline.contracts.engine import Engine
 from pipeline.distributed.environment import is_worker
 from pipeline.errors import in_words
 from pipeline.execution.rank_logging import SCREEN
+from pipeline.utils.terminal import shown
 from pipeline.utils.text import plural
 from pipeline.view.follow import Follower
 
@@ -43,32 +44,35 @@ class Screen:
     def end(self) -> None:
         """Show how the run has ended, which its folder says by now."""
 
-    def drain(self) -> None:
-        """Drop what was printed to `output`, so that rank 0 never waits to print."""
+    def abandon(self) -> None:
+        """Give this process its output back after a failure."""
+
+    def printed(self) -> list[str]:
+        """Return the lines that rank 0 has printed to `output` and that were not shown, so that it
+        never waits to print."""
+        return []
 
 
 class Harmless(Screen):
     """A screen whose failure is told once and ends nothing else: a terminal that is gone, a reader
-    of events that has ended, a file system that does not answer."""
+    of events that has ended. From then on rank 0's lines appear on standard error."""
 
-    def __init__(self, make: Callable[[], Screen], *also: Callable[[], object]) -> None:
-        """`also` is called before each refresh of the screen that `make` returns."""
+    def __init__(self, make: Callable[[], Screen]) -> None:
         self._screen, self._failed = Screen(), False
-        self._also = also
         with self._guarded():
             self._screen = make()
         self.output = self._screen.output
 
     def refresh(self) -> None:
         if self._failed:
-            self._screen.drain()
-            return
-        with self._guarded():
-            for call in self._also:
-                call()
-            self._screen.refresh()
+            self._pass_on()
+        else:
+            with self._guarded():
+                self._screen.refresh()
 
     def close(self) -> None:
+        if self._failed:
+            self._pass_on()
         with self._guarded():
             self._screen.close()
 
@@ -85,7 +89,39 @@ class Harmless(Screen):
             if not self._failed:
                 self._failed = True
                 with contextlib.suppress(Exception):
-                    print(f"the display has ended: {in_words(error)}", file=sys.__stderr__)
+                    self._screen.abandon()
+                _say(f"the display has ended: {in_words(error)}")
+
+    def _pass_on(self) -> None:
+        for line in self._screen.printed():
+            _say(line)
+
+
+def _say(line: str) -> None:
+    """Print a line to standard error, if that can be."""
+    with contextlib.suppress(Exception):
+        print(shown(line), file=sys.stderr, flush=True)
+
+
+class _Recording(Screen):
+    """A screen during whose run this machine's GPUs are recorded, as long as that is possible."""
+
+    def __init__(self, screen: Screen, folder: Path) -> None:
+        from pipeline.execution.hardware_record import HardwareRecord
+
+        self._screen, self.output = screen, screen.output
+        self._record = HardwareRecord(folder)
+
+    def refresh(self) -> None:
+        with contextlib.suppress(Exception):  # it is for people alone
+            self._record.look()
+        self._screen.refresh()
+
+    def close(self) -> None:
+        self._screen.close()
+
+    def end(self) -> None:
+        self._screen.end()
 
 
 class Display:
@@ -111,8 +147,9 @@ class Display:
     @contextlib.contextmanager
     def shown(self, plan: Plan, folder: Path) -> Iterator[Screen]:
         """Show the run in `folder` while the body runs it."""
-        also = [] if plan.view.device == "cpu" else [_recording(folder)]
-        self._screen = Harmless(lambda: self._made(plan, folder), *also)
+        self._screen = Harmless(lambda: self._made(plan, folder))
+        if plan.view.device != "cpu":
+            self._screen = _Recording(self._screen, folder)
         try:
             yield self._screen
         finally:
@@ -143,13 +180,6 @@ def _choice(*, quiet: bool, json: bool) -> Choice:
         return "quiet"
     draws = sys.stdout.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
     return "live" if draws and not is_worker() else "lines"
-
-
-def _recording(folder: Path) -> Callable[[], None]:
-    """Return what records this machine's GPUs when it is called."""
-    from pipeline.execution.hardware_record import HardwareRecord
-
-    return HardwareRecord(folder).look
 
 
 def _set_aside_stdout() -> TextIO:
@@ -207,10 +237,11 @@ class LinePipe:
             if not data:
                 return
 
-    def close(self) -> Iterator[str]:
-        """Yield what is left, an unfinished line too, and close both ends."""
-        yield from self.lines()
-        if self._rest:
-            yield self._rest.decode(errors="replace")
-        for end in (self._read, self.write):
-            os.close(end)
+    def close(self) -> list[str]:
+        """Return the lines that are left, an unfinished one too, and close both ends."""
+        try:
+            rest = [*self.lines()]
+            return [*rest, self._rest.decode(errors="replace")] if self._rest else rest
+        finally:
+            for end in (self._read, self.write):
+                os.close(end)

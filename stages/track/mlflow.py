@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline import PlanView, Problem
 from pipeline.track import Outcome, RunFacts, Tracker, TrackerStage
 
 LONGEST = 500
 """Characters of a parameter's value that every version of MLflow takes."""
 AT_ONCE = 100
 """Parameters that one call takes."""
-USERINFO = re.compile("://[^/@]+@")
 STATUS: Mapping[Outcome, str] = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 
 
@@ -27,7 +24,8 @@ class TrackMlflow(TrackerStage):
     extra = "mlflow"
 
     tracking_uri: str | None = None
-    """Address of the server, or a folder; null does as `MLFLOW_TRACKING_URI` says."""
+    """Address of the server, or a folder; null does as `MLFLOW_TRACKING_URI` says. Name and
+    password are left to `MLFLOW_TRACKING_USERNAME` and `MLFLOW_TRACKING_PASSWORD`."""
     experiment: str | None = None
     """Null takes the recipe's name."""
     artifacts: str | None = None
@@ -37,16 +35,6 @@ class TrackMlflow(TrackerStage):
 
     def tracker(self) -> Tracker:
         return MlflowTracker(self)
-
-    def check(self, plan: PlanView) -> Iterator[Problem]:
-        yield from super().check(plan)
-        if self.tracking_uri and USERINFO.search(self.tracking_uri):
-            yield Problem(
-                key="tracking_uri",
-                message="holds a name or a password, which the run's folder would keep",
-                hint="set MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and "
-                "MLFLOW_TRACKING_PASSWORD, in the environment",
-            )
 
 
 @dataclass

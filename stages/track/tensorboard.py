@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,8 +29,7 @@ class TrackTensorboard(TrackerStage):
 
 @dataclass
 class TensorboardTracker(Tracker):
-    """Scalars by step, generated texts, and the recipe as a text. What is logged is in the file at
-    once, as it counts as sent."""
+    """Scalars by step, generated texts, and the recipe as a text, all written at once."""
 
     parent: str | None
 
@@ -63,9 +61,10 @@ class TensorboardTracker(Tracker):
 
 def _new_folder(parent: Path, name: str) -> Path:
     """Make a folder of this name, or with a number behind it if another run has that."""
-    for number in itertools.count(1):
-        folder = parent / (name if number == 1 else f"{name}-{number}")
+    folder, number = parent / name, 1
+    while True:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(parents=True)
             return folder
-    raise AssertionError
+        number += 1
+        folder = parent / f"{name}-{number}"

@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pipeline.track import Outcome, RunFacts, Tracker, TrackerStage
@@ -33,6 +34,9 @@ class TrackTrackio(TrackerStage):
 
     def tracker(self) -> Tracker:
         return TrackioTracker(self)
+
+    def unsent(self, folder: Path) -> str:
+        return "trackio sync --all" if self.space else ""
 
 
 @dataclass

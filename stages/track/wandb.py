@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from pipeline.track import Outcome, RunFacts, Tracker, TrackerStage
@@ -37,6 +38,9 @@ class TrackWandb(TrackerStage):
 
     def tracker(self) -> Tracker:
         return WandbTracker(self)
+
+    def unsent(self, folder: Path) -> str:
+        return f"wandb sync {folder}/wandb/*run-*"
 
 
 @dataclass

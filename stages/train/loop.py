@@ -221,7 +221,8 @@ class Training:
         settings, step = self.config.generate, self.progress.step
         if settings is None or self.progress.texts == step:
             return False
-        return step % settings.every == 0 or step == self.step.feed.total_steps(self.progress)
+        last = bool(self.progress.stopped) or step == self.step.feed.total_steps(self.progress)
+        return last or step % settings.every == 0
 
     def _write_texts(self) -> None:
         assert self.writer is not None

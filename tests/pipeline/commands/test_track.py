@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from pipeline import api, cli
 from pipeline.execution import clean, rundir
+from pipeline.utils.files import replace_text
 from tests.pipeline.view.folders import add, made, step
 from tests.support.tiny_project import tiny_project
 
@@ -58,10 +59,29 @@ def test_only_steps_that_were_sent_are_counted(run: Path) -> None:
 
 
 def test_a_run_under_way_is_left_to_its_own_process(run: Path) -> None:
-    with rundir.locked(run):
+    with rundir.locked(run):  # as in a resume
         result = tracked(run)
     assert result.exit_code == 2
     assert result.output == f"error: {run} is under way, and is sent while it runs\n"
+
+
+def test_a_tracker_that_fails_does_not_keep_others_from_sending(run: Path) -> None:
+    file = run / rundir.RECIPE
+    recipe = yaml.safe_load(file.read_text())
+    other = str(run.parent / "second.sqlite")
+    recipe["stages"]["second"] = {"use": "track.sqlite", "file": other}
+    replace_text(file, yaml.safe_dump(recipe, sort_keys=False))
+    result = tracked(run, f"track.file={run}")  # a folder
+    assert result.exit_code == 1
+    assert "error: track: tracking has ended: " in result.output
+    assert "second: 3 steps sent" in result.output
+
+
+def test_a_package_that_is_missing_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.track.contract.find_spec", lambda name: None)
+    result = tracked(run, "track={use: track.wandb}")
+    assert result.exit_code == 2
+    assert "wandb is not installed (pip install 'pipetrain[wandb]')" in result.output
 
 
 def test_an_error_of_a_tracker_is_a_line(run: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -189,6 +190,32 @@ def test_a_run_that_is_being_exported_is_not_touched(run: Path, arguments: list[
     assert said.exit_code == 0
     assert "is being exported: all of it stays" in said.output
     assert files(run) == before
+
+
+def test_an_export_that_begins_meanwhile_keeps_the_rest(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete = LocalStore.delete
+    with contextlib.ExitStack() as stack:
+
+        def begun(store: LocalStore, name: str) -> None:
+            delete(store, name)
+            job = run / "exports" / "out"
+            job.mkdir(parents=True)
+            stack.enter_context(rundir.locked(job))
+
+        monkeypatch.setattr(LocalStore, "delete", begun)
+        said = cleaned(run, "--yes")
+    assert steps(run) == [2, 3, 4]
+    assert "  an export has begun: the rest stays\nremoved 1 item, " in said.stdout
+    assert said.exit_code == 1
+
+
+def test_a_run_that_cannot_be_written_is_a_failure(run: Path) -> None:
+    run.chmod(0o777)
+    said = cleaned(run, "--yes")
+    assert "  everybody can write in " in said.stdout
+    assert (said.exit_code, steps(run)) == (1, [1, 2, 3, 4])
 
 
 @pytest.mark.parametrize("event", ["run failed", "run started", "slot started"])

@@ -39,6 +39,13 @@ def test_a_source_is_relative_to_where_the_command_is_given(run: Path, source: s
     choice = chosen(source, step=None, model=None, to=Path("out"))
     assert choice.checkpoint == str(run / "checkpoints" / "step-00000001")
     assert choice.folder == run.parent / "here" / "out"
+    assert choice.job == run / "exports" / "out"  # where `pipe clean` sees it
+
+
+def test_of_a_run_that_cannot_be_written(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: path != run)
+    choice = chosen(str(run), step=None, model=None, to=Path("out"))
+    assert choice.job == run.parent / "here" / "out.job"
 
 
 def test_another_model_leaves_the_run_s_adapter(run: Path) -> None:

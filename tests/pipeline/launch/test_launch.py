@@ -222,18 +222,20 @@ def test_no_descendant_is_left(tmp_path: Path) -> None:
 
 def test_a_descendant_with_grace_gets_its_time(tmp_path: Path) -> None:
     """A process in its own session starts another and dies."""
-    for seconds, expected in ((60, "begun\nended\n"), (0.1, "begun\n")):
+    looks: list[float] = []
+    for seconds, takes, expected in ((60, 1, "begun\nended\n"), (0.5, 60, "begun\n")):
         file = tmp_path / f"{seconds}"
-        work = (
-            f"export {GRACE}={seconds}; bash -c 'echo begun; sleep 1; echo ended' > {file} & wait"
-        )
-        with none_left():
+        script = f"echo begun; sleep {takes}; echo ended"
+        work = f"export {GRACE}={seconds}; bash -c '{script}' > {file} & wait"
+        looks.clear()
+        with none_left(lambda: looks.append(time.monotonic())):
             process = subprocess.Popen(["bash", "-c", work], start_new_session=True)
             while not (file.exists() and file.read_text()):
                 time.sleep(0.01)
             process.kill()
             process.wait()
         assert file.read_text() == expected
+        assert looks
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_each_is_a_line(run: Outcome, project: Pipe) -> None:
         assert line == f"{slot}: tracking has ended: {why} (more in {file})"
         assert file.read_text().rstrip().endswith(f"{why}\nmore of it")
     (line,) = [line for line in said if line.startswith("hanging: not")]
-    rest = f"`pipe track {project.folder / 'run'}` sends the rest"
+    rest = f"the rest is sent by `pipe track {project.folder / 'run'}`"
     assert line == f"hanging: not everything was sent in 1 s; {rest}"
 
 

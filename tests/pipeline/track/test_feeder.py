@@ -132,13 +132,35 @@ def test_what_comes_behind_a_rollback_is_sent_again_once(tmp_path: Path) -> None
     fed.feed()
     went_back = {"step": 2, "anomaly": "loss spike", "action": "rollback", "samples_to": 32}
     replace_text(folder / "metrics.jsonl", "")
-    add(folder, [step(1, loss=3.0), went_back, *(step(n, loss=2.0) for n in (2, 3, 4))])
+    begin = [step(1, loss=3.0), {**went_back, "time": 100.0}]
+    add(folder, [*begin, *(step(n, loss=2.0) for n in (2, 3, 4))])
+    fed.feed()
+    # Killed before the next save, the run repeats the rollback later.
+    replace_text(folder / "metrics.jsonl", "")
+    begin = [step(1, loss=3.0), {**went_back, "time": 200.0}]
+    add(folder, [*begin, *(step(n, loss=2.0) for n in (2, 3, 4))])
     fed.close("failed")
     losses = [(number, sent["loss"]) for number, sent in first.logged if "loss" in sent]
     assert losses == [(1, 3.0), (2, 3.0), (3, 3.0), (2, 2.0), (3, 2.0), (4, 2.0)]
     second = Noted()
     feeder(folder, second).close("finished")
     assert second.logged == []
+
+
+def test_an_evaluation_behind_a_skipped_batch_is_sent(tmp_path: Path) -> None:
+    skipped = {"step": 3, "anomaly": "loss is not finite", "action": "skip"}
+    folder = made(tmp_path / "run", (), [step(1), step(2), skipped, {"step": 2, "eval_loss": 3.0}])
+    tracker = Noted()
+    feeder(folder, tracker).close("finished")
+    assert tracker.logged[-1] == (2, {"eval/loss": 3.0})
+
+
+def test_passwords_in_texts_stay_here(tmp_path: Path) -> None:
+    sample = {"number": 0, "prompt": "https://me:secret@host/", "text": "?token=abc"}
+    folder = made(tmp_path / "run", (), [{"step": 1, "generated": [sample]}])
+    tracker = Noted()
+    feeder(folder, tracker).close("finished")
+    assert tracker.texts == [(1, "generated/0", "https://***@host/?token=***")]
 
 
 def test_of_every_so_many_steps_and_all_evaluations(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ nobody waits for it longer than it was given."""
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sqlite3
@@ -14,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from pipeline.distributed.signals import Interrupted
 from pipeline.testing import context
 from pipeline.track.feeder import Feeder
 from pipeline.track.start import RunningFeeder, start_feeder
+from pipeline.utils.files import private_folder
 from pipeline.utils.process_tree import kill_sessions
 from tests.pipeline.track.test_feeder import Noted
 from tests.pipeline.view.folders import made, step
@@ -38,6 +41,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     points = {"track.failing": "TrackFailing"}
     install(tmp_path / "plugin", "failing-trackers", "failing_trackers", source, points)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "plugin"), prepend=os.pathsep)
+    monkeypatch.setattr("pipeline.track.start._running", [])
     begun: list[RunningFeeder] = []
 
     def begin(tracker: Mapping[str, Any], timeout: float) -> RunningFeeder:
@@ -70,6 +74,15 @@ def sent(working: Mapping[str, Any]) -> tuple[str, int]:
     return outcome, losses
 
 
+def has_open(process: int, file: Path) -> bool:
+    """Whether a process has a file open."""
+    for descriptor in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if descriptor.samefile(file):
+                return True
+    return False
+
+
 def is_open(feeder: RunningFeeder) -> bool:
     """Wait until the tracker has begun."""
     return becomes((feeder.ctx.run_dir / "trackers/track.json").exists, LONG)
@@ -97,10 +110,8 @@ def test_one_that_is_killed_is_reported_at_once(
     assert is_open(feeder)
     feeder.process.kill()
     assert becomes(lambda: caplog.messages)
-    rest = f"`pipe track {feeder.ctx.run_dir}` sends the rest"
-    assert caplog.messages == [
-        f"track: the process that feeds the tracker has ended (SIGKILL); {rest}"
-    ]
+    rest = f"the rest is sent by `pipe track {feeder.ctx.run_dir}`"
+    assert caplog.messages == [f"track: tracking has ended (SIGKILL); {rest}"]
 
 
 def test_it_outlives_rank_0_by_its_seconds(start: Start, caplog: pytest.LogCaptureFixture) -> None:
@@ -136,9 +147,48 @@ def _fail(feeder: RunningFeeder) -> None:
         feeder.end()
 
 
+def test_what_the_tracker_keeps_has_a_command(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    feeder = start(HANGING, 0.5)
+    feeder.unsent = "theirs sync"
+    assert is_open(feeder)
+    feeder.end()
+    rest = f"`pipe track {feeder.ctx.run_dir}` and `theirs sync`"
+    assert caplog.messages == [
+        f"track: not everything was sent in 0.5 s; the rest is sent by {rest}"
+    ]
+
+
+def test_all_learn_of_the_end_at_once(start: Start, working: dict[str, Any]) -> None:
+    first, second = start(working, LONG), start(working, LONG)
+    second.end()
+    assert first.process.stdin is not None
+    assert first.process.stdin.closed
+    first.end()
+    assert first.process.returncode == second.process.returncode == 0
+
+
+def test_a_rank_that_a_launcher_stops_after_a_failure_has_failed(
+    start: Start, working: dict[str, Any]
+) -> None:
+    feeder = start(working, LONG)
+    assert is_open(feeder)
+    report = {"rank": 1, "time": 1.0, "error": "too bad", "refused": False}
+    (private_folder(feeder.ctx.run_dir / "failures") / "rank-1.json").write_text(json.dumps(report))
+    try:
+        raise Interrupted(signal.SIGTERM)
+    except Interrupted:
+        feeder.end()
+    assert feeder.process.wait(LONG) == 0
+    assert sent(working) == ("failed", 1)
+
+
 def test_it_waits_for_the_one_of_an_earlier_start(start: Start, tmp_path: Path) -> None:
+    lock = tmp_path / "run/trackers/track.lock"
     with Feeder(made(tmp_path / "run"), "track", 1, Noted()).alone():
         feeder = start({"use": "track.failing", "at": "open"}, 0.5)
+        assert becomes(lambda: has_open(feeder.process.pid, lock), LONG)
         feeder.end()
         assert feeder.process.returncode == -signal.SIGALRM  # or it would have failed
     assert not (tmp_path / "run/trackers/track.txt").exists()

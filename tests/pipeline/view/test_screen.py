@@ -7,8 +7,10 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from pipeline.distributed.environment import CONTRACT
 from pipeline.distributed.signals import Interrupted
@@ -17,6 +19,8 @@ from pipeline.execution.rundir import locked
 from pipeline.utils.files import replace_text
 from pipeline.view.events import JsonScreen
 from pipeline.view.follow import Follower
+from pipeline.view.live import Header
+from pipeline.view.live_screen import LiveScreen
 from pipeline.view.screen import Display, Harmless, LinePipe, Screen
 from tests.pipeline.view.folders import SLOTS, add, made, step
 
@@ -72,7 +76,7 @@ def test_lines_of_another_process() -> None:
     assert list(pipe.lines()) == ["one"]
     os.write(pipe.write, b"o\nthr\xff")
     assert list(pipe.lines()) == ["two"]
-    assert list(pipe.close()) == ["thr\N{REPLACEMENT CHARACTER}"]
+    assert pipe.close() == ["thr\N{REPLACEMENT CHARACTER}"]
 
 
 def test_events_as_json(tmp_path: Path) -> None:
@@ -142,7 +146,7 @@ class Failing(Screen):
     """Raises at its second refresh, and whenever it is asked to end."""
 
     def __init__(self, error: BaseException) -> None:
-        self.error, self.refreshed, self.drained = error, 0, 0
+        self.error, self.refreshed, self.abandoned = error, 0, 0
 
     def refresh(self) -> None:
         self.refreshed += 1
@@ -155,37 +159,95 @@ class Failing(Screen):
     def end(self) -> None:
         raise self.error
 
-    def drain(self) -> None:
-        self.drained += 1
+    def abandon(self) -> None:
+        self.abandoned += 1
+
+    def printed(self) -> list[str]:
+        return [f"a line after {self.refreshed}"]
 
 
 @pytest.mark.parametrize("error", [OSError(5, "terminal is gone"), SystemExit(1), KeyError("step")])
 def test_a_screen_that_fails_ends_nothing_else(
-    error: BaseException, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    error: BaseException, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.__stderr__", sys.stderr)
     failing = Failing(error)
     screen = Harmless(lambda: failing)
     for _ in range(4):
         screen.refresh()
     screen.close()
     screen.end()
-    assert (failing.refreshed, failing.drained) == (2, 2)
-    assert capsys.readouterr().err.count("the display has ended: ") == 1
+    assert (failing.refreshed, failing.abandoned) == (2, 1)
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first.startswith("the display has ended: ")
+    assert lines == ["a line after 2"] * 3
 
 
 def test_a_screen_that_cannot_be_made_ends_nothing_else(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def make() -> Screen:
         raise OSError(28, "no space left")
 
-    monkeypatch.setattr("sys.__stderr__", sys.stderr)
     screen = Harmless(make)
     screen.refresh()
     screen.close()
     assert screen.output is None
     assert "no space left" in capsys.readouterr().err
+
+
+def test_standard_error_is_usable_when_the_terminal_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gone(io.StringIO):
+        gone = False
+
+        def write(self, text: str) -> int:
+            if self.gone:
+                raise OSError(5, "terminal is gone")
+            return super().write(text)
+
+    terminal, errors = Gone(), io.StringIO()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setattr("sys.stderr", errors)
+    run = Follower(made(tmp_path / "run"), SLOTS)
+    console = Console(file=terminal, force_terminal=True)
+    screen = Harmless(lambda: LiveScreen(run, Header(name="run", where="here"), console=console))
+    assert screen.output is not None
+    terminal.gone = True
+    os.write(screen.output, b"lost with the terminal\n")
+    screen.refresh()
+    print("restarting", file=sys.stderr)
+    os.write(screen.output, b"a warning\n")
+    screen.close()
+    assert errors.getvalue().splitlines() == [
+        "the display has ended: terminal is gone", "restarting", "a warning",
+    ]  # fmt: skip
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(screen.output)
+
+
+def test_gpus_are_recorded_behind_the_end_of_a_display(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Path] = []
+
+    class Record:
+        def __init__(self, folder: Path) -> None:
+            self.folder = folder
+
+        def look(self) -> None:
+            looks.append(self.folder)
+            if len(looks) == 1:
+                raise KeyError("a defect")
+
+    monkeypatch.setattr("pipeline.execution.hardware_record.HardwareRecord", Record)
+    failing = Failing(OSError(5, "terminal is gone"))
+    monkeypatch.setattr(Display, "_made", lambda self, plan, folder: failing)
+    plan = SimpleNamespace(view=SimpleNamespace(device="cuda"))
+    with Display().shown(plan, tmp_path) as screen:  # type: ignore[arg-type]
+        for _ in range(4):
+            screen.refresh()
+    assert (failing.refreshed, looks) == (2, [tmp_path] * 4)
 
 
 def test_a_signal_is_not_a_failure_of_the_screen() -> None:
@@ -199,4 +261,4 @@ def test_a_bar_that_is_drawn_again_and_again_is_one_line() -> None:
     pipe = LinePipe()
     os.write(pipe.write, b"".join(b"\r%d %%" % number for number in range(101)) + b"\n")
     assert list(pipe.lines()) == ["100 %"]
-    list(pipe.close())
+    pipe.close()

@@ -185,10 +185,3 @@ def test_a_package_that_is_missing_is_found_before_the_start(
     monkeypatch.setattr("pipeline.track.contract.find_spec", lambda name: None)
     (problem,) = problems(stage, {})
     assert problem.hint == f"pip install 'pipetrain[{stage.extra}]'"
-
-
-def test_passwords_in_the_address_of_mlflow_are_refused() -> None:
-    (problem,) = problems(TrackMlflow, {"tracking_uri": "https://me:secret@host/path"})
-    assert (problem.key, "MLFLOW_TRACKING_PASSWORD" in problem.hint) == ("tracking_uri", True)
-    assert "secret" not in str(problem)
-    assert problems(TrackMlflow, {"tracking_uri": "https://host/@me"}) == []

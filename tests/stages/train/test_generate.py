@@ -25,7 +25,7 @@ from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.generate import NextToken, Writer
-from stages.train.settings import Generation
+from stages.train.settings import EarlyStopping, Generation
 from tests.support.processes import run_ranks
 from tests.support.runs import TINY, context, toy_data
 from tests.support.state import Setting, make_engine, source
@@ -57,21 +57,29 @@ class Letters:
 
 
 class StopAt(StepCallback):
-    """Sends this process a signal behind an update, if it is not step 0."""
+    """Sends this process a signal behind an update, or has lost patience there, if it is not step
+    0."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, early: int) -> None:
+        self.step, self.early = step, early
 
     def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
         if step == self.step:
             os.kill(os.getpid(), signal.SIGTERM)
+        if step == self.early:
+            progress.patience["evaluations"] = 1
 
 
 def train(
-    dist: DistContext, folder: str, wrap: str, generate: Generation | None, stop: int = 0
+    dist: DistContext,
+    folder: str,
+    wrap: str,
+    generate: Generation | None,
+    stop: int = 0,
+    early: int = 0,
 ) -> list[dict[str, Any]]:
-    """Train four steps, or until a signal comes behind step `stop`; returns the records of the
-    run."""
+    """Train four steps, or until a signal comes behind step `stop`, or stop early behind step
+    `early`; returns the records of the run."""
     private_folder(Path(folder))
     ctx, setting = context(dist, folder), Setting(wrap=wrap)
     plan = AdamW(schedule="constant", warmup_steps=0, lr=0.05).run(ctx)
@@ -80,10 +88,15 @@ def train(
     model = source(ctx, setting)
     model.tokenizer = Letters  # type: ignore[method-assign]
     loop = TrainCausalLm(
-        global_batch_size=4, micro_batch_size=1, steps=4, eval_last=False, generate=generate
+        global_batch_size=4,
+        micro_batch_size=1,
+        steps=4,
+        eval_last=False,
+        early_stopping=EarlyStopping(patience=1),
+        generate=generate,
     )
     with contextlib.suppress(Interrupted):
-        loop.run(ctx, engine, toy_data(), plan, checkpoints, model, StopAt(stop))
+        loop.run(ctx, engine, toy_data(), plan, checkpoints, model, StopAt(stop, early))
     checkpoints.close()
     engine.close()
     return list(records(ctx.run_dir / "metrics.jsonl"))
@@ -129,6 +142,12 @@ def test_a_stop_puts_texts_off(stop: int, at: int, tmp_path: Path) -> None:
     assert len(texts(through)) == 2
     again = run_ranks(train, 1, run, "ddp", settings(1.0))[0]
     assert again == resumed
+
+
+def test_training_that_stops_early_ends_with_texts(tmp_path: Path) -> None:
+    found = run_ranks(train, 1, str(tmp_path / "run"), "ddp", settings(1.0), 0, 3)[0]
+    assert max(line["step"] for line in found) == 3
+    assert list(texts(found)) == [2, 3]
 
 
 def test_it_changes_nothing(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_a_run_is_tracked(tmp_path: Path) -> None:
     said = pipe.run(recipe)
     assert said.code == 0, said.stderr
     found = sqlite3.connect(file)
-    assert found.execute("select run, outcome from runs").fetchall() == [("the run", "finished")]
+    assert found.execute("select name, outcome from runs").fetchall() == [("the run", "finished")]
     rows = found.execute("select step, name, value from metrics").fetchall()
     found.close()
     steps = [record for record in records(pipe.run_dir / "metrics.jsonl") if "loss" in record]
