@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Choice = Literal["live", "lines", "quiet", "json"]
 LONG = 1 << 16
 """Bytes of a line without an end of which only what is behind the last carriage return is kept."""
-LOOK_SECONDS = 0.25
+LOOK_SECONDS = 0.5
 """Seconds between two looks at the run's folder."""
 
 
