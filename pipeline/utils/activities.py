@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pipeline.utils.text import counted, human
+from pipeline.utils.text import counted, duration, human
 
 BYTES = "B"
 """Unit of sizes, which are shown as `1.5 GB`."""
@@ -50,11 +50,13 @@ class Activity:
         return max(time.monotonic() - self.began, 1e-9)
 
     def describe(self) -> str:
-        """Return `tokenising train.jsonl: 5,000 of 20,000 rows (25 %)`."""
+        """Return `tokenising train.jsonl: 5,000 of 20,000 rows (25 %)`, `proving (0:20)`."""
         done = self.amount
         if self.total is None:
             rate = _amount(self.done / self.seconds, self.unit)
-            return f"{self.name}: {done}, {rate} a second" if self.unit else self.name
+            if not self.unit:
+                return f"{self.name} ({duration(self.seconds)})"
+            return f"{self.name}: {done}, {rate} a second"
         share = 100 * self.done / self.total if self.total else 100.0
         return f"{self.name}: {done} of {_amount(self.total, self.unit)} ({share:.0f} %)"
 

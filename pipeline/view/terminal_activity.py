@@ -21,7 +21,8 @@ BAR_SECONDS = 0.5
 
 
 class CommandActivities:
-    """Shows activities on standard error: a bar in a terminal, a line now and then elsewhere."""
+    """Shows activities on standard error: a bar each in a terminal, elsewhere a line now and then
+    about the newest."""
 
     def __init__(self) -> None:
         self._bars: dict[Activity, TaskID] = {}
@@ -32,9 +33,8 @@ class CommandActivities:
         if sys.stderr.isatty():
             if activity.seconds >= BAR_SECONDS:
                 self._draw(activity)
-        elif time.monotonic() - self._said.setdefault(activity, activity.began) >= LINE_SECONDS:
-            self._said[activity] = time.monotonic()
-            click.echo(activity.describe(), err=True)
+        else:
+            self._say(activity)
 
     def ended(self, activity: Activity) -> None:
         self._said.pop(activity, None)
@@ -44,6 +44,13 @@ class CommandActivities:
             if not self._bars:
                 self._progress.stop()
                 self._progress = None
+
+    def _say(self, activity: Activity) -> None:
+        last = self._said.setdefault(activity, activity.began)
+        newest = activity is next(reversed(self._said))
+        if newest and time.monotonic() - last >= LINE_SECONDS:
+            self._said[activity] = time.monotonic()
+            click.echo(activity.describe(), err=True)
 
     def _draw(self, activity: Activity) -> None:
         if self._progress is None:

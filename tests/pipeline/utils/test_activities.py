@@ -30,7 +30,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         (("writing", 2e9, BYTES), 5e8, "writing: 500.0 MB of 2.0 GB (25 %)"),
         (("tokenising", None, "rows"), 500, "tokenising: 500 rows, 50 rows a second"),
         (("tokenising", None, "documents"), 1, "tokenising: 1 document, 0 documents a second"),
-        (("proving", None, ""), 0, "proving"),
+        (("proving", None, ""), 0, "proving (0:10)"),
         (("nothing", 0, "rows"), 0, "nothing: 0 rows of 0 rows (100 %)"),
     ],
 )
