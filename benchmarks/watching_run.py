@@ -25,7 +25,7 @@ from pipeline.execution.metrics import records
 
 WARM = 5
 """Steps at the start of a run that are not counted."""
-FEEDER = "pipeline.track.feeder"
+FEEDER = "pipeline.track.process"
 LOOK_SECONDS = 0.5
 KEPT = 3000
 """Bytes of a drawn run's output that are shown if it fails."""
@@ -41,9 +41,9 @@ class Run:
     steps: list[float]
     """Of each counted step."""
     launcher_cpu: float
-    """Of the process that draws, a step."""
+    """Of the process that draws, a counted step."""
     trackers_cpu: float
-    """Of all trackers' processes, a step."""
+    """Of all trackers' processes, a counted step."""
 
     @property
     def mean(self) -> float:
@@ -59,12 +59,13 @@ def measure(folder: Path, *, watched: bool, steps: int, batch: int) -> Run:
     file.write_text(yaml.safe_dump(made, sort_keys=False), "utf-8")
     run = folder / "run"
     command = [sys.executable, "-P", "-m", "pipetrain", "run", str(file), "--run-dir", str(run)]
-    cpu = drawn(command) if watched else quiet(command)
+    cpu = Cpu(run / "metrics.jsonl")
+    (drawn if watched else quiet)(command, cpu)
     taken = [record for record in records(run / "metrics.jsonl") if "step_seconds" in record]
     return Run(
         steps=[float(record["step_seconds"]) for record in taken[WARM:]],
-        launcher_cpu=cpu.launcher / steps,
-        trackers_cpu=cpu.trackers / steps,
+        launcher_cpu=cpu.launcher / (steps - WARM),
+        trackers_cpu=cpu.trackers / (steps - WARM),
     )
 
 
@@ -113,25 +114,23 @@ def tokenizer() -> Path:
     return found
 
 
-def quiet(command: Sequence[str]) -> Cpu:
-    """Run a command that prints nothing; return what its processes used."""
+def quiet(command: Sequence[str], cpu: Cpu) -> None:
+    """Run a command that prints nothing."""
     process = subprocess.Popen([*command, "--quiet"], stdin=subprocess.DEVNULL)
-    cpu = Cpu(process.pid)
     while process.poll() is None:
-        cpu.look()
+        cpu.look(process.pid)
         time.sleep(LOOK_SECONDS)
     require_success(process.returncode)
-    return cpu
 
 
-def drawn(command: Sequence[str]) -> Cpu:
-    """Run a command in a terminal of its own; return what its processes used."""
+def drawn(command: Sequence[str], cpu: Cpu) -> None:
+    """Run a command in a terminal of its own."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.environ["TERM"] = "xterm-256color"
         os.execvp(command[0], command)
     termios.tcsetwinsize(terminal, (40, 120))
-    cpu, said = Cpu(pid), b""
+    said = b""
     while True:
         ready, _, _ = select.select([terminal], [], [], LOOK_SECONDS)
         if ready:
@@ -139,11 +138,10 @@ def drawn(command: Sequence[str]) -> Cpu:
                 said = (said + os.read(terminal, 1 << 16))[-KEPT:]
             except OSError:  # the terminal's other end is closed
                 break
-        cpu.look()
+        cpu.look(pid)
     _, status = os.waitpid(pid, 0)
     os.close(terminal)
     require_success(os.waitstatus_to_exitcode(status), said.decode(errors="replace"))
-    return cpu
 
 
 def require_success(code: int, said: str = "") -> None:
@@ -153,30 +151,37 @@ def require_success(code: int, said: str = "") -> None:
 
 
 class Cpu:
-    """Processor seconds of a run's processes that do not train."""
+    """Processor seconds of a run's processes that do not train, since the first counted step."""
 
-    def __init__(self, launcher: int) -> None:
-        self._launcher = psutil.Process(launcher)
-        self._looked = 0.0
+    def __init__(self, metrics: Path) -> None:
+        self._metrics, self._looked = metrics, 0.0
+        self._launcher = 0
         self._seconds: dict[int, float] = {}
+        self._before: dict[int, float] = {}
 
-    def look(self) -> None:
+    def look(self, launcher: int) -> None:
         """Read what the processes have used by now, if the last look was a while ago."""
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
-        self._looked = time.monotonic()
+        self._looked, self._launcher = time.monotonic(), launcher
         with contextlib.suppress(psutil.Error):
-            for process in (self._launcher, *self._launcher.children(recursive=True)):
-                if process == self._launcher or FEEDER in process.cmdline():
+            own = psutil.Process(launcher)
+            for process in (own, *own.children(recursive=True)):
+                if process == own or FEEDER in process.cmdline():
                     used = process.cpu_times()
                     self._seconds[process.pid] = used.user + used.system
+        if sum("step_seconds" in record for record in records(self._metrics)) < WARM:
+            self._before = dict(self._seconds)
 
     @property
     def launcher(self) -> float:
         """Seconds of the process that checks the recipe, starts the ranks and draws."""
-        return self._seconds.get(self._launcher.pid, 0.0)
+        return self._since(self._launcher)
 
     @property
     def trackers(self) -> float:
         """Seconds of all trackers' processes."""
-        return sum(self._seconds.values()) - self.launcher
+        return sum(self._since(pid) for pid in self._seconds if pid != self._launcher)
+
+    def _since(self, pid: int) -> float:
+        return self._seconds.get(pid, 0.0) - self._before.get(pid, 0.0)
