@@ -82,7 +82,7 @@ def _summary(history: History) -> Iterator[tuple[str, str]]:
         yield "loss", _number(last.get("loss"), ".4f")
     if history.best:
         best = history.best
-        yield "held-out loss", f"{best['eval_loss']:.4f} at step {best['step']}"
+        yield f"held-out loss at step {best['step']}", f"{best['eval_loss']:.4f}"
     speed, used = median_of(steps, "tokens_per_second"), median_of(steps, "mfu")
     if speed is not None:
         yield "tokens/s", count(speed)

@@ -69,7 +69,7 @@ def test_a_report_says_what_happened(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", EVENTS, METRICS)
     page = write_report(folder).read_text("utf-8")
     for text in (
-        "finished", "6 of 20", "3.4000", "3.3000 at step 4", "rank 1 was killed",
+        "finished", "6 of 20", "3.4000", "held-out loss at step 4", "3.3000", "rank 1 was killed",
         "training stood still for 0.25 s", "the loss is a spike: skip", "Once ", "upon",
         "stages.wrap.use", "wrap.ddp", "recipe.yaml:",
     ):  # fmt: skip
