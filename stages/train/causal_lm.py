@@ -144,7 +144,7 @@ class TrainCausalLm(BatchPlan):
         model: ModelSource,
         callback: StepCallback | None = None,
     ) -> TrainedRun:
-        from stages.train.loop import train
+        from stages.train.start import train
 
         return train(self, ctx, engine, data, optimizer, checkpoints, model, callback)
 

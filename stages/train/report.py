@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from torch import Tensor
 
 from pipeline import IN_DISPLAY, Context, DistContext, Engine, Progress, StepCallback
 from pipeline.hardware import peak_beyond
@@ -18,6 +19,25 @@ from stages.train.batches import BatchStats
 from stages.train.flops import Cost
 from stages.train.profiling import Profile
 from stages.train.step import StepResult
+
+
+class OnTheWay:
+    """A small tensor's values, which the device sends to the host when it has come to them."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._values, self._sent = values, None
+        if values.is_cuda:
+            self._values = torch.empty_like(values, device="cpu", pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._sent.record()
+
+    def read(self) -> list[float]:
+        """Return the values. The host waits if the device has not come to them."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        found: list[float] = self._values.tolist()
+        return found
 
 
 class StepMeter:
@@ -29,6 +49,7 @@ class StepMeter:
         self._engine = engine
         self._ranks = dist.world_size
         self._cost = cost
+        self._sums: OnTheWay | None = None
         self.stop = False
         """Whether any rank was asked to stop before the step that was measured last."""
         self.restart(progress)
@@ -38,6 +59,17 @@ class StepMeter:
         self._since = time.perf_counter()
         self._tokens, self._samples = progress.tokens, progress.samples
 
+    def observe(self, loss: Tensor, stats: BatchStats) -> None:
+        """Take this rank's part of a step's mean loss (a scalar on the device, in nats) and its
+        batch statistics, before its update: ask for their sums over all ranks (collective)."""
+        # Ranks that run one model together have the statistics of the same samples.
+        alike = self._ranks // self._engine.data_axis.count
+        own = [0.0, *(value / alike for value in dataclasses.astuple(stats))]
+        host = torch.tensor(own, dtype=torch.float64, pin_memory=loss.is_cuda)
+        sums = host.to(loss.device, non_blocking=True)
+        sums[0] = loss.detach()
+        self._sums = OnTheWay(self._engine.total(sums))
+
     def measure(
         self,
         result: StepResult,
@@ -46,14 +78,16 @@ class StepMeter:
         *,
         stop: bool = False,
     ) -> dict[str, float]:
-        """The record of a step that `progress` has (collective). A profiled step took the time of
-        its `profile`; `stop` says whether this rank was asked to stop. Reading the loss costs a
-        small sum over ranks and no further wait: the host has waited for the step's gradient norm
-        already."""
+        """The record of the step that was observed last and that `progress` has (collective). A
+        profiled step took the time of its `profile`; `stop` says whether this rank was asked to
+        stop. The host waits for nothing: since it knows the gradient norm, the sums that the device
+        was asked for before are there too."""
         now = time.perf_counter()
         seconds = now - self._since if profile is None else profile.seconds
         ranks, shares = self._ranks, self._engine.data_axis.count
-        loss, total = self._summed(result)
+        assert self._sums is not None, "the step was not observed"
+        loss, *sums = self._sums.read()
+        total = BatchStats(*sums)
         peaks = self._greatest(stop)
         record = {
             "grad_norm": result.report.grad_norm,
@@ -80,16 +114,6 @@ class StepMeter:
             record |= {"profiled": True, **{f"{name}_share": share for name, share in parts}}
         self._since, self._tokens, self._samples = now, progress.tokens, progress.samples
         return record
-
-    def _summed(self, result: StepResult) -> tuple[float, BatchStats]:
-        """Mean loss in nats, and batch statistics of all samples (collective)."""
-        # Ranks that run one model together have the statistics of the same samples.
-        alike = self._ranks // self._engine.data_axis.count
-        own = [0.0, *(value / alike for value in dataclasses.astuple(result.stats))]
-        sums = torch.tensor(own, dtype=torch.float64, device=result.loss.device)
-        sums[0] = result.loss
-        loss, *stats = self._engine.total(sums).tolist()
-        return loss, BatchStats(*stats)
 
     def _greatest(self, stop: bool) -> dict[str, int]:
         """Peak bytes of the rank with most since the start, if known: of torch's tensors on its

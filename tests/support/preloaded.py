@@ -32,7 +32,7 @@ MODULES = (
     "stages.formats.deepspeed",
     "stages.formats.trainer",
     "stages.model.source",
-    "stages.train.loop",
+    "stages.train.start",
     "stages.wrap.ddp_engine",
     "stages.wrap.fsdp_engine",
     "stages.wrap.zero.build",
