@@ -8,6 +8,7 @@ SIGINT, 143 SIGTERM, 129 SIGHUP).
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -82,7 +83,7 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            with show_in(CommandActivities()):
+            with contextlib.closing(CommandActivities()) as place, show_in(place):
                 return super().invoke(ctx)
         except PipeError as error:
             prefix = "" if isinstance(error, RecipeError) else "error: "

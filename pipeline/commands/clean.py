@@ -51,7 +51,8 @@ def clean(runs: tuple[Path, ...], yes: bool, all_checkpoints: bool) -> None:
 
 
 def _look(folder: Path, yes: bool, all_checkpoints: bool) -> Finding:
-    """Return what was found, or removed. What cannot be looked at is noted."""
+    """Return what was found, or removed. A run that is in use is noted, any other
+    error is a failure."""
     from pipeline.errors import PipeError, RunLocked, in_words
     from pipeline.execution import clean, rundir
 

@@ -1,4 +1,4 @@
-"""What rank 0 is doing, in `activity.json` of the run's folder and, now and then, in its log."""
+"""Rank 0's long work, in `activity.json` of the run's folder and, now and then, in its log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a run's folder nobody needs any more, and its removal.
+"""The files in a run's folder that nobody needs any more, and their removal.
 
 Nothing outside the folder is looked at, and no link is followed. A checkpoint gets another name
 before its files go, so a removal that is cut short leaves a run as it is before or after it, and
@@ -50,12 +50,12 @@ class Waste:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Whatever can be removed of a run, or has been, and why not more."""
+    """The files of a run that can be removed or have been, and why others stay."""
 
     waste: tuple[Waste, ...] = ()
     notes: tuple[str, ...] = ()
     failures: tuple[str, ...] = ()
-    """Files that could not be looked at or removed, and why."""
+    """Reasons for which files that should have gone have stayed."""
 
 
 def find(folder: Path, *, all_checkpoints: bool = False) -> Finding:

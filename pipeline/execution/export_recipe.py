@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +75,10 @@ def _job(run: Path | None, folder: Path) -> Path:
     """Folder of the export's own journal: in the run, where `pipe clean` sees it, or beside the
     export where that cannot be written."""
     if run is not None and os.access(run, os.W_OK):
-        return run / EXPORTS / folder.name
+        elsewhere = (
+            "" if folder.parent == run else f"-{sha256(os.fsencode(folder)).hexdigest()[:8]}"
+        )
+        return run / EXPORTS / f"{folder.name}{elsewhere}"
     return folder.with_name(f"{folder.name}.job")
 
 

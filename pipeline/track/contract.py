@@ -1,4 +1,4 @@
-"""What a tracker is, and the stage that names one."""
+"""A tracker, and the stage that names one."""
 
 from __future__ import annotations
 
@@ -86,4 +86,4 @@ class TrackerStage(ABC):
     def run(self, ctx: Context) -> None:
         from pipeline.track.start import start_feeder
 
-        start_feeder(ctx, self.timeout, self.unsent(ctx.run_dir))
+        start_feeder(ctx, self.timeout, self.unsent)

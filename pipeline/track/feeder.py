@@ -38,7 +38,7 @@ class Sent:
     """Kind of record -> step of the newest one; evaluations come behind the steps, and anomalies
     have the number of the step that failed."""
     rollbacks: list[dict[str, Any]] = field(default_factory=list)
-    """Records of rollbacks without their time, behind which steps come again with other numbers."""
+    """Records of rollbacks, behind which steps come again with other numbers."""
 
     def covers(self, step: int, kind: str) -> bool:
         """Whether a record of this step has been sent."""
@@ -49,11 +49,10 @@ class Sent:
         self.newest[kind] = step
 
     def go_back(self, rollback: Mapping[str, Any]) -> None:
-        """Note that nothing from a rollback's step on has been sent. A resumed run repeats the
-        record, at another time, with the numbers."""
-        known = {name: value for name, value in rollback.items() if name != "time"}
-        if known not in self.rollbacks:
-            self.rollbacks.append(known)
+        """Note that nothing from a rollback's step on has been sent. One that a resumed run repeats
+        counts too: the numbers before it have been repeated, and maybe sent."""
+        if rollback not in self.rollbacks:
+            self.rollbacks.append(dict(rollback))
             before = (rollback.get("step") or 0) - 1
             self.newest = {kind: min(step, before) for kind, step in self.newest.items()}
 

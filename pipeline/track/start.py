@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,7 +32,11 @@ _running: list[RunningFeeder] = []
 """The feeders of this process, which learn together that the run has ended."""
 
 
-def start_feeder(ctx: Context, timeout: float, unsent: str = "") -> None:
+Unsent = Callable[[Path], str]
+"""Returns the command that sends what a tracker keeps on disk of the run in a folder, if any."""
+
+
+def start_feeder(ctx: Context, timeout: float, unsent: Unsent) -> None:
     """Start the feeder of this slot's tracker on rank 0; it is told when the run ends, and gets
     `timeout` seconds then. A failure to start it is a warning."""
     if not ctx.dist.is_main:
@@ -61,8 +67,7 @@ class RunningFeeder:
     slot: str
     process: subprocess.Popen[bytes]
     timeout: float
-    unsent: str = ""
-    """Command that sends what the tracker keeps on disk; empty if there is none."""
+    unsent: Unsent
     _told: float = field(default=0.0, init=False)
     """When it was told of the end; 0 before."""
 
@@ -105,13 +110,18 @@ class RunningFeeder:
                 silent = False
                 self._warn(line.decode(errors="replace").rstrip())
         code = self.process.wait()
-        commands = [f"pipe track {self.ctx.run_dir}", *([self.unsent] if self.unsent else [])]
-        rest = f"the rest is sent by {' and '.join(f'`{one}`' for one in commands)}"
+        rest = f"the rest is sent by {' and '.join(f'`{one}`' for one in self._commands())}"
         if code == -signal.SIGALRM:
             self._warn(f"not everything was sent in {self.timeout:g} s; {rest}")
         elif code < 0 or (code and silent):
             how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             self._warn(f"tracking has ended ({how}); {rest}")
+
+    def _commands(self) -> Iterator[str]:
+        yield f"pipe track {shlex.quote(str(self.ctx.run_dir))}"
+        with contextlib.suppress(Exception):  # the stage's author wrote it
+            if command := self.unsent(self.ctx.run_dir):
+                yield command
 
     def _warn(self, what: str) -> None:
         self.ctx.log.warning("%s: %s", self.slot, what)
@@ -123,5 +133,8 @@ def _outcome(run_dir: Path) -> Outcome:
     error = sys.exception()
     if error is None:
         return "finished"
-    stopped = isinstance(error, Interrupted | SystemExit) and failures.first_rank(run_dir) is None
-    return "stopped" if stopped else "failed"
+    if not isinstance(error, Interrupted | SystemExit):
+        return "failed"
+    with contextlib.suppress(OSError):
+        return "stopped" if failures.first_rank(run_dir) is None else "failed"
+    return "stopped"

@@ -123,7 +123,7 @@ def _look_until(over: threading.Event) -> None:
 def look() -> None:
     """Show how far everything is that is under way."""
     with _lock:
-        for one in _under_way:
+        for one in [*_under_way]:
             _place.changed(one)
 
 
@@ -132,14 +132,13 @@ def activity(name: str, total: float | None = None, unit: str = "") -> Iterator[
     """Do the body's work as an activity, which is shown until the body ends."""
     started = Activity(name, total, unit)
     try:
-        with _lock:
-            _under_way.append(started)
+        _under_way.append(started)
+        with contextlib.suppress(OSError), _lock:
             _place.changed(started)
         yield started
     finally:
-        with _lock:
-            if started in _under_way:  # a signal may have come before
-                _under_way.remove(started)
+        _under_way.remove(started)  # first, as a signal may come while the lock is awaited
+        with contextlib.suppress(OSError), _lock:
             _place.ended(started)
 
 

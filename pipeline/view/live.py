@@ -109,7 +109,7 @@ def _activity(doing: dict[str, Any], width: int) -> RenderableType:
     done = float(doing["done"])
     amount = human if unit == BYTES else lambda value: counted(value, unit)
     if not doing["total"]:
-        return Text(f"{name}  {amount(done)}" if done else name)
+        return Text(f"{name}  {amount(done) if done else duration(float(doing['seconds']))}")
     total = float(doing["total"])
     left = float(doing["seconds"]) * (total - done) / done if done else None
     return _bar(Text(name), done, total, f"{amount(done)} of {amount(total)}", left, width)

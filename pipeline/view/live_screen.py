@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import deque
 from collections.abc import Iterator
 from typing import TextIO, cast
 
@@ -45,28 +46,32 @@ class LiveScreen(Screen):
             stack.enter_context(_printing_above(self._console))
             self._pipe = LinePipe()
             self._stack = stack.pop_all()
-        self.output = self._pipe.write
+        self.output, self._lines = self._pipe.write, deque[str]()
 
     def refresh(self) -> None:
-        for line in self._pipe.lines():
-            self._print(line)
+        self._print_new()
         if self._time_to_draw():
             self._draw()
 
     def close(self) -> None:
         with self._stack:  # standard output is this process's again, whatever happens
-            for line in self._pipe.close():
-                self._print(line)
+            self._lines.extend(self._pipe.close())
+            self._print_new()
             self._draw()
 
     def abandon(self) -> None:
         self._stack.close()
 
     def printed(self) -> list[str]:
-        return [*self._pipe.lines()]
+        lines = [*self._lines, *self._pipe.lines()]
+        self._lines.clear()
+        return lines
 
-    def _print(self, line: str) -> None:
-        self._console.print(Text(shown(line)), soft_wrap=True)
+    def _print_new(self) -> None:
+        self._lines.extend(self._pipe.lines())
+        while self._lines:
+            self._console.print(Text(shown(self._lines[0])), soft_wrap=True)
+            self._lines.popleft()
 
     def _draw(self) -> None:
         if self._time_to_read():

@@ -1,4 +1,4 @@
-"""What a launching process shows of the run that it has started."""
+"""A launching process's view of the run that it has started."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ class Harmless(Screen):
                 self._screen.refresh()
 
     def close(self) -> None:
-        if self._failed:
-            self._pass_on()
         with self._guarded():
             self._screen.close()
+        if self._failed:
+            self._pass_on()
 
     def end(self) -> None:
         if not self._failed:
@@ -221,11 +221,11 @@ class LinePipe:
         os.set_blocking(self._read, False)
         with contextlib.suppress(OSError, AttributeError):
             fcntl.fcntl(self._read, fcntl.F_SETPIPE_SZ, self.SIZE)
-        self._rest = b""
+        self._rest, self._closed = b"", False
 
     def lines(self) -> Iterator[str]:
-        """Yield the complete lines that are new, without their ends."""
-        while True:
+        """Yield the complete lines that are new, without their ends; none once it is closed."""
+        while not self._closed:
             try:
                 data = os.read(self._read, 1 << 16)
             except BlockingIOError:
@@ -243,5 +243,6 @@ class LinePipe:
             rest = [*self.lines()]
             return [*rest, self._rest.decode(errors="replace")] if self._rest else rest
         finally:
+            self._closed = True
             for end in (self._read, self.write):
                 os.close(end)

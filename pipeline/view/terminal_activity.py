@@ -10,6 +10,7 @@ import click
 
 from pipeline.utils.activities import Activity
 from pipeline.utils.terminal import bare, shown
+from pipeline.utils.text import duration
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -45,6 +46,11 @@ class CommandActivities:
                 self._progress.stop()
                 self._progress = None
 
+    def close(self) -> None:
+        """Leave the terminal as it was, whatever is still shown."""
+        if self._progress is not None:
+            self._progress.stop()
+
     def _say(self, activity: Activity) -> None:
         last = self._said.setdefault(activity, activity.began)
         newest = activity is next(reversed(self._said))
@@ -60,6 +66,8 @@ class CommandActivities:
             name, total = shown(activity.name), activity.total
             self._bars[activity] = self._progress.add_task(name, total=total, amount="")
         amount = activity.amount if activity.done else ""
+        if not amount and activity.total is None:
+            amount = duration(activity.seconds)
         self._progress.update(self._bars[activity], completed=activity.done, amount=amount)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline import PlanView, Problem
 from pipeline.track import Outcome, RunFacts, Tracker, TrackerStage
+from pipeline.utils import hidden_in, shown
 
 LONGEST = 500
 """Characters of a parameter's value that every version of MLflow takes."""
@@ -35,6 +37,18 @@ class TrackMlflow(TrackerStage):
 
     def tracker(self) -> Tracker:
         return MlflowTracker(self)
+
+    def check(self, plan: PlanView) -> Iterator[Problem]:
+        """Yield also a password that is not a variable's value: the run's folder would keep it."""
+        yield from super().check(plan)
+        uri = self.tracking_uri or ""
+        if shown(uri) != uri and not hidden_in(uri):
+            yield Problem(
+                key="tracking_uri",
+                message="holds a name or a password, which the run's folder would keep",
+                hint="set MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and "
+                "MLFLOW_TRACKING_PASSWORD, in the environment",
+            )
 
 
 @dataclass

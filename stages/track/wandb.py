@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ class TrackWandb(TrackerStage):
         return WandbTracker(self)
 
     def unsent(self, folder: Path) -> str:
-        return f"wandb sync {folder}/wandb/*run-*"
+        return f"wandb sync {shlex.quote(str(folder))}/wandb/*run-*"
 
 
 @dataclass

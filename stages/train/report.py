@@ -14,30 +14,11 @@ from torch import Tensor
 
 from pipeline import IN_DISPLAY, Context, DistContext, Engine, Progress, StepCallback
 from pipeline.hardware import peak_beyond
-from pipeline.utils import duration
+from pipeline.utils import HostCopy, duration
 from stages.train.batches import BatchStats
 from stages.train.flops import Cost
 from stages.train.profiling import Profile
 from stages.train.step import StepResult
-
-
-class OnTheWay:
-    """A small tensor's values, which the device sends to the host when it has come to them."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._values, self._sent = values, None
-        if values.is_cuda:
-            self._values = torch.empty_like(values, device="cpu", pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
-            self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._sent.record()
-
-    def read(self) -> list[float]:
-        """Return the values. The host waits if the device has not come to them."""
-        if self._sent is not None:
-            self._sent.synchronize()
-        found: list[float] = self._values.tolist()
-        return found
 
 
 class StepMeter:
@@ -49,7 +30,7 @@ class StepMeter:
         self._engine = engine
         self._ranks = dist.world_size
         self._cost = cost
-        self._sums: OnTheWay | None = None
+        self._sums: HostCopy | None = None
         self.stop = False
         """Whether any rank was asked to stop before the step that was measured last."""
         self.restart(progress)
@@ -68,7 +49,7 @@ class StepMeter:
         host = torch.tensor(own, dtype=torch.float64, pin_memory=loss.is_cuda)
         sums = host.to(loss.device, non_blocking=True)
         sums[0] = loss.detach()
-        self._sums = OnTheWay(self._engine.total(sums))
+        self._sums = HostCopy(self._engine.total(sums))
 
     def measure(
         self,

@@ -39,7 +39,10 @@ def test_a_source_is_relative_to_where_the_command_is_given(run: Path, source: s
     choice = chosen(source, step=None, model=None, to=Path("out"))
     assert choice.checkpoint == str(run / "checkpoints" / "step-00000001")
     assert choice.folder == run.parent / "here" / "out"
-    assert choice.job == run / "exports" / "out"  # where `pipe clean` sees it
+    assert choice.job.parent == run / "exports"  # where `pipe clean` sees it
+    other = chosen(source, step=None, model=None, to=Path("b/out"))
+    assert len({choice.job.name[:4], other.job.name[:4]}) == 1
+    assert choice.job != other.job
 
 
 def test_of_a_run_that_cannot_be_written(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -134,17 +134,32 @@ def test_what_comes_behind_a_rollback_is_sent_again_once(tmp_path: Path) -> None
     replace_text(folder / "metrics.jsonl", "")
     begin = [step(1, loss=3.0), {**went_back, "time": 100.0}]
     add(folder, [*begin, *(step(n, loss=2.0) for n in (2, 3, 4))])
-    fed.feed()
-    # Killed before the next save, the run repeats the rollback later.
-    replace_text(folder / "metrics.jsonl", "")
-    begin = [step(1, loss=3.0), {**went_back, "time": 200.0}]
-    add(folder, [*begin, *(step(n, loss=2.0) for n in (2, 3, 4))])
     fed.close("failed")
     losses = [(number, sent["loss"]) for number, sent in first.logged if "loss" in sent]
     assert losses == [(1, 3.0), (2, 3.0), (3, 3.0), (2, 2.0), (3, 2.0), (4, 2.0)]
     second = Noted()
     feeder(folder, second).close("finished")
     assert second.logged == []
+
+
+def test_a_rollback_that_a_resumed_run_repeats_leaves_the_newest_numbers(tmp_path: Path) -> None:
+    """Killed behind the rollback and before the next save, the run goes through it once more."""
+    folder = made(tmp_path / "run", (), [step(n, loss=3.0) for n in (1, 2, 3, 4, 5)])
+    tracker = Noted()
+    fed = feeder(folder, tracker)
+    fed.feed()
+    went_back = {"step": 2, "anomaly": "loss spike", "action": "rollback", "samples_to": 32}
+    for time in (100.0, 200.0):
+        replace_text(folder / "metrics.jsonl", "")
+        add(folder, [step(n, loss=3.0) for n in (1, 2, 3, 4, 5)])
+        fed.feed()
+        replace_text(folder / "metrics.jsonl", "")
+        add(folder, [step(1, loss=3.0), {**went_back, "time": time}, step(2, loss=2.0)])
+        fed.feed()
+    add(folder, [step(n, loss=2.0) for n in (3, 4, 5, 6)])
+    fed.close("finished")
+    newest = {number: sent["loss"] for number, sent in tracker.logged if "loss" in sent}
+    assert newest == {1: 3.0, 2: 2.0, 3: 2.0, 4: 2.0, 5: 2.0, 6: 2.0}
 
 
 def test_an_evaluation_behind_a_skipped_batch_is_sent(tmp_path: Path) -> None:

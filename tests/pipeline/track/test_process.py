@@ -49,7 +49,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
         ctx = context(folder)
         ctx.slot = "track"
         ctx.on_exit = lambda end: begun.append(end.__self__)
-        start_feeder(ctx, timeout)
+        start_feeder(ctx, timeout, lambda folder: "")
         return begun[-1]
 
     yield begin
@@ -151,10 +151,10 @@ def test_what_the_tracker_keeps_has_a_command(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     feeder = start(HANGING, 0.5)
-    feeder.unsent = "theirs sync"
+    feeder.unsent = lambda folder: f"theirs sync {folder.name}"
     assert is_open(feeder)
     feeder.end()
-    rest = f"`pipe track {feeder.ctx.run_dir}` and `theirs sync`"
+    rest = f"`pipe track {feeder.ctx.run_dir}` and `theirs sync run`"
     assert caplog.messages == [
         f"track: not everything was sent in 0.5 s; the rest is sent by {rest}"
     ]

@@ -214,13 +214,13 @@ def test_standard_error_is_usable_when_the_terminal_is_gone(
     screen = Harmless(lambda: LiveScreen(run, Header(name="run", where="here"), console=console))
     assert screen.output is not None
     terminal.gone = True
-    os.write(screen.output, b"lost with the terminal\n")
+    os.write(screen.output, b"a line\nanother\n")
     screen.refresh()
     print("restarting", file=sys.stderr)
     os.write(screen.output, b"a warning\n")
     screen.close()
     assert errors.getvalue().splitlines() == [
-        "the display has ended: terminal is gone", "restarting", "a warning",
+        "the display has ended: terminal is gone", "restarting", "a line", "another", "a warning",
     ]  # fmt: skip
     with pytest.raises(OSError, match="descriptor"):
         os.fstat(screen.output)

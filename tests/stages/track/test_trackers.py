@@ -13,6 +13,7 @@ import pytest
 
 from pipeline.testing import problems
 from pipeline.track import Outcome, RunFacts, TrackerStage
+from pipeline.utils.terminal import hide
 from stages.track.mlflow import TrackMlflow
 from stages.track.sqlite import TrackSqlite
 from stages.track.tensorboard import TrackTensorboard
@@ -185,3 +186,17 @@ def test_a_package_that_is_missing_is_found_before_the_start(
     monkeypatch.setattr("pipeline.track.contract.find_spec", lambda name: None)
     (problem,) = problems(stage, {})
     assert problem.hint == f"pip install 'pipetrain[{stage.extra}]'"
+
+
+@pytest.mark.parametrize("uri", ["https://me:secret@host/path", "https://host?token=secret"])
+def test_passwords_in_the_address_of_mlflow_are_refused(uri: str) -> None:
+    (problem,) = problems(TrackMlflow, {"tracking_uri": uri})
+    assert (problem.key, "MLFLOW_TRACKING_PASSWORD" in problem.hint) == ("tracking_uri", True)
+    assert "secret" not in str(problem)
+
+
+def test_an_address_of_mlflow_from_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.utils.terminal._hidden", {})
+    hide("https://me:secret@host/path", "$SERVER")  # as loading a recipe does
+    assert problems(TrackMlflow, {"tracking_uri": "https://me:secret@host/path"}) == []
+    assert problems(TrackMlflow, {"tracking_uri": "https://host/@me"}) == []

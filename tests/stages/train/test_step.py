@@ -37,7 +37,7 @@ class Recording:
 
 
 def test_the_sums_are_asked_for_before_the_update_and_read_behind_it() -> None:
-    """So the host, which waits for the gradient norm, does not wait for the update too."""
+    """So what the host waits for are the gradients, and not the update."""
     engine: Any = Recording()
     feed: Any = SimpleNamespace(
         targets=lambda position: 3, count=lambda position: 2, microbatches=lambda position: [],
