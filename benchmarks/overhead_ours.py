@@ -8,15 +8,15 @@ from typing import Any
 from overhead_data import map_tokens
 from overhead_job import CLIP, LR, SEED, STRATEGIES, Job
 
+from pipeline.chain.registry import Registry
 from pipeline.contracts.data import Data
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
-from pipeline.plan.registry import Registry
-from pipeline.run import rundir
-from pipeline.run.metrics import Metrics
+from pipeline.execution import rundir
+from pipeline.execution.metrics import Metrics
 from stages.data.samples import TokenBlocks
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
@@ -48,7 +48,7 @@ def source(job: Job, ctx: Context) -> ModelSource:
 
 
 class OurLoop:
-    """The body of `stages.train.loop.train`, a block at a time."""
+    """The body of `stages.train.loop`, a block at a time."""
 
     def __init__(self, job: Job, ctx: Context, model: ModelSource) -> None:
         self._plan = AdamW(lr=LR, max_grad_norm=CLIP).run(ctx)
@@ -64,15 +64,16 @@ class OurLoop:
         data = Data(train=blocks, heldout=None, pad_id=0, identity={})
         engine, self._progress = self.engine, Progress()
         feed = Feed(config, data, ctx.seed, engine.data_axis, engine.device)
+        self._meter = StepMeter(engine, ctx.dist, self._progress)
         self._step = TrainStep(
             engine=engine,
             objective=SummedLoss(),
             feed=feed,
             plan=self._plan,
             monitor=AnomalyMonitor(config.anomalies, engine.total),
+            observe=self._meter.observe,
             heartbeat=ctx.dist.heartbeat,
         )
-        self._meter = StepMeter(engine, ctx.dist, self._progress)
         self._reporter = Reporter(ctx, log_every=config.log_every, total_steps=feed.total_steps)
 
     def run(self, steps: int) -> float:

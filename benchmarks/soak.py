@@ -70,7 +70,7 @@ class Run:
         return [
             int(place.name)
             for place in Path("/proc").glob("[0-9]*")
-            if f"pipeline.run.worker {self.run_dir} " in trials.line(int(place.name))
+            if f"pipeline.execution.worker {self.run_dir} " in trials.line(int(place.name))
         ]
 
     def weights(self) -> bytes:

@@ -27,7 +27,7 @@ from overhead import run_to_end
 from tables import markdown
 from zero_memory_rank import SPOKEN, TOKENS, Job
 
-from pipeline.plan.plan import Plan, plan_file
+from pipeline.chain.plan import Plan, plan_file
 from pipeline.planning.estimate import ask_planners, step_peaks
 from pipeline.planning.forecast import BACKWARD, FORWARD, LOAD, SAVE, UPDATE, StrategyMemory
 from pipeline.planning.planner import Job as Planned

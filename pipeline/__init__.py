@@ -1,8 +1,10 @@
-"""The framework, and the door for authors of stages: a stage imports all it needs from here.
+"""The framework, and the door for programs that run recipes (`run`, `resume`, `plan`) and for
+authors of stages: a stage imports all it needs from here.
 
 Further doors: `pipeline.planning` (planners), `pipeline.checkpoint` (formats of training state),
-`pipeline.importing` (translators), `pipeline.testing` (tests of a stage), `pipeline.hardware` and
-`pipeline.utils`. Names are imported from their modules when they are first asked for.
+`pipeline.importing` (translators), `pipeline.track` (trackers), `pipeline.testing` (tests of a
+stage), `pipeline.hardware` and `pipeline.utils`. Names are imported from their modules when they
+are first asked for.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING
 from pipeline.utils.lazy import lazily
 
 if TYPE_CHECKING:
+    from pipeline.api import RunOutcome, plan, resume, run
     from pipeline.contracts.data import NO_TARGET, Data, MicroBatch, Sample, Samples
     from pipeline.contracts.engine import (
         WEIGHT,
@@ -75,5 +78,6 @@ if TYPE_CHECKING:
         in_words,
         system_errors_as,
     )
+    from pipeline.execution.rank_logging import IN_DISPLAY
 else:
     __getattr__ = lazily(__name__, __file__)

@@ -8,6 +8,7 @@ SIGINT, 143 SIGTERM, 129 SIGHUP).
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
@@ -18,15 +19,24 @@ from typing import Any, NoReturn
 import click
 
 from pipeline.errors import PipeError, RecipeError, in_words, is_expected
-from pipeline.run.rank_logging import hush_asides
+from pipeline.execution.rank_logging import hush_asides
+from pipeline.utils.activities import show_in
 from pipeline.utils.terminal import guard
+from pipeline.view.terminal_activity import CommandActivities
 
 COMMANDS = {
     "run": ("run:run", "Run a recipe's stages, in order."),
     "resume": ("run:resume", "Continue a run where it stopped."),
     "launch": ("launch:launch", "Write or submit the script with which a scheduler runs a recipe."),
+    "profile": ("profile:profile", "Record a few steps, and say what their time went to."),
     "bench": ("bench:bench", "Measure a recipe under several strategies and process counts."),
     "ls": ("ls:ls", "List runs."),
+    "clean": ("clean:clean", "List or remove what runs have on disk that nobody needs."),
+    "status": ("status:status", "Show where a run is, from any terminal."),
+    "logs": ("status:logs", "Print or follow the log of a rank."),
+    "report": ("report:report", "Write a run's report, one HTML file."),
+    "track": ("track:track", "Send a run's measurements to its trackers."),
+    "compare": ("report:compare", "Compare runs: results, recipes, environments, curves."),
     "inspect": ("inspect:inspect", "Show what is in a checkpoint; verify it."),
     "convert": ("convert:convert", "Convert a training state to another tool's format, or back."),
     "export": ("export:export", "Export a run's model, or a checkpoint's."),
@@ -35,9 +45,14 @@ COMMANDS = {
     "doctor": ("doctor:doctor", "Measure this machine, and find what will fail or be slow."),
     "check": ("check:check", "Find every mistake in a recipe before running."),
     "plan": ("plan:plan", "Predict what a recipe will need, and whether it fits."),
+    "init": ("init:init", "Write a recipe for a model and data, asking what it needs."),
+    "cp": ("cp:cp", "Copy a shipped recipe."),
     "advise": ("advise:advise", "Find how to train a model on given GPUs; write its recipe."),
+    "dag": ("dag:dag", "Show which slot reads the result of which."),
     "show": ("show:show", "Show a recipe as it would run."),
     "stages": ("stages:stages", "List the installed stages, or explain one."),
+    "new-stage": ("new_stage:new_stage", "Write a plugin package with a stage that works."),
+    "completion": ("completion:completion", "Print what makes a shell complete pipe."),
     "schema": ("stages:schema", "Print the JSON Schema of recipes, for editors."),
 }
 """Name -> module and function in `pipeline.commands`, and the line in `pipe --help`."""
@@ -68,7 +83,8 @@ class Commands(click.Group):
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
+            with contextlib.closing(CommandActivities()) as place, show_in(place):
+                return super().invoke(ctx)
         except PipeError as error:
             prefix = "" if isinstance(error, RecipeError) else "error: "
             _leave(f"{prefix}{error}", error.exit_code)

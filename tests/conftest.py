@@ -55,10 +55,10 @@ LONGEST_FIRST = (
     # While that one compiles the operators, these go on without them.
     "tests/recipes/test_quickstart.py",
     "tests/stages/data/test_real_template.py",
-    "tests/pipeline/run/test_saved_plan.py",
+    "tests/pipeline/execution/test_saved_plan.py",
     "tests/stages/wrap/test_shares.py",
     "tests/stages/adapter/test_nf4.py",
-    "tests/pipeline/run/test_run_imports.py",
+    "tests/pipeline/execution/test_run_imports.py",
     "tests/pipeline/planning/test_plan_command.py",
     "tests/pipeline/planning/test_trace.py",
     "tests/pipeline/planning/test_profile.py",

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from pipeline.plan.plan import Plan, plan_file
+from pipeline.chain.plan import Plan, plan_file
 from pipeline.planning.topology import Topology
 
 LOCAL = 8

@@ -113,7 +113,7 @@ def measured(
         raise StageError("no step after warm-up updated the model", hint="more --warmup may help")
     waited = sum(record["data_wait_share"] * record["step_seconds"] for record in counted)
     profiled = next((r for r in steps if r.get("profiled") and _is_applied(r)), {})
-    saved = next((record for record in records if "checkpoint_seconds" in record), {})
+    saved = {**_last(records, "checkpoint_stall_seconds"), **_last(records, "checkpoint_seconds")}
     tokens = [record["tokens_per_second"] * record["step_seconds"] for record in counted]
     samples = [round(r["samples_per_second"] * r["step_seconds"]) for r in counted]
     kind: Literal["device", "host"] = "device" if "peak_memory_bytes" in plain[-1] else "host"
@@ -131,6 +131,11 @@ def measured(
         checkpoint_stall_seconds=saved.get("checkpoint_stall_seconds"),
         memory=Memory(kind=kind, measured=peak, predicted=predicted),
     )
+
+
+def _last(records: Sequence[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
+    """Return the newest record with a field; an empty one if there is none."""
+    return next((record for record in reversed(records) if name in record), {})
 
 
 def _is_applied(record: Mapping[str, Any]) -> bool:

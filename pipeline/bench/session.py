@@ -16,15 +16,15 @@ import click
 
 from pipeline.bench.results import Row, RunMeasurement, measured, with_efficiency
 from pipeline.bench.trials import BenchLength, TrialRecipe
+from pipeline.chain.plan import Plan, plan_file
+from pipeline.chain.registry import Registry
 from pipeline.distributed.signals import Interrupted, interruptible
 from pipeline.errors import PipeError, RecipeError, StageError, UsageError, system_errors_as
-from pipeline.plan.plan import Plan, plan_file
-from pipeline.plan.registry import Registry
+from pipeline.execution import failures, metrics, rundir
+from pipeline.execution.journal import Journal
 from pipeline.planning.forecast import RESUME, SAVE
 from pipeline.planning.hardware import HardwareOptions, Margins
 from pipeline.planning.memory_plan import estimate_plan
-from pipeline.run import failures, metrics, rundir
-from pipeline.run.journal import Journal
 from pipeline.utils.process_tree import none_left, own_module
 
 STOP_SECONDS = 60.0

@@ -12,18 +12,19 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipeline.bench.results import Row
+from pipeline.chain.plan import Plan, PlannedSlot
+from pipeline.chain.registry import Registry
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import DividesRanks
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import UsageError
 from pipeline.hardware.host import cores_each
-from pipeline.plan.plan import Plan, PlannedSlot
-from pipeline.plan.registry import Registry
 from pipeline.planning.planner import Planner, Planners, Trial
 from pipeline.planning.presets import Strategy
 from pipeline.recipe.dump import render
 from pipeline.recipe.field_docs import plain_value
 from pipeline.recipe.fields import adapter
+from pipeline.track.contract import TrackerStage
 
 Slot = Mapping[str, Any]  # `use` and fields, as in a recipe
 
@@ -57,7 +58,7 @@ class TrialRecipe:
 def require_measurable(plan: Plan) -> None:
     """Raise UsageError for a recipe without a strategy, or whose training cannot be shortened."""
     _wrap_slot(plan)
-    _shortened_slots(plan, Trial(steps=1))
+    shortened_slots(plan, Trial(steps=1))
 
 
 def require_unchanged(plan: Plan, overrides: Sequence[str]) -> None:
@@ -97,7 +98,7 @@ def write(
         for procs in counts:
             trial = length.trial(procs, own=plan.view.procs, most=most)
             trial = replace(trial, shares=_shares(strategy.slot, trial.shares, registry))
-            stages = _shortened_slots(plan, trial)
+            stages = shortened_slots(plan, trial)
             stages[_wrap_slot(plan).slot] = replacement(strategy.slot, trial, registry)
             recipe = {**head, "launch": {"procs": procs, **launch}, **env, "stages": stages}
             row = Row(strategy=strategy.name, use=strategy.use, procs=procs)
@@ -134,12 +135,14 @@ def _fields(slot: Slot) -> dict[str, Any]:
     return {name: value for name, value in slot.items() if name != "use"}
 
 
-def _shortened_slots(plan: Plan, trial: Trial) -> dict[str, Slot]:
-    """Slots up to the one that trains, shortened. Raises UsageError if none trains, or it cannot be
-    shortened."""
+def shortened_slots(plan: Plan, trial: Trial) -> dict[str, Slot]:
+    """Slots up to the one that trains, shortened, without trackers: a benchmark is no run of
+    theirs. Raises UsageError if none trains, or it cannot be shortened."""
     found, written = {}, plan.recipe.public()["stages"]
     planners = Planners.installed()
     for step in plan.steps:
+        if isinstance(step.stage, TrackerStage):
+            continue
         kind = planners.find(step.use) or Planner
         trains = issubclass(step.gives or object, TrainedRun)
         if trains and kind.for_benchmark is Planner.for_benchmark:

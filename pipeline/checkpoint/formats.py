@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from pipeline.chain.registry import Plugins
 from pipeline.checkpoint.manifest import TensorEntry
 from pipeline.contracts.engine import WEIGHT, EngineState
 from pipeline.errors import CheckpointError, UsageError
-from pipeline.plan.registry import Plugins
 
 
 class StateSource(ABC):

@@ -24,6 +24,11 @@ _ASIDE = re.compile(r"step-\d{8,}\.damaged-\d+")
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
+def is_leftover(name: str) -> bool:
+    """Return whether a folder is what is left of a write or a removal that was cut short."""
+    return _LEFTOVER.fullmatch(name) is not None
+
+
 class LocalStore(Store):
     """The folder `root`, made at the first write."""
 
@@ -108,7 +113,7 @@ class LocalStore(Store):
 
     def clean(self) -> None:
         for path in self._entries():
-            if _LEFTOVER.fullmatch(path.name):
+            if is_leftover(path.name):
                 _remove(path)
 
     def _entries(self) -> Iterator[Path]:

@@ -26,6 +26,7 @@ from pipeline.contracts.resources import ResourceNeed, require_resources
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Checkpoints, Progress, TrainedRun, TrainingLength
 from pipeline.errors import CheckpointError, UsageError, in_words, system_errors_as
+from pipeline.utils.activities import activity
 from pipeline.utils.text import human
 
 CLOSING_SECONDS = 4.0
@@ -153,8 +154,9 @@ class CheckpointManager(Checkpoints):
                 self.store.put(name, MANIFEST, amended.dump())
 
     def finish(self) -> str:
-        self._settle_pending()
-        self.ctx.dist.barrier()
+        with activity("writing the last checkpoint"):
+            self._settle_pending()
+            self.ctx.dist.barrier()
         if self._last is None:
             raise CheckpointError("nothing was saved")
         return self.store.locate(self._last)

@@ -25,6 +25,7 @@ from pipeline.contracts.precision import dtype_name
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Progress
 from pipeline.errors import CheckpointError, ResumeRefused, system_errors_as
+from pipeline.utils.activities import activity
 
 LISTED = 5
 """Names that a message lists at most."""
@@ -65,7 +66,8 @@ class Restoration:
                 break
             progress, problem = None, None
             try:
-                progress = self._load(name, validate)
+                with activity(f"reading {name}"):
+                    progress = self._load(name, validate)
             except Damaged as error:
                 problem = str(error), error.key
             problems = self._ctx.dist.gather(problem)

@@ -29,7 +29,7 @@ def purge(store: Store, retention: Retention) -> list[str]:
     those that cannot be deleted, whatever the reason: the new checkpoint is there all the same."""
     warnings = []
     try:
-        for name in _unneeded(store, retention):
+        for name in unneeded(store, retention):
             try:
                 store.delete(name)
             except OSError as error:
@@ -40,7 +40,8 @@ def purge(store: Store, retention: Retention) -> list[str]:
     return warnings
 
 
-def _unneeded(store: Store, retention: Retention) -> Iterator[str]:
+def unneeded(store: Store, retention: Retention) -> Iterator[str]:
+    """Yield the names of the checkpoints that need not be kept, oldest first."""
     if retention.last is None:
         return
     names = list(store.names())

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipeline.chain.registry import Registry
 from pipeline.commands.hardware_options import EXISTING, FILE, asked_for, machine_options
 from pipeline.commands.trust import trust_options
 from pipeline.errors import NoFit, UsageError, system_errors_as
-from pipeline.plan.registry import Registry
 from pipeline.utils.files import try_writing
 
 if TYPE_CHECKING:
@@ -122,10 +122,18 @@ def _where(model: str, revision: str | None) -> dict[str, Any]:
         known = {"allow_floating_revision": True} if revision is None else {"revision": revision}
         return {"path": model, **known}
     folder = path.parent
-    if path.suffix != ".json" or path.is_dir():
+    if path.is_dir():
+        return {"path": str(_weights_in(path))}
+    if path.suffix != ".json":
         return {"path": str(path)}
     if path.name == "config.json" and any(folder.glob("*.safetensors")):
         return {"path": str(folder)}
     return {"config": str(path)} | (
         {"tokenizer": str(folder)} if any(folder.glob("tokenizer*.json")) else {}
     )
+
+
+def _weights_in(folder: Path) -> Path:
+    """Return the GGUF file that is all a folder has of a model, else the folder."""
+    found = [] if (folder / "config.json").exists() else list(folder.glob("*.gguf"))
+    return found[0] if len(found) == 1 else folder

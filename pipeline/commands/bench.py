@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
 import click
 
+from pipeline.chain.registry import Registry
+from pipeline.commands.completion import OVERRIDE, RECIPE
 from pipeline.commands.trust import trust_options
-from pipeline.plan.registry import Registry
 
 
 @click.command("bench")
-@click.argument("recipe", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1)
+@click.argument("recipe", type=click.Path(path_type=Path), shell_complete=RECIPE)
+@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
 @click.option(
     "--strategies",
     metavar="A,B",
@@ -67,17 +67,12 @@ def bench(
     """
     from pipeline.bench import report, trials
     from pipeline.bench.session import Benchmark
-    from pipeline.distributed.launchers import placement
-    from pipeline.errors import CommandStopped, UsageError
-    from pipeline.plan.plan import plan_file
+    from pipeline.chain.plan import plan_file
+    from pipeline.distributed.launchers import require_no_launcher
+    from pipeline.errors import CommandStopped
     from pipeline.planning.presets import chosen
 
-    started = placement(os.environ)
-    if started is not None:
-        raise UsageError(
-            f"pipe bench starts its own processes, and this one is {started.describe()}",
-            hint=f"run it without {started.source}",
-        )
+    require_no_launcher("pipe bench")
     registry = registry or Registry.installed()
     plan = plan_file(recipe, overrides, registry=registry)
     trials.require_measurable(plan)
@@ -131,7 +126,7 @@ def _folder(run_dir: Path | None, runs: Path, name: str) -> Path:
     from pipeline.bench.report import FILE
     from pipeline.bench.session import TRIALS
     from pipeline.errors import UsageError, system_errors_as
-    from pipeline.run import rundir
+    from pipeline.execution import rundir
 
     folder = run_dir or rundir.create(runs, f"bench-{name}")
     with system_errors_as(UsageError):

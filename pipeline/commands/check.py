@@ -7,16 +7,17 @@ import sys
 
 import click
 
+from pipeline.chain.plan import Plan, plan_file
+from pipeline.chain.registry import Registry
+from pipeline.commands.completion import OVERRIDE, RECIPE
 from pipeline.commands.trust import trust_options
 from pipeline.errors import Problem, RecipeError
-from pipeline.plan.plan import Plan, plan_file
-from pipeline.plan.registry import Registry
 from pipeline.utils.text import plural
 
 
 @click.command()
-@click.argument("recipe")
-@click.argument("overrides", nargs=-1)
+@click.argument("recipe", shell_complete=RECIPE)
+@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
 @trust_options

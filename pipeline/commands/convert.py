@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from pipeline.commands.trust import trust_options
-from pipeline.utils.terminal import bare
+from pipeline.utils.activities import BYTES, activity
 from pipeline.utils.text import human, plural
 
 if TYPE_CHECKING:
@@ -58,10 +57,8 @@ def convert(
             if target.exists():
                 raise UsageError(f"{target} is there already", hint="give another folder")
             _announce(source, reading.name)
-            with click.progressbar(
-                length=source.nbytes, file=bare(sys.stderr), hidden=not sys.stderr.isatty()
-            ) as bar:
-                notes = writing.write(StateView(source, bar.update), target)
+            with activity(f"converting to {writing.name}", source.nbytes, BYTES) as converting:
+                notes = writing.write(StateView(source, converting.advance), target)
     click.echo(f"wrote {target}")
     for note in notes:
         click.echo(f"note: {note}", err=True)

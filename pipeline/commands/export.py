@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipeline.commands.display import display_options
 from pipeline.commands.trust import trust_options
 
 if TYPE_CHECKING:
-    from pipeline.plan.plan import Plan, Started
+    from pipeline.chain.plan import Plan, Started
+    from pipeline.view.screen import Display
 
 
 @click.command("export")
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     multiple=True,
     help="Export although the frozen weights of the model have changed since training.",
 )
+@display_options
 @trust_options
 def export(
     source: str,
@@ -43,6 +46,7 @@ def export(
     max_shard_size: str | None,
     procs: int | None,
     accept: tuple[str, ...],
+    display: Display,
 ) -> None:
     """Write the model of a RUN's checkpoint, or of any CHECKPOINT, as a verified export.
 
@@ -50,12 +54,13 @@ def export(
     torch.distributed.checkpoint or transformers' Trainer. The same command again continues an
     interrupted export.
     """
+    from pipeline.chain.plan import plan_file
     from pipeline.errors import UsageError, system_errors_as
+    from pipeline.execution import rundir
+    from pipeline.execution.export_recipe import chosen, recipe_text
+    from pipeline.execution.rank_logging import say
     from pipeline.hardware.host import cores_each
     from pipeline.launch.start import Job, start
-    from pipeline.plan.plan import plan_file
-    from pipeline.run import rundir
-    from pipeline.run.export_recipe import chosen, recipe_text
     from pipeline.utils.files import replace_text
 
     choose = functools.cache(lambda: chosen(source, step=step, model=model, to=to))
@@ -72,7 +77,7 @@ def export(
         file = choice.job / "export.yaml"
         replace_text(file, recipe_text(choice, given, count))
         made = plan_file(file, here=True, started=started)
-        click.echo(f"{choice.checkpoint} -> {choice.folder}")
+        say(f"{choice.checkpoint} -> {choice.folder}")
         return made
 
-    start(Job(plan=plan, folder=lambda _: choose().job, accept=accept))
+    start(Job(plan=plan, folder=lambda _: choose().job, display=display, accept=accept))

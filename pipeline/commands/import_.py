@@ -35,9 +35,10 @@ def import_(
 ) -> None:
     """Turn other tools' configuration into a recipe.
 
-    FILEs are an accelerate config, a DeepSpeed JSON, transformers' TrainingArguments (YAML or
-    JSON), or several of them that belong together. stderr shows the outcome of every key. Exit code
-    3 if the recipe lacks a setting, 2 if no recipe is written.
+    FILEs are an accelerate config, a DeepSpeed JSON, transformers' TrainingArguments, a recipe of
+    axolotl, LLaMA-Factory or torchtune (YAML or JSON), or several that belong together. stderr
+    shows the outcome of every key. Exit code 3 if the recipe lacks a setting, 2 if no recipe is
+    written.
     """
     from pipeline.errors import UsageError
     from pipeline.importing import table

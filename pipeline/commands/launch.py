@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.commands import trust
+from pipeline.commands.completion import OVERRIDE, RECIPE
 from pipeline.commands.trust import trust_options
 
 if TYPE_CHECKING:
+    from pipeline.chain.plan import Plan
     from pipeline.launch.targets.job import Job, Target
-    from pipeline.plan.plan import Plan
 
 TARGETS = ("slurm", "kubeflow", "skypilot", "dstack", "docker")
 OPTIONS = {
@@ -28,8 +29,8 @@ DEFAULTS = {"grace": 300, "tasks": "node"}
 
 
 @click.command("launch")
-@click.argument("recipe", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1)
+@click.argument("recipe", type=click.Path(path_type=Path), shell_complete=RECIPE)
+@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
 @click.option("--target", type=click.Choice(TARGETS), required=True, help="Where it will run.")
 @click.option("--print", "shows", is_flag=True, help="Write the script to standard output.")
 @click.option("--submit", is_flag=True, help="Hand it to the target's client.")
@@ -78,10 +79,10 @@ def launch(
     OVERRIDES change the recipe, as in train.steps=50. The recipe is checked first. Nothing of the
     environment is written into the script: variables that the recipe reads are passed by name.
     """
+    from pipeline.chain.plan import plan_file
     from pipeline.distributed.placement import bounds
     from pipeline.errors import UsageError
     from pipeline.launch.targets import TARGETS as KNOWN
-    from pipeline.plan.plan import plan_file
 
     if shows == submit:
         raise UsageError("give exactly one of --print and --submit")

@@ -36,7 +36,7 @@ def ls(runs: Path, as_json: bool) -> None:
 
 
 def _runs(root: Path) -> Iterator[dict[str, Any]]:
-    from pipeline.run import rundir
+    from pipeline.execution import rundir
 
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
         with contextlib.suppress(PermissionError):  # other people's runs are theirs
@@ -46,10 +46,11 @@ def _runs(root: Path) -> Iterator[dict[str, Any]]:
 
 def _describe(folder: Path) -> dict[str, Any]:
     from pipeline.errors import JournalDamaged
-    from pipeline.run import rundir
-    from pipeline.run.journal import Journal
-    from pipeline.run.metrics import is_record
+    from pipeline.execution import rundir
+    from pipeline.execution.journal import Journal
+    from pipeline.execution.metrics import is_record
     from pipeline.utils.jsonl import read_tail
+    from pipeline.view.history import best_of, state_of
 
     events: list[dict[str, Any]] = []
     damage = None
@@ -62,31 +63,11 @@ def _describe(folder: Path) -> dict[str, Any]:
     metrics: dict[str, Any] = next((record for record in reversed(newest) if "loss" in record), {})
     return {
         "folder": str(folder),
-        "state": "damaged" if damage else _state(folder, events),
+        "state": "damaged" if damage else state_of(folder, events),
         "damage": damage,
         "started": events[0]["time"] if events else folder.stat().st_mtime,
         "slot": slots[-1] if slots else None,
         "step": metrics.get("step"),
         "loss": metrics.get("loss"),
-        "best": _best(newest),
+        "best": best_of(newest),
     }
-
-
-def _state(folder: Path, events: list[dict[str, Any]]) -> str:
-    from pipeline.run import failures, rundir
-
-    if rundir.is_locked(folder):
-        return "running"
-    newest = events[-1]["event"] if events else None
-    if newest == "run finished":
-        return "finished"
-    # under another launcher, rank 0 may be stopped before it can say that another one failed
-    failed = newest == "run failed" or failures.first_rank(folder) is not None
-    return "failed" if failed else "stopped"
-
-
-def _best(newest: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Lowest held-out loss and its step, which every record repeats since the first evaluation."""
-    known = (record for record in reversed(newest) if record.get("best_step") is not None)
-    best = next(known, None)
-    return best and {"step": best["best_step"], "eval_loss": best["best_eval_loss"]}

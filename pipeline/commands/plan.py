@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipeline.chain.registry import Registry
+from pipeline.commands.completion import OVERRIDE, RECIPE
 from pipeline.commands.hardware_options import FILE, asked_for, machine_options
 from pipeline.commands.trust import trust_options
 from pipeline.errors import NoFit, PipeError, UsageError, in_words, system_errors_as
-from pipeline.plan.registry import Registry
 from pipeline.utils.files import try_writing
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("recipe", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1)
+@click.argument("recipe", type=click.Path(path_type=Path), shell_complete=RECIPE)
+@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
 @machine_options
 @click.option("--trace", is_flag=True, help="Run the actual model on tensors without memory, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipeline.commands.completion import OVERRIDE, RECIPE, RUN
+from pipeline.commands.display import display_options
+from pipeline.commands.selection import selection_options
 from pipeline.commands.trust import trust_options
 
 if TYPE_CHECKING:
-    from pipeline.plan.plan import Plan, Started
+    from pipeline.chain.plan import Plan, Started
+    from pipeline.execution.selection import Selection
+    from pipeline.view.screen import Display
 
 
 def node_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,8 +45,8 @@ def node_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command("run")
-@click.argument("recipe", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1)
+@click.argument("recipe", type=click.Path(path_type=Path), shell_complete=RECIPE)
+@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
 @click.option(
     "--run-dir",
     type=click.Path(path_type=Path),
@@ -62,6 +68,9 @@ def node_options(command: Callable[..., Any]) -> Callable[..., Any]:
     help="A plan saved by `pipe plan --out`: refuse to run anything else (exit code 4).",
 )
 @node_options
+@selection_options
+@click.option("-n", "--dry-run", is_flag=True, help="Say what would run, and run nothing.")
+@display_options
 @trust_options
 def run(
     recipe: Path,
@@ -71,21 +80,27 @@ def run(
     fresh: bool,
     runs: Path,
     planned: Path | None,
+    selection: Selection,
+    dry_run: bool,
+    display: Display,
     **where: Any,
 ) -> None:
     """Carry out RECIPE, from loading the model to exporting it.
 
     OVERRIDES change the recipe, as in train.steps=50 wrap.stage=2.
     """
+    from pipeline.chain.plan import Started, plan_file
     from pipeline.distributed.environment import is_worker, worker_local_world_size
     from pipeline.distributed.placement import NodeOptions
+    from pipeline.execution import rundir
+    from pipeline.execution.rank_logging import say
+    from pipeline.execution.rehearsal import rehearsal
+    from pipeline.execution.saved_plan import require_planned
     from pipeline.launch.start import Job, start
-    from pipeline.plan.plan import plan_file
-    from pipeline.run import rundir
-    from pipeline.run.saved_plan import require_planned
 
     def plan(started: Started) -> Plan:
         made = plan_file(recipe, overrides, here=True, started=started)
+        selection.again(made)  # a slot that is not there is a mistake
         if planned is not None:
             per_node = worker_local_world_size() if is_worker() else made.per_node
             require_planned(made, per_node, planned)
@@ -98,35 +113,55 @@ def run(
             found = rundir.claim(run_dir, fresh=fresh)
         if group is not None:
             rundir.open_to(found, group)
-        click.echo(f"run folder: {found}")
+        say(f"run folder: {found}")
         return found.resolve()
 
-    with plan_beside(plan):
-        start(Job(plan=plan, folder=folder), NodeOptions(**where))
+    if dry_run:
+        click.echo("\n".join(rehearsal(plan(Started()), run_dir, selection)))
+        return
+    with with_plan(plan) as kept:
+        job = Job(
+            plan=kept, folder=folder, display=display, selection=selection, beside=beside_on_gpus
+        )
+        start(job, NodeOptions(**where))
+
+
+def beside_on_gpus(plan: Plan, folder: Path) -> AbstractContextManager[None]:
+    """Plan a run on GPUs while the body runs it; their hosts have cores to spare."""
+    if plan.view.device == "cpu":
+        return contextlib.nullcontext()
+    from pipeline.planning.beside import planned_beside
+
+    return planned_beside(plan, folder)
 
 
 @contextlib.contextmanager
-def plan_beside(make: Callable[[Started], Plan]) -> Iterator[None]:
-    """Where the body runs out of memory, say what the recipe's plan is."""
+def with_plan(make: Callable[[Started], Plan]) -> Iterator[Callable[[Started], Plan]]:
+    """Where the body, which makes its plan by the yielded function, runs out of memory, say what
+    that plan is."""
     from pipeline.errors import PipeError, RunFailed
 
+    made: list[Plan] = []
+
+    def kept(started: Started) -> Plan:
+        made.append(make(started))
+        return made[-1]
+
     try:
-        yield
+        yield kept
     except RunFailed as error:
         if not error.memory:
             raise
         from pipeline.distributed.environment import started
-        from pipeline.planning.hardware import HardwareOptions, Margins
-        from pipeline.planning.memory_plan import estimate_plan
-        from pipeline.planning.report import memory
+        from pipeline.planning.beside import estimated
+        from pipeline.planning.report import lines
 
         try:
-            made = make(started())
-            machine = HardwareOptions(gpus=None if made.view.device == "cpu" else made.view.procs)
-            planned = f"the plan: {memory(estimate_plan(made, machine, Margins()))}"
+            plan = made[-1] if made else make(started())  # a rank above 0 has made none
+            planned = ["the plan:", *lines(estimated(plan))]
         except PipeError as reason:
-            planned = f"there is no plan: {str(reason).splitlines()[0]}"
-        raise RunFailed(f"{error}\n  {planned}") from error
+            planned = [f"there is no plan: {str(reason).splitlines()[0]}"]
+        raise RunFailed("\n  ".join([str(error), *planned])) from error
 
 
 ACCEPTABLE = (
@@ -136,8 +171,8 @@ ACCEPTABLE = (
 
 
 @click.command("resume")
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path))
-@click.argument("overrides", nargs=-1)
+@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path), shell_complete=RUN)
+@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
 @click.option(
     "--recipe",
     type=click.Path(path_type=Path),
@@ -150,12 +185,18 @@ ACCEPTABLE = (
     help="Continue although this part of the training has changed. May be repeated.",
 )
 @node_options
+@selection_options
+@click.option("-n", "--dry-run", is_flag=True, help="Say what would run, and run nothing.")
+@display_options
 @trust_options
 def resume(
     run_dir: Path,
     overrides: tuple[str, ...],
     recipe: Path | None,
     accept: tuple[str, ...],
+    selection: Selection,
+    dry_run: bool,
+    display: Display,
     **where: Any,
 ) -> None:
     """Continue RUN at its first unfinished stage, training from its newest checkpoint.
@@ -165,17 +206,27 @@ def resume(
     micro-batch or accumulation continues the same training; another model, tokenizer, data, order
     or global batch is refused, unless it is named with --accept.
     """
+    from pipeline.chain.plan import Started, plan_file
     from pipeline.distributed.placement import NodeOptions
+    from pipeline.execution import rundir
+    from pipeline.execution.rehearsal import rehearsal
     from pipeline.launch.start import Job, start
-    from pipeline.plan.plan import plan_file
-    from pipeline.run import rundir
 
     def plan(started: Started) -> Plan:
         path = recipe or rundir.existing(run_dir) / rundir.RECIPE
-        return plan_file(path, overrides, here=True, started=started)
+        made = plan_file(path, overrides, here=True, started=started)
+        selection.again(made)
+        return made
 
     def folder(_: Plan) -> Path:
         return rundir.existing(run_dir).resolve()
 
-    with plan_beside(plan):
-        start(Job(plan=plan, folder=folder, accept=accept), NodeOptions(**where))
+    if dry_run:
+        click.echo("\n".join(rehearsal(plan(Started()), run_dir, selection)))
+        return
+    with with_plan(plan) as kept:
+        job = Job(
+            plan=kept, folder=folder, display=display, accept=accept, selection=selection,
+            beside=beside_on_gpus,
+        )  # fmt: skip
+        start(job, NodeOptions(**where))

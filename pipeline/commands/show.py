@@ -12,24 +12,25 @@ from typing import Any
 
 import click
 
+from pipeline.chain.plan import Plan, in_order, load_slots, plan_file
+from pipeline.chain.registry import Registry
+from pipeline.commands.completion import OVERRIDE, RECIPE
 from pipeline.contracts.data import Sample
 from pipeline.errors import RecipeError
-from pipeline.plan.plan import Plan, in_order, load_slots, plan_file
-from pipeline.plan.registry import Registry
+from pipeline.execution.data_preview import Preview, Token, documents, preview
 from pipeline.recipe import Header, Recipe, read_recipe, unless_reported
 from pipeline.recipe.dump import render
 from pipeline.recipe.field_docs import plain_value
 from pipeline.recipe.load import HEADER_KEYS
 from pipeline.recipe.nodes import KeyPath
-from pipeline.run.data_preview import Preview, Token, documents, preview
 from pipeline.utils import terminal
 from pipeline.utils.terminal import bare
 from pipeline.utils.text import plural
 
 
 @click.command()
-@click.argument("recipe")
-@click.argument("overrides", nargs=-1)
+@click.argument("recipe", shell_complete=RECIPE)
+@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
 @click.option("--origin", is_flag=True, help="Say where each value came from.")
 @click.option(
     "--data",

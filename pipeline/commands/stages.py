@@ -10,16 +10,17 @@ from typing import Any
 
 import click
 
+from pipeline.chain.json_schema import recipe_schema
+from pipeline.chain.registry import Entry, Registry
+from pipeline.commands.completion import STAGE
 from pipeline.contracts.signature import gives, needs
 from pipeline.errors import PluginError, UsageError
-from pipeline.plan.json_schema import recipe_schema
-from pipeline.plan.registry import Entry, Registry
 from pipeline.recipe.field_docs import FieldRow, field_rows
 from pipeline.utils.text import align
 
 
 @click.command()
-@click.argument("name", required=False)
+@click.argument("name", required=False, shell_complete=STAGE)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_obj
 def stages(registry: Registry | None, name: str | None, as_json: bool) -> None:

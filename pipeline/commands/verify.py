@@ -23,8 +23,8 @@ def verify(folder: Path, trust_remote_code: bool) -> None:
     prompt that was used when it was exported. Exit code 1 if anything differs.
     """
     from pipeline.errors import UsageError
-    from pipeline.run import rundir
-    from pipeline.run.export_recipe import exports_of
+    from pipeline.execution import rundir
+    from pipeline.execution.export_recipe import exports_of
 
     folder = folder.resolve()
     for export in exports_of(folder) if (folder / rundir.RECIPE).is_file() else [folder]:
@@ -35,8 +35,8 @@ def verify(folder: Path, trust_remote_code: bool) -> None:
 
 
 def _verify(folder: Path, *, trust_remote_code: bool) -> None:
+    from pipeline.chain.registry import Registry
     from pipeline.errors import ExportError, UsageError, system_errors_as
-    from pipeline.plan.registry import Registry
 
     name = _writer(folder)
     stage = Registry.installed().load(name)

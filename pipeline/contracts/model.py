@@ -57,6 +57,11 @@ class ModelSource(ABC):
         """Rows of the input embedding."""
 
     @property
+    def most_positions(self) -> int | None:
+        """Most tokens of a text, if its positions are rows of a table; None without such an end."""
+        return None
+
+    @property
     @abstractmethod
     def fingerprint(self) -> str:
         """Hex digest of architecture and weights identity; equal sources have equal digests. Quick:

@@ -27,7 +27,7 @@ from pipeline.errors import Problem
 if TYPE_CHECKING:
     from pipeline.contracts.resources import ResourceNeed
     from pipeline.distributed.process_group import DistContext
-    from pipeline.run.metrics import Metrics
+    from pipeline.execution.metrics import Metrics
 
 T = TypeVar("T")
 ENGINE_FILE, ENVIRONMENT_FILE = "engine.json", "environment.json"

@@ -59,6 +59,8 @@ class Progress:
     of anomalous steps, and of steps that a rollback undid."""
     left_out_in_a_row: int = 0
     """Anomalous steps since the last update."""
+    texts: int = 0
+    """Step at which the model wrote texts last; 0 before the first time."""
     rollbacks: int = 0
     """Number of times that training went back to a checkpoint."""
     callbacks: dict[str, Any] = field(default_factory=dict)

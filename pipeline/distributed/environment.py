@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from pipeline.plan.plan import Started
+from pipeline.chain.plan import Started
 
 CONTRACT = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 STORE = "PIPE_STORE"

@@ -52,6 +52,17 @@ def placement(environ: Environ) -> Placement | None:
     return first
 
 
+def require_no_launcher(command: str) -> None:
+    """Raise UsageError where a launcher has started this process of a command that starts its
+    own."""
+    found = placement(os.environ)
+    if found is not None:
+        raise UsageError(
+            f"{command} starts its own processes, and this one is {found.describe()}",
+            hint=f"run it without {found.source}",
+        )
+
+
 def _differ(first: Placement, second: Placement) -> bool:
     if isinstance(first, RankPlacement) and isinstance(second, RankPlacement):
         return (first.rank, first.world_size) != (second.rank, second.world_size)

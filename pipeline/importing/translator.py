@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from pipeline.chain.registry import Plugins
 from pipeline.errors import UsageError
-from pipeline.plan.registry import Plugins
 from pipeline.recipe.nodes import KeyPath
 
 Outcome = Literal["translated", "default", "not translated", "refused"]
@@ -75,10 +75,16 @@ class Translator(ABC):
     training. Nothing in a file is ever executed or unpickled."""
 
     name: ClassVar[str]
+    signs: ClassVar[str] = ""
+    """Keys by which people recognise its files, for the message about a file of no known kind."""
 
     @abstractmethod
     def kind(self, content: Mapping[str, Any]) -> str | None:
         """Return the kind of file that has these keys, in words; None if it is not supported."""
+
+    def supports(self, files: Sequence[ConfigFile]) -> bool:
+        """Return whether these files together are for this translator."""
+        return all(self.kind(file.content) for file in files)
 
     def other_tool(self, content: Mapping[str, Any]) -> str | None:
         """Return the name of the unsupported tool whose file this is, if the keys show it."""
@@ -110,7 +116,7 @@ def installed_translators() -> list[Translator]:
 def choose(files: Sequence[ConfigFile], translators: Sequence[Translator]) -> Translator:
     """Return the translator that supports all the files. Raises UsageError if none does."""
     for translator in translators:
-        if all(translator.kind(file.content) for file in files):
+        if translator.supports(files):
             return translator
     for file in files:
         if not any(translator.kind(file.content) for translator in translators):
@@ -120,8 +126,6 @@ def choose(files: Sequence[ConfigFile], translators: Sequence[Translator]) -> Tr
             unknown = "its keys do not show which kind of configuration it is"
             raise UsageError(
                 f"{file.path}: {belongs if tool else unknown}",
-                hint="an accelerate config has `distributed_type` or `num_processes`, a DeepSpeed "
-                "JSON `zero_optimization` or `train_batch_size`, and a file of transformers' "
-                "TrainingArguments `output_dir` or `learning_rate`",
+                hint="; ".join(translator.signs for translator in translators),
             )
     raise UsageError("these files belong to different tools", hint="import them one by one")

@@ -11,18 +11,19 @@ from pathlib import Path
 
 import psutil
 
+from pipeline.chain.plan import Plan
 from pipeline.distributed.placement import NodePlacement
 from pipeline.distributed.signals import Interrupted
 from pipeline.errors import RunFailed, UsageError, in_words
+from pipeline.execution import rundir
 from pipeline.launch import flight_recorder
 from pipeline.launch.exchange import BEAT_SECONDS, Link
 from pipeline.launch.local import set_threads, supervise
 from pipeline.launch.messages import MOST_TEXT, Beat, Over, Place, Reply, Report
 from pipeline.launch.ranks import LocalRanks
 from pipeline.launch.watch import landmarks
-from pipeline.plan.plan import Plan
-from pipeline.run import rundir
 from pipeline.utils.process_tree import none_left
+from pipeline.view.screen import Screen
 
 SILENCE_SECONDS = 12.0
 """Seconds without an answer after which this node ends its ranks: the others have gone on without
@@ -36,8 +37,11 @@ class _RoundOverError(Exception):
 class Agent:
     """This node's agent."""
 
-    def __init__(self, plan: Plan, found: NodePlacement, between: Callable[[], None]) -> None:
+    def __init__(
+        self, plan: Plan, found: NodePlacement, between: Callable[[], None], screen: Screen
+    ) -> None:
         """`between` is called now and then while no rank runs here."""
+        self._screen = screen
         self._plan, self._settings = plan, plan.recipe.launch
         self._host, self._port = found.host, found.port
         self._node, self._between = found.node_rank, between
@@ -114,10 +118,11 @@ class Agent:
         per_node = self._plan.per_node
         ranks = LocalRanks([common | _place(place, n, per_node) for n in range(per_node)])
         try:
-            with none_left(), ranks:
-                ranks.start(run_dir, reply.accept)
+            with none_left(self._screen.refresh), ranks:
+                ranks.start(run_dir, reply.accept, output=self._screen.output)
 
                 def obey(interrupted: Interrupted | None) -> None:
+                    self._screen.refresh()
                     self._obey(link, reply, ranks, interrupted)
 
                 supervise(ranks, self._settings, run_dir, obey)

@@ -9,29 +9,30 @@ from pathlib import Path
 
 import click
 
+from pipeline.chain.plan import Plan
 from pipeline.distributed.environment import FINISHED, STOPPED, STORE, place
 from pipeline.distributed.signals import ENDING, Interrupted
 from pipeline.errors import RunFailed, in_words
+from pipeline.execution import failures, rundir
+from pipeline.execution.failures import Exit
+from pipeline.execution.journal import Journal
 from pipeline.hardware.host import cores_each
 from pipeline.launch import flight_recorder
 from pipeline.launch.ranks import LocalRanks
 from pipeline.launch.restarts import Attempts
 from pipeline.launch.stalls import report_stall
 from pipeline.launch.watch import Watch, landmarks
-from pipeline.plan.plan import Plan
 from pipeline.recipe.launch import Launch
-from pipeline.run import failures, rundir
-from pipeline.run.failures import Exit
-from pipeline.run.journal import Journal
 from pipeline.utils.files import anonymous_file
 from pipeline.utils.process_tree import none_left
 from pipeline.utils.terminal import shown
+from pipeline.view.screen import Screen
 
 POLL_SECONDS = 0.05
 Check = Callable[[Interrupted | None], None]
 
 
-def launch(plan: Plan, run_dir: Path, accept: Sequence[str] = ()) -> None:
+def launch(plan: Plan, run_dir: Path, accept: Sequence[str], screen: Screen) -> None:
     """Run every rank to its end, started again after failures as `launch.restarts` says.
 
     `accept` names changes that are intended. Raises RunFailed with the first failing rank's error,
@@ -43,9 +44,9 @@ def launch(plan: Plan, run_dir: Path, accept: Sequence[str] = ()) -> None:
         recorder = flight_recorder.environment(run_dir) if plan.view.device == "cuda" else {}
         ranks = LocalRanks([recorder | place(n, plan.per_node) for n in range(plan.per_node)])
         try:
-            with none_left(), ranks:
+            with none_left(screen.refresh), ranks:
                 try:
-                    run_ranks(ranks, settings, run_dir, accept)
+                    run_ranks(ranks, settings, run_dir, accept, screen)
                     return
                 finally:
                     done = landmarks(ranks.heartbeats, len(ranks.places))
@@ -76,27 +77,29 @@ def restarted(run_dir: Path, plan: Plan, problem: str, number: int, wait: float)
     journal.write("run started", procs=plan.view.procs, device=plan.view.device, restart=number)
 
 
-def run_ranks(ranks: LocalRanks, settings: Launch, run_dir: Path, accept: Sequence[str]) -> None:
+def run_ranks(
+    ranks: LocalRanks, settings: Launch, run_dir: Path, accept: Sequence[str], screen: Screen
+) -> None:
     """Run the ranks to their end. They meet in a file in memory, which nobody else can open and
     which ends with them."""
     store = anonymous_file("store")
     for own in ranks.places:
         own[STORE] = f"/proc/self/fd/{store}"
     try:
-        ranks.start(run_dir, accept, [store])
+        ranks.start(run_dir, accept, [store], screen.output)
     except OSError as error:
         reason = in_words(error)
         raise RunFailed(f"the processes could not be started: {reason}") from error
     finally:
         os.close(store)
-    supervise(ranks, settings, run_dir)
+    supervise(ranks, settings, run_dir, lambda interrupted: screen.refresh())
 
 
 def supervise(
     ranks: LocalRanks,
     settings: Launch,
     run_dir: Path,
-    check: Check = lambda interrupted: None,
+    check: Check,
 ) -> None:
     """Watch started ranks until all have finished. Raises RunFailed when one fails or stalls; a
     signal makes all of them stop as soon as they can, and is raised again when they have. `check`

@@ -8,17 +8,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.chain.plan import Plan, Started
 from pipeline.distributed.placement import NodePlacement
 from pipeline.distributed.signals import Interrupted
 from pipeline.errors import RunFailed, RunStopped, UsageError
+from pipeline.execution import rundir
 from pipeline.launch.agent import Agent, run_name
 from pipeline.launch.coordinator import Coordinator
 from pipeline.launch.exchange import Server
 from pipeline.launch.local import restarted
 from pipeline.launch.messages import MOST_TEXT, Over
 from pipeline.launch.start import is_done, opened
-from pipeline.plan.plan import Plan, Started
-from pipeline.run import rundir
+from pipeline.view.screen import Screen
 
 if TYPE_CHECKING:
     from pipeline.launch.start import Job
@@ -37,14 +38,20 @@ def start_node(job: Job, found: NodePlacement) -> None:
         return
     folder = job.folder(plan)
     with rundir.locked(folder):
+        plan = job.prepared(plan, folder)
         coordinator = _coordinator(job, plan, folder, found)
         with _served(coordinator, found) as server:
             if is_done(plan, folder):
                 coordinator.end(Over(kind="finished"))
                 server.linger(ARRIVAL_SECONDS, nodes=found.max_nodes - 1)
                 return
-            with opened(plan, folder):
-                _lead(coordinator, plan, folder, found)
+            with (
+                job.display.to_the_end(),
+                opened(plan, folder),
+                job.beside(plan, folder),
+                job.display.shown(plan, folder) as screen,
+            ):
+                _lead(coordinator, plan, folder, found, screen)
 
 
 def _coordinator(job: Job, plan: Plan, folder: Path, found: NodePlacement) -> Coordinator:
@@ -75,7 +82,9 @@ def _served(coordinator: Coordinator, found: NodePlacement) -> Iterator[Server]:
             server.linger(LINGER_SECONDS)
 
 
-def _lead(coordinator: Coordinator, plan: Plan, folder: Path, found: NodePlacement) -> None:
+def _lead(
+    coordinator: Coordinator, plan: Plan, folder: Path, found: NodePlacement, screen: Screen
+) -> None:
     """Take part as node 0, and record restarts while no rank runs here."""
 
     def record() -> None:
@@ -83,12 +92,12 @@ def _lead(coordinator: Coordinator, plan: Plan, folder: Path, found: NodePlaceme
             note = coordinator.notes.pop(0)
             restarted(folder, plan, note.text, note.number, note.seconds)
 
-    _conclude(Agent(plan, found, record).run())
+    _conclude(Agent(plan, found, record, screen).run())
 
 
 def _join(plan: Plan, found: NodePlacement) -> None:
     try:
-        _conclude(Agent(plan, found, lambda: None).run())
+        _conclude(Agent(plan, found, lambda: None, Screen()).run())
     except Interrupted as interrupted:
         raise RunStopped(f"stopped by {interrupted}") from None
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from pipeline.distributed.environment import FINISHED, STACKS
 from pipeline.distributed.heartbeat import HEARTBEATS, Heartbeats
+from pipeline.execution.failures import SPARE, Exit
 from pipeline.hardware.host import oom_kills
-from pipeline.run.failures import SPARE, Exit
 from pipeline.utils.files import anonymous_file, read_all
 from pipeline.utils.process_tree import kill_sessions, own_module
 
@@ -48,18 +48,26 @@ class LocalRanks:
         for descriptor in (self._spare, *self._stacks):
             os.close(descriptor)
 
-    def start(self, run_dir: Path, accept: Sequence[str], descriptors: Sequence[int] = ()) -> None:
-        """Start all; they inherit `descriptors`. Raises OSError."""
-        command = own_module("pipeline.run.worker", str(run_dir), str(os.getpid()), *accept)
+    def start(
+        self,
+        run_dir: Path,
+        accept: Sequence[str],
+        descriptors: Sequence[int] = (),
+        output: int | None = None,
+    ) -> None:
+        """Start all; they inherit `descriptors`. What rank 0 prints goes to `output`, if given.
+        Raises OSError."""
+        command = own_module("pipeline.execution.worker", str(run_dir), str(os.getpid()), *accept)
         shared = [*descriptors, self._spare, self.heartbeats.descriptor]
         for place, stacks in zip(self.places, self._stacks, strict=True):
             own = {
                 HEARTBEATS: f"/proc/self/fd/{self.heartbeats.descriptor}",
                 STACKS: f"/proc/self/fd/{stacks}",
             }
+            prints = output if int(place["RANK"]) == 0 else None
             process = subprocess.Popen(
                 command, env=os.environ | own | place, pass_fds=[*shared, stacks],
-                stdin=subprocess.DEVNULL, start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=prints, stderr=prints, start_new_session=True,
             )  # fmt: skip
             self.processes.append(process)
 

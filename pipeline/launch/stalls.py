@@ -12,10 +12,10 @@ from pathlib import Path
 
 from pipeline.distributed.environment import DUMP
 from pipeline.errors import RunFailed
+from pipeline.execution import failures
 from pipeline.launch import flight_recorder
 from pipeline.launch.ranks import LocalRanks
 from pipeline.launch.watch import Stall
-from pipeline.run import failures
 from pipeline.utils.files import private_folder, replace_text
 from pipeline.utils.terminal import shown
 

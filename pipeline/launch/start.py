@@ -7,12 +7,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from pipeline.chain.plan import Plan, Started
 from pipeline.distributed.environment import STOPPED, is_worker, started, worker_rank
 from pipeline.distributed.launchers import placement
 from pipeline.distributed.placement import (
@@ -23,17 +25,30 @@ from pipeline.distributed.placement import (
     combined,
 )
 from pipeline.distributed.signals import Interrupted, default_signals, stoppable
-from pipeline.errors import CommandStopped, PipeError, RunStopped, UsageError, system_errors_as
-from pipeline.plan.plan import Plan, Started
-from pipeline.run import failures, rundir
-from pipeline.run.journal import Journal
-from pipeline.run.resume import plan_resume, results
+from pipeline.errors import (
+    CommandStopped,
+    PipeError,
+    RunStopped,
+    UsageError,
+    in_words,
+    system_errors_as,
+)
+from pipeline.execution import activity_record, failures, rundir
+from pipeline.execution.journal import Journal
+from pipeline.execution.origins import write_origins
+from pipeline.execution.rank_logging import say
+from pipeline.execution.resume import plan_resume, results
+from pipeline.execution.selection import Selection, cut, ends_early
 from pipeline.utils.files import replace_text
 from pipeline.utils.terminal import shown
-from pipeline.utils.text import align
+from pipeline.utils.text import align, duration
+from pipeline.view.screen import Display
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
+
+
+Beside = Callable[[Plan, Path], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +59,17 @@ class Job:
     """Makes the plan for what a launcher has started."""
     folder: Callable[[Plan], Path]
     """Makes or finds the run's folder; called once in the whole run."""
+    display: Display
     accept: Sequence[str] = ()
     """Changes that are intended."""
+    selection: Selection = field(default_factory=Selection)
+    beside: Beside = lambda plan, folder: nullcontext()
+    """Surrounds the run with what else this machine does for it meanwhile."""
+
+    def prepared(self, plan: Plan, folder: Path) -> Plan:
+        """Return the part of the plan that this start does, in a folder whose lock is held."""
+        self.selection.set_aside(plan, Journal(folder / rundir.JOURNAL))
+        return cut(plan)
 
 
 FOLDER_KEY = "pipe/folder"
@@ -59,6 +83,7 @@ def start(job: Job, options: NodeOptions | None = None) -> None:
     Raises what the job's parts raise, RunLocked, RunFailed, RunStopped, and UsageError where the
     environment or the options contradict themselves.
     """
+    job.selection.announce()
     found = combined(options or NodeOptions(), placement(os.environ))
     if isinstance(found, RankPlacement):
         os.environ |= found.environment()
@@ -88,12 +113,18 @@ def _start_here(job: Job, procs: int | None) -> None:
     plan = job.plan(Started(per_node=procs))
     folder = job.folder(plan)
     with rundir.locked(folder):
+        plan = job.prepared(plan, folder)
         if is_done(plan, folder):
             return
         from pipeline.launch.local import launch
 
-        with opened(plan, folder):
-            launch(plan, folder, job.accept)
+        with (
+            job.display.to_the_end(),
+            opened(plan, folder),
+            job.beside(plan, folder),
+            job.display.shown(plan, folder) as screen,
+        ):
+            launch(plan, folder, job.accept, screen)
 
 
 def _lead(job: Job) -> None:
@@ -101,6 +132,7 @@ def _lead(job: Job) -> None:
     plan = job.plan(started())
     folder = job.folder(plan)
     with rundir.locked(folder):
+        plan = job.prepared(plan, folder)
         store = _meet()
         if is_done(plan, folder):
             _publish(store, "")
@@ -145,7 +177,7 @@ def _publish(store: Store, folder: str) -> None:
 def _run_as_rank(folder: Path, store: Store, accept: Sequence[str]) -> None:
     """Run as a rank. The rank that failed first reports the failure; the others leave with exit
     code 1."""
-    from pipeline.run.worker import run_rank
+    from pipeline.execution.worker import run_rank
 
     try:
         run_rank(folder, store, accept=accept)
@@ -164,9 +196,10 @@ def is_done(plan: Plan, folder: Path) -> bool:
     journal = Journal(folder / rundir.JOURNAL)
     if plan_resume(plan, journal, thorough=False).run or plan_resume(plan, journal).run:
         return False
-    if not journal.ended_well():
+    early = ends_early(plan)
+    if early is None and not journal.ended_well():
         journal.write("run finished")
-    click.echo("nothing to do: every stage has finished")
+    say(f"nothing to do: {'every stage' if early is None else f'all up to {early}'} has finished")
     _show_results(plan, folder)
     return True
 
@@ -174,7 +207,7 @@ def is_done(plan: Plan, folder: Path) -> bool:
 def _show_results(plan: Plan, folder: Path) -> None:
     places = [("run folder", folder), *results(plan, Journal(folder / rundir.JOURNAL))]
     for line in align([(name, str(place)) for name, place in places], left=2):
-        click.echo(f"  {line}")
+        say(f"  {line}")
 
 
 @contextlib.contextmanager
@@ -187,10 +220,12 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
     journal, recipe = Journal(folder / rundir.JOURNAL), folder / rundir.RECIPE
     with system_errors_as(UsageError):
         before = recipe.read_text("utf-8") if recipe.exists() else None
+        write_origins(folder, plan.recipe)
         replace_text(recipe, plan.recipe.dump())
         here = rundir.environment()
         changes = rundir.write_environment(folder, here)
         failures.clear(folder)
+        activity_record.clear(folder)
         journal.write(
             "run started", procs=plan.view.procs, device=plan.view.device, environment=here
         )
@@ -208,12 +243,29 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
             _journal_end(journal, folder, error)
             if before is not None and failures.refused(folder):
                 replace_text(recipe, before)
+        report(folder)
         if isinstance(error, Interrupted):
             raise RunStopped(f"stopped by {error}\n{failures.continuation(folder)}") from None
         raise
-    journal.write("run finished")
-    click.echo(f"finished in {_duration(time.monotonic() - began)}")
+    early = ends_early(plan)
+    if early is None:
+        journal.write("run finished")
+    else:
+        journal.write("run stopped", problem=f"behind slot `{early}`, as asked")
+    report(folder)
+    how = "finished" if early is None else f"stopped behind {early}, as asked,"
+    say(f"{how} in {duration(time.monotonic() - began)}")
     _show_results(plan, folder)
+
+
+def report(folder: Path) -> None:
+    """Write the report of a run whose end is recorded; whatever goes wrong here changes nothing."""
+    from pipeline.view.report.run_report import FILE, write_report
+
+    try:
+        write_report(folder, ended=True)
+    except Exception as error:
+        click.echo(f"{folder / FILE} could not be written: {in_words(error)}", err=True)
 
 
 def _journal_end(journal: Journal, folder: Path, error: BaseException) -> None:
@@ -224,9 +276,3 @@ def _journal_end(journal: Journal, folder: Path, error: BaseException) -> None:
         journal.write("run failed", problem=shown(str(failures.first(folder, []))))
     else:
         journal.write("run stopped", problem=str(error) or type(error).__name__)
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"

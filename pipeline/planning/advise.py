@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.chain.registry import Plugins, Registry
 from pipeline.errors import RecipeError, UsageError
-from pipeline.plan.registry import Plugins, Registry
 from pipeline.planning.choice import MOST_NODES, choose, on_more_nodes, suited
 from pipeline.planning.hardware import HardwareOptions, Margins, resolve_topology
 from pipeline.planning.memory_plan import MemoryPlan

@@ -9,15 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
+from pipeline.chain.plan import PlannedSlot
 from pipeline.contracts.engine import Engine
 from pipeline.errors import PipeError, RecipeError, StageError, UsageError
-from pipeline.plan.plan import PlannedSlot
 from pipeline.planning.hardware import BETWEEN, INSIDE
 from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier
 from pipeline.planning.presets import Strategy, in_order
 from pipeline.planning.search import Candidate, Changes, SearchBase, best, most_saving, relaxed
 from pipeline.planning.topology import Topology
+from pipeline.utils.activities import activity
 
 MOST_NODES = 512
 """Limit of the search for a number of nodes on which a recipe fits."""
@@ -69,8 +70,9 @@ def _tried(
         # Another strategy may divide a model that this one does not.
         errors = (RecipeError, UsageError, *((StageError,) if axes else ()))
         try:
-            candidate = most_saving(base, {slot: strategy.generous}, **allowed)
-            candidate = replace(relaxed(candidate), strategy=strategy)
+            with activity(f"planning {strategy.name}"):
+                candidate = most_saving(base, {slot: strategy.generous}, **allowed)
+                candidate = replace(relaxed(candidate), strategy=strategy)
         except errors as error:
             refused[strategy.name] = f"{strategy.name}: {error}"
             over.add(axes)
@@ -100,7 +102,8 @@ def on_more_nodes(base: SearchBase, topology: Topology, start: Changes) -> Candi
         options = ["--gpus", str(local), "--nodes", str(nodes)]
         more = replace(base, machines=machines, options=options)
         try:
-            candidate = most_saving(more, start, away=False, narrow=False)
+            with activity(f"planning on {nodes} nodes"):
+                candidate = most_saving(more, start, away=False, narrow=False)
         except PipeError:  # such as a batch that is smaller than the ranks
             return None
         if candidate.fits and not candidate.memory_plan.idle:

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from pipeline.chain.binding import Results
 from pipeline.hardware.gpus import GIB
-from pipeline.plan.binding import Results
 from pipeline.planning import forecast
 from pipeline.planning.forecast import (
     Extra,

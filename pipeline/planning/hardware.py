@@ -15,7 +15,7 @@ from pipeline.utils.text import did_you_mean
 
 if TYPE_CHECKING:
     from pipeline.doctor.report import MachineReport
-    from pipeline.run.memory_record import MemoryRecord
+    from pipeline.execution.memory_record import MemoryRecord
 
 PER_NODE = 8
 """GPUs of a node without `--gpus`."""
@@ -214,7 +214,7 @@ def margins_for(
     """Margins of GPUs of a kind: by the record of a named run, else of the newest run in the folder
     of runs, else assumed; `overhead` GiB replace the bytes beside tensors. Raises UsageError for a
     missing record, or one of another kind."""
-    from pipeline.run.memory_record import newest_record, read_record
+    from pipeline.execution.memory_record import newest_record, read_record
 
     named = None if record is None else (record.name, read_record(record))
     if named is not None and kind is not None and not _same(named[1].device, kind):

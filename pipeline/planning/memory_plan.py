@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.chain.plan import Plan, Started, plan_file
+from pipeline.chain.registry import Registry
 from pipeline.contracts.precision import Precision
-from pipeline.plan.plan import Plan, Started, plan_file
-from pipeline.plan.registry import Registry
 from pipeline.planning.estimate import Estimate, ask_planners, combine
 from pipeline.planning.hardware import (
     Hardware,
@@ -62,7 +62,7 @@ class MemoryPlan:
 
     def record(self) -> dict[str, Any]:
         """The plan as JSON, in bytes and seconds."""
-        from pipeline.run.saved_plan import VERSION, identity
+        from pipeline.execution.saved_plan import VERSION, identity
 
         ends = {name: getattr(self.time, name) for name in ("least", "expected", "bound")}
         return {

@@ -18,16 +18,16 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from pipeline.chain.binding import Results
+from pipeline.chain.registry import Plugins
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import UsageError
-from pipeline.plan.binding import Results
-from pipeline.plan.registry import Plugins
 from pipeline.planning.shapes import SampleShape, Step
 from pipeline.planning.topology import Division, Topology
 
 if TYPE_CHECKING:
-    from pipeline.plan.plan import Plan
+    from pipeline.chain.plan import Plan
 
 S = TypeVar("S")
 

@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from pipeline.chain.registry import Registry
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.signature import gives
 from pipeline.errors import PluginError, UsageError
-from pipeline.plan.registry import Registry
 from pipeline.planning.planner import Planner, Planners, Preset
 from pipeline.utils.text import did_you_mean
 

@@ -29,6 +29,7 @@ from pipeline.contracts.training import TrainedRun
 from pipeline.planning.forecast import Collective, Event, Traffic, Unit
 from pipeline.planning.planner import Job, Planner
 from pipeline.planning.shapes import ModelShape
+from pipeline.utils.activities import activity
 from pipeline.utils.files import private_folder, replace_text
 from pipeline.utils.versions import versions
 
@@ -202,7 +203,8 @@ def profile_of(job: Job) -> Profile:
         except (OSError, ValueError):  # missing, or damaged
             from pipeline.planning.trace.profiling import profile
 
-            _made[key] = profile(job)
+            with activity("running the model's layers without memory"):
+                _made[key] = profile(job)
             with contextlib.suppress(OSError):  # a folder that cannot be written
                 private_folder(file.parent)
                 replace_text(file, ADAPTER.dump_json(_made[key]).decode() + "\n")

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pipeline.chain.plan import Plan
+from pipeline.chain.registry import Registry
 from pipeline.errors import RecipeError, StageError
-from pipeline.plan.plan import Plan
-from pipeline.plan.registry import Registry
 from pipeline.planning.hardware import HardwareOptions, Margins
 from pipeline.planning.memory_plan import MemoryPlan, check, estimate_plan
 from pipeline.planning.planner import AWAY, Planners

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from pipeline.chain.registry import GROUP, Entry, Registry
 from pipeline.contracts.signature import name_of
 from pipeline.errors import PluginError
-from pipeline.plan.registry import GROUP, Entry, Registry
 from pipeline.testing import violations
 from pipeline.testing.helpers import problems
 

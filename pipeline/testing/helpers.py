@@ -10,9 +10,9 @@ from typing import Any
 from pipeline.contracts.stage import Context, PlanView
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import Location, Problem
+from pipeline.execution.metrics import Metrics
 from pipeline.recipe.fields import build
 from pipeline.recipe.nodes import SourceMap
-from pipeline.run.metrics import Metrics
 
 
 def plan_view(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pipeline.utils.lazy import lazily
 
 if TYPE_CHECKING:
+    from pipeline.utils.activities import BYTES, activity
     from pipeline.utils.dtensors import local_part, own_chunk
     from pipeline.utils.fake_tensors import has_values, with_values
     from pipeline.utils.files import (
@@ -18,11 +19,13 @@ if TYPE_CHECKING:
         sync_tree,
         write_at,
     )
+    from pipeline.utils.host_copy import HostCopy
     from pipeline.utils.jsonl import append_line, read_lines
     from pipeline.utils.lazy import lazily
     from pipeline.utils.packages import optional, unheard
     from pipeline.utils.process_tree import die_with
-    from pipeline.utils.text import Throughput, align, closest, did_you_mean, human, plural
+    from pipeline.utils.terminal import hidden_in, shown
+    from pipeline.utils.text import align, closest, counted, did_you_mean, duration, human, plural
     from pipeline.utils.trust import require_code_trust, require_trust
 else:
     __getattr__ = lazily(__name__, __file__)

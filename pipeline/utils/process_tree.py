@@ -9,12 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 REAP_SECONDS = 5.0
+GRACE = "PIPE_GRACE_SECONDS"
+"""Variable of a process that ends by itself: seconds by which it may outlive the one that started
+it."""
 
 
 def own_module(module: str, *arguments: str) -> list[str]:
@@ -35,8 +38,9 @@ def die_with(parent: int) -> None:
 
 
 @contextlib.contextmanager
-def none_left() -> Iterator[None]:
-    """Kill what the body started in other sessions (ranks have their own) and left running.
+def none_left(waiting: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Kill what the body started in other sessions (ranks have their own) and left running, once
+    those with GRACE have had their time, in which `waiting` is called now and then.
 
     Descendants whose parent died are found too: they become children of this process.
     """
@@ -48,8 +52,11 @@ def none_left() -> Iterator[None]:
     try:
         yield
     finally:
-        _kill_children()
-        prctl(PR_SET_CHILD_SUBREAPER, 0)
+        try:
+            _wait_for_children(waiting)
+        finally:
+            _kill_children()
+            prctl(PR_SET_CHILD_SUBREAPER, 0)
 
 
 def kill_sessions(leaders: Iterable[subprocess.Popen[bytes]]) -> None:
@@ -59,6 +66,22 @@ def kill_sessions(leaders: Iterable[subprocess.Popen[bytes]]) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+
+
+def _wait_for_children(waiting: Callable[[], object]) -> None:
+    began = time.monotonic()
+    while any(time.monotonic() - began < _grace(child) for child in _children_elsewhere()):
+        waiting()
+        time.sleep(0.05)
+
+
+def _grace(process: int) -> float:
+    """Seconds that the process was given when it was started; 0 for one that has ended."""
+    with contextlib.suppress(OSError, ValueError):
+        entries = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        given = dict(entry.split(b"=", 1) for entry in entries if b"=" in entry)
+        return float(given.get(GRACE.encode(), 0))
+    return 0.0
 
 
 def _kill_children() -> None:

@@ -1,11 +1,10 @@
-"""Text for people: suggestions, sizes, plurals, aligned columns, and the throughput of a copy."""
+"""Text for people: suggestions, sizes, durations, plurals and aligned columns."""
 
 from __future__ import annotations
 
 import difflib
 import itertools
-import logging
-import time
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 
@@ -27,10 +26,6 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
     return f"known here: {', '.join(names)}" if names else ""
 
 
-EVERY = 10.0
-"""Seconds between two lines."""
-
-
 def human(size: float) -> str:
     """`1.5 GB`."""
     value, unit = float(size), "B"
@@ -41,10 +36,27 @@ def human(size: float) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
+def duration(seconds: float) -> str:
+    """Return `0:05`, `12:34`, `3:05:09` or `2 d 3:05:09`; `?` for what is no number."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    clock = f"{hours}:{minutes:02d}:{rest:02d}" if hours or days else f"{minutes}:{rest:02d}"
+    return f"{days} d {clock}" if days else clock
+
+
 def plural(count: int, noun: str) -> str:
     """`1 error`, `2 errors`, `2 processes`."""
     ending = "es" if noun.endswith(("s", "x", "ch", "sh")) else "s"
     return f"{count} {noun}" if count == 1 else f"{count} {noun}{ending}"
+
+
+def counted(count: float, nouns: str) -> str:
+    """`1 row`, `5,000 rows`: a number of what a plural names; the number alone without a name."""
+    number = f"{count:,.0f}"
+    return f"{number} {nouns.removesuffix('s') if number == '1' else nouns}".rstrip()
 
 
 def align(rows: Sequence[Sequence[str]], *, left: int = 1) -> Iterator[str]:
@@ -55,28 +67,3 @@ def align(rows: Sequence[Sequence[str]], *, left: int = 1) -> Iterator[str]:
         cells = zip(row, widths, strict=False)
         padded = (f"{cell:{'<' if i < left else '>'}{n}}" for i, (cell, n) in enumerate(cells))
         yield "  ".join(padded).rstrip()
-
-
-class Throughput:
-    """Counts bytes that this process moves, of `total` where that is known."""
-
-    def __init__(self, log: logging.Logger, doing: str, total: int | None = None) -> None:
-        self._log = log
-        self._doing = doing
-        self._total = total
-        self._done = 0
-        self._began = self._last_line = time.monotonic()
-
-    def advance(self, size: int) -> None:
-        """`size` more bytes have been moved."""
-        self._done += size
-        now = time.monotonic()
-        if now - self._last_line > EVERY:
-            self._last_line = now
-            of = "" if self._total is None else f" of {human(self._total)}"
-            self._log.info("%s: %s%s", self._doing, human(self._done), of)
-
-    def summary(self) -> str:
-        """`1.5 GB in 2.0 s (0.8 GB/s)`."""
-        seconds = max(time.monotonic() - self._began, 1e-9)
-        return f"{human(self._done)} in {seconds:.1f} s ({human(self._done / seconds)}/s)"

@@ -71,7 +71,8 @@ class ChatData(Selection):
             message = f"{self.today!r} is not a date"
             yield Problem(message=message, key="today", hint="write it as YYYY-MM-DD")
         yield from problems(self)
-        yield from tokenizer_problems(plan, template=self._needs_template())
+        plain = "`template: false` for pairs of texts" if self._needs_template() else None
+        yield from tokenizer_problems(plan, no_template=plain)
 
     def _needs_template(self) -> bool:
         """Whether rows are certain to need the chat template: by `form`, or by the first row of

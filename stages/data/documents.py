@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline import Context, DataError, ModelSource
+from pipeline.utils import activity
 from stages.data import tokenize
 from stages.data.cache import KEYS, Counts, Entry, digest
 from stages.data.rows import TEXT, read_text, require_text
@@ -136,10 +137,12 @@ class Documents:
         The memory needed is bounded by the longest documents.
         """
         counts = {"documents": 0, "tokens": 0, "largest": 0}
-        heartbeat = self.ctx.dist.heartbeat
-        progress = tokenize.ProgressLog(log=self.ctx.log, heartbeat=heartbeat, unit="documents")
         batches = _batches(documents)
-        with (folder / TOKENS).open("wb") as tokens, (folder / STARTS).open("wb") as starts:
+        with (
+            (folder / TOKENS).open("wb") as tokens,
+            (folder / STARTS).open("wb") as starts,
+            activity(tokenize.TOKENISING, unit="documents") as doing,
+        ):
             for _, (ids, lengths) in tokenize.map_batches(self._encode, batches, self.workers):
                 ids.tofile(tokens)
                 begins = counts["tokens"] + (np.cumsum(lengths) - lengths)[lengths > 0]
@@ -147,7 +150,8 @@ class Documents:
                 counts["documents"] += len(lengths)
                 counts["tokens"] += len(ids)
                 counts["largest"] = max(counts["largest"], int(ids.max(initial=0)))
-                progress.update(counts["documents"], counts["tokens"])
+                self.ctx.dist.heartbeat.beat()
+                doing.advance(len(lengths))
         return counts
 
     def _encode(self, batch: list[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:

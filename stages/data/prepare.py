@@ -6,11 +6,12 @@ import functools
 import itertools
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import Context, Data, ModelSource, Samples, StageError
+from pipeline.utils import counted
 from stages.data import tokenize
 from stages.data.cache import KEYS, Counts, Entry, cache_folder, digest, prepare
 from stages.data.documents import Documents
@@ -18,7 +19,7 @@ from stages.data.encode import RowEncoder
 from stages.data.forms import rows_with_forms
 from stages.data.samples import FORM, MaskedSamples, write_samples
 from stages.data.sources import OpenedSource, open_source
-from stages.data.tokenize import ProgressLog, TextTokenizer
+from stages.data.tokenize import TextTokenizer
 from stages.data.views import PackedSamples, pack_key, train_and_heldout, write_packs
 
 if TYPE_CHECKING:
@@ -49,9 +50,19 @@ def source_entry(work: Documents | Rows, source: Source, cache: str | None) -> E
     )
     tokenize.check_ids(work.model, entry.counts["largest"])
     seconds = time.monotonic() - started
-    counts = ", ".join(f"{count} {name}" for name, count in entry.counts.items() if count)
+    counts = ", ".join(_in_words(entry.counts))
     work.ctx.log.info("%s: %s, %.1f s (%s)", source, counts, seconds, entry.folder)
     return entry
+
+
+def _in_words(counts: Counts) -> Iterator[str]:
+    for name, count in counts.items():
+        if name == "largest":
+            yield f"largest id {count:,}"
+        elif name.startswith(FORM) and count:
+            yield f"{counted(count, 'rows')} of {name}"
+        elif count:
+            yield counted(count, name)
 
 
 def _entries(stage: ChatData | TextData, work: Documents | Rows) -> list[Entry]:
@@ -153,10 +164,8 @@ class Rows:
         )
         rows = rows_with_forms(opened.parts, self.stage.form)
         batches = iter(lambda: list(itertools.islice(rows, _BATCH)), [])
-        heartbeat = self.ctx.dist.heartbeat
-        progress = ProgressLog(log=self.ctx.log, heartbeat=heartbeat, unit="rows")
         results = tokenize.map_batches(encoder.batch, batches, self.stage.workers)
-        return write_samples(folder, results, self.dtype, progress)
+        return write_samples(folder, results, self.dtype, self.ctx)
 
     def samples(self, entry: Entry, first: int, count: int) -> Samples:
         """Open some rows of an entry as samples (collective)."""
@@ -172,7 +181,7 @@ class Rows:
         )
         filled = packs.counts["positions"] / (packs.counts["samples"] * length)
         self.ctx.log.info(
-            "packing: %d rows in %d samples, %.1f%% full", count, packs.counts["samples"],
-            100 * filled,
+            "packing: %s in %s, %.1f%% full", counted(count, "rows"),
+            counted(packs.counts["samples"], "samples"), 100 * filled,
         )  # fmt: skip
         return PackedSamples(rows, packs)

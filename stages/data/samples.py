@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline import NO_TARGET, Sample, Samples, StageError
+from pipeline import NO_TARGET, Context, Sample, Samples, StageError
+from pipeline.utils import activity, counted
 from stages.data.cache import Counts, Entry, VerifiedArray
 from stages.data.encode import Dropped, Encoded
 from stages.data.forms import Form
 from stages.data.rows import Row
-from stages.data.tokenize import ProgressLog
+from stages.data.tokenize import TOKENISING
 
 TOKENS, STARTS = "tokens.bin", "starts.bin"
 _TRAINED, _OFFSETS, _TARGETS = "trained.bin", "offsets.bin", "targets.bin"
@@ -72,7 +73,7 @@ def write_samples(
     folder: Path,
     batches: Iterable[tuple[Sequence[tuple[Form, Row]], Sequence[Encoded | Dropped]]],
     dtype: str,
-    progress: ProgressLog,
+    ctx: Context,
 ) -> Counts:
     """Write batches of rows with their tokens as the files of MaskedSamples. Returns `rows`,
     `samples`, `tokens`, `targets`, `largest` (id), `long` (rows that were truncated or dropped),
@@ -82,7 +83,11 @@ def write_samples(
     counts, dropped = dict.fromkeys(names, 0), Counter[str]()
     first: dict[str, Row] = {}
     offsets, targets = array("q", [0]), array("i")
-    with (folder / TOKENS).open("wb") as tokens, (folder / _TRAINED).open("wb") as trained:
+    with (
+        (folder / TOKENS).open("wb") as tokens,
+        (folder / _TRAINED).open("wb") as trained,
+        activity(TOKENISING, unit="rows") as doing,
+    ):
         for batch, results in batches:
             for (form, row), result in zip(batch, results, strict=True):
                 counts["rows"] += 1
@@ -98,22 +103,23 @@ def write_samples(
                 counts["largest"] = max(counts["largest"], int(result.ids.max()))
                 offsets.append(counts["tokens"])
                 targets.append(int(result.trained[1:].sum()))
-            progress.update(counts["rows"], counts["tokens"])
+            ctx.dist.heartbeat.beat()
+            doing.advance(len(batch))
     np.array(offsets, "<i8").tofile(folder / _OFFSETS)
     np.array(targets, "<i4").tofile(folder / _TARGETS)
     counts |= {"samples": len(targets), "targets": sum(targets)}
     counts["dropped"] = counts["rows"] - counts["samples"]
-    _report(progress.log, counts, dropped, first)
+    _report(ctx.log, counts, dropped, first)
     return counts
 
 
 def _report(
     log: logging.Logger, counts: Counts, dropped: Mapping[str, int], first: Mapping[str, Row]
 ) -> None:
-    reasons = {f"{count} rows {why}": first[why] for why, count in dropped.items()}
+    reasons = {f"{counted(count, 'rows')} {why}": first[why] for why, count in dropped.items()}
     if not counts["samples"]:
         raise StageError(
-            f"no token to train on in {counts['rows']} rows: {'; '.join(reasons)}",
+            f"no token to train on in {counted(counts['rows'], 'rows')}: {'; '.join(reasons)}",
             hint="check `loss`, the roles of the messages, the chat template and `sequence_length`",
         )
     for reason, row in reasons.items():

@@ -55,10 +55,10 @@ def file_problems(key: str, patterns: Patterns) -> Iterator[Problem]:
     for pattern in each_pattern(patterns):
         matches = _matches(pattern)
         if not matches:
+            hint = f"paths are relative to the working directory, {Path.cwd()}"
+            absolute = Path(pattern).is_absolute()
             yield Problem(
-                message=f"no such file: {pattern}",
-                key=key,
-                hint=f"paths are relative to the working directory, {Path.cwd()}",
+                message=f"no such file: {pattern}", key=key, hint="" if absolute else hint
             )
         for path in matches:
             yield from kind_problems(key, str(path))

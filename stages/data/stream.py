@@ -55,7 +55,7 @@ class StreamData(DocumentSettings):
         for path in find_files(self.heldout_files):
             if path.resolve() in known:
                 yield Problem(message=f"{path} is also trained on", key="heldout_files")
-        yield from tokenizer_problems(plan, template=False)
+        yield from tokenizer_problems(plan)
         for stage in plan.giving(TrainedRun):
             if getattr(stage, "epochs", None) is not None:
                 yield Problem(

@@ -8,28 +8,25 @@ import json
 import multiprocessing
 import os
 import re
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline import Heartbeat, ModelSource, StageError
+from pipeline import ModelSource, StageError
 from pipeline.hardware import cores_each
 from pipeline.utils import die_with
 from stages.data.cache import digest
 
-if TYPE_CHECKING:
-    import logging
-
-
 T = TypeVar("T")
 R = TypeVar("R")
+TOKENISING = "tokenising"
+"""Name of the activity."""
 
 Span = tuple[int, int]
 """Start and end of a range of characters."""
@@ -214,24 +211,3 @@ def _begin(function: Callable[[Any], Any], parent: int) -> None:
 
 def _call(batch: Any) -> Any:
     return _function(batch)
-
-
-@dataclass(kw_only=True)
-class ProgressLog:
-    """Logs every ten seconds how much has been tokenised, and gives a sign of life each time."""
-
-    log: logging.Logger
-    heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    unit: str
-    """Plural of what is counted: `rows`, `documents`."""
-    _began: float = field(init=False, default_factory=lambda: time.monotonic())
-    _logged: float = field(init=False, default_factory=lambda: time.monotonic())
-
-    def update(self, count: int, tokens: int) -> None:
-        """Log, if it is time, that `count` units with `tokens` tokens are done."""
-        self.heartbeat.beat()
-        now = time.monotonic()
-        if now - self._logged >= 10:
-            self._logged, rate = now, count / (now - self._began)
-            words = "tokenising: %d %s, %d tokens, %.0f a second"
-            self.log.info(words, count, self.unit, tokens, rate)

@@ -16,7 +16,7 @@ from xxhash import xxh3_64_hexdigest
 from pipeline import DistContext, ExportError, ModelSource, StageError, TensorReader, TensorSpec
 from pipeline.checkpoint import DTYPES
 from pipeline.hardware import free_memory
-from pipeline.utils import plural
+from pipeline.utils import activity, plural
 from stages.adapter.compat import (
     CONFIG,
     import_peft,
@@ -216,15 +216,17 @@ def recognise(logits: Tensor, recorded: Sequence[Position], dtype: torch.dtype) 
     if len(tokens) != logits.shape[1] or int(tokens.max()) >= logits.shape[2]:
         raise ExportError(f"the exported model gives logits of shape {tuple(logits.shape)}")
     known = torch.tensor([[logit for _, logit in one.top] for one in recorded])
-    norms = torch.tensor([one.norm for one in recorded]).clamp(min=1e-9)
-    compare(logits[0].norm(dim=-1) / norms, torch.ones_like(norms), tolerance)
+    norms = torch.tensor([one.norm for one in recorded])
+    off = (logits[0].norm(dim=-1) - norms) / norms.clamp(min=1e-9)  # all logits may be 0
+    compare(off, torch.zeros_like(off), tolerance)
     return compare(logits[0].gather(1, tokens), known, tolerance)
 
 
 def verify(folder: Path, report: Callable[[str], object], *, trust_remote_code: bool) -> None:
     """Read every byte, then load the model, unless it is an adapter alone, and run it; `report`
     takes a line for each step. Raises ExportError for any difference to the finished export."""
-    found, proof = prove_bytes(folder, strict=True)
+    with activity("reading every byte of the export"):
+        found, proof = prove_bytes(folder, strict=True)
     report(f"as they were written: {plural(len(found.others), 'file')} beside the weights")
     tensors = sum(len(entry.tensors) for entry in found.weights.values())
     files = plural(len(found.weights), "file")
@@ -232,7 +234,10 @@ def verify(folder: Path, report: Callable[[str], object], *, trust_remote_code: 
     if (folder / CONFIG).is_file():
         report("an adapter is not run again: that needs its base model")
         return
-    with loaded(folder, trust_remote_code=trust_remote_code) as model:
+    with (
+        activity("loading and running the model"),
+        loaded(folder, trust_remote_code=trust_remote_code) as model,
+    ):
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         again = logits(model, torch.tensor([proof.prompt]))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import Context, ExportedModel, ExportError, StageError, TrainedRun, in_words
-from pipeline.utils import Throughput, human, plural, replace_text
+from pipeline.utils import BYTES, activity, human, plural, replace_text
 from stages.export import target
 from stages.export.contents import Contents
 from stages.export.manifest import Manifest, WeightFile, facts_of, write_card
@@ -89,7 +89,8 @@ def _exported(
         written = _write_all(ctx, plan, partial, begun)
         sums = {file: entry.sums for file, entry in written.weights.items()}
         try:
-            prove_files(partial, plan.parts, sums, ctx.dist)
+            with activity("reading the export back"):
+                prove_files(partial, plan.parts, sums, ctx.dist)
             done = _from_main(ctx, lambda: _finish(ctx, contents, plan, folder, written, trained))
         except ExportError as error:
             if ctx.dist.is_main:
@@ -101,23 +102,23 @@ def _exported(
 
 def _write_all(ctx: Context, plan: ExportPlan, partial: Path, begun: Manifest) -> Manifest:
     """Write the files that are missing, after reading back those of an interrupted export."""
-    watch = Throughput(ctx.log, "writing weights", plan.total // ctx.dist.world_size)
     done = begun
     missing = [part for part in plan.parts if not _is_whole(ctx, partial, part, begun)]
     if len(missing) < len(plan.parts):
         done_before = plural(len(plan.parts) - len(missing), "file")
         ctx.log.info("written already: %s", done_before)
-    for first in range(0, len(missing), ctx.dist.world_size):
-        parts = missing[first : first + ctx.dist.world_size]
-        sums = write(partial, parts, plan.files, ctx.dist, watch.advance)
-        entries = {
-            part.file: WeightFile(size=part.total, tensors=part.entries, sums=sums[part.file])
-            for part in parts
-        }
-        done = done.model_copy(update={"weights": {**done.weights, **entries}})
-        if ctx.dist.is_main:
-            done.save(partial)
-    ctx.log.info("weights written: this process %s", watch.summary())
+    with activity("writing weights", plan.total // ctx.dist.world_size, BYTES) as writing:
+        for first in range(0, len(missing), ctx.dist.world_size):
+            parts = missing[first : first + ctx.dist.world_size]
+            sums = write(partial, parts, plan.files, ctx.dist, writing.advance)
+            entries = {
+                part.file: WeightFile(size=part.total, tensors=part.entries, sums=sums[part.file])
+                for part in parts
+            }
+            done = done.model_copy(update={"weights": {**done.weights, **entries}})
+            if ctx.dist.is_main:
+                done.save(partial)
+    ctx.log.info("weights written: this process %s", writing.summary())
     return done
 
 
@@ -143,7 +144,8 @@ def _finish(
     contents.save_beside(partial, dtype=plan.dtype)
     facts = facts_of(ctx, contents.source, plan, trained)
     write_card(partial, facts, contents.library, contents.usage)
-    proof = contents.prove(partial, plan)
+    with activity("proving that the export loads and computes the same"):
+        proof = contents.prove(partial, plan)
     ctx.log.info(
         "the export loads and computes the same (largest difference %.2g)", proof.difference
     )

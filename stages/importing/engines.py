@@ -163,23 +163,24 @@ BF16: Table = {
 }
 
 
-def _betas(value: Any) -> list[float]:
+def read_betas(value: Any) -> list[float]:
+    """Return the two decay rates of Adam."""
     if not isinstance(value, list) or len(value) != 2:
         raise WrongValueError(f"must be two numbers, not {value!r}")
     return [rules.number(each) for each in value]
 
 
-_CHOOSE = "choose another optimizer stage (`pipe stages`)"
+CHOOSE = "choose another optimizer stage (`pipe stages`)"
 OPTIMIZER: Table = {
-    "type": sets("optimizer", rules.choice({"adam": "adamw", "adamw": "adamw"}, _CHOOSE)),
+    "type": sets("optimizer", rules.choice({"adam": "adamw", "adamw": "adamw"}, CHOOSE)),
     "params": {
         "lr": sets("optimizer.lr", rules.number, 5e-5),
-        "betas": sets("betas", _betas, [0.9, 0.999]),
+        "betas": sets("betas", read_betas, [0.9, 0.999]),
         "eps": sets("optimizer.eps", rules.number, 1e-8),
         "weight_decay": sets("optimizer.weight_decay", rules.number, 0.0),
         "max_grad_norm": sets("optimizer.max_grad_norm", rules.number, off=(0,)),
         "torch_adam": when_on("zero.optimizer_implementation", "torch"),
-        "adam_w_mode": allowed(True, hint=_CHOOSE),
+        "adam_w_mode": allowed(True, hint=CHOOSE),
     },
 }
 SCHEDULES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}

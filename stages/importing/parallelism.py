@@ -11,6 +11,8 @@ REPLICATE, SHARD = "parallel.replicate", "parallel.shard"
 TENSOR, CONTEXT, SEQUENCE = "parallel.tensor", "parallel.context", "parallel.sequence"
 AUTO = "deepspeed.tensor"
 """DeepSpeed's AutoTP."""
+RING = "parallel.ring"
+"""Ranks that share a sample under every strategy, where a tool divides samples by itself."""
 FIELDS = {TENSOR: "tensor_parallel", CONTEXT: "context_parallel"}
 _FSDP_ALONE = "accelerate takes it with FSDP alone"
 
@@ -22,7 +24,7 @@ def size(report: Report, fact: str) -> int:
 
 def sharing_ranks(report: Report) -> int:
     """Return the number of ranks that get the same samples."""
-    return math.prod(size(report, fact) for fact in (TENSOR, CONTEXT, SEQUENCE, AUTO))
+    return math.prod(size(report, fact) for fact in (TENSOR, CONTEXT, SEQUENCE, AUTO, RING))
 
 
 def parallelism(draft: Draft, use: str, request: Request) -> None:
@@ -34,6 +36,8 @@ def parallelism(draft: Draft, use: str, request: Request) -> None:
         wrong = [one for one in (REPLICATE, SHARD, TENSOR, CONTEXT) if size(report, one) > 1]
         hint = "set distributed_type: FSDP"
         report.refuse(*wrong, why=_FSDP_ALONE, hint=hint, blocks=True)
+    if size(report, RING) > 1:
+        draft.put("wrap.context_parallel.size", size(report, RING), RING)
     if size(report, SEQUENCE) > 1:
         if use == "wrap.zero" or (use == "wrap.ddp" and report.given("zero.stage")):
             draft.put("wrap.context_parallel.size", size(report, SEQUENCE), SEQUENCE)

@@ -3,38 +3,42 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
-from pipeline import DataError, StageError
 from pipeline.importing import Request
 from stages.importing.engines import STAGE_3
 from stages.importing.parallelism import parallelism
 from stages.importing.report import Draft, Report
+from stages.importing.sources import FLOATING, is_local
+from stages.importing.trackers import put_trackers
 from stages.importing.training import optimizer, train
 
+Fill: TypeAlias = Callable[[Draft, Request], None]
 
-def compose(report: Report, request: Request, name: str) -> Draft:
-    """Return the recipe that the facts make. Its name is `name` unless they give one."""
+
+def compose(report: Report, request: Request, name: str, data: Fill) -> Draft:
+    """Return the recipe that the facts make. Its name is `name` unless they give one, and `data`
+    fills the slot of that name."""
     draft = Draft(report)
     named = "name" if report.given("name") else "output_name"
     draft.put("name", report.value(named, name), named)
     _model(draft, request)
     _adapter(draft)
     _precision(draft)
-    _data(draft, request)
+    data(draft, request)
     optimizer(draft)
     _wrap(draft, request)
     draft.slot("checkpoint", "checkpoint.sharded")
     if report.value("save_strategy") == "steps":
         draft.put("checkpoint.every", report.value("save_steps"), "save_strategy", "save_steps")
+    put_trackers(draft)
     train(draft, request)
     draft.slot("consolidate", "consolidate.stream")
     draft.slot("export", "export.safetensors")
     draft.copy_all()
     return draft
-
-
-FLOATING = "the branch, as before; better the commit in `revision`"
 
 
 def _model(draft: Draft, request: Request) -> None:
@@ -46,8 +50,8 @@ def _model(draft: Draft, request: Request) -> None:
         name, _, revision = request.model.partition("@")
     if name is None:
         draft.lacks("model.path", "a folder (./model), a GGUF file or a hub id")
-    elif (local := Path(name).expanduser()).exists():
-        draft.put("model.path", str(local.absolute()), "model")
+    elif is_local(name) or name.endswith(".gguf"):
+        draft.put("model.path", str(Path(name).expanduser().absolute()), "model")
     else:
         draft.put("model.path", name, "model")
         if revision:
@@ -62,18 +66,18 @@ def _adapter(draft: Draft) -> None:
         draft.slot("adapter", "adapter.lora", "adapter")
         for name, value in (("rank", 16), ("alpha", 32.0), ("dropout", 0.05)):
             report.default(f"adapter.{name}", value, "TRL's default")
-        if not report.given("adapter.targets"):
+        if not report.known("adapter.targets"):
             what = "ends of layers' names, or all-linear; peft chose by the architecture"
             draft.lacks("adapter.targets", what)
-        if report.given("quantize"):
+        if report.value("quantize"):
             kind = report.value("quantization", "nf4")
             draft.put("adapter.quantize", kind, "quantize", "quantization")
         return
-    if not report.given("adapter"):
+    if not report.known("adapter"):
         why, hint = "means LoRA, or nothing without use_peft", "set use_peft to true or false"
         report.refuse(*report.facts("adapter."), why=why, hint=hint, blocks=True)
     why = "weights that are trained are not held in 4 bits"
-    report.refuse("quantize", why=why, hint="set use_peft")
+    report.refuse("quantize", why=why, hint="train an adapter")
 
 
 def _precision(draft: Draft) -> None:
@@ -82,77 +86,6 @@ def _precision(draft: Draft) -> None:
     report.default("precision.compute", "fp32", "no mixed precision is asked for")
     if report.value("precision.compute") != "fp16":
         report.ignore("precision.initial_loss_scale", "precision.loss_scale_growth_interval")
-
-
-def _data(draft: Draft, request: Request) -> None:
-    report = draft.report
-    if request.data:
-        report.ignore("data", "dataset", why="--data replaces it")
-    files = [str(Path(each).expanduser().absolute()) for each in request.data]
-    files = files or ([report.value("data")] if report.given("data") else [])
-    if files:
-        draft.slot("data", "data.chat" if _has_fields(files[0]) else "data.text")
-        draft.put("data.files", files, "data")
-    elif report.given("dataset"):
-        # A script of transformers for plain text has blocks, a script of TRL has rows.
-        blocks = any(entry.key == "block_size" for entry in report.of("data.sequence_length"))
-        draft.slot("data", "data.text" if blocks else "data.chat")
-        _hub_sources(draft)
-    else:
-        draft.slot("data", "data.text")
-        draft.lacks("data.files", "text files, or use: data.chat for conversations")
-    _loss(draft)
-    if report.given("data.heldout_files"):
-        report.ignore("data.heldout_fraction", why="there are files to evaluate on")
-
-
-def _hub_sources(draft: Draft) -> None:
-    report = draft.report
-    names = {"dataset": "dataset", "config": "dataset.config"}
-    source = {name: report.value(fact) for name, fact in names.items() if report.known(fact)}
-    splits = {"sources": ("dataset.split", "train"), "heldout_sources": ("dataset.heldout", None)}
-    for key, (fact, default) in splits.items():
-        split = report.value(fact, default)
-        if split is not None:
-            one = {**source, "split": split, "allow_floating_revision": True}
-            draft.put(f"data.{key}", [one], *names.values(), fact, note=FLOATING)
-
-
-LOSS = ("loss.completion", "loss.assistant")
-
-
-def _loss(draft: Draft) -> None:
-    """Set `loss` of data.chat where it follows from TRL 1.16's completion_only_loss and
-    assistant_only_loss alone. In a conversation, `completion` is the assistant's words."""
-    report = draft.report
-    completion, assistant = map(report.value, LOSS)
-    if draft.slots["data"]["use"] == "data.text":
-        report.ignore("data.packing", why="data.text fills every sample")
-        masks = [fact for fact in LOSS if report.value(fact)]
-        report.refuse(*masks, why="data.text trains on every token", hint="use data.chat")
-    elif assistant:
-        draft.put("data.loss", "assistant" if completion is False else "completion", *LOSS)
-    elif completion is False:
-        draft.put("data.loss", "all", *LOSS)
-    else:
-        draft.lacks("data.loss", "TRL's is `all` for conversations, `completion` for prompts")
-        why = "TRL then trains on whole conversations, but on the completions alone of prompts"
-        report.refuse(*LOSS, why=why, hint="set data.loss: all or completion")
-
-
-def _has_fields(file: str) -> bool:
-    """Return whether the first row has fields for data.chat, not text alone."""
-    from stages.data.forms import KEYS
-    from stages.data.rows import TEXT, rows
-
-    if file.endswith(TEXT):
-        return False
-    try:
-        first = next(rows(Path(file)), None)
-    except (DataError, StageError, OSError):
-        return False  # `pipe check` and the run report what is wrong with the file
-    keys = first.value.keys() if first is not None else set()
-    return any(name != "text" and keys >= set(needed) for name, needed in KEYS.items())
 
 
 def _wrap(draft: Draft, request: Request) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipeline.importing import KeyOutcome, KeyPath
@@ -40,7 +40,7 @@ HARMLESS = (
     "preprocessing_", "project", "rdzv_backend", "reduce_scatter", "remove_unused_columns",
     "same_network", "save_on_", "save_safetensors", "shuffle_dataset", "skip_memory_metrics",
     "stage3_gather_", "state_dict", "steps_per_print", "sync_", "tp_grain_size", "tp_overlap_comm",
-    "tpu_", "trackio_", "use_cache", "use_fast_tokenizer", "use_orig_params",
+    "tpu_", "use_cache", "use_fast_tokenizer", "use_orig_params",
     "use_seedable_sampler", "vocab_parallel_", "wall_clock_breakdown", "zero3_", "zero_allow_",
     "zero_force_",
 )  # fmt: skip
@@ -48,6 +48,7 @@ HARMLESS = (
 
 SECRET = re.compile(r"(hub|auth|access|api)_(token|key)$|password|secret")
 """Names of keys whose values are shown nowhere."""
+NO_BLOCK = "must be a block of keys"
 NO_EFFECT = "has no effect with the other settings"
 
 
@@ -76,8 +77,19 @@ class Report:
                 continue
             else:
                 off = is_off(value) or value == "auto"
-                result = unset() if off else refused("must be a block of keys")
+                result = unset() if off else refused(NO_BLOCK)
             self.enter(file, f"{prefix}{key}", value, result)
+
+    def read_each(
+        self, file: str, key: str, blocks: Any, table: Callable[[int], Table], first: int = 0
+    ) -> None:
+        """Apply to each block of a list the table for its number, which begins with `first`."""
+        for index, block in enumerate(blocks if isinstance(blocks, list) else [blocks]):
+            name = f"{key}[{index}]"
+            if isinstance(block, Mapping) and block:
+                self.read(file, block, table(first + index), f"{name}.")
+            else:
+                self.enter(file, name, block, unset() if is_off(block) else refused(NO_BLOCK))
 
     def enter(self, file: str, key: str, value: Any, entry: RuleResult) -> None:
         """Add a key. A fact that another key gives with another value is a contradiction."""
@@ -119,6 +131,12 @@ class Report:
         content = entries[0].content if entries else None
         return otherwise if content is None else content
 
+    def rename(self, fact: str, name: str) -> None:
+        """Give a fact the name that it has in the company of others."""
+        for entry in self._facts.pop(fact, []):
+            entry.fact = name
+            self._facts.setdefault(name, []).append(entry)
+
     def ignore(self, *facts: str, why: str = NO_EFFECT) -> None:
         """Forget facts that do not apply here."""
         self._forget(facts, outcome="default", why=why)
@@ -153,7 +171,8 @@ def _without_rule(key: str, value: Any, table: Table) -> RuleResult:
     if is_off(value) or value == f"<{key.upper()}>":  # transformers writes this for a secret
         return unset()
     if SECRET.search(key):
-        return refused("secrets do not belong in a recipe", "set HF_TOKEN in the environment")
+        variable = key.upper() if key.endswith("api_key") else "HF_TOKEN"
+        return refused("secrets do not belong in a recipe", f"set {variable} in the environment")
     if name.startswith(DIFFERENT):
         return refused("changes the training, and no recipe expresses it")
     if name.startswith(HARMLESS):

@@ -99,6 +99,21 @@ def follows(key: str) -> Rule:
     return lambda value: RuleResult(outcome="default", why=f"follows {key}")
 
 
+def passes(why: str = "changes nothing that is trained") -> Rule:
+    """Return a rule for a key that needs no place in a recipe, whatever its value."""
+    return lambda value: RuleResult(outcome="default", why=why)
+
+
+def untranslated(why: str) -> Rule:
+    """Return a rule for a key that recipes have no place for, and that a user should look at."""
+    return lambda value: unset() if is_off(value) else RuleResult(outcome="not translated", why=why)
+
+
+def each_way(keys: str, rule: Rule) -> dict[str, Rule]:
+    """Return a table in which the rule holds for each of the keys, which spaces divide."""
+    return dict.fromkeys(keys.split(), rule)
+
+
 def is_off(value: Any) -> bool:
     """Return whether a value is empty, or switches its setting off."""
     if isinstance(value, Mapping):

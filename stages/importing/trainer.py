@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from stages.importing import rules
-from stages.importing.engines import DEEPSPEED, FSDP_PREFIXED, PARALLELISM, max_norm
+from stages.importing.engines import CHOOSE, DEEPSPEED, FSDP_PREFIXED, PARALLELISM, max_norm
 from stages.importing.rules import Table, allowed, sets, when_on
+from stages.importing.trackers import TRAINER_TRACKERS, WANDB_PREFIXED
 
 SCHEDULES = {
     "linear": "linear",
@@ -40,7 +41,6 @@ def _targets(value: Any) -> list[str] | str:
     return "all-linear" if found == ["all-linear"] else found
 
 
-_CHOOSE = "choose another optimizer stage (`pipe stages`)"
 _recompute = when_on("model.activation_checkpointing", {})
 _steps_only = ("no", "steps")
 _FSDP = dict.fromkeys(("true", "full_shard", "full_shard auto_wrap"), "wrap.fsdp")
@@ -61,7 +61,7 @@ TRAINER: Table = {
         "num_cycles": allowed(0.5),
     },
     "warmup_steps": _warmup,
-    "optim": sets("optim", rules.choice(OPTIMIZERS, _CHOOSE)),
+    "optim": sets("optim", rules.choice(OPTIMIZERS, CHOOSE)),
     "weight_decay": sets("optimizer.weight_decay", rules.number),
     "adam_beta1": sets("beta1", rules.number),
     "adam_beta2": sets("beta2", rules.number),
@@ -110,6 +110,7 @@ TRAINER: Table = {
     "push_to_hub": rules.unsupported(
         "publishing is a stage", "add a slot publish: {use: publish.hub, repo: owner/name}"
     ),
+    **TRAINER_TRACKERS,
 }
 
 DEFAULTS: Mapping[str, Any] = {
@@ -177,6 +178,8 @@ SCRIPT: Table = {
     "load_in_4bit": when_on("quantize", True),
     "load_in_8bit": rules.unsupported("weights are held whole or in 4 bits", "set load_in_4bit"),
     "bnb_4bit_quant_type": sets("quantization", rules.choice(("nf4", "fp4"))),
+    "log_with": TRAINER_TRACKERS["report_to"],  # accelerate's
+    **{key: WANDB_PREFIXED[key] for key in ("wandb_project", "wandb_entity", "wandb_run_group")},
 }
 """Keys that may stand beside TrainingArguments in the same file."""
 

@@ -75,7 +75,7 @@ def _length(draft: Draft) -> None:
         why = "the schedule ends with the training"
         report.refuse("schedule_steps", why=why, hint="train as long as the schedule")
     if report.given("train.steps"):
-        report.ignore("train.epochs", why="max_steps counts")
+        report.ignore("train.epochs", why="the number of steps counts")
     elif not report.known("train.epochs"):
         draft.lacks("train.steps", "how long to train, or `epochs`")
 

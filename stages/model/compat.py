@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import importlib.util
+import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,21 +18,24 @@ from stages.weights.change import Change, renamed
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+# transformers imports torchao where it is installed, whose enumerations torch warns about.
+logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silence transformers' progress bars and advice in the body; its errors still show."""
-    from transformers.utils import logging
+    from transformers.utils import logging as log
 
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
     try:
         yield
     finally:
-        logging.set_verbosity(level)
+        log.set_verbosity(level)
         if bars:
-            logging.enable_progress_bar()
+            log.enable_progress_bar()
 
 
 @contextlib.contextmanager

@@ -17,9 +17,9 @@ from stages.model.read import config_at_hand, gguf_header
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
-def tokenizer_problems(plan: PlanView, *, template: bool) -> Iterator[Problem]:
-    """The problem of a stage that needs the tokenizer, or with `template` its chat template, if the
-    model has none. Files on the hub are not looked at."""
+def tokenizer_problems(plan: PlanView, *, no_template: str | None = None) -> Iterator[Problem]:
+    """The problem of a stage that needs the tokenizer, if the model has none; of one that needs its
+    chat template too, `no_template` says how to do without. Files on the hub are not looked at."""
     model = plan.find(HfModel)
     if model is None or plan.forecast:
         return
@@ -34,10 +34,10 @@ def tokenizer_problems(plan: PlanView, *, template: bool) -> Iterator[Problem]:
             message="needs a tokenizer, and the model comes without one",
             hint="set `tokenizer` in the model's slot to a folder that has one",
         )
-    elif template and not has_template:
+    elif no_template is not None and not has_template:
         yield Problem(
-            message=f"lays rows out by a chat template, and the tokenizer of {given} has none",
-            hint="use an instruction-tuned model, or `template: false` for pairs of texts",
+            message=f"needs a chat template, and the tokenizer of {given} has none",
+            hint=f"use an instruction-tuned model, or {no_template}",
         )
 
 
@@ -86,6 +86,12 @@ def too_long(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
                 hint=f"set {slot}.sequence_length to {context} or less",
                 warning=kind not in TABLES,
             )
+
+
+def table_of_positions(config: Mapping[str, Any]) -> int | None:
+    """Rows of the table in which a model looks positions up; None if it computes them."""
+    rows = TABLES.get(str(config.get("model_type")))
+    return rows and (stated_context(config) or rows)
 
 
 def stated_context(config: Mapping[str, Any]) -> int | None:

@@ -130,6 +130,10 @@ class DerivedSource(ModelSource):
         return self.base.vocab_size
 
     @property
+    def most_positions(self) -> int | None:
+        return self.base.most_positions
+
+    @property
     def fingerprint(self) -> str:
         return self.base.fingerprint
 

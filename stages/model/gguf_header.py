@@ -6,8 +6,9 @@ through whatever number of elements a damaged header claims.
 
 from __future__ import annotations
 
+import functools
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -22,11 +23,22 @@ MOST_DIMENSIONS = 4
 SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 """Type of a value -> its format in `struct`."""
 STRING, ARRAY = 8, 9
+LENGTH = struct.Struct("<Q")
+"""Bytes of a string, which stand before it."""
 
 
-def read_header(file: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+def read_header(file: Path) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]]]:
     """Return the metadata, in which every array is None, and the shape of every tensor, innermost
-    dimension first. Raises ValueError for a file that is no GGUF or ends in its header, OSError."""
+    dimension first; a file that has not changed is read once. Raises ValueError for a file that is
+    no GGUF or ends in its header, OSError."""
+    found = file.stat()
+    return _read(file, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=8)
+def _read(
+    file: Path, _inode: int, _size: int, _changed: int
+) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]]]:
     with file.open("rb") as stream:
         header = _Header(stream, file.stat().st_size)
         if header.bytes(len(MAGIC)) != MAGIC:
@@ -91,7 +103,7 @@ class _Header:
             self._skip(count * struct.calcsize(f"<{_scalar(kind)}"))
             return
         for _ in range(count):
-            self._skip(self.numbers("Q")[0])
+            self._skip(LENGTH.unpack(self.bytes(LENGTH.size))[0])
 
     def _skip(self, count: int) -> None:
         self._claim(count)

@@ -110,7 +110,7 @@ def _gguf(file: Path) -> dict[str, Any]:
     }
 
 
-def gguf_header(file: Path) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+def gguf_header(file: Path) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]]]:
     """Return what `read_header` does. Raises StageError for a file that is no GGUF or is cut."""
     try:
         return read_header(file)

@@ -17,6 +17,7 @@ from pipeline import DtypeName, ModelSource, StageError, TensorReader, torch_dty
 from stages.data.sources import file_digests
 from stages.model import assets, compat
 from stages.model.block_changes import CHANGES, change_blocks
+from stages.model.config_checks import table_of_positions
 from stages.model.declared import outline, ties
 from stages.model.files import (
     COMMIT,
@@ -214,6 +215,10 @@ class HfSource(ModelSource):
     def vocab_size(self) -> int:
         table: Tensor = self._outline.get_input_embeddings().weight  # type: ignore[operator]
         return int(table.shape[0])
+
+    @property
+    def most_positions(self) -> int | None:
+        return table_of_positions(self.config.get_text_config().to_dict())
 
     @functools.cached_property
     def fingerprint(self) -> str:

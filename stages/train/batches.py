@@ -19,8 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from pipeline import NO_TARGET, Data, DataAxis, MicroBatch, Progress, Sample, StageError
+from stages.train.profiling import WAIT
 from stages.train.settings import BatchPlan
 
 
@@ -149,7 +151,8 @@ class Feed:
         batches = self._prepared(position, shares)
         for _ in shares:
             began = time.perf_counter()
-            batch, lengths = next(batches)
+            with record_function(WAIT):
+                batch, lengths = next(batches)
             seconds = time.perf_counter() - began
             squares = sum(length * length for length in lengths)
             yield batch, BatchStats(sum(lengths), squares, seconds)

@@ -28,6 +28,8 @@ from stages.train.settings import (
     BatchPlan,
     Count,
     EarlyStopping,
+    Generation,
+    generation_problems,
     heldout_problems,
     router_loss_problems,
 )
@@ -72,6 +74,10 @@ class TrainCausalLm(BatchPlan):
     anomalies: Anomalies = field(default_factory=Anomalies)
     """Reaction to steps whose gradient is not finite or whose loss spikes."""
 
+    generate: Generation | None = None
+    """Texts to be generated now and then: on screen, in `metrics.jsonl`, in the report and in
+    trackers."""
+
     profile_steps: tuple[Count, ...] = ()
     """Steps to record with torch.profiler. Each rank writes a trace for Perfetto to `profile/` in
     the run folder; `metrics.jsonl` has the step's share of communication."""
@@ -82,6 +88,7 @@ class TrainCausalLm(BatchPlan):
             yield replace(problem, key=f"anomalies.{problem.key}")
         yield from self._evaluation_problems(plan)
         yield from router_loss_problems(self.router_loss, plan)
+        yield from generation_problems(self.generate, plan)
 
     def _evaluation_problems(self, plan: PlanView) -> Iterator[Problem]:
         kept = [getattr(stage, "keep_best", 0) for stage in plan.giving(Checkpoints)]
@@ -137,7 +144,7 @@ class TrainCausalLm(BatchPlan):
         model: ModelSource,
         callback: StepCallback | None = None,
     ) -> TrainedRun:
-        from stages.train.loop import train
+        from stages.train.start import train
 
         return train(self, ctx, engine, data, optimizer, checkpoints, model, callback)
 

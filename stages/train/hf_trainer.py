@@ -47,8 +47,8 @@ class HfTrainer(BatchPlan):
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Further TrainingArguments, named as in transformers (`activation_checkpointing`,
-    `torch_compile`, `report_to`). Arguments that a field above or another slot decides are refused.
-    """
+    `torch_compile`). Arguments that a field above or another slot decides are refused; trackers are
+    slots (`track.wandb`)."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from super().check(plan)
@@ -75,10 +75,9 @@ FREE = frozenset(
         "activation_checkpointing", "activation_checkpointing_kwargs", "ddp_broadcast_buffers",
         "ddp_bucket_cap_mb", "ddp_find_unused_parameters", "ddp_static_graph", "debug",
         "full_determinism", "gradient_checkpointing", "gradient_checkpointing_kwargs",
-        "liger_kernel_config", "log_level", "log_level_replica", "neftune_noise_alpha", "project",
-        "report_to", "run_name", "skip_memory_metrics", "tf32", "torch_compile",
-        "torch_compile_backend", "torch_compile_mode", "torch_empty_cache_steps",
-        "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id", "use_liger_kernel",
+        "liger_kernel_config", "log_level", "log_level_replica", "neftune_noise_alpha",
+        "skip_memory_metrics", "tf32", "torch_compile", "torch_compile_backend",
+        "torch_compile_mode", "torch_empty_cache_steps", "use_liger_kernel",
     }
 )  # fmt: skip
 """TrainingArguments that no slot decides and that change neither samples, loss nor checkpoints."""
@@ -87,12 +86,18 @@ FREE = frozenset(
 def _refused(arguments: Mapping[str, Any]) -> Iterator[Problem]:
     for name in arguments:
         if name not in FREE:
-            similar = closest(name, FREE)
             yield Problem(
                 key=f"arguments.{name}",
                 message="is not a TrainingArgument, or is set by a slot of the recipe",
-                hint=f"did you mean `{similar}`?" if similar else "",
+                hint=_hint(name),
             )
+
+
+def _hint(name: str) -> str:
+    if name == "report_to":
+        return "add a slot before train, such as track: {use: track.wandb}"
+    similar = closest(name, FREE)
+    return f"did you mean `{similar}`?" if similar else ""
 
 
 def _other_slots(plan: PlanView) -> Iterator[Problem]:

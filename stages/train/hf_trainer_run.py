@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import json
-import math
-import shutil
-import time
 from collections.abc import Iterator, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,7 @@ import torch.distributed
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainingArguments
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from pipeline import (
@@ -28,22 +24,18 @@ from pipeline import (
     MicroBatch,
     ModelSource,
     OptimizerPlan,
-    Phase,
     Precision,
     Progress,
-    StageError,
     StepCallback,
     TrainedRun,
 )
-from pipeline.utils import sync, sync_tree
 from stages.formats.stored import PROGRESS, read_json
-from stages.train.batches import Feed, collate, microbatches
-from stages.train.evaluation import heldout, heldout_targets, record_evaluation
+from stages.train.batches import BatchStats, Feed, collate, microbatches
 from stages.train.hf_trainer import HfTrainer
+from stages.train.hf_trainer_record import Recorder, complete_checkpoints, root
 from stages.train.lineage import lineage, require_same_lineage
 from stages.train.loss import SummedLoss
 from stages.train.report import Reporter
-from stages.train.step import advance
 from stages.wrap.accelerate_compat import reset_state
 from stages.wrap.build import build_module, named_parameters
 from stages.wrap.load_weights import stored_tensors
@@ -77,11 +69,12 @@ def train(
     optimizer = plan.build(plan.groups(named_parameters(module)))
     # The Trainer asks once more behind the last step.
     schedule = LambdaLR(optimizer, lambda step: plan.lr_scale(min(step, steps - 1), steps))
+    loader = MicroBatches(feed, data, axis, accumulation, progress, steps)
     trainer = _RecipeTrainer(
         model=module,
         args=_arguments(config, ctx, plan, accumulation, steps),
         train_dataset=data.train,
-        loader=MicroBatches(feed, data, axis, accumulation, progress, steps),
+        loader=loader,
         optimizers=(optimizer, schedule),
         frozen_base=frozenset(model.frozen_base),
     )
@@ -91,32 +84,22 @@ def train(
     callbacks = Callbacks(reporter, callback)
     callbacks.restore(progress.callbacks)
     ctx.metrics.rewind(progress.step)
-    recorder = _Recorder(config, ctx, data, feed, progress, trainer, callbacks)
+    recorder = Recorder(config, ctx, data, feed, plan, progress, trainer, callbacks, loader.taken)
     trainer.add_callback(recorder)
     with ctx.dist.stop.deferred():
         trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
         if recorder.stopped:
             ctx.dist.stop.end()
-    return TrainedRun(checkpoint=str(complete_checkpoints(_root(ctx))[-1]), progress=progress)
-
-
-def _root(ctx: Context) -> Path:
-    return ctx.run_dir / "checkpoints"
-
-
-def complete_checkpoints(root: Path) -> list[Path]:
-    """Checkpoints that were saved completely, so have a progress; oldest first."""
-    found = [path.parent for path in root.glob(f"checkpoint-*/{PROGRESS}")]
-    return sorted(found, key=lambda path: int(path.name.rpartition("-")[2]))
+    return TrainedRun(checkpoint=str(complete_checkpoints(root(ctx))[-1]), progress=progress)
 
 
 def _newest(ctx: Context) -> tuple[Path | None, Progress]:
     """The newest checkpoint that rank 0 finds, and its progress. Raises CheckpointError."""
-    found = complete_checkpoints(_root(ctx))[-1:] if ctx.dist.is_main else []
+    found = complete_checkpoints(root(ctx))[-1:] if ctx.dist.is_main else []
     name = ctx.dist.broadcast_str("".join(path.name for path in found))
     if not name:
         return None, Progress()
-    newest = _root(ctx) / name
+    newest = root(ctx) / name
     return newest, Progress.from_record(read_json(newest / PROGRESS))
 
 
@@ -124,7 +107,7 @@ def _arguments(
     config: HfTrainer, ctx: Context, plan: OptimizerPlan, accumulation: int, steps: int
 ) -> TrainingArguments:
     return TrainingArguments(
-        output_dir=str(_root(ctx)),
+        output_dir=str(root(ctx)),
         per_device_train_batch_size=config.microbatch_size(ctx.dist.world_size),
         gradient_accumulation_steps=accumulation,
         max_steps=steps,
@@ -139,7 +122,8 @@ def _arguments(
         disable_tqdm=True,
         seed=ctx.seed,
         use_cpu=ctx.dist.device.type == "cpu",
-        **{"report_to": "none", **config.arguments},
+        report_to="none",  # trackers are slots
+        **config.arguments,
     )
 
 
@@ -154,6 +138,8 @@ class MicroBatches:
     accumulation: int
     progress: Progress
     steps: int
+    taken: list[BatchStats] = field(default_factory=list, init=False)
+    """Statistics of the micro-batches that were handed out; who reads them clears them."""
 
     @property
     def dataset(self) -> Any:
@@ -167,7 +153,9 @@ class MicroBatches:
         position = self.progress.samples
         for _ in range(self.progress.step, self.steps):
             scale = self.axis.count / self.feed.targets(position)
-            batches = [batch for batch, _ in self.feed.microbatches(position)]
+            found = list(self.feed.microbatches(position))
+            batches = [batch for batch, _ in found]
+            self.taken += [stats for _, stats in found]
             empty = collate([], self.data.pad_id, batches[0].input_ids.device)
             for batch in [*batches, *[empty] * (self.accumulation - len(batches))]:
                 tensors = {key: value for key, value in vars(batch).items() if value is not None}
@@ -217,80 +205,3 @@ class _RecipeTrainer(Trainer):  # type: ignore[misc]
         batch = MicroBatch(**{name: one for name, one in inputs.items() if name != "scale"})
         loss: Tensor = SummedLoss()(model, batch) * inputs["scale"]
         return loss
-
-
-@dataclass(eq=False)
-class _Recorder(TrainerCallback):  # type: ignore[misc]
-    """Keeps the progress, evaluates, calls the step callbacks, and completes checkpoints."""
-
-    config: HfTrainer
-    ctx: Context
-    data: Data
-    feed: Feed
-    progress: Progress
-    trainer: Trainer
-    callbacks: Callbacks
-    stopped: bool = False
-    """Whether training ends, saved, because a rank was asked to stop."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Give a sign of life."""
-        self.ctx.dist.heartbeat.beat(Phase.STEP, step=self.progress.step + 1)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Advance the progress; stop if a rank was asked to."""
-        advance(self.progress, self.feed)
-        dist = self.ctx.dist
-        if dist.any(dist.stop.asked):
-            self.stopped = control.should_save = control.should_training_stop = True
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **rest: Any) -> None:
-        """Record the step; evaluate if it is due. Raises StageError for a non-finite gradient."""
-        if "loss" not in logs:
-            return
-        progress, norm, loss = self.progress, float(logs["grad_norm"]), float(logs["loss"])
-        if not math.isfinite(norm):
-            raise StageError(
-                f"step {progress.step}: the gradient norm is {norm}",
-                hint="lower the learning rate, or look for broken samples",
-            )
-        progress.metrics["loss"] = loss
-        record = {
-            "grad_norm": norm, "tokens": progress.tokens, "samples": progress.samples,
-            "applied": True, "loss_scale": 1.0, "time": time.time(), "loss": loss,
-        }  # fmt: skip
-        self.callbacks.on_step(progress.step, progress, record)
-        every = self.config.eval_every
-        due = progress.step == args.max_steps or (every is not None and progress.step % every == 0)
-        if due and self.data.heldout is not None:
-            self._evaluate()
-
-    def _evaluate(self) -> None:
-        model, dist, progress = self.trainer.model_wrapped, self.ctx.dist, self.progress
-        axis = DataAxis(index=dist.rank, count=dist.world_size)
-        size = self.config.microbatch_size(axis.count)
-        objective, summed = SummedLoss(), torch.zeros((), device=dist.device)
-        model.eval()
-        with torch.no_grad():
-            for batch in heldout(self.data, axis, dist.device, size):
-                summed += objective(model, batch)
-        model.train()
-        if axis.count > 1:
-            torch.distributed.all_reduce(summed)
-        record = record_evaluation(progress, float(summed) / heldout_targets(self.data), None)
-        self.callbacks.on_evaluation(progress.step, progress, record)
-
-    def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
-        """Mark the checkpoint as complete, then remove those that need not be kept."""
-        dist, root, keep = self.ctx.dist, _root(self.ctx), self.config.keep
-        self.progress.callbacks = self.callbacks.state()
-        dist.barrier()  # every rank has written its random state
-        if dist.is_main:
-            newest = root / f"checkpoint-{state.global_step}"
-            sync_tree(newest)
-            (newest / PROGRESS).write_text(json.dumps(vars(self.progress), indent=1), "utf-8")
-            sync(newest / PROGRESS)
-            for old in [] if keep is None else complete_checkpoints(root)[:-keep]:
-                (old / PROGRESS).unlink()
-                shutil.rmtree(old)
-        dist.barrier()

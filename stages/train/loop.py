@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import time
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -15,82 +12,21 @@ from pipeline import (
     Checkpoints,
     Context,
     Data,
-    Engine,
-    ModelSource,
-    OptimizerPlan,
     Phase,
     Progress,
-    StageError,
-    StepCallback,
-    TrainedRun,
 )
-from pipeline.checkpoint import start_random_streams
-from stages.train.anomalies import AnomalyMonitor, Recovery
-from stages.train.batches import Feed
+from pipeline.utils import activity
+from stages.train.anomalies import Recovery
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.evaluation import evaluate, reason_to_stop, record_evaluation, set_metric
-from stages.train.flops import known_cost, known_peak
-from stages.train.lineage import lineage, require_same_lineage
-from stages.train.loss import SummedLoss, WithRouterLoss
+from stages.train.generate import Writer
+from stages.train.loss import SummedLoss
 from stages.train.profiling import Profile, Profiler
 from stages.train.report import Reporter, StepMeter
-from stages.train.settings import GIVE_SAMPLES, NO_SAMPLES
+from stages.train.saves import Saves
 from stages.train.step import StepResult, TrainStep
 from stages.train.stragglers import StragglerWatch
 from stages.train.verify_loss import verify_packing
-
-
-def train(
-    config: TrainCausalLm,
-    ctx: Context,
-    engine: Engine,
-    data: Data,
-    plan: OptimizerPlan,
-    checkpoints: Checkpoints,
-    model: ModelSource,
-    callback: StepCallback | None = None,
-) -> TrainedRun:
-    """Train to the last step, from the newest checkpoint if there is one (collective)."""
-    if config.evaluates and not data.heldout:
-        raise StageError(f"{config.evaluates[0]} {NO_SAMPLES}", hint=GIVE_SAMPLES)
-    start_random_streams(zlib.crc32(f"{ctx.seed}/{engine.random_stream}".encode()))
-    identity = lineage(config, ctx, data, model)
-    validate = functools.partial(require_same_lineage, identity, ctx.accept)
-    restored = checkpoints.restore(validate)
-    ctx.metrics.rewind(-1 if restored is None else restored.step)
-    progress = restored or Progress()
-    progress.lineage = identity
-    feed = Feed(config, data, ctx.seed, engine.data_axis, engine.device, workers=config.workers)
-    ctx.on_exit(feed.close)
-    plain = SummedLoss(config.loss_chunk_size)
-    router = config.router_loss
-    monitor = AnomalyMonitor(config.anomalies, engine.total)
-    reporter = Reporter(ctx, log_every=config.log_every, total_steps=feed.total_steps)
-    last = Training(
-        config=config,
-        ctx=ctx,
-        data=data,
-        checkpoints=checkpoints,
-        progress=progress,
-        cross_entropy=plain,
-        step=TrainStep(
-            engine=engine,
-            objective=plain if router is None else WithRouterLoss(plain, router),
-            feed=feed,
-            plan=plan,
-            monitor=monitor,
-            heartbeat=ctx.dist.heartbeat,
-        ),
-        recovery=Recovery(config.anomalies, monitor, checkpoints, validate),
-        profiler=Profiler(config.profile_steps, ctx.run_dir, engine, ctx.dist),
-        meter=StepMeter(engine, ctx.dist, progress, known_cost(engine, model, known_peak(engine))),
-        stragglers=StragglerWatch(ctx),
-        reporter=reporter,
-        callbacks=Callbacks(reporter, callback),
-    ).run()
-    if config.result == "best":
-        return checkpoints.best()
-    return TrainedRun(checkpoint=last, progress=progress)
 
 
 @dataclass(kw_only=True)
@@ -101,6 +37,7 @@ class Training:
     ctx: Context
     data: Data
     checkpoints: Checkpoints
+    saves: Saves
     progress: Progress
     cross_entropy: SummedLoss
     """Objective of evaluations."""
@@ -109,16 +46,12 @@ class Training:
     profiler: Profiler
     meter: StepMeter
     stragglers: StragglerWatch
+    writer: Writer | None
+    """Writes texts, if the recipe asks for them."""
     reporter: Reporter
     callbacks: Callbacks
     evaluated: bool = field(init=False)
     """Whether the current weights have been evaluated."""
-    saved: int = field(init=False)
-    """Step of the newest checkpoint."""
-    began: float = 0.0
-    """Time at which its save began."""
-    stalled: float | None = None
-    """Seconds that training stood still for it; None if it was there at the start."""
 
     def run(self) -> str:
         """Train, and save (collective). Returns the last checkpoint's address. Raises Interrupted
@@ -129,8 +62,10 @@ class Training:
                 self._advance()
             if self.data.heldout and self.config.eval_last and not self.evaluated:
                 self._evaluate()  # the last batch of all was skipped
+            if self._texts_due():
+                self._write_texts()
             self._save()
-            return self._finish()
+            return self.saves.finish()
 
     def _advance(self) -> None:
         """Take a step, and do what is due behind it."""
@@ -145,13 +80,14 @@ class Training:
             self._stop()
         if self._evaluation_due():
             self._evaluate()
+        if self._texts_due():
+            self._write_texts()
         if self.checkpoints.due(self.progress):
             self._save()
 
     def _begin(self) -> None:
         progress, config, feed = self.progress, self.config, self.step.feed
         self.evaluated = "eval_loss" in progress.metrics
-        self.saved = progress.step
         samples = feed.samples(progress.samples)
         verify_packing(self.step.engine, self.data, samples, self.cross_entropy)
         self.callbacks.restore(progress.callbacks)
@@ -162,15 +98,24 @@ class Training:
         else:
             for warning in self.step.plan.schedule_warnings(total):
                 self.ctx.log.warning("%s", warning)
-            first = not progress.step and not progress.best
-            # a stop came before the evaluation of these weights; they are this run's own
-            owed = self._evaluation_due() and not self.evaluated and "loss" in progress.metrics
-            if self.data.heldout and ((config.eval_first and first) or owed):
-                self._evaluate()
-                if self.checkpoints.due(progress):
-                    self._save()
+            self._make_up()
         if config.anomalies.rolls_back:
             self._save()  # so that there is a checkpoint to go back to
+
+    def _make_up(self) -> None:
+        """Evaluate the model as it came, if that is asked for, and do what a stop came before."""
+        progress = self.progress
+        asked = bool(self.data.heldout) and self.config.eval_first
+        first = asked and not progress.step and not progress.best
+        own = "loss" in progress.metrics  # not the weights of a run from which this one starts
+        evaluates = first or (own and self._evaluation_due() and not self.evaluated)
+        writes = own and self._texts_due()
+        if evaluates:
+            self._evaluate()
+        if writes:
+            self._write_texts()
+        if (evaluates or writes) and self.checkpoints.due(progress):
+            self._save()
 
     def _goes_on(self) -> bool:
         """Whether there is another step; logs the reason for early stopping."""
@@ -204,6 +149,24 @@ class Training:
             return True
         return self.config.eval_last and step == self.step.feed.total_steps(self.progress)
 
+    def _texts_due(self) -> bool:
+        settings, step = self.config.generate, self.progress.step
+        if settings is None or self.progress.texts == step:
+            return False
+        last = bool(self.progress.stopped) or step == self.step.feed.total_steps(self.progress)
+        return last or step % settings.every == 0
+
+    def _write_texts(self) -> None:
+        assert self.writer is not None
+        dist, step = self.ctx.dist, self.progress.step
+        dist.heartbeat.beat(Phase.EVALUATE)
+        with self._paused(), activity("generating texts"):
+            texts = self.writer.write(self.step.engine, dist, step)
+            if texts is None:
+                self._stop()  # a resumed run writes them first
+            self.progress.texts = step
+            self.reporter.generated(step, texts)
+
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
         """Show all steps so far, and leave the body's time out of the speed of training."""
@@ -228,26 +191,14 @@ class Training:
         progress.callbacks = self.callbacks.state()
         self.ctx.dist.heartbeat.beat(Phase.SAVE)
         with self._paused():
-            began = time.perf_counter()
-            self.checkpoints.save(progress)
-            stalled = time.perf_counter() - began
-        if progress.step != self.saved:  # another save of a step only amends its checkpoint
-            self.saved, self.began, self.stalled = progress.step, began, stalled
+            self.saves.save(progress)
 
     def _stop(self) -> NoReturn:
         """Save, and end this process, as a rank was asked to (collective)."""
         self._save()
-        self._finish()
+        self.saves.finish()
         self.ctx.log.info("stopped at step %d, which is saved", self.progress.step)
         self.ctx.dist.stop.end()
-
-    def _finish(self) -> str:
-        """Wait until the last checkpoint is on disk; returns its address."""
-        last = self.checkpoints.finish()
-        if self.stalled is not None:
-            seconds = time.perf_counter() - self.began
-            self.reporter.saved(self.progress.step, stalled=self.stalled, seconds=seconds)
-        return last
 
     def _recover(self, result: StepResult) -> None:
         """Skip an anomalous batch, or go back to a checkpoint and skip it from there."""

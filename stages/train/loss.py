@@ -45,19 +45,19 @@ class SummedLoss:
     ) -> tuple[Tensor, Any]:
         """The loss, and what the model returned when it was called with `arguments` too."""
         if self._chunk is None:
-            output = _output(model, batch, **arguments)
+            output = model_output(model, batch, **arguments)
             return _cross_entropy(output.logits, batch.labels), output
         if model not in self._heads:
             self._heads[model] = install(model, self._chunk)
         head = self._heads[model]
         with head.computing_loss(batch.labels):
-            output = _output(model, batch, **arguments)
+            output = model_output(model, batch, **arguments)
             head.require_unchanged(output.logits)
             return output.logits, output
 
     def in_full(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         """The same loss with all logits at once."""
-        return _cross_entropy(_output(model, batch).logits, batch.labels)
+        return _cross_entropy(model_output(model, batch).logits, batch.labels)
 
 
 class WithRouterLoss:
@@ -81,7 +81,8 @@ class WithRouterLoss:
         return summed + self._losses[model](output, batch.real) * targets
 
 
-def _output(model: nn.Module, batch: MicroBatch, **arguments: Any) -> Any:
+def model_output(model: nn.Module, batch: MicroBatch, **arguments: Any) -> Any:
+    """Return what the model gives for a micro-batch, called with `arguments` too."""
     places: dict[str, Any] = {}
     if batch.positions is not None:
         documents = flash_documents(model, batch.positions)

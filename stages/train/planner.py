@@ -26,8 +26,8 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
         return {"loss_chunk_size": self.stage.loss_chunk_size}
 
     def for_benchmark(self, trial: Trial) -> TrainCausalLm:
-        """The stage without evaluations; the micro-batch is its own, or follows from the trial's
-        `shares`."""
+        """The stage without evaluations and texts; the micro-batch is its own, or follows from the
+        trial's `shares`."""
         return replace(
             self.stage,
             steps=trial.steps,
@@ -39,6 +39,7 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
             eval_first=False,
             eval_last=False,
             early_stopping=None,
+            generate=None,
             result="last",
             anomalies=self.stage.anomalies.without_rollback(),
             profile_steps=trial.profile,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import itertools
 import json
@@ -10,15 +11,29 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from pipeline import DistContext, Engine
+from pipeline.hardware import memory_history, write_snapshot
 
 FOLDER = "profile"
 T = TypeVar("T")
+
+
+class Breakdown(NamedTuple):
+    """Shares of a step's time, 0 to 1, which add up to 1; NaN: not known."""
+
+    compute: float
+    """The rank computed."""
+    communication: float
+    """A collective was under way, and the rank computed nothing; waiting for slower ranks too."""
+    data: float
+    """The rank waited for a micro-batch, and did neither."""
+    idle: float
+    """None of these: the interpreter, launches of kernels, gaps between them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +42,8 @@ class Profile:
 
     seconds: float
     """Duration of the step, including the profiler's own work in it."""
-    communication: float
-    """Mean of the ranks' `communication_share`; NaN if a rank's is not known."""
+    shares: Breakdown
+    """Means of the ranks'; NaN if a rank's is not known."""
 
 
 class Profiler:
@@ -50,7 +65,9 @@ class Profiler:
         device, ranks = self._engine.device, self._dist.world_size
         on_gpu = device.type == "cuda"
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-        with profile(activities=kinds) as recorded:
+        self._folder.mkdir(exist_ok=True)
+        path = self._folder / f"step-{step:08d}-rank-{self._dist.rank:05d}.json.gz"
+        with self._memory(path, on_gpu=on_gpu), profile(activities=kinds) as recorded:
             # Starting takes some ranks longer than others.
             self._engine.total(torch.zeros((), device=device))
             began = time.perf_counter()
@@ -59,14 +76,21 @@ class Profiler:
                 if on_gpu:
                     torch.cuda.synchronize(device)
             seconds = time.perf_counter() - began
-        self._folder.mkdir(exist_ok=True)
-        path = self._folder / f"step-{step:08d}-rank-{self._dist.rank:05d}.json.gz"
         recorded.export_chrome_trace(str(path))
         with gzip.open(path, "rt", encoding="utf-8") as file:
-            share = communication_share(json.load(file)["traceEvents"], ranks=ranks)
-        total = torch.tensor(math.nan if share is None else share, device=device)
-        communication = float(self._engine.total(total)) / ranks
-        return taken, Profile(seconds=seconds, communication=communication)
+            own = breakdown(json.load(file)["traceEvents"], ranks=ranks)
+        total = self._engine.total(torch.tensor(own, dtype=torch.float64, device=device)) / ranks
+        return taken, Profile(seconds=seconds, shares=Breakdown(*total.tolist()))
+
+    @contextlib.contextmanager
+    def _memory(self, trace: Path, *, on_gpu: bool) -> Iterator[None]:
+        """On a GPU, record what the body allocates, and write it beside the trace."""
+        if not on_gpu:
+            yield
+            return
+        with memory_history():
+            yield
+            write_snapshot(trace.with_name(trace.name.replace(".json.gz", "-memory.json.gz")))
 
 
 Event = Mapping[str, Any]
@@ -75,6 +99,8 @@ Span = tuple[float, float]
 
 STEP = "pipe: step"
 """The annotation around the step."""
+WAIT = "pipe: wait for data"
+"""The annotation around each wait for a micro-batch."""
 GLOO = "gloo:"
 NCCL = "nccl"
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -82,11 +108,11 @@ NO_WORK = ("c10d::", "_c10d_functional::", "autograd::", "torch::autograd::")
 """Operators in which a thread may only wait, or that only contain others."""
 
 
-def communication_share(events: Sequence[Event], *, ranks: int) -> float | None:
-    """Share of the step during which a collective was under way and this rank computed nothing, 0
-    to 1; None if the trace of several ranks shows no collective. On GPUs: NCCL's kernels without
-    any other kernel or copy. On CPUs: gloo's operations while the training thread is in no
-    innermost operator, the interpreter's time included. Both include waiting for slower ranks."""
+def breakdown(events: Sequence[Event], *, ranks: int) -> Breakdown:
+    """Return what a step's time went to, by its trace; communication is not known if the trace of
+    several ranks shows no collective. On GPUs: NCCL's kernels, other kernels and copies. On CPUs:
+    gloo's operations, and innermost operators of the training thread, the interpreter's time
+    between them left out."""
     events = [event for event in events if event.get("ph") == "X"]
     step = next(e for e in events if e["name"] == STEP and e.get("cat") == "user_annotation")
     kernels = [event for event in events if event.get("cat") in ON_DEVICE]
@@ -96,27 +122,33 @@ def communication_share(events: Sequence[Event], *, ranks: int) -> float | None:
     else:
         collectives = [_span(event) for event in events if event["name"].startswith(GLOO)]
         busy = list(_computing(e for e in events if e.get("tid") == step["tid"]))
-    if not collectives:
-        return None if ranks > 1 else 0.0
+    waits = [_span(event) for event in events if event["name"] == WAIT]
     start, end = _span(step)
-    return _exposed(collectives, busy, start, end) / (end - start)
+    compute, communication, data = (
+        time / (end - start) for time in _times([busy, collectives, waits], start, end)
+    )
+    found = Breakdown(compute, communication, data, 1 - compute - communication - data)
+    unknown = ranks > 1 and not collectives
+    return found._replace(communication=math.nan, idle=math.nan) if unknown else found
 
 
-def _exposed(collectives: Iterable[Span], busy: Iterable[Span], start: float, end: float) -> float:
-    """Time in [start, end) that spans of `collectives` cover and spans of `busy` do not."""
+def _times(kinds: Sequence[Iterable[Span]], start: float, end: float) -> list[float]:
+    """Return the time in [start, end) that spans of each kind cover and those of kinds before it do
+    not."""
     edges = [
         (min(max(moment, start), end), kind, change)
-        for kind, spans in enumerate((collectives, busy))
+        for kind, spans in enumerate(kinds)
         for span in spans
         for moment, change in zip(span, (1, -1), strict=True)
     ]
-    exposed, before, active = 0.0, start, [0, 0]
+    times, active, before = [0.0] * len(kinds), [0] * len(kinds), start
     for moment, kind, change in sorted(edges):
-        if active[0] and not active[1]:
-            exposed += moment - before
+        first = next((number for number, count in enumerate(active) if count), None)
+        if first is not None:
+            times[first] += moment - before
         before = moment
         active[kind] += change
-    return exposed
+    return times
 
 
 def _computing(events: Iterable[Event]) -> Iterator[Span]:

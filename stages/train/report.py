@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 import torch.distributed
+from torch import Tensor
 
-from pipeline import Context, DistContext, Engine, Progress, StepCallback
+from pipeline import IN_DISPLAY, Context, DistContext, Engine, Progress, StepCallback
 from pipeline.hardware import peak_beyond
+from pipeline.utils import HostCopy, duration
 from stages.train.batches import BatchStats
 from stages.train.flops import Cost
 from stages.train.profiling import Profile
@@ -28,6 +30,7 @@ class StepMeter:
         self._engine = engine
         self._ranks = dist.world_size
         self._cost = cost
+        self._sums: HostCopy | None = None
         self.stop = False
         """Whether any rank was asked to stop before the step that was measured last."""
         self.restart(progress)
@@ -37,6 +40,17 @@ class StepMeter:
         self._since = time.perf_counter()
         self._tokens, self._samples = progress.tokens, progress.samples
 
+    def observe(self, loss: Tensor, stats: BatchStats) -> None:
+        """Take this rank's part of a step's mean loss (a scalar on the device, in nats) and its
+        batch statistics, before its update: ask for their sums over all ranks (collective)."""
+        # Ranks that run one model together have the statistics of the same samples.
+        alike = self._ranks // self._engine.data_axis.count
+        own = [0.0, *(value / alike for value in dataclasses.astuple(stats))]
+        host = torch.tensor(own, dtype=torch.float64, pin_memory=loss.is_cuda)
+        sums = host.to(loss.device, non_blocking=True)
+        sums[0] = loss.detach()
+        self._sums = HostCopy(self._engine.total(sums))
+
     def measure(
         self,
         result: StepResult,
@@ -45,14 +59,16 @@ class StepMeter:
         *,
         stop: bool = False,
     ) -> dict[str, float]:
-        """The record of a step that `progress` has (collective). A profiled step took the time of
-        its `profile`; `stop` says whether this rank was asked to stop. Reading the loss costs a
-        small sum over ranks and no further wait: the host has waited for the step's gradient norm
-        already."""
+        """The record of the step that was observed last and that `progress` has (collective). A
+        profiled step took the time of its `profile`; `stop` says whether this rank was asked to
+        stop. The host waits for nothing: since it knows the gradient norm, the sums that the device
+        was asked for before are there too."""
         now = time.perf_counter()
         seconds = now - self._since if profile is None else profile.seconds
         ranks, shares = self._ranks, self._engine.data_axis.count
-        loss, total = self._summed(result)
+        assert self._sums is not None, "the step was not observed"
+        loss, *sums = self._sums.read()
+        total = BatchStats(*sums)
         peaks = self._greatest(stop)
         record = {
             "grad_norm": result.report.grad_norm,
@@ -75,19 +91,10 @@ class StepMeter:
             spent = seconds * ranks
             record["mfu"] = self._cost.utilisation(total.tokens, total.squares, spent)
         if profile is not None:
-            record |= {"profiled": True, "communication_share": profile.communication}
+            parts = profile.shares._asdict().items()
+            record |= {"profiled": True, **{f"{name}_share": share for name, share in parts}}
         self._since, self._tokens, self._samples = now, progress.tokens, progress.samples
         return record
-
-    def _summed(self, result: StepResult) -> tuple[float, BatchStats]:
-        """Mean loss in nats, and batch statistics of all samples (collective)."""
-        # Ranks that run one model together have the statistics of the same samples.
-        alike = self._ranks // self._engine.data_axis.count
-        own = [0.0, *(value / alike for value in dataclasses.astuple(result.stats))]
-        sums = torch.tensor(own, dtype=torch.float64, device=result.loss.device)
-        sums[0] = result.loss
-        loss, *stats = self._engine.total(sums).tolist()
-        return loss, BatchStats(*stats)
 
     def _greatest(self, stop: bool) -> dict[str, int]:
         """Peak bytes of the rank with most since the start, if known: of torch's tensors on its
@@ -95,7 +102,7 @@ class StepMeter:
         whether any rank has to `stop` (collective)."""
         device = self._engine.device
         on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-        most = torch.tensor([on_gpu, peak_beyond() or 0, int(stop)], device=device)
+        most = torch.tensor([on_gpu, peak_beyond() or 0, int(stop)])  # the device is not asked
         if self._ranks > 1:
             torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
         *sizes, stops = most.tolist()
@@ -117,30 +124,42 @@ class Reporter(StepCallback):
         self._last, self._total = 0, 0
 
     def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
-        self._write(step, progress, record)
-        self._unshown.append(record)
         self._last, self._total = step, self._total_steps(progress)
+        self._write(step, progress, {**record, "total_steps": self._total})
+        self._unshown.append(record)
         if step % self._log_every == 0:
             self.show()
 
     def on_evaluation(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
-        self._write(step, progress, record)
+        self._write(step, progress, {**record, "time": time.time()})
         mark = "  (the best so far)" if progress.best.get("step") == step else ""
         self._ctx.log.info(
             f"step {step}  eval_loss {record['eval_loss']:.4f}  "
-            f"perplexity {record['perplexity']:.2f}{mark}"
+            f"perplexity {record['perplexity']:.2f}{mark}",
+            extra=IN_DISPLAY,
         )
 
     def anomaly(self, step: int, facts: Mapping[str, Any]) -> None:
         """Report a step without update. Its record has the next step's number and no `loss`."""
-        self._ctx.metrics.write({"step": step, **_json(facts)})
+        self._ctx.metrics.write({"step": step, "time": time.time(), **_json(facts)})
         shown = "  ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
         self._ctx.log.warning(shown)
 
-    def saved(self, step: int, *, stalled: float, seconds: float) -> None:
-        """Report the last checkpoint: seconds of standstill, and seconds until it was on disk."""
-        found = {"checkpoint_stall_seconds": stalled, "checkpoint_seconds": seconds}
-        self._ctx.metrics.write({"step": step, **found})
+    def generated(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """Report texts that were generated."""
+        self._ctx.metrics.write({"step": step, "time": time.time(), "generated": list(samples)})
+        for sample in samples:
+            text = f"{sample['prompt']} -> {sample['text']}"
+            self._ctx.log.info("step %d  %s", step, text.replace("\n", " "))
+
+    def saved(self, step: int, *, stalled: float) -> None:
+        """Report a checkpoint, for which training stood still for `stalled` seconds."""
+        record = {"step": step, "time": time.time(), "checkpoint_stall_seconds": stalled}
+        self._ctx.metrics.write(record)
+
+    def written(self, step: int, *, seconds: float) -> None:
+        """Report that the last checkpoint is on disk, `seconds` after its save began."""
+        self._ctx.metrics.write({"step": step, "time": time.time(), "checkpoint_seconds": seconds})
 
     def rewind(self, step: int) -> None:
         """Drop reports of steps after `step`."""
@@ -150,7 +169,8 @@ class Reporter(StepCallback):
     def show(self) -> None:
         """Show a line for the steps since the last line, if there are any."""
         if self._unshown:
-            self._ctx.log.info("  ".join(self._line(self._unshown)))
+            line = "  ".join(self._line(self._unshown))
+            self._ctx.log.info(line, extra=IN_DISPLAY)
             self._unshown = []
 
     def _write(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
@@ -159,20 +179,18 @@ class Reporter(StepCallback):
         self._ctx.metrics.write({"step": step, **_json(record), **best})
 
     def _line(self, records: Sequence[Mapping[str, float]]) -> list[str]:
-        """The last step's numbers, and mean speeds of all; records of the Trainer lack most."""
+        """The last step's numbers, and mean speeds of all."""
         last = records[-1]
         parts = [f"step {self._last}/{self._total}", f"loss {last['loss']:.4f}"]
         parts.append(f"grad_norm {last['grad_norm']:.3f}")
-        if "step_seconds" not in last:
-            return parts
         if math.isfinite(last["lr"]):
             parts.append(f"lr {last['lr']:.3g}")
         parts.append(f"{_mean(records, 'tokens_per_second'):.0f} tokens/s")
         if "mfu" in last:
             parts.append(f"mfu {_mean(records, 'mfu'):.1%}")
         seconds = sum(record["step_seconds"] for record in records) / len(records)
-        minutes, left = divmod(round((self._total - self._last) * seconds), 60)
-        return [*parts, f"{seconds:.2f} s/step", f"eta {minutes}:{left:02d}"]
+        left = duration((self._total - self._last) * seconds)
+        return [*parts, f"{seconds:.2f} s/step", f"eta {left}"]
 
 
 def _json(record: Mapping[str, Any]) -> dict[str, Any]:

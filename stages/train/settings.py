@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 
 from pipeline import Checkpoints, Data, PlanView, Problem
 
@@ -133,6 +133,51 @@ class EarlyStopping:
 
     min_improvement: Annotated[float, Ge(0)] = 0.0
     """Least difference in nats to the last improvement; with 0 any lower loss is an improvement."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """Texts that the model writes while it trains, as it would after training.
+
+    A token costs a forward pass of the text so far. Changes nothing in the training.
+    """
+
+    prompts: Annotated[tuple[str, ...], MinLen(1), MaxLen(64)]
+    """Texts to be continued."""
+
+    every: Count
+    """Steps between two times; the last step has one too."""
+
+    max_tokens: Annotated[int, Gt(0), Le(1024)] = 64
+    """Most tokens of a text."""
+
+    temperature: Annotated[float, Ge(0)] = 0.0
+    """Logits are divided by this before a token is drawn; 0 takes the most probable one."""
+
+    chat: bool = False
+    """Put each prompt as a user's message into the tokenizer's chat template."""
+
+
+def generation_problems(generate: Generation | None, plan: PlanView) -> Iterator[Problem]:
+    """Problems of texts that the model cannot write, by its config and files if these can be read
+    without a network."""
+    from stages.model.config_checks import table_of_positions, tokenizer_problems
+    from stages.model.hf import HfModel
+    from stages.model.read import config_at_hand
+
+    if generate is None:
+        return
+    without = "leave out `generate.chat`" if generate.chat else None
+    for problem in tokenizer_problems(plan, no_template=without):
+        yield replace(problem, key="generate")
+    model = plan.find(HfModel)
+    positions = table_of_positions((model and config_at_hand(model)) or {})
+    if positions is not None and generate.max_tokens > positions:
+        yield Problem(
+            key="generate.max_tokens",
+            message=f"is {generate.max_tokens}, and the model has {positions} positions",
+            hint="leave room for the prompt, too",
+        )
 
 
 def router_loss_problems(weight: float | str | None, plan: PlanView) -> Iterator[Problem]:

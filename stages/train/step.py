@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -26,8 +26,6 @@ from stages.train.batches import BatchStats, Feed
 class StepResult:
     """Result of a step on this rank."""
 
-    loss: Tensor
-    """This rank's part of the mean loss, a scalar on the device; the parts of all add up."""
     report: StepReport
     lr: float
     """Learning rate of the step, before the ratios of parameter groups; NaN if there is none."""
@@ -55,6 +53,9 @@ class TrainStep:
     feed: Feed
     plan: OptimizerPlan
     monitor: AnomalyMonitor
+    observe: Callable[[Tensor, BatchStats], None]
+    """Takes this rank's part of the step's mean loss, and its batch statistics, before the update
+    (collective)."""
     heartbeat: Heartbeat
 
     def __call__(self, progress: Progress) -> StepResult:
@@ -66,7 +67,9 @@ class TrainStep:
         taken: list[BatchStats] = []
         batches = self._batches(position, taken)
         loss = self.engine.accumulate(batches, self.objective, scale=1 / targets) / targets
+        stats = sum(taken, BatchStats())
         monitor.observe(loss, progress)
+        self.observe(loss, stats)
         scale = self.plan.lr_scale(progress.step, feed.total_steps(progress))
         report = self.engine.step(lr_scale=scale, should_step=monitor.should_step)
         anomaly = monitor.anomaly(report)
@@ -75,8 +78,7 @@ class TrainStep:
             progress.skipped += not report.applied
             advance(progress, feed)
         lr = self.plan.hyperparameters.get("lr", math.nan) * scale
-        stats = sum(taken, BatchStats())
-        return StepResult(loss=loss, report=report, lr=lr, stats=stats, anomaly=anomaly)
+        return StepResult(report=report, lr=lr, stats=stats, anomaly=anomaly)
 
     def _batches(self, position: int, taken: list[BatchStats]) -> Iterator[MicroBatch]:
         """This rank's micro-batches of the step at `position`; adds their statistics to `taken`."""

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeline import (
     ENGINE_FILE,
+    IN_DISPLAY,
     Context,
     Engine,
     EngineMismatch,
@@ -161,7 +162,7 @@ def verify_engine(ctx: Context, engine: Engine, expected: Mapping[str, Any]) -> 
     ]
     if ctx.dist.is_main:
         replace_text(ctx.run_dir / ENGINE_FILE, json.dumps(facts, indent=1) + "\n")
-    ctx.log.info("running: %s", json.dumps(facts))
+    ctx.log.info("running: %s", json.dumps(facts), extra=IN_DISPLAY)
     if differences:
         raise EngineMismatch("what runs is not what the recipe asks for: " + "; ".join(differences))
 

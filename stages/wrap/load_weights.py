@@ -15,7 +15,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from pipeline.utils import Throughput, local_part
+from pipeline.utils import BYTES, activity, local_part
 from stages.wrap.shards import tiles_of
 
 if TYPE_CHECKING:
@@ -98,19 +98,19 @@ def load_weights(
 
 
 def _read(shards: Iterable[LocalShard], reader: TensorReader, ctx: Context) -> None:
-    throughput = Throughput(ctx.log, "loading weights")
     before = reader.bytes_read
-    for name, start, target, stride, count in shards:
-        ctx.dist.heartbeat.beat()
-        if reader.spec(name).dtype == torch.uint8:  # packed bytes, whatever dtype they are held in
-            start, stride = start * target.itemsize, stride * target.itemsize
-            target = target.view(torch.uint8)
-        for row, run in enumerate(target.view(count, -1)):
-            reader.read_into(name, start + row * stride, run)
-        throughput.advance(reader.bytes_read - before)
-        before = reader.bytes_read
+    with activity("loading weights", unit=BYTES) as loading:
+        for name, start, target, stride, count in shards:
+            ctx.dist.heartbeat.beat()
+            if reader.spec(name).dtype == torch.uint8:  # packed bytes, whatever dtype holds them
+                start, stride = start * target.itemsize, stride * target.itemsize
+                target = target.view(torch.uint8)
+            for row, run in enumerate(target.view(count, -1)):
+                reader.read_into(name, start + row * stride, run)
+            loading.advance(reader.bytes_read - before)
+            before = reader.bytes_read
     if reader.bytes_read:
-        ctx.log.info("weights loaded: this process read %s", throughput.summary())
+        ctx.log.info("weights loaded: this process read %s", loading.summary())
 
 
 def _exchange(

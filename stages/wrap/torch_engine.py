@@ -25,6 +25,7 @@ from pipeline import (
     dtype_name,
 )
 from pipeline.checkpoint import Tile
+from pipeline.utils import HostCopy
 from stages.wrap.axes import Axes
 from stages.wrap.build import dtype_names, named_parameters, parameter_count
 from stages.wrap.compute_cast import installed_casts
@@ -134,9 +135,11 @@ class TorchEngine(ModuleEngine):
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         scale = 1.0 if scaler is None else scaler.scale
         norm = self.gradient_norm(gradients) / scale
-        overflowed = scaler is not None and not math.isfinite(float(norm))
-        # Without a guard the host starts the update without waiting for the norm.
-        applied = not overflowed and (should_step is None or should_step(float(norm)))
+        sent = HostCopy(norm)
+        overflowed = scaler is not None and not math.isfinite(*sent.read())
+        # Without a guard the host starts the update without waiting for the norm, and never waits
+        # for the update.
+        applied = not overflowed and (should_step is None or should_step(*sent.read()))
         if applied:
             self._limit(gradients, norm, scale)
             optimizer.step()
@@ -144,7 +147,8 @@ class TorchEngine(ModuleEngine):
             scaler.update(overflowed=overflowed)
         optimizer.zero_grad(set_to_none=not self.keeps_gradients)
         self._applied += applied
-        return StepReport(grad_norm=float(norm), applied=applied, loss_scale=scale)
+        (grad_norm,) = sent.read()
+        return StepReport(grad_norm=grad_norm, applied=applied, loss_scale=scale)
 
     def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Norm of the whole model's gradient, of which this rank has `gradients` (collective)."""

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from pipeline.contracts.stage import Context, Durable
 from pipeline.errors import DataError, ExportError
-from pipeline.run.journal import Journal
-from pipeline.run.rundir import JOURNAL
+from pipeline.execution.journal import Journal
+from pipeline.execution.rundir import JOURNAL
 
 Fault = Literal[
     "none",

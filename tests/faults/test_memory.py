@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.commands.run import plan_beside
+from pipeline.chain.plan import Plan, Started, plan_file
+from pipeline.commands.run import with_plan
 from pipeline.errors import RunFailed
+from pipeline.execution import failures
+from pipeline.execution.failures import Exit
 from pipeline.hardware import host
-from pipeline.plan.plan import Plan, Started, plan_file
-from pipeline.run import failures
-from pipeline.run.failures import Exit
 from tests.support.models import save_tokenizer
 from tests.support.pipe import Pipe
 from tests.support.tiny_recipe import training, write
@@ -47,12 +47,13 @@ def test_what_a_plan_says_is_beside(tmp_path: Path) -> None:
     def make(started: Started) -> Plan:
         return plan_file(recipe, started=started)
 
-    with pytest.raises(RunFailed) as caught, plan_beside(make):
+    with pytest.raises(RunFailed) as caught, with_plan(make):
         raise RunFailed("rank 0 failed", memory="device")
-    first, last = str(caught.value).splitlines()
-    assert first == "rank 0 failed"
-    assert re.fullmatch(r"  the plan: (\d+\.\d+ GiB of \d+\.\d+ a host|if a host has .*)", last)
-    with pytest.raises(RunFailed, match=r"^rank 0 failed$"), plan_beside(make):
+    first, second, verdict, *table = str(caught.value).splitlines()
+    assert (first, second) == ("rank 0 failed", "  the plan:")
+    assert re.fullmatch(r"  fits: (\d+\.\d+ GiB of \d+\.\d+ a host|if a host has .*)", verdict)
+    assert any(line.startswith("  host memory per node, GiB") for line in table)
+    with pytest.raises(RunFailed, match=r"^rank 0 failed$"), with_plan(make):
         raise RunFailed("rank 0 failed")
 
 

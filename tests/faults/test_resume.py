@@ -37,7 +37,7 @@ def test_a_finished_run_has_nothing_to_do_and_needs_no_torch(pipe: Pipe) -> None
         f"  train       {pipe.run_dir}/train.txt",
         f"  export      {pipe.run_dir}/export.txt",
     ]
-    assert run.stdout.splitlines()[-4].startswith("finished in 0 min ")
+    assert run.stdout.splitlines()[-4].startswith("finished in 0:")
     before = pipe.calls()
     code = "import sys; sys.modules['torch'] = None; from pipeline.cli import main; main()"
     again = pipe.end(pipe.start("-c", code, "resume", str(pipe.run_dir)))

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.run.metrics import records
+from pipeline.execution.metrics import records
 from tests.support.pipe import Forked, Outcome, Pipe
 from tests.support.tier import times
 from tests.support.tiny_recipe import EXPORT, losses, outcome, training

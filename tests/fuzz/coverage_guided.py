@@ -23,8 +23,8 @@ with atheris.instrument_imports(include=["pipeline", "stages"]):
     from safetensors.torch import save_file
 
     from pipeline.checkpoint.manifest import Manifest, _framed
+    from pipeline.execution.journal import Journal
     from pipeline.recipe import read_recipe
-    from pipeline.run.journal import Journal
     from stages.formats.dcp_compat import read_metadata
     from stages.formats.stored import load
     from stages.weights.safetensors import SafetensorsReader

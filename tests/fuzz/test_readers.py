@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 from pipeline.checkpoint.formats import Reading
 from pipeline.checkpoint.manifest import Manifest, _framed
+from pipeline.execution.journal import Journal
 from pipeline.launch.exchange import _BEATS
 from pipeline.recipe import read_recipe
-from pipeline.run.journal import Journal
 from stages.formats.canonical import Canonical
 from stages.formats.dcp import Dcp
 from stages.formats.deepspeed import DeepSpeed

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeline.chain.plan import plan_file
 from pipeline.errors import RecipeError
-from pipeline.plan.plan import plan_file
 from stages.model.hf import ActivationCheckpointing, Compile, Fp8
 from tests.support.strategies import Strategy, having
 

@@ -1,15 +1,22 @@
-"""A registry of small stages, and `pipe` with it."""
+"""A registry of small stages, `pipe` with it, and a whole run of a tiny training."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
 
+from pipeline.chain.registry import BUILT_IN, Entry, Registry
 from pipeline.cli import main
-from pipeline.plan.registry import BUILT_IN, Entry, Registry
+from pipeline.execution.metrics import records
+from tests.faults.conftest import install_plugin
+from tests.support.pipe import Outcome, Pipe
+from tests.support.tiny_project import tiny_project
 
 FAKES = {
     "model.fake": "Model",
@@ -50,3 +57,39 @@ def pipe(
     """Return a call of `pipe ARGS` with the fake stages, in a fresh folder."""
     monkeypatch.chdir(tmp_path)
     return lambda *args: CliRunner().invoke(main, args, obj=registry)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TinyRun:
+    """A run of two processes through all stages with `--json`, which tests leave as it is."""
+
+    pipe: Pipe
+    recipe: Path
+    folder: Path
+    outcome: Outcome
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """What it wrote to standard output."""
+        return [json.loads(line) for line in self.outcome.stdout.splitlines()]
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """Its metrics."""
+        return list(records(self.folder / "metrics.jsonl"))
+
+
+@pytest.fixture(scope="session")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder that any process with it on its path sees as an installed distribution of
+    stages that misbehave."""
+    return install_plugin(tmp_path_factory.mktemp("plugin"))
+
+
+@pytest.fixture(scope="session")
+def tiny_run(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    pipe = Pipe(plugin, tmp_path_factory.mktemp("project"))
+    recipe = tiny_project(pipe.folder, track={"use": "track.sqlite", "file": "./runs.sqlite"})
+    outcome = pipe("run", "tiny.yaml", "--run-dir", "runs/tiny", "--json")
+    assert outcome.code == 0, outcome.stderr
+    return TinyRun(pipe=pipe, recipe=recipe, folder=pipe.folder / "runs/tiny", outcome=outcome)

@@ -25,6 +25,7 @@ DOORS = (
     "pipeline.hardware",
     "pipeline.importing",
     "pipeline.planning",
+    "pipeline.track",
     "pipeline.utils",
     "stages.wrap",
 )

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.chain.plan import plan_file
 from pipeline.distributed.process_group import DistContext
-from pipeline.plan.plan import plan_file
-from pipeline.run.metrics import records
+from pipeline.execution.metrics import records
 from stages.wrap.fsdp import Fsdp
 from tests.support.moe import MOE
 from tests.support.processes import run_ranks

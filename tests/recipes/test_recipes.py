@@ -15,8 +15,8 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from pipeline.chain.plan import plan_file
 from pipeline.cli import main
-from pipeline.plan.plan import plan_file
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 RECIPES = sorted(FOLDER.glob("*.yaml"))

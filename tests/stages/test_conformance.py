@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.plan.registry import BUILT_IN, Registry
+from pipeline.chain.registry import BUILT_IN, Registry
 from pipeline.testing import assert_conforms
 
 NAMES = [entry.name for entry in Registry.installed().entries() if entry.distribution == BUILT_IN]
@@ -36,6 +36,7 @@ VALID: Mapping[str, Mapping[str, Any]] = {
     "export.safetensors": {"folder": "./export", "max_shard_size": "512MiB"},
     "evaluate.lm": {"files": "./text.txt", "window": 8, "stride": 4},
     "publish.hub": {"repo": "someone/tiny", "revision": "v1", "dry_run": True},
+    "track.sqlite": {"file": "./runs.sqlite"},
 }
 """Valid fields of stages that no fields at all would test too little."""
 
@@ -65,6 +66,8 @@ INVALID: Mapping[str, list[tuple[str, Mapping[str, Any]]]] = {
     "wrap.ddp": [("bucket_cap_mb", {"bucket_cap_mb": 0})],
     "wrap.fsdp": [("sharding", {"sharding": "full"})],
     "wrap.zero": [("stage", {"stage": 4})],
+    "track.sqlite": [("file", {}), ("every", {"file": "./runs.sqlite", "every": 0})],
+    "track.wandb": [("mode", {"mode": "disabled"}), ("timeout", {"timeout": 0})],
     "average.ema": [("decay", {"decay": 1.0}), ("decay", {"decay": 0})],
     "consolidate.stream": [("weights", {"weights": "mean"})],
     "wrap.accelerate": [("config", {}), ("config", {"config": "./missing.yaml"})],

@@ -27,11 +27,20 @@ def fork_ranks() -> None:
 class ForkedRank:
     """The part of subprocess.Popen that the launcher uses."""
 
-    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], **_: Any) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdout: int | None = None,
+        **_: Any,
+    ) -> None:
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            _become(command[command.index("pipeline.run.worker") + 1 :], env)
+            for stream in (1, 2) if stdout is not None else ():
+                os.dup2(stdout, stream)
+            _become(command[command.index("pipeline.execution.worker") + 1 :], env)
 
     def poll(self) -> int | None:
         """Return the exit code, None while it runs."""
@@ -65,7 +74,7 @@ class Ranks:
 
 
 def _become(arguments: Sequence[str], env: Mapping[str, str]) -> None:
-    """Run `python -P -m pipeline.run.worker ARGUMENTS` to its end, in the child."""
+    """Run `python -P -m pipeline.execution.worker ARGUMENTS` to its end, in the child."""
     code = 1
     try:
         os.setsid()
@@ -75,7 +84,7 @@ def _become(arguments: Sequence[str], env: Mapping[str, str]) -> None:
             signal.signal(number, signal.SIG_DFL)
         os.environ.clear()
         os.environ.update(env)
-        from pipeline.run import worker
+        from pipeline.execution import worker
 
         code = worker.main(list(arguments))
     except SystemExit as error:

@@ -15,7 +15,7 @@ from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context
 from pipeline.contracts.tensors import TensorReader
 from pipeline.distributed.process_group import DistContext
-from pipeline.run.metrics import Metrics
+from pipeline.execution.metrics import Metrics
 from stages.model.hf import HfModel
 
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,10 +157,53 @@ class Pipe:
         assert becomes(condition, limit)
 
 
+class ForkedPopen:
+    """A forked `pipe`, as the part of subprocess.Popen that `pipeline.api` uses."""
+
+    def __init__(self, command: Sequence[str], **_: Any) -> None:
+        self._place = tempfile.TemporaryDirectory()
+        for name in STREAMS:
+            os.mkfifo(Path(self._place.name, name))
+        environment = {name: value for name, value in os.environ.items() if name not in FOR_RANKS}
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        arguments = tuple(command[command.index("pipetrain") + 1 :])
+        work = (self._place.name, str(Path.cwd()), environment, arguments)
+        self._process = forking().Process(target=_pipe, args=work)
+        self._process.start()
+        self.stdout, self.stderr = map(open, (Path(self._place.name, name) for name in STREAMS))
+
+    def __enter__(self) -> ForkedPopen:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in (self.stdout, self.stderr):
+            stream.close()
+        self._place.cleanup()
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        self._process.join(LIMIT)
+        assert self._process.exitcode is not None, "the command has not ended"
+
+    @property
+    def returncode(self) -> int:
+        """Its exit code, once it has ended."""
+        return int(self._process.exitcode)
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to it."""
+        os.kill(self._process.pid, number)
+
+
 def _pipe(place: str, folder: str, environment: dict[str, str], arguments: tuple[str, ...]) -> None:
     """Run `python -m pipetrain ARGUMENTS` in `folder`, in the child, with its output in `place`."""
     for number, name in enumerate(STREAMS, 1):
         os.dup2(os.open(Path(place, name), os.O_WRONLY | os.O_CREAT, 0o600), number)
+    call_pipe(folder, environment, arguments)
+
+
+def call_pipe(folder: str, environment: dict[str, str], arguments: tuple[str, ...]) -> None:
+    """Be `python -m pipetrain ARGUMENTS` in `folder`, in a forked process."""
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

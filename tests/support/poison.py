@@ -13,10 +13,10 @@ import torch
 from pipeline.contracts.data import Data, Sample
 from pipeline.contracts.training import StepCallback
 from pipeline.distributed.process_group import DistContext
-from pipeline.run.metrics import records
+from pipeline.execution.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
-from stages.train import loop as loop_module
+from stages.train import start
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.loss import SummedLoss
 from stages.train.settings import Anomalies
@@ -88,12 +88,12 @@ def train(
     )  # fmt: skip
     heldout = None if case.steps else ToySamples(3, 99, 6)
     data = Data(train=Batches(case), heldout=heldout, pad_id=0, identity={})
-    loop_module.SummedLoss = PoisonedLoss  # type: ignore[misc]
+    start.SummedLoss = PoisonedLoss  # type: ignore[misc]
     try:
         model = source(ctx, case.setting)
         trained = loop.run(ctx, engine, data, plan, checkpoints, model, callback)
     finally:
-        loop_module.SummedLoss = SummedLoss  # type: ignore[misc]
+        start.SummedLoss = SummedLoss  # type: ignore[misc]
     state = digest(engine, dist)
     checkpoints.close()
     engine.close()

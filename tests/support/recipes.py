@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from pipeline.chain.plan import Started, plan_file
 from pipeline.distributed.process_group import DistContext
-from pipeline.plan.plan import Started, plan_file
-from pipeline.run.journal import Journal
-from pipeline.run.runner import Runner
+from pipeline.execution.journal import Journal
+from pipeline.execution.runner import Runner
 from tests.support.runs import context
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from pipeline.plan.registry import Registry
+from pipeline.chain.registry import Registry
 from tests.support.tier import FULL
 
 Trait = Literal["basic", "combines", "half", "resumes", "sharded", "replicated"]

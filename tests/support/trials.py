@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.run.metrics import records
+from pipeline.execution.metrics import records
 from tests.support.network import Host, network
 from tests.support.tiny_recipe import EXPORT, training
 from tests.support.waiting import becomes
@@ -97,7 +97,11 @@ class Cluster:
 
     def ranks(self, number: int) -> list[int]:
         """Return the processes of a host's ranks."""
-        return [pid for pid in self.hosts[number].processes() if "pipeline.run.worker" in line(pid)]
+        return [
+            pid
+            for pid in self.hosts[number].processes()
+            if "pipeline.execution.worker" in line(pid)
+        ]
 
     def agent(self, number: int) -> int:
         """Return the process of a host's agent."""

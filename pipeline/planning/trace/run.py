@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from pipeline.chain.binding import Results
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import OptimizerPlan
@@ -21,7 +22,7 @@ from pipeline.contracts.stage import Context
 from pipeline.contracts.training import TrainedRun
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import PipeError, StageError, UsageError
-from pipeline.plan.binding import Results
+from pipeline.execution.metrics import Metrics
 from pipeline.planning.forecast import LOAD, Held
 from pipeline.planning.planner import Job, TraceScope
 from pipeline.planning.trace.model import (
@@ -33,7 +34,7 @@ from pipeline.planning.trace.model import (
 )
 from pipeline.planning.trace.torch_compat import silent_group, single_group
 from pipeline.planning.trace.tracker import Marks, MemoryTracker, Stretch, offloading
-from pipeline.run.metrics import Metrics
+from pipeline.utils.activities import activity
 from pipeline.utils.fake_tensors import without_values
 
 DECLARATIONS = (ModelSource, Precision, OptimizerPlan)
@@ -79,7 +80,11 @@ def step_peaks(job: Job) -> dict[str, Held]:
     """Peak of the device's memory by phase, of the fullest rank of a pipeline."""
     stages = 1 if job.division is None else job.division.stages
     ranks = range(0, job.topology.ranks, job.topology.ranks // stages)
-    every = [_alone(job, rank).peaks for rank in ranks]
+    with activity("tracing", len(ranks), "ranks") as tracing:
+        every = list[dict[str, Held]]()
+        for rank in ranks:
+            every.append(_alone(job, rank).peaks)
+            tracing.advance()
     phases = dict.fromkeys(phase for peaks in every for phase in peaks)
     return {
         phase: max((peaks[phase] for peaks in every if phase in peaks), key=lambda one: one.bytes)

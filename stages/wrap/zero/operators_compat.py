@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from pipeline import StageError
+from pipeline.utils import activity
 
 LOG = logging.getLogger("pipe.operators")
 
@@ -46,7 +47,8 @@ def keep_operators() -> None:
             if not library.exists():
                 LOG.info("compiling DeepSpeed's %s, once: it is kept in %s", builder.name, root)
             try:
-                module: ModuleType = compiling(builder, verbose)
+                with activity(f"compiling DeepSpeed's {builder.name}"):
+                    module: ModuleType = compiling(builder, verbose)
             except (RuntimeError, OSError) as error:
                 raise StageError(
                     f"DeepSpeed's {builder.name} cannot be compiled: {error}",

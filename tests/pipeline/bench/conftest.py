@@ -12,9 +12,9 @@ import yaml
 from click.testing import Result
 
 from pipeline.bench import session as measuring
-from pipeline.plan.registry import Entry
+from pipeline.chain.registry import Entry
+from pipeline.execution.journal import Journal
 from pipeline.planning.planner import Planners
-from pipeline.run.journal import Journal
 from pipeline.utils import jsonl
 from tests.stages.data.fakes import PLAIN, FakeSource
 from tests.support.runs import TINY

@@ -16,7 +16,7 @@ from click.testing import Result
 from pipeline.bench import report
 from pipeline.bench import session as measuring
 from pipeline.distributed.signals import Interrupted
-from pipeline.run.journal import Journal
+from pipeline.execution.journal import Journal
 
 
 def test_a_run_that_fails_is_a_row(bench: Callable[..., Result]) -> None:

@@ -17,8 +17,8 @@ from pipeline import cli
 from pipeline.bench import session as measuring
 from pipeline.bench.results import Row
 from pipeline.bench.trials import BenchLength, TrialRecipe
-from pipeline.plan.plan import make_plan
-from pipeline.plan.registry import Registry
+from pipeline.chain.plan import make_plan
+from pipeline.chain.registry import Registry
 from pipeline.planning.forecast import BACKWARD, LOAD, RESUME, SAVE, Held
 from pipeline.recipe import load_recipe
 from tests.support.pipe import REPOSITORY

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
+from pipeline.chain.registry import Entry, Registry
 from pipeline.errors import PluginError, UsageError
-from pipeline.plan.registry import Entry, Registry
 from pipeline.planning.planner import Planners, Preset
 from pipeline.planning.presets import chosen, strategies
 

@@ -13,10 +13,11 @@ from click.testing import CliRunner
 
 from pipeline import cli
 from pipeline.bench import trials
+from pipeline.bench.profiled import profiled_recipe
 from pipeline.bench.trials import BenchLength
+from pipeline.chain.plan import make_plan, plan_file
+from pipeline.chain.registry import Registry
 from pipeline.errors import UsageError
-from pipeline.plan.plan import make_plan, plan_file
-from pipeline.plan.registry import Registry
 from pipeline.planning.planner import Planner, Planners, Trial
 from pipeline.planning.presets import chosen
 from pipeline.recipe import load_recipe
@@ -49,6 +50,17 @@ def test_a_trial_is_the_recipe_cut_short(real: dict[str, Any]) -> None:
     assert train["accumulation"] is None
     assert (train["eval_every"], train["eval_last"]) == (None, False)
     assert content["launch"]["procs"] == 4
+
+
+def test_nothing_is_sent_to_trackers_and_no_texts_are_written(real: dict[str, Any]) -> None:
+    tracker = {"use": "track.sqlite", "file": "./runs.sqlite"}
+    real["stages"] = {"track": tracker, **real["stages"]}
+    real["stages"]["train"]["generate"] = {"prompts": ["Once"], "every": 1}
+    Path("r.yaml").write_text(json.dumps(real))
+    profile = profiled_recipe(plan_file("r.yaml"), [2])
+    for content in (write("zero2", 4), yaml.safe_load(profile)):
+        assert "track" not in content["stages"]
+        assert content["stages"]["train"]["generate"] is None
 
 
 def test_weak_scaling_keeps_the_samples_of_a_process(real: dict[str, Any]) -> None:

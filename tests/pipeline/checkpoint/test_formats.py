@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.chain.registry import Entry
 from pipeline.checkpoint.formats import Formats, Reading, StateFormat, StateSource
 from pipeline.errors import PluginError, UsageError
-from pipeline.plan.registry import Entry
 
 
 class One(StateFormat):

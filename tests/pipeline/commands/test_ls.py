@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.cli import main
-from pipeline.run import failures, rundir
+from pipeline.execution import failures, rundir
 
 
 def a_run(root: Path, name: str, *events: str, steps: int = 0, started: float = 100.0) -> Path:

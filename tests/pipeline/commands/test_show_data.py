@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from pipeline import cli
 from pipeline.contracts.data import NO_TARGET, Sample
-from pipeline.run.data_preview import documents
+from pipeline.execution.data_preview import documents
 from tests.stages.data.fakes import PLAIN, FakeSource, ids
 from tests.support.runs import TINY
 

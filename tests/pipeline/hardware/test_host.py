@@ -52,7 +52,7 @@ def test_an_export_takes_as_many_processes_as_there_are_cores(
         raise UsageError(f"{count} processes")
 
     choice = SimpleNamespace(job=tmp_path)
-    monkeypatch.setattr("pipeline.run.export_recipe.chosen", lambda *_, **__: choice)
-    monkeypatch.setattr("pipeline.run.export_recipe.recipe_text", recipe_text)
+    monkeypatch.setattr("pipeline.execution.export_recipe.chosen", lambda *_, **__: choice)
+    monkeypatch.setattr("pipeline.execution.export_recipe.recipe_text", recipe_text)
     monkeypatch.setattr(host, "usable_cores", lambda: 2.5)
     assert CliRunner().invoke(main, ["export", "run"]).stderr == "error: 2 processes\n"

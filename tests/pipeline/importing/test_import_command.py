@@ -68,7 +68,7 @@ def test_a_recipe_on_stdout_lacks_what_its_check_says() -> None:
 @pytest.mark.parametrize(
     ("key", "value", "line"),
     [
-        ("report_to", "wandb", "  report_to: wandb  not translated"),
+        ("report_to", "comet_ml", "  report_to: comet_ml  not translated"),
         ("optim", "adafactor", "  optim: adafactor  refused     'adafactor' is none of the "),
     ],
 )

@@ -13,16 +13,17 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.chain.plan import Started, make_plan
+from pipeline.chain.registry import Registry
 from pipeline.distributed.environment import place
 from pipeline.distributed.signals import ENDING, Interrupted, default_signals, interruptible
 from pipeline.errors import RecipeError, RunFailed
+from pipeline.execution import failures
 from pipeline.launch.local import run_ranks, set_threads
 from pipeline.launch.ranks import LocalRanks
-from pipeline.plan.plan import Started, make_plan
-from pipeline.plan.registry import Registry
 from pipeline.recipe import Launch, load_recipe
-from pipeline.run import failures
-from pipeline.utils.process_tree import none_left, own_module
+from pipeline.utils.process_tree import GRACE, none_left, own_module
+from pipeline.view.screen import Screen
 
 STUCK = """
 import ctypes, os, signal, threading
@@ -75,7 +76,7 @@ def test_an_ignored_signal_stays_ignored() -> None:
 
 
 def test_a_rank_whose_launcher_is_dead_already_ends(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pipeline.run.worker", str(tmp_path), "1"]
+    command = [sys.executable, "-m", "pipeline.execution.worker", str(tmp_path), "1"]
     assert subprocess.run(command, check=False).returncode == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -126,7 +127,7 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
         (tmp_path / "fault").write_text(fault)
         ranks = LocalRanks([place(rank, 2) for rank in range(2)])
         with none_left(), ranks:
-            run_ranks(ranks, Launch(), tmp_path, ())
+            run_ranks(ranks, Launch(), tmp_path, (), Screen())
         assert not list(scratch.iterdir())
 
     return start
@@ -219,6 +220,24 @@ def test_no_descendant_is_left(tmp_path: Path) -> None:
         os.kill(pid, 0)
 
 
+def test_a_descendant_with_grace_gets_its_time(tmp_path: Path) -> None:
+    """A process in its own session starts another and dies."""
+    looks: list[float] = []
+    for seconds, takes, expected in ((60, 5, "begun\nended\n"), (5, 60, "begun\n")):
+        file = tmp_path / f"{seconds}"
+        script = f"echo begun; sleep {takes}; echo ended"
+        work = f"export {GRACE}={seconds}; bash -c '{script}' > {file} & wait"
+        looks.clear()
+        with none_left(lambda: looks.append(time.monotonic())):
+            process = subprocess.Popen(["bash", "-c", work], start_new_session=True)
+            while not (file.exists() and file.read_text()):
+                time.sleep(0.01)
+            process.kill()
+            process.wait()
+        assert file.read_text() == expected
+        assert looks
+
+
 @pytest.mark.parametrize(
     ("asked", "set_before", "expected"), [(None, None, 3), (None, "7", 7), (2, "7", 2)]
 )
@@ -276,7 +295,7 @@ def test_what_was_started_and_the_recipe_agree(
     key: str,
     words: str,
 ) -> None:
-    monkeypatch.setattr("pipeline.plan.plan.gpu_count", lambda: 8)
+    monkeypatch.setattr("pipeline.chain.plan.gpu_count", lambda: 8)
     path = tmp_path / "recipe.yaml"
     path.write_text(f"name: x\nlaunch: {{{launch}}}\nstages: {{}}\n")
     with pytest.raises(RecipeError) as caught:
@@ -292,7 +311,7 @@ def test_what_was_started_and_the_recipe_agree(
 def test_what_was_started_as_the_recipe_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: Started
 ) -> None:
-    monkeypatch.setattr("pipeline.plan.plan.gpu_count", lambda: 8)
+    monkeypatch.setattr("pipeline.chain.plan.gpu_count", lambda: 8)
     path = tmp_path / "recipe.yaml"
     path.write_text("name: x\nlaunch: {procs: 8, nodes: {min: 1, max: 2}}\nstages: {}\n")
     with pytest.raises(RecipeError) as caught:

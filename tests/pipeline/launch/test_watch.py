@@ -147,7 +147,7 @@ from pathlib import Path
 from pipeline.distributed.heartbeat import Phase
 from pipeline.distributed.process_group import DistContext
 from pipeline.recipe.launch import Timeouts
-from pipeline.run.self_watch import watched
+from pipeline.execution.self_watch import watched
 dist = DistContext(rank=5, device=None)
 heartbeat = dist.heartbeat
 heartbeat.beat(Phase.STEP, step=3)
@@ -178,7 +178,7 @@ import os, signal, sys, time
 from pathlib import Path
 from pipeline.distributed.process_group import DistContext
 from pipeline.recipe.launch import Timeouts
-from pipeline.run import self_watch
+from pipeline.execution import self_watch
 self_watch.STOP_SECONDS = 2.0
 dist = DistContext(rank=5, device=None)
 with self_watch.watched(Path(sys.argv[1]), dist, Timeouts()), dist.stop.deferred():

@@ -14,11 +14,11 @@ import torch
 
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import UsageError
+from pipeline.execution.memory_record import read_record, record_memory
 from pipeline.planning.forecast import Held
 from pipeline.planning.hardware import Hardware, Margins, margins_for
 from pipeline.planning.memory_plan import shortages
 from pipeline.planning.topology import Topology
-from pipeline.run.memory_record import read_record, record_memory
 from tests.support.runs import context
 
 GIB = 1 << 30

@@ -11,9 +11,9 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from pipeline.chain.registry import BUILT_IN, Registry
 from pipeline.checkpoint.staging import PASSAGE
 from pipeline.cli import main
-from pipeline.plan.registry import BUILT_IN, Registry
 from pipeline.planning.planner import Planners
 from tests.support.tier import spread
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from pipeline.chain.registry import Entry, Registry
 from pipeline.cli import main
-from pipeline.plan.registry import Entry, Registry
 
 GOOD = """\
 name: good

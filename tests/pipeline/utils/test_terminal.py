@@ -15,10 +15,10 @@ import yaml
 from click.testing import CliRunner, Result
 
 from pipeline.cli import main
+from pipeline.execution import failures
+from pipeline.execution.rank_logging import rank_log
 from pipeline.recipe import read_recipe
 from pipeline.recipe.dump import render
-from pipeline.run import failures
-from pipeline.run.rank_logging import rank_log
 from pipeline.utils import terminal
 from pipeline.utils.terminal import UNSAFE, Guarded
 

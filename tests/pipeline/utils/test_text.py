@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from pipeline.utils.text import align, plural
+from pipeline.utils.text import align, counted, plural
 
 
 def test_plurals() -> None:
     assert [plural(1, "process"), plural(2, "process")] == ["1 process", "2 processes"]
     assert [plural(0, "error"), plural(3, "micro-batch")] == ["0 errors", "3 micro-batches"]
+
+
+def test_what_is_counted() -> None:
+    found = [counted(number, "rows") for number in (0, 1, 1.4, 5000)]
+    assert found == ["0 rows", "1 row", "1 row", "5,000 rows"]
+    assert counted(12, "") == "12"
 
 
 def test_columns_are_aligned() -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.contracts.precision import LossScaling
 from pipeline.distributed.process_group import DistContext
-from pipeline.run.metrics import records
+from pipeline.execution.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.consolidate.stream import ConsolidateStream
 from stages.optimizer.adamw import AdamW

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.distributed.process_group import DistContext
-from pipeline.run.metrics import records
+from pipeline.execution.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.train.causal_lm import TrainCausalLm

@@ -8,7 +8,7 @@ import torch
 
 from pipeline.contracts.stage import Context
 from pipeline.distributed.process_group import DistContext
-from pipeline.run.metrics import Metrics
+from pipeline.execution.metrics import Metrics
 from tests.stages.data.fakes import FakeSource
 
 

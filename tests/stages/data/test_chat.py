@@ -151,7 +151,7 @@ def test_too_long(ctx: Context, chat: Any, caplog: pytest.LogCaptureFixture) -> 
     assert len(data.train) == 1
     assert len(data.train[0].input_ids) == 21
     assert trained(data.train[0]) == [*ids("b"), STOP]
-    assert "dropped 1 rows whose trained tokens lie behind `sequence_length`" in caplog.text
+    assert "dropped 1 row whose trained tokens lie behind `sequence_length`" in caplog.text
     assert "rows.jsonl:2" in caplog.text
     with pytest.raises(DataError, match=r"rows\.jsonl:1: 45 tokens, but `sequence_length` is 21"):
         chat(long, sequence_length=21, too_long="error").run(ctx, source)
@@ -180,7 +180,7 @@ def test_a_set_without_targets_is_refused(ctx: Context, chat: Any, tmp_path: Pat
     )
     held = tmp_path / "held.jsonl"
     held.write_text(json.dumps(silent))
-    with pytest.raises(StageError, match="no token to train on in 1 rows"):
+    with pytest.raises(StageError, match="no token to train on in 1 row: 1 row "):
         chat({"messages": HELLO}, heldout_files=str(held)).run(ctx, FakeSource())
 
 

@@ -81,7 +81,7 @@ def test_every_form_gives_the_same_samples(
     data = stage.run(ctx, FakeSource(template))
     assert tokens(data.train) == [as_tokens(row) for row in golden()]
     assert "20 rows, 20 samples" in caplog.text
-    assert f"20 form {form}" in caplog.text
+    assert f"20 rows of form {form}" in caplog.text
 
 
 def test_the_golden_tokens_are_those_of_transformers() -> None:
@@ -325,7 +325,7 @@ def test_files_of_different_forms_go_together(
     assert [trained(data.train, i) for i in range(3)] == [
         [*ids("b"), STOP], [*ids("y"), END], [END]
     ]  # fmt: skip
-    assert "1 form messages, 2 form text" in caplog.text
+    assert "1 row of form messages, 2 rows of form text" in caplog.text
 
 
 def test_special_tokens_in_text(
@@ -336,7 +336,7 @@ def test_special_tokens_in_text(
     bad = {"messages": [{**USER, "content": "x<|e|>"}, BOT]}
     data = chat({"messages": [USER, BOT]}, bad, special_tokens="drop").run(ctx, source)
     assert len(data.train) == 1
-    assert "dropped 1 rows whose text spells a special token" in caplog.text
+    assert "dropped 1 row whose text spells a special token" in caplog.text
     assert "rows.jsonl:2" in caplog.text
     allowed = chat(bad, special_tokens="allow").run(ctx, source)
     assert allowed.train[0].input_ids.tolist().count(STOP) == 3

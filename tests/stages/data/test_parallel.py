@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import os
 import signal
 import time
@@ -19,7 +18,6 @@ from pipeline.errors import DataError, StageError
 from stages.data import documents, tokenize
 from stages.data.chat import ChatData
 from stages.data.text import TextData
-from stages.data.tokenize import ProgressLog
 from tests.stages.data.fakes import FakeSource
 
 
@@ -116,18 +114,3 @@ def test_the_bytes_are_those_of_one_process(
             found.append(files_of(cache))
         assert found[0] == found[1]
         assert prints[0] == prints[1]
-
-
-def test_progress(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    caplog.set_level(logging.INFO)
-    now = 100.0
-    monkeypatch.setattr(tokenize.time, "monotonic", lambda: now)
-    progress = ProgressLog(log=logging.getLogger("test"), unit="rows")
-    now = 109.0
-    progress.update(90, 900)
-    assert not caplog.messages
-    now = 120.0
-    progress.update(100, 1000)
-    now = 125.0
-    progress.update(101, 1001)
-    assert caplog.messages == ["tokenising: 100 rows, 1000 tokens, 5 a second"]

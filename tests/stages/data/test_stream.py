@@ -22,7 +22,7 @@ from pipeline.contracts.sample_order import SampleOrder
 from pipeline.contracts.stage import Context
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
-from pipeline.run.metrics import records
+from pipeline.execution.metrics import records
 from pipeline.testing import plan_view
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.data.stream import StreamData

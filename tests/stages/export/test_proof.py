@@ -85,3 +85,11 @@ def test_missing_unexpected_and_misshapen_weights(llama: Run) -> None:
     with pytest.raises(StageError, match=r"unexpected 1 tensor \(stray\)"):
         llama.export()
     assert not (llama.folder.parent / "export.partial").exists()
+
+
+def test_a_model_that_gives_nothing_but_zeros_is_recognised() -> None:
+    zeros = torch.zeros(1, 2, 20)
+    known = proof.record(torch.zeros(1, 2, dtype=torch.long), zeros, zeros).logits
+    assert proof.recognise(zeros, known, torch.float32) == 0.0
+    with pytest.raises(ExportError, match="computes something else"):
+        proof.recognise(zeros + 1e-3, known, torch.float32)

@@ -1,4 +1,4 @@
-"""Configuration files."""
+"""Configuration files, and a model for them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.stages.importing.configs.written import write_configs
+from tests.support.models import save_tokenizer, tiny_llama_config
 
 
 @pytest.fixture(scope="session")
@@ -14,4 +15,16 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of the configurations that `configs/` has as text."""
     folder = tmp_path_factory.mktemp("configs")
     write_configs(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Save a tiny Llama with a tokenizer."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("model")
+    config = transformers.AutoConfig.for_model(**tiny_llama_config())
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    save_tokenizer(folder)
     return folder

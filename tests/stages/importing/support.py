@@ -7,7 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.importing.files import read_config
-from pipeline.importing.translator import ConfigFile, KeyOutcome, Request, Translation
+from pipeline.importing.translator import (
+    ConfigFile,
+    KeyOutcome,
+    Request,
+    Translation,
+    Translator,
+)
 from stages.importing.translator import HuggingFace
 
 
@@ -24,6 +30,37 @@ def translated(*contents: Mapping[str, Any], **request: Any) -> Translation:
         for number, content in enumerate(contents)
     ]
     return HuggingFace().translate(files, Request(**request))
+
+
+def imported(
+    translator: Translator, recipe: Mapping[str, Any], *others: ConfigFile, **request: Any
+) -> Translation:
+    """Translate a recipe of another tool, `recipe.yaml`, with the files that belong to it."""
+    name = request.pop("name", "recipe.yaml")
+    files = [ConfigFile(path=Path(name), content=recipe), *others]
+    assert translator.supports(files)
+    return translator.translate(files, Request(**request))
+
+
+def assert_fields(translation: Translation, name: str, fields: Mapping[str, Any]) -> None:
+    """Assert that nothing is left out, and that a slot has these fields; None means none."""
+    assert left_out(translation) == {}
+    assert {key: slot(translation, name).get(key) for key in fields} == fields
+
+
+def outcomes(translation: Translation) -> dict[str, str]:
+    """Return key -> outcome, for keys that appear once."""
+    found = {each.key: each.outcome for each in translation.outcomes}
+    assert len(found) == len(translation.outcomes)
+    return found
+
+
+def by_outcome(translation: Translation) -> dict[str, set[str]]:
+    """Return outcome -> keys."""
+    found: dict[str, set[str]] = {}
+    for key, each in outcomes(translation).items():
+        found.setdefault(each, set()).add(key)
+    return found
 
 
 def slot(translation: Translation, name: str) -> dict[str, Any]:

@@ -11,30 +11,18 @@ import pytest
 
 from pipeline.errors import UsageError
 from pipeline.importing.translator import ConfigFile, choose
+from stages.importing.reader import TABLES
 from stages.importing.rules import Table
-from stages.importing.translator import OTHER_TOOLS, TABLES, HuggingFace
+from stages.importing.tools import KEYS
+from stages.importing.translator import HuggingFace
 from tests.stages.importing.support import left_out, outcome, slot, translated
 
-AXOLOTL = {
-    "base_model": "org/model", "adapter": "lora", "lora_r": 8, "lora_alpha": 16,
-    "lora_target_linear": True, "datasets": [{"path": "x", "type": "alpaca"}],
-    "gradient_accumulation_steps": 2, "micro_batch_size": 1, "num_epochs": 1,
-    "learning_rate": 2e-4, "optimizer": "adamw_8bit", "sequence_len": 1024, "bf16": "auto",
-}  # fmt: skip
-LLAMA_FACTORY = {
-    "model_name_or_path": "org/model", "stage": "sft", "do_train": True, "lora_rank": 8,
-    "finetuning_type": "lora", "lora_target": "all", "dataset": "identity", "template": "llama3",
-    "cutoff_len": 2048, "output_dir": "x", "learning_rate": 1e-4, "num_train_epochs": 3.0,
-    "per_device_train_batch_size": 1, "lr_scheduler_type": "cosine", "bf16": True,
-}  # fmt: skip
 DPO = {"output_dir": "x", "model_name_or_path": "org/model", "beta": 0.1, "learning_rate": 5e-7}
 
 
 @pytest.mark.parametrize(
     ("content", "tool"),
     [
-        (AXOLOTL, "axolotl"),
-        (LLAMA_FACTORY, "LLaMA-Factory"),
         (DPO, "TRL for preference or reinforcement learning"),
         ({"output_dir": "x", "num_generations": 8, "learning_rate": 1e-6}, "TRL for preference"),
         ({"output_dir": "x", "train_type": "lora", "learning_rate": 1e-4}, "ms-swift"),
@@ -60,7 +48,7 @@ def test_no_key_of_another_tool_is_one_that_is_read() -> None:
         return {*table}
 
     for table in TABLES.values():
-        assert not set().union(*OTHER_TOOLS.values()) & keys(table)
+        assert not set().union(*KEYS.values()) & keys(table)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,10 @@ from hypothesis import strategies as st
 from pipeline.errors import UsageError
 from pipeline.importing.table import as_json, recipe_text, table
 from pipeline.importing.translator import ConfigFile, Request, Translation, choose
-from stages.importing.rules import Table
+from stages.importing.reader import TABLES
 from stages.importing.trainer import DEFAULTS
-from stages.importing.translator import TABLES, HuggingFace
+from stages.importing.translator import HuggingFace
+from tests.stages.importing.drawn import assert_every_key_has_an_outcome, contents
 from tests.stages.importing.support import from_files, left_out, outcome, slot, translated
 from tests.support.tier import times
 
@@ -443,32 +443,6 @@ def test_a_kind_shows_by_a_key_that_it_alone_has(content: dict[str, Any], kind: 
         assert "an accelerate config has `distributed_type`" in str(refusal.value)
 
 
-VALUES = st.one_of(
-    st.none(), st.booleans(), st.integers(-2, 9), st.floats(allow_nan=False), st.just("auto"),
-    st.sampled_from(["steps", "no", "cpu", "nvme", "linear", "AdamW", "1e-3", "", "x/y"]),
-    st.lists(st.floats(0, 1), max_size=2),
-)  # fmt: skip
-
-
-def contents(table: Table) -> st.SearchStrategy[dict[str, Any]]:
-    """Draw blocks of a table's keys with arbitrary values."""
-    entries = {
-        key: VALUES if callable(rule) else st.one_of(VALUES, contents(rule))
-        for key, rule in table.items()
-        if key not in ("deepspeed", "fsdp_config")  # the keys that name files
-    }
-    return st.fixed_dictionaries({}, optional=entries)
-
-
-def leaves(content: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Return the keys whose value is no block, or an empty one."""
-    found: list[str] = []
-    for key, value in content.items():
-        inner = isinstance(value, Mapping) and value
-        found += leaves(value, f"{prefix}{key}.") if inner else [f"{prefix}{key}"]
-    return found
-
-
 @pytest.mark.parametrize("kind", TABLES)
 @settings(
     max_examples=times(quick=60, full=600), phases=[Phase.explicit, Phase.reuse, Phase.generate]
@@ -479,13 +453,7 @@ def test_every_key_has_an_outcome(kind: str, data: st.DataObject) -> None:
     translator = HuggingFace()
     assume(translator.kind(content) == kind)
     made = translator.translate([ConfigFile(path=Path("c.json"), content=content)], Request())
-    for leaf in leaves(content):
-        keys = [each.key for each in made.outcomes if f"{leaf}.".startswith(f"{each.key}.")]
-        assert len(keys) == 1, (leaf, keys)
-    for each in made.outcomes:
-        assert bool(each.to) == (each.outcome == "translated")
-        assert each.to or each.why or each.outcome == "not translated"
-    assert (made.recipe is None) == any(each.blocks for each in made.outcomes)
+    assert_every_key_has_an_outcome(content, made)
 
 
 def test_what_saves_memory_and_time_is_translated() -> None:

@@ -15,10 +15,9 @@ from click.testing import CliRunner
 
 from pipeline.cli import main
 from pipeline.distributed.process_group import DistContext
-from pipeline.run.metrics import records
+from pipeline.execution.metrics import records
 from tests.stages.importing.configs.tools import write_with_tools
 from tests.stages.importing.support import from_files, left_out
-from tests.support.models import save_tokenizer, tiny_llama_config
 from tests.support.processes import run_ranks
 from tests.support.recipes import run_recipe
 from tests.support.tier import spread
@@ -43,11 +42,13 @@ class Case(NamedTuple):
 
 
 CHAT = (
-    "chat_template", "dataset_mixture", "eval_strategy", "push_to_hub", "report_to", "torch_dtype",
+    "chat_template", "dataset_mixture", "eval_strategy", "push_to_hub", "torch_dtype",
 )  # fmt: skip
+NO_TRACKERS = ("track_tensorboard=null", "track_mlflow=null")
 NO_EPOCHS = ("train.epochs=null",)
 SDPA = ("model.attention=sdpa",)
 """Overrides instead of flash_attention_2, which needs a GPU."""
+CHAT_ADAPTED = NO_EPOCHS + SDPA + NO_TRACKERS
 CASES = {
     "basic": Case(("launch/basic.json",)),
     "ddp": Case(("launch/ddp.yaml",)),
@@ -68,11 +69,11 @@ CASES = {
     "arguments that name a file": Case(
         ("trainer/names_an_engine.json", "engines/stage2_auto.json")
     ),
-    "chat": Case(("trainer/chat.yaml",), NO_EPOCHS + SDPA, CHAT),
-    "chat with fsdp2": Case(("trainer/chat.yaml", "launch/fsdp2.yaml"), NO_EPOCHS + SDPA, CHAT),
+    "chat": Case(("trainer/chat.yaml",), CHAT_ADAPTED, CHAT),
+    "chat with fsdp2": Case(("trainer/chat.yaml", "launch/fsdp2.yaml"), CHAT_ADAPTED, CHAT),
     "chat with zero3 auto": Case(
         ("trainer/chat.yaml", "engines/stage3_auto.json"),
-        NO_EPOCHS + SDPA,
+        CHAT_ADAPTED,
         (*CHAT, "lr_scheduler_type"),
     ),
 }
@@ -82,18 +83,6 @@ TRAINED = spread(list(CASES), 7)
 EXPORTED = [CASES[name] for name in ("ddp", "fsdp1", "zero2 auto")]
 TRAINED_ONLY = ("consolidate=null", "export=null", "checkpoint.asynchronous=false")
 """Overrides that end a run after its training, for all configurations except EXPORTED."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a tiny Llama with a tokenizer."""
-    import transformers
-
-    folder = tmp_path_factory.mktemp("model")
-    config = transformers.AutoConfig.for_model(**tiny_llama_config())
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    save_tokenizer(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

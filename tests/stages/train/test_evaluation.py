@@ -15,11 +15,11 @@ from pipeline.contracts.data import Data
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
-from pipeline.run.metrics import records
+from pipeline.execution.metrics import records
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
-from stages.train import loop
+from stages.train import start
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.evaluation import reason_to_stop, record_evaluation
 from stages.train.settings import EarlyStopping
@@ -217,7 +217,7 @@ def test_evaluation_needs_held_out_samples(fields: Any, name: str) -> None:
     config = TrainCausalLm(global_batch_size=4, steps=3, **fields)
     nothing: Any = None
     with pytest.raises(StageError, match=f"^{name} needs held-out samples, and there are none"):
-        loop.train(config, nothing, nothing, data, nothing, nothing, {})
+        start.train(config, nothing, nothing, data, nothing, nothing, {})
 
 
 @pytest.mark.parametrize(

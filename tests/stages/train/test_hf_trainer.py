@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline.execution.metrics import records
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.precision.policy import PrecisionPolicy
 from stages.train.hf_trainer import FREE, HfTrainer
 from stages.wrap.ddp import Ddp
 from tests.support.models import save_tokenizer, tiny_llama_config
+from tests.support.pipe import Pipe
 from tests.support.processes import run_ranks
 from tests.support.recipes import run_recipe
 
@@ -37,6 +40,11 @@ def test_unknown_arguments() -> None:
         "arguments.torch_compil: is not a TrainingArgument, or is set by a slot of the recipe (did "
         "you mean `torch_compile`?)"
     ]
+
+
+def test_trackers_are_slots() -> None:
+    (problem,) = said({"arguments": {"report_to": "wandb"}})
+    assert problem.endswith("(add a slot before train, such as track: {use: track.wandb})")
 
 
 def test_arguments_that_are_free_are_fields_of_the_installed_version() -> None:
@@ -66,33 +74,43 @@ def test_other_slots() -> None:
 LORA = {"use": "adapter.lora", "rank": 4}
 
 
+def written(
+    folder: Path, before: dict[str, Any], train: dict[str, Any], after: dict[str, Any]
+) -> Path:
+    """Write a recipe for two processes, with slots before the precision and behind `train`."""
+    text, recipe, tokenizer = (folder / name for name in ("text.txt", "recipe.yaml", "tokenizer"))
+    text.write_text("a b c a b b c a\n" * 40, encoding="utf-8")
+    save_tokenizer(tokenizer)
+    stages = {
+        "model": {"use": "model.hf", "config": tiny_llama_config(), "tokenizer": str(tokenizer)},
+        **before,
+        "precision": {"use": "precision.policy", "compute": "fp32"},
+        "data": {
+            "use": "data.text", "files": [str(text)], "sequence_length": 8,
+            "cache": str(folder), "heldout_fraction": 0.1,
+        },
+        "optimizer": {"use": "optimizer.adamw"},
+        "train": {
+            "use": "train.hf_trainer", "global_batch_size": 4, "micro_batch_size": 1,
+            "arguments": {"activation_checkpointing": True}, **train,
+        },
+        **after,
+    }  # fmt: skip
+    launch = {"procs": 2, "device": "cpu"}
+    recipe.write_text(json.dumps({"name": "t", "launch": launch, "stages": stages}), "utf-8")
+    return recipe
+
+
 @pytest.mark.parametrize("adapter", [None, LORA, {**LORA, "quantize": "nf4"}])
 @pytest.mark.parametrize("export", ["export.safetensors", "export.adapter"])
 def test_from_model_to_export(adapter: Any, export: str, tmp_path: Path) -> None:
     if adapter is None and export == "export.adapter":
         return  # there is no adapter to export
-    text, recipe, run = tmp_path / "text.txt", tmp_path / "recipe.yaml", tmp_path / "run"
-    text.write_text("a b c a b b c a\n" * 40, encoding="utf-8")
-    save_tokenizer(tmp_path / "tokenizer")
+    run = tmp_path / "run"
     run.mkdir()
-    train = {"use": "train.hf_trainer", "epochs": 0.5, "global_batch_size": 4, "keep": 1}
-    more = {"micro_batch_size": 1, "save_every": 2, "arguments": {"activation_checkpointing": True}}
-    model = {"config": tiny_llama_config(), "tokenizer": str(tmp_path / "tokenizer")}
-    stages = {
-        "model": {"use": "model.hf", **model},
-        **({"adapter": adapter} if adapter else {}),
-        "precision": {"use": "precision.policy", "compute": "fp32"},
-        "data": {
-            "use": "data.text", "files": [str(text)], "sequence_length": 8,
-            "cache": str(tmp_path), "heldout_fraction": 0.1,
-        },
-        "optimizer": {"use": "optimizer.adamw"},
-        "train": {**train, **more},
-        "consolidate": {"use": "consolidate.stream"},
-        "export": {"use": export},
-    }  # fmt: skip
-    launch = {"procs": 2, "device": "cpu"}
-    recipe.write_text(json.dumps({"name": "t", "launch": launch, "stages": stages}))
+    train = {"epochs": 0.5, "keep": 1, "save_every": 2}
+    after = {"consolidate": {"use": "consolidate.stream"}, "export": {"use": export}}
+    recipe = written(tmp_path, {"adapter": adapter} if adapter else {}, train, after)
     run_ranks(run_recipe, 2, str(recipe), str(run))
     kind = "adapter_model" if export == "export.adapter" else "model"
     assert (run / "export" / f"{kind}.safetensors").is_file()
@@ -102,3 +120,39 @@ def test_from_model_to_export(adapter: Any, export: str, tmp_path: Path) -> None
     # half of 36 blocks, four at a time: the last step has two
     assert (progress["step"], progress["samples"], progress["tokens"]) == (5, 18, 144)
     assert "eval_loss" in progress["metrics"]
+
+
+def test_a_run_is_tracked(tmp_path: Path) -> None:
+    file = tmp_path / "runs.sqlite"
+    track = {"track": {"use": "track.sqlite", "file": str(file)}}
+    recipe = written(tmp_path, track, {"steps": 5, "eval_every": 4}, {})
+    pipe = Pipe(tmp_path, tmp_path)
+    said = pipe.run(recipe)
+    assert said.code == 0, said.stderr
+    found = sqlite3.connect(file)
+    assert found.execute("select name, outcome from runs").fetchall() == [("the run", "finished")]
+    rows = found.execute("select step, name, value from metrics").fetchall()
+    found.close()
+    steps = [record for record in records(pipe.run_dir / "metrics.jsonl") if "loss" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5]
+    sent = {(step, name): value for step, name, value in rows}
+    for record in steps:
+        for name in ("loss", "grad_norm", "lr", "tokens_per_second", "step_seconds"):
+            assert sent[record["step"], name] == record[name]
+    assert sorted(step for step, name, _ in rows if name == "eval/loss") == [4, 5]
+
+
+def test_speeds_are_of_all_ranks(tmp_path: Path) -> None:
+    recipe = written(tmp_path, {}, {"steps": 3}, {})
+    pipe = Pipe(tmp_path, tmp_path)
+    assert pipe.run(recipe).code == 0
+    steps = [record for record in records(pipe.run_dir / "metrics.jsonl") if "loss" in record]
+    rates = [1e-5 * scale for scale in (1, 0.75, 0.25)]  # a cosine over three steps
+    assert [record["lr"] for record in steps] == pytest.approx(rates)
+    for record in steps:
+        seconds = record["step_seconds"]
+        assert record["samples_per_second"] * seconds == pytest.approx(4)
+        assert record["tokens_per_second"] * seconds == pytest.approx(4 * 8)
+        assert record["tokens_per_second_per_rank"] * seconds == pytest.approx(2 * 8)
+        assert record["target_tokens_per_second"] * seconds == pytest.approx(4 * 8)
+        assert 0 <= record["data_wait_share"] < 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,14 @@ import pytest
 
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import UsageError
+from pipeline.execution.metrics import records
 from pipeline.planning.planner import Trial
-from pipeline.run.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.planners import CheckpointPlanner
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.planner import CausalLmPlanner
-from stages.train.profiling import STEP, communication_share
+from stages.train.profiling import STEP, WAIT, Breakdown, breakdown
 from stages.train.settings import Anomalies, EarlyStopping
 from tests.support.processes import run_ranks
 from tests.support.runs import context, toy_data
@@ -68,12 +69,28 @@ WHOLE = event(STEP, 100, 200, cat="user_annotation")
 )
 def test_communication_share(events: list[dict[str, Any]], expected: float) -> None:
     annotation = {"ph": "M", "name": "process_name"}
-    assert communication_share([annotation, WHOLE, *events], ranks=2) == pytest.approx(expected)
+    found = breakdown([annotation, WHOLE, *events], ranks=2)
+    assert found.communication == pytest.approx(expected)
+    assert sum(found) == pytest.approx(1)
+
+
+def test_what_a_step_went_to() -> None:
+    """Computing counts before communication, and that before a wait for data."""
+    events = [
+        event("aten::mm", 100, 130),
+        event("gloo:all_reduce", 120, 150, tid=2),
+        event(WAIT, 140, 170, cat="user_annotation"),
+    ]
+    found = breakdown([WHOLE, *events], ranks=2)
+    assert found == pytest.approx(Breakdown(compute=0.3, communication=0.2, data=0.2, idle=0.3))
 
 
 def test_no_collective_is_no_communication_only_for_a_rank_alone() -> None:
-    assert communication_share([WHOLE, event("aten::mm", 100, 200)], ranks=1) == 0.0
-    assert communication_share([WHOLE, event("aten::mm", 100, 200)], ranks=2) is None
+    alone = breakdown([WHOLE, event("aten::mm", 100, 150)], ranks=1)
+    assert alone == Breakdown(compute=0.5, communication=0.0, data=0.0, idle=0.5)
+    found = breakdown([WHOLE, event("aten::mm", 100, 150)], ranks=2)
+    assert found.compute == 0.5
+    assert math.isnan(found.communication)
 
 
 def train(dist: DistContext, folder: str, wrap: str) -> list[dict[str, Any]]:
@@ -92,12 +109,14 @@ def train(dist: DistContext, folder: str, wrap: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp full"])
 def test_a_profiled_step_of_two_ranks(wrap: str, tmp_path: Path) -> None:
-    *steps, saved = run_ranks(train, 2, str(tmp_path), wrap)[0]
+    *steps, saved, written = run_ranks(train, 2, str(tmp_path), wrap)[0]
     assert [line["step"] for line in steps if line.get("profiled")] == [3]
-    assert 0 < steps[2]["communication_share"] < 1
+    shares = [steps[2][f"{name}_share"] for name in Breakdown._fields]
+    assert all(0 < share < 1 for share in shares)
+    assert sum(shares) == pytest.approx(1)
     assert all(line["peak_host_memory_bytes"] > 0 for line in steps)
     assert all("eval_loss" not in line for line in steps)  # there are held-out samples
-    assert saved["checkpoint_seconds"] >= saved["checkpoint_stall_seconds"] > 0
+    assert written["checkpoint_seconds"] >= saved["checkpoint_stall_seconds"] > 0
     assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == [
         "step-00000003-rank-00000.json.gz",
         "step-00000003-rank-00001.json.gz",

@@ -17,13 +17,13 @@ import torch
 from pipeline.contracts.engine import StepReport
 from pipeline.contracts.training import Progress, TrainedRun
 from pipeline.distributed.process_group import DistContext
+from pipeline.execution.metrics import records
 from pipeline.hardware import host
-from pipeline.run.metrics import records
 from stages.train import report
 from stages.train.batches import BatchStats
 from stages.train.evaluation import record_evaluation, set_metric
 from stages.train.flops import Cost
-from stages.train.profiling import Profile
+from stages.train.profiling import Breakdown, Profile
 from stages.train.report import Reporter, StepMeter
 from stages.train.step import StepResult
 from tests.support.runs import context
@@ -40,12 +40,6 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "_before", [])
 
 
-def result(loss: float, stats: BatchStats | None = None) -> StepResult:
-    report = StepReport(grad_norm=1.5, applied=True)
-    stats = stats or BatchStats(tokens=7)
-    return StepResult(loss=torch.tensor(loss), report=report, lr=0.25, stats=stats, anomaly="")
-
-
 class Steps:
     """A meter and a reporter, used as in the loop."""
 
@@ -57,7 +51,12 @@ class Steps:
         self.meter = StepMeter(ENGINE, ctx.dist, progress, cost)
         self.reporter = Reporter(ctx, log_every=every, total_steps=lambda _: 9)
 
-    def add(self, done: StepResult, profile: Profile | None = None) -> None:
+    def add(
+        self, loss: float, stats: BatchStats | None = None, profile: Profile | None = None
+    ) -> None:
+        report, stats = StepReport(grad_norm=1.5, applied=True), stats or BatchStats(tokens=7)
+        done = StepResult(report=report, lr=0.25, stats=stats, anomaly="")
+        self.meter.observe(torch.tensor(loss), stats)
         record = self.meter.measure(done, self.progress, profile)
         set_metric(self.progress, "loss", record["loss"])
         self.reporter.on_step(self.progress.step, self.progress, record)
@@ -74,13 +73,15 @@ def test_a_number_that_is_none_ends_nothing(tmp_path: Path) -> None:
     seen = []
     for loss, heldout in ((2.0, 3.0), (math.nan, math.inf)):
         progress.step += 1
-        steps.add(result(loss))
+        steps.add(loss)
         record = record_evaluation(progress, heldout, None)
         steps.reporter.on_evaluation(progress.step, progress, record)
         seen.append(dict(progress.metrics))
+    steps.reporter.anomaly(3, {"anomaly": "a spike"})
     assert seen == [{"loss": 2.0, "eval_loss": 3.0, "perplexity": math.exp(3.0)}, {}]
     told = [(line.get("loss"), line.get("eval_loss")) for line in lines(tmp_path)]
-    assert told == [(2.0, None), (None, 3.0), (None, None), (None, None)]
+    assert told == [(2.0, None), (None, 3.0), (None, None), (None, None), (None, None)]
+    assert all(line["time"] > 1.7e9 for line in lines(tmp_path))
     json.dumps(TrainedRun(checkpoint="x", progress=progress).record(), allow_nan=False)
 
 
@@ -107,10 +108,11 @@ def test_speeds_of_every_step_and_of_the_line(
         progress.tokens += 60
         progress.samples += 8
         at(seconds)
-        steps.add(result(2.5, stats))
+        steps.add(2.5, stats)
     first, second = lines(tmp_path)
     assert first == {
-        "step": 1, "grad_norm": 1.5, "lr": 0.25, "tokens": 110, "samples": 12, "applied": True,
+        "step": 1, "total_steps": 9, "grad_norm": 1.5, "lr": 0.25, "tokens": 110, "samples": 12,
+        "applied": True,
         "loss_scale": 1.0, "time": 100.0, "loss": 2.5, "step_seconds": 2.0,
         "target_tokens_per_second": 30.0, "samples_per_second": 4.0, "tokens_per_second": 50.0,
         "tokens_per_second_per_rank": 50.0, "data_wait_share": 0.25, "mfu": 0.5,
@@ -130,7 +132,7 @@ def test_a_step_that_is_done_is_on_disk_whenever_its_line_is_shown(
     steps = Steps(tmp_path, progress, every=3)
     for step in range(1, 6):
         progress.step = step
-        steps.add(result(float(step)))
+        steps.add(float(step))
         assert [(line["step"], line["loss"]) for line in lines(tmp_path)] == [
             (before, float(before)) for before in range(1, step + 1)
         ]
@@ -149,10 +151,10 @@ def test_a_profiled_step_tells_its_own_time_and_communication(
     steps = Steps(tmp_path, progress)
     at(9.0)  # most of it is the profiler's writing
     progress.step, progress.samples = 1, 8
-    steps.add(result(2.5), Profile(seconds=2.0, communication=0.25))
+    steps.add(2.5, profile=Profile(seconds=2.0, shares=Breakdown(0.5, 0.25, 0.05, 0.2)))
     at(10.0)
     progress.step, progress.samples = 2, 16
-    steps.add(result(2.5))
+    steps.add(2.5)
     first, second = lines(tmp_path)
     assert (first["step_seconds"], first["samples_per_second"]) == (2.0, 4.0)
     assert (first["profiled"], first["communication_share"]) == (True, 0.25)
@@ -161,10 +163,13 @@ def test_a_profiled_step_tells_its_own_time_and_communication(
 
 
 def test_a_checkpoint_on_disk_is_a_record(tmp_path: Path) -> None:
-    Steps(tmp_path, Progress()).reporter.saved(3, stalled=0.5, seconds=2.0)
-    assert lines(tmp_path) == [
-        {"step": 3, "checkpoint_stall_seconds": 0.5, "checkpoint_seconds": 2.0}
-    ]
+    reporter = Steps(tmp_path, Progress()).reporter
+    reporter.saved(3, stalled=0.5)
+    reporter.written(3, seconds=2.0)
+    saved, written = lines(tmp_path)
+    assert saved.pop("time") <= written.pop("time")
+    assert saved == {"step": 3, "checkpoint_stall_seconds": 0.5}
+    assert written == {"step": 3, "checkpoint_seconds": 2.0}
 
 
 def test_host_memory_counts_from_where_the_model_begins(
@@ -187,5 +192,5 @@ def test_a_pause_is_no_training(tmp_path: Path, at: Callable[[float], None]) -> 
     steps.meter.restart(progress)
     progress.step = 1
     at(51.0)
-    steps.add(result(2.0))
+    steps.add(2.0)
     assert lines(tmp_path)[0]["step_seconds"] == 1.0

@@ -243,9 +243,8 @@ def test_tokens_of_a_group_count_once_and_its_devices_all(monkeypatch: pytest.Mo
     dist = DistContext(rank=0, world_size=4, device=torch.device("cpu"))
     meter = StepMeter(engine, dist, Progress(), Cost(multiplied=1.0, attention=0.0, peak=1.0))
     report = StepReport(grad_norm=1.0, applied=True)
-    done = StepResult(
-        loss=torch.tensor(2.0), report=report, lr=0.1, stats=BatchStats(tokens=7), anomaly=""
-    )
+    done = StepResult(report=report, lr=0.1, stats=BatchStats(tokens=7), anomaly="")
+    meter.observe(torch.tensor(2.0), done.stats)
     record = meter.measure(done, Progress(step=1))
     tokens = record["tokens_per_second"] * record["step_seconds"]
     assert tokens == pytest.approx(14)

@@ -1,0 +1,217 @@
+"""pipetrain from Python: run, resume and plan recipes, for notebooks, sweeps and other programs.
+
+    from pipeline import plan, run
+
+    for rate in (1e-5, 3e-5):
+        outcome = run("recipe.yaml", [f"optimizer.lr={rate}"])
+        print(rate, outcome.history().best)
+
+A run is a process of its own, as if `pipe run` had been called, so several can run at a time in
+threads, and none changes the calling process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from pipeline.distributed.environment import STOPPED
+from pipeline.errors import RunFailed, RunStopped
+from pipeline.execution import rundir
+
+if TYPE_CHECKING:
+    from pipeline.chain.plan import Plan
+    from pipeline.planning.memory_plan import MemoryPlan
+    from pipeline.view.history import History
+
+RecipeLike = str | Path | Mapping[str, Any]
+"""A recipe's file, or its content; texts of a content that begin with `./` or `../` are paths
+relative to the working directory."""
+Listener = Callable[[Mapping[str, Any]], object]
+"""Called with each event of a run, as `pipe run --json` writes them."""
+LOG = logging.getLogger("pipe.api")
+LAST_LINES = 40
+"""Lines of a failed run's output that its error has."""
+
+
+@dataclass(frozen=True)
+class RunOutcome:
+    """A run that has ended well."""
+
+    folder: Path
+    """The run's folder."""
+
+    def history(self) -> History:
+        """Return everything that the folder says of the run: metrics, events, the best."""
+        from pipeline.view.history import read_history
+
+        return read_history(self.folder)
+
+    @property
+    def export(self) -> Path | None:
+        """The exported model's folder, if there is one."""
+        from pipeline.contracts.export import ExportedModel
+
+        found, steps = self.results(), self._plan().steps
+        exports = [one.slot for one in steps if issubclass(one.gives or object, ExportedModel)]
+        return next((found[slot] for slot in exports if slot in found), None)
+
+    def results(self) -> dict[str, Path]:
+        """Return slot -> place of its result, of those that lie on this machine's disk."""
+        from pipeline.execution.journal import Journal
+        from pipeline.execution.resume import results
+
+        return dict(results(self._plan(), Journal(self.folder / rundir.JOURNAL)))
+
+    def _plan(self) -> Plan:
+        from pipeline.chain.plan import plan_file
+
+        return plan_file(self.folder / rundir.RECIPE, ran=True)
+
+
+def run(
+    recipe: RecipeLike,
+    overrides: Sequence[str] = (),
+    *,
+    run_dir: str | Path | None = None,
+    runs: str | Path = "runs",
+    until: str | None = None,
+    on_event: Listener | None = None,
+) -> RunOutcome:
+    """Run a recipe, and wait until it has ended.
+
+    `overrides` are as on the command line, `train.steps=50`. `run_dir` is the run's folder; if it
+    holds a run, that goes on. Without it a folder is made in `runs`. `until` ends behind a slot.
+    Lines that the run prints go to the logger `pipe.api`. Ctrl-C stops the run, which saves
+    everything, and is raised when it has.
+
+    Raises RecipeError before anything is started, RunFailed, and RunStopped when somebody else has
+    stopped it.
+    """
+    from pipeline.chain.plan import plan_file
+
+    with _file_of(recipe) as file:
+        made = plan_file(file, overrides, here=True)
+        folder = Path(run_dir) if run_dir else rundir.create(Path(runs), made.recipe.name)
+        options = ["--run-dir", str(folder), *(["--until", until] if until else [])]
+        _call(["run", str(file), *overrides, *options], on_event)
+    return RunOutcome(folder.resolve())
+
+
+def resume(
+    run_dir: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    recipe: RecipeLike | None = None,
+    accept: Sequence[str] = (),
+    on_event: Listener | None = None,
+) -> RunOutcome:
+    """Go on with a run, under another `recipe` if one is given, and wait until it has ended.
+
+    `accept` names changes that are intended, as `pipe resume --accept`. Raises as `run` does.
+    """
+    folder = rundir.existing(Path(run_dir))
+    accepted = [word for name in accept for word in ("--accept", name)]
+    with contextlib.ExitStack() as stack:
+        other = [] if recipe is None else ["--recipe", str(stack.enter_context(_file_of(recipe)))]
+        _call(["resume", str(folder), *overrides, *other, *accepted], on_event)
+    return RunOutcome(folder.resolve())
+
+
+def plan(
+    recipe: RecipeLike,
+    overrides: Sequence[str] = (),
+    *,
+    gpus: int | None = None,
+    gpu: str | None = None,
+    nodes: int | None = None,
+    memory: float | None = None,
+    trace: bool = False,
+) -> MemoryPlan:
+    """Predict what a recipe needs, as `pipe plan` does; `memory` is in GiB of a GPU.
+
+    Raises RecipeError, and UsageError for GPUs that are not known.
+    """
+    from pipeline.planning.hardware import HardwareOptions, margins_for
+    from pipeline.planning.memory_plan import check, estimate_plan
+
+    machines = HardwareOptions(gpus=gpus, gpu=gpu, nodes=nodes, memory=memory)
+    with _file_of(recipe) as file:
+        checked = check(file, overrides, machines)
+        margins = margins_for(machines.kind, record=None, overhead=None)
+        return estimate_plan(checked, machines, margins, trace=trace)
+
+
+@contextlib.contextmanager
+def _file_of(recipe: RecipeLike) -> Iterator[Path]:
+    """A recipe as a file, for as long as the body runs."""
+    if isinstance(recipe, str | Path):
+        yield Path(recipe)
+        return
+    with tempfile.TemporaryDirectory(prefix="pipe-") as folder:
+        file = Path(folder) / "recipe.yaml"
+        file.write_text(json.dumps(_absolute(recipe), indent=1), "utf-8")
+        yield file
+
+
+def _absolute(value: Any) -> Any:
+    """Return a recipe's content with relative paths made absolute."""
+    if isinstance(value, Mapping):
+        return {key: _absolute(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_absolute(inner) for inner in value]
+    if isinstance(value, Path):
+        return str(value.absolute())
+    if isinstance(value, str) and value.startswith(("./", "../")):
+        return str(Path(value).absolute())
+    return value
+
+
+def _call(arguments: Sequence[str], on_event: Listener | None) -> None:
+    """Call `pipe` with events as JSON. Raises RunFailed and RunStopped."""
+    said: deque[str] = deque(maxlen=LAST_LINES)
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", "pipetrain", *arguments, "--json"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,  # Ctrl-C is passed on once, not by the terminal too
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        listener = threading.Thread(target=_collect, args=(process.stderr, said), daemon=True)
+        listener.start()
+        try:
+            for line in process.stdout:
+                if on_event is not None:
+                    on_event(json.loads(line))
+        except BaseException:
+            process.send_signal(signal.SIGINT)
+            deque(process.stdout, maxlen=0)  # a full pipe would keep it from ending
+            raise
+        finally:
+            process.wait()
+            listener.join()
+    if process.returncode == STOPPED:
+        raise RunStopped("\n".join(said))
+    if process.returncode:
+        raise RunFailed("\n".join(said))
+
+
+def _collect(stderr: IO[str], said: deque[str]) -> None:
+    for line in stderr:
+        said.append(line.rstrip())
+        LOG.info("%s", line.rstrip())

@@ -1,0 +1,288 @@
+"""A recipe's stages loaded, validated and chained: a `Plan`, or every problem at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.chain.registry import Registry
+from pipeline.chain.wiring import SlotType, inputs, missing_inputs
+from pipeline.contracts.signature import needs
+from pipeline.contracts.stage import Checked, PlanView
+from pipeline.errors import Location, PluginError, Problem, RecipeError
+from pipeline.hardware.gpus import gpu_count
+from pipeline.recipe import Recipe, SlotSpec, read_recipe, unless_reported
+from pipeline.recipe.fields import build
+from pipeline.recipe.launch import Launch
+from pipeline.recipe.nodes import SourceMap
+from pipeline.utils.text import plural
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedSlot:
+    """One stage of the chain, ready to run."""
+
+    slot: str
+    use: str
+    stage: Any
+    inputs: Mapping[str, str | None]
+    """Parameter of `run` -> the slot whose artifact it gets; None for an optional one without."""
+    gives: type | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """Processes that a launcher has started, or is about to start, as far as that is known."""
+
+    procs: int | None = None
+    """Over all nodes."""
+    per_node: int | None = None
+    """On each node."""
+    nodes: int | None = None
+    """Nodes; the most of an elastic run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A whole recipe, checked."""
+
+    recipe: Recipe
+    view: PlanView
+    steps: tuple[PlannedSlot, ...]
+    per_node: int
+    """Processes on each node."""
+    warnings: tuple[Problem, ...] = ()
+    """Findings that are probably mistakes, though the recipe can run."""
+
+    def last_reader(self, slot: str) -> str | None:
+        """The last slot that reads the result of `slot`, directly or inside of another result; None
+        without a reader."""
+        order = [step.slot for step in self.steps]
+        readers = set()
+        for step in self.steps:
+            if slot in step.inputs.values():
+                later = self.last_reader(step.slot) if _passes_on(step, slot) else None
+                readers.add(later or step.slot)
+        return max(readers, key=order.index, default=None)
+
+
+def _passes_on(step: PlannedSlot, slot: str) -> bool:
+    """Whether what the step gives is of the kind that it takes from `slot`: it may hold that."""
+    stage: type = type(step.stage)
+    taken = (need.type for need in needs(stage) if step.inputs.get(need.parameter) == slot)
+    return step.gives is not None and any(issubclass(step.gives, kind) for kind in taken)
+
+
+def make_plan(
+    recipe: Recipe,
+    *,
+    registry: Registry | None = None,
+    here: bool = False,
+    ran: bool = False,
+    started: Started | None = None,
+) -> Plan:
+    """Check everything that can be checked before starting. Raises RecipeError with all problems.
+
+    `here` also asks whether this machine can run it. `ran` leaves out the stages' own checks, for a
+    run that has passed them: they depend on how it was started. `started` is what another launcher
+    has already decided.
+    """
+    known = registry or Registry.installed()
+    plan, problems = _draft(recipe, known, here=here, ran=ran, started=started or Started())
+    if problems:
+        raise RecipeError(in_order(problems))
+    return plan
+
+
+def plan_file(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    registry: Registry | None = None,
+    here: bool = False,
+    forecast: bool = False,
+    ran: bool = False,
+    started: Started | None = None,
+) -> Plan:
+    """`load_recipe` and `make_plan` in one, so that the problems of both come together; `forecast`
+    leaves out what only a run needs."""
+    recipe, problems = read_recipe(path, overrides)
+    if recipe is None:
+        raise RecipeError(in_order(problems))
+    known = registry or Registry.installed()
+    given = started or Started()
+    plan, more = _draft(recipe, known, here=here, forecast=forecast, ran=ran, started=given)
+    problems += unless_reported(more, problems)
+    if problems:
+        raise RecipeError(in_order(problems))
+    return plan
+
+
+def load_slots(
+    recipe: Recipe, registry: Registry
+) -> tuple[list[SlotType], dict[str, Any], list[Problem]]:
+    """Each slot's class, the stages of those without mistakes, and the mistakes."""
+    links, stages, problems = [], {}, []
+    for slot, spec in recipe.stages.items():
+        kind, stage, wrong = _load(slot, spec, registry, recipe.places)
+        links.append(SlotType(slot=slot, use=spec.use, kind=kind))
+        if stage is not None:
+            stages[slot] = stage
+        problems.extend(wrong)
+    return links, stages, problems
+
+
+def in_order(problems: Sequence[Problem]) -> list[Problem]:
+    """Sort problems by their place in the files; those without a line come first."""
+    return sorted(problems, key=lambda problem: problem.location or Location(file=""))
+
+
+def _draft(
+    recipe: Recipe,
+    registry: Registry,
+    *,
+    here: bool,
+    forecast: bool = False,
+    ran: bool = False,
+    started: Started,
+) -> tuple[Plan, list[Problem]]:
+    links, stages, problems = load_slots(recipe, registry)
+    problems += missing_inputs(links, registry, recipe.places)
+    view = _view(recipe, stages, started, forecast)
+    for slot, stage in stages.items() if not ran else ():
+        problems += _checked(slot, stage, view, recipe.places)
+    if not recipe.stages:
+        location = recipe.places.value(("stages",))
+        problems.append(
+            Problem(message="a recipe needs at least one stage", key="stages", location=location)
+        )
+    if here:
+        problems += _impossible_here(recipe, started)
+    steps = tuple(
+        PlannedSlot(
+            slot=link.slot,
+            use=link.use,
+            stage=stages[link.slot],
+            inputs=inputs(links, index),
+            gives=link.gives,
+        )
+        for index, link in enumerate(links)
+        if link.slot in stages
+    )
+    warnings = tuple(in_order([problem for problem in problems if problem.warning]))
+    mistakes = [problem for problem in problems if not problem.warning]
+    nodes = started.nodes or recipe.launch.most_nodes or 1
+    per_node = recipe.launch.procs or started.per_node or view.procs // nodes
+    plan = Plan(recipe=recipe, view=view, steps=steps, per_node=per_node, warnings=warnings)
+    return plan, mistakes
+
+
+def _load(
+    slot: str, spec: SlotSpec, registry: Registry, places: SourceMap
+) -> tuple[type | None, Any, list[Problem]]:
+    """The slot's class and stage, as far as there are any, and the mistakes."""
+    kind, key, location = None, f"{slot}.use", places.value(("stages", slot, "use"))
+    if not spec.use:
+        return None, None, []
+    if spec.use not in registry:
+        message, hint = f"there is no stage `{spec.use}`", registry.hint(spec.use)
+        return None, None, [Problem(message=message, key=key, hint=hint, location=location)]
+    try:
+        kind = registry.load(spec.use)
+        return kind, *build(kind, spec.fields, places=places, path=("stages", slot))
+    except PluginError as error:
+        return kind, None, [Problem(message=str(error), key=key, location=location)]
+
+
+def _view(recipe: Recipe, stages: Mapping[str, Any], started: Started, forecast: bool) -> PlanView:
+    launch, gpus = recipe.launch, gpu_count()
+    device: str = launch.device
+    if device == "auto":
+        device = "cuda" if gpus else "cpu"
+    per_node = launch.procs or started.per_node or (max(gpus, 1) if device == "cuda" else 1)
+    return PlanView(
+        name=recipe.name,
+        seed=recipe.seed,
+        procs=started.procs or per_node * (started.nodes or launch.most_nodes or 1),
+        device=device,
+        slots=stages,
+        forecast=forecast,
+    )
+
+
+def _impossible_here(recipe: Recipe, started: Started) -> list[Problem]:
+    """Why the recipe cannot run on this machine, or with what was started; at most one problem."""
+    launch, gpus = recipe.launch, gpu_count()
+    if launch.device == "cuda" and not gpus:
+        key, message = "device", "this machine has no CUDA device"
+        hint = "use launch.device=cpu or auto"
+    elif launch.device != "cpu" and gpus and started.procs is None and (launch.procs or 1) > gpus:
+        key = "procs"
+        asked = plural(launch.procs or 1, "process")
+        message = f"{asked} on each node, but this machine has {plural(gpus, 'GPU')}"
+        hint = f"set launch.procs={gpus} and launch.nodes, or null to take as many as there are"
+    elif wrong := _not_as_started(launch, started):
+        key, message, hint = wrong
+    else:
+        return []
+    location = recipe.places.value(("launch", key))
+    return [Problem(message=message, key=f"launch.{key}", hint=hint, location=location)]
+
+
+def _not_as_started(launch: Launch, started: Started) -> tuple[str, str, str] | None:
+    """Key, message and hint where what was started contradicts the recipe."""
+    here = started.per_node or (started.procs if launch.most_nodes in (None, 1) else None)
+    if launch.procs is not None and here not in (None, launch.procs):
+        asked = plural(launch.procs, "process")
+        on = "" if launch.most_nodes in (None, 1) else " on each node"
+        message = f"{asked}{on}, but the launcher started {here}"
+        return "procs", message, f"set launch.procs={here}, or null to take as many as are started"
+    nodes = started.nodes
+    if nodes is None and started.procs is not None and (launch.procs or started.per_node):
+        nodes = started.procs // (launch.procs or started.per_node or 1)
+    least, most = launch.fewest_nodes or 1, launch.most_nodes
+    if nodes is None and started.procs is None and least > 1:
+        hint = "on every node: pipe run RECIPE --nodes NODES --node-rank NUMBER --rdzv HOST:PORT, "
+        hint += "or have `pipe launch` write a script; or set launch.nodes=1"
+        return "nodes", f"{least} nodes, but this is one", hint
+    if nodes is not None and most is not None and not least <= nodes <= most:
+        asked = str(most) if least == most else f"{least} to {most}"
+        hint = f"set launch.nodes={nodes}, or null to take as many as there are"
+        return "nodes", f"{asked} nodes, but {plural(nodes, 'node')} were started", hint
+    return None
+
+
+def require_sound(plan: Plan, kind: type) -> None:
+    """Make the own checks of a plan's stages of a kind, which `ran` has left out. Raises
+    RecipeError."""
+    problems = [
+        problem
+        for step in plan.steps
+        if isinstance(step.stage, kind)
+        for problem in _checked(step.slot, step.stage, plan.view, plan.recipe.places)
+        if not problem.warning
+    ]
+    if problems:
+        raise RecipeError(in_order(problems))
+
+
+def _checked(slot: str, stage: Any, view: PlanView, places: SourceMap) -> list[Problem]:
+    """Problems that the stage itself finds, with their places filled in."""
+    if not isinstance(stage, Checked):
+        return []
+    try:
+        found = list(stage.check(view))
+    except Exception as error:
+        reason = f"its check failed: {type(error).__name__}: {error}"
+        found = [Problem(message=f"`{type(stage).__qualname__}` is at fault, {reason}")]
+    return [_placed(problem, slot, places) for problem in found]
+
+
+def _placed(problem: Problem, slot: str, places: SourceMap) -> Problem:
+    parts = [int(part) if part.isdecimal() else part for part in problem.key.split(".") if part]
+    location = problem.location or places.value(("stages", slot, *parts))
+    if not parts and problem.location is None:
+        location = places.key(("stages", slot))
+    return replace(problem, key=".".join([slot, *map(str, parts)]), location=location)

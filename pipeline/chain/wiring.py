@@ -1,0 +1,119 @@
+"""Connections between slots: each need is met by the latest slot before it that gives its type."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+from pipeline.chain.registry import Registry, kind_of
+from pipeline.contracts.signature import Need, gives, needs
+from pipeline.contracts.stage import Durable
+from pipeline.errors import PluginError, Problem
+from pipeline.recipe.nodes import SourceMap
+
+_NO_ROLE: set[object] = {object, ABC, Durable, Generic}
+"""Bases that say nothing about what an artifact is for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlotType:
+    """A slot with its stage's class; None when that is not known because of another mistake."""
+
+    slot: str
+    use: str
+    kind: type | None
+
+    @property
+    def gives(self) -> type | None:
+        return gives(self.kind) if self.kind is not None else None
+
+
+def inputs(links: Sequence[SlotType], index: int) -> dict[str, str | None]:
+    """Parameter of the slot at `index` -> the latest earlier slot that gives it, or None."""
+    kind = links[index].kind
+    assert kind is not None
+    return {need.parameter: _producer(need, links[:index]) for need in needs(kind)}
+
+
+def missing_inputs(
+    links: Sequence[SlotType], registry: Registry, places: SourceMap
+) -> list[Problem]:
+    """A problem for every need that no earlier slot meets."""
+    problems = []
+    for index, link in enumerate(links):
+        earlier = links[:index]
+        if link.kind is None or any(other.kind is None for other in earlier):
+            continue
+        for need in needs(link.kind):
+            if not need.optional and _producer(need, earlier) is None:
+                problems.append(_missing(need, links, index, registry, places))
+    return problems
+
+
+def _producer(need: Need, earlier: Sequence[SlotType]) -> str | None:
+    return next((link.slot for link in reversed(earlier) if _meets(link.gives, need)), None)
+
+
+def _meets(given: type | None, need: Need) -> bool:
+    return given is not None and issubclass(given, need.type)
+
+
+def _missing(
+    need: Need, links: Sequence[SlotType], index: int, registry: Registry, places: SourceMap
+) -> Problem:
+    link, earlier = links[index], links[:index]
+    later = next((other for other in links[index + 1 :] if _meets(other.gives, need)), None)
+    alike = next((other for other in reversed(earlier) if _alike(other.gives, need.type)), None)
+    message = f"`{link.use}` needs {need.type.__name__}"
+    if later is not None:
+        message += f", which slot `{later.slot}` gives only after it"
+        place = places.key(("stages", later.slot))
+        hint = f"move slot `{later.slot}` ({place}) before `{link.slot}`"
+    elif alike is not None and alike.gives is not None:
+        message += f", but slot `{alike.slot}` ({alike.use}) gives {alike.gives.__name__}"
+        hint = _exchange(need, link, alike, earlier, registry)
+    else:
+        message += ", which no slot before it gives"
+        givers = _givers(need, registry)
+        hint = f"stages that give it: {', '.join(givers)}" if givers else ""
+    location = places.value(("stages", link.slot, "use"))
+    return Problem(message=message, key=f"{link.slot}.use", hint=hint, location=location)
+
+
+def _alike(given: type | None, wanted: type) -> bool:
+    """Whether both are for the same role: they share a base that means something."""
+    return given is not None and bool(set(given.__mro__) & set(wanted.__mro__) - _NO_ROLE)
+
+
+def _exchange(
+    need: Need, link: SlotType, alike: SlotType, earlier: Sequence[SlotType], registry: Registry
+) -> str:
+    here = [
+        name
+        for name, kind in _loaded(registry).items()
+        if kind_of(name) == kind_of(link.use) and name != link.use and _fits(kind, earlier)
+    ]
+    there = _givers(need, registry)
+    parts = [f"`{link.slot}` can be {' or '.join(here)}"] if here else []
+    parts += [f"`{alike.slot}` can be {' or '.join(there)}"] if there else []
+    return ", or ".join(parts)
+
+
+def _fits(kind: type, earlier: Sequence[SlotType]) -> bool:
+    return all(need.optional or _producer(need, earlier) is not None for need in needs(kind))
+
+
+def _givers(need: Need, registry: Registry) -> list[str]:
+    return [name for name, kind in _loaded(registry).items() if _meets(gives(kind), need)]
+
+
+def _loaded(registry: Registry) -> Mapping[str, type]:
+    """The installed stages that load."""
+    found = {}
+    for name in registry.names():
+        with contextlib.suppress(PluginError):
+            found[name] = registry.load(name)
+    return found

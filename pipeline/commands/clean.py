@@ -1,0 +1,85 @@
+"""`pipe clean`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pipeline.commands.completion import RUN
+
+if TYPE_CHECKING:
+    from pipeline.execution.clean import Finding
+
+
+@click.command("clean")
+@click.argument(
+    "runs", metavar="[RUN]...", nargs=-1, type=click.Path(path_type=Path), shell_complete=RUN
+)
+@click.option("--yes", is_flag=True, help="Remove what is listed.")
+@click.option(
+    "--all-checkpoints",
+    is_flag=True,
+    help="Of runs whose model is exported, all checkpoints, the last too.",
+)
+def clean(runs: tuple[Path, ...], yes: bool, all_checkpoints: bool) -> None:
+    """List what of runs is not needed any more, or remove it with --yes.
+
+    That is what dead processes have left, and of a finished run all checkpoints but the newest, the
+    one that was exported, and those that keep_every and keep_best keep. Exports, reports, logs and
+    measurements stay, and so does all of a run that is under way. Without RUN: all in ./runs.
+    Exit code 1 if something could not be looked at or removed.
+    """
+    from pipeline.errors import PipeError, UsageError
+    from pipeline.execution import rundir
+    from pipeline.utils.text import human, plural
+
+    folders = [rundir.existing(run) for run in runs] or sorted(
+        file.parent for file in Path("runs").glob(f"*/{rundir.RECIPE}")
+    )
+    if not folders:
+        raise UsageError("there is no run in runs", hint="name the folder of a run")
+    found = [_show(folder, _look(folder, yes, all_checkpoints)) for folder in folders]
+    waste = [one for finding in found for one in finding.waste]
+    total = f"{plural(len(waste), 'item')}, {human(sum(one.size for one in waste))}"
+    ending = "" if yes or not waste else "; --yes removes them"
+    click.echo(f"{'removed ' if yes else ''}{total}{ending}")
+    failures = sum(len(finding.failures) for finding in found)
+    if failures:
+        raise PipeError(f"{plural(failures, 'failure')}: see above")
+
+
+def _look(folder: Path, yes: bool, all_checkpoints: bool) -> Finding:
+    """Return what was found, or removed. A run that is in use is noted, any other
+    error is a failure."""
+    from pipeline.errors import PipeError, RunLocked, in_words
+    from pipeline.execution import clean, rundir
+
+    try:
+        if yes:
+            return clean.clean(folder, all_checkpoints=all_checkpoints)
+        if rundir.is_locked(folder):
+            return clean.Finding(notes=("is under way: all of it stays",))
+        return clean.find(folder, all_checkpoints=all_checkpoints)
+    except RunLocked as error:
+        return clean.Finding(notes=(in_words(error),))
+    except (PipeError, OSError) as error:
+        return clean.Finding(failures=(in_words(error),))
+
+
+def _show(folder: Path, finding: Finding) -> Finding:
+    from pipeline.utils.text import align, human
+
+    notes = (*finding.notes, *finding.failures)
+    if finding.waste or notes:
+        click.echo(f"{folder}:")
+    rows = [
+        (f"  {human(one.size)}", str(one.path.relative_to(folder)), one.why)
+        for one in finding.waste
+    ]
+    for line in align(rows, left=3):
+        click.echo(line)
+    for note in notes:
+        click.echo(f"  {note}")
+    return finding

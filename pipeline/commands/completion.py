@@ -1,0 +1,168 @@
+"""Completion in shells: `pipe completion`, and what arguments can be completed to.
+
+Shells call `pipe` itself for this (click's mechanism), so all of it has to be fast and silent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin
+
+import click
+from click.shell_completion import CompletionItem, get_completion_class
+
+if TYPE_CHECKING:
+    from pipeline.chain.registry import Registry
+
+Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
+MOST_RUNS = 50
+SHELLS = ("bash", "zsh", "fish")
+NO_SPACE = (
+    "    return 0\n",
+    "    [[ ${#COMPREPLY[@]} -eq 1 && ${COMPREPLY[0]} == *[=/] ]] && compopt -o nospace\n"
+    "    return 0\n",
+)
+"""Where click's function for bash ends, and that end without a space behind a key or a folder."""
+
+
+@click.command("completion")
+@click.argument("shell", type=click.Choice(SHELLS))
+def completion(shell: str) -> None:
+    """Print the lines that make SHELL complete `pipe`.
+
+    For bash: eval "$(pipe completion bash)" in ~/.bashrc. Completed are commands, options, recipes,
+    runs, stages, and the keys and values of overrides.
+    """
+    kind = get_completion_class(shell)
+    assert kind is not None
+    from pipeline.cli import main
+
+    source = kind(main, {}, "pipe", "_PIPE_COMPLETE").source()
+    click.echo(source.replace(*NO_SPACE) if shell == "bash" else source)
+
+
+def _quietly(found: Callable[[click.Context, str], Iterator[str]]) -> Complete:
+    """Return a function of click's that offers what `found` yields and begins as typed; nothing if
+    it fails."""
+
+    def complete(
+        context: click.Context, parameter: click.Parameter, typed: str
+    ) -> list[CompletionItem]:
+        with contextlib.suppress(Exception):
+            return [CompletionItem(one) for one in found(context, typed) if one.startswith(typed)]
+        return []
+
+    return complete
+
+
+def _runs(context: click.Context, typed: str) -> Iterator[str]:
+    head, folder = _folder_in(typed if "/" in typed else "runs/")
+    found = sorted(folder.glob("*/recipe.yaml"), key=lambda file: -file.stat().st_mtime)
+    yield from (f"{head}{file.parent.name}" for file in found[:MOST_RUNS])
+    runs = {f"{head}{file.parent.name}/" for file in found}
+    yield from (folder for folder in _folders(typed) if folder not in runs)
+
+
+def _recipes(context: click.Context, typed: str) -> Iterator[str]:
+    head, folder = _folder_in(typed)
+    files = sorted(one.name for one in folder.iterdir() if one.suffix in (".yaml", ".yml"))
+    yield from (f"{head}{name}" for name in files)
+    yield from _folders(typed)
+
+
+def _folders(typed: str) -> Iterator[str]:
+    head, folder = _folder_in(typed)
+    names = sorted(one.name for one in folder.iterdir() if one.is_dir() and one.name[:1] != ".")
+    yield from (f"{head}{name}/" for name in names)
+
+
+def _folder_in(typed: str) -> tuple[str, Path]:
+    """Return the part of a path up to its last slash, as it was typed, and the folder it names."""
+    head = typed[: typed.rfind("/") + 1]
+    return head, Path(head).expanduser()
+
+
+def _stages(context: click.Context, typed: str) -> Iterator[str]:
+    from pipeline.chain.registry import Registry
+
+    yield from (entry.name for entry in Registry.installed().entries())
+
+
+def _shipped(context: click.Context, typed: str) -> Iterator[str]:
+    from pipeline.recipe.shipped import shipped
+
+    yield from shipped()
+
+
+def _overrides(context: click.Context, typed: str) -> Iterator[str]:
+    """Yield `slot.field=` for every field of the recipe's stages, and the values of a field whose
+    values are known."""
+    from pipeline.chain.registry import Registry
+    from pipeline.execution import rundir
+    from pipeline.recipe import read_recipe
+    from pipeline.recipe.launch import Launch
+
+    named = Path(context.params.get("recipe") or context.params["run_dir"])
+    recipe, _ = read_recipe(named / rundir.RECIPE if named.is_dir() else named)
+    if recipe is None:
+        return
+    registry = Registry.installed()
+    kinds = dict(_fields("launch", Launch))
+    for slot, spec in recipe.stages.items():
+        kinds |= _fields(slot, registry.load(spec.use))
+        kinds[f"{slot}.use"] = Literal[tuple(_alternatives(spec.use, registry))]
+    key, head = _key_in(typed, context.params.get("overrides") or ())
+    if key is None:
+        yield from (f"{path}=" for path in kinds)
+    elif key in kinds:
+        yield from (f"{head}{value}" for value in _values(kinds[key]))
+
+
+def _key_in(typed: str, earlier: Sequence[str]) -> tuple[str | None, str]:
+    """Return the key whose value is being typed, None before the `=`, and what of it belongs to the
+    word: bash takes `key`, `=` and the value for three words, and click leaves an `=` out that is
+    the last one."""
+    key, given, _ = typed.partition("=")
+    if given:
+        return key, f"{key}="
+    before, last = ("", "", *earlier)[-2:]
+    if last == "=":
+        return before, ""
+    if last and "=" not in last and before != "=":
+        return last, ""
+    return None, ""
+
+
+def _fields(slot: str, owner: type) -> Iterator[tuple[str, Any]]:
+    """Yield `slot.field` and its type for the fields of a dataclass."""
+    from typing import get_type_hints
+
+    kinds = get_type_hints(owner)
+    for name in getattr(owner, "__dataclass_fields__", ()):
+        yield f"{slot}.{name}", kinds[name]
+
+
+def _alternatives(use: str, registry: Registry) -> list[str]:
+    """Return the stages of the same kind."""
+    kind = use.partition(".")[0]
+    return [one.name for one in registry.entries() if one.name.startswith(f"{kind}.")]
+
+
+def _values(kind: Any) -> Iterator[str]:
+    """Yield the values of a type as they are written in a recipe, if there are few."""
+    if kind is bool:
+        yield from ("true", "false")
+    elif kind is type(None):
+        yield "null"
+    elif get_origin(kind) is Literal:
+        yield from map(str, get_args(kind))
+    elif get_origin(kind) in (Union, types.UnionType):
+        for inner in get_args(kind):
+            yield from _values(inner)
+
+
+RUN, RECIPE, STAGE = _quietly(_runs), _quietly(_recipes), _quietly(_stages)
+SHIPPED, OVERRIDE = _quietly(_shipped), _quietly(_overrides)

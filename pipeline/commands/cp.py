@@ -1,0 +1,54 @@
+"""`pipe cp`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import click
+
+from pipeline.commands.completion import SHIPPED
+
+
+@click.command("cp")
+@click.argument("name", required=False, shell_complete=SHIPPED)
+@click.argument("to", type=click.Path(path_type=Path), default=".")
+def cp(name: str | None, to: Path) -> None:
+    """Copy the shipped recipe NAME, and those it extends, into the folder TO (by default this one).
+
+    Without NAME, list the recipes.
+    """
+    from pipeline.errors import UsageError, system_errors_as
+    from pipeline.recipe.shipped import absent_files, shipped, shipped_recipe
+    from pipeline.utils.text import align
+
+    if name is None:
+        rows = [(known, _summary(file)) for known, file in shipped().items()]
+        click.echo("\n".join(align(rows, left=2)))
+        return
+    from pipeline.recipe import load_recipe
+
+    file = shipped_recipe(name)
+    with system_errors_as(UsageError):
+        to.mkdir(parents=True, exist_ok=True)
+        for source in load_recipe(file).source_files:
+            target = to / source.name
+            if target.exists() and target.read_bytes() != source.read_bytes():
+                raise UsageError(f"{target} is there already, and is another file")
+            shutil.copyfile(source, target)
+            click.echo(target)
+    absent = absent_files(load_recipe(to / file.name), to)
+    if absent:
+        names = ", ".join(map(str, absent))
+        click.echo(f"not there yet: {names}; put them there, or name your own", err=True)
+    click.echo(f"paths in it are relative to it; next: pipe check {to / file.name}", err=True)
+
+
+def _summary(file: Path) -> str:
+    """Return the first sentence of the comment that a recipe begins with."""
+    lines = []
+    for line in file.read_text("utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.removeprefix("#").strip())
+    return " ".join(" ".join(lines).split()).partition(". ")[0].partition("; ")[0]

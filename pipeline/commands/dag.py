@@ -1,0 +1,69 @@
+"""`pipe dag`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pipeline.commands.completion import OVERRIDE, RECIPE
+
+if TYPE_CHECKING:
+    from pipeline.chain.plan import Plan
+
+
+@click.command("dag")
+@click.argument("recipe", type=click.Path(path_type=Path), shell_complete=RECIPE)
+@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
+@click.option(
+    "--format", "form", type=click.Choice(["text", "mermaid", "json"]), default="text",
+    show_default=True,
+)  # fmt: skip
+def dag(recipe: Path, overrides: tuple[str, ...], form: str) -> None:
+    """Show which slot of RECIPE reads the result of which.
+
+    RECIPE is a file, or a run's folder. Mermaid's text is drawn by GitHub, GitLab and mkdocs.
+    """
+    from pipeline.chain.plan import plan_file
+    from pipeline.execution import rundir
+
+    plan = plan_file(recipe / rundir.RECIPE if recipe.is_dir() else recipe, overrides)
+    drawn = {"text": _text, "mermaid": _mermaid, "json": _json}[form]
+    click.echo("\n".join(drawn(plan)))
+
+
+def _text(plan: Plan) -> Iterator[str]:
+    from pipeline.utils.text import align
+
+    rows = [("slot", "stage", "reads", "gives")]
+    for step in plan.steps:
+        reads = ", ".join(slot for slot in step.inputs.values() if slot is not None)
+        rows.append((step.slot, step.use, reads, "" if step.gives is None else step.gives.__name__))
+    return align(rows, left=4)
+
+
+def _mermaid(plan: Plan) -> Iterator[str]:
+    yield "flowchart LR"
+    for step in plan.steps:
+        yield f'  {step.slot}["{step.slot}<br><small>{step.use}</small>"]'
+    for step in plan.steps:
+        for slot in dict.fromkeys(filter(None, step.inputs.values())):
+            given = next(other.gives for other in plan.steps if other.slot == slot)
+            assert given is not None
+            yield f"  {slot} -- {given.__name__} --> {step.slot}"
+
+
+def _json(plan: Plan) -> Iterator[str]:
+    slots = [
+        {
+            "slot": step.slot,
+            "use": step.use,
+            "inputs": dict(step.inputs),
+            "gives": step.gives and step.gives.__name__,
+        }
+        for step in plan.steps
+    ]
+    yield json.dumps({"schema_version": 1, "name": plan.recipe.name, "slots": slots}, indent=1)

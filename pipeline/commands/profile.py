@@ -1,0 +1,86 @@
+"""`pipe profile`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.commands.completion import OVERRIDE, RECIPE
+from pipeline.commands.display import display_options
+from pipeline.commands.trust import trust_options
+
+if TYPE_CHECKING:
+    from pipeline.chain.plan import Plan, Started
+    from pipeline.view.screen import Display
+
+SHARES = ("compute", "communication", "data", "idle")
+
+
+def _steps(context: click.Context, parameter: click.Parameter, text: str) -> tuple[int, ...]:
+    found = re.fullmatch(r"([1-9]\d{0,5})(?:-([1-9]\d{0,5}))?", text)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+    if not first <= last < first + 20:
+        raise click.BadParameter(f"{text} is no step, and no range of at most 20, as in 4-6")
+    return tuple(range(first, last + 1))
+
+
+@click.command("profile")
+@click.argument("recipe", type=click.Path(path_type=Path), shell_complete=RECIPE)
+@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
+@click.option("--steps", callback=_steps, default="4-6", show_default=True, help="Steps to record.")
+@click.option("--run-dir", type=click.Path(path_type=Path), help="The folder to make.")
+@display_options
+@trust_options
+def profile(
+    recipe: Path,
+    overrides: tuple[str, ...],
+    steps: tuple[int, ...],
+    run_dir: Path | None,
+    display: Display,
+) -> None:
+    """Train RECIPE for a few steps under torch.profiler, and say what their time went to.
+
+    Each rank leaves a trace for https://ui.perfetto.dev and, on GPUs, a snapshot of its memory, in
+    the folder `profile` of the run.
+    """
+    from pipeline.bench.profiled import profiled_recipe
+    from pipeline.chain.plan import plan_file
+    from pipeline.distributed.launchers import require_no_launcher
+    from pipeline.errors import UsageError, system_errors_as
+    from pipeline.execution import rundir
+    from pipeline.execution.metrics import records
+    from pipeline.launch.start import Job, start
+    from pipeline.utils.files import replace_text
+
+    require_no_launcher("pipe profile")
+    original = plan_file(recipe, overrides, here=True)
+    runs = Path("runs")
+    if run_dir is not None and (run_dir / rundir.RECIPE).exists():
+        raise UsageError(f"{run_dir} already holds a run", hint="name a new folder")
+    folder = rundir.claim(run_dir) if run_dir else rundir.create(runs, "profile")
+    with system_errors_as(UsageError):
+        file = folder / "profile.yaml"
+        replace_text(file, profiled_recipe(original, steps))
+
+    def plan(started: Started) -> Plan:
+        return plan_file(file, here=True, started=started)
+
+    start(Job(plan=plan, folder=lambda _: folder.resolve(), display=display))
+    recorded = [one for one in records(folder / rundir.METRICS) if one.get("profiled")]
+    click.echo("\n".join(_table(recorded)))
+    click.echo(f"traces: {folder / 'profile'}")
+
+
+def _table(recorded: list[dict[str, Any]]) -> Iterator[str]:
+    from pipeline.utils.text import align
+
+    rows = [["step", "seconds", *SHARES]]
+    for record in recorded:
+        shares = [record.get(f"{name}_share") for name in SHARES]
+        cells = ["?" if share is None else f"{share:.1%}" for share in shares]
+        rows.append([str(record["step"]), f"{record['step_seconds']:.3f}", *cells])
+    return align(rows, left=0)

@@ -1,0 +1,50 @@
+"""`pipe track`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from pipeline.commands.completion import OVERRIDE, RUN
+
+
+@click.command("track")
+@click.argument("run", metavar="RUN", type=click.Path(path_type=Path), shell_complete=RUN)
+@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
+def track(run: Path, overrides: tuple[str, ...]) -> None:
+    """Send what the trackers of RUN have not been sent yet.
+
+    For runs on machines without a network, and where a run has ended before everything was sent.
+    OVERRIDES change the run's recipe for this command, as in track.mode=online.
+    """
+    from pipeline.chain.plan import plan_file, require_sound
+    from pipeline.errors import PipeError, UsageError
+    from pipeline.execution import rundir
+    from pipeline.track.contract import TrackerStage
+    from pipeline.track.feeder import facts_of, failure, feeders
+    from pipeline.utils.text import plural
+    from pipeline.view.history import read_history
+
+    folder = rundir.existing(run)
+    state = read_history(folder).state
+    if state == "running":
+        raise UsageError(f"{folder} is under way, and is sent while it runs")
+    plan = plan_file(folder / rundir.RECIPE, overrides, ran=True)
+    require_sound(plan, TrackerStage)
+    found = feeders(folder, plan)
+    if not found:
+        hint = "name one in the recipe, as in `track: {use: track.sqlite, file: runs.sqlite}`"
+        raise UsageError(f"the recipe of {folder} has no tracker", hint=hint)
+    failures = []
+    for slot, feeder in found.items():
+        try:
+            with feeder.alone():  # the run's own may still be at work
+                feeder.open(facts_of(folder, plan.recipe))
+                feeder.close(state)
+        except Exception as error:
+            failures.append(f"{slot}: {failure(folder, slot, error)}")
+        else:
+            click.echo(f"{slot}: {plural(feeder.steps, 'step')} sent")
+    if failures:
+        raise PipeError("\n".join(failures))

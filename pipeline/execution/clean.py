@@ -1,0 +1,184 @@
+"""The files in a run's folder that nobody needs any more, and their removal.
+
+Nothing outside the folder is looked at, and no link is followed. A checkpoint gets another name
+before its files go, so a removal that is cut short leaves a run as it is before or after it, and
+something left over for the next.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.checkpoint import Retention, location
+from pipeline.checkpoint.local_store import LocalStore, is_leftover
+from pipeline.checkpoint.retention import unneeded
+from pipeline.contracts.export import ExportedModel
+from pipeline.errors import PipeError, in_words
+from pipeline.execution import rundir
+from pipeline.execution.export_recipe import EXPORTS
+from pipeline.execution.journal import Journal
+
+if TYPE_CHECKING:
+    from pipeline.chain.plan import Plan
+
+SUPERSEDED, LEFT_OVER, LAST = "superseded", "left over", "exported"
+TEMPORARY = ("*.tmp", ".offload-*", "*.partial")
+"""Names in a run's folder of files that a later step replaces or removes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waste:
+    """A file or folder that can be removed."""
+
+    path: Path
+    why: str
+    size: int
+
+    def remove(self) -> None:
+        """Remove it. Raises OSError."""
+        if self.why != LEFT_OVER:
+            LocalStore(self.path.parent).delete(self.path.name)
+        elif self.path.is_dir():
+            shutil.rmtree(self.path)
+        else:
+            self.path.unlink()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """The files of a run that can be removed or have been, and why others stay."""
+
+    waste: tuple[Waste, ...] = ()
+    notes: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()
+    """Reasons for which files that should have gone have stayed."""
+
+
+def find(folder: Path, *, all_checkpoints: bool = False) -> Finding:
+    """Look at a run that nobody works on. With `all_checkpoints`, the last one goes too, if the
+    run's model is exported. Raises JournalDamaged."""
+    if _is_exported_from(folder):
+        return Finding(notes=("is being exported: all of it stays",))
+    journal = Journal(folder / rundir.JOURNAL)
+    finished = journal.ended_well()
+    place = folder / location.DEFAULT
+    notes = [] if finished else ["has not finished: its checkpoints stay"]
+    elsewhere = _elsewhere(folder, place)
+    if elsewhere:
+        return Finding(waste=(*_temporary(folder, finished=finished),), notes=(elsewhere,))
+    found = [*_temporary(folder, finished=finished), *_leftovers(place)]
+    if finished:
+        plan, problem = _plan(folder)
+        if plan is None:
+            notes.append(f"its checkpoints stay: {problem}")
+        else:
+            exported = _is_exported(plan, journal)
+            if all_checkpoints and not exported:
+                notes.append("its last checkpoint stays: there is no export of it")
+            found += _checkpoints(place, plan, journal, everything=all_checkpoints and exported)
+    return Finding(waste=tuple(found), notes=tuple(notes))
+
+
+def clean(folder: Path, *, all_checkpoints: bool = False) -> Finding:
+    """Remove what `find` finds, and return what has gone and what has not. Raises RunLocked for a
+    run that is under way, and JournalDamaged."""
+    with rundir.locked(folder):
+        found = find(folder, all_checkpoints=all_checkpoints)
+        gone, failures = [], []
+        for waste in found.waste:
+            if _is_exported_from(folder):
+                failures.append("an export has begun: the rest stays")
+                break
+            try:
+                waste.remove()
+            except OSError as error:
+                name = waste.path.relative_to(folder)
+                failures.append(f"{name} could not be removed: {in_words(error)}")
+            else:
+                gone.append(waste)
+    return Finding(waste=tuple(gone), notes=found.notes, failures=tuple(failures))
+
+
+def _is_exported_from(folder: Path) -> bool:
+    return any(rundir.is_locked(job) for job in (folder / EXPORTS).glob("*"))
+
+
+def _elsewhere(folder: Path, place: Path) -> str:
+    """Say where checkpoints are that are not in the run's folder; empty if they are."""
+    known = location.known(folder)
+    if known is not None and known != str(place):
+        return f"its checkpoints are not in its folder, and stay: {known}"
+    return f"its checkpoints stay: {place} is a link" if place.is_symlink() else ""
+
+
+def _temporary(folder: Path, *, finished: bool) -> Iterator[Waste]:
+    """Yield what was left in the folder itself; an unfinished run goes on from partial exports."""
+    for pattern in TEMPORARY if finished else TEMPORARY[:1]:
+        for path in sorted(folder.glob(pattern)):
+            if not path.is_symlink():
+                yield _waste(path, LEFT_OVER)
+
+
+def _leftovers(place: Path) -> Iterator[Waste]:
+    """Yield what was left of writes and removals of checkpoints that were cut short."""
+    for path in sorted(place.iterdir()) if place.is_dir() else ():
+        if is_leftover(path.name) and not path.is_symlink():
+            yield _waste(path, LEFT_OVER)
+
+
+def _checkpoints(place: Path, plan: Plan, journal: Journal, *, everything: bool) -> Iterator[Waste]:
+    """Yield the checkpoints that a finished run does not need."""
+    store = LocalStore(place)
+    kept = {Path(name).name for name in _named(journal)}
+    rules = _retention(plan)
+    superseded = {name for name in unneeded(store, rules) if name not in kept}
+    for name in store.names():
+        path = place / name
+        if not path.is_symlink() and (everything or name in superseded):
+            yield _waste(path, SUPERSEDED if name in superseded else LAST)
+
+
+def _named(journal: Journal) -> Iterator[str]:
+    """Yield the texts in the records of results, such as the checkpoint that was trained."""
+    for done in journal.finished().values():
+        yield from (value for value in (done.record or {}).values() if isinstance(value, str))
+
+
+def _retention(plan: Plan) -> Retention:
+    """Return the rules of the recipe's checkpoint stage, with one newest in place of several."""
+    given = (getattr(step.stage, "retention", None) for step in plan.steps)
+    rules = next((found for found in given if isinstance(found, Retention)), Retention())
+    return rules.model_copy(update={"last": 1})
+
+
+def _plan(folder: Path) -> tuple[Plan | None, str]:
+    from pipeline.chain.plan import make_plan
+    from pipeline.recipe import load_recipe
+
+    try:
+        return make_plan(load_recipe(folder / rundir.RECIPE), ran=True), ""
+    except PipeError as error:
+        return None, in_words(error).splitlines()[0]
+
+
+def _is_exported(plan: Plan, journal: Journal) -> bool:
+    """Whether the run's model lies on this machine, with all its files."""
+    finished: Mapping[str, Any] = journal.finished()
+    for step in plan.steps:
+        if step.gives is not None and issubclass(step.gives, ExportedModel):
+            done = finished.get(step.slot)
+            try:
+                ExportedModel.restore(done.record if done else {})
+            except (PipeError, KeyError, TypeError):
+                continue
+            return True
+    return False
+
+
+def _waste(path: Path, why: str) -> Waste:
+    inside = path.rglob("*") if path.is_dir() else iter(())
+    return Waste(path=path, why=why, size=sum(one.lstat().st_size for one in (path, *inside)))

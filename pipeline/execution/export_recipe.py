@@ -1,0 +1,209 @@
+"""The recipe of an export after the fact: a run's own, with its training replaced by a checkpoint.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline.chain.registry import Registry
+from pipeline.chain.wiring import SlotType, inputs
+from pipeline.checkpoint import location
+from pipeline.checkpoint.retention import best_of
+from pipeline.checkpoint.store import step_number
+from pipeline.contracts.export import ExportedModel
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.tensors import Weights
+from pipeline.contracts.training import TrainedRun
+from pipeline.errors import PluginError, UsageError, system_errors_as
+from pipeline.execution import rundir
+from pipeline.execution.journal import Journal
+from pipeline.recipe import load_recipe
+from pipeline.recipe.dump import render
+
+EXPORT = "export"
+"""The default folder of an export in its run."""
+EXPORTS = "exports"
+"""Folder of a run with a job, which is locked like a run, for each later export of it."""
+Slots = dict[str, dict[str, Any]]
+
+
+class Choice(NamedTuple):
+    """A checkpoint (path or address), the run that saved it, the model to use instead of the run's,
+    the folder to write, and the folder of the export's own log and journal."""
+
+    checkpoint: str
+    run: Path | None
+    model: str | None
+    folder: Path
+    job: Path
+
+
+def chosen(source: str, *, step: str | None, model: str | None, to: Path | None) -> Choice:
+    """Find the checkpoint and its run. Raises UsageError."""
+    run = None
+    if "://" not in source:
+        source = str(Path(source).resolve())  # the recipe that names it lies elsewhere
+        run = _run(Path(source))
+    if run is not None and str(run) == source:
+        checkpoint = _checkpoint(source, step)
+        name = EXPORT if step is None else f"{EXPORT}-{step if step == 'best' else f'step-{step}'}"
+        folder = (to or run / name).absolute()
+        return Choice(checkpoint, run, model, folder, _job(run, folder))
+    if step is not None:
+        raise UsageError(f"--step is for a run; {source} is one checkpoint")
+    if "://" not in source and not Path(source).is_dir():
+        raise UsageError(f"no such folder: {source}")
+    if run is None and model is None:
+        raise UsageError(
+            f"{source} does not lie in a run, so its architecture is not known",
+            hint="--model names the model that was trained from",
+        )
+    if to is None:
+        raise UsageError("--to is missing: the folder to write")
+    folder = to.absolute()
+    return Choice(source, run, model, folder, _job(run, folder))
+
+
+def _job(run: Path | None, folder: Path) -> Path:
+    """Folder of the export's own journal: in the run, where `pipe clean` sees it, or beside the
+    export where that cannot be written."""
+    if run is not None and os.access(run, os.W_OK):
+        elsewhere = (
+            "" if folder.parent == run else f"-{sha256(os.fsencode(folder)).hexdigest()[:8]}"
+        )
+        return run / EXPORTS / f"{folder.name}{elsewhere}"
+    return folder.with_name(f"{folder.name}.job")
+
+
+def _run(folder: Path) -> Path | None:
+    """The run that `folder` is, or that has saved it."""
+    if (folder / rundir.RECIPE).is_file():
+        return folder
+    saver = folder.parent.parent
+    ours = step_number(folder.name) is not None and (saver / rundir.RECIPE).is_file()
+    place = location.known(saver) if ours else None
+    return saver if place and Path(place).resolve() == folder.parent else None
+
+
+def _checkpoint(run: str, step: str | None) -> str:
+    """Address of the run's checkpoint of a step, the best or the newest."""
+    store, name = location.find(run)
+    with system_errors_as(UsageError):
+        names = store.names()
+        if step is None:
+            return store.locate(name or names[-1])
+        if step == "best":
+            for best in best_of(store, names, 1):
+                return store.locate(best)
+            raise UsageError(f"no checkpoint of {run} has a loss on held-out data")
+        name = f"step-{step:0>8}"
+        if name not in names:
+            there = ", ".join(str(step_number(one)) for one in names)
+            raise UsageError(f"{run} has no checkpoint of step {step[:40]}; there are {there}")
+        return store.locate(name)
+
+
+def recipe_text(choice: Choice, settings: Mapping[str, Any], procs: int) -> str:
+    """The recipe as YAML, with `settings` of the export slot. Raises PipeError."""
+    trained = {"use": Registry.installed().giving(TrainedRun), "checkpoint": choice.checkpoint}
+    if choice.run is not None:
+        recipe = load_recipe(choice.run / rundir.RECIPE)
+        content = recipe.public()
+        slots = _kept(recipe.name, content["stages"], trained)
+        if choice.model is not None:  # an adapter on the run's model stays
+            source = next(link.slot for link in _links(slots) if _gives(link, ModelSource))
+            slots[source] = _model(choice.model)
+        name, seed, env = recipe.name, recipe.seed, content.get("env", [])
+    else:
+        assert choice.model is not None
+        slots = {"model": _model(choice.model), "train": trained}
+        name, seed, env = choice.folder.name, 0, []
+    export = _completed(slots)
+    slots[export] = {**slots[export], "folder": str(choice.folder), **settings}
+    launch = {"procs": procs, "device": "cpu"}
+    return render({"name": name, "seed": seed, "env": env, "launch": launch, "stages": slots})
+
+
+def _kept(recipe: str, content: Mapping[str, Any], trained: dict[str, Any]) -> Slots:
+    """The slots that the export needs, with `trained` in place of the one that trains."""
+    links = list(_links(content))
+    ends = [link.slot for link in links if _gives(link, ExportedModel)][-1:]
+    kept = set(ends or (link.slot for link in links if _gives(link, ModelSource | TrainedRun)))
+    slots: Slots = {}
+    for number, link in reversed(list(enumerate(links))):
+        if link.slot in kept and _gives(link, TrainedRun):
+            slots[link.slot] = dict(trained)
+        elif link.slot in kept:
+            slots[link.slot] = dict(content[link.slot])
+            found = inputs(links, number) if link.kind is not None else {}
+            kept |= {slot for slot in found.values() if slot is not None}
+    if trained not in slots.values():
+        raise UsageError(f"recipe `{recipe}` has no slot that trains")
+    return dict(reversed(slots.items()))
+
+
+def _completed(slots: Slots) -> str:
+    """Add the slots that an export needs to `slots`; return the name of the slot that exports."""
+    stages, links = Registry.installed(), list(_links(slots))
+    for link in links:
+        spec, changes = slots[link.slot], getattr(link.kind, "for_export", {})
+        spec |= {key: value for key, value in changes.items() if key in spec}
+    found = [link.slot for link in links if _gives(link, ExportedModel)]
+    last = found[-1] if found else _free("export", slots)
+    exporter = slots.pop(last, None)
+    if not any(_gives(link, Weights) for link in links):
+        slots[_free("consolidate", slots)] = {"use": stages.giving(Weights, TrainedRun)}
+    slots[last] = exporter or {"use": stages.giving(ExportedModel, Weights, ModelSource)}
+    return last
+
+
+def _free(name: str, slots: Slots) -> str:
+    return name if name not in slots else _free(f"{name}_", slots)
+
+
+def exports_of(run: Path) -> list[Path]:
+    """The folders that a run has exported to; for slots that have not finished, the recipe's.
+    Raises UsageError, JournalDamaged."""
+    stages = load_recipe(run / rundir.RECIPE).public()["stages"]
+    slots = [link.slot for link in _links(stages) if _gives(link, ExportedModel)]
+    if not slots:
+        raise UsageError(f"{run} exports nothing", hint="pipe export writes one")
+    finished = Journal(run / rundir.JOURNAL).finished().items()
+    records = {slot: done.record or {} for slot, done in finished}
+    named = (records.get(slot, {}).get("folder") or stages[slot].get("folder") for slot in slots)
+    return [Path(folder or run / EXPORT).expanduser() for folder in named]
+
+
+def _links(slots: Mapping[str, Any]) -> Iterator[SlotType]:
+    """The slots with their stages' classes; None for a stage that cannot be loaded any more."""
+    registry = Registry.installed()
+    for slot, spec in slots.items():
+        kind = None
+        with contextlib.suppress(PluginError, KeyError):
+            kind = registry.load(spec["use"])
+        yield SlotType(slot=slot, use=spec["use"], kind=kind)
+
+
+def _gives(link: SlotType, kinds: Any) -> bool:
+    return link.gives is not None and issubclass(link.gives, kinds)
+
+
+def _model(text: str) -> dict[str, Any]:
+    """A model slot: a local path, or a hub id with its revision."""
+    use, path = Registry.installed().giving(ModelSource), Path(text).expanduser()
+    if path.exists():
+        return {"use": use, "path": str(path.absolute())}
+    repo, mark, revision = text.partition("@")
+    if not mark:
+        raise UsageError(
+            f"--model: {text} is neither a path nor a hub id with its revision",
+            hint="for a hub id: --model ID@COMMIT",
+        )
+    return {"use": use, "path": repo, "revision": revision}

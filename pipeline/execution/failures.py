@@ -1,0 +1,216 @@
+"""Reports of failed ranks, and the choice of the one that is shown.
+
+failures/rank-N.json is for the launching process, failures/rank-N.txt is the traceback. Where a GPU
+had no memory left, rank-N.memory.json.gz and rank-N.memory.txt say what held it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeline.errors import (
+    PipeError,
+    Restart,
+    ResumeRefused,
+    RunFailed,
+    in_words,
+    is_expected,
+)
+from pipeline.utils.files import private_folder, replace_text
+from pipeline.utils.terminal import shown
+
+FOLDER = "failures"
+SPARE = "PIPE_FAILURES"
+"""Environment variable: a file of the launcher's, in memory, for reports that the disk refuses."""
+MOST_LINES = 12
+"""Lines of an error's message that are kept; libraries append whole native stacks to theirs."""
+
+
+class Exit(NamedTuple):
+    """Exit code of a rank's process that ended by itself; a negative code is a signal's number."""
+
+    rank: int
+    code: int
+
+
+def clear(run_dir: Path) -> None:
+    """Forget the failures of an earlier start."""
+    shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
+
+
+def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
+    """Write this rank's error, with the time, for the launching process to read. If the run's disk
+    is full, the report goes to the launcher's file and the traceback to standard error."""
+    facts = json.dumps(
+        {
+            "time": time.time(),
+            "rank": rank,
+            "slot": slot,
+            "message": shown(describe(error)),
+            "expected": is_expected(error),
+            "refused": isinstance(error, ResumeRefused),
+            "memory": _memory(error),
+            "snapshot": _snapshot(run_dir, rank) if _memory(error) == "device" else None,
+            "restart": _restart(error),
+            "place": _place(error),
+        }
+    )
+    trace = shown("".join(traceback.format_exception(error)))
+    folder = run_dir / FOLDER
+    try:
+        private_folder(folder)
+        replace_text(folder / f"rank-{rank:05d}.json", facts + "\n")
+        replace_text(_traceback_file(run_dir, rank), trace)
+    except OSError:
+        if SPARE in os.environ:
+            with Path(os.environ[SPARE]).open("a", encoding="utf-8") as spare:
+                spare.write(facts + "\n")
+        if SPARE not in os.environ or not is_expected(error):
+            print(describe(error) if is_expected(error) else trace, file=sys.stderr)
+
+
+def _restart(error: BaseException) -> Restart:
+    """When another start may succeed. What a person need not act on may have been an accident."""
+    if isinstance(error, PipeError):
+        return error.restart
+    return "never" if is_expected(error) else "after progress"
+
+
+def _memory(error: BaseException) -> str:
+    """Kind of memory that the error is about; empty if it is about something else."""
+    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for this
+        return "device"
+    return "host" if isinstance(error, MemoryError) else ""
+
+
+def _snapshot(run_dir: Path, rank: int) -> str | None:
+    """Write what holds this rank's GPU's memory; the file's path, None where that cannot be. The
+    traceback keeps alive what the failed step had."""
+    with contextlib.suppress(Exception):  # the report of the error matters more
+        import torch
+
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            from pipeline.hardware import write_snapshot
+
+            path = private_folder(run_dir / FOLDER) / f"rank-{rank:05d}.memory.json.gz"
+            write_snapshot(path)
+            return str(path)
+    return None
+
+
+def describe(error: BaseException) -> str:
+    """The error in one paragraph; a PipeError's message stands for itself."""
+    if is_expected(error):
+        return in_words(error)
+    name = type(error).__name__
+    lines = str(error).strip().splitlines()
+    if len(lines) > MOST_LINES:
+        lines = [*lines[:MOST_LINES], "..."]
+    return f"{name}: " + "\n".join(lines) if lines else name
+
+
+def _place(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+
+
+def first(
+    run_dir: Path, exits: Sequence[Exit], slot: str | None = None, *, oom: bool = False
+) -> RunFailed:
+    """The error to show: of the rank that failed first.
+
+    `exits` are those of ranks that did not end well, earliest first, without what the launcher
+    itself brought about; `slot` is the one that was running. `oom` says whether the system has
+    killed a process here for lack of memory. A rank that died without a word comes
+    before ranks that raised, because a lost peer makes others raise, or has a library abort them.
+    """
+    reports = _reports(run_dir)
+    reported = {report["rank"] for report in reports}
+    silent = [end for end in exits if end.rank not in reported]
+    causes = [end for end in silent if end.code != -signal.SIGABRT]
+    if causes:
+        return _died(run_dir, causes[0], slot, oom)
+    if reports:
+        cause = reports[0]
+        text, memory = _raised(run_dir, cause), cause["memory"]
+        return RunFailed(text, restart=cause["restart"], memory=memory)
+    if silent:
+        return _died(run_dir, silent[0], slot, oom)
+    return RunFailed(f"the run failed without saying why\n{continuation(run_dir)}")
+
+
+def first_rank(run_dir: Path) -> int | None:
+    """The rank that raised first, as far as this machine sees the folder."""
+    return next((report["rank"] for report in _reports(run_dir)), None)
+
+
+def refused(run_dir: Path) -> bool:
+    """Whether a rank refused to go on under the recipe that it was given."""
+    return any(report["refused"] for report in _reports(run_dir))
+
+
+def _reports(run_dir: Path) -> list[dict[str, Any]]:
+    """Reports of ranks, earliest first, without incomplete ones."""
+    texts = [path.read_text("utf-8") for path in (run_dir / FOLDER).glob("rank-*.json")]
+    if SPARE in os.environ:
+        texts += Path(os.environ[SPARE]).read_text("utf-8").splitlines()
+    reports = []
+    for text in texts:
+        with contextlib.suppress(ValueError):
+            reports.append(json.loads(text))
+    return sorted(reports, key=lambda report: (report["time"], report["rank"]))
+
+
+def _died(run_dir: Path, end: Exit, slot: str | None, oom: bool) -> RunFailed:
+    where = f"in slot `{slot}`" if slot else "before the first slot"
+    killed = oom and -end.code == signal.SIGKILL
+    how = "was killed by the system, which was out of memory," if killed else manner(end.code)
+    text = (
+        f"rank {end.rank} {how} {where}\n"
+        f"  log: {run_dir}/logs/rank-{end.rank:05d}.log\n{continuation(run_dir)}"
+    )
+    return RunFailed(text, kind="died", restart="always", memory="host" if killed else "")
+
+
+def manner(code: int) -> str:
+    """Verb phrase for the end of a process with this exit code; a negative one is a signal's
+    number."""
+    if code >= 0:
+        return f"ended by itself with exit code {code}"
+    if -code == signal.SIGKILL:
+        return "was killed by SIGKILL (the system does this when memory runs out)"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def _raised(run_dir: Path, report: Mapping[str, Any]) -> str:
+    where = f"in slot `{report['slot']}`" if report["slot"] else "before the first slot"
+    lines = [f"rank {report['rank']} failed {where}: {report['message']}"]
+    if not report["expected"]:
+        lines.append(f"  at {report['place']}")
+        lines.append(f"  traceback: {_traceback_file(run_dir, report['rank'])}")
+    if report.get("snapshot"):
+        lines.append(f"  what held the memory: {report['snapshot']}")
+    return "\n".join([*lines, continuation(run_dir)])
+
+
+def _traceback_file(run_dir: Path, rank: int) -> Path:
+    return run_dir / FOLDER / f"rank-{rank:05d}.txt"
+
+
+def continuation(run_dir: Path) -> str:
+    """The line that says how to go on."""
+    return f"  continue with: pipe resume {shlex.quote(str(run_dir))}"

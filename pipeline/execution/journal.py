@@ -1,0 +1,163 @@
+"""The events of a run, one JSON object a line, from which a later process continues it.
+
+Each line ends with a checksum of the whole file up to there, so that any change of the file is an
+error. Lines of earlier versions have no checksum. Addresses inside the run's folder are written
+relative to it: a run that is moved or copied finds its own results.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_64, xxh3_64_hexdigest
+
+from pipeline.errors import JournalDamaged
+from pipeline.utils.files import opened
+
+IN_RUN = "in run"
+"""Key of an object that stands for a path inside the run's folder, and has no other key."""
+_SUM = re.compile(rb', "xxh3": "([0-9a-f]{16})"\}')
+_SUM_BYTES = len(b', "xxh3": "0123456789abcdef"}')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """A slot that ran to its end: its `digest`, and the `record` of a durable result."""
+
+    digest: str
+    record: Mapping[str, Any] | None
+
+
+class Journal:
+    """Append-only. Whoever holds the run's lock writes, and rank 0 while the ranks run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._folder = path.parent.absolute()
+
+    def write(self, event: str, **facts: Any) -> None:
+        """Append an event and force it to disk. A line that a crash cut short is removed first."""
+        record = _relative({"time": time.time(), "event": event, **facts}, str(self._folder))
+        body = json.dumps(record, allow_nan=False).encode().removesuffix(b"}")
+        with opened(self.path, "ab+") as file:
+            file.seek(0)
+            content = file.read()
+            before = _whole_lines(content)
+            file.truncate(min(len(before), len(content)))
+            checksum = xxh3_64_hexdigest(before + body)
+            file.write(before[len(content) :] + body + f', "xxh3": "{checksum}"}}\n'.encode())
+            file.flush()
+            os.fsync(file.fileno())
+
+    def events(self) -> list[dict[str, Any]]:
+        """Events in order; a last line that a crash cut short is passed over. Raises
+        JournalDamaged."""
+        return list(self._read())
+
+    def finished(self) -> dict[str, Finished]:
+        """The latest finish of every slot that was not set aside since."""
+        found: dict[str, Finished] = {}
+        for event in self._read():
+            if event["event"] == "slot finished":
+                found[event["slot"]] = Finished(digest=event["digest"], record=event["record"])
+            elif event["event"] == "slot set aside":
+                found.pop(event["slot"], None)
+        return found
+
+    def running(self) -> str | None:
+        """The slot that started last in the newest start of the run; None before the first."""
+        slot = None
+        for event in self.events():
+            if event["event"] == "run started":
+                slot = None
+            elif event["event"] == "slot started":
+                slot = event["slot"]
+        return slot
+
+    def ended_well(self) -> bool:
+        """Whether the newest event is the end of a run in which every stage finished."""
+        events = self.events()
+        return bool(events) and events[-1]["event"] == "run finished"
+
+    def _read(self) -> Iterator[dict[str, Any]]:
+        content = self.path.read_bytes() if self.path.exists() else b""
+        lines = _whole_lines(content).split(b"\n")[:-1]
+        digest, good, summed = xxh3_64(), 0, False
+        for number, line in enumerate(lines, start=1):
+            found = _SUM.fullmatch(line, max(0, len(line) - _SUM_BYTES))
+            if found:
+                digest.update(line[: found.start()])
+                if digest.hexdigest().encode() != found[1]:
+                    raise self._damaged(good + 1, number)
+                digest.update(line[found.start() :] + b"\n")
+                good, summed = number, True
+            elif summed:
+                raise self._damaged(number, number)
+            else:
+                digest.update(line + b"\n")
+            event = _parsed(line, self._folder)
+            if event is None and number < len(lines):
+                continue  # earlier versions left what a crash had cut short, and went on behind it
+            if event is None or not _is_event(event):
+                raise self._damaged(number, number)
+            yield event
+
+    def _damaged(self, first: int, last: int) -> JournalDamaged:
+        where = f"line {first}" if first == last else f"one of lines {first} to {last}"
+        file, whole = shlex.quote(str(self.path)), shlex.quote(f"{self.path}.whole")
+        return JournalDamaged(
+            f"{self.path}: {where} is not as it was written",
+            hint=f"to go on by what stands before it: head -n {first - 1} {file} > {whole} && "
+            f"mv {whole} {file}; what finished later runs again, training from its newest "
+            "checkpoint",
+        )
+
+
+def _whole_lines(content: bytes) -> bytes:
+    """Complete lines of the file. An incomplete last line, cut short by a crash, is dropped; one
+    that lacks only its newline is kept. A line with a checksum in its middle is damaged, not
+    incomplete, and stays."""
+    head, end, tail = content.rpartition(b"\n")
+    if tail and (_SUM.search(tail) or _parsed(tail, Path()) is not None):
+        return content + b"\n"
+    return head + end
+
+
+def _parsed(line: bytes, folder: Path) -> dict[str, Any] | None:
+    def absolute(value: dict[str, Any]) -> Any:
+        return str(folder / str(value[IN_RUN])) if value.keys() == {IN_RUN} else value
+
+    try:
+        record = json.loads(line, object_hook=absolute)
+    except (ValueError, RecursionError):  # not JSON, or not UTF-8
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def _is_event(record: Mapping[str, Any]) -> bool:
+    """Whether it has the keys that its readers use."""
+    kinds: dict[str, Any] = {"time": (int, float), "event": str}
+    if record.get("event") in ("slot started", "slot finished", "slot set aside"):
+        kinds["slot"] = str
+    if record.get("event") == "slot finished":
+        kinds |= {"digest": str, "record": (dict, type(None))}
+    return all(key in record and isinstance(record[key], kind) for key, kind in kinds.items())
+
+
+def _relative(value: Any, folder: str) -> Any:
+    """A JSON value with paths inside the folder written relative to it."""
+    if isinstance(value, str) and (value == folder or value.startswith(f"{folder}/")):
+        return {IN_RUN: value[len(folder) + 1 :]}
+    if isinstance(value, Mapping):
+        return {key: _relative(inner, folder) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_relative(inner, folder) for inner in value]
+    return value

@@ -1,0 +1,78 @@
+"""`metrics.jsonl`: one JSON object a line, written by rank 0."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+from pipeline.utils import jsonl
+from pipeline.utils.files import opened, replace_text
+
+
+class Metrics:
+    """Append-only metrics of a run. A path of None makes every call do nothing (ranks above 0)."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one record; it is not in a buffer of ours when this returns."""
+        if self.path is not None:
+            jsonl.append_line(self.path, record)
+
+    def rewind(self, step: int) -> None:
+        """Drop records later than `step`, and a line that a crash cut short, so that a resumed run
+        leaves neither gaps nor duplicates. A file with other lines than ours is kept aside."""
+        if self.path is None or not self.path.exists():
+            return
+        found = list(records(self.path))
+        self._keep_foreign(len(found))
+        kept = [record for record in found if (record.get("step") or 0) <= step]
+        replace_text(self.path, "".join(json.dumps(r, allow_nan=False) + "\n" for r in kept))
+
+    def _keep_foreign(self, ours: int) -> None:
+        assert self.path is not None
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        foreign = len(lines) - ours - (not lines[-1].endswith(b"\n") if lines else 0)
+        if foreign > 0:
+            aside = self.path.with_name(f"{self.path.name}.damaged")
+            with opened(aside, "wb") as file:
+                file.writelines(lines)
+            logging.getLogger("pipe").warning(
+                "%s: %d lines are no metrics; left out, kept in %s", self.path, foreign, aside
+            )
+
+
+def records(path: Path) -> Iterator[dict[str, Any]]:
+    """Records of a metrics file, in order, without foreign and incomplete lines."""
+    return (record for record in jsonl.read_lines(path) if is_record(record))
+
+
+def is_record(record: dict[str, Any]) -> bool:
+    """Whether its step and its losses are numbers."""
+    steps = (record.get(name, 0) for name in ("step", "best_step"))
+    losses = (record.get(name, 0) for name in ("loss", "eval_loss", "best_eval_loss"))
+    return all(type(value) in (int, NoneType) for value in steps) and all(
+        type(value) in (int, float, NoneType) for value in losses
+    )
+
+
+KINDS = {
+    "anomaly": "anomaly",
+    "straggler": "straggler",
+    "generated": "generated",
+    "checkpoint_seconds": "checkpoint written",
+    "checkpoint_stall_seconds": "checkpoint",
+    "eval_loss": "evaluation",
+    "loss": "step",
+}
+"""Key that only one kind of record has -> its kind."""
+
+
+def kind_of(record: Mapping[str, Any]) -> str:
+    """Return what a record is of: a step, an evaluation, a checkpoint or something else."""
+    return next((kind for key, kind in KINDS.items() if key in record), "other")

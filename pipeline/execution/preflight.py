@@ -1,0 +1,94 @@
+"""Checks before the first training step: resource needs of the rest of the run, and the dry run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pipeline.chain.binding import Results
+from pipeline.contracts.resources import require_resources
+from pipeline.contracts.stage import NeedsResources, RunsDry
+from pipeline.contracts.training import Checkpoints, Progress, TrainedRun
+from pipeline.execution.metrics import Metrics
+
+if TYPE_CHECKING:
+    from pipeline.chain.plan import Plan
+    from pipeline.contracts.resources import ResourceNeed
+    from pipeline.contracts.stage import Context
+
+Artifacts = Mapping[str, Any]
+"""Artifacts by slot."""
+
+
+def look_ahead(plan: Plan, ctx: Context, artifacts: Artifacts, slots: frozenset[str]) -> None:
+    """Ask the stages of `slots` for the resources that they will need; raise StageError if some are
+    missing. Only rank 0 asks: its machine also writes the exports."""
+    if not ctx.dist.is_main:
+        return
+    needs: list[ResourceNeed] = []
+    known = _in_order(plan, artifacts)
+    for step in plan.steps:
+        asked = step.slot in slots and isinstance(step.stage, NeedsResources)
+        if asked and not known.missing(step.stage, "resource_needs"):
+            own = dataclasses.replace(ctx, slot=step.slot)
+            needs += known.call(step.stage, "resource_needs", own)
+    require_resources(needs)
+
+
+def run_dry(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
+    """Save the engine's state and have every stage with `run_dry` work on that checkpoint
+    (collective). Everything written is removed again, unless it fails; random states stay
+    unchanged."""
+    from pipeline.checkpoint import rng_state
+
+    folder, device = ctx.run_dir / f"{ctx.run_dir.name}.dry-run", ctx.dist.device
+    ctx.log.info("dry run: saving, consolidating and exporting the untrained model")
+    began = time.monotonic()
+    removals: list[Callable[[], object]] = []
+    with contextlib.ExitStack() as stack:
+        stack.callback(rng_state.apply, rng_state.capture(device), device)
+        if ctx.dist.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            removals.append(lambda: shutil.rmtree(folder, ignore_errors=True))
+        ctx.dist.barrier()
+        stage_ctx = dataclasses.replace(
+            ctx, run_dir=folder, metrics=Metrics(None), on_exit=removals.append
+        )
+        _run_stages(plan, stage_ctx, dict(artifacts), stack)
+    # After a failure everything stays, to be looked at, until the next dry run.
+    ctx.dist.barrier()
+    for remove in reversed(removals):
+        remove()
+    ctx.dist.barrier()
+    ctx.log.info("dry run: passed in %.1f s; all of it is removed", time.monotonic() - began)
+
+
+def _run_stages(
+    plan: Plan, ctx: Context, artifacts: dict[str, Any], stack: contextlib.ExitStack
+) -> None:
+    checkpoints: Checkpoints | None = None
+    for step in plan.steps:
+        if step.gives is not None and issubclass(step.gives, TrainedRun):
+            if checkpoints is None:
+                return
+            checkpoints.save(Progress())
+            artifacts[step.slot] = TrainedRun(checkpoint=checkpoints.finish(), progress=Progress())
+            continue
+        known = _in_order(plan, artifacts)
+        if not isinstance(step.stage, RunsDry) or known.missing(step.stage, "run_dry"):
+            continue
+        ctx.log.info("dry run: %s: %s", step.slot, step.use)
+        made = known.call(step.stage, "run_dry", dataclasses.replace(ctx, slot=step.slot))
+        artifacts[step.slot] = made
+        checkpoints = made if isinstance(made, Checkpoints) else checkpoints
+        stack.callback(getattr(made, "close", lambda: None))
+
+
+def _in_order(plan: Plan, artifacts: Artifacts) -> Results:
+    """Artifacts in the order of slots: those that were restored may have come first."""
+    return Results({one.slot: artifacts[one.slot] for one in plan.steps if one.slot in artifacts})

@@ -1,0 +1,117 @@
+"""Logs of a run: rank 0 writes to the screen, and every rank to its own file."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import click
+
+from pipeline.errors import StageError, system_errors_as
+from pipeline.utils.files import opened, private_folder
+from pipeline.utils.terminal import ShownFormatter, bare
+
+SCREEN = "PIPE_SCREEN"
+"""Environment variable: what shows the run (`live`, `lines`, `quiet` or `json`), and `verbose`
+behind it if debug messages are wanted too."""
+IN_DISPLAY = {"in_display": True}
+"""`extra` of a log message whose facts a live display shows by itself."""
+
+
+def say(text: str) -> None:
+    """Print a line of the launching process, unless only warnings and errors are wanted."""
+    if "quiet" not in os.environ.get(SCREEN, ""):
+        click.echo(text)
+
+
+def open_log(run_dir: Path, rank: int) -> IO[str]:
+    """Open a rank's log to append to it. Raises StageError."""
+    with system_errors_as(StageError):
+        return opened(private_folder(run_dir / "logs") / f"rank-{rank:05d}.log", "a")
+
+
+@contextlib.contextmanager
+def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
+    """The run's logger: rank 0 writes to the screen, every rank to its own file. Everything else
+    that ranks above 0 print goes to their file too."""
+    log = logging.getLogger("pipe")
+    log.setLevel(logging.DEBUG)
+    log.propagate = False
+    with contextlib.ExitStack() as stack:
+        to_file = logging.StreamHandler(stack.enter_context(open_log(run_dir, rank)))
+        to_file.setFormatter(ShownFormatter("%(asctime)s %(levelname)s %(message)s"))
+        stack.enter_context(_attached(log, to_file))
+        for aside in map(logging.getLogger, ASIDES):
+            stack.callback(setattr, aside, "propagate", aside.propagate)
+            aside.propagate = False
+            stack.enter_context(_attached(aside, to_file))
+        stack.callback(logging.captureWarnings, False)
+        logging.captureWarnings(True)
+        if rank == 0:
+            screen = bare(sys.stdout)
+            if isinstance(screen, io.TextIOWrapper):
+                screen.reconfigure(line_buffering=True)  # where a display shows it, it is a pipe
+            stack.enter_context(_attached(log, _screen_handler(os.environ.get(SCREEN, ""))))
+        else:
+            stack.enter_context(_output_to(to_file.stream))
+        yield log
+
+
+def _screen_handler(screen: str) -> logging.Handler:
+    """Return the handler that writes to the screen what is wanted there (SCREEN)."""
+    handler = logging.StreamHandler(sys.stdout)
+    words = screen.split()
+    quiet = logging.WARNING if "quiet" in words else logging.INFO
+    handler.setLevel(logging.DEBUG if "verbose" in words else quiet)
+    if "live" in words:
+        handler.addFilter(lambda record: not getattr(record, "in_display", False))
+    return handler
+
+
+ASIDES = ("py.warnings", "torchao", "torch.utils._pytree")
+"""Loggers on which libraries warn each other, and report kernels that were not built. They do not
+write to the screen."""
+
+
+def hush_asides() -> None:
+    """Keep the loggers of ASIDES off the screen of a command without a log. With a handler of their
+    own, logging does not fall back to printing them."""
+    for aside in map(logging.getLogger, ASIDES):
+        if not aside.handlers:
+            aside.addHandler(logging.NullHandler())
+
+
+@contextlib.contextmanager
+def _attached(log: logging.Logger, handler: logging.Handler) -> Iterator[None]:
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        handler.close()
+
+
+@contextlib.contextmanager
+def _output_to(file: IO[str]) -> Iterator[None]:
+    """Standard output and error of this process, native libraries' included, end up in `file`."""
+    saved = [os.dup(descriptor) for descriptor in (1, 2)]
+    _point_output_at(file.fileno(), file.fileno())
+    try:
+        yield
+    finally:
+        _point_output_at(*saved)
+        for descriptor in saved:
+            os.close(descriptor)
+
+
+def _point_output_at(stdout: int, stderr: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)

@@ -1,0 +1,184 @@
+"""The slots of a plan that are left to run, by the run's journal. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.contracts.export import ExportedModel
+from pipeline.contracts.stage import Durable, VerifiesResult
+from pipeline.errors import PipeError, in_words
+from pipeline.execution.journal import Finished, Journal
+
+if TYPE_CHECKING:
+    from pipeline.chain.plan import Plan, PlannedSlot
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumePlan:
+    """Slots to run, and records from which the finished slots that they read are restored."""
+
+    run: frozenset[str]
+    restore: Mapping[str, Mapping[str, Any]]
+
+    def dump(self) -> str:
+        """JSON text for the other ranks."""
+        return json.dumps({"run": sorted(self.run), "restore": self.restore})
+
+    @classmethod
+    def load(cls, text: str) -> ResumePlan:
+        """The reverse of `dump`."""
+        facts = json.loads(text)
+        return cls(run=frozenset(facts["run"]), restore=facts["restore"])
+
+
+def plan_resume(
+    plan: Plan,
+    journal: Journal,
+    log: logging.Logger | None = None,
+    *,
+    thorough: bool = True,
+    again: Collection[str] = (),
+) -> ResumePlan:
+    """Go through the plan backwards: a slot runs if it has not finished in its present form, or if
+    a slot that runs reads its result and no disk has it. `log` gets a line for each lost result.
+    Without `thorough`, the contents of results are not verified. Slots of `again` count as not
+    finished."""
+    found = _finished(plan, journal)
+    finished = {slot: done for slot, done in found.items() if slot not in again}
+    steps = {step.slot: step for step in plan.steps}
+    records = {slot: done.record or {} for slot, done in finished.items()}
+
+    @functools.cache
+    def lost(slot: str) -> bool:
+        problem = _problem(steps[slot], records[slot], thorough=thorough)
+        if problem and log is not None:
+            log.warning("slot `%s` runs again: %s", slot, problem)
+        return bool(problem)
+
+    while True:
+        todo = _needed(plan, finished, lost)
+        slot = _live_again(plan, todo)
+        if slot is None:
+            return todo
+        del finished[slot]
+
+
+def _needed(
+    plan: Plan, finished: Mapping[str, Finished], lost: Callable[[str], bool]
+) -> ResumePlan:
+    """Slots that have not finished, and those that they read."""
+    run: set[str] = set()
+    restore: dict[str, Mapping[str, Any]] = {}
+    for step in reversed(plan.steps):
+        done = finished.get(step.slot)
+        readers = _readers(plan, step)
+        wanted = not run.isdisjoint(readers)
+        if done is None or (wanted and done.record is None):
+            run.add(step.slot)
+        elif done.record is not None and (wanted or not readers or _is_kept(step, done.record)):
+            if lost(step.slot):
+                run.add(step.slot)
+            elif wanted:
+                restore[step.slot] = done.record
+    return ResumePlan(run=frozenset(run), restore=restore)
+
+
+def _live_again(plan: Plan, todo: ResumePlan) -> str | None:
+    """Return a finished slot whose work was only in memory and which later slots that now run may
+    need: no slot reads its result, and nothing of it is on disk. A slot does not count if a model
+    would have to be built for it alone."""
+    durable = {step.slot for step in plan.steps if step.gives and issubclass(step.gives, Durable)}
+    for number, step in enumerate(plan.steps):
+        taken = {slot for slot in step.inputs.values() if slot is not None}
+        live = taken - durable
+        made_again = live <= todo.run if live or not taken else not taken.isdisjoint(todo.run)
+        behind = {other.slot for other in plan.steps[number + 1 :]}
+        if (
+            step.slot not in todo.run | durable
+            and not _readers(plan, step)
+            and made_again
+            and not behind.isdisjoint(todo.run)
+        ):
+            return step.slot
+    return None
+
+
+def _readers(plan: Plan, step: PlannedSlot) -> list[str]:
+    return [other.slot for other in plan.steps if step.slot in other.inputs.values()]
+
+
+def _is_kept(step: PlannedSlot, record: Mapping[str, Any]) -> bool:
+    """Whether the result is what the run is for, and has not been removed on purpose."""
+    return step.gives is not None and issubclass(step.gives, ExportedModel) and bool(_place(record))
+
+
+def restored(step: PlannedSlot, record: Mapping[str, Any]) -> Durable:
+    """A finished slot's artifact. Raises StageError when it is gone."""
+    assert step.gives is not None
+    assert issubclass(step.gives, Durable)
+    return step.gives.restore(record)
+
+
+def results(plan: Plan, journal: Journal) -> Iterator[tuple[str, Path]]:
+    """Slot and place of every durable result that lies on disk."""
+    finished = _finished(plan, journal)
+    for step in plan.steps:
+        done = finished.get(step.slot)
+        place = None if done is None else _place(done.record or {})
+        if place is not None:
+            yield step.slot, place
+
+
+def _place(record: Mapping[str, Any]) -> Path | None:
+    """Place of the recorded result on this machine; None elsewhere."""
+    paths = [Path(value) for value in record.values() if isinstance(value, str)]
+    return next((path for path in paths if path.is_absolute() and path.exists()), None)
+
+
+def digests(plan: Plan) -> dict[str, str]:
+    """Slot -> digest over its settings, the seed, and the slots it depends on."""
+    found: dict[str, str] = {}
+    for step in plan.steps:
+        sources = {
+            parameter: found[slot] for parameter, slot in step.inputs.items() if slot is not None
+        }
+        facts: Mapping[str, Any] = {
+            "use": step.use,
+            "settings": dataclasses.asdict(step.stage),
+            "seed": plan.recipe.seed,
+            "inputs": sources,
+        }
+        text = json.dumps(facts, sort_keys=True, default=str)
+        found[step.slot] = hashlib.sha256(text.encode()).hexdigest()
+    return found
+
+
+def _finished(plan: Plan, journal: Journal) -> dict[str, Finished]:
+    """Finished slots that have not changed, and neither have the slots that they depend on."""
+    now = digests(plan)
+    return {
+        slot: finish
+        for slot, finish in journal.finished().items()
+        if finish.digest == now.get(slot)
+    }
+
+
+def _problem(step: PlannedSlot, record: Mapping[str, Any], *, thorough: bool) -> str:
+    """Return why the recorded result is missing or has changed; empty if it is unchanged."""
+    try:
+        result = restored(step, record)
+        if thorough and isinstance(step.stage, VerifiesResult):
+            step.stage.verify_result(result)
+    except (PipeError, OSError) as error:
+        return in_words(error)
+    except (KeyError, TypeError, ValueError) as error:
+        return f"its record is of another version: {in_words(error)}"
+    return ""

@@ -1,0 +1,221 @@
+"""The run's folder: its names, its creation, and the lock that keeps a second process out.
+
+recipe.yaml      the merged recipe; `pipe resume` reads it
+environment.json versions and command of the newest start; the journal has those of every start
+engine.json      what really ran
+journal.jsonl    stages started, finished, failed
+metrics.jsonl    one record a step
+hardware.jsonl   readings of the GPUs of the first node
+memory.json      what training took of a GPU's memory
+logs/            rank-N.log
+failures/        rank-N.json and rank-N.txt (the traceback) of the newest failure
+checkpoints/     step-NNNNNNNN
+checkpoints.at   where they are
+export/          the exported model
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import fcntl
+import json
+import os
+import platform
+import shlex
+import shutil
+import stat
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from pipeline.checkpoint import location
+from pipeline.contracts.stage import ENVIRONMENT_FILE
+from pipeline.errors import RunLocked, UsageError, in_words, system_errors_as
+from pipeline.utils.files import GROUP_FOLDER, naming, opened, replace_text
+from pipeline.utils.terminal import shown
+from pipeline.utils.versions import versions
+
+RECIPE = location.RECIPE
+JOURNAL = "journal.jsonl"
+METRICS = "metrics.jsonl"
+LEFT = ("checkpoints", "checkpoints.at", JOURNAL, METRICS)
+"""Files of a run that a new run in the same folder would take for its own."""
+LOCK = "lock"
+LOCK_SECONDS = 1.0
+"""Seconds to ask for the lock before another process is taken to hold it."""
+
+
+def create(root: Path, name: str) -> Path:
+    """A new folder `root/NAME-TIME`, readable by its owner only; UsageError if it cannot be."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder, attempt = root / f"{name}-{stamp}", 1
+    while True:
+        try:
+            return _made(folder, exist_ok=False)
+        except UsageError:
+            if not folder.exists():
+                raise
+        attempt += 1
+        folder = root / f"{name}-{stamp}-{attempt}"
+
+
+def claim(folder: Path, *, fresh: bool = False) -> Path:
+    """Use `folder`, given by the user, for a run: the one that it holds, or a new one. Raises
+    UsageError if it holds one and the run is to be `fresh`, and if it holds what another run has
+    left, from which a new one would go on."""
+    if (folder / RECIPE).exists():
+        if fresh:
+            raise UsageError(f"{folder} already holds a run", hint="without --fresh it goes on")
+        return folder
+    left = next((name for name in LEFT if (folder / name).exists()), None)
+    if left is not None:
+        raise UsageError(
+            f"{folder} holds {left} of another run, and no {RECIPE}",
+            hint="name a new folder; to start from a checkpoint in this one, name that as the "
+            "checkpoint slot's start_from",
+        )
+    return _made(folder, exist_ok=True)
+
+
+def _made(folder: Path, *, exist_ok: bool) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=exist_ok, mode=0o700)
+    except OSError as error:
+        raise UsageError(f"cannot create {folder}: {error.strerror}") from error
+    return folder
+
+
+def existing(folder: Path) -> Path:
+    """`folder` if it holds a run; raises UsageError if not."""
+    if not (folder / RECIPE).is_file():
+        raise UsageError(
+            f"{folder} is not a run folder: it holds no {RECIPE}", hint="pipe ls shows runs"
+        )
+    return folder
+
+
+def newest(root: Path) -> Path:
+    """Return the run in the folder `root` that was worked on last. Raises UsageError if there is
+    none."""
+    found = [file.parent for file in root.glob(f"*/{RECIPE}")]
+    if not found:
+        raise UsageError(f"there is no run in {root}", hint="name the folder of a run")
+
+    def worked_on(folder: Path) -> float:
+        files = (folder / name for name in (RECIPE, JOURNAL))
+        return max(file.stat().st_mtime for file in files if file.exists())
+
+    return max(found, key=worked_on)
+
+
+def open_to(folder: Path, group: str) -> None:
+    """Let the members of a group read a run's folder and all that will be in it. Raises
+    UsageError."""
+    try:
+        shutil.chown(folder, group=group)
+        folder.chmod(GROUP_FOLDER)
+    except (LookupError, OSError) as error:
+        reason = in_words(error) if isinstance(error, OSError) else "there is no such group"
+        raise UsageError(f"{folder} cannot be opened to the group {group}: {reason}") from error
+
+
+def require_safe(folder: Path) -> None:
+    """Raise UsageError for a folder that others can write in, or that is another user's."""
+    facts = folder.stat()
+    if facts.st_mode & stat.S_IWOTH:
+        raise UsageError(
+            f"everybody can write in {folder}", hint=f"chmod o-w {shlex.quote(str(folder))}"
+        )
+    if os.geteuid() not in (0, facts.st_uid):
+        raise UsageError(f"{folder} belongs to another user (number {facts.st_uid})")
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the run's lock. The system frees it when its owner dies, however it dies.
+
+    Raises RunLocked while another live process holds it, UsageError if there can be no lock.
+    """
+    try:
+        require_safe(folder)
+        file = opened(folder / LOCK, "a+")
+    except OSError as error:
+        raise UsageError(f"cannot write in {folder}: {in_words(error)}") from error
+    with file:
+        if not _acquired(file):
+            file.seek(0)
+            owner = file.read().strip() or "another process"
+            raise RunLocked(f"{folder} is in use by {owner}")
+        with system_errors_as(UsageError), naming(folder / LOCK):
+            file.truncate(0)
+            os.write(file.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
+        yield
+
+
+def _acquired(file: IO[str]) -> bool:
+    # A dying owner, and `pipe ls` looking, hold the lock for a moment.
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        except OSError as error:
+            raise UsageError(f"cannot lock {file.name}: {error.strerror}") from error
+        else:
+            return True
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a live process works in this run folder."""
+    path = folder / LOCK
+    if not path.exists():
+        return False
+    with path.open("r", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def environment() -> dict[str, Any]:
+    """Facts of the machine and the packages that this start runs on."""
+    return {
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": [shown(word) for word in sys.argv],
+        "folder": str(Path.cwd()),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": versions(),
+    }
+
+
+def write_environment(folder: Path, facts: Mapping[str, Any]) -> list[str]:
+    """Record what this start runs on. Returns the versions that have changed since the previous
+    start, as in `torch 2.12.0 -> 2.13.0`."""
+    file = folder / ENVIRONMENT_FILE
+    before: Any = {}
+    with contextlib.suppress(OSError, ValueError):
+        before = json.loads(file.read_text("utf-8"))
+    replace_text(file, json.dumps(facts, indent=1) + "\n")
+    then, now = _versions_in(before), _versions_in(facts)
+    return [
+        f"{name} {then.get(name, 'not there')} -> {now.get(name, 'not there')}"
+        for name in sorted(then.keys() | now.keys())
+        if then and then.get(name) != now.get(name)
+    ]
+
+
+def _versions_in(facts: Any) -> dict[str, str]:
+    """Package -> version; empty where the record is missing or malformed."""
+    packages = facts.get("packages") if isinstance(facts, dict) else None
+    if not isinstance(packages, dict):
+        return {}
+    found = {"python": facts.get("python"), **packages}
+    return {name: version for name, version in found.items() if isinstance(version, str)}

@@ -1,0 +1,117 @@
+"""Run a plan on this rank: each stage in order, journalled, its artifacts dropped after their last
+reader."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import time
+from typing import TYPE_CHECKING, Any
+
+from pipeline.contracts.stage import Context, Durable
+from pipeline.contracts.training import TrainedRun
+from pipeline.distributed.heartbeat import Phase
+from pipeline.errors import StageError
+from pipeline.execution.journal import Journal
+from pipeline.execution.memory_record import record_memory
+from pipeline.execution.preflight import look_ahead, run_dry
+from pipeline.execution.rank_logging import IN_DISPLAY
+from pipeline.execution.resume import ResumePlan, digests, plan_resume, restored
+
+if TYPE_CHECKING:
+    from pipeline.chain.plan import Plan, PlannedSlot
+
+
+class Runner:
+    """One pass over a plan. Every rank makes the same decisions, because rank 0's are shared."""
+
+    def __init__(self, plan: Plan, ctx: Context, journal: Journal) -> None:
+        self.plan = plan
+        self.ctx = ctx
+        self.journal = journal
+        self.artifacts: dict[str, Any] = {}
+        self.digests = digests(plan)
+
+    def run(self) -> None:
+        """Run the slots that are left. Raises whatever a stage raises; `ctx.slot` names the stage's
+        slot. After a failure live artifacts stay until `close`, so that it can be reported
+        first."""
+        todo = self._todo()
+        for step in self.plan.steps:
+            if step.slot in todo.restore:
+                self.artifacts[step.slot] = restored(step, todo.restore[step.slot])
+        for step in self.plan.steps:
+            if step.slot in todo.run:
+                trains = step.gives is not None and issubclass(step.gives, TrainedRun)
+                if trains:
+                    self._before_training(step, todo)
+                self._run_step(step)
+                if trains:
+                    record_memory(self.ctx)
+            self._drop_read(step.slot)
+
+    def close(self) -> None:
+        """Release the artifacts that are left, the newest first."""
+        for slot in reversed(list(self.artifacts)):
+            self._drop(slot)
+
+    def _todo(self) -> ResumePlan:
+        """Rank 0's decision: only it may read a journal that is being written."""
+        text = None
+        if self.ctx.dist.is_main:
+            text = plan_resume(self.plan, self.journal, self.ctx.log).dump()
+        return ResumePlan.load(self.ctx.dist.broadcast_str(text))
+
+    def _before_training(self, step: PlannedSlot, todo: ResumePlan) -> None:
+        self.ctx.slot = step.slot
+        look_ahead(self.plan, self.ctx, self.artifacts, todo.run)
+        if self.plan.recipe.dry_run:
+            run_dry(self.plan, self.ctx, self.artifacts)
+
+    def _run_step(self, step: PlannedSlot) -> None:
+        self.ctx.slot = step.slot
+        self.ctx.dist.heartbeat.beat(Phase.LOAD, step=0)
+        self._note("slot started", step)
+        self.ctx.log.info("%s: %s", step.slot, step.use, extra=IN_DISPLAY)
+        began = time.perf_counter()
+        record = self._give(step)
+        self.ctx.dist.barrier()
+        self._note(
+            "slot finished", step, digest=self.digests[step.slot], record=record,
+            seconds=round(time.perf_counter() - began, 3),
+        )  # fmt: skip
+
+    def _give(self, step: PlannedSlot) -> dict[str, Any] | None:
+        """Run the stage and keep what it gives; the record of a durable artifact."""
+        inputs = {
+            parameter: None if slot is None else self.artifacts[slot]
+            for parameter, slot in step.inputs.items()
+        }
+        artifact = step.stage.run(dataclasses.replace(self.ctx), **inputs)
+        if step.gives is not None and not isinstance(artifact, step.gives):
+            raise StageError(
+                f"{step.use} gave {type(artifact).__name__} instead of {step.gives.__name__}"
+            )
+        if step.gives is not None:
+            self.artifacts[step.slot] = artifact
+        if not isinstance(artifact, Durable):
+            return None
+        self.ctx.dist.heartbeat.landmark()
+        return artifact.record()
+
+    def _note(self, event: str, step: PlannedSlot, **facts: Any) -> None:
+        if self.ctx.dist.is_main:
+            self.journal.write(event, slot=step.slot, use=step.use, **facts)
+
+    def _drop_read(self, slot: str) -> None:
+        for held in list(self.artifacts):
+            if self.plan.last_reader(held) in (slot, None):
+                self._drop(held)
+
+    def _drop(self, slot: str) -> None:
+        artifact = self.artifacts.pop(slot)
+        close = getattr(artifact, "close", None)
+        if callable(close):
+            close()
+        del artifact, close
+        gc.collect()

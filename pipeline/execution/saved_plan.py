@@ -1,0 +1,155 @@
+"""A plan as a file, and whether what is about to run is what was planned."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pipeline.chain.plan import Plan, PlannedSlot
+from pipeline.errors import PlanDrift, UsageError, first_mistake, in_words
+from pipeline.recipe.field_docs import plain_value
+
+VERSION: Final = 3
+Count = Annotated[int, Field(ge=1)]
+
+
+class Identity(BaseModel):
+    """Everything in a plan that decides what a run computes and needs."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    stages: dict[str, dict[str, Any]]
+    """Slot -> `use` and every field with its checked value, defaults too. Values from the
+    environment stay as written, and files beside a file of the recipe are named from `folder`."""
+    folder: str
+    """The recipe's folder, which `./` stands for. Not compared."""
+    seed: int
+    device: Literal["cpu", "cuda"]
+    processes: Count
+    processes_per_node: Count | None
+    """Processes of each node; None where the launcher does not say."""
+    versions: dict[str, str]
+    """Package -> its public version: the local part (`+cu126`) names the machine it was built for,
+    and plans are made elsewhere than they are run."""
+
+
+class SavedPlan(BaseModel):
+    """The part of a saved plan that is read again."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    schema_version: Literal[3]
+    identity: Identity
+
+
+def identity(plan: Plan, per_node: int | None) -> Identity:
+    """Identity of a checked recipe with `per_node` processes on each node."""
+    from pipeline.utils.versions import versions
+
+    written = plan.recipe.public().get("stages") or {}
+    folders = [str(file.parent) for file in plan.recipe.source_files]
+
+    def fields(step: PlannedSlot) -> dict[str, Any]:
+        plain = _portable(plain_value(step.stage), folders)
+        shown: dict[str, Any] = _public(plain, written[step.slot])
+        return {"use": step.use, **shown}
+
+    return Identity(
+        stages={step.slot: fields(step) for step in plan.steps},
+        folder=folders[0],
+        seed=plan.recipe.seed,
+        device="cpu" if plan.view.device == "cpu" else "cuda",
+        processes=plan.view.procs,
+        processes_per_node=per_node,
+        versions={package: found.partition("+")[0] for package, found in versions().items()},
+    )
+
+
+def require_planned(plan: Plan, per_node: int | None, file: Path) -> None:
+    """Raise PlanDrift, listing everything that differs, and UsageError for a file that is no
+    plan."""
+    planned, now = _read(file), identity(plan, per_node)
+    if per_node is None:
+        planned = planned.model_copy(update={"processes_per_node": None})
+    found = list(differences(planned, now))
+    if found:
+        raise PlanDrift(f"not what was planned in {file}: {'; '.join(found)}")
+
+
+def _read(file: Path) -> Identity:
+    try:
+        return SavedPlan.model_validate_json(file.read_bytes()).identity
+    except OSError as error:
+        raise UsageError(f"{file} cannot be read: {in_words(error)}") from error
+    except ValidationError as error:
+        raise UsageError(
+            f"{file} is no saved plan: {first_mistake(error)}",
+            hint=f"pipe plan RECIPE --out {file} writes one",
+        ) from error
+
+
+def differences(planned: Identity, now: Identity) -> Iterator[str]:
+    """Each difference in words, with both values."""
+    for slot in sorted({*planned.stages, *now.stages}):
+        before, after = planned.stages.get(slot), now.stages.get(slot)
+        if before is None or after is None:
+            yield f"slot `{slot}` is {'new' if before is None else 'gone'}"
+        elif before.get("use") != after["use"]:
+            yield _in_words(f"{slot}.use", before.get("use"), after["use"])
+        else:
+            yield from _between(slot, before, after)
+    rest = {"stages", "versions", "folder"}
+    yield from _between("", planned.model_dump(exclude=rest), now.model_dump(exclude=rest))
+    # A package that only one side has is an optional one, which the plan did without.
+    for package in sorted(planned.versions.keys() & now.versions.keys()):
+        yield from _between(package, planned.versions[package], now.versions[package])
+
+
+def _between(place: str, before: Any, after: Any) -> Iterator[str]:
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        for key in sorted({*before, *after}):
+            inner = f"{place}.{key}" if place else key
+            yield from _between(inner, before.get(key), after.get(key))
+    elif before != after:
+        yield _in_words(place, before, after)
+
+
+def _in_words(place: str, before: Any, after: Any) -> str:
+    return f"{place} is {json.dumps(after)} instead of {json.dumps(before)}"
+
+
+def _portable(value: Any, folders: Sequence[str]) -> Any:
+    """A plain value as JSON knows it, with files named as `_named` does."""
+    if isinstance(value, dict):
+        return {key: _portable(each, folders) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_portable(each, folders) for each in value]
+    if value is None or isinstance(value, int) or (isinstance(value, float) and isfinite(value)):
+        return value
+    return _named(str(value), folders)
+
+
+def _named(text: str, folders: Sequence[str]) -> str:
+    """A file beside one of the recipe's, from the first folder, the recipe's own: another machine
+    has them elsewhere."""
+    if not any(text == folder or text.startswith(f"{folder}/") for folder in folders):
+        return text
+    name = os.path.relpath(text, folders[0])
+    if name in (".", ".."):
+        return f"{name}/"
+    return name if name.startswith("../") else f"./{name}"
+
+
+def _public(value: Any, written: Any) -> Any:
+    """The value; if it depends on an environment variable, as written, since it may be secret."""
+    if "${" not in json.dumps(written, default=str):
+        return value
+    if isinstance(value, Mapping) and isinstance(written, Mapping):
+        return {key: _public(each, written.get(key)) for key, each in value.items()}
+    return written

@@ -1,0 +1,89 @@
+"""The part of a chain that a start of a run is to do: `--from`, `--until`, `--only`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pipeline.errors import UsageError
+from pipeline.utils.text import did_you_mean
+
+if TYPE_CHECKING:
+    from pipeline.chain.plan import Plan
+    from pipeline.execution.journal import Journal
+
+UNTIL = "PIPE_UNTIL"
+"""Environment variable: the slot behind which this start ends, for all of its processes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Slots that a person has named. None: no restriction."""
+
+    first: str | None = None
+    """Run this slot and all behind it again, finished or not."""
+    last: str | None = None
+    """End behind this slot."""
+    only: str | None = None
+    """Run this slot, finished or not, and end behind it; before it, what has not finished."""
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for slots that exclude each other."""
+        if self.only is not None and (self.first or self.last):
+            raise UsageError("--only excludes --from and --until")
+
+    def announce(self) -> None:
+        """Tell the processes of this start where it ends."""
+        os.environ[UNTIL] = self.only or self.last or ""
+
+    def again(self, plan: Plan) -> list[str]:
+        """Return the slots that are to run even if they have finished. Raises UsageError for a slot
+        that the plan does not have, and for a range that has none."""
+        order = [step.slot for step in plan.steps]
+        for slot in filter(None, (self.first, self.last, self.only)):
+            _require(slot, order)
+        if self.only is not None:
+            return [self.only]
+        if self.first is None:
+            return []
+        if self.last and order.index(self.first) > order.index(self.last):
+            raise UsageError(f"--from {self.first} comes behind --until {self.last}")
+        return order[order.index(self.first) :]
+
+    def of(self, plan: Plan) -> Plan:
+        """Return the part of the plan that is to be done."""
+        return _until(plan, self.only or self.last)
+
+    def set_aside(self, plan: Plan, journal: Journal) -> None:
+        """Note in the journal which of the slots that have finished are to run again. Raises as
+        `again` does."""
+        known = journal.finished()
+        for slot in self.again(plan):
+            if slot in known:
+                journal.write("slot set aside", slot=slot)
+
+
+def _require(slot: str, order: list[str]) -> None:
+    if slot not in order:
+        raise UsageError(f"the recipe has no slot `{slot}`", hint=did_you_mean(slot, order))
+
+
+def cut(plan: Plan) -> Plan:
+    """Return the plan as far as this start is to go (UNTIL). Raises UsageError for a slot that the
+    plan does not have."""
+    return _until(plan, os.environ.get(UNTIL))
+
+
+def _until(plan: Plan, last: str | None) -> Plan:
+    if not last:
+        return plan
+    order = [step.slot for step in plan.steps]
+    _require(last, order)
+    return replace(plan, steps=plan.steps[: order.index(last) + 1])
+
+
+def ends_early(plan: Plan) -> str | None:
+    """Return the slot behind which a start under a plan ends, if others follow in the recipe."""
+    last = plan.steps[-1].slot
+    return None if last == list(plan.recipe.stages)[-1] else last

@@ -1,0 +1,147 @@
+"""One rank of a run, under the launcher's environment: `python -m pipeline.execution.worker RUN_DIR
+LAUNCHER_PID [ACCEPTED...]`."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.chain.plan import Plan, make_plan
+from pipeline.contracts.stage import Context
+from pipeline.distributed.environment import (
+    DUMP,
+    FINISHED,
+    STACKS,
+    STOPPED,
+    started,
+    worker_rank,
+    worker_world_size,
+)
+from pipeline.distributed.process_group import DistContext, environment_dist, environment_store
+from pipeline.distributed.signals import Interrupted, default_signals
+from pipeline.errors import StageError
+from pipeline.execution import failures, rundir
+from pipeline.execution.activity_record import ActivityRecord
+from pipeline.execution.journal import Journal
+from pipeline.execution.metrics import Metrics
+from pipeline.execution.rank_logging import open_log, rank_log
+from pipeline.execution.runner import Runner
+from pipeline.execution.selection import cut
+from pipeline.execution.self_watch import watched
+from pipeline.recipe import load_recipe
+from pipeline.utils.activities import show_in
+from pipeline.utils.process_tree import die_with
+from pipeline.utils.terminal import guard
+
+if TYPE_CHECKING:
+    import logging
+
+    from torch.distributed.distributed_c10d import Store
+
+CLEANUP_SECONDS = 5
+"""Seconds that a failed rank gets to release what it holds: closing collectively can wait for ranks
+that will never come."""
+
+
+def main(argv: list[str]) -> int:
+    """Entry point of a launched rank: its exit code, STOPPED if it was asked to end and has saved
+    what it had, 1 after a failure that has been recorded."""
+    run_dir, launcher = Path(argv[0]), int(argv[1])
+    die_with(launcher)
+    default_signals()
+    guard()
+    if STACKS in os.environ:
+        stacks = os.open(os.environ[STACKS], os.O_WRONLY | os.O_APPEND)
+        faulthandler.register(DUMP, stacks)
+    try:
+        faulthandler.enable(open_log(run_dir, worker_rank()))
+    except StageError as error:
+        failures.record(run_dir, worker_rank(), "", error)
+        return 1
+    try:
+        run_rank(run_dir, accept=argv[2:])
+    except Interrupted:
+        return STOPPED
+    except BaseException:
+        return 1
+    return FINISHED
+
+
+def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str] = ()) -> None:
+    """Run the folder's recipe on this rank. A failure is recorded in the folder, then raised.
+
+    `store` is where the ranks have met, if they have; `accept` names changes that are intended.
+    """
+    rank = worker_rank()
+    with rank_log(run_dir, rank) as log, contextlib.ExitStack() as stack:
+        current: list[Context] = []
+        try:
+            recipe = load_recipe(run_dir / rundir.RECIPE)
+            plan = cut(make_plan(recipe, here=True, started=started()))
+            dist = stack.enter_context(process_group(plan, store))
+            ctx = context(plan, run_dir, dist, log)
+            ctx.accept = frozenset(accept)
+            ctx.on_exit = stack.callback
+            current.append(ctx)
+            for warning in plan.warnings:
+                log.warning("%s", warning)
+            record = ActivityRecord(log, run_dir if dist.is_main else None)
+            stack.enter_context(show_in(record))
+            timeouts = plan.recipe.launch.timeouts
+            stack.enter_context(watched(run_dir, dist, timeouts))
+            runner = Runner(plan, ctx, Journal(run_dir / rundir.JOURNAL))
+            stack.callback(runner.close)
+            runner.run()
+            stack.close()  # here, so that its errors are reported as well
+        except Interrupted:
+            raise
+        except BaseException as error:
+            failures.record(run_dir, rank, current[0].slot if current else "", error)
+            log.debug("failed", exc_info=True)
+            if worker_world_size() is not None:
+                faulthandler.dump_traceback_later(
+                    CLEANUP_SECONDS, exit=True, file=open_log(run_dir, rank)
+                )
+            raise
+
+
+def context(plan: Plan, run_dir: Path, dist: DistContext, log: logging.Logger) -> Context:
+    """Context of stages on this rank."""
+    return Context(
+        run_dir=run_dir,
+        seed=plan.recipe.seed,
+        dist=dist,
+        log=log,
+        metrics=Metrics(run_dir / rundir.METRICS if dist.is_main else None),
+    )
+
+
+@contextlib.contextmanager
+def process_group(plan: Plan, store: Store | None) -> Iterator[DistContext]:
+    """Open this rank's process group for the time of the run."""
+    import torch
+    import torch.distributed
+
+    launch = plan.recipe.launch
+    if launch.threads is not None:
+        torch.set_num_threads(launch.threads)
+    found = store or environment_store(launch.timeouts.rendezvous)
+    dist = environment_dist(found, device=plan.view.device, timeout=launch.timeouts.collectives)
+    try:
+        yield dist
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            stream.flush()
+    # Library threads still hold C++ state here, and tearing it down can abort a finished run.
+    os._exit(code)

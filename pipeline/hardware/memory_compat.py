@@ -1,0 +1,45 @@
+"""What torch's allocator holds on this process's GPU. Its names for that are private to torch.
+
+A snapshot is JSON, gzipped, as `torch.cuda.memory._snapshot` describes it; torch's own file of it
+would be a pickle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeline.utils.files import opened, replace_text
+
+MOST_EVENTS = 100_000
+"""Newest allocations and frees that a history has; each takes a few hundred bytes."""
+
+
+def write_snapshot(path: Path) -> None:
+    """Write a snapshot to `path`, which ends in `.json.gz`, and torch's summary of it as a text
+    beside it. Raises OSError."""
+    import torch
+
+    content = json.dumps(torch.cuda.memory._snapshot())
+    with opened(path, "wb") as file, gzip.GzipFile(fileobj=file, mode="wb") as packed:
+        packed.write(content.encode())
+    replace_text(summary_of(path), torch.cuda.memory_summary())
+
+
+def summary_of(path: Path) -> Path:
+    """Return the path of the text beside a snapshot."""
+    return path.with_name(f"{path.name.removesuffix('.json.gz')}.txt")
+
+
+@contextlib.contextmanager
+def memory_history() -> Iterator[None]:
+    """Have snapshots say, of what is allocated and freed in the body, by which line it was. After
+    an error it goes on, so that a snapshot of it says so too."""
+    import torch
+
+    torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS, stacks="python")
+    yield
+    torch.cuda.memory._record_memory_history(enabled=None)

@@ -1,0 +1,90 @@
+"""The plan of a run that is starting, made beside it:
+`python -m pipeline.planning.beside RUN_DIR PROCESSES PROCESSES_PER_NODE`.
+
+The run's display and report compare what is measured with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline.chain.plan import Plan, Started, make_plan
+from pipeline.errors import PipeError
+from pipeline.execution import rundir
+from pipeline.planning.hardware import HardwareOptions, Margins
+from pipeline.planning.memory_plan import MemoryPlan, estimate_plan
+from pipeline.planning.report import lines
+from pipeline.recipe import load_recipe
+from pipeline.utils.files import replace_text
+from pipeline.utils.process_tree import own_module
+from pipeline.view.history import PLAN_FILE
+
+KINDNESS = 19
+"""Niceness of the process: the run's own come first."""
+
+
+@contextlib.contextmanager
+def planned_beside(plan: Plan, folder: Path) -> Iterator[None]:
+    """Plan the run in `folder` in a process of its own while the body runs it. Without a plan of
+    memory, whatever the reason, the run is shown without it."""
+    process = None
+    with contextlib.suppress(OSError):
+        process = subprocess.Popen(
+            own_module(
+                "pipeline.planning.beside", str(folder), str(plan.view.procs), str(plan.per_node)
+            ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+    try:
+        yield
+    finally:
+        if process is not None:
+            process.kill()
+            process.wait()
+
+
+def estimated(plan: Plan) -> MemoryPlan:
+    """Return the memory plan of a recipe on the machines that it runs on. Raises PipeError where
+    there can be none."""
+    nodes = plan.view.procs // plan.per_node
+    machines = HardwareOptions(gpus=plan.per_node, nodes=nodes)
+    return estimate_plan(
+        plan, HardwareOptions() if plan.view.device == "cpu" else machines, Margins()
+    )
+
+
+def record(found: MemoryPlan) -> dict[str, Any]:
+    """Return what displays and reports take of a plan, as JSON."""
+    on_gpus = found.topology.device != "cpu"
+    return {
+        "needed_bytes": found.needed if on_gpus else None,
+        "host_bytes": found.estimate.host_peak,
+        "lines": list(lines(found)),
+    }
+
+
+def main(folder: Path, procs: int, per_node: int) -> int:
+    """Write the plan of the run in `folder`, on so many processes, into it. Returns the exit
+    code."""
+    os.nice(KINDNESS)
+    started = Started(procs=procs, per_node=per_node, nodes=procs // per_node)
+    try:
+        found = estimated(make_plan(load_recipe(folder / rundir.RECIPE), started=started))
+    except PipeError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    replace_text(folder / PLAN_FILE, json.dumps(record(found), indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:])))

@@ -1,0 +1,51 @@
+"""Recipes that come with this distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pipeline
+from pipeline.errors import UsageError
+from pipeline.utils.text import did_you_mean
+
+if TYPE_CHECKING:
+    from pipeline.recipe.load import Recipe
+
+
+def shipped() -> dict[str, Path]:
+    """Return name -> file of the recipes that are installed, or lie in this checkout."""
+    package = Path(pipeline.__file__).parent
+    for folder in (package / "shipped_recipes", package.parent / "recipes"):
+        found = {file.stem: file for file in sorted(folder.glob("*.yaml"))}
+        if found:
+            return found
+    return {}
+
+
+def shipped_recipe(name: str) -> Path:
+    """Return the file of a recipe. Raises UsageError for a name that is not shipped."""
+    known = shipped()
+    wanted = name.removesuffix(".yaml")
+    if wanted not in known:
+        raise UsageError(f"no recipe is called {name}", hint=did_you_mean(wanted, known))
+    return known[wanted]
+
+
+def absent_files(recipe: Recipe, folder: Path) -> list[Path]:
+    """Return the files that a recipe names in its own folder, and that are not there."""
+    inside = f"{folder.resolve()}/"
+    named = dict.fromkeys(text for text in _texts(recipe.public()) if text.startswith(inside))
+    return [folder / text.removeprefix(inside) for text in named if not Path(text).exists()]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts in a recipe's content."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for inner in value:
+            yield from _texts(inner)

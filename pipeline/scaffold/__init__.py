@@ -1,0 +1,1 @@
+"""New plugin packages: files to begin with, which work as they are."""

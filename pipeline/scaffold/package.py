@@ -1,0 +1,89 @@
+"""Write a plugin package with one stage, its entry point and its test."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from pipeline.chain.registry import Registry
+from pipeline.errors import UsageError
+
+TEMPLATES = Path(__file__).parent / "templates"
+KINDS = {"optimizer": "optimizer", "track": "track"}
+"""Kind of stage -> its template; another kind gets one that runs behind an export."""
+OTHER = "behind_export"
+_WORD = "[a-z](?:[a-z0-9_]*[a-z0-9])?"  # a distribution's name ends in a letter or digit
+_NAME = re.compile(rf"{_WORD}\.{_WORD}")
+
+
+@dataclass(frozen=True)
+class NewStage:
+    """A stage that does not exist yet, by its name: `optimizer.sgd`."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        """Raise UsageError for a name that no stage can have, or that an installed one has."""
+        if not _NAME.fullmatch(self.name):
+            raise UsageError(
+                f"`{self.name}` is no name of a stage",
+                hint="a kind, a dot and a word, as in optimizer.sgd",
+            )
+        if self.name in Registry.installed():
+            raise UsageError(f"a stage called {self.name} is installed already")
+
+    @property
+    def kind(self) -> str:
+        """The part before the dot."""
+        return self.name.partition(".")[0]
+
+    @property
+    def package(self) -> str:
+        """Name of the distribution: `pipetrain-optimizer-sgd`."""
+        return f"pipetrain-{self.name.replace('.', '-').replace('_', '-')}"
+
+    @property
+    def module(self) -> str:
+        """Name of the module: `pipetrain_optimizer_sgd`."""
+        return self.package.replace("-", "_")
+
+    @property
+    def stage(self) -> str:
+        """Name of the class: `OptimizerSgd`."""
+        return "".join(word.capitalize() for word in re.split(r"[._]", self.name))
+
+    def files(self) -> Iterator[tuple[str, str]]:
+        """Yield the names of the package's files, and what is in them."""
+        environment = Environment(
+            loader=FileSystemLoader(TEMPLATES),
+            undefined=StrictUndefined,
+            keep_trailing_newline=True,
+        )
+        kind = KINDS.get(self.kind, OTHER)
+        for template, file in (
+            ("pyproject.toml.j2", "pyproject.toml"),
+            ("README.md.j2", "README.md"),
+            (f"{kind}.py.j2", f"{self.module}.py"),
+            (f"test_{kind}.py.j2", f"tests/test_{self.module}.py"),
+        ):
+            yield file, environment.get_template(template).render(new=self)
+
+
+def write_package(name: str, folder: Path | None = None) -> list[Path]:
+    """Write the package of a new stage into a folder that is not there yet, by default one with the
+    package's name; returns its files. Raises UsageError."""
+    new = NewStage(name)
+    target = folder or Path(new.package)
+    if target.exists():
+        raise UsageError(f"{target} is there already", hint="name another folder with --to")
+    written = []
+    for file, text in new.files():
+        path = target / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+        written.append(path)
+    return written

@@ -1,0 +1,191 @@
+"""Feeding a tracker what is new in a run's folder."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.chain.plan import Plan
+from pipeline.contracts.stage import ENVIRONMENT_FILE
+from pipeline.errors import in_words
+from pipeline.execution import rundir
+from pipeline.execution.metrics import is_record, kind_of
+from pipeline.recipe import Recipe
+from pipeline.track.contract import Outcome, RunFacts, Tracker, TrackerStage
+from pipeline.utils.files import opened, private_folder, replace_text
+from pipeline.utils.terminal import shown
+from pipeline.view.tail import Tail
+
+FOLDER = "trackers"
+KEEP_SECONDS = 1.0
+"""Seconds of sending between two writes of what has been sent."""
+UNSENT = ("step", "time", "total_steps", "profiled", "applied", "straggler")
+"""Fields of records that are no measurements."""
+
+
+@dataclass
+class Sent:
+    """How far a tracker has been told of a run."""
+
+    newest: dict[str, int] = field(default_factory=dict)
+    """Kind of record -> step of the newest one; evaluations come behind the steps, and anomalies
+    have the number of the step that failed."""
+    rollbacks: list[dict[str, Any]] = field(default_factory=list)
+    """Records of rollbacks, behind which steps come again with other numbers."""
+
+    def covers(self, step: int, kind: str) -> bool:
+        """Whether a record of this step has been sent."""
+        return step <= self.newest.get(kind, -1)
+
+    def add(self, step: int, kind: str) -> None:
+        """Note that a record has been sent."""
+        self.newest[kind] = step
+
+    def go_back(self, rollback: Mapping[str, Any]) -> None:
+        """Note that nothing from a rollback's step on has been sent. One that a resumed run repeats
+        counts too: the numbers before it have been repeated, and maybe sent."""
+        if rollback not in self.rollbacks:
+            self.rollbacks.append(dict(rollback))
+            before = (rollback.get("step") or 0) - 1
+            self.newest = {kind: min(step, before) for kind, step in self.newest.items()}
+
+
+@dataclass(eq=False)
+class Feeder:
+    """Sends what is new in a run's folder to a tracker, and remembers what was sent."""
+
+    folder: Path
+    slot: str
+    every: int
+    tracker: Tracker
+    sent: Sent = field(default_factory=Sent, init=False)
+    steps: int = field(default=0, init=False)
+    """Number of steps of which something was sent."""
+    _state: Mapping[str, Any] = field(default_factory=dict, init=False)
+    _kept: float = field(default=0.0, init=False)
+    _counted: int = field(default=-1, init=False)
+    """The step that was counted last."""
+
+    def __post_init__(self) -> None:
+        self._tail = Tail(self.folder / rundir.METRICS)
+        self._file = private_folder(self.folder / FOLDER) / f"{self.slot}.json"
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Wait until no other process feeds this run's tracker, and keep others waiting."""
+        with opened(self._file.with_suffix(".lock"), "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def open(self, run: RunFacts) -> None:
+        """Begin, or go on where an earlier process has ended."""
+        kept: dict[str, Any] = {}
+        with contextlib.suppress(OSError, ValueError):
+            kept = json.loads(self._file.read_text("utf-8"))
+        self.sent = Sent(**kept.get("sent", {}))
+        self._state = self.tracker.open(run, kept.get("state", {}))
+        self._keep()
+
+    def feed(self) -> None:
+        """Send what is new, and keep in mind that it was sent."""
+        new = [record for record in self._tail.read() if is_record(record)]
+        try:
+            for record in new:
+                self._take(record)
+                if time.monotonic() - self._kept > KEEP_SECONDS:
+                    self._keep()
+        finally:
+            if new:
+                self._keep()
+
+    def close(self, outcome: Outcome) -> None:
+        """Send the rest, and end."""
+        self.feed()
+        self.tracker.close(outcome)
+        self._keep()
+
+    def _take(self, record: dict[str, Any]) -> None:
+        """Send a record that was not sent yet."""
+        step, kind = record.get("step") or 0, kind_of(record)
+        if kind == "anomaly" and record.get("action") == "rollback":
+            self.sent.go_back(record)
+        if not self.sent.covers(step, kind):
+            self._send(step, record)
+            self.sent.add(step, kind)
+
+    def _send(self, step: int, record: Mapping[str, Any]) -> None:
+        if kind_of(record) == "step" and step % self.every:
+            return
+        metrics = dict(_measurements(record))
+        if metrics:
+            self.tracker.log(step, metrics, float(record.get("time") or time.time()))
+        texts = record.get("generated", ())
+        for sample in texts:
+            text = shown(f"{sample['prompt']}{sample['text']}")
+            self.tracker.log_text(step, f"generated/{sample['number']}", text)
+        if metrics or texts:
+            self.steps += step != self._counted
+            self._counted = step
+
+    def _keep(self) -> None:
+        self._kept = time.monotonic()
+        record = {"sent": asdict(self.sent), "state": dict(self._state)}
+        replace_text(self._file, json.dumps(record))
+
+
+def _measurements(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield names and values of a record's numbers; those of evaluations as `eval/loss`."""
+    for name, value in record.items():
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and name not in UNSENT and not name.startswith("best_"):
+            yield ("eval/loss" if name == "eval_loss" else name), float(value)
+
+
+def facts_of(folder: Path, recipe: Recipe) -> RunFacts:
+    """Return the facts of the run of a recipe in `folder`, as others may see them."""
+    environment: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):
+        environment = json.loads((folder / ENVIRONMENT_FILE).read_text("utf-8"))
+    return RunFacts(
+        name=folder.resolve().name,
+        recipe={key: _shown(value) for key, value in recipe.public().items()},
+        environment=environment,
+        folder=folder,
+    )
+
+
+def _shown(value: Any) -> Any:
+    """Return JSON without passwords in addresses and values of variables."""
+    if isinstance(value, Mapping):
+        return {key: _shown(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_shown(inner) for inner in value]
+    return shown(value) if isinstance(value, str) else value
+
+
+def failure(folder: Path, slot: str, error: Exception) -> str:
+    """Say in a line that an error has ended the tracking; its traceback goes into a file."""
+    where = folder / FOLDER / f"{slot}.txt"
+    why = shown(in_words(error).splitlines()[0])
+    try:
+        text = shown("".join(traceback.format_exception(error)))
+        replace_text(private_folder(where.parent) / where.name, text)
+    except OSError:
+        return f"tracking has ended: {why}"
+    return f"tracking has ended: {why} (more in {where})"
+
+
+def feeders(folder: Path, plan: Plan) -> dict[str, Feeder]:
+    """Return slot -> feeder of its tracker, of a run in `folder` under a plan."""
+    return {
+        step.slot: Feeder(folder, step.slot, step.stage.every, step.stage.tracker())
+        for step in plan.steps
+        if isinstance(step.stage, TrackerStage)
+    }

@@ -1,0 +1,90 @@
+"""The process that feeds one tracker: `python -m pipeline.track.process RUN_DIR SLOT SECONDS`.
+
+A word on standard input says how the run has ended; so does its end, when rank 0 has died. From
+then on the process has that many seconds. Whatever it prints is shown as warnings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import IO
+
+from pipeline.chain.plan import make_plan
+from pipeline.distributed.signals import ignore_signals
+from pipeline.execution import rundir
+from pipeline.recipe import load_recipe
+from pipeline.track.contract import Outcome
+from pipeline.track.feeder import Feeder, facts_of, failure, feeders
+from pipeline.utils.process_tree import GRACE
+from pipeline.utils.terminal import guard
+
+LOOK_SECONDS = 1.0
+"""Seconds between two looks at the run's folder."""
+OUTCOMES: dict[bytes, Outcome] = {b"finished": "finished", b"stopped": "stopped"}
+
+Ending = queue.SimpleQueue[Outcome]
+
+
+def main(folder: Path, slot: str, seconds: float) -> int:
+    """Feed the tracker of a slot to the end of the run. Returns the exit code."""
+    ignore_signals()  # the run's end is what ends it
+    os.environ.pop(GRACE, None)  # processes of the tracker's own end with this one
+    said = _only_ours()
+    guard()
+    ending = listen(seconds)
+    try:
+        plan = make_plan(load_recipe(folder / rundir.RECIPE), ran=True)
+        feeder = feeders(folder, plan)[slot]
+        with feeder.alone():
+            feeder.open(facts_of(folder, plan.recipe))
+            follow(feeder, ending)
+    except Exception as error:
+        with contextlib.suppress(OSError):  # rank 0 may be gone
+            print(failure(folder, slot, error), file=said, flush=True)
+        return 1
+    return 0
+
+
+def listen(seconds: float) -> Ending:
+    """Return where the run's outcome will be. From then on the process has some seconds: the
+    system ends it also in a call that never returns."""
+    ending: Ending = queue.SimpleQueue()
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    def hear() -> None:
+        word = os.read(0, 64).strip()  # sys.stdin could not be left alone at the end
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        ending.put(OUTCOMES.get(word, "failed"))
+
+    threading.Thread(target=hear, name="pipe-ending", daemon=True).start()
+    return ending
+
+
+def follow(feeder: Feeder, ending: Ending) -> None:
+    """Feed until the run has ended."""
+    while True:
+        try:
+            outcome = ending.get(timeout=LOOK_SECONDS)
+        except queue.Empty:
+            feeder.feed()
+        else:
+            feeder.close(outcome)
+            return
+
+
+def _only_ours() -> IO[str]:
+    """Return standard output for us alone: libraries print what nobody has asked for, and
+    processes that they start would keep it open."""
+    ours = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    return ours
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])))

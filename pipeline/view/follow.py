@@ -1,0 +1,129 @@
+"""Follow a run by its folder while it goes on."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.execution import rundir
+from pipeline.execution.activity_record import FILE as ACTIVITY
+from pipeline.execution.metrics import is_record
+from pipeline.view.chain import Chain
+from pipeline.view.history import PLAN_FILE, RunState, json_in, state_of
+from pipeline.view.tail import Tail
+
+KEPT = 1000
+"""Newest steps whose losses are kept for the curve."""
+NEWEST_BYTES = 1 << 20
+"""Bytes of `metrics.jsonl` that are read of a run that began earlier."""
+PACES = 20
+"""Newest steps over whose time a mean is taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What is new in a run's folder."""
+
+    events: list[dict[str, Any]]
+    """Of the journal."""
+    metrics: list[dict[str, Any]]
+    again: bool
+    """Whether `metrics` begin with those of earlier starts, or with some that were new before."""
+
+
+@dataclass(eq=False)
+class Follower:
+    """A run as it is now; `look` brings it up to date."""
+
+    folder: Path
+    slots: Mapping[str, str]
+    """Slot -> name of its stage, in order."""
+    chain: Chain = field(init=False)
+    step: dict[str, Any] = field(default_factory=dict, init=False)
+    """The newest step's record; empty before the first."""
+    losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=KEPT), init=False)
+    """Step and loss of the newest steps, oldest first."""
+    paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES), init=False)
+    """Seconds of the newest steps."""
+    evaluation: dict[str, Any] = field(default_factory=dict, init=False)
+    """The newest evaluation's record; empty before the first."""
+    communication: dict[str, Any] = field(default_factory=dict, init=False)
+    """The newest profiled step's record; empty without one."""
+    saved: dict[str, Any] = field(default_factory=dict, init=False)
+    """The newest checkpoint's record; empty before the first."""
+
+    def __post_init__(self) -> None:
+        self.chain = Chain(self.slots)
+        self._newest: list[dict[str, Any]] = []
+        self._journal = Tail(self.folder / rundir.JOURNAL)
+        self._metrics = Tail(self.folder / rundir.METRICS, newest_bytes=NEWEST_BYTES)
+
+    def look(self) -> Found:
+        """Read what is new, and take note of it."""
+        events = [event for event in self._journal.read() if "event" in event and "time" in event]
+        self.chain.update(events)
+        self._newest = events[-1:] or self._newest
+        first = not self._metrics.began
+        metrics = [record for record in self._metrics.read() if is_record(record)]
+        if self._metrics.replaced:
+            self._forget()
+        for record in metrics:
+            self._note(record)
+        return Found(events=events, metrics=metrics, again=first or self._metrics.replaced)
+
+    def activity(self) -> dict[str, Any]:
+        """Return what rank 0 is doing: `name`, `done`, `total`, `unit`, `seconds`; empty if it has
+        not said so, or if the run is not under way: a killed rank leaves its file behind."""
+        return json_in(self.folder / ACTIVITY) if self.state == "running" else {}
+
+    @property
+    def planned_bytes(self) -> int | None:
+        """Bytes of a GPU that the run's plan expects; None without a plan."""
+        return json_in(self.folder / PLAN_FILE).get("needed_bytes")
+
+    @property
+    def state(self) -> RunState:
+        """Whether the run is under way, and how it ended if not."""
+        if rundir.is_locked(self.folder):
+            return "running"
+        return state_of(self.folder, self._newest)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the newest start of the run, so far or to its end."""
+        if not self.chain.started:
+            return 0.0
+        return max(0.0, (self.chain.ended or time.time()) - self.chain.started)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until the last step at the mean speed of the newest steps; None if not known."""
+        total, step = self.step.get("total_steps"), self.step.get("step")
+        if total is None or step is None or not self.paces:
+            return None
+        return float((total - step) * statistics.fmean(self.paces))
+
+    def _forget(self) -> None:
+        """Begin anew: a resumed run has dropped steps that are to be repeated."""
+        self.losses.clear()
+        self.paces.clear()
+        self.step, self.evaluation, self.communication, self.saved = {}, {}, {}, {}
+
+    def _note(self, record: dict[str, Any]) -> None:
+        if "loss" in record:
+            self.step = record
+            if record["loss"] is not None:
+                self.losses.append((record["step"], record["loss"]))
+            if record.get("step_seconds") is not None:
+                self.paces.append(record["step_seconds"])
+        if "eval_loss" in record:
+            self.evaluation = record
+        if record.get("communication_share") is not None:
+            self.communication = record
+        if "checkpoint_stall_seconds" in record:
+            self.saved = record

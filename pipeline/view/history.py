@@ -1,0 +1,113 @@
+"""All that a run's folder says of the run: for reports, comparisons and lists of runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.contracts.stage import ENGINE_FILE, ENVIRONMENT_FILE
+from pipeline.errors import RecipeError
+from pipeline.execution import failures, rundir
+from pipeline.execution.journal import Journal
+from pipeline.execution.metrics import records
+from pipeline.recipe import Recipe, read_recipe
+from pipeline.view.chain import Chain
+
+PLAN_FILE = "plan.json"
+"""The plan of a run, in its folder: `needed_bytes` of a GPU, `lines` for people."""
+RunState = Literal["running", "finished", "failed", "stopped"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """A run's events and measurements so far."""
+
+    folder: Path
+    recipe: Recipe
+    state: RunState
+    events: list[dict[str, Any]]
+    """Of the journal, in order."""
+    metrics: list[dict[str, Any]]
+    """Records of `metrics.jsonl`, in order."""
+    chain: Chain
+    environment: Mapping[str, Any]
+    """Packages and machine of the newest start; empty if not known."""
+    engine: Mapping[str, Any]
+    """Facts of the live engine; empty before there was one."""
+
+    @property
+    def name(self) -> str:
+        """Name of the run's folder."""
+        return self.folder.resolve().name
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """Records of training steps."""
+        return [record for record in self.metrics if "loss" in record]
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Records of evaluations."""
+        return [record for record in self.metrics if "eval_loss" in record]
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """Lowest held-out loss, `eval_loss`, and its `step`; None before an evaluation."""
+        return best_of(self.metrics)
+
+
+def read_history(folder: Path, *, ended: bool = False) -> History:
+    """Read a run's folder; with `ended` it is known that nothing goes on there. Raises UsageError
+    if it holds no run, RecipeError if its recipe cannot be read, and JournalDamaged. A recipe that
+    names variables which are not set here is read."""
+    rundir.existing(folder)
+    recipe, problems = read_recipe(folder / rundir.RECIPE)
+    if recipe is None:
+        raise RecipeError(problems)
+    events = Journal(folder / rundir.JOURNAL).events()
+    chain = Chain({slot: spec.use for slot, spec in recipe.stages.items()})
+    chain.update(events)
+    return History(
+        folder=folder,
+        recipe=recipe,
+        state=state_of(folder, events, ended=ended),
+        events=events,
+        metrics=list(records(folder / rundir.METRICS)),
+        chain=chain,
+        environment=json_in(folder / ENVIRONMENT_FILE),
+        engine=json_in(folder / ENGINE_FILE),
+    )
+
+
+def state_of(folder: Path, events: list[dict[str, Any]], *, ended: bool = False) -> RunState:
+    """Return whether a run is under way, and how it ended if not, or if it is known to have
+    `ended`."""
+    if not ended and rundir.is_locked(folder):
+        return "running"
+    newest = events[-1]["event"] if events else None
+    if newest == "run finished":
+        return "finished"
+    # under another launcher, rank 0 may be stopped before it can say that another one failed
+    failed = newest == "run failed" or failures.first_rank(folder) is not None
+    return "failed" if failed else "stopped"
+
+
+def best_of(metrics: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the lowest held-out loss and its step, which every record repeats since the first
+    evaluation; None before that."""
+    known = (record for record in reversed(metrics) if record.get("best_step") is not None)
+    best = next(known, None)
+    return best and {"step": best["best_step"], "eval_loss": best["best_eval_loss"]}
+
+
+def json_in(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty one where there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        found = json.loads(file.read_text("utf-8"))
+        if isinstance(found, dict):
+            return found
+    return {}

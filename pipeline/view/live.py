@@ -1,0 +1,242 @@
+"""A run as a block of text that a terminal draws again and again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from pipeline.hardware.telemetry import GpuReading
+from pipeline.utils.activities import BYTES
+from pipeline.utils.terminal import shown
+from pipeline.utils.text import counted, duration, human
+from pipeline.view.chain import SlotState
+from pipeline.view.follow import Follower
+from pipeline.view.sparkline import ASCII_BARS, BARS, sparkline
+from pipeline.view.words import count, gib, percent
+
+LABEL = "bright_black"
+"""Colour of what is the same all the time."""
+CURVE_WIDTH = 30
+GAP = "  "
+"""Between two slots."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Marks:
+    """Characters for the states of slots, and for curves."""
+
+    waiting: str
+    running: str
+    finished: str
+    failed: str
+    stopped: str
+    bars: str
+    dot: str
+
+
+UNICODE = Marks(
+    waiting="·", running="●", finished="✓", failed="✗", stopped="■", bars=BARS, dot=" · "
+)
+ASCII = Marks(
+    waiting=".", running="*", finished="+", failed="x", stopped="=", bars=ASCII_BARS, dot=", "
+)
+_COLOURS = {
+    "waiting": LABEL, "running": "bold cyan", "finished": "green", "failed": "bold red",
+    "stopped": "yellow",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What a run is called, and where it runs."""
+
+    name: str
+    where: str
+    """`wrap.fsdp, 8 processes, cuda`."""
+
+
+def drawing(
+    header: Header, run: Follower, gpus: Sequence[GpuReading], *, width: int, marks: Marks = UNICODE
+) -> RenderableType:
+    """Return the run as it is at the moment, `width` columns wide."""
+    parts: list[RenderableType] = [Text(), _title(header, run), _chain(run, marks, width)]
+    doing = run.activity()
+    if doing:
+        parts.append(_activity(doing, width))
+    if run.step:
+        parts += [_steps(run, width), _numbers(run, gpus, marks)]
+    return Group(*parts)
+
+
+def _title(header: Header, run: Follower) -> RenderableType:
+    line = Table.grid(expand=True)
+    line.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
+    line.add_column(justify="right", no_wrap=True)
+    name = Text(shown(header.name), style="bold").append(f"  {shown(header.where)}", style=LABEL)
+    line.add_row(name, Text(duration(run.seconds), style=LABEL))
+    return line
+
+
+def _chain(run: Follower, marks: Marks, width: int) -> RenderableType:
+    """Return the slots, in as many lines as they take."""
+    lines = [Text()]
+    for state in run.chain.slots.values():
+        slot = _slot(state, marks)
+        if lines[-1] and lines[-1].cell_len + len(GAP) + slot.cell_len > width:
+            lines.append(Text())
+        lines[-1].append(GAP if lines[-1] else "").append_text(slot)
+    return Text("\n", no_wrap=True, overflow="ellipsis").join(lines)
+
+
+def _slot(slot: SlotState, marks: Marks) -> Text:
+    """Return mark and name, and how long it has been running."""
+    words = [getattr(marks, slot.state), shown(slot.slot)]
+    if slot.state == "running":
+        words.append(duration(time.time() - slot.began))
+    return Text(" ".join(words), style=_COLOURS[slot.state])
+
+
+def _activity(doing: dict[str, Any], width: int) -> RenderableType:
+    """Return a bar, or the amount alone where the whole is not known."""
+    name, unit = shown(str(doing["name"])), shown(str(doing["unit"]))
+    done = float(doing["done"])
+    amount = human if unit == BYTES else lambda value: counted(value, unit)
+    if not doing["total"]:
+        return Text(f"{name}  {amount(done) if done else duration(float(doing['seconds']))}")
+    total = float(doing["total"])
+    left = float(doing["seconds"]) * (total - done) / done if done else None
+    return _bar(Text(name), done, total, f"{amount(done)} of {amount(total)}", left, width)
+
+
+def _steps(run: Follower, width: int) -> RenderableType:
+    step, total = run.step["step"], run.step.get("total_steps")
+    if not total:
+        return Text(f"step {step}")
+    text = f"step {step} of {total}"
+    return _bar(Text("training"), step, total, text, run.seconds_left or None, width)
+
+
+def _bar(
+    name: Text, done: float, total: float, amount: str, left: float | None, width: int
+) -> RenderableType:
+    line = Table.grid(padding=(0, 2, 0, 0))
+    line.add_row(
+        name,
+        ProgressBar(
+            total=total,
+            completed=min(done, total),
+            width=max(10, width // 4),
+            complete_style="cyan",
+            finished_style="green",
+        ),
+        Text(amount),
+        Text("" if left is None else f"{duration(left)} left", style=LABEL),
+    )
+    return line
+
+
+def _numbers(run: Follower, gpus: Sequence[GpuReading], marks: Marks) -> RenderableType:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style=LABEL, no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in _rows(run, gpus, marks):
+        table.add_row(label, value)
+    return table
+
+
+def _rows(
+    run: Follower, gpus: Sequence[GpuReading], marks: Marks
+) -> Iterator[tuple[str, RenderableType]]:
+    step, dot = run.step, marks.dot
+    losses = [loss for _, loss in run.losses]
+    loss = Text("not a number" if step["loss"] is None else f"{step['loss']:.4f}", style="bold")
+    loss.append(f"  {sparkline(losses, CURVE_WIDTH, marks.bars)}", style="cyan")
+    yield "loss", loss
+    if run.evaluation:
+        yield "held out", Text(_evaluation(run.evaluation, dot))
+    yield "step", Text(dot.join(_update(step)))
+    speed = dot.join(_speed(step, run))
+    if speed:
+        yield "speed", Text(speed)
+    memory = dot.join(_memory(step, run.planned_bytes, gpus))
+    if memory:
+        yield "memory", Text(memory)
+    for label, text, warns in _gpus(gpus, dot):
+        yield label, Text(text, style="yellow" if warns else "")
+    if run.saved:
+        age = duration(time.time() - run.saved["time"])
+        yield "saved", Text(f"step {run.saved['step']}, {age} ago")
+
+
+def _evaluation(record: dict[str, Any], dot: str) -> str:
+    loss = record["eval_loss"]
+    best = record.get("best_step") == record["step"]
+    parts = [
+        "not a number" if loss is None else f"{loss:.4f}",
+        f"at step {record['step']}" + (" (the best so far)" if best else ""),
+    ]
+    if record.get("best_step") is not None and not best:
+        parts.append(f"best {record['best_eval_loss']:.4f} at step {record['best_step']}")
+    return dot.join(parts)
+
+
+def _update(step: dict[str, Any]) -> Iterator[str]:
+    if step.get("grad_norm") is not None:
+        yield f"gradient norm {step['grad_norm']:.3g}"
+    if step.get("lr") is not None:
+        yield f"learning rate {step['lr']:.3g}"
+    if step.get("tokens") is not None:
+        yield f"{count(step['tokens'])} target tokens"
+
+
+def _speed(step: dict[str, Any], run: Follower) -> Iterator[str]:
+    if step.get("tokens_per_second") is None:
+        return
+    yield f"{count(step['tokens_per_second'])} tokens/s"
+    yield f"{step['step_seconds']:.3g} s/step"
+    if step.get("mfu") is not None:
+        yield f"MFU {percent(step['mfu'])}"
+    yield f"data wait {percent(step['data_wait_share'])}"
+    if run.communication:
+        share = percent(run.communication["communication_share"])
+        yield f"communication {share} (step {run.communication['step']})"
+
+
+def _memory(step: dict[str, Any], planned: int | None, gpus: Sequence[GpuReading]) -> Iterator[str]:
+    peak = step.get("peak_memory_bytes")
+    if peak is not None:
+        sizes = [gpu.memory_total_bytes for gpu in gpus if gpu.memory_total_bytes]
+        whole = f" of {gib(min(sizes))}" if sizes else ""
+        yield f"{gib(peak)}{whole} GiB"
+        if planned is not None:
+            yield f"plan {gib(planned)} GiB"
+    if step.get("peak_host_memory_bytes") is not None:
+        yield f"host {gib(step['peak_host_memory_bytes'])} GiB a process"
+
+
+def _gpus(gpus: Sequence[GpuReading], dot: str) -> Iterator[tuple[str, str, bool]]:
+    """Yield label, text and whether something holds a GPU back; the ranges over all GPUs."""
+    if not gpus:
+        return
+    uses = [100 * gpu.utilisation for gpu in gpus if gpu.utilisation is not None]
+    degrees = [gpu.temperature for gpu in gpus if gpu.temperature is not None]
+    watts = [gpu.watts for gpu in gpus if gpu.watts is not None]
+    parts = [_range(uses, "% busy"), _range(degrees, "°C"), _range(watts, "W")]
+    yield f"{len(gpus)} GPU" + "s" * (len(gpus) > 1), dot.join(filter(None, parts)), False
+    for gpu in gpus:
+        if gpu.throttled:
+            yield "slowed", f"GPU {gpu.index} by {' and '.join(gpu.throttled)}", True
+
+
+def _range(values: Sequence[float], unit: str) -> str:
+    if not values:
+        return ""
+    least, most = round(min(values)), round(max(values))
+    return f"{least} {unit}" if least == most else f"{least} to {most} {unit}"

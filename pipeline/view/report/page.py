@@ -1,0 +1,92 @@
+"""One HTML file with everything in it: styles, scripts, and the data of its curves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from pipeline.view.report.curves import Curve
+
+ASSETS = Path(__file__).parent / "assets"
+COLOURS = ("accent", "second", "good", "bad", "warm", "faint")
+"""Names of colours in `page.css`, one a series."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """A curve in a plot."""
+
+    label: str
+    curve: Curve
+    dots: bool = False
+    """Whether its points are drawn too: for few, far apart."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """Curves over training steps, with one axis."""
+
+    title: str
+    unit: str = ""
+    series: Sequence[Series]
+    log: bool = False
+    """Whether the axis is logarithmic; for values above 0."""
+
+    def record(self) -> dict[str, Any]:
+        """Return what `page.js` draws: a column of steps, then the columns of the series."""
+        steps = sorted({step for one in self.series for step in one.curve.steps})
+        columns: list[list[Any]] = [list(steps)]
+        described = []
+        for number, one in enumerate(self.series):
+            found = one.curve
+            ranged = found.least != found.greatest and len(self.series) <= 2
+            columns.append(_column(steps, found.steps, found.mean))
+            if ranged:
+                columns.append(_column(steps, found.steps, found.least))
+                columns.append(_column(steps, found.steps, found.greatest))
+            described.append(
+                {
+                    "label": one.label,
+                    "colour": COLOURS[number % len(COLOURS)],
+                    "dots": one.dots,
+                    "ranged": ranged,
+                }
+            )
+        return {"title": self.title, "log": self.log, "series": described, "data": columns}
+
+
+def _column(
+    steps: Sequence[int], own: Sequence[int], values: Sequence[float | None]
+) -> list[float | None]:
+    found = dict(zip(own, values, strict=True))
+    return [found.get(step) for step in steps]
+
+
+def render(template: str, plots: Sequence[Plot], **facts: Any) -> str:
+    """Return a page. All facts are escaped, so that a run can say whatever it likes."""
+    environment = Environment(
+        loader=FileSystemLoader(ASSETS),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    data = json.dumps([plot.record() for plot in plots], allow_nan=False, separators=(",", ":"))
+    return environment.get_template(template).render(
+        plots=plots,
+        plots_json=Markup(data.replace("<", "\\u003c")),
+        style=_asset("uPlot.min.css") + _asset("page.css"),
+        library=_asset("uPlot.iife.min.js"),
+        script=_asset("page.js"),
+        **facts,
+    )
+
+
+def _asset(name: str) -> Markup:
+    return Markup((ASSETS / name).read_text("utf-8"))

@@ -1,0 +1,150 @@
+"""The report of one run."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.execution.hardware_record import hardware_records
+from pipeline.execution.origins import origins
+from pipeline.hardware.gpus import GIB
+from pipeline.recipe.nodes import KeyPath
+from pipeline.utils.files import replace_text
+from pipeline.utils.terminal import shown
+from pipeline.utils.text import duration
+from pipeline.utils.versions import versions
+from pipeline.view.history import PLAN_FILE, History, json_in, read_history
+from pipeline.view.report import facts
+from pipeline.view.report.curves import MOST_POINTS, curve
+from pipeline.view.report.gpus import gpu_plots, gpu_rows
+from pipeline.view.report.page import Plot, Series, render
+
+FILE = "report.html"
+MOST_MARKS = 200
+MOST_SAMPLES = 40
+MOST_ROWS = 400
+"""Rows of the recipe's table."""
+
+
+def write_report(folder: Path, to: Path | None = None, *, ended: bool = False) -> Path:
+    """Write the report of the run in `folder`, and return its path; `ended` as in `read_history`.
+    Raises what that raises, and OSError."""
+    path = to or folder / FILE
+    replace_text(path, run_page(read_history(folder, ended=ended)))
+    return path
+
+
+def run_page(history: History) -> str:
+    """Return the report as HTML."""
+    plan = json_in(history.folder / PLAN_FILE)
+    marks, gpus = facts.marks(history), list(hardware_records(history.folder))
+    rows = list(_recipe_rows(history))
+    starts = [event for event in history.events if event["event"] == "run started"]
+    return render(
+        "run.html.j2",
+        [*_plots(history), *gpu_plots(gpus)],
+        title=history.name,
+        name=history.name,
+        state=history.state,
+        where=facts.where(history),
+        started=_clock(starts[0]["time"]) if starts else "",
+        command=shown(" ".join(map(str, history.environment.get("command", [])))),
+        summary=facts.summary(history),
+        parts=-(-len(history.steps) // MOST_POINTS) if len(history.steps) > MOST_POINTS else 0,
+        slots=list(_slots(history)),
+        memory=facts.memory_rows(history, plan),
+        plan_lines=[str(line) for line in plan.get("lines", [])],
+        gpus=gpu_rows(gpus),
+        samples=list(_samples(history))[-MOST_SAMPLES:],
+        marks=[
+            {**vars(mark), "time": "" if mark.time is None else _clock(mark.time)}
+            for mark in marks[-MOST_MARKS:]
+        ],
+        left_out=max(0, len(marks) - MOST_MARKS),
+        recipe=rows[:MOST_ROWS],
+        environment=list(_environment(history)),
+        version=versions().get("pipetrain", ""),
+        written=_clock(datetime.datetime.now().timestamp()),
+    )
+
+
+def _plots(history: History) -> Iterator[Plot]:
+    steps = history.steps
+    loss = curve(steps, "loss")
+    if loss.steps:
+        series = [Series(label="training", curve=loss)]
+        held_out = curve(history.evaluations, "eval_loss")
+        if held_out.steps:
+            series.append(Series(label="held out", curve=held_out, dots=True))
+        yield Plot(title="Loss", unit="nats a token", series=series)
+    for name, title, unit, log in (
+        ("grad_norm", "Gradient norm", "before clipping", True),
+        ("lr", "Learning rate", "", False),
+        ("tokens_per_second", "Speed", "tokens a second", False),
+        ("step_seconds", "Time of a step", "seconds", False),
+        ("mfu", "Model FLOPs utilisation", "share of the peak", False),
+        ("data_wait_share", "Wait for data", "share of a step", False),
+        ("peak_memory_bytes", "Peak memory of a GPU", "GiB", False),
+        ("peak_host_memory_bytes", "Peak host memory of a process", "GiB", False),
+    ):
+        found = curve(steps, name, unit=GIB if unit == "GiB" else 1)
+        if any(found.mean):
+            series = [Series(label=title.lower(), curve=found)]
+            yield Plot(title=title, unit=unit, series=series, log=log and found.positive)
+
+
+def _slots(history: History) -> Iterator[dict[str, Any]]:
+    slots = history.chain.slots.values()
+    longest = max((slot.total_seconds for slot in slots), default=0.0) or 1.0
+    for slot in slots:
+        yield {
+            "slot": slot.slot,
+            "use": slot.use,
+            "state": slot.state,
+            "time": duration(slot.total_seconds) if slot.began else "",
+            "percent": round(100 * slot.total_seconds / longest, 1),
+        }
+
+
+def _samples(history: History) -> Iterator[dict[str, Any]]:
+    for record in history.metrics:
+        for sample in record.get("generated", ()):
+            prompt, text = shown(sample["prompt"]), shown(sample["text"])
+            yield {"step": record["step"], "prompt": prompt, "text": text}
+
+
+def _recipe_rows(history: History) -> Iterator[dict[str, str]]:
+    written = origins(history.folder)
+    for path, value in _leaves(history.recipe.public(), ()):
+        dotted = ".".join(map(str, path))
+        yield {
+            "path": dotted,
+            "value": shown(json.dumps(value) if not isinstance(value, str) else value),
+            "origin": shown(written.get(dotted, history.recipe.origin(path))),
+        }
+
+
+def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from _leaves(inner, (*path, key))
+    else:
+        yield path, value
+
+
+def _environment(history: History) -> Iterator[tuple[str, str]]:
+    for name in ("time", "folder", "python", "platform"):
+        if history.environment.get(name):
+            yield name, str(history.environment[name])
+    for name, version in (history.environment.get("packages") or {}).items():
+        yield name, str(version)
+    for name, value in history.engine.items():
+        text = value if isinstance(value, str) else json.dumps(value)
+        yield f"engine: {name}", shown(text)
+
+
+def _clock(seconds: float) -> str:
+    return datetime.datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,1 @@
+"""axolotl's YAML recipes, as of version 0.19."""

@@ -1,0 +1,100 @@
+"""Data sets of axolotl: the blocks of `datasets`, `test_datasets` and `pretraining_dataset`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stages.importing import rules
+from stages.importing.common import named_template, template_setting
+from stages.importing.rules import RuleResult, Table, WrongValueError, allowed, refused, sets
+from stages.importing.sources import Style
+
+STYLES = {
+    "alpaca": Style(form="alpaca", template=False),
+    "chat_template": Style(),
+    "completion": Style(running=True),
+    "pretrain": Style(running=True),
+}
+FORMS = {"messages": "messages", "conversations": "sharegpt"}
+"""Key of the conversations in a row -> form of data.chat."""
+SHAREGPT = {"role": "from", "content": "value"}
+ROLES = {
+    "user": ("user", "human"),
+    "assistant": ("assistant", "gpt", "chatgpt", "model"),
+    "system": ("system",),
+    "tool": ("tool", "observation"),
+}
+_RENAME = "rename the column in the data"
+_shard = rules.unsupported("files are read as a whole", "write those rows into a file of their own")
+
+
+def _style(value: Any) -> Style:
+    if isinstance(value, Mapping):
+        why = "prompts of one's own are not laid out"
+        raise WrongValueError(why, "convert the rows to `prompt` and `completion`", blocks=True)
+    if str(value).startswith("sharegpt"):
+        why, hint = "axolotl has removed it", "write type: chat_template"
+        raise WrongValueError(why, f"{hint}, field_messages: conversations", blocks=True)
+    hint = "convert the rows to `messages`, for type: chat_template"
+    found: Style = rules.choice(STYLES, hint, blocks=True)(value)
+    return found
+
+
+def _mappings(one: str) -> rules.Rule:
+    """Return the rule for the names of roles and contents in messages."""
+    sharegpt = sets(f"{one}form", lambda _: "sharegpt")
+
+    def rule(value: Any) -> RuleResult:
+        if value in (None, {}, {"role": "role", "content": "content"}):
+            return RuleResult(outcome="default", why="messages have role and content")
+        return sharegpt(value) if value == SHAREGPT else refused("names keys of its own", _RENAME)
+
+    return rule
+
+
+def _roles(value: Any) -> RuleResult:
+    given = value if isinstance(value, Mapping) else {}
+    known = all({*rules.names(names)} <= {*ROLES.get(to, ())} for to, names in given.items())
+    if known:
+        return RuleResult(outcome="default", why="data.chat knows these names")
+    return refused("names roles of its own", "rename them in the data")
+
+
+def _to_train(value: Any) -> str:
+    if rules.names(value) != ["assistant"]:
+        raise WrongValueError("trains on others than the assistant", "set data.loss: all")
+    return "assistant"
+
+
+def table(one: str) -> Table:
+    """Return the table of a data set whose facts begin with `one`."""
+    return {
+        "path": sets(f"{one}path", str),
+        "data_files": sets(f"{one}files", rules.names),
+        "name": sets(f"{one}config", str),
+        "split": sets(f"{one}split", str),
+        "revision": sets(f"{one}revision", str),
+        "type": sets(f"{one}style", _style),
+        "ds_type": rules.passes("the ending of a file says it"),
+        **dict.fromkeys(("field", "text_column"), sets(f"{one}text_key", str)),
+        "field_messages": sets(f"{one}form", rules.choice(FORMS, _RENAME)),
+        "message_property_mappings": _mappings(one),
+        "message_field_role": allowed("role", hint=_RENAME),
+        "message_field_content": allowed("content", hint=_RENAME),
+        "message_field_training": allowed("train", hint=_RENAME),
+        "field_tools": allowed("tools", hint=_RENAME),
+        **rules.each_way("field_thinking template_thinking_key", allowed("reasoning_content")),
+        "roles": _roles,
+        "roles_to_train": sets("data.loss", _to_train),
+        **rules.each_way("train_on_eos train_on_eot", allowed("turn")),
+        "chat_template": named_template,
+        **rules.each_way(
+            "chat_template_jinja drop_system_message split_thinking conversation input_format "
+            "input_transform message_field_training_detail field_human field_model",
+            template_setting,
+        ),
+        **rules.each_way("shards shards_idx skip", _shard),
+        "preprocess_shards": rules.passes(),
+        "trust_remote_code": rules.unsupported("data sets bring no code along", "convert them"),
+    }

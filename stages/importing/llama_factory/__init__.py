@@ -1,0 +1,1 @@
+"""LLaMA-Factory's YAML recipes (`llamafactory-cli train`), as of version 0.9.5."""

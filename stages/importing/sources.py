@@ -1,0 +1,213 @@
+"""The data slot of tools that name any number of data sets, each with a form of its own.
+
+The facts of data set n begin with `rows.n.`, those of one to evaluate on with `held.n.`:
+
+    path      folder, file, data set of the hub, or the name of a loader such as `json`
+    files     files beside it
+    config, split, revision, weight
+    style     a Style
+    form      form of rows, where it is no part of the style
+    text_key  key of running text
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline import DataError, StageError
+from pipeline.importing import Request
+from stages.importing import rules
+from stages.importing.report import Draft, Report
+
+FLOATING = "the branch, as before; better the commit in `revision`"
+READ = (".txt", ".jsonl", ".json", ".parquet")
+"""Endings of the files that a recipe reads."""
+LOADERS = ("json", "text", "parquet", "csv", "arrow")
+"""Loaders of the library `datasets`, which take files."""
+TRAIN, HELD = "rows.", "held."
+_PLACE = ("path", "files", "config", "split", "revision", "weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """How rows become samples."""
+
+    form: str | None = None
+    """Form of data.chat; None if another key says it."""
+    running: bool = False
+    """Whether the rows are running text."""
+    template: bool = True
+    """Whether a pair of texts takes the chat template."""
+
+
+def is_local(name: str) -> bool:
+    """Return whether a name is a path, not the id of something on the hub."""
+    return bool(re.match(r"[/~]|\.\.?/", name)) or Path(name).exists()
+
+
+def requested(draft: Draft, request: Request) -> bool:
+    """Fill the slot with the files of `--data`, if there are any."""
+    files = [str(Path(each).expanduser().absolute()) for each in request.data]
+    if files:
+        put_files(draft, files)
+    return bool(files)
+
+
+def put_files(draft: Draft, files: list[str], *facts: str) -> None:
+    """Add the slot `data` for local files, by what the first row of the first one has."""
+    draft.slot("data", "data.chat" if _has_fields(files[0]) else "data.text")
+    draft.put("data.files", files, *facts)
+
+
+def several(draft: Draft, request: Request) -> None:
+    """Fill the slot `data`."""
+    report = draft.report
+    if requested(draft, request):
+        report.ignore(*report.facts(TRAIN), *report.facts(HELD), why="--data replaces it")
+    else:
+        _slot(draft)
+    if draft.slots["data"]["use"] == "data.text":
+        report.ignore("data.packing", why="data.text fills every sample")
+        report.ignore("data.loss", "data.too_long", why="data.text trains on every token")
+    else:
+        report.ignore("data.documents_apart")
+
+
+def _slot(draft: Draft) -> None:
+    report = draft.report
+    numbers = _numbers(report, TRAIN)
+    styles = {one: report.value(f"{one}style", Style()) for one in numbers}
+    facts = [f"{one}style" for one in numbers]
+    running = {style.running for style in styles.values()}
+    if len(running) == 2:
+        why, hint = "running text and rows are not one training", "import one of them"
+        report.refuse(*facts, why=why, hint=hint, blocks=True)
+    draft.slot("data", "data.text" if True in running else "data.chat", *facts)
+    if False in running:
+        _forms(draft, styles)
+    elif running:
+        _text_key(draft, numbers)
+    if _put(draft, TRAIN, "files", "sources") == 0:
+        draft.lacks("data.files", "files, or `sources` with data sets of the hub")
+    _put(draft, HELD, "heldout_files", "heldout_sources")
+    if draft.slots["data"].keys() & {"heldout_files", "heldout_sources"}:
+        report.ignore("data.heldout_fraction", why="there is data to evaluate on")
+
+
+def _numbers(report: Report, kind: str) -> list[str]:
+    """Return the beginnings of the facts of each data set, in their order."""
+    found = {int(fact.split(".")[1]) for fact in report.facts(kind)}
+    return [f"{kind}{number}." for number in sorted(found)]
+
+
+def _forms(draft: Draft, styles: Mapping[str, Style]) -> None:
+    """Set what applies to the rows of all data sets."""
+    report = draft.report
+    forms = {one: style.form or report.value(f"{one}form") for one, style in styles.items()}
+    if len({*forms.values()}) == 1 and None not in forms.values():
+        facts = [f"{one}{'style' if style.form else 'form'}" for one, style in styles.items()]
+        draft.put("data.form", next(iter(forms.values())), *facts)
+    pairs = [one for one, form in forms.items() if form in ("alpaca", "prompt/completion")]
+    plain = [f"{one}style" for one in pairs if not styles[one].template]
+    if len(plain) == len(pairs) > 0:
+        draft.put("data.template", False, *plain)
+    elif plain:
+        why = "other rows take the chat template, and a recipe does one or the other"
+        report.refuse(*plain, why=why, hint="convert one of them to `messages`", blocks=True)
+
+
+def _text_key(draft: Draft, numbers: list[str]) -> None:
+    report = draft.report
+    facts = [f"{one}text_key" for one in numbers]
+    keys = {report.value(fact, "text") for fact in facts}
+    if len(keys) == 1:
+        draft.put("data.text_key", keys.pop(), *facts)
+    elif keys:
+        why = "the text has one key in all files"
+        report.refuse(*facts, why=why, hint="rename the column", blocks=True)
+
+
+def _put(draft: Draft, kind: str, files: str, sources: str) -> int:
+    """Put all data sets of a kind, and return their number."""
+    report = draft.report
+    found = {one: place for one in _numbers(report, kind) if (place := _place(report, one))}
+    facts = [f"{one}{fact}" for one in found for fact in _PLACE]
+    if not found:
+        return 0
+    if all(place.keys() == {"files"} for place in found.values()):
+        every = [name for place in found.values() for name in place["files"]]
+        draft.put(f"data.{files}", every, *facts)
+        return len(found)
+    floating = any("allow_floating_revision" in place for place in found.values())
+    if kind == TRAIN and len(found) > 1 and not any("weight" in each for each in found.values()):
+        for place in found.values():
+            place["weight"] = None
+        what = "of each source the number of its rows, so that an epoch holds each row once"
+        draft.lacks("data.sources.weight", what)
+    draft.put(f"data.{sources}", [*found.values()], *facts, note=FLOATING if floating else "")
+    return len(found)
+
+
+def _place(report: Report, one: str) -> dict[str, Any] | None:
+    """Return the fields of a source; None if a recipe does not read it."""
+    name, beside = report.value(f"{one}path", ""), report.value(f"{one}files")
+    if not name and not beside:
+        return None
+    suffixes = {Path(each).suffix for each in beside or [name]} & {".csv", ".arrow", ".tsv"}
+    if suffixes:
+        why, hint = "no recipe reads such files", "convert them to JSON lines"
+        report.refuse(*(f"{one}{fact}" for fact in ("path", "files")), why=why, hint=hint)
+        return None
+    if "://" in name:
+        hint = "copy them to a disk, or use data.stream"
+        report.refuse(f"{one}path", why="is an address, and the files are local", hint=hint)
+        return None
+    weight = report.value(f"{one}weight")
+    more = {} if weight is None else {"weight": weight}
+    if beside and (name in LOADERS or is_local(name) or not name):
+        return _local(report, one, [rules.path(each) for each in beside], more)
+    if is_local(name) or name.endswith(READ):
+        folder = "/*" if Path(name).is_dir() else ""
+        return _local(report, one, [f"{rules.path(name)}{folder}"], more)
+    return _hub(report, one, name, more)
+
+
+def _local(report: Report, one: str, files: list[str], more: dict[str, Any]) -> dict[str, Any]:
+    if report.value(f"{one}split", "train") != "train":
+        hint = "put those rows into a file of their own"
+        report.refuse(f"{one}split", why="files are read as a whole", hint=hint, blocks=True)
+    return {"files": files, **more}
+
+
+def _hub(report: Report, one: str, name: str, more: dict[str, Any]) -> dict[str, Any]:
+    why = "a data set of the hub is read by its configuration and split"
+    report.refuse(f"{one}files", why=why, hint="download the files, and name them", blocks=True)
+    source: dict[str, Any] = {"dataset": name}
+    for fact in ("config", "split"):
+        if report.known(f"{one}{fact}"):
+            source[fact] = report.value(f"{one}{fact}")
+    revision = report.value(f"{one}revision", "")
+    if revision:
+        source["revision"] = revision
+    if not re.fullmatch("[0-9a-f]{40}", revision):
+        source["allow_floating_revision"] = True
+    return {**source, **more}
+
+
+def _has_fields(file: str) -> bool:
+    """Return whether the first row has fields for data.chat, not text alone."""
+    from stages.data.forms import KEYS
+    from stages.data.rows import TEXT, rows
+
+    if file.endswith(TEXT):
+        return False
+    try:
+        first = next(rows(Path(file)), None)
+    except (DataError, StageError, OSError):
+        return False  # `pipe check` and the run report what is wrong with the file
+    keys = first.value.keys() if first is not None else set()
+    return any(name != "text" and keys >= set(needed) for name, needed in KEYS.items())

@@ -1,0 +1,141 @@
+"""torchtune's recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pipeline.importing import ConfigFile, Request
+from stages.importing import rules
+from stages.importing.common import template_setting
+from stages.importing.reader import Reader
+from stages.importing.recipe_translator import RecipeTranslator
+from stages.importing.report import Draft, Report
+from stages.importing.rules import Table
+from stages.importing.sources import HELD, TRAIN
+from stages.importing.tools import COMPONENT, TORCHTUNE
+from stages.importing.torchtune.interpolation import resolved
+from stages.importing.torchtune.keys import TOP
+from stages.importing.torchtune.loggers import logger
+from stages.importing.torchtune.model import PLAIN, family, read_model
+from stages.importing.torchtune.rows import read_set, strict, takes_template
+
+SETS = {"dataset": TRAIN, "dataset_val": HELD}
+"""Keys with data sets -> beginning of their facts."""
+STRICT = ("optimizer", "lr_scheduler", "loss")
+"""Blocks whose keys all change the training."""
+DEFAULTS: Mapping[str, Any] = {
+    "gradient_accumulation_steps": 1, "log_every_n_steps": 1, "shuffle": True,
+}  # fmt: skip
+OWN = "torchtune's default"
+SINGLE = "single_device"
+"""Part of the name of files for one device."""
+
+
+class Torchtune(RecipeTranslator):
+    """A recipe of torchtune for full_finetune or lora_finetune."""
+
+    name = "torchtune"
+    tool = TORCHTUNE
+    beside = ()
+    signs = "a recipe of torchtune has blocks with `_component_`"
+
+    def read(
+        self, reader: Reader, recipe: ConfigFile, others: Sequence[ConfigFile], request: Request
+    ) -> None:
+        report, file = reader.report, recipe.path.name
+        content = resolved(recipe.content, report, file)
+        for key, value in content.items():
+            _read(report, file, key, value, content)
+        reader.defaults(DEFAULTS, TOP, OWN)
+        _defaults(report)
+        _steps(report)
+        _devices(report, recipe, request)
+
+    def finish(self, draft: Draft) -> None:
+        report = draft.report
+        if report.given("export.adapter") and "adapter" in draft.slots:
+            draft.slot("export", "export.adapter", "export.adapter")
+        if draft.slots["train"].get("epochs") != 1:
+            draft.lacks("checkpoint.every", "steps of an epoch; torchtune saves after each epoch")
+        if not report.known("data.sequence_length"):
+            what = "tokens of the longest row; torchtune cuts none without max_seq_len"
+            draft.lacks("data.sequence_length", what)
+
+
+def _read(report: Report, file: str, key: str, value: Any, content: Mapping[str, Any]) -> None:
+    if key == "model" and isinstance(value, Mapping):
+        read_model(report, file, value)
+    elif key in SETS and value:
+        _read_sets(report, file, key, value, plain=_plain(content.get("tokenizer")))
+    else:
+        report.read(file, {key: value}, {**TOP, **_block(key, value, content)})
+
+
+def _block(key: str, value: Any, content: Mapping[str, Any]) -> Table:
+    """Return the table of a block whose keys depend on a component."""
+    rule = TOP.get(key)
+    if not isinstance(value, Mapping) or not isinstance(rule, Mapping):
+        return {}
+    if key in STRICT:
+        return {key: strict(value, rule)}
+    if key == "tokenizer" and _takes_template(content):
+        return {key: {**rule, COMPONENT: template_setting}}
+    return {key: logger(value)} if key == "metric_logger" else {}
+
+
+def _takes_template(content: Mapping[str, Any]) -> bool:
+    """Return whether a data set is laid out by the tokenizer's format for messages."""
+    found = [content.get(key) for key in SETS]
+    blocks = [each for value in found for each in (value if isinstance(value, list) else [value])]
+    plain = _plain(content.get("tokenizer"))
+    return any(takes_template(block, plain=plain) for block in blocks)
+
+
+def _plain(tokenizer: Any) -> bool:
+    """Return whether a tokenizer puts nothing around messages."""
+    block = tokenizer if isinstance(tokenizer, Mapping) else {}
+    return family(block.get(COMPONENT)) in PLAIN and not block.get("prompt_template")
+
+
+def _read_sets(report: Report, file: str, key: str, value: Any, *, plain: bool) -> None:
+    blocks = value if isinstance(value, list) else [value]
+    for number, block in enumerate(blocks):
+        name = f"{key}[{number}]" if isinstance(value, list) else key
+        if isinstance(block, Mapping):
+            one = f"{SETS[key]}{number}."
+            read_set(report, file, name, block, one, plain=plain)
+        else:
+            report.enter(file, name, block, rules.refused("must be a block of keys", blocks=True))
+
+
+def _defaults(report: Report) -> None:
+    report.default("optimizer.decay_all", True, "torch decays every parameter")
+    report.default("optimizer.max_grad_norm", None, "torchtune does not clip")
+    report.default("schedule", "flat", "without lr_scheduler, the rate stays")
+    report.default("checkpoint.keep", None, "torchtune keeps all")
+    report.default("data.documents_apart", True, "torchtune masks other rows")
+    if not report.given("data.sequence_length"):
+        report.default("data.too_long", "error", "torchtune cuts no row")
+    dtype = report.value("precision.compute", "fp32")
+    if dtype != "fp32":
+        for field in ("master", "reduce"):
+            report.default(f"precision.{field}", dtype, "torchtune has one dtype for everything")
+
+
+def _steps(report: Report) -> None:
+    """Make steps of epochs that end early."""
+    steps = report.value("cap", 0) * report.value("train.epochs", 1)
+    for entry in report.of("cap"):
+        entry.content = int(steps) or None
+        entry.why = "epochs x steps, if an epoch has so many"
+    report.rename("cap", "train.steps")
+
+
+def _devices(report: Report, recipe: ConfigFile, request: Request) -> None:
+    """Decide between the recipes for one device and for several, which share their keys."""
+    single = SINGLE in recipe.path.name if request.procs is None else request.procs == 1
+    use = "wrap.ddp" if single else "wrap.fsdp"
+    report.default("strategy", use, f"for {'one device' if single else 'several devices'}")
+    if single and request.procs is None:
+        report.default("procs", 1, f"{SINGLE} in the name of the file")

@@ -1,0 +1,1 @@
+"""Trackers: other programs that show runs."""

@@ -1,0 +1,70 @@
+"""TensorBoard as a tracker."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.track import Outcome, RunFacts, Tracker, TrackerStage
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrackTensorboard(TrackerStage):
+    """Write event files that TensorBoard shows: `tensorboard --logdir FOLDER`."""
+
+    package = "tensorboard"
+    extra = "tensorboard"
+
+    folder: str | None = None
+    """Folder in which the run gets a folder of its own; null writes to `tensorboard` in the run's
+    folder."""
+
+    def tracker(self) -> Tracker:
+        return TensorboardTracker(self.folder)
+
+
+@dataclass
+class TensorboardTracker(Tracker):
+    """Scalars by step, generated texts, and the recipe as a text, all written at once."""
+
+    parent: str | None
+
+    def open(self, run: RunFacts, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # In the run's folder the place is not kept: that folder may be moved.
+        given = state.get("folder")
+        if self.parent and not given:
+            given = str(_new_folder(Path(self.parent), run.name))
+        self._writer = SummaryWriter(given or str(run.folder / "tensorboard"))
+        if not state:
+            recipe = json.dumps(run.recipe, indent=1)
+            self._writer.add_text("recipe", f"```json\n{recipe}\n```", 0)
+        return {"folder": given}
+
+    def log(self, step: int, metrics: Mapping[str, float], time: float) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step, walltime=time)
+        self._writer.flush()
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        self._writer.add_text(name, text, step)
+        self._writer.flush()
+
+    def close(self, outcome: Outcome) -> None:
+        self._writer.close()
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    """Make a folder of this name, or with a number behind it if another run has that."""
+    folder, number = parent / name, 1
+    while True:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+        number += 1
+        folder = parent / f"{name}-{number}"

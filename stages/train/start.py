@@ -1,0 +1,93 @@
+"""The start of a training: from a checkpoint if there is one, with all that takes part."""
+
+from __future__ import annotations
+
+import functools
+import zlib
+
+from pipeline import (
+    Callbacks,
+    Checkpoints,
+    Context,
+    Data,
+    Engine,
+    ModelSource,
+    OptimizerPlan,
+    Progress,
+    StageError,
+    StepCallback,
+    TrainedRun,
+)
+from pipeline.checkpoint import start_random_streams
+from stages.train.anomalies import AnomalyMonitor, Recovery
+from stages.train.batches import Feed
+from stages.train.causal_lm import TrainCausalLm
+from stages.train.flops import known_cost, known_peak
+from stages.train.generate import Writer
+from stages.train.lineage import lineage, require_same_lineage
+from stages.train.loop import Training
+from stages.train.loss import SummedLoss, WithRouterLoss
+from stages.train.profiling import Profiler
+from stages.train.report import Reporter, StepMeter
+from stages.train.saves import Saves
+from stages.train.settings import GIVE_SAMPLES, NO_SAMPLES
+from stages.train.step import TrainStep
+from stages.train.stragglers import StragglerWatch
+
+
+def train(
+    config: TrainCausalLm,
+    ctx: Context,
+    engine: Engine,
+    data: Data,
+    plan: OptimizerPlan,
+    checkpoints: Checkpoints,
+    model: ModelSource,
+    callback: StepCallback | None = None,
+) -> TrainedRun:
+    """Train to the last step, from the newest checkpoint if there is one (collective)."""
+    if config.evaluates and not data.heldout:
+        raise StageError(f"{config.evaluates[0]} {NO_SAMPLES}", hint=GIVE_SAMPLES)
+    start_random_streams(zlib.crc32(f"{ctx.seed}/{engine.random_stream}".encode()))
+    identity = lineage(config, ctx, data, model)
+    validate = functools.partial(require_same_lineage, identity, ctx.accept)
+    restored = checkpoints.restore(validate)
+    ctx.metrics.rewind(-1 if restored is None else restored.step)
+    progress = restored or Progress()
+    progress.lineage = identity
+    feed = Feed(config, data, ctx.seed, engine.data_axis, engine.device, workers=config.workers)
+    ctx.on_exit(feed.close)
+    plain = SummedLoss(config.loss_chunk_size)
+    router = config.router_loss
+    monitor = AnomalyMonitor(config.anomalies, engine.total)
+    cost = known_cost(engine, model, known_peak(engine))
+    meter = StepMeter(engine, ctx.dist, progress, cost)
+    reporter = Reporter(ctx, log_every=config.log_every, total_steps=feed.total_steps)
+    last = Training(
+        config=config,
+        ctx=ctx,
+        data=data,
+        checkpoints=checkpoints,
+        saves=Saves(checkpoints=checkpoints, reporter=reporter, newest=progress.step),
+        progress=progress,
+        cross_entropy=plain,
+        step=TrainStep(
+            engine=engine,
+            objective=plain if router is None else WithRouterLoss(plain, router),
+            feed=feed,
+            plan=plan,
+            monitor=monitor,
+            observe=meter.observe,
+            heartbeat=ctx.dist.heartbeat,
+        ),
+        recovery=Recovery(config.anomalies, monitor, checkpoints, validate),
+        profiler=Profiler(config.profile_steps, ctx.run_dir, engine, ctx.dist),
+        meter=meter,
+        stragglers=StragglerWatch(ctx),
+        writer=None if config.generate is None else Writer(config.generate, model, ctx.seed),
+        reporter=reporter,
+        callbacks=Callbacks(reporter, callback),
+    ).run()
+    if config.result == "best":
+        return checkpoints.best()
+    return TrainedRun(checkpoint=last, progress=progress)

@@ -1,0 +1,171 @@
+"""Validated stages and the chain of their artifacts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipeline.chain import plan as plan_module
+from pipeline.chain.plan import Plan, PlannedSlot, Started, make_plan
+from pipeline.chain.registry import Registry
+from pipeline.contracts.engine import Engine
+from pipeline.contracts.stage import Context
+from pipeline.errors import RecipeError
+from pipeline.hardware.gpus import gpu_count
+from pipeline.recipe import load_recipe
+
+RECIPE = """\
+name: good
+seed: 3
+launch: {device: cpu}
+stages:
+  model: {use: model.fake, layers: 4}
+  data: {use: data.text, files: [a.txt, b.txt]}
+  optimizer: {use: optimizer.adam, lr: 1, betas: [0.5, 0.9]}
+  wrap: {use: wrap.red, offload: {device: cpu}}
+  checkpoint: {use: checkpoint.red}
+  train: {use: train.lm, steps: 5}
+"""
+
+
+@pytest.fixture
+def planned(registry: Registry, tmp_path: Path) -> Callable[..., Plan]:
+    def make(*overrides: str, text: str = RECIPE, **how: object) -> Plan:
+        (tmp_path / "r.yaml").write_text(text, encoding="utf-8")
+        recipe = load_recipe(tmp_path / "r.yaml", overrides)
+        return make_plan(recipe, registry=registry, **how)  # type: ignore[arg-type]
+
+    return make
+
+
+def test_stages_are_typed_instances(planned: Callable[..., Plan]) -> None:
+    stages = {step.slot: step.stage for step in planned().steps}
+    assert list(stages) == ["model", "data", "optimizer", "wrap", "checkpoint", "train"]
+    assert stages["model"].layers == 4
+    assert stages["data"].files == (Path("a.txt"), Path("b.txt"))
+    assert stages["optimizer"].betas == (0.5, 0.9)
+    assert type(stages["wrap"].offload).__name__ == "Offload"
+    assert stages["wrap"].offload.pin is True
+    assert stages["wrap"].stage == 2
+
+
+def test_inputs_come_from_the_slots_that_give_them(planned: Callable[..., Plan]) -> None:
+    inputs = {step.slot: dict(step.inputs) for step in planned().steps}
+    assert inputs == {
+        "model": {},
+        "data": {"model": "model"},
+        "optimizer": {"model": "model"},
+        "wrap": {"model": "model", "optimizer": "optimizer"},
+        "checkpoint": {"engine": "wrap"},
+        "train": {"engine": "wrap", "data": "data", "checkpoints": "checkpoint"},
+    }
+
+
+def test_the_latest_earlier_slot_wins(planned: Callable[..., Plan]) -> None:
+    text = RECIPE.replace("  data:", "  adapter: {use: model.fake}\n  data:")
+    inputs = {step.slot: step.inputs for step in planned(text=text).steps}
+    assert inputs["wrap"]["model"] == "adapter"
+
+
+def test_an_optional_need_may_stay_open(planned: Callable[..., Plan]) -> None:
+    plan = planned("checkpoint=null")
+    assert plan.steps[-1].inputs["checkpoints"] is None
+
+
+def test_last_readers(planned: Callable[..., Plan]) -> None:
+    plan = planned()
+    last = {step.slot: plan.last_reader(step.slot) for step in plan.steps}
+    assert last == {
+        "model": "wrap",
+        "data": "train",
+        "optimizer": "wrap",
+        "wrap": "train",
+        "checkpoint": "train",
+        "train": None,
+    }
+
+
+class Around:
+    """Takes an engine and gives one."""
+
+    def run(self, ctx: Context, engine: Engine) -> Engine:
+        raise AssertionError("never run")
+
+
+def test_who_reads_what_an_artifact_was_made_into_reads_it_too(
+    planned: Callable[..., Plan],
+) -> None:
+    """The stage around an engine may hold the engine, so it stays open when that stage has run."""
+    plan = planned()
+    *before, checkpoint, train = plan.steps
+    around = PlannedSlot(
+        slot="around", use="wrap.around", stage=Around(), inputs={"engine": "wrap"}, gives=Engine
+    )
+    train = replace(train, inputs={**train.inputs, "engine": "around"})
+    plan = replace(plan, steps=(*before, checkpoint, around, train))
+    last = {step.slot: plan.last_reader(step.slot) for step in plan.steps}
+    assert (last["wrap"], last["around"], last["model"]) == ("train", "train", "wrap")
+    unread = replace(plan, steps=plan.steps[:-1])
+    assert unread.last_reader("wrap") == "around"
+
+
+def test_the_view(planned: Callable[..., Plan]) -> None:
+    view = planned("launch.procs=3").view
+    assert (view.name, view.seed, view.procs, view.device) == ("good", 3, 3, "cpu")
+    assert list(view.slots) == ["model", "data", "optimizer", "wrap", "checkpoint", "train"]
+
+
+@pytest.mark.parametrize(
+    ("launch", "gpus", "decided"),
+    [
+        ("{}", 0, ("cpu", 1)),
+        ("{}", 4, ("cuda", 4)),
+        ("{device: cpu}", 4, ("cpu", 1)),
+        ("{device: cuda}", 0, ("cuda", 1)),
+        ("{device: cuda, procs: 2}", 8, ("cuda", 2)),
+    ],
+)
+def test_device_and_processes(
+    planned: Callable[..., Plan],
+    monkeypatch: pytest.MonkeyPatch,
+    launch: str,
+    gpus: int,
+    decided: tuple[str, int],
+) -> None:
+    monkeypatch.setattr(plan_module, "gpu_count", lambda: gpus)
+    view = planned(text=RECIPE.replace("{device: cpu}\nstages", f"{launch}\nstages")).view
+    assert (view.device, view.procs) == decided
+
+
+def test_processes_that_a_launcher_decided(planned: Callable[..., Plan]) -> None:
+    plan = planned("launch.procs=2", started=Started(procs=16, per_node=2))
+    assert (plan.view.procs, plan.per_node) == (16, 2)
+    elastic = planned("launch.procs=2", "launch.nodes={min: 1, max: 4}")
+    assert (elastic.view.procs, elastic.per_node) == (8, 2)
+
+
+def test_cuda_is_asked_for_where_there_is_none(
+    planned: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_module, "gpu_count", lambda: 0)
+    assert planned("launch.device=cuda").view.device == "cuda"
+    with pytest.raises(RecipeError, match=r"launch\.device: this machine has no CUDA device"):
+        planned("launch.device=cuda", here=True)
+
+
+def test_gpus_are_counted_without_torch(tmp_path: Path) -> None:
+    assert gpu_count(tmp_path, {}) == 0
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    assert gpu_count(tmp_path, {}) == 3
+    driver = tmp_path / "proc/driver/nvidia/gpus"
+    for name in ("0000:01:00.0", "0000:02:00.0"):
+        (driver / name).mkdir(parents=True)
+    assert gpu_count(tmp_path, {}) == 2
+    chosen = {"": 0, "-1": 0, "0": 1, "0,1": 2, "0,1,2": 2, "0,-1,1": 1, "GPU-abc": 1}
+    for visible, count in chosen.items():
+        assert gpu_count(tmp_path, {"CUDA_VISIBLE_DEVICES": visible}) == count

@@ -1,0 +1,103 @@
+"""Finding and loading stages."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from pipeline.chain.registry import Entry, Registry
+from pipeline.errors import PluginError
+
+
+def test_names_are_listed_without_importing(registry: Registry) -> None:
+    sys.modules.pop("fake_stages", None)
+    assert registry.names("wrap") == ["wrap.blue", "wrap.red"]
+    assert "model.fake" in registry.names()
+    assert "fake_stages" not in sys.modules
+
+
+def test_load(registry: Registry) -> None:
+    stage = registry.load("wrap.red")
+    assert stage.__qualname__ == "Red"
+    assert registry.load("wrap.red") is stage
+
+
+def test_installed_stages_are_found_once() -> None:
+    names = [entry.name for entry in Registry.installed().entries()]
+    built_in = importlib.metadata.entry_points(group="pipe.stages", name="wrap.ddp")
+    assert names.count("wrap.ddp") == 1
+    assert "wrap.ddp" in {point.name for point in built_in}
+
+
+def test_the_same_package_twice_is_one(fake_entry: Callable[..., Entry]) -> None:
+    registry = Registry([fake_entry("wrap.red", "Red"), fake_entry("wrap.red", "Red")])
+    assert len(registry.entries()) == 1
+    assert registry.load("wrap.red").__qualname__ == "Red"
+
+
+def test_two_packages_of_one_name_are_both_named(fake_entry: Callable[..., Entry]) -> None:
+    registry = Registry(
+        [fake_entry("wrap.red", "Red", "one"), fake_entry("wrap.red", "Red", "two")]
+    )
+    with pytest.raises(PluginError) as caught:
+        registry.load("wrap.red")
+    assert str(caught.value) == (
+        "stage `wrap.red` is registered by one 1.0 and two 1.0 (uninstall one of them)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("attribute", "fault"),
+    [
+        ("NotAClass", "is not a dataclass"),
+        ("RedEngine", "is not a dataclass"),
+        ("NotFrozen", "is not a frozen dataclass"),
+        ("Positional", "is not a keyword-only dataclass (kw_only=True)"),
+        ("Undocumented", "has no docstring"),
+        ("NoRun", "has no method `run` (fake_stages.NoRun)"),
+        ("UsesUse", "has a field called `use`, which a recipe cannot set"),
+    ],
+)
+def test_what_a_class_lacks(fake_entry: Callable[..., Entry], attribute: str, fault: str) -> None:
+    with pytest.raises(PluginError) as caught:
+        Registry([fake_entry("a.b", attribute, "plugin")]).load("a.b")
+    assert str(caught.value) == f"stage `a.b` of plugin 1.0 (fake_stages:{attribute}) {fault}"
+
+
+@pytest.mark.parametrize(
+    ("attribute", "method"),
+    [("Untyped", "run"), ("ForeseesUntyped", "resource_needs"), ("RehearsesUntyped", "run_dry")],
+)
+def test_a_method_without_types(
+    fake_entry: Callable[..., Entry], attribute: str, method: str
+) -> None:
+    message = rf"{attribute}\.{method}: parameter `thing` is not annotated with one artifact"
+    with pytest.raises(PluginError, match=message):
+        Registry([fake_entry("a.b", attribute)]).load("a.b")
+
+
+def test_a_module_that_is_missing() -> None:
+    entry = Entry(name="a.b", value="no_such_module:X", distribution="plugin", version="2")
+    with pytest.raises(PluginError) as caught:
+        Registry([entry]).load("a.b")
+    assert str(caught.value) == (
+        "stage `a.b` of plugin 2 cannot be loaded: ModuleNotFoundError: "
+        "No module named 'no_such_module' (repair or uninstall plugin)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("wrap.bleu", "did you mean `wrap.blue`? wrap stages: wrap.blue, wrap.red"),
+        ("wrap.zzzzzzzz", "wrap stages: wrap.blue, wrap.red"),
+        ("blue", "did you mean `wrap.blue`?"),
+        ("zzzzzzzzzz", "`pipe stages` lists what is installed"),
+    ],
+)
+def test_hints(fake_entry: Callable[..., Entry], name: str, hint: str) -> None:
+    registry = Registry([fake_entry("wrap.red", "Red"), fake_entry("wrap.blue", "Blue")])
+    assert registry.hint(name) == hint

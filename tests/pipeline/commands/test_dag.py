@@ -1,0 +1,85 @@
+"""`pipe dag`: the chain as text, as Mermaid and as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pipeline.cli import main
+from tests.support.tiny_project import CHAIN, tiny_project
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_project(tmp_path_factory.mktemp("project"))
+
+
+def dag(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, ["dag", *map(str, arguments)])
+
+
+READS = {
+    "data": ["model"],
+    "wrap": ["model", "precision", "optimizer"],
+    "checkpoint": ["wrap", "model"],
+    "train": ["wrap", "data", "optimizer", "checkpoint", "model"],
+    "consolidate": ["train"],
+    "export": ["consolidate", "model", "train"],
+}
+
+
+def test_text(recipe: Path) -> None:
+    shown = dag(recipe)
+    assert shown.exit_code == 0
+    head, *rows = shown.stdout.splitlines()
+    assert head.split() == ["slot", "stage", "reads", "gives"]
+    cells = [re.split(r"  +", row) for row in rows]
+    assert [row[:2] for row in cells] == [[slot, f["use"]] for slot, f in CHAIN.items()]
+    assert {row[0]: row[2].split(", ") for row in cells if len(row) == 4} == READS
+    assert [row[-1] for row in cells][4:7] == ["Engine", "Checkpoints", "TrainedRun"]
+
+
+def test_mermaid(recipe: Path) -> None:
+    shown = dag(recipe, "--format", "mermaid")
+    head, *lines = shown.stdout.splitlines()
+    assert head == "flowchart LR"
+    found = [re.fullmatch(r"  (\w+)\[\"\1<br><small>(\S+)</small>\"\]", line) for line in lines]
+    nodes = {match[1]: match[2] for match in found if match}
+    assert nodes == {slot: fields["use"] for slot, fields in CHAIN.items()}
+    edges = [re.fullmatch(r"  (\w+) -- (\w+) --> (\w+)", line) for line in lines[len(nodes) :]]
+    drawn = {(edge[1], edge[3]) for edge in edges if edge}
+    assert drawn == {(read, slot) for slot, read_by in READS.items() for read in read_by}
+    assert "  wrap -- Engine --> train" in lines
+
+
+def test_json(recipe: Path) -> None:
+    found = json.loads(dag(recipe, "--format", "json").stdout)
+    assert (found["schema_version"], found["name"]) == (1, "tiny")
+    assert [slot["slot"] for slot in found["slots"]] == list(CHAIN)
+    by_name = {slot["slot"]: slot for slot in found["slots"]}
+    assert by_name["train"]["inputs"] == {
+        "engine": "wrap", "data": "data", "optimizer": "optimizer", "checkpoints": "checkpoint",
+        "model": "model", "callback": None,
+    }  # fmt: skip
+    assert by_name["wrap"]["gives"] == "Engine"
+
+
+def test_a_run_and_overrides(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(recipe.read_text().replace("./", f"{recipe.parent}/"))
+    shown = dag(tmp_path, "wrap.use=wrap.fsdp", "export=null")
+    assert shown.exit_code == 0, shown.stderr
+    assert "wrap.fsdp" in shown.stdout
+    assert "export" not in shown.stdout
+
+
+def test_mistakes(recipe: Path) -> None:
+    gone = dag("nothing.yaml")
+    assert (gone.exit_code, gone.stdout) == (2, "")
+    assert gone.stderr == "nothing.yaml: cannot read nothing.yaml: No such file or directory\n"
+    broken = dag(recipe, "wrap=null")
+    assert broken.exit_code == 2
+    assert "train.use: `train.causal_lm` needs Engine" in broken.stderr

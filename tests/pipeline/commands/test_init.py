@@ -1,0 +1,126 @@
+"""`pipe init`: answers as options and typed at prompts; what it writes is checked and planned."""
+
+from __future__ import annotations
+
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from pipeline.cli import main
+from tests.pipeline.conftest import TinyRun
+from tests.support.pipe import Pipe
+from tests.support.terminal import Terminal
+
+ON_CPUS = ("--full", "--seq", "16", "--gpus", "0", "--yes")
+
+
+@pytest.fixture
+def project(tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder with a model, `Tiny`, and data, to which the test moves."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_run.folder / "export", "Tiny")
+    Path("data.jsonl").write_text('{"text": "Once upon a time"}\n' * 8)
+    return tmp_path
+
+
+def pipe(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def assert_good(recipe: str) -> dict[str, Any]:
+    """Return a recipe that passes `pipe check` and fits by `pipe plan`."""
+    assert pipe("check", recipe).exit_code == 0
+    planned = pipe("plan", recipe)
+    assert planned.exit_code == 0
+    assert planned.stdout.startswith("fits: ")
+    found: dict[str, Any] = yaml.safe_load(Path(recipe).read_text())
+    return found
+
+
+def test_options(project: Path) -> None:
+    made = pipe("init", "--model", "Tiny", "--data", "data.jsonl", *ON_CPUS)
+    assert made.exit_code == 0, made.stderr
+    assert made.stdout.endswith("it passes pipe check; next:\n  pipe run tiny.yaml\n")
+    stages = assert_good("tiny.yaml")["stages"]
+    assert stages["model"] == {"use": "model.hf", "path": str(project / "Tiny")}
+    assert stages["data"]["files"] == str(project / "data.jsonl")
+    assert stages["data"]["sequence_length"] == 16
+    assert "adapter" not in stages
+    again = pipe("init", "--model", "Tiny", "--data", "data.jsonl", *ON_CPUS)
+    assert again.exit_code == 2
+    assert again.stderr == "error: tiny.yaml exists (name another file with --out)\n"
+
+
+def test_answers_are_typed_and_bad_ones_are_asked_again(project: Path) -> None:
+    terminal = Terminal(Pipe(project, project), "init", "--out", "mine.yaml", columns=100)
+    said = 0
+
+    def was_said(text: str) -> bool:
+        """Whether a text stands behind those that were waited for before."""
+        nonlocal said
+        shown = "\n".join(terminal.text)
+        at = shown.find(text, said)
+        said = said if at < 0 else at + len(text)
+        return at >= 0
+
+    for question, answer in (
+        ("Model: a folder, a hub id or a GGUF file:", "Tiny"),
+        ("Data: a file of one JSON object a line:", "nothing.jsonl"),
+        ("Error: File 'nothing.jsonl' does not exist.", ""),
+        ("Data: a file of one JSON object a line:", "data.jsonl"),
+        ("Train low-rank updates alone (LoRA) [Y/n]:", "maybe"),
+        ("Error: invalid input", ""),
+        ("Train low-rank updates alone (LoRA) [Y/n]:", "yes"),
+        ("Tokens of a sample [2048]:", "0"),
+        ("Error: 0 is not in the range x>=1.", ""),
+        ("Tokens of a sample [2048]:", "16"),
+        ("GPUs of a node, 0 for CPUs [0]:", "0"),
+    ):
+        terminal.wait(partial(was_said, question))
+        if answer:
+            terminal.press(f"{answer}\n".encode())
+    assert terminal.end() == 0, terminal.text
+    assert terminal.display[-2:] == ["it passes pipe check; next:", "  pipe run mine.yaml"]
+    stages = assert_good("mine.yaml")["stages"]
+    assert stages["adapter"]["use"] == "adapter.lora"
+    assert stages["data"]["sequence_length"] == 16
+
+
+def test_gpus_that_are_elsewhere(project: Path) -> None:
+    options = ["--full", "--seq", "16", "--gpus", "2", "--gpu", "H100", "--yes"]
+    made = pipe("init", "--model", "Tiny", "--data", "data.jsonl", *options)
+    assert made.exit_code == 0, made.stderr
+    found = yaml.safe_load(Path("tiny.yaml").read_text())
+    assert found["launch"] == {"procs": 2, "device": "cuda"}
+    assert found["stages"]["precision"]["compute"] == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "error: say --model and --data (in a terminal, you are asked)"),
+        (["--yes", "--model", "Tiny"], "error: say --data (in a terminal, you are asked)"),
+        (["--model", "Tiny", "--data", "x"],
+         "Error: Invalid value for '--data': File 'x' does not exist."),
+        (["--model", "Tiny", "--data", "data.jsonl", "--seq", "0"],
+         "Error: Invalid value for '--seq': 0 is not in the range x>=1."),
+    ],
+)  # fmt: skip
+def test_mistakes(options: list[str], message: str, project: Path) -> None:
+    refused = pipe("init", *options)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr.splitlines()[-1] == message
+    assert list(project.glob("*.yaml")) == []
+
+
+def test_an_unknown_gpu(project: Path) -> None:
+    options = ["--full", "--seq", "16", "--gpus", "1", "--gpu", "Q5", "--yes"]
+    refused = pipe("init", "--model", "Tiny", "--data", "data.jsonl", *options)
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith("error: --gpu Q5: no GPU of this name is known (known here: ")
+    assert list(project.glob("*.yaml")) == []

@@ -1,0 +1,96 @@
+"""`--from`, `--until`, `--only` and `--dry-run`, as commands on a real run."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support.pipe import Pipe
+
+
+@pytest.fixture(scope="module")
+def part(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Pipe:
+    """Return `pipe` with a run in `the run` that has ended behind its training."""
+    pipe = Pipe(plugin, tmp_path_factory.mktemp("part"))
+    done = pipe("run", str(pipe.recipe()), "--run-dir", str(pipe.run_dir), "--until", "train")
+    assert done.code == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert re.fullmatch(r"stopped behind train, as asked, in 0:\d\d", lines[-3])
+    return pipe
+
+
+@pytest.fixture
+def pipe(part: Pipe, plugin: Path, tmp_path: Path) -> Pipe:
+    """Return `pipe` with a copy of that run, which the test may change."""
+    own = Pipe(plugin, tmp_path)
+    shutil.copytree(part.run_dir, own.run_dir)
+    (own.run_dir / "calls.txt").write_text("")
+    return own
+
+
+def stages(pipe: Pipe) -> list[str]:
+    return [call for call in pipe.calls() if not call.startswith("closed")]
+
+
+def test_the_rest(pipe: Pipe) -> None:
+    assert pipe("resume", str(pipe.run_dir)).code == 0
+    assert stages(pipe) == ["declare", "export", "report"]
+    assert pipe.events()[-1]["event"] == "run finished"
+
+
+def test_one_slot(pipe: Pipe) -> None:
+    assert pipe("resume", str(pipe.run_dir), "--only", "train").code == 0
+    assert stages(pipe) == ["declare", "train"]
+    assert [e["slot"] for e in pipe.events() if e["event"] == "slot set aside"] == ["train"]
+
+
+def test_from_one_slot_to_another(pipe: Pipe) -> None:
+    done = pipe("resume", str(pipe.run_dir), "--from", "train", "--until", "export")
+    assert done.code == 0, done.stderr
+    assert stages(pipe) == ["declare", "train", "export"]
+    assert pipe.events()[-1]["problem"] == "behind slot `export`, as asked"
+
+
+def test_a_rehearsal(pipe: Pipe) -> None:
+    before = {path: path.stat().st_mtime_ns for path in pipe.run_dir.rglob("*")}
+    done = pipe("resume", str(pipe.run_dir), "--dry-run", "--until", "export")
+    assert (done.code, done.stderr) == (0, "")
+    head, *rows, last = done.stdout.splitlines()
+    assert head == "faulty: 1 process, cpu"
+    assert [re.split("  +", row) for row in rows] == [
+        ["declare", "fault.declare", "has finished"],  # only the report reads it
+        ["train", "fault.train", "has finished"],
+        ["export", "fault.export", "would run"],
+        ["report", "fault.report", "is left out"],
+    ]
+    assert last == "nothing was started"
+    assert {path: path.stat().st_mtime_ns for path in pipe.run_dir.rglob("*")} == before
+
+
+def test_a_rehearsal_of_a_new_run_makes_no_folder(pipe: Pipe) -> None:
+    recipe, folders = pipe.recipe(), set(pipe.folder.iterdir())
+    done = pipe("run", str(recipe), "-n", "--only", "declare")
+    assert done.code == 0
+    assert "declare  fault.declare  would run\ntrain    fault.train    is left out" in done.stdout
+    assert set(pipe.folder.iterdir()) == folders
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--until", "trian"], "error: the recipe has no slot `trian` (did you mean `train`?)"),
+        (["--from", "export", "--until", "train"],
+         "error: --from export comes behind --until train"),
+        (["--only", "train", "--until", "train"], "error: --only excludes --from and --until"),
+    ],
+)  # fmt: skip
+def test_mistakes(options: list[str], message: str, pipe: Pipe) -> None:
+    before = pipe.events()
+    for command in (["run", str(pipe.recipe()), "--run-dir", str(pipe.run_dir)],
+                    ["resume", str(pipe.run_dir)]):  # fmt: skip
+        refused = pipe(*command, *options)
+        assert (refused.code, refused.stderr) == (2, f"{message}\n")
+    assert (stages(pipe), pipe.events()) == ([], before)

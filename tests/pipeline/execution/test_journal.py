@@ -1,0 +1,267 @@
+"""The journal, and the files of lines under it, after crashes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.errors import JournalDamaged
+from pipeline.execution.journal import Journal
+from pipeline.utils import jsonl
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_waiting_for_disks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("os.fsync", lambda descriptor: None)
+        yield
+
+
+RECORDS = st.lists(
+    st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_size=9), max_size=3),
+    min_size=1,
+    max_size=5,
+)
+
+
+@given(records=RECORDS, more=RECORDS, cut=st.integers(1, 60))
+def test_a_cut_spoils_whole_records_only(
+    tmp_path_factory: pytest.TempPathFactory,
+    records: list[dict[str, object]],
+    more: list[dict[str, object]],
+    cut: int,
+) -> None:
+    path = tmp_path_factory.mktemp("cut") / "file.jsonl"
+    for record in records:
+        jsonl.append_line(path, record)
+    whole = path.read_bytes()
+    left = whole[: max(0, len(whole) - cut)]
+    path.write_bytes(left)
+    # a record survives if its last brace does; the line end after it may be missing
+    kept = [r for i, r in enumerate(records) if _end(whole, i) <= len(left)]
+    assert list(jsonl.read_lines(path)) == kept
+    for record in more:
+        jsonl.append_line(path, record, sync=True)
+    assert list(jsonl.read_lines(path)) == kept + more
+    assert jsonl.read_tail(path) == kept + more
+
+
+def _end(whole: bytes, index: int) -> int:
+    """Return the offset behind the last brace of the record at `index`."""
+    return sum(len(line) + 1 for line in whole.split(b"\n")[: index + 1]) - 1
+
+
+def test_garbage_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "file.jsonl"
+    path.write_bytes(b'\x00\x00\x00\n\xff\xfe{}\n[1]\n"text"\n{"a": 1}\n')
+    assert list(jsonl.read_lines(path)) == [{"a": 1}]
+
+
+def test_a_tail_starts_at_a_whole_record(tmp_path: Path) -> None:
+    path = tmp_path / "file.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "pad": "{"x" * 80}"}}\n' for step in range(2000)))
+    steps = [record["step"] for record in jsonl.read_tail(path)]
+    assert steps == list(range(steps[0], 2000))
+    assert 500 < len(steps) < 800
+    assert jsonl.read_tail(tmp_path / "none") == []
+    assert list(jsonl.read_lines(tmp_path / "none")) == []
+
+
+def test_finished_running_and_end(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl")
+    assert journal.finished() == {}
+    assert journal.running() is None
+    assert not journal.ended_well()
+    journal.write("run started")
+    journal.write("slot started", slot="a")
+    journal.write("slot finished", slot="a", digest="1", record=None)
+    journal.write("slot started", slot="b")
+    assert journal.running() == "b"
+    journal.write("run failed", problem="no")
+    journal.write("run started")
+    assert journal.running() is None
+    journal.write("slot started", slot="a")
+    journal.write("slot finished", slot="a", digest="2", record={"path": "x"})
+    assert not journal.ended_well()
+    journal.write("run finished")
+    assert journal.ended_well()
+    assert {slot: (f.digest, f.record) for slot, f in journal.finished().items()} == {
+        "a": ("2", {"path": "x"})
+    }
+
+
+def a_journal(folder: Path) -> Journal:
+    """Return the journal of a run that trained and exported."""
+    journal = Journal(folder / "journal.jsonl")
+    journal.write("run started", procs=2)
+    for slot, digest, record in (
+        ("model", "1", None),
+        ("train", "2", {"checkpoint": str(folder / "checkpoints" / "step-00000004"), "step": 4}),
+        ("export", "3", {"folder": "/elsewhere/export", "files": ["a", str(folder)]}),
+    ):
+        journal.write("slot started", slot=slot)
+        journal.write("slot finished", slot=slot, digest=digest, record=record)
+    journal.write("run finished")
+    return journal
+
+
+def old(events: list[dict[str, Any]]) -> bytes:
+    """Return lines as versions without checksums wrote them."""
+    return b"".join(json.dumps(event).encode() + b"\n" for event in events)
+
+
+def told(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the events without unknown fields, such as a checksum whose name was changed."""
+    names = ("time", "event", "slot", "digest", "record", "procs", "problem")
+    return [{name: event[name] for name in names if name in event} for event in events]
+
+
+def test_every_byte_that_is_another_is_noticed(tmp_path: Path) -> None:
+    journal = a_journal(tmp_path)
+    whole, events = journal.path.read_bytes(), journal.events()
+    ends = [place for place, byte in enumerate(whole) if byte == ord("\n")]
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        journal.path.write_bytes(damaged)
+        with pytest.raises(JournalDamaged, match=" is not as it was written ") as caught:
+            journal.events()
+        said = str(caught.value).partition(" is not ")[0]
+        first, *rest = [int(word) for word in re.findall(r" (\d+)", said.rpartition(": ")[2])]
+        last = rest[0] if rest else first
+        # a different line end makes one line of two
+        assert first <= sum(end < place for end in ends) + 1 <= last
+    journal.path.write_bytes(whole)
+    assert journal.events() == events
+
+
+def test_a_journal_of_one_line_keeps_it_or_is_an_error(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.write("run started", procs=2)
+    whole, events = journal.path.read_bytes(), told(journal.events())
+    for place in range(len(whole)):
+        journal.path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with contextlib.suppress(JournalDamaged):
+            assert told(journal.events()) == events
+
+
+def test_damage_names_file_line_and_the_way_on(tmp_path: Path) -> None:
+    folder = tmp_path / "a run"
+    folder.mkdir()
+    journal = a_journal(folder)
+    lines = journal.path.read_bytes().splitlines(keepends=True)
+    lines[4] = lines[4].replace(b"step-00000004", b"step-00000005")
+    journal.path.write_bytes(b"".join(lines))
+    with pytest.raises(JournalDamaged) as caught:
+        journal.events()
+    assert str(caught.value) == (
+        f"{journal.path}: line 5 is not as it was written (to go on by what stands before it: "
+        f"head -n 4 '{journal.path}' > '{journal.path}.whole' && mv '{journal.path}.whole' "
+        f"'{journal.path}'; what finished later runs again, training from its newest checkpoint)"
+    )
+    journal.path.write_bytes(b"".join(lines[:4]))  # as `head` does
+    assert [event["event"] for event in journal.events()][-1] == "slot started"
+    journal.write("run started")
+    assert len(journal.events()) == 5
+
+
+def test_a_cut_loses_the_last_lines_only(tmp_path: Path) -> None:
+    journal = a_journal(tmp_path)
+    whole, events = journal.path.read_bytes(), journal.events()
+    for cut in range(1, 400):
+        left = whole[:-cut]
+        journal.path.write_bytes(left)
+        kept = [event for number, event in enumerate(events) if _end(whole, number) <= len(left)]
+        assert journal.events() == kept
+        journal.write("run started")
+        assert journal.events()[:-1] == kept
+        assert journal.events()[-1]["event"] == "run started"
+
+
+def test_a_line_that_is_gone_or_moved_is_noticed(tmp_path: Path) -> None:
+    journal = a_journal(tmp_path)
+    lines = journal.path.read_bytes().splitlines(keepends=True)
+    journal.path.write_bytes(b"".join(lines[:2] + lines[3:]))
+    with pytest.raises(JournalDamaged, match="line 3 is not"):
+        journal.events()
+    journal.path.write_bytes(b"".join([lines[0], lines[2], lines[1], *lines[3:]]))
+    with pytest.raises(JournalDamaged, match="line 2 is not"):
+        journal.events()
+
+
+def test_an_old_journal_is_read_and_gone_on_with(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl")
+    export = str(tmp_path / "export")
+    before = [
+        {"time": 1.0, "event": "run started"},
+        {"time": 2.0, "event": "slot started", "slot": "export"},
+        {"time": 3.0, "event": "slot finished", "slot": "export", "digest": "1",
+         "record": {"folder": export}},
+    ]  # fmt: skip
+    torn = b'{"time": 2.5, "event": "slot fin\n'  # ended by the run that continued after a crash
+    journal.path.write_bytes(old(before[:2]) + torn + old(before[2:]))
+    assert journal.events() == before
+    journal.write("run finished")
+    assert journal.ended_well()
+    assert journal.events()[:3] == before
+    assert journal.finished()["export"].record == {"folder": export}
+    flipped = journal.path.read_bytes().replace(b'"export"', b'"expert"', 1)
+    journal.path.write_bytes(flipped)
+    with pytest.raises(JournalDamaged, match="one of lines 1 to 5 is not"):
+        journal.events()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"time": 1, "event": "slot finished", "slot": "a", "digest": "1"}',
+        b'{"time": 1, "event": "slot finished", "slot": "a", "digest": "1", "record": "x"}',
+        b'{"time": 1, "event": "slot started", "slpt": "a"}',
+        b'{"time": "1", "event": "run started"}',
+        b'{"time": 1, "evenu": "run started"}',
+        b"\xff\x00",
+        b"[" * 100_000,
+    ],
+)
+def test_an_old_line_that_makes_no_sense_is_damage(tmp_path: Path, line: bytes) -> None:
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.path.write_bytes(old([{"time": 1, "event": "run started"}]) + line + b"\n")
+    with pytest.raises(JournalDamaged, match="line 2 is not"):
+        journal.finished()
+
+
+def test_addresses_in_the_run_move_with_it(tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    first.mkdir()
+    a_journal(first)
+    second = first.rename(tmp_path / "second")
+    assert str(first) not in (second / "journal.jsonl").read_text()
+    found = Journal(second / "journal.jsonl").finished()
+    assert found["train"].record == {
+        "checkpoint": str(second / "checkpoints" / "step-00000004"), "step": 4,
+    }  # fmt: skip
+    assert found["export"].record == {"folder": "/elsewhere/export", "files": ["a", str(second)]}
+
+
+def test_a_journal_is_its_owners_and_is_not_written_through_a_link(tmp_path: Path) -> None:
+    """A one-line file without a line end looks like a line that a crash cut short."""
+    target = tmp_path / "token"
+    target.write_text("secret")
+    run = tmp_path / "run"
+    run.mkdir()
+    journal = Journal(run / "journal.jsonl")
+    journal.path.symlink_to(target)
+    with pytest.raises(OSError, match="nothing is written through links"):
+        journal.write("run started")
+    assert target.read_text() == "secret"
+    journal.path.unlink()
+    journal.write("run started")
+    assert journal.path.stat().st_mode & 0o777 == 0o600

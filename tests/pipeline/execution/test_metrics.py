@@ -1,0 +1,62 @@
+"""Metrics after a crash and a resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.execution.metrics import Metrics, records
+
+
+def test_rewind_leaves_one_record_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path)
+    for step in range(1, 6):
+        metrics.write({"step": step, "loss": 1.0 / step})
+    metrics.write({"step": 4, "eval_loss": 2.0})
+    with path.open("a") as file:
+        file.write('{"step": 6, "lo')
+    metrics.rewind(4)
+    kept = [{"step": step, "loss": 1.0 / step} for step in range(1, 5)]
+    assert list(records(path)) == [*kept, {"step": 4, "eval_loss": 2.0}]
+    metrics.write({"step": 5, "loss": 9.0})
+    assert [r["step"] for r in records(path) if "loss" in r] == [1, 2, 3, 4, 5]
+    metrics.rewind(0)
+    assert path.read_text() == ""
+
+
+def test_without_a_path_nothing_is_written(tmp_path: Path) -> None:
+    metrics = Metrics(None)
+    metrics.write({"step": 1})
+    metrics.rewind(0)
+    Metrics(tmp_path / "new.jsonl").rewind(3)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lines_that_are_none_of_ours_are_kept_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    text = b'{"step": 1, "loss": 2.0}\n\xff\n{"step": "x"}\n[]\n{"step": 2, "loss": "y"}\n{"st'
+    path.write_bytes(text)
+    assert list(records(path)) == [{"step": 1, "loss": 2.0}]
+    Metrics(path).rewind(5)
+    assert list(records(path)) == [{"step": 1, "loss": 2.0}]
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == text
+    said = f"{path}: 4 lines are no metrics; left out, kept in {path}.damaged"
+    assert [record.getMessage() for record in caplog.records] == [said]
+    Metrics(path).rewind(5)
+    assert len(caplog.records) == 1
+
+
+def test_lines_are_not_kept_through_a_link(tmp_path: Path) -> None:
+    """The sender of a run chooses the lines and the target of the link."""
+    target = tmp_path / "target"
+    target.write_text("mine")
+    (tmp_path / "metrics.jsonl.damaged").symlink_to(target)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("theirs\n")
+    with pytest.raises(OSError, match="nothing is written through links"):
+        Metrics(path).rewind(5)
+    assert target.read_text() == "mine"

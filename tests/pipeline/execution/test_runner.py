@@ -1,0 +1,311 @@
+"""Stages that run, their inputs, the release of artifacts, and the work that a journal saves."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipeline.chain.plan import Plan, PlannedSlot
+from pipeline.contracts.export import ExportedModel
+from pipeline.contracts.signature import gives
+from pipeline.contracts.stage import Context, Durable
+from pipeline.distributed.process_group import DistContext
+from pipeline.errors import StageError
+from pipeline.execution.journal import Journal
+from pipeline.execution.metrics import Metrics
+from pipeline.execution.resume import ResumePlan, digests, plan_resume, results
+from pipeline.execution.runner import Runner
+
+CALLS: list[str] = []
+
+
+class Live:
+    """An artifact that exists in this process only."""
+
+    def __init__(self, slot: str) -> None:
+        self.slot = slot
+
+    def close(self) -> None:
+        CALLS.append(f"closed {self.slot}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class File(Durable):
+    """An artifact on disk."""
+
+    path: Path
+
+    def record(self) -> dict[str, Any]:
+        return {"bytes": 3, "name": "relative", "path": str(self.path)}
+
+    @classmethod
+    def restore(cls, record: Mapping[str, Any]) -> File:
+        if not Path(record["path"]).exists():
+            raise StageError(f"{record['path']} is gone")
+        return cls(path=Path(record["path"]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakeLive:
+    """Give a live artifact."""
+
+    size: int = 1
+
+    def run(self, ctx: Context) -> Live:
+        CALLS.append(ctx.slot)
+        return Live(ctx.slot)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakeFile:
+    """Give a file."""
+
+    fail: bool = False
+
+    def run(self, ctx: Context, live: Live | None) -> File:
+        CALLS.append(ctx.slot)
+        if self.fail:
+            raise ValueError("no")
+        path = ctx.run_dir / ctx.slot
+        path.write_text("abc")
+        return File(path=path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """Make a file from a file."""
+
+    def run(self, ctx: Context, file: File) -> File:
+        CALLS.append(f"{ctx.slot} of {file.path.name}")
+        path = ctx.run_dir / ctx.slot
+        path.write_text(file.path.read_text())
+        return File(path=path)
+
+    def verify_result(self, copy: File) -> None:
+        if copy.path.read_text() != "abc":
+            raise StageError(f"{copy.path} is another")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """Take a live artifact, give nothing."""
+
+    def run(self, ctx: Context, live: Live | None, file: File | None) -> None:
+        CALLS.append(ctx.slot)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Give the purpose of a run."""
+
+    def run(self, ctx: Context) -> ExportedModel:
+        CALLS.append(ctx.slot)
+        (ctx.run_dir / "model").mkdir(exist_ok=True)
+        (ctx.run_dir / "model" / "weights").write_text("abc")
+        return ExportedModel(folder=ctx.run_dir / "model", files=["weights"], total_bytes=3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judge:
+    """Read an export."""
+
+    def run(self, ctx: Context, model: ExportedModel) -> File:
+        CALLS.append(ctx.slot)
+        return File(path=ctx.run_dir)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Liar:
+    """Give an artifact of another type."""
+
+    def run(self, ctx: Context) -> File:
+        return "text"  # type: ignore[return-value]
+
+
+def step(slot: str, stage: Any, **inputs: str | None) -> PlannedSlot:
+    use = f"test.{type(stage).__name__.lower()}"
+    return PlannedSlot(slot=slot, use=use, stage=stage, inputs=inputs, gives=gives(type(stage)))
+
+
+def plan(*steps: PlannedSlot, seed: int = 0) -> Plan:
+    return Plan(recipe=SimpleNamespace(seed=seed), view=None, steps=steps, per_node=1)  # type: ignore[arg-type]
+
+
+def chain(size: int = 1, fail: bool = False) -> Plan:
+    """live -> file -> copy, and an end that reads nothing."""
+    return plan(
+        step("live", MakeLive(size=size)),
+        step("file", MakeFile(fail=fail), live="live"),
+        step("copy", Copy(), file="file"),
+        step("end", MakeFile(), live=None),
+    )
+
+
+@pytest.fixture
+def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Journal:
+    CALLS.clear()
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    return Journal(tmp_path / "journal.jsonl")
+
+
+def run(plan: Plan, journal: Journal) -> list[str]:
+    """Run the unfinished stages; return the events."""
+    CALLS.clear()
+    ctx = Context(
+        run_dir=journal.path.parent, seed=0, dist=DistContext(device=None),  # type: ignore[arg-type]
+        log=logging.getLogger("test"), metrics=Metrics(None),
+    )  # fmt: skip
+    runner = Runner(plan, ctx, journal)
+    try:
+        runner.run()
+    finally:
+        runner.close()
+    return list(CALLS)
+
+
+def test_order_and_dropping_after_the_last_reader(journal: Journal) -> None:
+    assert run(chain(), journal) == ["live", "file", "closed live", "copy of file", "end"]
+    events = [(event["event"], event["slot"]) for event in journal.events()]
+    assert events[:4] == [
+        ("slot started", "live"), ("slot finished", "live"),
+        ("slot started", "file"), ("slot finished", "file"),
+    ]  # fmt: skip
+    assert run(chain(), journal) == []
+
+
+def test_a_failure_leaves_live_artifacts_to_close(journal: Journal) -> None:
+    with pytest.raises(ValueError, match="no"):
+        run(chain(fail=True), journal)
+    assert CALLS == ["live", "file", "closed live"]
+    assert set(journal.finished()) == {"live"}
+    assert run(chain(), journal)[:2] == ["live", "file"]
+
+
+def test_a_wrong_artifact_is_refused(journal: Journal) -> None:
+    with pytest.raises(StageError, match="liar gave str instead of File"):
+        run(plan(step("a", Liar())), journal)
+
+
+def test_a_changed_slot_runs_again_with_all_that_depends_on_it(journal: Journal) -> None:
+    run(chain(), journal)
+    todo = plan_resume(chain(size=2), journal)
+    assert todo == ResumePlan(run=frozenset({"live", "file", "copy"}), restore={})
+    assert ResumePlan.load(todo.dump()) == todo
+
+
+def test_a_lost_end_is_made_again_from_what_is_there(journal: Journal) -> None:
+    run(chain(), journal)
+    (journal.path.parent / "copy").unlink()
+    assert run(chain(), journal) == ["copy of file"]
+
+
+def test_a_result_that_is_not_as_it_was_left_is_made_again(
+    journal: Journal, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(chain(), journal)
+    copy = journal.path.parent / "copy"
+    copy.write_text("abd")
+    assert plan_resume(chain(), journal, thorough=False).run == set()
+    assert run(chain(), journal) == ["copy of file"]
+    assert caplog.messages == [f"slot `copy` runs again: {copy} is another"]
+    assert run(chain(), journal) == []
+
+
+def test_a_record_of_another_version_is_a_lost_result(journal: Journal) -> None:
+    run(chain(), journal)
+    journal.write("slot finished", slot="end", digest=digests(chain())["end"], record={"file": 1})
+    assert plan_resume(chain(), journal).run == {"end"}
+
+
+def test_a_damaged_export_is_made_again_though_its_readers_have_finished(journal: Journal) -> None:
+    judged = plan(step("export", Export()), step("judge", Judge(), model="export"))
+    assert run(judged, journal) == ["export", "judge"]
+    model = journal.path.parent / "model"
+    (model / "weights").unlink()
+    assert run(judged, journal) == ["export"]
+    shutil.rmtree(model)  # deleted on purpose
+    assert run(judged, journal) == []
+
+
+def watched(fail: bool) -> Plan:
+    """live -> watch -> file -> copy, with a stage that takes nothing, and a stage behind the one it
+    reads from."""
+    return plan(
+        step("live", MakeLive()),
+        step("before", Watch(), live=None, file=None),
+        step("watch", Watch(), live="live", file=None),
+        step("file", MakeFile(fail=fail), live="live"),
+        step("after", Watch(), live=None, file="file"),
+        step("copy", Copy(), file="file"),
+        step("last", Watch(), live="live", file=None),
+    )
+
+
+def test_what_was_live_is_made_live_again_for_what_comes_behind_it(journal: Journal) -> None:
+    with pytest.raises(ValueError, match="no"):
+        run(watched(fail=True), journal)
+    assert run(watched(fail=False), journal)[:4] == ["live", "before", "watch", "file"]
+    assert run(watched(fail=False), journal) == []
+    (journal.path.parent / "copy").unlink()
+    # the model is not built again for its watchers, which have seen it
+    assert run(watched(fail=False), journal) == ["before", "copy of file"]
+
+
+def test_a_copied_run_reads_its_own_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+    first = tmp_path / "first"
+    first.mkdir()
+    run(chain(), Journal(first / "journal.jsonl"))
+    copy = Path(shutil.copytree(first, tmp_path / "copy"))
+    (first / "file").write_text("trained anew")
+    (copy / "copy").unlink()
+    assert run(chain(), Journal(copy / "journal.jsonl")) == ["copy of file"]
+    assert (copy / "copy").read_text() == "abc"
+    assert list(results(chain(), Journal(copy / "journal.jsonl"))) == [
+        (slot, copy / slot) for slot in ("file", "copy", "end")
+    ]
+
+
+def test_a_lost_intermediate_that_nobody_needs_stays_lost(journal: Journal) -> None:
+    """Deleting the checkpoints of a finished run does not make it train again."""
+    run(chain(), journal)
+    (journal.path.parent / "file").unlink()
+    assert run(chain(), journal) == []
+    (journal.path.parent / "copy").unlink()
+    assert run(chain(), journal) == ["live", "file", "closed live", "copy of file"]
+
+
+def test_a_lost_result_is_told(journal: Journal, caplog: pytest.LogCaptureFixture) -> None:
+    run(chain(), journal)
+    (journal.path.parent / "end").unlink()
+    plan_resume(chain(), journal, logging.getLogger("test"))
+    assert caplog.messages == [f"slot `end` runs again: {journal.path.parent}/end is gone"]
+
+
+def test_results_are_the_places_of_records(journal: Journal) -> None:
+    run(chain(), journal)
+    folder = journal.path.parent
+    expected = [(slot, folder / slot) for slot in ("file", "copy", "end")]
+    assert list(results(chain(), journal)) == expected
+    (folder / "copy").unlink()
+    assert [slot for slot, _ in results(chain(), journal)] == ["file", "end"]
+
+
+def test_a_digest_covers_settings_use_seed_and_sources() -> None:
+    base = digests(chain())
+    assert digests(chain()) == base
+    assert all(value != base[slot] for slot, value in digests(
+        dataclasses.replace(chain(), recipe=SimpleNamespace(seed=1))  # type: ignore[arg-type]
+    ).items())  # fmt: skip
+    changed = digests(chain(size=2))
+    assert {slot for slot in base if base[slot] != changed[slot]} == {"live", "file", "copy"}

@@ -1,0 +1,270 @@
+"""Plans as files, and drift from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pipeline.chain.plan import Plan, Started, plan_file
+from pipeline.cli import main
+from pipeline.distributed.environment import CONTRACT, worker_local_world_size
+from pipeline.errors import PlanDrift, UsageError
+from pipeline.execution.saved_plan import identity, require_planned
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "llama8b_fsdp.yaml"
+Record = dict[str, Any]
+
+
+def plan(*overrides: str, recipe: Path = RECIPE, procs: int | None = None) -> Plan:
+    return plan_file(recipe, overrides, started=Started(procs=procs))
+
+
+def saved(file: Path, plan: Plan, per_node: int = 8) -> Record:
+    record = {"schema_version": 3, "identity": identity(plan, per_node).model_dump()}
+    file.write_text(json.dumps(record), "utf-8")
+    return record
+
+
+def drift(file: Path, now: Plan, per_node: int | None = 8) -> str:
+    """Return the drift, empty if there is none."""
+    try:
+        require_planned(now, per_node, file)
+    except PlanDrift as error:
+        return str(error).removeprefix(f"not what was planned in {file}: ")
+    return ""
+
+
+def pipe(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["train.log_every=3"], "train.log_every is 3 instead of 5"),
+        (["launch.procs=4"], "processes is 4 instead of 8"),
+        (["launch.device=cpu"], 'device is "cpu" instead of "cuda"'),
+        (["seed=5"], "seed is 5 instead of 0"),
+        (["optimizer.betas=[0.9,0.99]"], "optimizer.betas is [0.9, 0.99] instead of [0.9, 0.95]"),
+        (["model.activation_checkpointing={every: 2}"],
+         'model.activation_checkpointing is '
+         '{"every": 2, "keep": "nothing", "offload": false} instead of null'),
+        (["wrap={use: wrap.ddp}"], 'wrap.use is "wrap.ddp" instead of "wrap.fsdp"'),
+        (["consolidate=null", "export=null"], "slot `consolidate` is gone; slot `export` is gone"),
+    ],
+)  # fmt: skip
+def test_differences_are_told_with_both_values(
+    overrides: list[str], told: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.json"
+    saved(file, plan())
+    assert drift(file, plan(*overrides)) == told
+    assert drift(file, plan()) == ""
+
+
+def test_a_slot_that_was_not_planned(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    saved(file, plan("export=null"))
+    assert drift(file, plan()) == "slot `export` is new"
+
+
+def test_defaults_that_are_written_out_are_no_drift(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    saved(file, plan())
+    written = (
+        "train.shuffle=true",
+        "train.workers=0",
+        "train.anomalies={}",
+        "model.init=pretrained",
+    )
+    assert drift(file, plan(*written)) == ""
+
+
+def test_a_recipe_elsewhere_is_the_same_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    text = RECIPE.with_name("llama8b_ddp.yaml").read_text("utf-8")
+    chat = (RECIPE.with_name("data") / "chat.jsonl").read_bytes()
+    recipes = []
+    for place in ("here", "there"):
+        (tmp_path / place / "data").mkdir(parents=True)
+        (tmp_path / place / "data" / "chat.jsonl").write_bytes(chat)
+        recipes.append(tmp_path / place / "recipe.yaml")
+        recipes[-1].write_text(text, "utf-8")
+    record = saved(file, plan(recipe=recipes[0]))
+    assert record["identity"]["stages"]["data"]["files"] == "./data/chat.jsonl"
+    assert drift(file, plan(recipe=recipes[1])) == ""
+
+
+def small(place: Path, files: str, name: str = "recipe.yaml") -> Path:
+    """Return a recipe with that data."""
+    place.mkdir(parents=True, exist_ok=True)
+    base = RECIPE.with_name("llama8b_ddp.yaml")
+    text = f"extends: {base}\nname: small\nstages:\n  data: {{files: {files}}}\n"
+    (place / name).write_text(text, "utf-8")
+    return place / name
+
+
+def chat(place: Path) -> Path:
+    place.mkdir(parents=True, exist_ok=True)
+    rows = RECIPE.with_name("data") / "chat.jsonl"
+    (place / "d.jsonl").write_bytes(rows.read_bytes())
+    return place / "d.jsonl"
+
+
+def test_files_of_the_same_name_in_two_folders_are_two(tmp_path: Path) -> None:
+    file, inner = tmp_path / "plan.json", tmp_path / "ex" / "sub"
+    chat(inner.parent)
+    chat(inner)
+    small(inner.parent, "./d.jsonl", "base.yaml")
+    recipe = inner / "child.yaml"
+    recipe.write_text("extends: ../base.yaml\n", "utf-8")
+    record = saved(file, plan(recipe=recipe))
+    assert record["identity"]["stages"]["data"]["files"] == "../d.jsonl"
+    data = "stages: {data: {files: ./d.jsonl}}"
+    recipe.write_text(f"extends: ../base.yaml\n{data}\n", "utf-8")
+    told = 'data.files is "./d.jsonl" instead of "../d.jsonl"'
+    assert drift(file, plan(recipe=recipe)) == told
+
+
+def test_ranks_of_a_node_are_part_of_a_plan(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    saved(file, plan(), 4)
+    assert drift(file, plan(), 8) == "processes_per_node is 8 instead of 4"
+    assert drift(file, plan(), None) == ""
+
+
+def test_versions_count_without_what_they_were_built_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "plan.json"
+
+    def installed(**versions: str) -> None:
+        monkeypatch.setattr("pipeline.utils.versions.versions", lambda: versions)
+
+    installed(torch="2.13.0+cpu", transformers="5.1.0")
+    assert saved(file, plan())["identity"]["versions"]["torch"] == "2.13.0"
+    installed(torch="2.13.0+cu126", transformers="5.1.0", deepspeed="0.18.0")
+    assert drift(file, plan()) == ""
+    installed(torch="2.14.0+cu126", transformers="5.1.0")
+    assert drift(file, plan()) == 'torch is "2.14.0" instead of "2.13.0"'
+
+
+def test_what_the_environment_says_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chat = RECIPE.with_name("data") / "chat.jsonl"
+    for place in ("secret", "elsewhere"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "a.jsonl").write_bytes(chat.read_bytes())
+    monkeypatch.setenv("PLACE", f"{tmp_path}/secret")
+    recipe, file = tmp_path / "recipe.yaml", tmp_path / "plan.json"
+    data = "data: {files: ['${oc.env:PLACE}/a.jsonl']}"
+    recipe.write_text(f"extends: {RECIPE}\nname: x\nenv: [PLACE]\nstages:\n  {data}\n", "utf-8")
+    record = saved(file, plan(recipe=recipe))
+    assert record["identity"]["stages"]["data"]["files"] == ["${oc.env:PLACE}/a.jsonl"]
+    assert "secret" not in file.read_text("utf-8")
+    monkeypatch.setenv("PLACE", f"{tmp_path}/elsewhere")
+    assert drift(file, plan(recipe=recipe)) == ""
+
+
+@dataclass(frozen=True)
+class Odd:
+    """Fields that JSON cannot represent."""
+
+    limit: float = float("inf")
+    names: frozenset[str] = frozenset({"b", "a"})
+    folder: Path = Path("/x")
+
+
+def test_what_json_does_not_know_is_text() -> None:
+    real = plan()
+    odd = replace(real, steps=(replace(real.steps[0], stage=Odd()),))
+    fields = identity(odd, 8).stages["model"]
+    assert fields == {
+        "use": "model.hf", "limit": "inf", "names": ["a", "b"], "folder": "/x",
+    }  # fmt: skip
+
+
+def without(*path: str) -> Callable[[Record], None]:
+    def change(record: Record) -> None:
+        for key in path[:-1]:
+            record = record[key]
+        del record[path[-1]]
+
+    return change
+
+
+def given(value: Any, *path: str) -> Callable[[Record], None]:
+    def change(record: Record) -> None:
+        for key in path[:-1]:
+            record = record[key]
+        record[path[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (given(2, "schema_version"), "schema_version: Input should be 3"),
+        (without("identity"), "identity: Field required"),
+        (given([], "identity"), "identity: Input should be an object"),
+        (given([], "identity", "stages"), "identity.stages: Input should be"),
+        (given("fsdp", "identity", "stages", "wrap"), "identity.stages.wrap: Input should be"),
+        (without("identity", "seed"), "identity.seed: Field required"),
+        (given("8", "identity", "processes"), "identity.processes: Input should be a valid int"),
+        (given(0, "identity", "processes"), "identity.processes: Input should be greater"),
+        (given("tpu", "identity", "device"), "identity.device: Input should be 'cpu' or 'cuda'"),
+        (given({"torch": 2}, "identity", "versions"), "identity.versions.torch: Input should be"),
+    ],
+)
+def test_damaged_plans_say_which_key(
+    change: Callable[[Record], None], message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.json"
+    record = saved(file, plan())
+    change(record)
+    file.write_text(json.dumps(record), "utf-8")
+    with pytest.raises(UsageError, match=f"plan.json is no saved plan: {message}"):
+        require_planned(plan(), 8, file)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b"null", b"\xff", b'{"a":'])
+def test_other_files_are_no_plans(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_bytes(content)
+    with pytest.raises(UsageError, match=r"is no saved plan: .*pipe plan RECIPE --out"):
+        require_planned(plan(), 8, file)
+    with pytest.raises(UsageError, match="cannot be read: No such file"):
+        require_planned(plan(), 8, tmp_path / "none.json")
+
+
+def test_a_run_of_anything_else_is_refused(tmp_path: Path) -> None:
+    recipe, file = RECIPE.with_name("smollm_ddp.yaml"), tmp_path / "plan.json"
+    assert pipe("plan", recipe, "--out", file).exit_code == 0
+    for change, told in (
+        ("launch.procs=4", "processes is 4 instead of 2; processes_per_node is 4 instead of 2"),
+        ("train.steps=3", "train.steps is 3 instead of 20"),
+    ):
+        result = pipe("run", recipe, change, "--plan", file, "--runs", tmp_path / "runs")
+        assert result.exit_code == 4, result.output
+        assert told in result.output
+    file.write_text("{}", "utf-8")
+    assert pipe("run", recipe, "--plan", file, "--runs", tmp_path / "runs").exit_code == 2
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_launcher_tells_the_ranks_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert worker_local_world_size() is None
+    for name in CONTRACT:
+        monkeypatch.setenv(name, "0")
+    assert worker_local_world_size() == 4
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert worker_local_world_size() is None

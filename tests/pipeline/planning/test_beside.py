@@ -1,0 +1,58 @@
+"""The plan of a run that is starting is for the processes that it has, not those of its recipe."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.chain.plan import Plan, Started, plan_file
+from pipeline.commands.run import with_plan
+from pipeline.errors import RunFailed
+from pipeline.planning import beside
+from pipeline.recipe import load_recipe
+from pipeline.view.history import PLAN_FILE
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "llama8b_fsdp.yaml"
+STARTED = Started(procs=8, per_node=4, nodes=2)
+WHERE = "llama8b_fsdp on 2 nodes, 8 x GPU"
+
+
+def make(started: Started) -> Plan:
+    overrides = ["launch.device=cuda", "launch.procs=null"]
+    return plan_file(RECIPE, overrides, forecast=True, started=started)
+
+
+def test_processes_of_several_nodes() -> None:
+    found = beside.estimated(make(STARTED))
+    assert (found.topology.ranks, found.topology.local_ranks) == (8, 4)
+    assert beside.record(found)["lines"][1] == WHERE
+
+
+def test_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make(STARTED)
+    (tmp_path / "recipe.yaml").write_text(plan.recipe.dump())
+    commands: list[list[str]] = []
+
+    def started(command: list[str], **options: object) -> None:
+        commands.append(command)
+        raise OSError
+
+    monkeypatch.setattr("subprocess.Popen", started)
+    with beside.planned_beside(plan, tmp_path):
+        pass
+    assert commands[0][-3:] == [str(tmp_path), "8", "4"]
+    monkeypatch.setattr("os.nice", lambda more: None)
+    assert load_recipe(tmp_path / "recipe.yaml").launch.procs is None
+    assert beside.main(tmp_path, 8, 4) == 0
+    assert json.loads((tmp_path / PLAN_FILE).read_text())["lines"][1] == WHERE
+
+
+def test_out_of_memory_the_plan_is_that_of_the_run() -> None:
+    def fail(plan: Plan) -> None:
+        raise RunFailed("rank 0 failed", memory="device")
+
+    with pytest.raises(RunFailed) as caught, with_plan(make) as kept:
+        fail(kept(STARTED))
+    assert f"  {WHERE}" in str(caught.value).splitlines()

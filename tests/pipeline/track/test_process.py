@@ -1,0 +1,207 @@
+"""The process that feeds a tracker: nothing but the run's end ends it, it says how it ends, and
+nobody waits for it longer than it was given."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.distributed.signals import Interrupted
+from pipeline.testing import context
+from pipeline.track.feeder import Feeder
+from pipeline.track.start import RunningFeeder, start_feeder
+from pipeline.utils.files import private_folder
+from pipeline.utils.process_tree import kill_sessions
+from tests.pipeline.track.test_feeder import Noted
+from tests.pipeline.view.folders import made, step
+from tests.support.plugins import install
+from tests.support.waiting import becomes
+
+HANGING = {"use": "track.failing", "at": "log", "hangs": True}
+LONG = 60.0
+"""Seconds that a feeder may take on a busy machine, and a hanging one is to take."""
+
+Start = Callable[[Mapping[str, Any], float], RunningFeeder]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Return a start of the feeder of a tracker, with seconds for its end, in a run of a step."""
+    source = Path(__file__).with_name("failing_trackers.py").read_text("utf-8")
+    (tmp_path / "plugin").mkdir()
+    points = {"track.failing": "TrackFailing"}
+    install(tmp_path / "plugin", "failing-trackers", "failing_trackers", source, points)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "plugin"), prepend=os.pathsep)
+    monkeypatch.setattr("pipeline.track.start._running", [])
+    begun: list[RunningFeeder] = []
+
+    def begin(tracker: Mapping[str, Any], timeout: float) -> RunningFeeder:
+        folder = made(tmp_path / "run", (), [step(1)], {"name": "r", "stages": {"track": tracker}})
+        ctx = context(folder)
+        ctx.slot = "track"
+        ctx.on_exit = lambda end: begun.append(end.__self__)
+        start_feeder(ctx, timeout, lambda folder: "")
+        return begun[-1]
+
+    yield begin
+    kill_sessions([feeder.process for feeder in begun])
+    for feeder in begun:
+        assert feeder.process.stdin is not None
+        feeder.process.stdin.close()
+        feeder._listener.join()
+
+
+@pytest.fixture
+def working(tmp_path: Path) -> dict[str, Any]:
+    """Return the slot of a tracker that works."""
+    return {"use": "track.sqlite", "file": str(tmp_path / "runs.sqlite")}
+
+
+def sent(working: Mapping[str, Any]) -> tuple[str, int]:
+    """Return the outcome that the tracker was told, and how many losses."""
+    with contextlib.closing(sqlite3.connect(working["file"])) as file:
+        ((outcome,),) = file.execute("select outcome from runs").fetchall()
+        ((losses,),) = file.execute("select count(*) from metrics where name = 'loss'").fetchall()
+    return outcome, losses
+
+
+def has_open(process: int, file: Path) -> bool:
+    """Whether a process has a file open."""
+    for descriptor in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if descriptor.samefile(file):
+                return True
+    return False
+
+
+def is_open(feeder: RunningFeeder) -> bool:
+    """Wait until the tracker has begun."""
+    return becomes((feeder.ctx.run_dir / "trackers/track.json").exists, LONG)
+
+
+def test_signals_do_not_end_it(
+    start: Start, working: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    feeder = start(working, LONG)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        feeder.process.send_signal(number)  # before Python has started
+    assert is_open(feeder)
+    assert os.getsid(feeder.process.pid) == feeder.process.pid
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        feeder.process.send_signal(number)
+    feeder.end()
+    assert sent(working) == ("finished", 1)
+    assert caplog.messages == []
+
+
+def test_one_that_is_killed_is_reported_at_once(
+    start: Start, working: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    feeder = start(working, LONG)
+    assert is_open(feeder)
+    feeder.process.kill()
+    assert becomes(lambda: caplog.messages)
+    rest = f"the rest is sent by `pipe track {feeder.ctx.run_dir}`"
+    assert caplog.messages == [f"track: tracking has ended (SIGKILL); {rest}"]
+
+
+def test_it_outlives_rank_0_by_its_seconds(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    feeder = start(HANGING, 0.5)
+    assert is_open(feeder)
+    assert feeder.process.stdin is not None
+    feeder.process.stdin.close()  # as if rank 0 had died
+    assert feeder.process.wait(LONG) == -signal.SIGALRM
+    assert becomes(lambda: caplog.messages)
+    (line,) = caplog.messages
+    assert line.startswith("track: not everything was sent in 0.5 s; ")
+
+
+def test_a_failure_is_sent(start: Start, working: dict[str, Any]) -> None:
+    feeder = start(working, LONG)
+    _fail(feeder)
+    assert feeder.process.wait(LONG) == 0
+    assert sent(working) == ("failed", 1)
+
+
+def test_a_failed_rank_does_not_wait(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    feeder = start(HANGING, LONG)
+    began = time.monotonic()
+    _fail(feeder)
+    assert time.monotonic() - began < LONG / 4
+    assert caplog.messages[-1] == "track: the rest is being sent, for at most 60 s"
+
+
+def _fail(feeder: RunningFeeder) -> None:
+    try:
+        raise RuntimeError
+    except RuntimeError:
+        feeder.end()
+
+
+def test_what_the_tracker_keeps_has_a_command(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    feeder = start(HANGING, 0.5)
+    feeder.unsent = lambda folder: f"theirs sync {folder.name}"
+    assert is_open(feeder)
+    feeder.end()
+    rest = f"`pipe track {feeder.ctx.run_dir}` and `theirs sync run`"
+    assert caplog.messages == [
+        f"track: not everything was sent in 0.5 s; the rest is sent by {rest}"
+    ]
+
+
+def test_all_learn_of_the_end_at_once(start: Start, working: dict[str, Any]) -> None:
+    first, second = start(working, LONG), start(working, LONG)
+    second.end()
+    assert first.process.stdin is not None
+    assert first.process.stdin.closed
+    first.end()
+    assert first.process.returncode == second.process.returncode == 0
+
+
+def test_a_rank_that_a_launcher_stops_after_a_failure_has_failed(
+    start: Start, working: dict[str, Any]
+) -> None:
+    feeder = start(working, LONG)
+    assert is_open(feeder)
+    report = {"rank": 1, "time": 1.0, "error": "too bad", "refused": False}
+    (private_folder(feeder.ctx.run_dir / "failures") / "rank-1.json").write_text(json.dumps(report))
+    try:
+        raise Interrupted(signal.SIGTERM)
+    except Interrupted:
+        feeder.end()
+    assert feeder.process.wait(LONG) == 0
+    assert sent(working) == ("failed", 1)
+
+
+def test_it_waits_for_the_one_of_an_earlier_start(start: Start, tmp_path: Path) -> None:
+    lock = tmp_path / "run/trackers/track.lock"
+    with Feeder(made(tmp_path / "run"), "track", 1, Noted()).alone():
+        feeder = start({"use": "track.failing", "at": "open"}, 0.5)
+        assert becomes(lambda: has_open(feeder.process.pid, lock), LONG)
+        feeder.end()
+        assert feeder.process.returncode == -signal.SIGALRM  # or it would have failed
+    assert not (tmp_path / "run/trackers/track.txt").exists()
+
+
+def test_a_recipe_that_cannot_be_read_is_in_a_file(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    feeder = start({"use": "track.unknown"}, LONG)
+    assert feeder.process.wait(LONG) == 1
+    assert becomes(lambda: caplog.messages)
+    file = feeder.ctx.run_dir / "trackers/track.txt"
+    (line,) = caplog.messages
+    assert line.startswith("track: tracking has ended: ")
+    assert line.endswith(f"(more in {file})")
+    assert "there is no stage `track.unknown`" in file.read_text()

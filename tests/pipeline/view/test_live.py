@@ -1,0 +1,156 @@
+"""The live display's text."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from pipeline.execution.rundir import locked
+from pipeline.hardware.telemetry import GpuReading
+from pipeline.utils.files import replace_text
+from pipeline.view.follow import Follower
+from pipeline.view.live import ASCII, Header, drawing
+from pipeline.view.sparkline import sparkline
+from tests.pipeline.view.folders import SLOTS, add, made, step
+
+GIB = 1 << 30
+STARTED = [
+    {"event": "run started", "time": 1000.0, "procs": 2, "device": "cpu"},
+    {"event": "slot started", "slot": "model", "time": 1000.0},
+    {"event": "slot finished", "slot": "model", "time": 1003.0, "digest": "", "record": None},
+    {"event": "slot started", "slot": "data", "time": 1003.0},
+]
+TRAINING = [
+    *STARTED,
+    {"event": "slot finished", "slot": "data", "time": 1004.0, "digest": "", "record": None},
+    {"event": "slot started", "slot": "wrap", "time": 1004.0},
+    {"event": "slot finished", "slot": "wrap", "time": 1005.0, "digest": "", "record": None},
+    {"event": "slot started", "slot": "train", "time": 1005.0},
+]
+HEADER = Header(name="made", where="wrap.ddp, 2 processes, cpu")
+
+
+@pytest.fixture(autouse=True)
+def _now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time", lambda: 1065.0)
+
+
+def text(folder: Path, gpus: Sequence[GpuReading] = (), *, width: int = 80) -> list[str]:
+    """Return the lines of the display."""
+    run = Follower(folder, SLOTS)
+    run.look()
+    out = io.StringIO()
+    console = Console(file=out, width=width, color_system=None)
+    console.print(drawing(HEADER, run, gpus, width=width))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def test_before_training(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", STARTED)
+    activity = '{"name": "tokenising", "done": 250, "total": 1000, "unit": "rows", "seconds": 5.0}'
+    replace_text(folder / "activity.json", activity)
+    with locked(folder):
+        lines = text(folder)
+    assert lines == [
+        "",
+        "made  wrap.ddp, 2 processes, cpu                                            1:05",
+        "✓ model  ● data 1:02  · wrap  · train  · export",
+        "tokenising  ━━━━━                 250 rows of 1,000 rows  0:15 left",
+    ]  # fmt: skip
+
+
+def test_what_a_killed_rank_was_doing_is_not_drawn(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", STARTED)
+    replace_text(folder / "activity.json", '{"name": "tokenising", "done": 1, "total": null}')
+    assert text(folder)[2:] == ["✓ model  ● data 1:02  · wrap  · train  · export"]
+
+
+def test_texts_of_a_folder_cannot_command_the_terminal(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", STARTED)
+    activity = {"name": "a\x1b[2J", "done": 2, "total": 0, "unit": "\x1b]0;b\x07", "seconds": 1}
+    replace_text(folder / "activity.json", json.dumps(activity))
+    run = Follower(folder, {"model\x9b": "model.hf"})
+    run.look()
+    header = Header(name="made\x1b[1m", where="\x1b[2Jcpu")
+    out = io.StringIO()
+    with locked(folder):
+        Console(file=out, width=80).print(drawing(header, run, [], width=80))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert lines[1].split() == ["made", "\\u001b[2Jcpu", "1:05"]
+    assert lines[2:] == ["· model\\u009b", "a\\u001b[2J  2 \\u001b]0;b\\u0007"]
+
+
+def test_while_training(tmp_path: Path) -> None:
+    records = [
+        *[step(number) for number in range(1, 11)],
+        {"step": 10, "eval_loss": 3.2, "perplexity": 24.5, "best_step": 10, "best_eval_loss": 3.2},
+        {"step": 10, "time": 1035.0, "checkpoint_stall_seconds": 0.1},
+        step(11, mfu=0.412, peak_memory_bytes=58 * GIB, best_step=10, best_eval_loss=3.2),
+    ]
+    folder = made(tmp_path / "run", TRAINING, records)
+    gpus = [
+        GpuReading(
+            index=number, utilisation=0.97, memory_bytes=60 * GIB, memory_total_bytes=80 * GIB,
+            temperature=70 + number, watts=650.0, throttled=("power cap",) * number,
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    assert text(folder, gpus)[3:] == [
+        "training  ━━━━━━━━━━━           step 11 of 20  0:18 left",
+        "loss      2.9000  █▇▇▆▅▅▄▃▂▂▁",
+        "held out  3.2000 · at step 10 (the best so far)",
+        "step      gradient norm 0.5 · learning rate 1e-05 · 11,000 target tokens",
+        "speed     512 tokens/s · 2 s/step · MFU 41.2 % · data wait 1.0 %",
+        "memory    58.0 of 80.0 GiB",
+        "2 GPUs    97 % busy · 70 to 71 °C · 650 W",
+        "slowed    GPU 1 by power cap",
+        "saved     step 10, 0:30 ago",
+    ]
+
+
+def test_a_mark_stays_with_its_slot(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", STARTED)
+    for width in range(20, 60):
+        slots = [slot for line in text(folder, width=width)[2:] for slot in line.split("  ")]
+        assert slots == ["✓ model", "● data 1:02", "· wrap", "· train", "· export"]
+
+
+def test_it_fits_its_width(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", TRAINING, [step(1)])
+    for width in (40, 60, 80, 120):
+        assert all(len(line) <= width for line in text(folder, width=width))
+
+
+def test_a_resumed_run_forgets_what_it_repeats(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", TRAINING, [step(number) for number in range(1, 6)])
+    run = Follower(folder, SLOTS)
+    run.look()
+    assert run.step["step"] == 5
+    replace_text(folder / "metrics.jsonl", "")
+    add(folder, [step(1), step(2)])
+    run.look()
+    assert [number for number, _ in run.losses] == [1, 2]
+    assert run.seconds_left == 36.0
+
+
+def test_terminals_without_unicode_get_letters(tmp_path: Path) -> None:
+    run = Follower(made(tmp_path / "run", TRAINING, [step(1), step(2)]), SLOTS)
+    run.look()
+    out = io.StringIO()
+    Console(file=out, width=80, color_system=None).print(
+        drawing(HEADER, run, [], width=80, marks=ASCII)
+    )
+    assert out.getvalue().replace("━", "-").isascii()
+
+
+def test_a_curve_of_one_line() -> None:
+    assert sparkline([], 10) == ""
+    assert sparkline([1.0], 10) == "▁"
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0, 0, 7, 7], 2) == "▁█"
+    assert sparkline([1.0, float("nan"), 2.0], 10) == "▁█"

@@ -1,0 +1,172 @@
+"""Reports and comparisons: one file, nothing loaded, nothing of a run can break out of its text."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.view.history import read_history
+from pipeline.view.report import facts
+from pipeline.view.report.compare import (
+    comparison_page,
+    environment_differences,
+    recipe_differences,
+    results,
+)
+from pipeline.view.report.curves import MOST_POINTS, curve
+from pipeline.view.report.run_report import run_page, write_report
+from tests.pipeline.view.folders import RECIPE, made, step
+from tests.pipeline.view.test_live import TRAINING
+
+MOST_BYTES = 300_000
+EVENTS = [
+    *TRAINING,
+    {"event": "run failed", "time": 1030.0, "problem": "rank 1 was killed"},
+    {"event": "run started", "time": 1040.0, "procs": 2, "device": "cpu"},
+    {"event": "slot started", "slot": "train", "time": 1041.0},
+    {"event": "slot finished", "slot": "train", "time": 1061.0, "digest": "", "record": None,
+     "seconds": 20.0},
+    {"event": "run finished", "time": 1062.0},
+]  # fmt: skip
+METRICS = [
+    *[step(number, best_step=4, best_eval_loss=3.3) for number in range(1, 7)],
+    {"step": 4, "eval_loss": 3.3, "perplexity": 27.1, "best_step": 4, "best_eval_loss": 3.3},
+    {"step": 4, "time": 1020.0, "checkpoint_stall_seconds": 0.25},
+    {"step": 5, "anomaly": "the loss is a spike", "action": "skip"},
+    {"step": 6, "time": 1006.0, "generated": [{"number": 0, "prompt": "Once ", "text": "upon"}]},
+]
+
+
+class Tags(HTMLParser):
+    """Collects what a page would load, and its tags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "srcset", "action", "poster") and value != "data:,":
+                self.loaded.append(f"{tag} {name}={value}")
+
+
+def parsed(page: str) -> Tags:
+    tags = Tags()
+    tags.feed(page)
+    return tags
+
+
+def test_a_report_says_what_happened(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", EVENTS, METRICS)
+    page = write_report(folder).read_text("utf-8")
+    for text in (
+        "finished", "6 of 20", "3.4000", "held-out loss at step 4", "3.3000", "rank 1 was killed",
+        "training stood still for 0.25 s", "the loss is a spike: skip", "Once ", "upon",
+        "stages.wrap.use", "wrap.ddp", "recipe.yaml:",
+    ):  # fmt: skip
+        assert text in page, text
+    plots = json.loads(re.search(r'id="plots">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
+    loss = plots[0]
+    assert loss["data"][0] == [1, 2, 3, 4, 5, 6]
+    assert loss["data"][1] == pytest.approx([3.9, 3.8, 3.7, 3.6, 3.5, 3.4])
+    assert loss["data"][2] == [None, None, None, 3.3, None, None]
+
+
+def test_it_loads_nothing_and_is_small(tmp_path: Path) -> None:
+    metrics = [step(n, mfu=0.4, peak_memory_bytes=n) for n in range(1, 20_001)]
+    page = write_report(made(tmp_path / "run", EVENTS, metrics)).read_bytes()
+    assert len(page) < MOST_BYTES
+    found = parsed(page.decode())
+    assert found.loaded == []
+    assert "default-src 'none'" in page.decode()
+    assert re.findall(rb"url\(|@import|fetch\(|XMLHttpRequest|import\(", page) == []
+
+
+def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
+    evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+    recipe: dict[str, Any] = {**RECIPE, "stages": {"model": {"use": "model.hf", "path": evil}}}
+    metrics = [step(1), {"step": 1, "generated": [{"number": 0, "prompt": evil, "text": evil}]}]
+    failed = [*TRAINING[:1], {"event": "run failed", "time": 1001.0, "problem": evil}]
+    page = run_page(read_history(made(tmp_path / "run", failed, metrics, recipe)))
+    found = parsed(page)
+    assert found.tags.count("script") == 3
+    assert "img" not in found.tags
+    assert found.loaded == []
+
+
+def test_the_times_of_all_starts_count(tmp_path: Path) -> None:
+    history = read_history(made(tmp_path / "run", EVENTS, METRICS))
+    assert facts.busy_seconds(history) == 30.0 + 22.0
+    assert history.chain.slots["train"].total_seconds == 25.0 + 20.0
+    assert history.chain.slots["model"].seconds == 3.0
+
+
+def test_marks_are_in_order_of_time(tmp_path: Path) -> None:
+    history = read_history(made(tmp_path / "run", EVENTS, METRICS))
+    found = facts.marks(history)
+    assert [mark.kind for mark in found] == [
+        "start", "save", "failure", "resume", "end", "anomaly",
+    ]  # fmt: skip
+    assert [mark.kind for mark in found if mark.bad] == ["failure", "anomaly"]
+
+
+def test_runs_are_compared(tmp_path: Path) -> None:
+    other = {**RECIPE, "seed": 7, "stages": {**RECIPE["stages"], "wrap": {"use": "wrap.fsdp"}}}
+    one = read_history(made(tmp_path / "one", EVENTS, METRICS))
+    two = read_history(made(tmp_path / "two", TRAINING, METRICS[:3], other))
+    differ = {row.name: row.values for row in recipe_differences([one, two])}
+    assert differ == {"seed": ("-", "7"), "stages.wrap.use": ("wrap.ddp", "wrap.fsdp")}
+    assert environment_differences([one, two]) == []
+    found = {row.name: row.values for row in results([one, two])}
+    assert found["state"] == ("finished", "stopped")
+    assert found["loss"] == ("3.4000", "3.7000")
+    assert found["steps"] == ("6", "3")
+    page = comparison_page([one, two])
+    assert parsed(page).loaded == []
+    plots = json.loads(re.search(r'id="plots">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
+    assert [series["label"] for series in plots[0]["series"]] == ["one", "two"]
+    on_log_axes = [plot["title"] for plot in plots if plot["log"]]
+    assert on_log_axes == ["Gradient norm"]
+
+
+def test_a_gradient_norm_of_0_has_a_linear_axis(tmp_path: Path) -> None:
+    pages = []
+    for name, norm in (("one", 0.5), ("two", 0.0)):
+        metrics = [step(1), step(2, grad_norm=norm)]
+        history = read_history(made(tmp_path / name, EVENTS, metrics))
+        pages += [run_page(history), comparison_page([history, history])]
+    assert ['"log":true' in page for page in pages] == [True, True, False, False]
+
+
+@given(
+    st.lists(st.none() | st.floats(-1e6, 1e6), min_size=1, max_size=60),
+    st.integers(1, 20),
+)
+def test_a_curve_keeps_range_and_ends(values: list[float | None], most: int) -> None:
+    records = [{"step": number, "x": value} for number, value in enumerate(values, start=1)]
+    found = curve(records, "x", most=most)
+    assert len(found.steps) == min(most, len(values))
+    assert found.steps[-1] == len(values)
+    known = [value for value in values if value is not None]
+    if known:
+        least = min(value for value in found.least if value is not None)
+        greatest = max(value for value in found.greatest if value is not None)
+        assert least == pytest.approx(min(known), rel=1e-4, abs=1e-300)
+        assert greatest == pytest.approx(max(known), rel=1e-4, abs=1e-300)
+    else:
+        assert found.mean == [None] * len(found.steps)
+
+
+def test_few_points_are_as_they_were() -> None:
+    records = [{"step": n, "loss": n / 8} for n in range(1, MOST_POINTS + 1)]
+    found = curve(records, "loss")
+    assert found.mean == found.least == found.greatest == [n / 8 for n in found.steps]

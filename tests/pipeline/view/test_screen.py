@@ -1,0 +1,264 @@
+"""What a launching process shows: the choice, the pipe from rank 0, and events as JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from pipeline.distributed.environment import CONTRACT
+from pipeline.distributed.signals import Interrupted
+from pipeline.execution.rank_logging import SCREEN
+from pipeline.execution.rundir import locked
+from pipeline.utils.files import replace_text
+from pipeline.view.events import JsonScreen
+from pipeline.view.follow import Follower
+from pipeline.view.live import Header
+from pipeline.view.live_screen import LiveScreen
+from pipeline.view.screen import Display, Harmless, LinePipe, Screen
+from tests.pipeline.view.folders import SLOTS, add, made, step
+
+
+@pytest.fixture(autouse=True)
+def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SCREEN, "")
+    monkeypatch.setenv("TERM", "xterm")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("terminal", "term", "options", "expected"),
+    [
+        (True, "xterm", {}, "live"),
+        (False, "xterm", {}, "lines"),
+        (True, "dumb", {}, "lines"),
+        (True, "", {}, "lines"),
+        (True, "xterm", {"quiet": True}, "quiet"),
+        (True, "xterm", {"verbose": True}, "live verbose"),
+        (False, "xterm", {"verbose": True}, "lines verbose"),
+    ],
+)
+def test_what_is_shown(
+    terminal: bool,
+    term: str,
+    options: dict[str, bool],
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("sys.stdout", Terminal() if terminal else io.StringIO())
+    monkeypatch.setenv("TERM", term)
+    Display(**options)
+    assert os.environ[SCREEN] == expected
+
+
+def test_a_rank_of_another_launcher_writes_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdout", Terminal())
+    for name in CONTRACT:
+        monkeypatch.setenv(name, "0")
+    Display()
+    assert os.environ[SCREEN] == "lines"
+
+
+def test_lines_of_another_process() -> None:
+    pipe = LinePipe()
+    assert list(pipe.lines()) == []
+    os.write(pipe.write, b"one\ntw")
+    assert list(pipe.lines()) == ["one"]
+    os.write(pipe.write, b"o\nthr\xff")
+    assert list(pipe.lines()) == ["two"]
+    assert pipe.close() == ["thr\N{REPLACEMENT CHARACTER}"]
+
+
+def test_events_as_json(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", [{"event": "run started", "time": 5.0, "procs": 1}])
+    out = io.StringIO()
+    screen = JsonScreen(Follower(folder, SLOTS), out)
+    add(folder, [step(1), {"step": 1, "eval_loss": 2.0}, {"step": 2, "anomaly": "a spike"}])
+    (folder / "activity.json").write_text('{"name": "exporting", "done": 1}')
+    with locked(folder):
+        screen.close()
+    events = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert [one["event"] for one in events] == [
+        "run", "run started", "step", "evaluation", "anomaly", "activity",
+    ]  # fmt: skip
+    assert all(one["schema_version"] == 1 and isinstance(one["time"], float) for one in events)
+    assert events[0]["slots"] == SLOTS
+    assert events[1] == {"schema_version": 1, "time": 5.0, "event": "run started", "procs": 1}
+    assert events[2] == {"schema_version": 1, "event": "step", **step(1)}
+    assert events[5]["name"] == "exporting"
+
+
+def told(screen: JsonScreen, out: io.StringIO) -> list[tuple[str, int | None]]:
+    """Return kind and step of the events since the last call."""
+    screen.end()
+    events = [json.loads(line) for line in out.getvalue().splitlines()]
+    out.seek(0)
+    out.truncate()
+    return [(one["event"], one.get("step")) for one in events]
+
+
+def test_a_resumed_run_tells_what_is_new(tmp_path: Path) -> None:
+    events = [
+        {"event": "run started", "time": 1000.0},
+        {"event": "run failed", "time": 1002.5},
+        {"event": "slot set aside", "time": 1002.6, "slot": "export"},
+        {"event": "run started", "time": 1002.7},
+    ]
+    folder = made(tmp_path / "run", events, [step(1), {"step": 1, "eval_loss": 2.0}, step(2)])
+    out = io.StringIO()
+    screen = JsonScreen(Follower(folder, SLOTS), out)
+    assert told(screen, out) == [("run", None), ("slot set aside", None), ("run started", None)]
+    add(folder, [step(3), step(4), {"step": 4, "eval_loss": 2.0}])
+    assert told(screen, out) == [("step", 3), ("step", 4), ("evaluation", 4)]
+    replace_text(folder / "metrics.jsonl", "")  # a restart goes back to step 3
+    made(
+        folder, [{"event": "run failed", "time": 1004.5}, {"event": "run started", "time": 1005.0}]
+    )
+    add(folder, [step(1), step(2), step(3), step(4, time=1005.5), step(5, time=1006.0)])
+    assert told(screen, out) == [
+        ("run failed", None), ("run started", None), ("step", 4), ("step", 5),
+    ]  # fmt: skip
+
+
+def test_what_is_read_together_is_in_order_of_time(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", [{"event": "run started", "time": 1000.0}])
+    out = io.StringIO()
+    screen = JsonScreen(Follower(folder, SLOTS), out)
+    told(screen, out)
+    add(folder, [step(1), {"step": 1, "eval_loss": 2.0}, step(3)])
+    made(folder, [{"event": "slot finished", "time": 1002.0, "slot": "train"}])
+    assert told(screen, out) == [
+        ("step", 1), ("evaluation", 1), ("slot finished", None), ("step", 3),
+    ]  # fmt: skip
+
+
+class Failing(Screen):
+    """Raises at its second refresh, and whenever it is asked to end."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error, self.refreshed, self.abandoned = error, 0, 0
+
+    def refresh(self) -> None:
+        self.refreshed += 1
+        if self.refreshed == 2:
+            raise self.error
+
+    def close(self) -> None:
+        raise self.error
+
+    def end(self) -> None:
+        raise self.error
+
+    def abandon(self) -> None:
+        self.abandoned += 1
+
+    def printed(self) -> list[str]:
+        return [f"a line after {self.refreshed}"]
+
+
+@pytest.mark.parametrize("error", [OSError(5, "terminal is gone"), SystemExit(1), KeyError("step")])
+def test_a_screen_that_fails_ends_nothing_else(
+    error: BaseException, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing = Failing(error)
+    screen = Harmless(lambda: failing)
+    for _ in range(4):
+        screen.refresh()
+    screen.close()
+    screen.end()
+    assert (failing.refreshed, failing.abandoned) == (2, 1)
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first.startswith("the display has ended: ")
+    assert lines == ["a line after 2"] * 3
+
+
+def test_a_screen_that_cannot_be_made_ends_nothing_else(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def make() -> Screen:
+        raise OSError(28, "no space left")
+
+    screen = Harmless(make)
+    screen.refresh()
+    screen.close()
+    assert screen.output is None
+    assert "no space left" in capsys.readouterr().err
+
+
+def test_standard_error_is_usable_when_the_terminal_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gone(io.StringIO):
+        gone = False
+
+        def write(self, text: str) -> int:
+            if self.gone:
+                raise OSError(5, "terminal is gone")
+            return super().write(text)
+
+    terminal, errors = Gone(), io.StringIO()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setattr("sys.stderr", errors)
+    run = Follower(made(tmp_path / "run"), SLOTS)
+    console = Console(file=terminal, force_terminal=True)
+    screen = Harmless(lambda: LiveScreen(run, Header(name="run", where="here"), console=console))
+    assert screen.output is not None
+    terminal.gone = True
+    os.write(screen.output, b"a line\nanother\n")
+    screen.refresh()
+    print("restarting", file=sys.stderr)
+    os.write(screen.output, b"a warning\n")
+    screen.close()
+    assert errors.getvalue().splitlines() == [
+        "the display has ended: terminal is gone", "restarting", "a line", "another", "a warning",
+    ]  # fmt: skip
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(screen.output)
+
+
+def test_gpus_are_recorded_behind_the_end_of_a_display(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Path] = []
+
+    class Record:
+        def __init__(self, folder: Path) -> None:
+            self.folder = folder
+
+        def look(self) -> None:
+            looks.append(self.folder)
+            if len(looks) == 1:
+                raise KeyError("a defect")
+
+    monkeypatch.setattr("pipeline.execution.hardware_record.HardwareRecord", Record)
+    failing = Failing(OSError(5, "terminal is gone"))
+    monkeypatch.setattr(Display, "_made", lambda self, plan, folder: failing)
+    plan = SimpleNamespace(view=SimpleNamespace(device="cuda"))
+    with Display().shown(plan, tmp_path) as screen:  # type: ignore[arg-type]
+        for _ in range(4):
+            screen.refresh()
+    assert (failing.refreshed, looks) == (2, [tmp_path] * 4)
+
+
+def test_a_signal_is_not_a_failure_of_the_screen() -> None:
+    screen = Harmless(lambda: Failing(Interrupted(15)))
+    screen.refresh()
+    with pytest.raises(Interrupted):
+        screen.refresh()
+
+
+def test_a_bar_that_is_drawn_again_and_again_is_one_line() -> None:
+    pipe = LinePipe()
+    os.write(pipe.write, b"".join(b"\r%d %%" % number for number in range(101)) + b"\n")
+    assert list(pipe.lines()) == ["100 %"]
+    pipe.close()

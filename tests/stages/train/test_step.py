@@ -1,0 +1,64 @@
+"""One optimizer step, and when its numbers are asked for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from pipeline import DistContext, Heartbeat, Progress, StepReport
+from stages.train.anomalies import AnomalyMonitor
+from stages.train.report import StepMeter
+from stages.train.settings import Anomalies
+from stages.train.step import TrainStep
+
+
+class Recording:
+    """An engine that notes what it is asked for; the sum of the losses is 6."""
+
+    data_axis = SimpleNamespace(count=1)
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def accumulate(self, batches: Any, objective: Any, *, scale: float) -> torch.Tensor:
+        self.calls.append("accumulate")
+        return torch.tensor(6.0)
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        self.calls.append("total")
+        return values
+
+    def step(self, **options: Any) -> StepReport:
+        self.calls.append("step")
+        return StepReport(grad_norm=1.0, applied=True)
+
+
+def test_the_sums_are_asked_for_before_the_update_and_read_behind_it() -> None:
+    """So what the host waits for are the gradients, and not the update."""
+    engine: Any = Recording()
+    feed: Any = SimpleNamespace(
+        targets=lambda position: 3, count=lambda position: 2, microbatches=lambda position: [],
+        total_steps=lambda progress: 9,
+    )  # fmt: skip
+    plan: Any = SimpleNamespace(
+        lr_scale=lambda step, total: 0.5, hyperparameters={"lr": 0.1},
+    )  # fmt: skip
+    progress = Progress()
+    meter = StepMeter(engine, DistContext(device=engine.device), progress)
+    step = TrainStep(
+        engine=engine,
+        objective=lambda model, batch: torch.zeros(()),
+        feed=feed,
+        plan=plan,
+        monitor=AnomalyMonitor(Anomalies(), engine.total),
+        observe=meter.observe,
+        heartbeat=Heartbeat(),
+    )
+    result = step(progress)
+    assert engine.calls == ["accumulate", "total", "step"]
+    record = meter.measure(result, progress)
+    assert engine.calls == ["accumulate", "total", "step"]
+    assert (record["loss"], record["lr"], progress.step, progress.samples) == (2.0, 0.05, 1, 2)
