@@ -392,8 +392,9 @@ def test_held_out_rows_of_another_form() -> None:
     held = [{"path": "/x/held.jsonl", "type": "chat_template"}]
     found = made(datasets=[{"path": "/x/rows.jsonl", "type": "alpaca"}], test_datasets=held)
     assert_fields(found, "data", {"form": None, "template": False})
-    pairs = made(datasets=[{**held[0], "path": "/x/chat.jsonl"}],
-                 test_datasets=[{"path": "/x/held.jsonl", "type": "alpaca"}], eval_steps=5)  # fmt: skip
+    alpaca = [{"path": "/x/held.jsonl", "type": "alpaca"}]
+    rows = [{**held[0], "path": "/x/chat.jsonl"}]
+    pairs = made(datasets=rows, test_datasets=alpaca, eval_steps=5)
     assert_fields(pairs, "data", {"form": None, "template": False})
     assert "data.heldout_fraction" not in pairs.missing
     text = made(datasets=held, test_datasets=[{"path": "/x/a.txt", "type": "completion"}])
