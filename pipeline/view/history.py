@@ -95,25 +95,22 @@ def with_ends(
     killed, a stop at its last sign of life in either file. `running`: whether the newest start is
     under way."""
     times = [record["time"] for record in metrics if isinstance(record.get("time"), float)]
-    began = last = None
+    under_way, last = False, 0.0
     for event in events:
         if event["event"] == "run started":
-            if began is not None:
-                yield _silent_end(began, last, times, event["time"])
-            began = event["time"]
+            if under_way:
+                yield _silent_end(last, times, event["time"])
+            under_way = True
         elif event["event"] in ENDS:
-            began = None
+            under_way = False
         last = event["time"]
         yield event
-    if began is not None and not running:
-        yield _silent_end(began, last, times, math.inf)
+    if under_way and not running:
+        yield _silent_end(last, times, math.inf)
 
 
-def _silent_end(
-    began: float, last: float | None, times: Iterable[float], limit: float
-) -> dict[str, Any]:
-    seen = [time for time in times if began < time < limit]
-    newest = max([began if last is None else last, *seen])
+def _silent_end(last: float, times: Iterable[float], limit: float) -> dict[str, Any]:
+    newest = max([last, *(time for time in times if time < limit)])
     return {"event": "run stopped", "time": newest, "problem": SILENT}
 
 
