@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from pipeline.distributed.environment import STOPPED
-from pipeline.errors import RunFailed, RunStopped
+from pipeline.errors import RunFailed, RunStopped, UsageError
 from pipeline.execution import rundir
 
 if TYPE_CHECKING:
@@ -96,13 +96,15 @@ def run(
     Lines that the run prints go to the logger `pipe.api`. Ctrl-C stops the run, which saves
     everything, and is raised when it has.
 
-    Raises RecipeError before anything is started, RunFailed, and RunStopped when somebody else has
-    stopped it.
+    Raises RecipeError and UsageError before anything is started, RunFailed, and RunStopped when
+    somebody else has stopped it.
     """
     from pipeline.chain.plan import plan_file
+    from pipeline.execution.selection import Selection
 
     with _file_of(recipe) as file:
         made = plan_file(file, overrides, here=True)
+        Selection(last=until).again(made)  # a slot that is not there is a mistake
         folder = Path(run_dir) if run_dir else rundir.create(Path(runs), made.recipe.name)
         options = ["--run-dir", str(folder), *(["--until", until] if until else [])]
         _call(["run", str(file), *overrides, *options], on_event)
@@ -121,10 +123,14 @@ def resume(
 
     `accept` names changes that are intended, as `pipe resume --accept`. Raises as `run` does.
     """
+    from pipeline.chain.plan import plan_file
+
     folder = rundir.existing(Path(run_dir))
     accepted = [word for name in accept for word in ("--accept", name)]
     with contextlib.ExitStack() as stack:
-        other = [] if recipe is None else ["--recipe", str(stack.enter_context(_file_of(recipe)))]
+        file = None if recipe is None else stack.enter_context(_file_of(recipe))
+        plan_file(file or folder / rundir.RECIPE, overrides, here=True)
+        other = [] if file is None else ["--recipe", str(file)]
         _call(["resume", str(folder), *overrides, *other, *accepted], on_event)
     return RunOutcome(folder.resolve())
 
@@ -179,7 +185,7 @@ def _absolute(value: Any) -> Any:
 
 
 def _call(arguments: Sequence[str], on_event: Listener | None) -> None:
-    """Call `pipe` with events as JSON. Raises RunFailed and RunStopped."""
+    """Call `pipe` with events as JSON. Raises UsageError, RunFailed and RunStopped."""
     said: deque[str] = deque(maxlen=LAST_LINES)
     with subprocess.Popen(
         [sys.executable, "-P", "-m", "pipetrain", *arguments, "--json"],
@@ -207,6 +213,8 @@ def _call(arguments: Sequence[str], on_event: Listener | None) -> None:
             listener.join()
     if process.returncode == STOPPED:
         raise RunStopped("\n".join(said))
+    if process.returncode == UsageError.exit_code:
+        raise UsageError("\n".join(said))
     if process.returncode:
         raise RunFailed("\n".join(said))
 

@@ -94,7 +94,7 @@ def fields(rows: Sequence[FieldRow], place: str) -> Iterator[str]:
 def command_page() -> str:
     """Each command with its arguments and options, in the order of `pipe --help`."""
     parts = ["# Commands", "Made from the program; `pipe COMMAND --help` prints the same."]
-    root = click.Context(main, info_name="pipe")
+    root = click.Context(main, info_name="pipe", **main.context_settings)
     for name in COMMANDS:
         command = main.get_command(root, name)
         assert command is not None

@@ -40,6 +40,7 @@ def clean(runs: tuple[Path, ...], yes: bool, all_checkpoints: bool) -> None:
     )
     if not folders:
         raise UsageError("there is no run in runs", hint="name the folder of a run")
+    folders = [*{folder.resolve(): folder for folder in folders}.values()]
     found = [_show(folder, _look(folder, yes, all_checkpoints)) for folder in folders]
     waste = [one for finding in found for one in finding.waste]
     total = f"{plural(len(waste), 'item')}, {human(sum(one.size for one in waste))}"

@@ -105,7 +105,8 @@ def _overrides(context: click.Context, typed: str) -> Iterator[str]:
     from pipeline.recipe import read_recipe
     from pipeline.recipe.launch import Launch
 
-    named = Path(context.params.get("recipe") or context.params["run_dir"])
+    arguments = (context.params.get(name) for name in ("recipe", "run_dir", "run"))
+    named = next(path for path in arguments if path is not None)
     recipe, _ = read_recipe(named / rundir.RECIPE if named.is_dir() else named)
     if recipe is None:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from pathlib import Path
 
@@ -41,7 +42,8 @@ def cp(name: str | None, to: Path) -> None:
     if absent:
         names = ", ".join(map(str, absent))
         click.echo(f"not there yet: {names}; put them there, or name your own", err=True)
-    click.echo(f"paths in it are relative to it; next: pipe check {to / file.name}", err=True)
+    check = f"pipe check {shlex.quote(str(to / file.name))}"
+    click.echo(f"paths in it are relative to it; next: {check}", err=True)
 
 
 def _summary(file: Path) -> str:

@@ -47,13 +47,14 @@ def _text(plan: Plan) -> Iterator[str]:
 
 def _mermaid(plan: Plan) -> Iterator[str]:
     yield "flowchart LR"
+    nodes = {step.slot: f"slot_{step.slot}" for step in plan.steps}  # `end` is a keyword
     for step in plan.steps:
-        yield f'  {step.slot}["{step.slot}<br><small>{step.use}</small>"]'
+        yield f'  {nodes[step.slot]}["{step.slot}<br><small>{step.use}</small>"]'
     for step in plan.steps:
         for slot in dict.fromkeys(filter(None, step.inputs.values())):
             given = next(other.gives for other in plan.steps if other.slot == slot)
             assert given is not None
-            yield f"  {slot} -- {given.__name__} --> {step.slot}"
+            yield f"  {nodes[slot]} -- {given.__name__} --> {nodes[step.slot]}"
 
 
 def _json(plan: Plan) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,15 @@ def init(context: click.Context, /, *, yes: bool, out: Path | None, **given: Any
     advise`.
     """
     answers = _answers(given, asks=not yes and sys.stdin.isatty())
-    target = out or Path(f"{Path(answers['model']).name.removesuffix('.gguf').lower()}.yaml")
+    target = out or Path(f"{_name(answers['model'])}.yaml")
     context.invoke(advise, out=target, **answers)
     _check(target)
+
+
+def _name(model: str) -> str:
+    """Return the last part of a model's path or hub id, in small letters."""
+    path = Path(model)
+    return (path.resolve() if path.exists() else path).name.removesuffix(".gguf").lower()
 
 
 def _answers(given: dict[str, Any], *, asks: bool) -> dict[str, Any]:
@@ -62,6 +69,9 @@ def _answers(given: dict[str, Any], *, asks: bool) -> dict[str, Any]:
             answers[name] = _asked(question, default, kind) if asks else default
     if answers["gpus"] and answers["gpu"] is None and asks:
         answers["gpu"] = click.prompt("Kind of GPU", _kind_here() or "H100")
+    of_gpus = [f"--{name}" for name in ("gpu", "nodes") if given[name] is not None]
+    if of_gpus and not answers["gpus"]:
+        raise UsageError(f"{' and '.join(of_gpus)}: there are no GPUs", hint="say --gpus N")
     if not answers["gpus"]:
         answers |= {"gpus": None, "gpu": None, "nodes": None}
     elif answers["gpu"] is None:
@@ -89,4 +99,4 @@ def _check(target: Path) -> None:
 
     for warning in plan_file(target, forecast=True).warnings:
         click.echo(f"warning: {warning}", err=True)
-    click.echo(f"\nit passes pipe check; next:\n  pipe run {target}")
+    click.echo(f"\nit passes pipe check; next:\n  pipe run {shlex.quote(str(target))}")

@@ -36,10 +36,11 @@ def ls(runs: Path, as_json: bool) -> None:
 
 
 def _runs(root: Path) -> Iterator[dict[str, Any]]:
+    from pipeline.errors import UsageError
     from pipeline.execution import rundir
 
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
-        with contextlib.suppress(PermissionError):  # other people's runs are theirs
+        with contextlib.suppress(PermissionError, UsageError):  # other people's runs are theirs
             if (folder / rundir.RECIPE).is_file():
                 yield _describe(folder)
 

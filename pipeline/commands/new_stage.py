@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import click
@@ -23,4 +24,5 @@ def new_stage(name: str, to: Path | None) -> None:
         written = write_package(name, to)
     for path in written:
         click.echo(path)
-    click.echo(f"next: pip install -e '{written[0].parent}[dev]' && pipe stages {name}", err=True)
+    package = shlex.quote(f"{written[0].parent}[dev]")
+    click.echo(f"next: pip install -e {package} && pipe stages {name}", err=True)

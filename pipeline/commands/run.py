@@ -117,7 +117,10 @@ def run(
         return found.resolve()
 
     if dry_run:
-        click.echo("\n".join(rehearsal(plan(Started()), run_dir, selection)))
+        made = plan(Started())
+        if run_dir is not None:
+            rundir.require_free(run_dir, fresh=fresh)
+        click.echo("\n".join(rehearsal(made, run_dir, selection)))
         return
     with with_plan(plan) as kept:
         job = Job(

@@ -74,7 +74,7 @@ def _draw(run: Follower, *, follow: bool) -> None:
     marks = ASCII if console.options.ascii_only else UNICODE
 
     def picture() -> object:
-        header = Header(name=run.folder.name, where=run.state)
+        header = Header(name=run.folder.resolve().name, where=run.state)
         return drawing(header, run, [], width=console.width, marks=marks)
 
     if not follow or not console.is_terminal:
@@ -98,7 +98,7 @@ def _draw(run: Follower, *, follow: bool) -> None:
 @click.option("-n", "--lines", type=click.IntRange(min=0), help="Only the last so many lines.")
 def logs(run: Path | None, rank: int, follow: bool, lines: int | None) -> None:
     """Print the log of a rank of RUN (by default the newest in ./runs)."""
-    from pipeline.errors import UsageError
+    from pipeline.errors import UsageError, system_errors_as
     from pipeline.execution import rundir
     from pipeline.utils.text import did_you_mean
 
@@ -107,7 +107,9 @@ def logs(run: Path | None, rank: int, follow: bool, lines: int | None) -> None:
     if not file.is_file():
         ranks = sorted(str(int(one.stem[5:])) for one in (folder / "logs").glob("rank-*.log"))
         raise UsageError(f"{folder} has no log of rank {rank}", hint=did_you_mean("", ranks))
-    with file.open("r", encoding="utf-8", errors="replace") as log:
+    with system_errors_as(UsageError):
+        log = file.open("r", encoding="utf-8", errors="replace")
+    with log:
         newest = deque(log, maxlen=lines)
         click.echo("".join(newest), nl=False)
         while follow and rundir.is_locked(folder):

@@ -53,11 +53,12 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def is_record(record: dict[str, Any]) -> bool:
-    """Whether its step and its losses are numbers."""
-    steps = (record.get(name, 0) for name in ("step", "best_step"))
+    """Whether it has a step, and that and its losses are numbers."""
     losses = (record.get(name, 0) for name in ("loss", "eval_loss", "best_eval_loss"))
-    return all(type(value) in (int, NoneType) for value in steps) and all(
-        type(value) in (int, float, NoneType) for value in losses
+    return (
+        type(record.get("step")) is int
+        and type(record.get("best_step")) in (int, NoneType)
+        and all(type(value) in (int, float, NoneType) for value in losses)
     )
 
 

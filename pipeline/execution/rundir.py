@@ -64,12 +64,18 @@ def create(root: Path, name: str) -> Path:
 
 def claim(folder: Path, *, fresh: bool = False) -> Path:
     """Use `folder`, given by the user, for a run: the one that it holds, or a new one. Raises
-    UsageError if it holds one and the run is to be `fresh`, and if it holds what another run has
-    left, from which a new one would go on."""
+    UsageError as `require_free` does, and if the folder cannot be made."""
+    require_free(folder, fresh=fresh)
+    return folder if (folder / RECIPE).exists() else _made(folder, exist_ok=True)
+
+
+def require_free(folder: Path, *, fresh: bool = False) -> None:
+    """Raise UsageError if `folder` holds a run and another is to be `fresh`, and if it holds what
+    another run has left, from which a new one would go on."""
     if (folder / RECIPE).exists():
         if fresh:
             raise UsageError(f"{folder} already holds a run", hint="without --fresh it goes on")
-        return folder
+        return
     left = next((name for name in LEFT if (folder / name).exists()), None)
     if left is not None:
         raise UsageError(
@@ -77,7 +83,6 @@ def claim(folder: Path, *, fresh: bool = False) -> Path:
             hint="name a new folder; to start from a checkpoint in this one, name that as the "
             "checkpoint slot's start_from",
         )
-    return _made(folder, exist_ok=True)
 
 
 def _made(folder: Path, *, exist_ok: bool) -> Path:
@@ -172,11 +177,13 @@ def _acquired(file: IO[str]) -> bool:
 
 
 def is_locked(folder: Path) -> bool:
-    """Whether a live process works in this run folder."""
+    """Whether a live process works in this run folder. Raises UsageError if that cannot be seen."""
     path = folder / LOCK
     if not path.exists():
         return False
-    with path.open("r", encoding="utf-8") as file:
+    with system_errors_as(UsageError):
+        file = path.open("r", encoding="utf-8")
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 State = Literal["waiting", "running", "finished", "failed", "stopped"]
-_ENDS: Mapping[str, State] = {
+ENDS: Mapping[str, State] = {
     "run failed": "failed",
     "run stopped": "stopped",
     "run finished": "finished",
 }
+"""Events that end a start of a run -> what becomes of the slot that was running."""
 
 
 @dataclass(kw_only=True)
@@ -40,18 +41,19 @@ class Chain:
         """Time of the newest start of the run, in seconds since 1970; 0 before the first."""
         self.ended = 0.0
         """Time at which that ended; 0 if it has not."""
+        self._newest = 0.0
 
     def update(self, events: Iterable[Mapping[str, Any]]) -> None:
         """Take note of journal events. A slot that the recipe no longer has is passed over."""
         for event in events:
             kind, slot = event["event"], self.slots.get(event.get("slot", ""))
             if kind == "run started":
+                self._leave("waiting", self._newest)  # that start was killed
                 self.started, self.ended = event["time"], 0.0
-                self._leave("waiting", event["time"])
                 self._wait_again()
-            elif kind in _ENDS:
+            elif kind in ENDS:
                 self.ended = event["time"]
-                self._leave(_ENDS[kind], event["time"])
+                self._leave(ENDS[kind], event["time"])
             elif kind == "slot set aside" and slot is not None:
                 slot.state = "waiting"
             elif kind == "slot started" and slot is not None:
@@ -60,6 +62,13 @@ class Chain:
                 slot.seconds = event.get("seconds", event["time"] - slot.began)
                 slot.total_seconds += slot.seconds
                 slot.state = "finished"
+            self._newest = event["time"]
+
+    def end_silently(self, now: float) -> None:
+        """Note that the newest start was killed, and has lived until `now` at least."""
+        if self.started and not self.ended:
+            self.ended = max(self._newest, now)
+            self._leave("stopped", self.ended)
 
     def _leave(self, state: State, now: float) -> None:
         """End the slot that is running, which has not finished."""

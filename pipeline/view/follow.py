@@ -60,6 +60,7 @@ class Follower:
     def __post_init__(self) -> None:
         self.chain = Chain(self.slots)
         self._newest: list[dict[str, Any]] = []
+        self._last_sign = 0.0
         self._journal = Tail(self.folder / rundir.JOURNAL)
         self._metrics = Tail(self.folder / rundir.METRICS, newest_bytes=NEWEST_BYTES)
 
@@ -74,6 +75,9 @@ class Follower:
             self._forget()
         for record in metrics:
             self._note(record)
+            self._last_sign = max(self._last_sign, float(record.get("time") or 0.0))
+        if not self.chain.ended and self.state != "running":
+            self.chain.end_silently(self._last_sign)
         return Found(events=events, metrics=metrics, again=first or self._metrics.replaced)
 
     def activity(self) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,10 +16,11 @@ from pipeline.execution import failures, rundir
 from pipeline.execution.journal import Journal
 from pipeline.execution.metrics import records
 from pipeline.recipe import Recipe, read_recipe
-from pipeline.view.chain import Chain
+from pipeline.view.chain import ENDS, Chain
 
 PLAN_FILE = "plan.json"
 """The plan of a run, in its folder: `needed_bytes` of a GPU, `lines` for people."""
+SILENT = "ended without a word: it was killed, or its machine went down"
 RunState = Literal["running", "finished", "failed", "stopped"]
 
 
@@ -30,7 +32,7 @@ class History:
     recipe: Recipe
     state: RunState
     events: list[dict[str, Any]]
-    """Of the journal, in order."""
+    """Of the journal, in order; a start that was killed has an end too (`with_ends`)."""
     metrics: list[dict[str, Any]]
     """Records of `metrics.jsonl`, in order."""
     chain: Chain
@@ -68,19 +70,48 @@ def read_history(folder: Path, *, ended: bool = False) -> History:
     recipe, problems = read_recipe(folder / rundir.RECIPE)
     if recipe is None:
         raise RecipeError(problems)
-    events = Journal(folder / rundir.JOURNAL).events()
+    journal = Journal(folder / rundir.JOURNAL).events()
+    metrics = list(records(folder / rundir.METRICS))
+    state = state_of(folder, journal, ended=ended)
+    events = [*with_ends(journal, metrics, running=state == "running")]
     chain = Chain({slot: spec.use for slot, spec in recipe.stages.items()})
     chain.update(events)
     return History(
         folder=folder,
         recipe=recipe,
-        state=state_of(folder, events, ended=ended),
+        state=state,
         events=events,
-        metrics=list(records(folder / rundir.METRICS)),
+        metrics=metrics,
         chain=chain,
         environment=json_in(folder / ENVIRONMENT_FILE),
         engine=json_in(folder / ENGINE_FILE),
     )
+
+
+def with_ends(
+    events: Iterable[dict[str, Any]], metrics: Iterable[Mapping[str, Any]], *, running: bool
+) -> Iterator[dict[str, Any]]:
+    """Yield journal events, and behind each start that did not record its end, because it was
+    killed, a stop at its last sign of life in either file. `running`: whether the newest start is
+    under way."""
+    times = [record["time"] for record in metrics if isinstance(record.get("time"), float)]
+    under_way, last = False, 0.0
+    for event in events:
+        if event["event"] == "run started":
+            if under_way:
+                yield _silent_end(last, times, event["time"])
+            under_way = True
+        elif event["event"] in ENDS:
+            under_way = False
+        last = event["time"]
+        yield event
+    if under_way and not running:
+        yield _silent_end(last, times, math.inf)
+
+
+def _silent_end(last: float, times: Iterable[float], limit: float) -> dict[str, Any]:
+    newest = max([last, *(time for time in times if time < limit)])
+    return {"event": "run stopped", "time": newest, "problem": SILENT}
 
 
 def state_of(folder: Path, events: list[dict[str, Any]], *, ended: bool = False) -> RunState:

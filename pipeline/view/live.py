@@ -55,7 +55,7 @@ _COLOURS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """What a run is called, and where it runs."""
+    """A run's name, and the place where it runs."""
 
     name: str
     where: str

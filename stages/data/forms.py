@@ -152,7 +152,7 @@ def _alpaca(row: Row, *, template: bool) -> Conversation | Completion:
     output = require_text(row, row.value["output"], "`output`")
     before = [*messages.system_message(row), *_history(row)]
     if template:
-        question = f"{instruction}\n\n{context}" if context else instruction
+        question = f"{instruction}\n{context}" if context else instruction
         turns = [*before, _turn("user", question), _turn("assistant", output)]
         return conversation(row, turns, first=len(turns) - 1)
     if before:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pipeline.importing import KeyOutcome, KeyPath
-from stages.importing.rules import RuleResult, Table, WrongValueError, is_off, refused, unset
+from stages.importing.rules import RuleResult, Table, applied, is_off, refused, unset
 
 METHOD = re.compile(
     r"lora|adapter|peft|tuner|finetun|freeze|quanti|dpo|rlhf|reward|prefer|ref_model|teacher"
@@ -68,10 +68,7 @@ class Report:
             if rule is None:
                 result = _without_rule(key, value, table)
             elif callable(rule):
-                try:
-                    result = rule(value)
-                except WrongValueError as error:
-                    result = error.result
+                result = applied(rule, value)
             elif isinstance(value, Mapping) and value:
                 self.read(file, value, rule, f"{prefix}{key}.")
                 continue

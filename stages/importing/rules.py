@@ -42,6 +42,14 @@ class WrongValueError(Exception):
         self.result = refused(why, hint, blocks=blocks)
 
 
+def applied(rule: Rule, value: Any) -> RuleResult:
+    """Return what the rule says of a value; its refusal, if the key cannot have the value."""
+    try:
+        return rule(value)
+    except WrongValueError as error:
+        return error.result
+
+
 def unset() -> RuleResult:
     """Return the result of a value that gives nothing."""
     return RuleResult(outcome="default", why="is not set, or off")

@@ -80,6 +80,7 @@ def several(draft: Draft, request: Request) -> None:
 def _slot(draft: Draft) -> None:
     report = draft.report
     numbers = _numbers(report, TRAIN)
+    numbers += [one for one in _numbers(report, HELD) if report.known(f"{one}style")]
     styles = {one: report.value(f"{one}style", Style()) for one in numbers}
     facts = [f"{one}style" for one in numbers]
     running = {style.running for style in styles.values()}
@@ -94,8 +95,13 @@ def _slot(draft: Draft) -> None:
     if _put(draft, TRAIN, "files", "sources") == 0:
         draft.lacks("data.files", "files, or `sources` with data sets of the hub")
     _put(draft, HELD, "heldout_files", "heldout_sources")
-    if draft.slots["data"].keys() & {"heldout_files", "heldout_sources"}:
+    if has_heldout(draft):
         report.ignore("data.heldout_fraction", why="there is data to evaluate on")
+
+
+def has_heldout(draft: Draft) -> bool:
+    """Return whether the recipe has data sets to evaluate on."""
+    return bool(draft.slots["data"].keys() & {"heldout_files", "heldout_sources"})
 
 
 def _numbers(report: Report, kind: str) -> list[str]:

@@ -37,6 +37,9 @@ def _warmup(value: Any) -> rules.RuleResult:
 
 
 def _targets(value: Any) -> list[str] | str:
+    if isinstance(value, str) and set(value) & set(r"\[](){}|^$*+?"):
+        hint = "list the layers: q_proj, v_proj, ..."
+        raise rules.WrongValueError("recipes choose layers by name", hint, blocks=True)
     found = rules.names(value)
     return "all-linear" if found == ["all-linear"] else found
 
@@ -177,6 +180,7 @@ SCRIPT: Table = {
     "use_dora": when_on("adapter.dora", True),
     "load_in_4bit": when_on("quantize", True),
     "load_in_8bit": rules.unsupported("weights are held whole or in 4 bits", "set load_in_4bit"),
+    "bnb_4bit_use_double_quant": rules.unsupported("the scales of 4-bit weights stay in fp32"),
     "bnb_4bit_quant_type": sets("quantization", rules.choice(("nf4", "fp4"))),
     "log_with": TRAINER_TRACKERS["report_to"],  # accelerate's
     **{key: WANDB_PREFIXED[key] for key in ("wandb_project", "wandb_entity", "wandb_run_group")},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pipeline.importing import Request
 from stages.importing.parallelism import AUTO, sharing_ranks, size
 from stages.importing.report import Draft, Report
+from stages.importing.sources import has_heldout
 
 
 def optimizer(draft: Draft) -> None:
@@ -60,7 +61,7 @@ def train(draft: Draft, request: Request) -> None:
     if report.value("eval_strategy") == "steps":
         every = report.value("eval_steps") or report.value("train.log_every", 500)
         draft.put("train.eval_every", every, "eval_strategy", "eval_steps")
-        if not (report.facts("data.heldout") or "heldout_sources" in draft.slots["data"]):
+        if not (report.facts("data.heldout") or has_heldout(draft)):
             draft.lacks("data.heldout_fraction", "a part to evaluate on, or heldout_files")
 
 

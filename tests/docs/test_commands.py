@@ -20,12 +20,14 @@ from tests.docs.blocks import DOCUMENTS, ROOT, Command, blocks, commands
 ALL = [command for document in DOCUMENTS for command in commands(document)]
 PLACEHOLDER = re.compile(r"\[?[A-Z][A-Z.]*\]?(/.*)?")
 """RUN, `[RUN]`, RUN/checkpoints: something of the reader's."""
+# A command keeps the names of its help option that its first context of this process gave it.
+ROOT_CONTEXT = click.Context(main, **main.context_settings)
 
 
 def command_of(words: tuple[str, ...]) -> click.Command:
     """Return the click command that a line names."""
     assert words[0] in COMMANDS, f"there is no command {words[0]}"
-    found = main.get_command(click.Context(main), words[0])
+    found = main.get_command(ROOT_CONTEXT, words[0])
     assert found is not None
     return found
 
@@ -34,7 +36,7 @@ def parse(command: Command) -> None:
     """Parse options and arguments as `pipe` does; placeholders stand for any value."""
     kind = command_of(command.words)
     words = [word.strip("[]") for word in command.words[1:]]
-    context = click.Context(kind, info_name=command.words[0])
+    context = click.Context(kind, info_name=command.words[0], parent=ROOT_CONTEXT)
     values, rest, _ = kind.make_parser(context).parse_args(words)
     assert not rest, f"unexpected {rest}"
     for parameter in kind.get_params(context):

@@ -97,7 +97,19 @@ def test_mistakes_start_nothing(tmp_path: Path, tiny_run: TinyRun) -> None:
         resume("nothing")
     with pytest.raises(UsageError, match="no GPU of this name is known"):
         plan(tiny_run.recipe, gpus=1, gpu="Q5")
+    with pytest.raises(UsageError, match=r"no slot `trian`"):
+        run(recipe(), until="trian")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_mistakes_resume_nothing() -> None:
+    run(recipe(), run_dir="mine", until="train")
+    before = Path("mine/journal.jsonl").read_text()
+    with pytest.raises(RecipeError, match=r"export\.sufix: unknown field"):
+        resume("mine", ["export.sufix=later"])
+    with pytest.raises(UsageError, match="nothing"):
+        resume("mine", accept=["nothing"])
+    assert Path("mine/journal.jsonl").read_text() == before
 
 
 def test_a_failed_run_says_why_and_goes_on() -> None:

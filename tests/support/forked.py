@@ -16,6 +16,8 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipeline.distributed.signals import ENDING, held_back
+
 
 def fork_ranks() -> None:
     """Have this process fork the ranks that it starts."""
@@ -36,11 +38,12 @@ class ForkedRank:
         **_: Any,
     ) -> None:
         self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            for stream in (1, 2) if stdout is not None else ():
-                os.dup2(stdout, stream)
-            _become(command[command.index("pipeline.execution.worker") + 1 :], env)
+        with held_back():  # a child without `exec` would handle them as its parent does
+            self.pid = os.fork()
+            if self.pid == 0:
+                for stream in (1, 2) if stdout is not None else ():
+                    os.dup2(stdout, stream)
+                _become(command[command.index("pipeline.execution.worker") + 1 :], env)
 
     def poll(self) -> int | None:
         """Return the exit code, None while it runs."""
@@ -80,8 +83,9 @@ def _become(arguments: Sequence[str], env: Mapping[str, str]) -> None:
         os.setsid()
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+        for number in set(ENDING) - {signal.SIGINT}:
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         os.environ.clear()
         os.environ.update(env)
         from pipeline.execution import worker

@@ -30,7 +30,7 @@ class Mark:
 
 def marks(history: History) -> list[Mark]:
     """Return starts, ends, failures, saves and what was unusual, in order of time."""
-    found = [*_of_journal(history.events), *_of_metrics(history.metrics)]
+    found = [*_of_metrics(history.metrics), *_of_journal(history.events)]
     known = [mark for mark in found if mark.time is not None]
     timeless = [mark for mark in found if mark.time is None]
     return [*sorted(known, key=lambda mark: mark.time or 0.0), *timeless]
@@ -114,7 +114,7 @@ def busy_seconds(history: History) -> float:
 
 
 def where(history: History) -> str:
-    """Return strategy, processes and device: `wrap.fsdp, 8 processes, cuda`."""
+    """Return strategy, processes and device: `fully_shard, 8 processes, cuda`."""
     starts = [event for event in history.events if event["event"] == "run started"]
     newest: Mapping[str, Any] = starts[-1] if starts else {}
     engine = str(history.engine.get("engine", ""))
@@ -130,7 +130,7 @@ def memory_rows(history: History, plan: Mapping[str, Any]) -> list[tuple[str, st
     sizes = {
         "planned, a GPU": plan.get("needed_bytes"),
         "measured, tensors on the fullest GPU": last.get("peak_memory_bytes"),
-        "measured, host memory of the fullest process": last.get("peak_host_memory_bytes"),
+        "measured, host memory that training took in a process": last.get("peak_host_memory_bytes"),
     }
     return [(label, human(size)) for label, size in sizes.items() if size]
 

@@ -113,7 +113,9 @@ ADAPTER: Table = {
     **each_way("peft_init_lora_weights peft_autocast_adapter_dtype", allowed(True)),
     "load_in_4bit": SCRIPT["load_in_4bit"],
     "load_in_8bit": SCRIPT["load_in_8bit"],
-    "bnb_config_kwargs": {"bnb_4bit_quant_type": SCRIPT["bnb_4bit_quant_type"]},
+    "bnb_config_kwargs": {
+        key: SCRIPT[key] for key in ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
+    },
     **LORA_PLUS,
 }
 

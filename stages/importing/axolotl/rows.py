@@ -62,7 +62,8 @@ def _roles(value: Any) -> RuleResult:
 
 
 def _to_train(value: Any) -> str:
-    if rules.names(value) != ["assistant"]:
+    names = rules.names(value)
+    if not names or not {*names} <= {*ROLES["assistant"]}:
         raise WrongValueError("trains on others than the assistant", "set data.loss: all")
     return "assistant"
 

@@ -78,6 +78,9 @@ def _leave_out(reader: Reader, recipe: ConfigFile, content: dict[str, Any]) -> N
         reader.skip(recipe, content, "chat_template", "no data set has type: chat_template")
     if content.get("saves_per_epoch") == 1 and content.get("num_epochs", 1) == 1:
         reader.skip(recipe, content, "saves_per_epoch", "a run ends with a checkpoint")
+    schedule = str(content.get("lr_scheduler") or "cosine").lower()
+    if content.get("cosine_min_lr_ratio") is not None and schedule != "cosine":
+        reader.skip(recipe, content, "cosine_min_lr_ratio", f"lr_scheduler is {schedule}")
     missing = [key for key in ("lora_r", "lora_alpha") if not content.get(key)]
     if content.get("adapter") in ("lora", "qlora") and missing:
         why = f"axolotl needs {' and '.join(missing)} too"
@@ -146,7 +149,8 @@ def _documents(report: Report, *, streamed: bool) -> None:
 def _masters(report: Report, content: Mapping[str, Any]) -> None:
     """Note that a model that is trained as a whole is held in bf16, unless DeepSpeed or FSDP1 make
     masters in fp32 of it."""
-    block = content.get("fsdp_config") or {}
+    given = content.get("fsdp_config")
+    block = given if isinstance(given, Mapping) else {}
     version = content.get("fsdp_version") or block.get("fsdp_version") or block.get("version") or 1
     sharded = bool(block or content.get("fsdp"))
     upcast = content.get("deepspeed") or (sharded and str(version) != "2")

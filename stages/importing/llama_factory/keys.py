@@ -78,7 +78,8 @@ MODEL: Table = {
     "quantization_bit": _bits,
     "quantization_type": SCRIPT["bnb_4bit_quant_type"],
     "quantization_method": allowed("bnb", "bitsandbytes", blocks=True),
-    **each_way("double_quantization quantization_device_map", rules.follows("quantization_bit")),
+    "double_quantization": SCRIPT["bnb_4bit_use_double_quant"],
+    "quantization_device_map": rules.follows("quantization_bit"),
 }
 
 METHOD: Table = {

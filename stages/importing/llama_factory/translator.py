@@ -84,7 +84,11 @@ class _DataSets:
         for file, content in [(recipe.path.name, inline)] + [
             (info.path.name, info.content) for info in infos
         ]:
-            self.entries.update({name: (file, entry) for name, entry in content.items()})
+            self.entries.update(
+                (name, (file, entry))
+                for name, entry in content.items()
+                if isinstance(entry, Mapping)
+            )
         self.named: list[tuple[str, str]] = []
         """Name and beginning of the facts of each data set."""
         self.running = recipe.content.get("stage") == "pt"
@@ -92,7 +96,11 @@ class _DataSets:
 
     def name(self, key: str, value: Any, *, replaced: bool) -> None:
         """Enter a key that names data sets."""
-        names = rules.names(value)
+        try:
+            names = rules.names(value)
+        except rules.WrongValueError as error:
+            self._enter(key, value, error.result)
+            return
         self._enter(key, value, self._outcome(names, replaced=replaced))
         self.named += [(name, f"{NAMES[key]}{number}.") for number, name in enumerate(names)]
 
@@ -129,9 +137,12 @@ class _DataSets:
     def weigh(self, value: Any) -> None:
         """Read the share of each data set."""
         shares = value.split(",") if isinstance(value, str) else value
+        if not isinstance(shares, list):
+            self._enter(PROBS, value, refused(f"must be a list of shares, not {value!r}"))
+            return
         for number, share in enumerate(shares):
             rule = rules.sets(f"{TRAIN}{number}.weight", rules.number)
-            self._enter(f"{PROBS}[{number}]", share, rule(share))
+            self._enter(f"{PROBS}[{number}]", share, rules.applied(rule, share))
 
     def _enter(self, key: str, value: Any, result: RuleResult) -> None:
         self.report.enter(self.recipe.path.name, key, value, result)

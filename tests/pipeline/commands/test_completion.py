@@ -84,6 +84,7 @@ def test_an_unknown_shell() -> None:
         (["run", "tiny.yaml", "launch.p"], ["launch.procs="]),
         (["run", "tiny.yaml", "wrap.use=wrap.f"], ["wrap.use=wrap.fsdp"]),
         (["resume", "runs/tiny-1", "train.result="], ["train.result=last", "train.result=best"]),
+        (["track", "runs/tiny-1", "train.result="], ["train.result=last", "train.result=best"]),
         (["dag", "mine", "train.shuffle="], ["train.shuffle=true", "train.shuffle=false"]),
         # bash divides words at `=`
         (["run", "tiny.yaml", "wrap.use", "=", "wrap.f"], ["wrap.fsdp"]),

@@ -58,6 +58,8 @@ def test_files_that_are_missing_are_named() -> None:
         Path(file).parent.mkdir(parents=True)
         Path(file).touch()
     assert len(cp("quickstart", "new").stderr.splitlines()) == 1
+    spaced = cp("quickstart", "my folder").stderr
+    assert spaced.endswith("next: pipe check 'my folder/quickstart.yaml'\n")
 
 
 def test_nothing_is_overwritten() -> None:

@@ -47,13 +47,17 @@ def test_mermaid(recipe: Path) -> None:
     shown = dag(recipe, "--format", "mermaid")
     head, *lines = shown.stdout.splitlines()
     assert head == "flowchart LR"
-    found = [re.fullmatch(r"  (\w+)\[\"\1<br><small>(\S+)</small>\"\]", line) for line in lines]
+    found = [
+        re.fullmatch(r"  slot_(\w+)\[\"\1<br><small>(\S+)</small>\"\]", line) for line in lines
+    ]
     nodes = {match[1]: match[2] for match in found if match}
     assert nodes == {slot: fields["use"] for slot, fields in CHAIN.items()}
-    edges = [re.fullmatch(r"  (\w+) -- (\w+) --> (\w+)", line) for line in lines[len(nodes) :]]
+    edges = [
+        re.fullmatch(r"  slot_(\w+) -- (\w+) --> slot_(\w+)", line) for line in lines[len(nodes) :]
+    ]
     drawn = {(edge[1], edge[3]) for edge in edges if edge}
     assert drawn == {(read, slot) for slot, read_by in READS.items() for read in read_by}
-    assert "  wrap -- Engine --> train" in lines
+    assert "  slot_wrap -- Engine --> slot_train" in lines
 
 
 def test_json(recipe: Path) -> None:

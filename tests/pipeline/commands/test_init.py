@@ -109,6 +109,9 @@ def test_gpus_that_are_elsewhere(project: Path) -> None:
          "Error: Invalid value for '--data': File 'x' does not exist."),
         (["--model", "Tiny", "--data", "data.jsonl", "--seq", "0"],
          "Error: Invalid value for '--seq': 0 is not in the range x>=1."),
+        (["--model", "Tiny", "--data", "data.jsonl", "--gpus", "0", "--gpu", "H100",
+          "--nodes", "2"],
+         "error: --gpu and --nodes: there are no GPUs (say --gpus N)"),
     ],
 )  # fmt: skip
 def test_mistakes(options: list[str], message: str, project: Path) -> None:

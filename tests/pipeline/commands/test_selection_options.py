@@ -78,6 +78,17 @@ def test_a_rehearsal_of_a_new_run_makes_no_folder(pipe: Pipe) -> None:
     assert set(pipe.folder.iterdir()) == folders
 
 
+def test_a_rehearsal_is_refused_what_the_run_would_be(pipe: Pipe) -> None:
+    recipe = str(pipe.recipe())
+    refused = pipe("run", recipe, "-n", "--fresh", "--run-dir", str(pipe.run_dir))
+    assert (refused.code, refused.stdout) == (2, "")
+    assert "already holds a run" in refused.stderr
+    (pipe.run_dir / "recipe.yaml").unlink()
+    left = pipe("run", recipe, "-n", "--run-dir", str(pipe.run_dir))
+    assert left.code == 2
+    assert "of another run, and no recipe.yaml" in left.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -88,10 +88,10 @@ def test_without_yes_it_is_a_list(run: Path) -> None:
     before = files(run)
     (run / "checkpoints" / "step-00000007.tmp-abc").mkdir()
     (run / "checkpoints" / "step-00000007.tmp-abc" / "rank-00000").write_bytes(bytes(3_000_000))
-    said = cleaned(run)
+    said = cleaned(run, f"{run}/../{run.name}")  # named twice, it counts once
     assert said.exit_code == 0
     lines = said.output.splitlines()
-    assert lines[0] == f"{run}:"
+    assert lines[0] == f"{run}/../{run.name}:"
     assert lines[1].split() == ["3.0", "MB", "checkpoints/step-00000007.tmp-abc", "left", "over"]
     assert [line.split()[2:] for line in lines[2:5]] == [
         [f"checkpoints/step-0000000{step}", "superseded"] for step in (1, 2, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 from collections.abc import Sequence
@@ -40,13 +41,16 @@ def _now(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.time", lambda: 1065.0)
 
 
-def text(folder: Path, gpus: Sequence[GpuReading] = (), *, width: int = 80) -> list[str]:
+def text(
+    folder: Path, gpus: Sequence[GpuReading] = (), *, width: int = 80, under_way: bool = False
+) -> list[str]:
     """Return the lines of the display."""
     run = Follower(folder, SLOTS)
-    run.look()
     out = io.StringIO()
     console = Console(file=out, width=width, color_system=None)
-    console.print(drawing(HEADER, run, gpus, width=width))
+    with locked(folder) if under_way else contextlib.nullcontext():
+        run.look()
+        console.print(drawing(HEADER, run, gpus, width=width))
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
@@ -65,9 +69,12 @@ def test_before_training(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_rank_was_doing_is_not_drawn(tmp_path: Path) -> None:
-    folder = made(tmp_path / "run", STARTED)
+    folder = made(tmp_path / "run", STARTED, [step(1, time=1009.0)])
     replace_text(folder / "activity.json", '{"name": "tokenising", "done": 1, "total": null}')
-    assert text(folder)[2:] == ["✓ model  ● data 1:02  · wrap  · train  · export"]
+    title, chain, training, *_ = text(folder)[1:]
+    assert title.endswith(" 0:09")  # its last sign of life
+    assert chain == "✓ model  ■ data  · wrap  · train  · export"
+    assert training.startswith("training")
 
 
 def test_texts_of_a_folder_cannot_command_the_terminal(tmp_path: Path) -> None:
@@ -75,10 +82,10 @@ def test_texts_of_a_folder_cannot_command_the_terminal(tmp_path: Path) -> None:
     activity = {"name": "a\x1b[2J", "done": 2, "total": 0, "unit": "\x1b]0;b\x07", "seconds": 1}
     replace_text(folder / "activity.json", json.dumps(activity))
     run = Follower(folder, {"model\x9b": "model.hf"})
-    run.look()
     header = Header(name="made\x1b[1m", where="\x1b[2Jcpu")
     out = io.StringIO()
     with locked(folder):
+        run.look()
         Console(file=out, width=80).print(drawing(header, run, [], width=80))
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
     assert lines[1].split() == ["made", "\\u001b[2Jcpu", "1:05"]
@@ -116,7 +123,8 @@ def test_while_training(tmp_path: Path) -> None:
 def test_a_mark_stays_with_its_slot(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", STARTED)
     for width in range(20, 60):
-        slots = [slot for line in text(folder, width=width)[2:] for slot in line.split("  ")]
+        lines = text(folder, width=width, under_way=True)[2:]
+        slots = [slot for line in lines for slot in line.split("  ")]
         assert slots == ["✓ model", "● data 1:02", "· wrap", "· train", "· export"]
 
 

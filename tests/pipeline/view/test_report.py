@@ -110,6 +110,26 @@ def test_the_times_of_all_starts_count(tmp_path: Path) -> None:
     assert history.chain.slots["model"].seconds == 3.0
 
 
+def test_a_start_that_was_killed_ends_at_its_last_sign_of_life(tmp_path: Path) -> None:
+    killed = [dict(one) for one in EVENTS if one["event"] != "run failed"]
+    later = 90_000.0  # a day behind it
+    for event, time in zip(killed[len(TRAINING) :], (0.0, 1.0, 21.0, 22.0), strict=True):
+        event["time"] = later + time
+    history = read_history(made(tmp_path / "run", killed, METRICS))
+    assert facts.busy_seconds(history) == 20.0 + 22.0  # a checkpoint at 1020
+    assert history.chain.slots["train"].total_seconds == 15.0 + 20.0
+    assert [mark.kind for mark in facts.marks(history)][:3] == ["start", "save", "stop"]
+
+
+def test_a_run_that_was_killed_and_not_resumed(tmp_path: Path) -> None:
+    history = read_history(made(tmp_path / "run", TRAINING, METRICS))
+    assert history.state == "stopped"
+    assert history.chain.slots["train"].state == "stopped"
+    assert facts.busy_seconds(history) == 20.0
+    silent = read_history(made(tmp_path / "early", TRAINING))
+    assert facts.busy_seconds(silent) == 5.0
+
+
 def test_marks_are_in_order_of_time(tmp_path: Path) -> None:
     history = read_history(made(tmp_path / "run", EVENTS, METRICS))
     found = facts.marks(history)

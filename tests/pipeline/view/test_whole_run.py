@@ -110,7 +110,7 @@ def test_metrics(tiny_run: TinyRun) -> None:
             ["wrap.use=wrap.fsdp"],
             ["wrap.use=wrap.zero", "wrap.stage=2"],
             ["wrap.use=wrap.zero", "wrap.stage=3"],
-            ["wrap.use=wrap.fsdp", "wrap.tensor_parallel=2"],
+            ["wrap.use=wrap.fsdp", "wrap.tensor_parallel.size=2"],
         ],
         keep=1,
     ),

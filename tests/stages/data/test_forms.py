@@ -292,9 +292,7 @@ def test_tools_as_openai_writes_them(ctx: Context, chat: Any) -> None:
 def test_alpaca(ctx: Context, source: FakeSource, chat: Any) -> None:
     row = {"instruction": "do {input}", "input": "x", "output": "y"}
     turns = chat(row).run(ctx, source)
-    assert source.fast.decode(turns.train[0].input_ids).startswith(
-        "<|s|>user\ndo {input}\n\nx<|e|>"
-    )
+    assert source.fast.decode(turns.train[0].input_ids).startswith("<|s|>user\ndo {input}\nx<|e|>")
     plain = chat(row, template=False).run(ctx, source)
     text = source.fast.decode(plain.train[0].input_ids)
     assert text.endswith("\n\n### Instruction:\ndo {input}\n\n### Input:\nx\n\n### Response:\ny")

@@ -287,6 +287,8 @@ def test_what_rows_are_not_read_as(block: dict[str, Any], key: str) -> None:
         {"model_type": "AutoModelForSequenceClassification"}, {"adapter": "lora", "lora_r": 8},
         {"adapter": "qlora", "lora_r": 8, "lora_alpha": 8}, {"expert_parallel_size": 2},
         {"deepspeed": "ds.json"},
+        {"adapter": "lora", "lora_r": 8, "lora_alpha": 8,
+         "lora_target_modules": r"model.layers.[\d]+.self_attn.(q|k)_proj"},
     ],
 )  # fmt: skip
 def test_what_no_recipe_does_without(said: dict[str, Any]) -> None:
@@ -369,6 +371,34 @@ def test_linear_layers_come_before_named_ones() -> None:
     found = made(**said, lora_target_modules=["q_proj"])
     assert slot(found, "adapter")["targets"] == "all-linear"
     assert outcome(found, "lora_target_modules").why.startswith("is not read")
+
+
+def test_the_lowest_rate_is_that_of_a_cosine_alone() -> None:
+    found = made(cosine_min_lr_ratio=0.1, lr_scheduler="linear")
+    assert slot(found, "optimizer").get("final_lr_ratio") is None
+    assert outcome(found, "cosine_min_lr_ratio").why == "is not read: lr_scheduler is linear"
+
+
+def test_a_block_that_is_none_is_refused() -> None:
+    assert outcome(made(fsdp_config=True), "fsdp_config").outcome == "refused"
+
+
+def test_whoever_is_the_assistant_is_trained_on() -> None:
+    rows = {"path": "a/b", "type": "chat_template", "roles_to_train": ["gpt", "assistant"]}
+    assert_fields(made(datasets=[rows]), "data", {"loss": "assistant"})
+
+
+def test_held_out_rows_of_another_form() -> None:
+    held = [{"path": "/x/held.jsonl", "type": "chat_template"}]
+    found = made(datasets=[{"path": "/x/rows.jsonl", "type": "alpaca"}], test_datasets=held)
+    assert_fields(found, "data", {"form": None, "template": False})
+    alpaca = [{"path": "/x/held.jsonl", "type": "alpaca"}]
+    rows = [{**held[0], "path": "/x/chat.jsonl"}]
+    pairs = made(datasets=rows, test_datasets=alpaca, eval_steps=5)
+    assert_fields(pairs, "data", {"form": None, "template": False})
+    assert "data.heldout_fraction" not in pairs.missing
+    text = made(datasets=held, test_datasets=[{"path": "/x/a.txt", "type": "completion"}])
+    assert text.recipe is None
 
 
 def test_lora_settings_without_an_adapter_have_no_effect() -> None:

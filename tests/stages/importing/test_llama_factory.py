@@ -334,6 +334,35 @@ def test_data_sets_without_their_file(tmp_path: Path) -> None:
     assert outcome(replaced, "dataset").why == "--data replaces it"
 
 
+@pytest.mark.parametrize(
+    ("said", "key"),
+    [
+        ({"dataset": 5}, "dataset"),
+        ({"dataset": ["identity", 5]}, "dataset"),
+        ({"mix_strategy": "interleave_over", "interleave_probs": 0.5}, "interleave_probs"),
+        ({"mix_strategy": "interleave_over", "interleave_probs": "0.5,x"}, "interleave_probs[1]"),
+    ],
+)
+def test_values_that_are_none(said: dict[str, Any], key: str) -> None:
+    assert outcome(made(**said), key).outcome == "refused"
+
+
+def test_held_out_rows_of_another_form() -> None:
+    found = made(eval_dataset="open_thoughts", eval_strategy="steps")
+    assert slot(found, "data").get("form") is None
+    files = made(info={"a": {"file_name": "a.json"}, "b": {"file_name": "b.json"}},
+                 dataset="a", eval_dataset="b", eval_strategy="steps")  # fmt: skip
+    assert slot(files, "data")["form"] == "alpaca"
+    assert slot(files, "data")["heldout_files"] == [here("b.json")]
+    assert "data.heldout_fraction" not in files.missing
+
+
+def test_scales_of_weights_in_4_bits() -> None:
+    four = {"finetuning_type": "lora", "quantization_bit": 4}
+    assert left_out(made(**four, double_quantization=False)) == {}
+    assert "double_quantization" in left_out(made(**four, double_quantization=True))
+
+
 def test_shares_of_data_sets() -> None:
     names = {"dataset": "glaive_toolcall_en,open_thoughts", "mix_strategy": "interleave_over"}
     found = made(**names, interleave_probs="0.7,0.3")
