@@ -36,14 +36,14 @@ TEXT = "It is a truth universally acknowledged, that one step takes as long as t
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one run took. Seconds, of the processor where it says so."""
+    """Times of one run in seconds; `cpu` stands for the processor's."""
 
     steps: list[float]
-    """Of each counted step."""
+    """Time of each counted step."""
     launcher_cpu: float
-    """Of the process that draws, a counted step."""
+    """Time a counted step of the process that draws."""
     trackers_cpu: float
-    """Of all trackers' processes, a counted step."""
+    """Time a counted step of all trackers' processes together."""
 
     @property
     def mean(self) -> float:

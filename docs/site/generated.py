@@ -64,7 +64,7 @@ def kind_page(kind: str, registry: Registry) -> str:
 
 
 def chained(stage: type) -> Iterator[str]:
-    """What the stage takes from earlier slots, and what it gives later ones."""
+    """Yield what the stage takes from earlier slots, and what it gives later ones."""
     wanted = [
         f"`{need.type.__name__}`" + " if there is one" * need.optional for need in needs(stage)
     ]

@@ -1,4 +1,4 @@
-"""What mkdocs is told beside mkdocs.yml: generated pages, files outside of docs/, mermaid's script.
+"""Hooks of mkdocs, beside mkdocs.yml: generated pages, files outside of docs/, mermaid's script.
 
 Pages link to files of the repository (`../recipes/quickstart.yaml`) so that the links work where
 the code is read. In the site, each of those files is a page of its own.
@@ -27,7 +27,7 @@ MERMAID_SHA256 = "74d7c46dabca328c2294733910a8aa1ed0c37451776e8d5295da38a2b758fb
 """Digest of mermaid 11.16.0 as its authors publish it; the package mermaidx carries that file."""
 OUTSIDE = re.compile(r"\]\(\.\./([^)#\s]+?)/?(#[^)]*)?\)")
 NOTES = re.compile(r"^(```\w+) (?:file=(\S+)|.*)$", re.M)
-"""What stands behind a fence's language: for tests, and the name of the file that is shown."""
+"""Words behind a fence's language: for tests, and the name of the file that is shown."""
 INSTEAD = {"README.md": "index.md"}
 PROJECT = {"CHANGELOG.md": "Changes", "CONTRIBUTING.md": "Contributing"}
 """Documents at the top of the repository that are pages too."""

@@ -1,8 +1,8 @@
 """Families of the tiles of a tensor: as many as one rule can state together.
 
 Tiles are put together in three steps, as far as they and their holders are regular: tiles side by
-side are a slab of whole rows, equal slabs a row of them, equal rows a family. What is not regular
-stays by itself, in the worst case each tile.
+side are a slab of whole rows, equal slabs a row of them, equal rows a family. A tile that is
+not regular stays by itself, in the worst case each.
 """
 
 from __future__ import annotations

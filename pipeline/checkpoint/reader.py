@@ -150,8 +150,8 @@ class CheckpointReader(StateSource):
                 yield Strip(overlap, data)
 
     def _strips(self, key: str, place: Place, overlap: Overlap) -> Iterator[Strip]:
-        """What a piece and a tile share. Long runs are read one by one, short ones together with
-        what is between them."""
+        """Yield the strips that a piece and a tile share. Long runs are read one by one, short
+        ones together with what is between them."""
         rows, run, here, pitch, there, step = overlap
         size = self.entry(key).itemsize
         if rows > 1 and (pitch - run) * size >= LONG:

@@ -96,7 +96,7 @@ def boxes(low: int, high: int, width: int) -> Iterator[Box]:
 
 
 def overlaps(here: Tile, there: Tile, width: int) -> Iterator[Overlap]:
-    """What two tiles of a tensor with rows of `width` elements share."""
+    """Yield the rectangles that two tiles of a tensor with rows of `width` elements share."""
     for one in here.boxes(width):
         for other in there.boxes(width):
             top, left = max(one.top, other.top), max(one.left, other.left)

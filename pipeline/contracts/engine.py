@@ -125,7 +125,7 @@ update. The answer has to be the same on all ranks."""
 
 
 class Objective(Protocol):
-    """What is minimised: a loss that is a sum over target tokens."""
+    """The function that is minimised: a loss that is a sum over target tokens."""
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> Tensor:
         """The loss of a micro-batch in nats, summed over its target tokens; a scalar in fp32.

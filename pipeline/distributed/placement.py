@@ -57,7 +57,7 @@ class NodePlacement:
     """This process starts the ranks of one node."""
 
     source: str
-    """What says so."""
+    """The launcher or the options that say so."""
     node_rank: int
     min_nodes: int
     max_nodes: int

@@ -81,7 +81,8 @@ def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
 
 
 def _restart(error: BaseException) -> Restart:
-    """When another start may succeed. What a person need not act on may have been an accident."""
+    """Return when another start may succeed. A failure that asks nothing of a person may have been
+    an accident."""
     if isinstance(error, PipeError):
         return error.restart
     return "never" if is_expected(error) else "after progress"

@@ -1,4 +1,4 @@
-"""What a start of a run would do, without doing it."""
+"""A dry run: lines that say what a start of a run would do."""
 
 from __future__ import annotations
 

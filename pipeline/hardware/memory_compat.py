@@ -1,4 +1,4 @@
-"""What torch's allocator holds on this process's GPU. Its names for that are private to torch.
+"""Snapshots of the memory of torch's allocator on this process's GPU, by names private to torch.
 
 A snapshot is JSON, gzipped, as `torch.cuda.memory._snapshot` describes it; torch's own file of it
 would be a pickle.

@@ -55,7 +55,7 @@ class LocalRanks:
         descriptors: Sequence[int] = (),
         output: int | None = None,
     ) -> None:
-        """Start all; they inherit `descriptors`. What rank 0 prints goes to `output`, if given.
+        """Start all; they inherit `descriptors`. Prints of rank 0 go to `output`, if given.
         Raises OSError."""
         command = own_module("pipeline.execution.worker", str(run_dir), str(os.getpid()), *accept)
         shared = [*descriptors, self._spare, self.heartbeats.descriptor]
@@ -109,5 +109,5 @@ class LocalRanks:
         return oom_kills() > self._oom_kills
 
     def stacks(self, number: int) -> str:
-        """What a rank has written of its threads' stacks so far."""
+        """Return what a rank has written of its threads' stacks so far."""
         return read_all(self._stacks[number]).decode(errors="replace")

@@ -29,7 +29,7 @@ ALLOWED: Sequence[Mapping[str, bool]] = (
     {"away": True, "narrow": False},
     {"away": True, "narrow": True},
 )
-"""What savings may do (`most_saving`), in the order in which it is given up."""
+"""Arguments of `most_saving`, in the order in which they are tried."""
 
 
 def choose(

@@ -1,4 +1,4 @@
-"""What a rank holds at a moment of a step: its strategy's share, and activations by the profile."""
+"""A rank's memory at a moment of a step: its strategy's share, and activations by the profile."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def crossing(traffic: Traffic, topology: Topology) -> int:
 
 
 def leaving(traffic: Traffic, topology: Topology) -> float:
-    """Bytes that leave a node; 0 for groups within nodes. Of a ring, one rank of a node sends to
+    """Bytes that leave a node; 0 for groups within nodes. In a ring, one rank of a node sends to
     the next node; in an all-to-all every rank does."""
     groups = crossing(traffic, topology)
     if not groups or traffic.collective != "all-to-all":

@@ -1,4 +1,4 @@
-"""What a recipe cannot allow by itself, but whoever gives the command can."""
+"""Permissions that a recipe cannot give, but whoever gives the command can."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What people see of a run: its folder, read by other processes than the one that trains."""
+"""Views of a run for people: its folder, read by other processes than the one that trains."""

@@ -26,7 +26,7 @@ def event(kind: str, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class News:
-    """What is new of this start of a run, as events, in order of time."""
+    """Events and records of this start of a run that were not told yet, in order of time."""
 
     def __init__(self, run: Follower) -> None:
         self._run = run

@@ -27,10 +27,10 @@ PACES = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What is new in a run's folder."""
+    """Lines that were added to the files of a run's folder since the last look."""
 
     events: list[dict[str, Any]]
-    """Of the journal."""
+    """Lines of the journal."""
     metrics: list[dict[str, Any]]
     again: bool
     """Whether `metrics` begin with those of earlier starts, or with some that were new before."""

@@ -32,7 +32,7 @@ class History:
     recipe: Recipe
     state: RunState
     events: list[dict[str, Any]]
-    """Of the journal, in order; a start that was killed has an end too (`with_ends`)."""
+    """Lines of the journal, in order; a start that was killed has an end too (`with_ends`)."""
     metrics: list[dict[str, Any]]
     """Records of `metrics.jsonl`, in order."""
     chain: Chain

@@ -12,8 +12,8 @@ ASCII_BARS = "_.-=+*#"
 
 def sparkline(values: Sequence[float], width: int, bars: str = BARS) -> str:
     """Return a curve of at most `width` characters: means of as many equal parts of the values,
-    from the lowest bar for the least to the highest for the greatest. What is not finite is left
-    out."""
+    from the lowest bar for the least to the highest for the greatest. Values that are not
+    finite are left out."""
     finite = [value for value in values if math.isfinite(value)]
     count = min(width, len(finite))
     if count < 1:

@@ -31,7 +31,7 @@ PRODUCTS = {"cpu": 1, "cuda": 20}
 
 
 class Figures(NamedTuple):
-    """What one rank does alone. Seconds."""
+    """Seconds that one rank takes without the others."""
 
     step: float
     """Mean of a step."""

@@ -27,7 +27,7 @@ class Job:
 
     name: str
     arguments: Sequence[str]
-    """Of `pipe`: `run RECIPE ... --run-dir DIR`."""
+    """Arguments of `pipe`: `run RECIPE ... --run-dir DIR`."""
     fewest_nodes: int
     most_nodes: int
     procs: int | None

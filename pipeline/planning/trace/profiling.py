@@ -30,7 +30,7 @@ ROOT = (
 """Event and unit of a strategy's moments, phase and mark of a trace, of parts outside blocks."""
 
 UNEVEN = "experts that get more tokens than others: routing is taken to be balanced"
-"""What a plan of divided experts leaves out."""
+"""A cost that a plan of divided experts leaves out."""
 
 Pieces = dict[tuple[str, Any], list[Stretch]]
 """Phase and part of the model -> its stretches: from its beginning, and from each gradient on."""

@@ -20,7 +20,7 @@ class Curve:
     """One measurement over training steps. None stands for what was no number."""
 
     steps: list[int]
-    """Of each part, the last step."""
+    """The last step of each part."""
     mean: list[float | None]
     least: list[float | None]
     greatest: list[float | None]

@@ -1,4 +1,4 @@
-"""What a report says of a run in words and tables."""
+"""A report's words and tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report says of the GPUs of the launching machine."""
+"""A report's table and curves of the GPUs of the launching machine."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 the meta device, without processes.
 
 A plan maps names of modules or parameters to styles; in a name, `*` stands for one part between
-dots, such as a layer's number. Most architectures bring a plan, a recipe may add to it. Of several
-entries that match a name the last counts.
+dots, such as a layer's number. Most architectures bring a plan, a recipe may add to it. If several
+entries match a name, the last counts.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def use_local_parameters(
 ) -> None:
     """Let `module` find local tensors under its parameters' names while its forward runs.
 
-    Gradients of those in `summed` are added up over the ranks, in fp32. Those in `hidden` are
+    Gradients of those in `summed` are added up over the ranks, in fp32. Gradients in `hidden` are
     replaced by values that leave them out.
     """
     names = [name for name, one in module._parameters.items() if one is not None]
