@@ -20,12 +20,13 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import click
+
 from gpu import checkout
 from gpu.page import page
 from gpu.settings import LENGTH, SETTINGS, SHAPES, TINY, TINY_LENGTH, Setting, recipe, tiny
@@ -80,7 +81,9 @@ class Measurement:
             found["seconds"] = time.monotonic() - began
             self.results["settings"][setting.name] = found
             self._keep("plans", _read(self.work / "plans.json"))
-            click.echo(f"{setting.name}: {found['seconds']:.0f} s {found.get('error', '')}", err=True)
+            click.echo(
+                f"{setting.name}: {found['seconds']:.0f} s {found.get('error', '')}", err=True
+            )
         plans.join(max(self._left(), 1.0))
         self._keep("plans", _read(self.work / "plans.json"))
 
@@ -198,7 +201,9 @@ def chosen(only: Sequence[str]) -> Iterator[Setting]:
 
 
 @click.command(help=__doc__)
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder of the results.")
+@click.option(
+    "--out", type=click.Path(path_type=Path), required=True, help="Folder of the results."
+)
 @click.option("--minutes", type=float, default=9.5, show_default=True, help="Time limit.")
 @click.option("--only", multiple=True, help="Name of a setting; can be given again.")
 @click.option("--tests/--no-tests", default=True, help="Run tests/gpu first.")

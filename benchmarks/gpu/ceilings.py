@@ -56,7 +56,9 @@ def _attention(size: int, backend: SDPBackend, length: int) -> float:
     shape = (2, HEADS, length, size)
     q = torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     k, v = (
-        torch.randn(2, SHARED, length, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        torch.randn(
+            2, SHARED, length, size, device="cuda", dtype=torch.bfloat16, requires_grad=True
+        )
         for _ in range(2)
     )
     grad = torch.randn(shape, device="cuda", dtype=torch.bfloat16)

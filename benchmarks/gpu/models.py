@@ -47,9 +47,7 @@ def _values(parameter: torch.Tensor, generator: torch.Generator, device: str) ->
     return values.normal_(0.0, 0.02, generator=generator).cpu()
 
 
-def _flush(
-    part: dict[str, torch.Tensor], folder: Path, number: int, index: dict[str, str]
-) -> int:
+def _flush(part: dict[str, torch.Tensor], folder: Path, number: int, index: dict[str, str]) -> int:
     if part:
         name = f"model-{number:05d}.safetensors"
         save_file(part, folder / name, metadata={"format": "pt"})

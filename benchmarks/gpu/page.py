@@ -121,7 +121,9 @@ def _profile(name: str, found: Mapping[str, Any]) -> Iterator[str]:
         yield markdown(["kind", "ms"], kinds) + "\n"
         top = [[f"`{t['name']}`", str(t["calls"]), f"{t['ms']:.1f}"] for t in found["top"]]
         yield markdown(["kernel", "calls", "ms"], top) + "\n"
-    waits = ", ".join(f"{call} {w['calls']} x, {w['ms']:.1f} ms" for call, w in found["waits"].items())
+    waits = ", ".join(
+        f"{call} {w['calls']} x, {w['ms']:.1f} ms" for call, w in found["waits"].items()
+    )
     yield f"Calls that hold up the host: {waits or 'none'}.\n"
 
 

@@ -18,10 +18,10 @@ import torch
 import torch.distributed
 from overhead_rank import speak_into
 
-from gpu.step_profile import Profiled
 from gpu.opponents import OPPONENTS, Work
 from gpu.saves import saves
 from gpu.settings import Setting
+from gpu.step_profile import Profiled
 from gpu.turns import Enough, Turns, wait
 from pipeline.chain.plan import plan_file
 from pipeline.contracts.data import Data
