@@ -255,6 +255,23 @@ def masks_of_values(*, packed: bool) -> Iterator[None]:
         masking_utils.is_tracing = original
 
 
+@contextlib.contextmanager
+def one_document_each() -> Iterator[None]:
+    """Have models take every sample for one document, in the body.
+
+    By itself transformers looks for more in the values of positions that it has made itself, and
+    the host waits until a GPU has done all that comes before.
+    """
+    from transformers import masking_utils
+
+    original = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda *_: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original
+
+
 def flash_documents(model: nn.Module, positions: Tensor) -> dict[str, Any]:
     """Arguments that tell flash attention where documents begin in the flattened samples, given
     positions of shape (samples, length); empty for a model with another attention. By itself it

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeline import NO_TARGET, MicroBatch, StageError
 from pipeline.utils import has_values
-from stages.model.compat import flash_documents
+from stages.model.compat import flash_documents, one_document_each
 from stages.train.chunked_loss import chunked_cross_entropy
 from stages.train.router_loss import RouterLoss
 from stages.train.vocabulary import sharded_cross_entropy
@@ -83,11 +83,17 @@ class WithRouterLoss:
 
 def model_output(model: nn.Module, batch: MicroBatch, **arguments: Any) -> Any:
     """Return what the model gives for a micro-batch, called with `arguments` too."""
-    places: dict[str, Any] = {}
-    if batch.positions is not None:
-        documents = flash_documents(model, batch.positions)
-        places = {"position_ids": batch.positions, **documents}
-    return model(input_ids=batch.input_ids, use_cache=False, **places, **arguments)
+    if batch.positions is None:
+        with one_document_each():
+            return model(input_ids=batch.input_ids, use_cache=False, **arguments)
+    documents = flash_documents(model, batch.positions)
+    return model(
+        input_ids=batch.input_ids,
+        position_ids=batch.positions,
+        use_cache=False,
+        **documents,
+        **arguments,
+    )
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -74,10 +75,12 @@ def _result(folder: Path, rank: int, exitcode: int | None) -> Any:
 
 
 def _allow_fp16() -> None:
-    """DeepSpeed refuses fp16 on CPUs without fp16 arithmetic; torch computes it on all of them."""
-    from deepspeed.accelerator import get_accelerator
+    """DeepSpeed, where it is installed, refuses fp16 on CPUs without fp16 arithmetic; torch
+    computes it on all of them."""
+    with contextlib.suppress(ImportError):
+        from deepspeed.accelerator import get_accelerator
 
-    type(get_accelerator()).is_fp16_supported = lambda self: True
+        type(get_accelerator()).is_fp16_supported = lambda self: True
 
 
 def _rank(

@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipeline.contracts.data import Data, Sample, Samples
+from pipeline.contracts.data import Data, MicroBatch, Sample, Samples
 from pipeline.contracts.precision import Precision
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
@@ -26,7 +27,7 @@ from stages.train.loss import LossHead, SummedLoss, chunked_cross_entropy
 from stages.train.verify_loss import verify_packing
 from stages.wrap.ddp import Ddp
 from stages.wrap.module_engine import ModuleEngine
-from tests.support.models import filled, random_source, tiny_llama_config
+from tests.support.models import FAMILIES, filled, random_source, tiny_llama_config
 from tests.support.processes import run_ranks
 from tests.support.runs import context, toy_data
 from tests.support.state import Setting, source
@@ -319,3 +320,32 @@ def test_the_loss_itself_passes(change: Any, value: float) -> None:
 def test_anything_else_does_not(change: Any) -> None:
     with pytest.raises(StageError, match="computes something with its logits"):
         handed_on(change, 2.5)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the values that the host reads from tensors, for which it would wait on a GPU."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3", "mistral", "gemma3"])
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_the_host_reads_nothing_in_forward_and_backward(
+    chunk: int | None, family: str, tmp_path: Path
+) -> None:
+    model = filled(random_source(FAMILIES[family], tmp_path))
+    tokens = torch.arange(22).reshape(2, 11)
+    batch = MicroBatch(input_ids=tokens, labels=tokens)
+    objective = SummedLoss(chunk)
+    objective(model, batch).backward()
+    with HostReads() as reads:
+        assert (tokens.sum() > 0).item()
+        assert reads.count == 1
+        objective(model, batch).backward()
+    assert reads.count == 1

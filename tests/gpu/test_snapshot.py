@@ -1,0 +1,79 @@
+"""Checkpoints of a state on a GPU, which goes on changing while they are written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.checkpoint.store import locate
+from pipeline.checkpoint.write_plan import DTYPES
+from pipeline.contracts.engine import Engine
+from pipeline.contracts.training import Progress
+from pipeline.distributed.process_group import DistContext
+from stages.checkpoint.sharded import ShardedCheckpoint
+from tests.gpu.training import LLAMA, Case, engine_of, made_steps, started, train
+
+LARGE = {**LLAMA, "vocab_size": 1 << 16, "hidden_size": 128}
+"""About 100 MB with moments: writing takes longer than a step."""
+
+
+def copies(engine: Engine) -> dict[str, Tensor]:
+    """Return the state in host memory."""
+    return {
+        f"{kind}/{fragment.name}": values.detach().cpu().clone()
+        for fragment in engine.fragments()
+        for kind, values in fragment.state.items()
+    }
+
+
+def overwrite(engine: Engine) -> None:
+    """Fill all weights and moments with something else."""
+    with torch.no_grad():
+        for fragment in engine.fragments():
+            for values in fragment.state.values():
+                values.fill_(float("nan"))
+
+
+def assert_holds(folder: Path, expected: dict[str, Tensor]) -> None:
+    """Compare every tensor of a checkpoint."""
+    reader = CheckpointReader(*locate(str(folder)))
+    assert set(expected) == {key for key in reader.tensors if not key.startswith("random/")}
+    for key, values in expected.items():
+        dtype = DTYPES[reader.entry(key).dtype]
+        found = torch.frombuffer(bytearray(reader.read_bytes(key)), dtype=dtype)
+        assert torch.equal(found, values), key
+    reader.close()
+
+
+def assert_snapshots(dist: DistContext, folder: Path, case: Case, *, asynchronous: bool) -> None:
+    """Save twice, change the state at once each time, and read both."""
+    steps = made_steps(dist.device, steps=3)
+    ctx = started(dist, folder)
+    engine = engine_of(ctx, case)
+    checkpoints = ShardedCheckpoint(asynchronous=asynchronous).run(ctx, engine)
+    train(engine, steps[:1])
+    first = copies(engine)
+    checkpoints.save(Progress(step=1))
+    train(engine, steps[1:2], first=1)
+    second = copies(engine)
+    assert not torch.equal(first["weight/model.norm.weight"], second["weight/model.norm.weight"])
+    checkpoints.save(Progress(step=2))
+    overwrite(engine)
+    newest = Path(checkpoints.finish())
+    checkpoints.close()
+    engine.close()
+    older, *_ = sorted(newest.parent.glob("step-*"))
+    assert older != newest
+    assert_holds(older, first)
+    assert_holds(newest, second)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("wrap", ["wrap.ddp", "wrap.fsdp"])
+def test_snapshot(wrap: str, asynchronous: bool, gpu: DistContext, tmp_path: Path) -> None:
+    case = Case(wrap=wrap, model=LARGE)
+    assert_snapshots(gpu, tmp_path, case, asynchronous=asynchronous)
