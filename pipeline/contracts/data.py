@@ -49,7 +49,8 @@ class MicroBatch:
 
 class Samples(ABC):
     """A map-style sample set. Everything is a pure function of the index; indices are those that
-    `order` gives: 0 to `len` - 1, unless the set says otherwise."""
+    `order` gives: 0 to `len` - 1, unless the set says otherwise. Samples are read by threads
+    (`workers` of the train slot), while the thread that trains asks for targets."""
 
     @abstractmethod
     def __len__(self) -> int: ...

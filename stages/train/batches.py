@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +21,10 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from pipeline import NO_TARGET, Data, DataAxis, MicroBatch, Progress, Sample, StageError
+from stages.train.prefetch import Prefetch
 from stages.train.profiling import WAIT
 from stages.train.settings import BatchPlan
+from stages.train.transfer import Transfer
 
 
 def microbatches(count: int, axis: DataAxis, micro_batch_size: int) -> list[tuple[int, int]]:
@@ -88,8 +89,12 @@ class BatchStats:
         )
 
 
-Prepared = tuple[MicroBatch, list[int]]
-"""A micro-batch, and the lengths of its samples without padding."""
+CPU = torch.device("cpu")
+Place = tuple[int, int]
+"""A step's position, and the number of a micro-batch in it."""
+Prepared = tuple[Callable[[], MicroBatch], list[int]]
+"""A function that gives a micro-batch on the device, and the lengths of its samples without
+padding."""
 
 
 class Feed:
@@ -111,9 +116,12 @@ class Feed:
         self._batch = plan.global_batch_size
         self._micro = plan.microbatch_size(axis.count)
         order = data.train.order(seed, shuffle=plan.shuffle)
-        self._indices = functools.lru_cache(maxsize=2)(order.indices)  # every step asks twice
-        self._pool = ThreadPoolExecutor(workers, "pipe-feed") if workers else None
-        self._begun: dict[int, list[Future[Prepared]]] = {}
+        # Every step asks twice; as many steps as there are micro-batches may be begun.
+        steps = workers + 3
+        self._indices = functools.lru_cache(maxsize=steps)(order.indices)
+        self._shares = functools.lru_cache(maxsize=steps)(self._divided)
+        self._transfer = Transfer(device)
+        self._ahead = Prefetch(workers, self._prepare, self._places) if workers else None
         self._end = None if plan.epochs is None else round(plan.epochs * len(data.train))
         if self._end == 0:
             raise StageError(
@@ -147,22 +155,21 @@ class Feed:
 
     def microbatches(self, position: int) -> Iterator[tuple[MicroBatch, BatchStats]]:
         """This rank's micro-batches of a step, each with its statistics."""
-        shares = self._shares(position)
-        batches = self._prepared(position, shares)
-        for _ in shares:
+        for number in range(len(self._shares(position))):
             began = time.perf_counter()
             with record_function(WAIT):
-                batch, lengths = next(batches)
+                received, lengths = self._take((position, number))
+                batch = received()
             seconds = time.perf_counter() - began
             squares = sum(length * length for length in lengths)
             yield batch, BatchStats(sum(lengths), squares, seconds)
 
     def close(self) -> None:
         """Wait for micro-batches that are being prepared, and end the threads."""
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        if self._ahead is not None:
+            self._ahead.close()
 
-    def _shares(self, position: int) -> list[list[int]]:
+    def _divided(self, position: int) -> list[list[int]]:
         """Samples of each micro-batch of this rank in the step at `position`."""
         count = self.count(position)
         if count <= 0:
@@ -170,20 +177,19 @@ class Feed:
         indices = self._indices(position, count).tolist()
         return [indices[start:end] for start, end in microbatches(count, self._axis, self._micro)]
 
-    def _prepared(self, position: int, shares: list[list[int]]) -> Iterator[Prepared]:
-        """A step's micro-batches; threads prepare those of the next step meanwhile."""
-        pool = self._pool
-        if pool is None:
-            yield from map(self._prepare, shares)
-            return
-        taken = self._begun.get(position) or [pool.submit(self._prepare, one) for one in shares]
-        following = position + self.count(position)
-        begun = [pool.submit(self._prepare, one) for one in self._shares(following)]
-        self._begun = {following: begun}
-        for future in taken:
-            yield future.result()
+    def _places(self, place: Place) -> Iterator[Place]:
+        """This rank's micro-batches from a place on, to the end of epochs."""
+        position, first = place
+        while count := len(self._shares(position)):
+            for number in range(first, count):
+                yield position, number
+            position, first = position + self.count(position), 0
 
-    def _prepare(self, indices: list[int]) -> Prepared:
-        samples = [self._data.train[index] for index in indices]
-        batch = collate(samples, self._data.pad_id, self._device)
-        return batch, [len(sample.input_ids) for sample in samples]
+    def _take(self, place: Place) -> Prepared:
+        return self._prepare(place) if self._ahead is None else self._ahead.take(place)
+
+    def _prepare(self, place: Place) -> Prepared:
+        position, number = place
+        samples = [self._data.train[index] for index in self._shares(position)[number]]
+        batch = collate(samples, self._data.pad_id, CPU)
+        return self._transfer.begin(batch), [len(sample.input_ids) for sample in samples]

@@ -39,9 +39,10 @@ from stages.train.settings import (
 class TrainCausalLm(BatchPlan):
     """Train on next-token prediction; the same samples in the same order under every strategy."""
 
-    workers: Annotated[int, Ge(0)] = 0
-    """Threads that prepare the next step's micro-batches during this step; 0 prepares each
-    micro-batch just before its use. Changes no sample and no order."""
+    workers: Annotated[int, Ge(0)] = 1
+    """Threads that prepare the next micro-batches while the device computes, one more than there
+    are threads, also of the next step; 0 prepares each just before its use. Changes no sample and
+    no order."""
 
     loss_chunk_size: Count | None = None
     """Tokens whose logits are in memory at a time, for large vocabularies; null computes all logits

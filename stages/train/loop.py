@@ -19,6 +19,7 @@ from pipeline.utils import activity
 from stages.train.anomalies import Recovery
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.evaluation import evaluate, reason_to_stop, record_evaluation, set_metric
+from stages.train.garbage import collect_behind, collected_as_usual, collected_at_steps
 from stages.train.generate import Writer
 from stages.train.loss import SummedLoss
 from stages.train.profiling import Profile, Profiler
@@ -56,7 +57,7 @@ class Training:
     def run(self) -> str:
         """Train, and save (collective). Returns the last checkpoint's address. Raises Interrupted
         when a rank was asked to stop, once all steps that were taken are saved."""
-        with self.ctx.dist.stop.deferred():
+        with self.ctx.dist.stop.deferred(), collected_at_steps():
             self._begin()
             while self._goes_on():
                 self._advance()
@@ -76,6 +77,7 @@ class Training:
             self._recover(result)
             return
         self._record(result, profile)
+        collect_behind(number)
         if self.meter.stop:
             self._stop()
         if self._evaluation_due():
@@ -171,7 +173,8 @@ class Training:
     def _paused(self) -> Iterator[None]:
         """Show all steps so far, and leave the body's time out of the speed of training."""
         self.reporter.show()
-        yield
+        with collected_as_usual():
+            yield
         self.meter.restart(self.progress)
 
     def _evaluate(self) -> None:

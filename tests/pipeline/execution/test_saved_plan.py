@@ -79,7 +79,7 @@ def test_defaults_that_are_written_out_are_no_drift(tmp_path: Path) -> None:
     saved(file, plan())
     written = (
         "train.shuffle=true",
-        "train.workers=0",
+        "train.workers=1",
         "train.anomalies={}",
         "model.init=pretrained",
     )

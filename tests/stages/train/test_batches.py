@@ -61,7 +61,10 @@ def seen(
         micro_batch_size=micro,
         workers=workers,
     )
-    feeds = [Feed(config, data, 3, DataAxis(index=r, count=ranks), CPU) for r in range(ranks)]
+    feeds = [
+        Feed(config, data, 3, DataAxis(index=r, count=ranks), CPU, workers=workers)
+        for r in range(ranks)
+    ]
     order: list[int] = []
     for step in range(first, feeds[0].total_steps(Progress())):
         for feed in feeds:

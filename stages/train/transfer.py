@@ -1,0 +1,55 @@
+"""Micro-batches on their way to a GPU, beside what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+import torch
+from torch import Tensor
+
+from pipeline import MicroBatch
+
+
+class Transfer:
+    """Copies micro-batches to a device; to a GPU on a stream of their own, from pages that stay
+    where they are in memory, so that neither the host nor the device waits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def begin(self, batch: MicroBatch) -> Callable[[], MicroBatch]:
+        """Begin to copy a micro-batch of the host; any thread may. The function that is returned
+        gives the copy to the thread that computes: what it launches from then on waits for it."""
+        stream = self._stream
+        if stream is None:
+            there = _changed(batch, lambda tensor: tensor.to(self._device))
+            return lambda: there
+        with torch.cuda.stream(stream):  # also makes the GPU this thread's own
+            there = _changed(
+                batch, lambda tensor: tensor.pin_memory().to(self._device, non_blocking=True)
+            )
+            sent = stream.record_event()
+
+        def received() -> MicroBatch:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(sent)
+            # The memory is the copying stream's, which must not take it back before this one is
+            # done with it.
+            for tensor in _tensors(there):
+                tensor.record_stream(current)
+            return there
+
+        return received
+
+
+def _tensors(batch: MicroBatch) -> list[Tensor]:
+    values = (getattr(batch, field.name) for field in fields(batch))
+    return [value for value in values if value is not None]
+
+
+def _changed(batch: MicroBatch, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+    """The micro-batch with each of its tensors changed."""
+    given = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return replace(batch, **{name: change(one) for name, one in given.items() if one is not None})

@@ -1,0 +1,70 @@
+"""When reference cycles are collected in a training."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from stages.train.garbage import EVERY, collect_behind, collected_as_usual, collected_at_steps
+
+
+class Cycle:
+    """An object that only a collection frees."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+@pytest.fixture(autouse=True)
+def collecting() -> Iterator[None]:
+    """Collect by itself around each test, and at nothing else's bidding."""
+    assert gc.isenabled()
+    yield
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def lost() -> weakref.ref[Cycle]:
+    return weakref.ref(Cycle())
+
+
+def test_cycles_are_collected_at_chosen_steps_and_nowhere_else() -> None:
+    with collected_at_steps():
+        cycle = lost()
+        for number in range(1, EVERY):
+            assert [[] for _ in range(1000)]  # more than Python's threshold
+            collect_behind(number)
+        assert cycle() is not None
+        collect_behind(EVERY)
+        assert cycle() is None
+
+
+def test_what_is_there_before_is_not_looked_at_until_the_end() -> None:
+    early = Cycle()
+    seen = weakref.ref(early)
+    with collected_at_steps():
+        del early
+        collect_behind(EVERY)
+        with collected_as_usual():
+            pass
+        assert seen() is not None
+    gc.collect()
+    assert seen() is None
+
+
+def test_a_pause_collects_as_python_does_and_leaves_nothing_behind() -> None:
+    with collected_at_steps():
+        old = lost()
+        assert not gc.isenabled()
+        with collected_as_usual():
+            assert gc.isenabled()
+        assert not gc.isenabled()
+        assert old() is None
+
+
+def test_an_error_gives_collection_back() -> None:
+    with pytest.raises(KeyError), collected_at_steps(), collected_as_usual():
+        raise KeyError
