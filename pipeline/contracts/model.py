@@ -47,6 +47,12 @@ class ModelSource(ABC):
         """Modules that are compiled, each as a whole."""
         return ()
 
+    @property
+    def compiled_by(self) -> str | None:
+        """Backend of torch.compile for these modules, with which a training may compile more; None
+        for a model that is not compiled."""
+        return None
+
     @abstractmethod
     def tokenizer(self) -> Any:
         """The `transformers` tokenizer; raises StageError when the source has none."""

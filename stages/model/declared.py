@@ -122,6 +122,10 @@ class DerivedSource(ModelSource):
     def compiled_modules(self, model: nn.Module) -> Sequence[nn.Module]:
         return self.base.compiled_modules(model)
 
+    @property
+    def compiled_by(self) -> str | None:
+        return self.base.compiled_by
+
     def tokenizer(self) -> Any:
         return self.base.tokenizer()
 

@@ -57,7 +57,8 @@ class HfModel:
     activation_checkpointing: ActivationCheckpointing | None = None
     """Drop activations in forward and compute them again in backward; null keeps them."""
     compile: Compile | None = None
-    """Compile the transformer blocks with torch.compile; null does not."""
+    """Compile the transformer blocks with torch.compile, and the train slot's loss in chunks; null
+    does not."""
     fp8: Fp8 | None = None
     """Multiply in 8 bits, on GPUs that have it; null does not. Only faster with `compile`."""
     kernels: Literal["liger"] | None = None

@@ -183,6 +183,10 @@ class HfSource(ModelSource):
         return () if self._stage.compile is None else self.blocks(model)
 
     @property
+    def compiled_by(self) -> str | None:
+        return None if self._stage.compile is None else self._stage.compile.backend
+
+    @property
     def _has_tokenizer(self) -> bool:
         files = self._tokenizer_files
         return files is not None and (files.gguf is not None or has_tokenizer(files.folder))

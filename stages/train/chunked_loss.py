@@ -8,9 +8,10 @@ import torch
 import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from pipeline import NO_TARGET
 from pipeline.utils import local_part
+from stages.train.logits_loss import LossOfLogits, loss_of_logits
 from stages.train.vocabulary import VocabularyShard
 
 PIECE = 1 << 26
@@ -18,14 +19,20 @@ PIECE = 1 << 26
 
 
 def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    chunk: int,
+    of_logits: LossOfLogits = loss_of_logits,
 ) -> Tensor:
     """Cross-entropy of a linear head in nats, summed over the target tokens, as an fp32 scalar.
 
     Shapes: hidden (tokens, width), weight (vocabulary, width), bias (vocabulary,), labels (tokens,)
     of int64. The logits of `chunk` tokens are in memory at a time, in the dtype of `hidden` and in
-    fp32. Numbers are those of all logits at once: products in the dtype of `hidden`, softmax in
-    fp32 (torch's own `linear_cross_entropy` rounds the sum to the dtype of `hidden`).
+    fp32; `of_logits` makes loss and gradient of them. Numbers are those of all logits at once:
+    products in the dtype of `hidden`, softmax in fp32 (torch's own `linear_cross_entropy` rounds
+    the sum to the dtype of `hidden`).
 
     Gradients are computed with the loss (Hsu et al. 2024, Liger Kernel, section 3.2), those of the
     weight summed over chunks in fp32.
@@ -40,7 +47,12 @@ def chunked_cross_entropy(
     if not torch.is_grad_enabled():  # a Function does not see this
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else bias.detach()
-    summed: Tensor = _ChunkedCrossEntropy.apply(hidden, weight, bias, labels, chunk, shard)  # type: ignore[no-untyped-call]
+    group = None
+    if shard is not None:
+        of_logits, group = shard.loss_of_logits, shard.group
+    summed: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, labels, chunk, of_logits, group
+    )
     return summed
 
 
@@ -53,7 +65,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         chunk: int,
-        shard: VocabularyShard | None,
+        of_logits: LossOfLogits,
+        group: ProcessGroup | None,
     ) -> Tensor:
         wanted = ctx.needs_input_grad
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -65,9 +78,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         for start in range(0, len(hidden), chunk):
             # A function of its own, whose tensors are freed before the next chunk.
             rows = slice(start, start + chunk)
-            total += _chunk(hidden, weight, bias, labels, rows, grads, shard)
-        if shard is not None and grads.hidden is not None:
-            torch.distributed.all_reduce(grads.hidden, group=shard.group)
+            total += _chunk(hidden, weight, bias, labels, rows, grads, of_logits)
+        if group is not None and grads.hidden is not None:
+            torch.distributed.all_reduce(grads.hidden, group=group)
         # Not as saved tensors, which may not be scaled in place: the weight's is a large one.
         ctx.grads = [
             None if grad is None or parameter is None else grad.to(parameter.dtype)
@@ -81,7 +94,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if grads is None:
             raise RuntimeError("the loss in chunks can be differentiated once")
         scaled = [None if grad is None else grad.mul_(upstream.to(grad.dtype)) for grad in grads]
-        return *scaled, None, None, None
+        return *scaled, None, None, None, None
 
 
 class _Gradients(NamedTuple):
@@ -99,24 +112,20 @@ def _chunk(
     labels: Tensor,
     rows: slice,
     grads: _Gradients,
-    shard: VocabularyShard | None,
+    of_logits: LossOfLogits,
 ) -> Tensor:
     """Add the gradients of the tokens `rows`; returns their summed loss."""
-    logits = F.linear(hidden[rows], weight, bias).float()
-    if shard is None:
-        loss = F.cross_entropy(logits, labels[rows], ignore_index=NO_TARGET, reduction="sum")
-        if grads == (None, None, None):
-            return loss
-        grad = _logits_gradient(logits, labels[rows])
-    else:
-        loss, grad = shard.loss_and_gradient(logits, labels[rows])
-    narrow = grad.to(hidden.dtype)
+    logits = F.linear(hidden[rows], weight, bias)
+    loss, gradient = of_logits(logits, labels[rows], grads != (None, None, None))
+    del logits
+    if gradient is None:
+        return loss
     if grads.hidden is not None:
-        grads.hidden[rows] = narrow @ weight
+        torch.mm(gradient, weight, out=grads.hidden[rows])
     if grads.weight is not None:
-        _add_product(grads.weight, narrow, hidden[rows])
+        _add_product(grads.weight, gradient, hidden[rows])
     if grads.bias is not None:
-        grads.bias.add_(grad.sum(0))
+        grads.bias.add_(gradient.sum(0, dtype=torch.float32))
     return loss
 
 
@@ -124,18 +133,10 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """`total` += left^T right in fp32, without a second matrix of its size."""
     if left.dtype == total.dtype:
         total.addmm_(left.T, right)
-        return
-    height = max(PIECE // total.shape[1], 1)
-    parts = zip(torch.split(total, height), torch.split(left, height, dim=1), strict=True)
-    for rows, columns in parts:
-        rows.add_(columns.T @ right)
-
-
-def _logits_gradient(logits: Tensor, labels: Tensor) -> Tensor:
-    """Gradient of the summed cross-entropy, in the memory of `logits`: softmax minus one at the
-    target; zero for tokens without target."""
-    torch.softmax(logits, dim=-1, out=logits)
-    trained = labels != NO_TARGET
-    rows = torch.arange(len(labels), device=labels.device)
-    logits[rows, labels.clamp(min=0)] -= trained.to(logits.dtype)
-    return logits.mul_(trained[:, None])
+    elif total.is_cuda:  # the one device where torch adds a product to another dtype
+        torch.addmm(total, left.T, right, out_dtype=total.dtype, out=total)
+    else:
+        height = max(PIECE // total.shape[1], 1)
+        parts = zip(torch.split(total, height), torch.split(left, height, dim=1), strict=True)
+        for rows, columns in parts:
+            rows.add_(columns.T @ right)

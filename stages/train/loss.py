@@ -16,6 +16,7 @@ from pipeline import NO_TARGET, MicroBatch, StageError
 from pipeline.utils import has_values
 from stages.model.compat import flash_documents, one_document_each
 from stages.train.chunked_loss import chunked_cross_entropy
+from stages.train.logits_loss import LossOfLogits, compiled_loss, loss_of_logits
 from stages.train.router_loss import RouterLoss
 from stages.train.vocabulary import sharded_cross_entropy
 
@@ -29,12 +30,14 @@ class SummedLoss:
     padding is on the right, fast causal attention stays available, and with a mask, or a cache,
     transformers would overlook where packed documents begin.
 
+    The loss in chunks is compiled by the backend `compiled_by` of torch.compile, if that is named.
     With `chunk`, calls raise StageError for a model whose head is not a plain linear layer, or that
     changes its logits (caps or scales them).
     """
 
-    def __init__(self, chunk: int | None = None) -> None:
+    def __init__(self, chunk: int | None = None, *, compiled_by: str | None = None) -> None:
         self._chunk = chunk
+        self._of_logits = loss_of_logits if compiled_by is None else compiled_loss(compiled_by)
         self._heads: WeakKeyDictionary[nn.Module, LossHead] = WeakKeyDictionary()
 
     def __call__(self, model: nn.Module, batch: MicroBatch) -> Tensor:
@@ -48,7 +51,7 @@ class SummedLoss:
             output = model_output(model, batch, **arguments)
             return _cross_entropy(output.logits, batch.labels), output
         if model not in self._heads:
-            self._heads[model] = install(model, self._chunk)
+            self._heads[model] = install(model, self._chunk, self._of_logits)
         head = self._heads[model]
         with head.computing_loss(batch.labels):
             output = model_output(model, batch, **arguments)
@@ -108,10 +111,13 @@ class LossHead:
     loss as the model's logits. Hooks that a strategy has on the head (casts, gathered parameters)
     still run."""
 
-    def __init__(self, head: nn.Linear, chunk: int) -> None:
+    def __init__(
+        self, head: nn.Linear, chunk: int, of_logits: LossOfLogits = loss_of_logits
+    ) -> None:
         self._head = head
         self._forward = head.forward
         self._chunk = chunk
+        self._of_logits = of_logits
         self._labels: Tensor | None = None
         self._loss: Tensor | None = None
         self._version = 0
@@ -151,12 +157,14 @@ class LossHead:
             return self._forward(hidden)
         flat, labels = hidden.reshape(-1, hidden.shape[-1]), self._labels.reshape(-1)
         head = self._head
-        self._loss = chunked_cross_entropy(flat, head.weight, head.bias, labels, self._chunk)
+        self._loss = chunked_cross_entropy(
+            flat, head.weight, head.bias, labels, self._chunk, self._of_logits
+        )
         self._version = self._loss._version
         return self._loss
 
 
-def install(model: nn.Module, chunk: int) -> LossHead:
+def install(model: nn.Module, chunk: int, of_logits: LossOfLogits) -> LossHead:
     """Replace the LM head of `model`, wrapped or not, by one that computes `chunk` tokens at a
     time. Raises StageError for a head that is not a plain linear layer."""
     modules = (m for m in model.modules() if hasattr(m, "get_output_embeddings"))
@@ -169,6 +177,6 @@ def install(model: nn.Module, chunk: int) -> LossHead:
             f"loss_chunk_size: the model's head is a {type(head).__name__}, no plain linear layer",
             hint=HINT,
         )
-    replaced = LossHead(head, chunk)
+    replaced = LossHead(head, chunk, of_logits)
     head.forward = replaced
     return replaced

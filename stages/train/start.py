@@ -57,7 +57,7 @@ def train(
     progress.lineage = identity
     feed = Feed(config, data, ctx.seed, engine.data_axis, engine.device, workers=config.workers)
     ctx.on_exit(feed.close)
-    plain = SummedLoss(config.loss_chunk_size)
+    plain = SummedLoss(config.loss_chunk_size, compiled_by=model.compiled_by)
     router = config.router_loss
     monitor = AnomalyMonitor(config.anomalies, engine.total)
     cost = known_cost(engine, model, known_peak(engine))

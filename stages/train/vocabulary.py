@@ -43,6 +43,13 @@ class VocabularyShard(NamedTuple):
         own = own_chunk(tensor.shape[placement.dim], mesh)  # type: ignore[attr-defined]
         return cls(own.start, len(own), mesh.get_group())
 
+    def loss_of_logits(
+        self, logits: Tensor, labels: Tensor, gradient: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """The same as `logits_loss.loss_of_logits` (collective)."""
+        loss, wide = self.loss_and_gradient(logits.float(), labels)
+        return loss, logits.copy_(wide) if gradient else None
+
     def loss_and_gradient(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The loss summed over target tokens, and its gradient by this rank's `logits` (tokens,
         own rows of the vocabulary) of fp32, in their memory (collective)."""

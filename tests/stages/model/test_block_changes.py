@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.errors import StageError
 from pipeline.testing import plan_view, problems
+from stages.adapter.lora import Lora
 from stages.model.block_changes import checkpoint_blocks
 from stages.model.hf import ActivationCheckpointing, Compile, Fp8, HfModel
 from tests.support.models import context, tiny_llama_config
@@ -57,6 +58,13 @@ def test_what_is_exported_is_plain(tmp_path: Any) -> None:
     assert not any(type(m).__name__ == "Float8Linear" for m in plain.modules())
     assert all("forward" not in vars(module) for module in plain.modules())
     assert changed.fingerprint == changed.export_view.fingerprint
+
+
+def test_a_source_says_what_compiles_it(tmp_path: Any) -> None:
+    compiled = source(tmp_path, compile=Compile(backend="aot_eager"))
+    adapted = Lora(rank=2, targets=("q_proj",)).run(context(tmp_path), compiled)
+    assert compiled.compiled_by == adapted.compiled_by == "aot_eager"
+    assert compiled.inference_view.compiled_by is source(tmp_path).compiled_by is None
 
 
 class Counting(torch.nn.Linear):

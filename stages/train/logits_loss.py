@@ -1,0 +1,87 @@
+"""Cross-entropy of logits and its gradient, in few passes over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pipeline import NO_TARGET
+
+LossOfLogits = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
+"""Logits (tokens, vocabulary), which it may overwrite, labels (tokens,) of int64, and whether a
+gradient is wanted -> the summed loss, and its gradient by the logits, in their dtype."""
+
+
+def loss_of_logits(logits: Tensor, labels: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """The cross-entropy in nats, summed over the target tokens, as an fp32 scalar, and with
+    `gradient` its gradient by `logits` (tokens, vocabulary), in their memory and dtype.
+
+    All is computed in fp32 and rounded at the end: softmax, less one at the target; zero for tokens
+    without target. Beside `logits` one fp32 matrix of their shape is in memory.
+    """
+    largest = logits.amax(-1, keepdim=True).float()
+    columns, own = _targets(logits, labels, largest)
+    # Kernels of GPUs read and write numbers of several dtypes; those of CPUs copy all to one first.
+    mixed = logits.is_cuda
+    wide = logits - largest if mixed else logits.float().sub_(largest)
+    total = wide.exp_().sum(-1, keepdim=True)
+    loss, scale, at_target = _of_tokens(labels, total, own)
+    if not gradient:
+        return loss, None
+    if mixed:
+        torch.mul(wide, scale, out=logits)
+    else:
+        logits.copy_(wide.mul_(scale))
+    logits[_rows(logits), columns] = at_target.to(logits.dtype)
+    return loss, logits
+
+
+def compiled_loss(backend: str) -> LossOfLogits:
+    """`loss_of_logits` compiled by a backend of torch.compile, once for all numbers of tokens; the
+    gradient has memory of its own."""
+    compiled = torch.compile(_pure, backend=backend, fullgraph=True)
+
+    def loss(logits: Tensor, labels: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
+        for one in (logits, labels):
+            torch._dynamo.maybe_mark_dynamic(one, 0)
+        return compiled(logits, labels, gradient)
+
+    return loss
+
+
+def _pure(logits: Tensor, labels: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
+    """The same without writing to `logits`, as torch's compiler fuses it: a pass that reads, and
+    one that reads and writes, without an fp32 matrix. It knows maximum and sum of a softmax by this
+    order of operations."""
+    wide = logits.float()
+    largest = wide.amax(-1, keepdim=True)
+    columns, own = _targets(logits, labels, largest)
+    powers = (wide - largest).exp()
+    loss, scale, at_target = _of_tokens(labels, powers.sum(-1, keepdim=True), own)
+    if not gradient:
+        return loss, None
+    found = (powers * scale).to(logits.dtype)
+    found[_rows(logits), columns] = at_target.to(logits.dtype)
+    return loss, found
+
+
+def _targets(logits: Tensor, labels: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+    """The column of each token's target, or 0 without one, and its logit less the `largest`
+    (tokens, 1), in fp32."""
+    columns = labels.clamp(min=0)
+    return columns, logits[_rows(logits), columns].float() - largest[:, 0]
+
+
+def _of_tokens(labels: Tensor, total: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The summed loss, the factor by which a token's exponentials (sum: `total`) are its gradient
+    (tokens, 1), and the gradient at its target (tokens,)."""
+    trained = labels != NO_TARGET
+    loss = torch.where(trained, total[:, 0].log() - own, 0.0).sum()
+    scale = trained[:, None] / total
+    return loss, scale, own.exp() * scale[:, 0] - trained.to(own.dtype)
+
+
+def _rows(logits: Tensor) -> Tensor:
+    return torch.arange(len(logits), device=logits.device)
