@@ -1,4 +1,4 @@
-"""One setting, in a process of its own: our real stages, with others' blocks between their steps."""
+"""One setting, in a process of its own: our real stages, others' blocks between their steps."""
 
 from __future__ import annotations
 

@@ -131,7 +131,10 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         name="1b fsdp", shape="1b", fields=compiled() | {"wrap": {"use": "wrap.fsdp"}}, **WIDE,
     ),
-    Setting(name="1b all logits", shape="1b", fields=compiled() | {"train": {"loss_chunk_size": None}}, **WIDE),
+    Setting(
+        name="1b all logits", shape="1b",
+        fields=compiled() | {"train": {"loss_chunk_size": None}}, **WIDE,
+    ),
     Setting(
         name="1b packed, flex", shape="1b",
         fields=compiled(attention="flex_attention") | {"data": {"documents_apart": True}}, **WIDE,
