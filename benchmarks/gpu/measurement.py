@@ -1,0 +1,188 @@
+"""The settings, one after another, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+import click
+
+from gpu import checkout
+from gpu.models import write_model
+from gpu.page import page
+from gpu.plans import plan_all
+from gpu.session import Job, main
+from gpu.settings import LENGTH, SHAPES, TINY, TINY_LENGTH, Setting, recipe
+
+LEAST = 15.0
+"""Seconds that have to be left for another setting."""
+MOST = 150.0
+"""Seconds that a setting gets."""
+TESTS = 170.0
+"""Seconds that the suite's GPU tests get."""
+PRELOADED = ["gpu.session", "gpu.ceilings", "gpu.models", "gpu.plans"]
+
+
+@dataclass(kw_only=True)
+class Measurement:
+    """A measurement of some settings, whose results grow."""
+
+    out: Path
+    work: Path
+    """Folder of models and runs."""
+    deadline: float
+    small: bool
+    results: dict[str, Any] = field(default_factory=lambda: {"settings": {}})
+    processes: ForkServerContext = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.processes = multiprocessing.get_context("forkserver")
+        self.processes.set_forkserver_preload(PRELOADED)
+
+    @property
+    def device(self) -> str:
+        """Return `cuda`, or `cpu` for tiny shapes."""
+        return "cpu" if self.small else "cuda"
+
+    @property
+    def length(self) -> int:
+        """Return the tokens of a sample."""
+        return TINY_LENGTH if self.small else LENGTH
+
+    def run(self, settings: Sequence[Setting], *, tests: bool) -> None:
+        """Measure all that the time allows."""
+        if tests:
+            self._keep("tests", gpu_tests(self.out / "tests.txt", self._left(TESTS)))
+        if not self.small:
+            self._keep("device", self._json("ceilings", _ceilings, self.length))
+        self._write_models({setting.shape for setting in settings})
+        plans = self._start_plans(settings)
+        for setting in settings:
+            if self._left() < LEAST:
+                break
+            began = time.monotonic()
+            found = self._measured(setting)
+            found["seconds"] = time.monotonic() - began
+            self.results["settings"][setting.name] = found
+            self._keep("plans", _read(self.work / "plans.json"))
+            click.echo(
+                f"{setting.name}: {found['seconds']:.0f} s {found.get('error', '')}", err=True
+            )
+        plans.join(max(self._left(), 1.0))
+        self._keep("plans", _read(self.work / "plans.json"))
+
+    def _measured(self, setting: Setting) -> dict[str, Any]:
+        folder = self._folder(setting)
+        job = Job(
+            setting=setting, recipe=folder / "recipe.yaml", model=self.work / setting.shape,
+            folder=folder, length=self.length, device=self.device,
+        )  # fmt: skip
+        why = self._call(main, job)
+        result = _read(folder / "result.json")
+        if not result:
+            result = {"error": why, "output": _last_lines(folder / "output.txt")}
+        elif "error" in result:
+            result["output"] = _last_lines(folder / "output.txt")
+        shutil.rmtree(folder / "run", ignore_errors=True)
+        return result
+
+    def _call(self, target: Callable[..., object], *arguments: Any) -> str:
+        """Call in a process of its own; returns why it has not ended well, or nothing."""
+        process = self.processes.Process(target=target, args=arguments)
+        process.start()
+        process.join(self._left(MOST))
+        if process.is_alive():
+            process.kill()
+            process.join()
+            return "cut short"
+        return f"exit code {process.exitcode}" if process.exitcode else ""
+
+    def _json(self, name: str, target: Callable[..., object], *arguments: Any) -> Any:
+        file = self.work / f"{name}.json"
+        why = self._call(target, file, *arguments)
+        return _read(file) or {"error": why}
+
+    def _folder(self, setting: Setting) -> Path:
+        return self.work / setting.name.replace(" ", "-").replace(",", "")
+
+    def _write_models(self, shapes: set[str]) -> None:
+        for shape in sorted(shapes):
+            config = SHAPES[shape] | (TINY if self.small else {})
+            self._call(write_model, config, self.work / shape, self.device)
+
+    def _start_plans(self, settings: Sequence[Setting]) -> Any:
+        """Write all recipes, and start their planning beside the measurements."""
+        text = self.work / "text.txt"
+        text.write_text("text\n", "utf-8")
+        recipes = {}
+        for setting in settings:
+            folder = self._folder(setting)
+            folder.mkdir()
+            recipes[setting.name] = folder / "recipe.yaml"
+            content = recipe(
+                setting, model=str(self.work / setting.shape), text=str(text), length=self.length,
+                device=self.device,
+            )  # fmt: skip
+            recipes[setting.name].write_text(json.dumps(content, indent=1), "utf-8")
+        name = self.results.get("device", {}).get("name")
+        arguments = (recipes, name, self.work / "plans.json")
+        process = self.processes.Process(target=plan_all, args=arguments, daemon=True)
+        process.start()
+        return process
+
+    def _keep(self, name: str, found: Any) -> None:
+        self.results[name] = found
+        (self.out / "results.json").write_text(json.dumps(self.results, indent=1), "utf-8")
+        (self.out / "results.md").write_text(page(self.results), "utf-8")
+
+    def _left(self, most: float = float("inf")) -> float:
+        return min(self.deadline - time.monotonic(), most)
+
+
+def _ceilings(file: Path, length: int) -> None:
+    from gpu.ceilings import measure
+
+    file.write_text(json.dumps(measure(length=length)), "utf-8")
+
+
+def gpu_tests(output: Path, seconds: float) -> dict[str, Any]:
+    """Run the suite's GPU tests; returns the last lines that they print, and how long they took."""
+    options = [
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:benchmark",
+        "-n",
+        "4",
+        "--dist",
+        "loadfile",
+        "-q",
+        "-rfE",
+    ]
+    command = [sys.executable, "-m", "pytest", *options, "-m", "gpu", "tests/gpu"]
+    began, cut = time.monotonic(), []
+    with output.open("wb") as file:
+        try:
+            subprocess.run(command, cwd=checkout.ROOT, timeout=seconds, stdout=file, stderr=file)
+        except subprocess.TimeoutExpired:
+            cut = ["cut short"]
+    return {"seconds": time.monotonic() - began, "lines": [*_last_lines(output), *cut]}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return a file's JSON; nothing if it is not there."""
+    found: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.exists() else {}
+    return found
+
+
+def _last_lines(file: Path) -> list[str]:
+    return file.read_text("utf-8", "replace").splitlines()[-25:] if file.exists() else []
