@@ -10,7 +10,8 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,29 @@ MOST = 150.0
 """Seconds that a setting gets."""
 TESTS = 170.0
 """Seconds that the suite's GPU tests get."""
-PRELOADED = ["gpu.session", "gpu.ceilings", "gpu.models", "gpu.plans"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A process that waits to be told to begin."""
+
+    process: SpawnProcess
+    go: Event
+
+    def call(self, seconds: float) -> str:
+        """Have it begin; returns why it has not ended well in time, or nothing."""
+        self.go.set()
+        self.process.join(seconds)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+            return "cut short"
+        return f"exit code {self.process.exitcode}" if self.process.exitcode else ""
+
+
+def _when_told(go: Event, target: Callable[..., object], *arguments: Any) -> None:
+    go.wait()
+    target(*arguments)
 
 
 @dataclass(kw_only=True)
@@ -42,11 +65,10 @@ class Measurement:
     deadline: float
     small: bool
     results: dict[str, Any] = field(default_factory=lambda: {"settings": {}})
-    processes: ForkServerContext = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.processes = multiprocessing.get_context("forkserver")
-        self.processes.set_forkserver_preload(PRELOADED)
+    processes: SpawnContext = field(
+        default_factory=lambda: multiprocessing.get_context("spawn"), init=False
+    )
+    """Libraries ask for the GPU when they are imported, and a process that has may not fork."""
 
     @property
     def device(self) -> str:
@@ -60,66 +82,71 @@ class Measurement:
 
     def run(self, settings: Sequence[Setting], *, tests: bool) -> None:
         """Measure all that the time allows."""
+        shapes = sorted({setting.shape for setting in settings})
+        models = [self._prepared(write_model, *self._model(shape)) for shape in shapes]
         if tests:
             self._keep("tests", gpu_tests(self.out / "tests.txt", self._left(TESTS)))
         if not self.small:
             self._keep("device", self._json("ceilings", _ceilings, self.length))
-        self._write_models({setting.shape for setting in settings})
+        for model in models:
+            model.call(self._left(MOST))
         plans = self._start_plans(settings)
-        for setting in settings:
+        following = self._start(settings[0])
+        for setting, after in zip(settings, [*settings[1:], None], strict=True):
             if self._left() < LEAST:
                 break
+            prepared = following
+            following = None if after is None else self._start(after)
             began = time.monotonic()
-            found = self._measured(setting)
+            found = self._measured(setting, prepared)
             found["seconds"] = time.monotonic() - began
             self.results["settings"][setting.name] = found
             self._keep("plans", _read(self.work / "plans.json"))
             click.echo(
                 f"{setting.name}: {found['seconds']:.0f} s {found.get('error', '')}", err=True
             )
-        plans.join(max(self._left(), 1.0))
+        plans.process.join(max(self._left(), 1.0))
         self._keep("plans", _read(self.work / "plans.json"))
 
-    def _measured(self, setting: Setting) -> dict[str, Any]:
+    def _prepared(self, target: Callable[..., object], *arguments: Any) -> Prepared:
+        """A process that has imported everything, and waits to call `target`."""
+        go = self.processes.Event()
+        process = self.processes.Process(
+            target=_when_told, args=(go, target, *arguments), daemon=True
+        )
+        process.start()
+        return Prepared(process=process, go=go)
+
+    def _start(self, setting: Setting) -> Prepared:
         folder = self._folder(setting)
         job = Job(
             setting=setting, recipe=folder / "recipe.yaml", model=self.work / setting.shape,
             folder=folder, length=self.length, device=self.device,
         )  # fmt: skip
-        why = self._call(main, job)
-        result = _read(folder / "result.json")
-        if not result:
-            result = {"error": why, "output": _last_lines(folder / "output.txt")}
-        elif "error" in result:
+        return self._prepared(main, job)
+
+    def _measured(self, setting: Setting, prepared: Prepared) -> dict[str, Any]:
+        folder = self._folder(setting)
+        why = prepared.call(self._left(MOST))
+        result = _read(folder / "result.json") or {"error": why}
+        if "error" in result:
             result["output"] = _last_lines(folder / "output.txt")
         shutil.rmtree(folder / "run", ignore_errors=True)
         return result
 
-    def _call(self, target: Callable[..., object], *arguments: Any) -> str:
-        """Call in a process of its own; returns why it has not ended well, or nothing."""
-        process = self.processes.Process(target=target, args=arguments)
-        process.start()
-        process.join(self._left(MOST))
-        if process.is_alive():
-            process.kill()
-            process.join()
-            return "cut short"
-        return f"exit code {process.exitcode}" if process.exitcode else ""
-
     def _json(self, name: str, target: Callable[..., object], *arguments: Any) -> Any:
         file = self.work / f"{name}.json"
-        why = self._call(target, file, *arguments)
+        why = self._prepared(target, file, *arguments).call(self._left(MOST))
         return _read(file) or {"error": why}
 
     def _folder(self, setting: Setting) -> Path:
         return self.work / setting.name.replace(" ", "-").replace(",", "")
 
-    def _write_models(self, shapes: set[str]) -> None:
-        for shape in sorted(shapes):
-            config = SHAPES[shape] | (TINY if self.small else {})
-            self._call(write_model, config, self.work / shape, self.device)
+    def _model(self, shape: str) -> tuple[dict[str, Any], Path, str]:
+        config = SHAPES[shape] | (TINY if self.small else {})
+        return dict(config), self.work / shape, self.device
 
-    def _start_plans(self, settings: Sequence[Setting]) -> Any:
+    def _start_plans(self, settings: Sequence[Setting]) -> Prepared:
         """Write all recipes, and start their planning beside the measurements."""
         text = self.work / "text.txt"
         text.write_text("text\n", "utf-8")
@@ -134,10 +161,9 @@ class Measurement:
             )  # fmt: skip
             recipes[setting.name].write_text(json.dumps(content, indent=1), "utf-8")
         name = self.results.get("device", {}).get("name")
-        arguments = (recipes, name, self.work / "plans.json")
-        process = self.processes.Process(target=plan_all, args=arguments, daemon=True)
-        process.start()
-        return process
+        plans = self._prepared(plan_all, recipes, name, self.work / "plans.json")
+        plans.go.set()
+        return plans
 
     def _keep(self, name: str, found: Any) -> None:
         self.results[name] = found

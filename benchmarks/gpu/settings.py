@@ -93,8 +93,10 @@ NARROW_LORA = {
 AGAIN: Mapping[str, Any] = {"activation_checkpointing": {}}
 WIDE = {"micro": 2, "accumulation": 4}
 """A step of the 1B shape: 32768 tokens."""
-LONG = {"micro": 1, "accumulation": 4}
+WIDER = {"micro": 2, "accumulation": 2}
 """A step of the 8B shape: 16384 tokens."""
+LONG = {"micro": 1, "accumulation": 4}
+"""The same, for two loops at a time, one of which has all logits in memory."""
 
 SETTINGS: tuple[Setting, ...] = (
     Setting(
@@ -102,31 +104,32 @@ SETTINGS: tuple[Setting, ...] = (
         profile=True,
     ),
     Setting(
-        name="8b lora compiled", shape="8b", fields=compiled() | LORA, **LONG, steps=2,
-        against=("bare",), rounds=4, profile=True,
-    ),
-    Setting(
-        name="8b lora fp8", shape="8b", fields=compiled(fp8={}) | LORA, **LONG, steps=2,
+        name="8b lora compiled", shape="8b", fields=compiled() | LORA, **WIDER, steps=2,
         profile=True,
     ),
-    Setting(name="8b lora eager", shape="8b", fields=LORA, **LONG, steps=2),
+    Setting(
+        name="8b lora fp8", shape="8b", fields=compiled(fp8={}) | LORA, **WIDER, steps=2,
+        profile=True,
+    ),
+    Setting(name="8b lora eager", shape="8b", fields=LORA, **WIDER, steps=2),
+    Setting(
+        name="8b lora compiled, bare", shape="8b", fields=compiled() | LORA, **LONG, steps=2,
+        against=("bare",), rounds=4,
+    ),
     Setting(
         name="1b compiled, trainer", shape="1b", fields=compiled(), **WIDE, against=("trainer",),
         rounds=4,
     ),
     Setting(name="1b eager", shape="1b", **WIDE),
     Setting(name="1b fp8", shape="1b", fields=compiled(fp8={}), **WIDE),
-    Setting(name="8b backbone", shape="8b", fields=compiled() | NARROW_LORA, **LONG, steps=2),
-    Setting(
-        name="1b recompute", shape="1b", fields=compiled(**AGAIN), micro=8, accumulation=1,
-    ),
+    Setting(name="8b backbone", shape="8b", fields=compiled() | NARROW_LORA, **WIDER, steps=2),
+    Setting(name="1b recompute", shape="1b", fields=compiled(**AGAIN), micro=8),
     Setting(
         name="1b recompute all but attention", shape="1b",
-        fields=compiled(activation_checkpointing={"keep": "attention"}), micro=8, accumulation=1,
+        fields=compiled(activation_checkpointing={"keep": "attention"}), micro=8,
     ),
     Setting(
-        name="8b lora recompute", shape="8b", fields=compiled(**AGAIN) | LORA, micro=4,
-        accumulation=1, steps=2,
+        name="8b lora recompute", shape="8b", fields=compiled(**AGAIN) | LORA, micro=4, steps=2,
     ),
     Setting(
         name="1b fsdp", shape="1b", fields=compiled() | {"wrap": {"use": "wrap.fsdp"}}, **WIDE,
