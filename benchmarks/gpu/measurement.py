@@ -82,17 +82,15 @@ class Measurement:
 
     def run(self, settings: Sequence[Setting], *, tests: bool) -> None:
         """Measure all that the time allows."""
-        shapes = sorted({setting.shape for setting in settings})
-        models = [self._prepared(write_model, *self._model(shape)) for shape in shapes]
+        shapes = dict.fromkeys(setting.shape for setting in settings)
+        models = {shape: self._prepared(write_model, *self._model(shape)) for shape in shapes}
+        for model in models.values():
+            model.go.set()
+        plans, following = self._start_plans(settings), self._start(settings[0])
         if tests:
             self._keep("tests", gpu_tests(self.out / "tests.txt", self._left(TESTS)))
-        if not self.small:
-            self._keep("device", self._json("ceilings", _ceilings, self.length))
-        for model in models:
-            model.call(self._left(MOST))
-        plans = self._start_plans(settings)
-        following = self._start(settings[0])
         for setting, after in zip(settings, [*settings[1:], None], strict=True):
+            models[setting.shape].process.join(self._left(MOST))
             if self._left() < LEAST:
                 break
             prepared = following
@@ -102,9 +100,10 @@ class Measurement:
             found["seconds"] = time.monotonic() - began
             self.results["settings"][setting.name] = found
             self._keep("plans", _read(self.work / "plans.json"))
-            click.echo(
-                f"{setting.name}: {found['seconds']:.0f} s {found.get('error', '')}", err=True
-            )
+            why = found.get("error", "")
+            click.echo(f"{setting.name}: {found['seconds']:.0f} s {why}", err=True)
+        if not self.small and self._left() > LEAST:
+            self._keep("device", self._json("ceilings", _ceilings, self.length))
         plans.process.join(max(self._left(), 1.0))
         self._keep("plans", _read(self.work / "plans.json"))
 
@@ -160,8 +159,7 @@ class Measurement:
                 device=self.device,
             )  # fmt: skip
             recipes[setting.name].write_text(json.dumps(content, indent=1), "utf-8")
-        name = self.results.get("device", {}).get("name")
-        plans = self._prepared(plan_all, recipes, name, self.work / "plans.json")
+        plans = self._prepared(plan_all, recipes, self.device, self.work / "plans.json")
         plans.go.set()
         return plans
 

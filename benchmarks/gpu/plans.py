@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pipeline.errors import PipeError
 from pipeline.planning.hardware import HardwareOptions, Margins
 from pipeline.planning.memory_plan import check, estimate_plan
 
 
-def plan_all(recipes: Mapping[str, Path], gpu: str | None, out: Path) -> None:
-    """Write name -> plan of each recipe, after each, for one GPU of a kind."""
+def plan_all(recipes: Mapping[str, Path], device: str, out: Path) -> None:
+    """Write name -> plan of each recipe, after each, for this machine's GPU, or its processor."""
+    gpu = torch.cuda.get_device_name() if device == "cuda" else None
     machines = HardwareOptions(gpus=1, gpu=gpu) if gpu else HardwareOptions()
     found: dict[str, Any] = {}
     for name, recipe in recipes.items():

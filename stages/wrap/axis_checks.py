@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from pipeline import ModelSource, PlanView, Problem, TrainedRun
@@ -11,6 +13,7 @@ from stages.wrap.axes import (
     FOLDED,
     SEVERAL_STAGES,
     SPLIT_BACKWARD,
+    ExpertParallel,
     PipelineParallel,
     TensorParallel,
     axis_sizes,
@@ -25,6 +28,7 @@ def axis_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
     if axis_sizes(stage).get("context", 1) > 1:
         why = "of all tokens of a micro-batch, and a rank has a slice of them"
         yield from _router_problems("context_parallel", why, plan)
+    yield from _expert_problems(getattr(stage, "expert_parallel", None))
     yield from config_problems(stage, plan)
     sizes, left = axis_sizes(stage), plan.procs
     for axis, size in sizes.items():
@@ -52,6 +56,16 @@ def _tensor_problems(block: TensorParallel | None, plan: PlanView) -> Iterator[P
             message = "torch does not compile blocks that are divided by it and recomputed"
             hint = "leave out compile or activation_checkpointing in the model slot"
             yield Problem(key="tensor_parallel", message=message, hint=hint)
+
+
+def _expert_problems(block: ExpertParallel | None) -> Iterator[Problem]:
+    """Experts to be divided by a transformers that cannot, found without importing it."""
+    spec = importlib.util.find_spec("transformers")
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    divides = any(Path(one, "distributed", "expert_parallel.py").exists() for one in folders)
+    if block is not None and not divides:
+        message = "needs a newer transformers, whose models divide their experts among ranks"
+        yield Problem(key="expert_parallel", message=message, hint="pip install -U transformers")
 
 
 def _router_problems(key: str, why: str, plan: PlanView) -> Iterator[Problem]:

@@ -73,7 +73,12 @@ def balanced_routing() -> Iterator[None]:
     """Have every rank send equal numbers of tokens to all others, in the body, where tensors
     without values do not say how many there are."""
     from torch._subclasses.fake_tensor import FakeTensor
-    from transformers.distributed.expert_parallel import AllToAllEP
+
+    try:
+        from transformers.distributed.expert_parallel import AllToAllEP
+    except ImportError:  # of a version that divides no experts
+        yield
+        return
 
     dispatch, listed = AllToAllEP._dispatch_tokens, FakeTensor.tolist
 
