@@ -43,6 +43,5 @@ def exact_products() -> Iterator[None]:
     """Have fp32 products computed in fp32, and not in TF32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
     yield
     torch.set_float32_matmul_precision(before)

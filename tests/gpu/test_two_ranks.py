@@ -43,7 +43,7 @@ def both(dist: DistContext, folder: str, device: str, case: Case) -> dict[str, A
 
 def assert_ranks(folder: Path, device: str, wrap: str) -> None:
     """Run `both` on two ranks, which have half of a sharded model each."""
-    first, second = run_ranks(both, 2, str(folder), device, Case(wrap=wrap))
+    first, second = run_ranks(both, 2, str(folder), device, Case(wrap=wrap), limit=60)
     assert first["device"] == second["device"] == device
     if wrap == "wrap.fsdp":
         whole = sum(after.numel() for after in plain_weights(folder))

@@ -208,9 +208,10 @@ def apart(engine: Engine, before: Weights, after: Weights) -> dict[str, float]:
         if len(fragment.state) == 1:  # a frozen weight has no moments
             continue
         assert not fragment.stride
-        own = fragment.state[WEIGHT]
+        whole, part = after[fragment.name], fragment.state[WEIGHT]
+        own = part.to(whole.device)  # an offloaded one is in host memory
         start, stop = fragment.start, fragment.start + own.numel()
-        wanted = after[fragment.name].flatten()[start:stop]
+        wanted = whole.flatten()[start:stop]
         origin = before[fragment.name].flatten()[start:stop]
         found[fragment.name] = float((own - wanted).norm() / (wanted - origin).norm())
     return found
