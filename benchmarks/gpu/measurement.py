@@ -91,6 +91,8 @@ class Measurement:
             self._keep("tests", gpu_tests(self.out / "tests.txt", self._left(TESTS)))
         for setting, after in zip(settings, [*settings[1:], None], strict=True):
             models[setting.shape].process.join(self._left(MOST))
+            if not any(model.process.is_alive() for model in models.values()):
+                plans.go.set()
             if self._left() < LEAST:
                 break
             prepared = following
@@ -127,7 +129,9 @@ class Measurement:
     def _measured(self, setting: Setting, prepared: Prepared) -> dict[str, Any]:
         folder = self._folder(setting)
         why = prepared.call(self._left(MOST))
-        result = _read(folder / "result.json") or {"error": why}
+        result = _read(folder / "result.json")
+        if why:
+            result.setdefault("error", why)
         if "error" in result:
             result["output"] = _last_lines(folder / "output.txt")
         shutil.rmtree(folder / "run", ignore_errors=True)
@@ -146,7 +150,7 @@ class Measurement:
         return dict(config), self.work / shape, self.device
 
     def _start_plans(self, settings: Sequence[Setting]) -> Prepared:
-        """Write all recipes, and start their planning beside the measurements."""
+        """Write all recipes; their planning waits for the models."""
         text = self.work / "text.txt"
         text.write_text("text\n", "utf-8")
         recipes = {}
@@ -159,9 +163,7 @@ class Measurement:
                 device=self.device,
             )  # fmt: skip
             recipes[setting.name].write_text(json.dumps(content, indent=1), "utf-8")
-        plans = self._prepared(plan_all, recipes, self.device, self.work / "plans.json")
-        plans.go.set()
-        return plans
+        return self._prepared(plan_all, recipes, self.device, self.work / "plans.json")
 
     def _keep(self, name: str, found: Any) -> None:
         self.results[name] = found

@@ -62,6 +62,10 @@ def main(job: Job) -> None:
     except BaseException as error:
         traceback.print_exc()
         result["error"] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    _keep(job, result)
+
+
+def _keep(job: Job, result: Mapping[str, Any]) -> None:
     partial = job.folder / "result.part"
     partial.write_text(json.dumps(result), "utf-8")
     partial.rename(job.folder / "result.json")
@@ -151,6 +155,7 @@ def _turns(
         opponents=lambda: {name: OPPONENTS[name](work) for name in setting.against},
         behind=lambda: Profiled(device, result) if setting.profile else None,
         result=result,
+        keep=lambda: _keep(job, result),
     )
 
 

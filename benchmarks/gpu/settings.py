@@ -99,31 +99,39 @@ LONG = {"micro": 1, "accumulation": 4}
 """The same, for two loops at a time, one of which has all logits in memory."""
 
 SETTINGS: tuple[Setting, ...] = (
-    Setting(
-        name="1b compiled", shape="1b", fields=compiled(), **WIDE, against=("bare",), rounds=5,
-        profile=True,
-    ),
+    Setting(name="1b compiled", shape="1b", fields=compiled(), **WIDE, profile=True),
     Setting(
         name="8b lora compiled", shape="8b", fields=compiled() | LORA, **WIDER, steps=2,
         profile=True,
     ),
+    Setting(name="8b lora eager", shape="8b", fields=LORA, **WIDER, steps=2),
     Setting(
         name="8b lora fp8", shape="8b", fields=compiled(fp8={}) | LORA, **WIDER, steps=2,
         profile=True,
     ),
-    Setting(name="8b lora eager", shape="8b", fields=LORA, **WIDER, steps=2),
+    Setting(
+        name="1b compiled, bare", shape="1b", fields=compiled(), **WIDE, against=("bare",),
+        rounds=5, steps=2,
+    ),
+    Setting(
+        name="1b compiled, trainer", shape="1b", fields=compiled(), **WIDE, against=("trainer",),
+        rounds=5, steps=2,
+    ),
+    Setting(name="1b eager", shape="1b", **WIDE),
+    Setting(
+        name="1b all logits", shape="1b",
+        fields=compiled() | {"train": {"loss_chunk_size": None}}, **WIDE,
+    ),
+    Setting(name="1b recompute", shape="1b", fields=compiled(**AGAIN), micro=8),
+    Setting(name="8b backbone", shape="8b", fields=compiled() | NARROW_LORA, **WIDER, steps=2),
     Setting(
         name="8b lora compiled, bare", shape="8b", fields=compiled() | LORA, **LONG, steps=2,
         against=("bare",), rounds=4,
     ),
     Setting(
-        name="1b compiled, trainer", shape="1b", fields=compiled(), **WIDE, against=("trainer",),
-        rounds=4,
+        name="1b saves", shape="1b", micro=2, saves=True,
+        fields={"train": {"steps": 9}, "checkpoint": {"every": 3, "keep": 1}},
     ),
-    Setting(name="1b eager", shape="1b", **WIDE),
-    Setting(name="1b fp8", shape="1b", fields=compiled(fp8={}), **WIDE),
-    Setting(name="8b backbone", shape="8b", fields=compiled() | NARROW_LORA, **WIDER, steps=2),
-    Setting(name="1b recompute", shape="1b", fields=compiled(**AGAIN), micro=8),
     Setting(
         name="1b recompute all but attention", shape="1b",
         fields=compiled(activation_checkpointing={"keep": "attention"}), micro=8,
@@ -131,20 +139,13 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         name="8b lora recompute", shape="8b", fields=compiled(**AGAIN) | LORA, micro=4, steps=2,
     ),
+    Setting(name="1b fp8", shape="1b", fields=compiled(fp8={}), **WIDE),
     Setting(
         name="1b fsdp", shape="1b", fields=compiled() | {"wrap": {"use": "wrap.fsdp"}}, **WIDE,
     ),
     Setting(
-        name="1b all logits", shape="1b",
-        fields=compiled() | {"train": {"loss_chunk_size": None}}, **WIDE,
-    ),
-    Setting(
         name="1b packed, flex", shape="1b",
         fields=compiled(attention="flex_attention") | {"data": {"documents_apart": True}}, **WIDE,
-    ),
-    Setting(
-        name="1b saves", shape="1b", micro=2, saves=True,
-        fields={"train": {"steps": 9}, "checkpoint": {"every": 3, "keep": 1}},
     ),
 )  # fmt: skip
 

@@ -45,6 +45,8 @@ class Turns(StepCallback):
     """Makes what follows the last block."""
     began: float = field(default_factory=time.perf_counter)
     result: dict[str, Any] = field(default_factory=dict)
+    keep: Callable[[], None] = lambda: None
+    """Called behind each block, to keep the result so far."""
     _others: Mapping[str, Loop] = field(default_factory=dict, init=False)
     _next: StepCallback | None = field(default=None, init=False)
     _first: int | None = field(default=None, init=False)
@@ -77,6 +79,7 @@ class Turns(StepCallback):
                 self.began = time.perf_counter()
                 other.run(self.steps)
                 self.result.setdefault(name, []).append(self._passed() / self.steps)
+        self.keep()
         if block == self.rounds:
             self._next = self.behind()
             if self._next is None:

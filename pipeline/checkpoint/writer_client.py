@@ -25,6 +25,7 @@ from pipeline.checkpoint.writer_protocol import SaveRequest, SaveResult, WriterS
 from pipeline.distributed.signals import held_back
 from pipeline.errors import CheckpointError, WriterDied
 from pipeline.utils.files import anonymous_file
+from pipeline.utils.page_lock import PageLock
 from pipeline.utils.process_tree import own_module
 
 if TYPE_CHECKING:
@@ -42,9 +43,16 @@ class SnapshotBuffer:
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         self._map = mmap.mmap(self.descriptor, max(size, 1), flags=flags)
         self.memory = memoryview(self._map)[:size]
+        self._lock: PageLock | None = None
+
+    def page_lock(self) -> None:
+        """Lock the pages for copies from a GPU."""
+        self._lock = PageLock(self.memory)
 
     def close(self) -> None:
         """Release the memory, once no view of it is left."""
+        if self._lock is not None:
+            self._lock.close()
         self.memory.release()
         self._map.close()
         os.close(self.descriptor)
@@ -144,6 +152,8 @@ class Snapshot:
         for copy in staging.whole:
             self._whole[copy.key].append(copy)
         self.buffer = SnapshotBuffer(staging.size)
+        if dist.device.type == "cuda":
+            self.buffer.page_lock()
         for place, head in staging.heads:
             self.buffer.memory[place : place + len(head)] = head
 
@@ -167,7 +177,10 @@ class Snapshot:
     def _pass_on(
         self, writer: WriterProcess, request: SaveRequest, number: int
     ) -> SaveResult | None:
-        """Announce a round to the writer; wait until there is room for the next."""
+        """Announce a round to the writer, once its copies have arrived; wait until there is room
+        for the next."""
+        if self._dist.device.type == "cuda":
+            torch.cuda.current_stream(self._dist.device).synchronize()
         writer.go_on() if number else writer.begin(request)
         needs_room = 2 <= number + 1 < len(self.staging.rounds)
         return writer.wait_taken() if needs_room else None
@@ -208,15 +221,15 @@ class Snapshot:
                 yield fragment, kind, tensor
 
     def _copy(self, copy: Copy, held: Tile, tensor: Tensor) -> None:
-        """Copy into the buffer, from the elements of a tile. In host memory the C library copies
-        faster than torch."""
+        """Copy into the buffer, from the elements of a tile; a GPU may still copy afterwards. In
+        host memory the C library copies faster than torch."""
         target, first = self._target(copy), held.position(copy.start)
         source = tensor[first : first + copy.numel] if first is not None else tensor[:0]
         assert source.shape == target.shape, f"{copy.key} has changed its size"
         if source.device.type == "cpu" and source.is_contiguous() and source.dtype == target.dtype:
             ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel() * target.itemsize)
         else:
-            target.copy_(source)
+            target.copy_(source, non_blocking=True)
 
     def _target(self, copy: Copy) -> Tensor:
         dtype = self._dtypes[copy.key]

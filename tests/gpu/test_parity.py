@@ -81,7 +81,9 @@ def test_strategies(
 @pytest.mark.parametrize("wrap", ["wrap.ddp", "wrap.fsdp"])
 def test_the_loss_in_chunks(wrap: str, compute: str, gpu: DistContext, tmp_path: Path) -> None:
     case = Case(wrap=wrap, compute=compute)
-    assert_parity(gpu, tmp_path, case, objective=SummedLoss(CHUNK))
+    # Products of other shapes are rounded to bf16 at other places.
+    looser = 1.0 if compute == "fp32" else 2.0
+    assert_parity(gpu, tmp_path, case, objective=SummedLoss(CHUNK), looser=looser)
 
 
 def test_weights_in_host_memory(gpu: DistContext, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.store import locate
 from pipeline.checkpoint.write_plan import DTYPES
+from pipeline.checkpoint.writer_client import SnapshotBuffer
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
@@ -77,3 +78,15 @@ def assert_snapshots(dist: DistContext, folder: Path, case: Case, *, asynchronou
 def test_snapshot(wrap: str, asynchronous: bool, gpu: DistContext, tmp_path: Path) -> None:
     case = Case(wrap=wrap, model=LARGE)
     assert_snapshots(gpu, tmp_path, case, asynchronous=asynchronous)
+
+
+def test_pages_of_the_buffer_are_locked(gpu: DistContext) -> None:
+    buffer = SnapshotBuffer(1 << 24)
+    assert not torch.frombuffer(buffer.memory, dtype=torch.uint8).is_pinned()
+    buffer.page_lock()
+    assert torch.frombuffer(buffer.memory, dtype=torch.uint8).is_pinned()
+    values = torch.arange(1 << 22, device=gpu.device, dtype=torch.int32)
+    torch.frombuffer(buffer.memory, dtype=torch.int32).copy_(values, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(torch.frombuffer(buffer.memory, dtype=torch.int32), values.cpu())
+    buffer.close()
