@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, SupportsFloat
 
 import pydantic.dataclasses
 
@@ -31,12 +31,14 @@ class DataAxis:
 class StepReport:
     """Outcome of one optimizer step.
 
-    `grad_norm` is the L2 norm of the whole model's gradient before clipping, over all ranks.
+    `grad_norm` is the L2 norm of the whole model's gradient before clipping, over all ranks: a
+    float, or what the device still computes, for which `float(grad_norm)` waits
+    (`pipeline.utils.HostCopy`).
     `applied` is False when the update was left out: for an overflow under loss scaling, or because
     the step guard refused it. `loss_scale` is 1.0 without scaling.
     """
 
-    grad_norm: float
+    grad_norm: SupportsFloat
     applied: bool
     loss_scale: float = 1.0
 

@@ -106,7 +106,9 @@ class StepCallback(ABC):
     @abstractmethod
     def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
         """Called after update number `step` (from 1), before the model is evaluated and before a
-        checkpoint of this step is saved; not for steps that were dropped as anomalous.
+        checkpoint of this step is saved; not for steps that were dropped as anomalous. Where
+        neither comes next, the weights may be those of the next update; `progress` is
+        as of `step`.
 
         `record` has the numbers that `metrics.jsonl` has of the step (docs/training.md): `loss`
         and speeds over all ranks, `time` and `step_seconds` of this rank; NaN if unknown.

@@ -18,6 +18,11 @@ class HostCopy:
             self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._sent.record()
 
+    def __float__(self) -> float:
+        """The only element, as `read` returns it."""
+        (value,) = self.read()
+        return value
+
     def read(self) -> list[float]:
         """Return all elements. The host waits if the device has not computed them."""
         if self._sent is not None:

@@ -46,9 +46,12 @@ class AnomalyMonitor:
         return lambda norm: math.isfinite(norm) and not self._spikes
 
     def anomaly(self, report: StepReport) -> str:
-        """Description of the observed step's anomaly; empty if there is none."""
+        """Description of the observed step's anomaly; empty if there is none. Waits for the
+        gradient norm."""
         # An overflow under loss scaling goes away as the scale falls; without a scale it stays.
-        if not math.isfinite(report.grad_norm) and (report.applied or report.loss_scale <= 1.0):
+        if not math.isfinite(float(report.grad_norm)) and (
+            report.applied or report.loss_scale <= 1.0
+        ):
             return NON_FINITE
         return SPIKE if self._spikes else ""
 
@@ -88,6 +91,11 @@ class Recovery:
     validate: Callable[[Progress], None]
     """Passed to `Checkpoints.restore`."""
 
+    @property
+    def guards(self) -> bool:
+        """Whether a step may be left out."""
+        return self.monitor.should_step is not None
+
     def recover(
         self, anomaly: str, grad_norm: float, progress: Progress, samples: int
     ) -> dict[str, Any]:
@@ -111,6 +119,14 @@ class Recovery:
             start = self._roll_back(what, progress, stop)
         exclude(progress, start, stop)
         return {**facts, "samples_from": start, "samples_to": stop}
+
+    def require_finite(self, report: StepReport, before: Progress, after: Progress) -> None:
+        """Raise StageError if the gradient of an unguarded step from `before` to `after` is not
+        finite. Its update has been applied."""
+        if not self.guards and self.monitor.anomaly(report):
+            norm = float(report.grad_norm)
+            what = self._describe(NON_FINITE, norm, before, after.samples)
+            raise StageError(what, hint=HINT)
 
     def _describe(self, anomaly: str, grad_norm: float, progress: Progress, stop: int) -> str:
         if anomaly == SPIKE:

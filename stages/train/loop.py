@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from pipeline import (
@@ -18,15 +18,16 @@ from pipeline import (
 from pipeline.utils import activity
 from stages.train.anomalies import Recovery
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.evaluation import evaluate, reason_to_stop, record_evaluation, set_metric
+from stages.train.evaluation import evaluate, reason_to_stop, record_evaluation
 from stages.train.garbage import collect_behind, collected_as_usual, collected_at_steps
 from stages.train.generate import Writer
+from stages.train.launched import LaunchedSteps
 from stages.train.loss import SummedLoss
-from stages.train.profiling import Profile, Profiler
-from stages.train.report import Reporter, StepMeter
+from stages.train.meter import StepMeter
+from stages.train.profiling import Profiler
+from stages.train.report import Reporter
 from stages.train.saves import Saves
 from stages.train.step import StepResult, TrainStep
-from stages.train.stragglers import StragglerWatch
 from stages.train.verify_loss import verify_packing
 
 
@@ -46,7 +47,7 @@ class Training:
     recovery: Recovery
     profiler: Profiler
     meter: StepMeter
-    stragglers: StragglerWatch
+    launched: LaunchedSteps
     writer: Writer | None
     """Writes texts, if the recipe asks for them."""
     reporter: Reporter
@@ -70,22 +71,38 @@ class Training:
 
     def _advance(self) -> None:
         """Take a step, and do what is due behind it."""
-        number = self.progress.step + 1
+        progress, launched = self.progress, self.launched
+        number = progress.step + 1
         self.ctx.dist.heartbeat.beat(Phase.STEP, step=number)
-        result, profile = self.profiler.run(number, lambda: self.step(self.progress))
+        profiled = self.profiler.due(number)
+        if profiled:
+            launched.tell()  # so that the device does nothing else
+        before = replace(progress)
+        with launched.told_on_failure():
+            result, profile = self.profiler.run(number, lambda: self.step(progress))
         if result.anomaly:
             self._recover(result)
             return
-        self._record(result, profile)
+        self.evaluated = False
+        stop = self.ctx.dist.stop.asked
+        launched.add(self.meter.end(result, before, progress, profile, stop=stop))
         collect_behind(number)
-        if self.meter.stop:
+        at_once = profiled or self.recovery.guards or self._pause_due()
+        launched.tell(but=0 if at_once else 1)
+        if launched.stop:
             self._stop()
         if self._evaluation_due():
             self._evaluate()
         if self._texts_due():
             self._write_texts()
-        if self.checkpoints.due(self.progress):
+        if self.checkpoints.due(progress):
             self._save()
+
+    def _pause_due(self) -> bool:
+        """Whether something comes between this step and the next."""
+        last = self.progress.step >= self.step.feed.total_steps(self.progress)
+        evaluates = self._evaluation_due() or self._texts_due()
+        return last or evaluates or self.checkpoints.due(self.progress)
 
     def _begin(self) -> None:
         progress, config, feed = self.progress, self.config, self.step.feed
@@ -132,17 +149,6 @@ class Training:
             )
         return progress.step < total and not progress.stopped
 
-    def _record(self, result: StepResult, profile: Profile | None) -> None:
-        progress = self.progress
-        self.evaluated = False
-        asked = self.ctx.dist.stop.asked
-        record = self.meter.measure(result, progress, profile, stop=asked)
-        set_metric(progress, "loss", record["loss"])
-        self.callbacks.on_step(progress.step, progress, record)
-        seconds = record["step_seconds"]
-        if self.stragglers.look(progress.step, seconds=seconds, data=result.stats.seconds):
-            self.meter.restart(progress)
-
     def _evaluation_due(self) -> bool:
         step, every = self.progress.step, self.config.eval_every
         if not self.data.heldout:
@@ -171,7 +177,8 @@ class Training:
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
-        """Show all steps so far, and leave the body's time out of the speed of training."""
+        """Tell of all steps so far, and leave the body's time out of the speed of training."""
+        self.launched.tell()
         self.reporter.show()
         with collected_as_usual():
             yield
@@ -191,6 +198,7 @@ class Training:
 
     def _save(self) -> None:
         progress = self.progress
+        self.launched.tell()
         progress.callbacks = self.callbacks.state()
         self.ctx.dist.heartbeat.beat(Phase.SAVE)
         with self._paused():
@@ -208,7 +216,7 @@ class Training:
         self.reporter.show()
         progress = self.progress
         step, samples = progress.step, self.step.feed.count(progress.samples)
-        norm = result.report.grad_norm
+        norm = float(result.report.grad_norm)
         facts = self.recovery.recover(result.anomaly, norm, progress, samples)
         if progress.step < step:
             self.evaluated = "eval_loss" in progress.metrics

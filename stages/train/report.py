@@ -1,114 +1,14 @@
-"""Numbers of each step, and their report: lines on screen, records in `metrics.jsonl`."""
+"""The report of a training: lines on screen, records in `metrics.jsonl`."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.distributed
-from torch import Tensor
-
-from pipeline import IN_DISPLAY, Context, DistContext, Engine, Progress, StepCallback
-from pipeline.hardware import peak_beyond
-from pipeline.utils import HostCopy, duration
-from stages.train.batches import BatchStats
-from stages.train.flops import Cost
-from stages.train.profiling import Profile
-from stages.train.step import StepResult
-
-
-class StepMeter:
-    """Measures steps, from the end of the one before."""
-
-    def __init__(
-        self, engine: Engine, dist: DistContext, progress: Progress, cost: Cost | None = None
-    ) -> None:
-        self._engine = engine
-        self._ranks = dist.world_size
-        self._cost = cost
-        self._sums: HostCopy | None = None
-        self.stop = False
-        """Whether any rank was asked to stop before the step that was measured last."""
-        self.restart(progress)
-
-    def restart(self, progress: Progress) -> None:
-        """Leave out of the next step's time all that was before this call."""
-        self._since = time.perf_counter()
-        self._tokens, self._samples = progress.tokens, progress.samples
-
-    def observe(self, loss: Tensor, stats: BatchStats) -> None:
-        """Take this rank's part of a step's mean loss (a scalar on the device, in nats) and its
-        batch statistics, before its update: ask for their sums over all ranks (collective)."""
-        # Ranks that run one model together have the statistics of the same samples.
-        alike = self._ranks // self._engine.data_axis.count
-        own = [0.0, *(value / alike for value in dataclasses.astuple(stats))]
-        host = torch.tensor(own, dtype=torch.float64, pin_memory=loss.is_cuda)
-        sums = host.to(loss.device, non_blocking=True)
-        sums[0] = loss.detach()
-        self._sums = HostCopy(self._engine.total(sums))
-
-    def measure(
-        self,
-        result: StepResult,
-        progress: Progress,
-        profile: Profile | None = None,
-        *,
-        stop: bool = False,
-    ) -> dict[str, float]:
-        """The record of the step that was observed last and that `progress` has (collective). A
-        profiled step took the time of its `profile`; `stop` says whether this rank was asked to
-        stop. The host waits for nothing: since it knows the gradient norm, the sums that the device
-        was asked for before are there too."""
-        now = time.perf_counter()
-        seconds = now - self._since if profile is None else profile.seconds
-        ranks, shares = self._ranks, self._engine.data_axis.count
-        assert self._sums is not None, "the step was not observed"
-        loss, *sums = self._sums.read()
-        total = BatchStats(*sums)
-        peaks = self._greatest(stop)
-        record = {
-            "grad_norm": result.report.grad_norm,
-            "lr": result.lr,
-            "tokens": progress.tokens,
-            "samples": progress.samples,
-            "applied": result.report.applied,
-            "loss_scale": result.report.loss_scale,
-            "time": time.time(),
-            "step_seconds": seconds,
-            "target_tokens_per_second": (progress.tokens - self._tokens) / seconds,
-            "samples_per_second": (progress.samples - self._samples) / seconds,
-            "loss": loss,
-            "tokens_per_second": total.tokens / seconds,
-            "tokens_per_second_per_rank": total.tokens / seconds / ranks,
-            "data_wait_share": total.seconds / seconds / shares,
-            **peaks,
-        }
-        if self._cost is not None:
-            spent = seconds * ranks
-            record["mfu"] = self._cost.utilisation(total.tokens, total.squares, spent)
-        if profile is not None:
-            parts = profile.shares._asdict().items()
-            record |= {"profiled": True, **{f"{name}_share": share for name, share in parts}}
-        self._since, self._tokens, self._samples = now, progress.tokens, progress.samples
-        return record
-
-    def _greatest(self, stop: bool) -> dict[str, int]:
-        """Peak bytes of the rank with most since the start, if known: of torch's tensors on its
-        GPU, and of host memory for the model and its training (`pipeline.hardware.host`). Notes
-        whether any rank has to `stop` (collective)."""
-        device = self._engine.device
-        on_gpu = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-        most = torch.tensor([on_gpu, peak_beyond() or 0, int(stop)])  # the device is not asked
-        if self._ranks > 1:
-            torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
-        *sizes, stops = most.tolist()
-        self.stop = stops > 0
-        names = ("peak_memory_bytes", "peak_host_memory_bytes")
-        return {name: size for name, size in zip(names, sizes, strict=True) if size}
+from pipeline import IN_DISPLAY, Context, Progress, StepCallback
+from pipeline.utils import duration
 
 
 class Reporter(StepCallback):

@@ -24,11 +24,13 @@ from stages.train.batches import Feed
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.flops import known_cost, known_peak
 from stages.train.generate import Writer
+from stages.train.launched import LaunchedSteps
 from stages.train.lineage import lineage, require_same_lineage
 from stages.train.loop import Training
 from stages.train.loss import SummedLoss, WithRouterLoss
+from stages.train.meter import StepMeter
 from stages.train.profiling import Profiler
-from stages.train.report import Reporter, StepMeter
+from stages.train.report import Reporter
 from stages.train.saves import Saves
 from stages.train.settings import GIVE_SAMPLES, NO_SAMPLES
 from stages.train.step import TrainStep
@@ -63,6 +65,8 @@ def train(
     cost = known_cost(engine, model, known_peak(engine))
     meter = StepMeter(engine, ctx.dist, progress, cost)
     reporter = Reporter(ctx, log_every=config.log_every, total_steps=feed.total_steps)
+    callbacks = Callbacks(reporter, callback)
+    recovery = Recovery(config.anomalies, monitor, checkpoints, validate)
     last = Training(
         config=config,
         ctx=ctx,
@@ -80,13 +84,20 @@ def train(
             observe=meter.observe,
             heartbeat=ctx.dist.heartbeat,
         ),
-        recovery=Recovery(config.anomalies, monitor, checkpoints, validate),
+        recovery=recovery,
         profiler=Profiler(config.profile_steps, ctx.run_dir, engine, ctx.dist),
         meter=meter,
-        stragglers=StragglerWatch(ctx),
+        launched=LaunchedSteps(
+            progress=progress,
+            meter=meter,
+            recovery=recovery,
+            reporter=reporter,
+            callbacks=callbacks,
+            stragglers=StragglerWatch(ctx),
+        ),
         writer=None if config.generate is None else Writer(config.generate, model, ctx.seed),
         reporter=reporter,
-        callbacks=Callbacks(reporter, callback),
+        callbacks=callbacks,
     ).run()
     if config.result == "best":
         return checkpoints.best()

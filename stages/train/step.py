@@ -31,7 +31,8 @@ class StepResult:
     """Learning rate of the step, before the ratios of parameter groups; NaN if there is none."""
     stats: BatchStats
     anomaly: str
-    """Description of an anomaly, after which `progress` has not moved; empty if there is none."""
+    """Description of an anomaly against which the update was guarded, and after which `progress`
+    has not moved; empty if there is none."""
 
 
 def advance(progress: Progress, feed: Feed) -> None:
@@ -71,8 +72,9 @@ class TrainStep:
         monitor.observe(loss, progress)
         self.observe(loss, stats)
         scale = self.plan.lr_scale(progress.step, feed.total_steps(progress))
-        report = self.engine.step(lr_scale=scale, should_step=monitor.should_step)
-        anomaly = monitor.anomaly(report)
+        guard = monitor.should_step
+        report = self.engine.step(lr_scale=scale, should_step=guard)
+        anomaly = "" if guard is None else monitor.anomaly(report)
         if not anomaly:
             monitor.record(progress, applied=report.applied)
             progress.skipped += not report.applied

@@ -17,7 +17,8 @@ class Transfer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        on_gpu = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
 
     def begin(self, batch: MicroBatch) -> Callable[[], MicroBatch]:
         """Begin to copy a micro-batch of the host; any thread may. The function that is returned

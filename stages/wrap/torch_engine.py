@@ -136,10 +136,9 @@ class TorchEngine(ModuleEngine):
         scale = 1.0 if scaler is None else scaler.scale
         norm = self.gradient_norm(gradients) / scale
         sent = HostCopy(norm)
-        overflowed = scaler is not None and not math.isfinite(*sent.read())
-        # Without a guard the host starts the update without waiting for the norm, and never waits
-        # for the update.
-        applied = not overflowed and (should_step is None or should_step(*sent.read()))
+        overflowed = scaler is not None and not math.isfinite(sent)
+        # Without a guard and loss scaling the host waits for nothing.
+        applied = not overflowed and (should_step is None or should_step(float(sent)))
         if applied:
             self._limit(gradients, norm, scale)
             optimizer.step()
@@ -147,8 +146,7 @@ class TorchEngine(ModuleEngine):
             scaler.update(overflowed=overflowed)
         optimizer.zero_grad(set_to_none=not self.keeps_gradients)
         self._applied += applied
-        (grad_norm,) = sent.read()
-        return StepReport(grad_norm=grad_norm, applied=applied, loss_scale=scale)
+        return StepReport(grad_norm=sent, applied=applied, loss_scale=scale)
 
     def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """Norm of the whole model's gradient, of which this rank has `gradients` (collective)."""

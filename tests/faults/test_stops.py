@@ -29,7 +29,7 @@ def recipe(folder: Path) -> Path:
     stages = training(
         data={"heldout": True},
         checkpoint={"every": 10, "keep": 2},
-        train={"steps": STEPS, "eval_every": 7, "micro_batch_size": 1},
+        train={"steps": STEPS, "eval_every": 7, "micro_batch_size": 1, "workers": 1},
     )
     launch = {"procs": RANKS, "device": "cpu", "restarts": {"limit": 5, "backoff": 0}}
     path = folder / "recipe.yaml"

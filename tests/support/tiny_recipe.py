@@ -24,7 +24,9 @@ def training(
     checkpoint: Mapping[str, Any],
     train: Mapping[str, Any],
 ) -> Stages:
-    """Return the slots up to `train`, the same under every strategy."""
+    """Return the slots up to `train`, the same under every strategy. A sample is read in the step
+    that it is of, so that a kill at its reading comes there."""
+    loop = {"use": "train.causal_lm", "global_batch_size": 4, "log_every": 1, "workers": 0}
     return {
         "model": {"use": "model.hf", "config": TINY},
         "precision": {"use": "precision.policy", "compute": "fp32"},
@@ -32,7 +34,7 @@ def training(
         "optimizer": {"use": "optimizer.adamw", "lr": 0.01, "schedule": "constant"},
         "wrap": {"use": wrap},
         "checkpoint": {"use": "checkpoint.sharded", **checkpoint},
-        "train": {"use": "train.causal_lm", "global_batch_size": 4, "log_every": 1, **train},
+        "train": {**loop, **train},
     }
 
 

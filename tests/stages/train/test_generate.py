@@ -57,8 +57,8 @@ class Letters:
 
 
 class StopAt(StepCallback):
-    """Sends this process a signal behind an update, or has lost patience there, if it is not step
-    0."""
+    """Sends this process a signal behind an update, or has lost patience behind an evaluation, if
+    it is not step 0."""
 
     def __init__(self, step: int, early: int) -> None:
         self.step, self.early = step, early
@@ -66,6 +66,8 @@ class StopAt(StepCallback):
     def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
         if step == self.step:
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_evaluation(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
         if step == self.early:
             progress.patience["evaluations"] = 1
 
@@ -91,6 +93,7 @@ def train(
         global_batch_size=4,
         micro_batch_size=1,
         steps=4,
+        eval_every=early or None,
         eval_last=False,
         early_stopping=EarlyStopping(patience=1),
         generate=generate,

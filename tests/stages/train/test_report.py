@@ -19,12 +19,13 @@ from pipeline.contracts.training import Progress, TrainedRun
 from pipeline.distributed.process_group import DistContext
 from pipeline.execution.metrics import records
 from pipeline.hardware import host
-from stages.train import report
+from stages.train import meter, report
 from stages.train.batches import BatchStats
 from stages.train.evaluation import record_evaluation, set_metric
 from stages.train.flops import Cost
+from stages.train.meter import StepMeter
 from stages.train.profiling import Breakdown, Profile
-from stages.train.report import Reporter, StepMeter
+from stages.train.report import Reporter
 from stages.train.step import StepResult
 from tests.support.runs import context
 
@@ -57,7 +58,8 @@ class Steps:
         report, stats = StepReport(grad_norm=1.5, applied=True), stats or BatchStats(tokens=7)
         done = StepResult(report=report, lr=0.25, stats=stats, anomaly="")
         self.meter.observe(torch.tensor(loss), stats)
-        record = self.meter.measure(done, self.progress, profile)
+        taken = self.meter.end(done, self.progress, self.progress, profile)
+        record = self.meter.record(taken)
         set_metric(self.progress, "loss", record["loss"])
         self.reporter.on_step(self.progress.step, self.progress, record)
 
@@ -89,7 +91,8 @@ def test_a_number_that_is_none_ends_nothing(tmp_path: Path) -> None:
 def at(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Set the clock."""
     clock = SimpleNamespace(perf_counter=lambda: 0.0, time=lambda: 100.0)
-    monkeypatch.setattr(report, "time", clock)
+    for module in (meter, report):
+        monkeypatch.setattr(module, "time", clock)
 
     def set_to(seconds: float) -> None:
         clock.perf_counter = lambda: seconds

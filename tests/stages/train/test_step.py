@@ -9,7 +9,7 @@ import torch
 
 from pipeline import DistContext, Heartbeat, Progress, StepReport
 from stages.train.anomalies import AnomalyMonitor
-from stages.train.report import StepMeter
+from stages.train.meter import StepMeter
 from stages.train.settings import Anomalies
 from stages.train.step import TrainStep
 
@@ -59,6 +59,6 @@ def test_the_sums_are_asked_for_before_the_update_and_read_behind_it() -> None:
     )
     result = step(progress)
     assert engine.calls == ["accumulate", "total", "step"]
-    record = meter.measure(result, progress)
+    record = meter.record(meter.end(result, Progress(), progress))
     assert engine.calls == ["accumulate", "total", "step"]
     assert (record["loss"], record["lr"], progress.step, progress.samples) == (2.0, 0.05, 1, 2)
