@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from pipeline.contracts.data import Data
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context
-from pipeline.contracts.training import Progress
+from pipeline.contracts.training import Callbacks, Checkpoints, Progress
 from pipeline.distributed.process_group import DistContext
 from pipeline.execution import rundir
 from pipeline.execution.metrics import Metrics
@@ -21,12 +22,16 @@ from stages.data.samples import TokenBlocks
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
-from stages.train.anomalies import AnomalyMonitor
+from stages.train.anomalies import AnomalyMonitor, Recovery
 from stages.train.batches import Feed
 from stages.train.causal_lm import TrainCausalLm
+from stages.train.garbage import collect_behind, collected_at_steps
+from stages.train.launched import LaunchedSteps
 from stages.train.loss import SummedLoss
-from stages.train.report import Reporter, StepMeter
+from stages.train.meter import StepMeter
+from stages.train.report import Reporter
 from stages.train.step import TrainStep
+from stages.train.stragglers import StragglerWatch
 
 
 def run_context(job: Job, dist: DistContext, log: Any, on_exit: Any) -> Context:
@@ -63,25 +68,54 @@ class OurLoop:
         blocks = TokenBlocks(map_tokens(job.folder), job.length)
         data = Data(train=blocks, heldout=None, pad_id=0, identity={})
         engine, self._progress = self.engine, Progress()
-        feed = Feed(config, data, ctx.seed, engine.data_axis, engine.device)
+        feed = Feed(config, data, ctx.seed, engine.data_axis, engine.device, workers=config.workers)
+        monitor = AnomalyMonitor(config.anomalies, engine.total)
         self._meter = StepMeter(engine, ctx.dist, self._progress)
         self._step = TrainStep(
             engine=engine,
             objective=SummedLoss(),
             feed=feed,
             plan=self._plan,
-            monitor=AnomalyMonitor(config.anomalies, engine.total),
+            monitor=monitor,
             observe=self._meter.observe,
             heartbeat=ctx.dist.heartbeat,
         )
-        self._reporter = Reporter(ctx, log_every=config.log_every, total_steps=feed.total_steps)
+        reporter = Reporter(ctx, log_every=config.log_every, total_steps=feed.total_steps)
+        self._launched = LaunchedSteps(
+            progress=self._progress,
+            meter=self._meter,
+            recovery=Recovery(config.anomalies, monitor, NoCheckpoints(), lambda progress: None),
+            reporter=reporter,
+            callbacks=Callbacks(reporter),
+            stragglers=StragglerWatch(ctx),
+        )
 
     def run(self, steps: int) -> float:
         """Train `steps` steps; return the global loss of the last one."""
-        progress, record = self._progress, {"loss": 0.0}
-        for _ in range(steps):
-            result = self._step(progress)
-            assert not result.anomaly, result.anomaly
-            record = self._meter.measure(result, progress)
-            self._reporter.on_step(progress.step, progress, record)
-        return record["loss"]
+        progress, launched = self._progress, self._launched
+        with collected_at_steps():
+            for _ in range(steps):
+                before = replace(progress)
+                result = self._step(progress)
+                assert not result.anomaly, result.anomaly
+                launched.add(self._meter.end(result, before, progress))
+                collect_behind(progress.step)
+                launched.tell(but=1)
+            launched.tell()
+        return progress.metrics["loss"]
+
+
+class NoCheckpoints(Checkpoints):
+    """None are made: every step is good."""
+
+    def due(self, progress: Progress) -> bool:
+        return False
+
+    def save(self, progress: Progress) -> None:
+        raise NotImplementedError
+
+    def finish(self) -> str:
+        raise NotImplementedError
+
+    def restore(self, validate: Any) -> None:
+        raise NotImplementedError
