@@ -281,7 +281,7 @@ def operations(
         formula, tensors, share = CPU_KERNELS[packet]
         names = [argument.name for argument in function._schema.arguments]
         causal = (dict(zip(names, arguments, strict=False)) | dict(named)).get("is_causal")
-        amount = formula(*(one.shape for one in arguments[:tensors]))
+        amount = formula(*_with_own_heads([one.shape for one in arguments[:tensors]]))
         return ATTENTION, amount * share * (0.5 if causal else 1.0)
     if packet is aten._grouped_mm:
         # Each row of the first is multiplied with its group's matrix; or gradients of that.
@@ -291,6 +291,12 @@ def operations(
         return PRODUCTS, 0.0
     kind = ATTENTION if "attention" in str(packet) else PRODUCTS
     return kind, float(counted(*arguments, **named, out_val=out))
+
+
+def _with_own_heads(shapes: Sequence[torch.Size]) -> list[torch.Size]:
+    """Shapes (samples, heads, tokens, size) of attention, with as many heads of keys and values as
+    of queries, which the first has: the work is the same, and torch 2.11 counts no other."""
+    return [torch.Size((shape[0], shapes[0][1], *shape[2:])) for shape in shapes]
 
 
 @contextlib.contextmanager
