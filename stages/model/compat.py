@@ -253,26 +253,3 @@ def masks_of_values(*, packed: bool) -> Iterator[None]:
         yield
     finally:
         masking_utils.is_tracing = original
-
-
-def flash_documents(model: nn.Module, positions: Tensor) -> dict[str, Any]:
-    """Arguments that tell flash attention where documents begin in the flattened samples, given
-    positions of shape (samples, length); empty for a model with another attention. By itself it
-    takes a batch of several packed samples for unpacked ones."""
-    import torch
-
-    configs = (getattr(one, "config", None) for one in model.modules())
-    config = next((one for one in configs if hasattr(one, "_attn_implementation")), None)
-    if config is None or "flash" not in str(config._attn_implementation):
-        return {}
-    flat = positions.flatten()
-    starts = (flat == 0).nonzero().flatten()
-    ends = torch.tensor([flat.numel()], device=flat.device)
-    bounds = torch.cat([starts, ends]).to(torch.int32)
-    longest = int(bounds.diff().max())
-    return {
-        "cu_seq_lens_q": bounds,
-        "cu_seq_lens_k": bounds,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }

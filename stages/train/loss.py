@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeline import NO_TARGET, MicroBatch, StageError
 from pipeline.utils import has_values
-from stages.model.compat import flash_documents
+from stages.model.documents_compat import flash_documents
 from stages.train.chunked_loss import chunked_cross_entropy
 from stages.train.router_loss import RouterLoss
 from stages.train.vocabulary import sharded_cross_entropy
