@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +27,10 @@ from stages.precision.policy import PrecisionPolicy
 from stages.train.anomalies import AnomalyMonitor
 from stages.train.batches import Feed
 from stages.train.causal_lm import TrainCausalLm
+from stages.train.garbage import collect_behind
 from stages.train.loss import SummedLoss
-from stages.train.report import Reporter, StepMeter
+from stages.train.meter import StepMeter, TakenStep
+from stages.train.report import Reporter
 from stages.train.step import TrainStep
 
 
@@ -63,7 +68,8 @@ class OurLoop:
         blocks = TokenBlocks(map_tokens(job.folder), job.length)
         data = Data(train=blocks, heldout=None, pad_id=0, identity={})
         engine, self._progress = self.engine, Progress()
-        feed = Feed(config, data, ctx.seed, engine.data_axis, engine.device)
+        feed = Feed(config, data, ctx.seed, engine.data_axis, engine.device, workers=config.workers)
+        ctx.on_exit(feed.close)
         self._meter = StepMeter(engine, ctx.dist, self._progress)
         self._step = TrainStep(
             engine=engine,
@@ -78,10 +84,21 @@ class OurLoop:
 
     def run(self, steps: int) -> float:
         """Train `steps` steps; return the global loss of the last one."""
-        progress, record = self._progress, {"loss": 0.0}
-        for _ in range(steps):
+        progress, loss = self._progress, 0.0
+        taken: list[TakenStep] = []
+        gc.disable()  # as stages.train.garbage; what it does once before training is not timed
+        for left in reversed(range(steps)):
+            before = replace(progress)
             result = self._step(progress)
-            assert not result.anomaly, result.anomaly
-            record = self._meter.measure(result, progress)
-            self._reporter.on_step(progress.step, progress, record)
+            taken.append(self._meter.end(result, before, progress))
+            collect_behind(progress.step)
+            while len(taken) > (left > 0):  # as stages.train.launched
+                loss = self._tell(taken.pop(0))
+        gc.enable()
+        return loss
+
+    def _tell(self, taken: TakenStep) -> float:
+        record = self._meter.record(taken)
+        assert math.isfinite(record["grad_norm"])
+        self._reporter.on_step(taken.progress.step, taken.progress, record)
         return record["loss"]
