@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from pipeline.contracts.data import Data
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context
-from pipeline.contracts.training import Callbacks, Checkpoints, Progress
+from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from pipeline.execution import rundir
 from pipeline.execution.metrics import Metrics
@@ -22,16 +24,14 @@ from stages.data.samples import TokenBlocks
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
-from stages.train.anomalies import AnomalyMonitor, Recovery
+from stages.train.anomalies import AnomalyMonitor
 from stages.train.batches import Feed
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.garbage import collect_behind, collected_at_steps
-from stages.train.launched import LaunchedSteps
+from stages.train.garbage import collect_behind
 from stages.train.loss import SummedLoss
-from stages.train.meter import StepMeter
+from stages.train.meter import StepMeter, TakenStep
 from stages.train.report import Reporter
 from stages.train.step import TrainStep
-from stages.train.stragglers import StragglerWatch
 
 
 def run_context(job: Job, dist: DistContext, log: Any, on_exit: Any) -> Context:
@@ -69,53 +69,36 @@ class OurLoop:
         data = Data(train=blocks, heldout=None, pad_id=0, identity={})
         engine, self._progress = self.engine, Progress()
         feed = Feed(config, data, ctx.seed, engine.data_axis, engine.device, workers=config.workers)
-        monitor = AnomalyMonitor(config.anomalies, engine.total)
+        ctx.on_exit(feed.close)
         self._meter = StepMeter(engine, ctx.dist, self._progress)
         self._step = TrainStep(
             engine=engine,
             objective=SummedLoss(),
             feed=feed,
             plan=self._plan,
-            monitor=monitor,
+            monitor=AnomalyMonitor(config.anomalies, engine.total),
             observe=self._meter.observe,
             heartbeat=ctx.dist.heartbeat,
         )
-        reporter = Reporter(ctx, log_every=config.log_every, total_steps=feed.total_steps)
-        self._launched = LaunchedSteps(
-            progress=self._progress,
-            meter=self._meter,
-            recovery=Recovery(config.anomalies, monitor, NoCheckpoints(), lambda progress: None),
-            reporter=reporter,
-            callbacks=Callbacks(reporter),
-            stragglers=StragglerWatch(ctx),
-        )
+        self._reporter = Reporter(ctx, log_every=config.log_every, total_steps=feed.total_steps)
 
     def run(self, steps: int) -> float:
         """Train `steps` steps; return the global loss of the last one."""
-        progress, launched = self._progress, self._launched
-        with collected_at_steps():
-            for _ in range(steps):
-                before = replace(progress)
-                result = self._step(progress)
-                assert not result.anomaly, result.anomaly
-                launched.add(self._meter.end(result, before, progress))
-                collect_behind(progress.step)
-                launched.tell(but=1)
-            launched.tell()
-        return progress.metrics["loss"]
+        progress, loss = self._progress, 0.0
+        taken: list[TakenStep] = []
+        gc.disable()  # as stages.train.garbage; what it does once before training is not timed
+        for left in reversed(range(steps)):
+            before = replace(progress)
+            result = self._step(progress)
+            taken.append(self._meter.end(result, before, progress))
+            collect_behind(progress.step)
+            while len(taken) > (left > 0):  # as stages.train.launched
+                loss = self._tell(taken.pop(0))
+        gc.enable()
+        return loss
 
-
-class NoCheckpoints(Checkpoints):
-    """None are made: every step is good."""
-
-    def due(self, progress: Progress) -> bool:
-        return False
-
-    def save(self, progress: Progress) -> None:
-        raise NotImplementedError
-
-    def finish(self) -> str:
-        raise NotImplementedError
-
-    def restore(self, validate: Any) -> None:
-        raise NotImplementedError
+    def _tell(self, taken: TakenStep) -> float:
+        record = self._meter.record(taken)
+        assert math.isfinite(record["grad_norm"])
+        self._reporter.on_step(taken.progress.step, taken.progress, record)
+        return record["loss"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,9 @@ class MicroBatch:
     """As in Sample; None: one document a sample."""
     real: Tensor | None = None
     """False for padding; None: there is none."""
+    documents: Sequence[Sequence[int]] | None = None
+    """Lengths of the documents of each sample, of padding too, which is one; for the host, as
+    `positions` are for the device. None: not known, or one document a sample."""
 
 
 class Samples(ABC):

@@ -62,7 +62,15 @@ def collate(samples: Sequence[Sample], pad_id: int, device: torch.device) -> Mic
         labels=_to(labels, device),
         positions=_to(positions, device) if packed else None,
         real=None if real.all() else _to(real, device),
+        documents=[_lengths(row) for row in positions] if packed else None,
     )
+
+
+def _lengths(positions: np.ndarray[Any, Any]) -> list[int]:
+    """Lengths of documents, by the positions in them, which begin anew at 0."""
+    starts = np.flatnonzero(positions == 0)
+    lengths: list[int] = np.diff(starts, append=len(positions)).tolist()
+    return lengths
 
 
 def _to(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:

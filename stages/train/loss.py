@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeline import NO_TARGET, MicroBatch, StageError
 from pipeline.utils import has_values
-from stages.model.compat import flash_documents, one_document_each
+from stages.model.documents_compat import flash_documents
 from stages.train.chunked_loss import chunked_cross_entropy
 from stages.train.logits_loss import LossOfLogits, compiled_loss, loss_of_logits
 from stages.train.router_loss import RouterLoss
@@ -86,17 +86,11 @@ class WithRouterLoss:
 
 def model_output(model: nn.Module, batch: MicroBatch, **arguments: Any) -> Any:
     """Return what the model gives for a micro-batch, called with `arguments` too."""
-    if batch.positions is None:
-        with one_document_each():
-            return model(input_ids=batch.input_ids, use_cache=False, **arguments)
-    documents = flash_documents(model, batch.positions)
-    return model(
-        input_ids=batch.input_ids,
-        position_ids=batch.positions,
-        use_cache=False,
-        **documents,
-        **arguments,
-    )
+    places: dict[str, Any] = {}
+    if batch.positions is not None:
+        documents = flash_documents(model, batch.positions)
+        places = {"position_ids": batch.positions, **documents}
+    return model(input_ids=batch.input_ids, use_cache=False, **places, **arguments)
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

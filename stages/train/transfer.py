@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,19 +39,20 @@ class Transfer:
             current.wait_event(sent)
             # The memory is the copying stream's, which must not take it back before this one is
             # done with it.
-            for tensor in _tensors(there):
+            for tensor in _tensors(there).values():
                 tensor.record_stream(current)
             return there
 
         return received
 
 
-def _tensors(batch: MicroBatch) -> list[Tensor]:
-    values = (getattr(batch, field.name) for field in fields(batch))
-    return [value for value in values if value is not None]
+def _tensors(batch: MicroBatch) -> dict[str, Tensor]:
+    """The micro-batch's tensors, by field."""
+    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
 def _changed(batch: MicroBatch, change: Callable[[Tensor], Tensor]) -> MicroBatch:
     """The micro-batch with each of its tensors changed."""
-    given = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return replace(batch, **{name: change(one) for name, one in given.items() if one is not None})
+    changed: dict[str, Any] = {name: change(one) for name, one in _tensors(batch).items()}
+    return replace(batch, **changed)

@@ -27,6 +27,7 @@ from pipeline import (
     torch_dtype,
 )
 from stages.model.declared import outline
+from stages.model.documents_compat import known_documents
 from stages.wrap.axes import FOLDED, Axes
 from stages.wrap.build import build_modules, shard_number
 from stages.wrap.context.attention import divide_sequence
@@ -183,7 +184,9 @@ class PipelineEngine(FsdpEngine):
         self, batches: Iterable[MicroBatch], objective: Objective, *, scale: float
     ) -> Tensor:
         factor = scale * self.averaged_over * (1.0 if self.scaler is None else self.scaler.scale)
-        return self._part(self._pipeline.run(self._even(batches), objective, scale=factor))
+        even = self._even(batches)
+        with known_documents(*even):
+            return self._part(self._pipeline.run(even, objective, scale=factor))
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[MicroBatch], objective: Objective) -> Tensor:
@@ -193,7 +196,9 @@ class PipelineEngine(FsdpEngine):
             part.eval()
         try:
             while some := list(itertools.islice(rest, size)):
-                total += self._pipeline.run(self._even(some), objective)
+                even = self._even(some)
+                with known_documents(*even):
+                    total += self._pipeline.run(even, objective)
         finally:
             for part in self.parts:
                 part.train()

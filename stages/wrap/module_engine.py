@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline import DistContext, Engine, MicroBatch, Objective
+from stages.model.documents_compat import known_documents
 from stages.wrap.axes import Axes
 from stages.wrap.context.attention import own_tokens
 
@@ -49,8 +50,9 @@ class ModuleEngine(Engine):
     ) -> Tensor:
         total = torch.zeros((), device=self.device)
         for batch, last in with_last(batches):
-            with self.microbatch(last=last):
-                loss = objective(self.model, self._own(batch))
+            own = self._own(batch)
+            with self.microbatch(last=last), known_documents(own):
+                loss = objective(self.model, own)
                 self.backward(loss * (scale * self.averaged_over))
             total += loss.detach()
         return self._part(total)
@@ -61,7 +63,9 @@ class ModuleEngine(Engine):
         self.model.eval()
         try:
             for batch in batches:
-                total += objective(self.model, self._own(batch))
+                own = self._own(batch)
+                with known_documents(own):
+                    total += objective(self.model, own)
         finally:
             self.model.train()
         return self._part(total)

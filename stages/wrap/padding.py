@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -35,4 +37,17 @@ def pad(batch: MicroBatch, samples: int, length: int, *, packed: bool) -> MicroB
         labels=F.pad(batch.labels, place, value=NO_TARGET),
         positions=positions,
         real=F.pad(real, place, value=False),
+        documents=_padded_documents(batch, samples, length) if packed else None,
     )
+
+
+def _padded_documents(
+    batch: MicroBatch, samples: int, length: int
+) -> Sequence[Sequence[int]] | None:
+    """Lengths of documents once the micro-batch is padded; None if they are not known."""
+    rows, columns = batch.input_ids.shape
+    if batch.positions is not None and batch.documents is None:
+        return None
+    known = batch.documents or [[length]] * rows
+    more = [length - columns] if batch.positions is not None and length > columns else []
+    return [*([*row, *more] for row in known), *[[length]] * (samples - rows)]

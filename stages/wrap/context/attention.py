@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from pipeline import MicroBatch, StageError
-from stages.model.compat import flash_documents
+from stages.model.documents_compat import flash_documents
 from stages.wrap.axes import Axes
 from stages.wrap.context import compat
 from stages.wrap.context.ulysses import gather_sequence, scatter_sequence
@@ -36,11 +36,13 @@ def sequence_slice(batch: MicroBatch, index: int, count: int) -> MicroBatch:
     size = length // count
     own = slice(index * size, (index + 1) * size)
     whole = torch.arange(length, device=batch.input_ids.device).expand(samples, -1)
+    one_each = [[length]] * samples
     return MicroBatch(
         input_ids=batch.input_ids[:, own].contiguous(),
         labels=batch.labels[:, own].contiguous(),
         positions=whole if batch.positions is None else batch.positions,
         real=None if batch.real is None else batch.real[:, own].contiguous(),
+        documents=one_each if batch.positions is None else batch.documents,
     )
 
 

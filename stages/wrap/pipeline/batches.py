@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -30,5 +31,5 @@ def equal_shapes(batches: Sequence[MicroBatch], least: int) -> list[MicroBatch]:
     packed = any(batch.positions is not None for batch in batches)
     even = [pad(batch, samples, length, packed=packed) for batch in batches]
     nothing = torch.full_like(even[0].labels, NO_TARGET)
-    empty = MicroBatch(input_ids=even[0].input_ids, labels=nothing, positions=even[0].positions)
+    empty = replace(even[0], labels=nothing, real=None)
     return even + [empty] * (least - len(even))

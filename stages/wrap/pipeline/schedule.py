@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from pipeline import MicroBatch, Objective
-from stages.model.compat import flash_documents
+from stages.model.documents_compat import flash_documents
 from stages.wrap.axes import FOLDED
 from stages.wrap.pipeline import compat
 from stages.wrap.pipeline.batches import least_microbatches

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from stages.model.compat import flash_documents
+from stages.model.documents_compat import flash_documents
 
 
 def model(attention: str) -> nn.Module:

@@ -23,8 +23,8 @@ from stages.precision.policy import PrecisionPolicy
 from stages.train.batches import BatchStats
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.flops import Cost
+from stages.train.meter import StepMeter
 from stages.train.profiling import Profiler
-from stages.train.report import StepMeter
 from stages.train.step import StepResult
 from stages.wrap.axes import (
     Axes,
@@ -239,13 +239,13 @@ def test_tokens_of_a_group_count_once_and_its_devices_all(monkeypatch: pytest.Mo
         data_axis=SimpleNamespace(count=2), device=torch.device("cpu"),
         total=lambda sums: sums + others * torch.cat([torch.zeros(1), sums[1:]]),
     )  # fmt: skip
-    monkeypatch.setattr("torch.distributed.all_reduce", lambda *_: None)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda *_, **__: None)
     dist = DistContext(rank=0, world_size=4, device=torch.device("cpu"))
     meter = StepMeter(engine, dist, Progress(), Cost(multiplied=1.0, attention=0.0, peak=1.0))
     report = StepReport(grad_norm=1.0, applied=True)
     done = StepResult(report=report, lr=0.1, stats=BatchStats(tokens=7), anomaly="")
     meter.observe(torch.tensor(2.0), done.stats)
-    record = meter.measure(done, Progress(step=1))
+    record = meter.record(meter.end(done, Progress(), Progress(step=1)))
     tokens = record["tokens_per_second"] * record["step_seconds"]
     assert tokens == pytest.approx(14)
     assert record["mfu"] * record["step_seconds"] == pytest.approx(14 / 4)
