@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 
 from pipeline import StageError
 from pipeline.utils import optional
-from stages.model.compile_compat import Lengths, compiled
+from stages.model.compile_compat import CompiledBlocks
 from stages.model.hf import ActivationCheckpointing, Compile, Fp8, HfModel
 
 CHANGES = ("activation_checkpointing", "compile", "fp8", "kernels")
@@ -77,15 +77,14 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], settings: ActivationCheckpoin
 def compile_blocks(blocks: Sequence[nn.Module], settings: Compile) -> None:
     """Compile the blocks' forward methods; blocks of a kind share their graphs: one of the first
     shape of samples, and one of all others."""
-    lengths = Lengths()
+    shared = CompiledBlocks(finds_lengths=settings.dynamic is None)
     for block in blocks:
-        forward = compiled(
+        block.forward = shared.forward(
             block.forward,
             backend=settings.backend,
             mode=None if settings.mode == "default" else settings.mode,
             dynamic=settings.dynamic,
         )
-        block.forward = forward if settings.dynamic is not None else lengths.watched(forward)
 
 
 def _recomputed(forward: Forward, settings: ActivationCheckpointing) -> Forward:

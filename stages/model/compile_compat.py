@@ -50,30 +50,52 @@ def tell(record: logging.LogRecord) -> bool:
     return True
 
 
-class Lengths:
-    """Whether the samples that a model is given differ in number or length, which it sees first.
+class CompiledBlocks:
+    """Blocks that are compiled each by itself, and what they are given.
 
     Left to itself, torch takes one size after another for one that varies, and compiles each time.
+    Here all of them vary from the second shape of samples on, if `finds_lengths`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, finds_lengths: bool) -> None:
+        self._finds_lengths = finds_lengths
         self._first: torch.Size | None = None
         self._vary = False
+        self._ran = False
 
-    def watched(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """A compiled block's forward, to which tensors of the second shape on say that they may
-        have any number of samples and tokens."""
+    def forward(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        """A block's forward, compiled with these options of torch.compile."""
+        block = compiled(function, **options)
 
-        @functools.wraps(compiled)
-        def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-            self._first = self._first or hidden.shape
-            self._vary = self._vary or hidden.shape != self._first
-            if self._vary:
-                for one in tensors_in((hidden, args, kwargs)):
-                    _mark(one, *hidden.shape[:2])
-            return compiled(hidden, *args, **kwargs)
+        @functools.wraps(function)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._finds_lengths:
+                self._mark(args, kwargs)
+            output = block(*args, **kwargs)
+            if not self._ran:
+                self._ran = True
+                tell_breaks()
+            return output
 
         return forward
+
+    def _mark(self, args: Any, kwargs: Any) -> None:
+        hidden = args[0] if args else next(tensors_in(kwargs))
+        self._first = self._first or hidden.shape
+        self._vary = self._vary or hidden.shape != self._first
+        if self._vary:
+            for one in tensors_in((args, kwargs)):
+                _mark(one, *hidden.shape[:2])
+
+
+def tell_breaks() -> None:
+    """Say in the run's log if blocks are compiled in pieces, and why."""
+    from torch._dynamo.utils import counters  # takes seconds, which others need not wait for
+
+    broken = counters["graph_break"]
+    if broken:
+        first = " ".join(next(iter(broken)).split())
+        LOG.warning("torch compiles a block in pieces, which is slower: %s", first)
 
 
 def _mark(tensor: Tensor, samples: int, length: int) -> None:
