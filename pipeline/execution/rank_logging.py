@@ -63,6 +63,23 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
         yield log
 
 
+COMPILERS = ("torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic_shapes")
+"""Loggers of torch's compiler, each with a handler of its own that writes to the screen."""
+
+
+@contextlib.contextmanager
+def compilers_aside(log: logging.Logger) -> Iterator[None]:
+    """What torch's compiler tells goes to the rank's file alone, unless TORCH_LOGS asks for more on
+    the screen. For after the first import of torch, which installs the handlers."""
+    to_file = log.handlers[0]
+    with contextlib.ExitStack() as stack:
+        for name in () if os.environ.get("TORCH_LOGS") else COMPILERS:
+            compiler = logging.getLogger(name)
+            stack.callback(setattr, compiler, "handlers", compiler.handlers)
+            compiler.handlers = [to_file]
+        yield
+
+
 def _screen_handler(screen: str) -> logging.Handler:
     """Return the handler that writes to the screen what is wanted there (SCREEN)."""
     handler = logging.StreamHandler(sys.stdout)

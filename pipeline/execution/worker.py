@@ -29,12 +29,13 @@ from pipeline.execution import failures, rundir
 from pipeline.execution.activity_record import ActivityRecord
 from pipeline.execution.journal import Journal
 from pipeline.execution.metrics import Metrics
-from pipeline.execution.rank_logging import open_log, rank_log
+from pipeline.execution.rank_logging import compilers_aside, open_log, rank_log
 from pipeline.execution.runner import Runner
 from pipeline.execution.selection import cut
 from pipeline.execution.self_watch import watched
 from pipeline.recipe import load_recipe
 from pipeline.utils.activities import show_in
+from pipeline.utils.files import cache_folder
 from pipeline.utils.process_tree import die_with
 from pipeline.utils.terminal import guard
 
@@ -78,12 +79,14 @@ def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str]
     `store` is where the ranks have met, if they have; `accept` names changes that are intended.
     """
     rank = worker_rank()
+    keep_compiled()
     with rank_log(run_dir, rank) as log, contextlib.ExitStack() as stack:
         current: list[Context] = []
         try:
             recipe = load_recipe(run_dir / rundir.RECIPE)
             plan = cut(make_plan(recipe, here=True, started=started()))
             dist = stack.enter_context(process_group(plan, store))
+            stack.enter_context(compilers_aside(log))
             ctx = context(plan, run_dir, dist, log)
             ctx.accept = frozenset(accept)
             ctx.on_exit = stack.callback
@@ -108,6 +111,13 @@ def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str]
                     CLEANUP_SECONDS, exit=True, file=open_log(run_dir, rank)
                 )
             raise
+
+
+def keep_compiled() -> None:
+    """Have torch keep compiled code, Triton's kernels too, where it outlives a restart of the
+    machine, unless a folder is named already; its own is in /tmp. Read when something is compiled.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))
 
 
 def context(plan: Plan, run_dir: Path, dist: DistContext, log: logging.Logger) -> Context:

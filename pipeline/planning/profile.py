@@ -30,14 +30,13 @@ from pipeline.planning.forecast import Collective, Event, Traffic, Unit
 from pipeline.planning.planner import Job, Planner
 from pipeline.planning.shapes import ModelShape
 from pipeline.utils.activities import activity
-from pipeline.utils.files import private_folder, replace_text
+from pipeline.utils.files import cache_folder, private_folder, replace_text
 from pipeline.utils.versions import versions
 
 DECIDE = (ModelSource, Precision, TrainedRun)
 """Types whose stages a profile depends on."""
 CODE = ("pipeline", "stages")
 """Packages whose files are part of a key."""
-FOLDER = Path("~/.cache/pipetrain/profiles")
 
 _made: dict[str, Profile] = {}
 
@@ -196,7 +195,7 @@ def profile_of(job: Job) -> Profile:
     for a model that cannot be run without values."""
     key = _key(job)
     given = os.environ.get("PIPE_PROFILES")
-    file = (Path(given) if given else FOLDER.expanduser()) / f"{key}.json"
+    file = (Path(given) if given else cache_folder() / "profiles") / f"{key}.json"
     if key not in _made:
         try:
             _made[key] = ADAPTER.validate_json(file.read_bytes())

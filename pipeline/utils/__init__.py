@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from pipeline.utils.dtensors import local_part, own_chunk
     from pipeline.utils.fake_tensors import has_values, with_values
     from pipeline.utils.files import (
+        cache_folder,
         opened,
         page_aligned,
         read_at,

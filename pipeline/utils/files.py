@@ -21,6 +21,12 @@ GROUP_FOLDER, GROUP_FILE = 0o2750, 0o640
 """Permissions in a folder that is open to its group, which new files and folders inherit."""
 
 
+def cache_folder() -> Path:
+    """Folder of what can be made again, in the user's (XDG base directory specification)."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if base else Path.home() / ".cache") / "pipetrain"
+
+
 def open_to_group(folder: Path) -> bool:
     """Whether a folder's group may read what is in it, and is inherited by new files."""
     mode = folder.stat().st_mode

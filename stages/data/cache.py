@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_64_intdigest
 
-from pipeline import Context, StageError
+from pipeline import Context, StageError, utils
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -57,12 +57,8 @@ def digest(parts: object) -> str:
 
 
 def cache_folder(given: str | None = None) -> Path:
-    """Return the folder that a `cache` field names, or else `pipetrain` in the user's cache folder
-    (XDG base directory specification)."""
-    if given:
-        return Path(given).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if base else Path.home() / ".cache") / "pipetrain"
+    """Return the folder that a `cache` field names, or else the user's."""
+    return Path(given).expanduser() if given else utils.cache_folder()
 
 
 @contextlib.contextmanager

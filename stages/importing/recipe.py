@@ -84,6 +84,8 @@ def _precision(draft: Draft) -> None:
     report = draft.report
     draft.slot("precision", "precision.policy")
     report.default("precision.compute", "fp32", "no mixed precision is asked for")
+    if report.value("precision.compute") != "fp32":
+        report.ignore("precision.tf32", why="no product is in fp32")
     if report.value("precision.compute") != "fp16":
         report.ignore("precision.initial_loss_scale", "precision.loss_scale_growth_interval")
 

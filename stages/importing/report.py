@@ -23,7 +23,7 @@ DIFFERENT = (
     "eigenvalue", "elasticity", "eos_token", "fp16_master_weights", "fp16_optimizer_states",
     "max_train_samples", "mixed_precision_policy", "model_init_kwargs", "model_type",
     "neftune_noise_alpha", "num_stable_steps", "optim_args", "optim_target_modules", "param_dtype",
-    "progressive_layer_drop", "router_aux_loss_coef", "sparse_attention", "tf32", "torch_autocast",
+    "progressive_layer_drop", "router_aux_loss_coef", "sparse_attention", "torch_autocast",
     "use_bnb_nested_quant", "zenflow",
 )  # fmt: skip
 """Beginnings of keys that change the numbers of a training, and that no recipe expresses."""

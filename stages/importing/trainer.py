@@ -74,6 +74,7 @@ TRAINER: Table = {
     "label_smoothing_factor": allowed(0),
     "bf16": when_on("precision.compute", "bf16"),
     "fp16": when_on("precision.compute", "fp16"),
+    "tf32": when_on("precision.tf32", True),
     "use_cpu": when_on("launch.device", "cpu"),
     "seed": sets("seed", rules.whole),
     "data_seed": rules.unsupported("a recipe has one seed", "set it as seed"),

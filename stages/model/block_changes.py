@@ -21,6 +21,7 @@ from torch.utils.checkpoint import (
 
 from pipeline import StageError
 from pipeline.utils import optional
+from stages.model.compile_compat import CompiledBlocks
 from stages.model.hf import ActivationCheckpointing, Compile, Fp8, HfModel
 
 CHANGES = ("activation_checkpointing", "compile", "fp8", "kernels")
@@ -74,12 +75,11 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], settings: ActivationCheckpoin
 
 
 def compile_blocks(blocks: Sequence[nn.Module], settings: Compile) -> None:
-    """Compile the blocks' forward methods; blocks of a kind share a graph."""
-    # By default torch compiles no recomputed part that assigns to anything, as modules do that a
-    # strategy casts and casts back while they run (`stages/wrap/compute_cast.py`).
-    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    """Compile the blocks' forward methods; blocks of a kind share their graphs: one of the first
+    shape of samples, and one of all others."""
+    shared = CompiledBlocks(finds_lengths=settings.dynamic is None)
     for block in blocks:
-        block.forward = torch.compile(
+        block.forward = shared.forward(
             block.forward,
             backend=settings.backend,
             mode=None if settings.mode == "default" else settings.mode,

@@ -28,6 +28,10 @@ class PrecisionPolicy:
     buffer: DtypeName | None = None
     """Dtype of floating buffers; null keeps what the model declares (rotary tables are fp32)."""
 
+    tf32: bool = False
+    """Round what fp32 products read to 11 significant bits (TF32): with fp32 compute, and on GPUs
+    that have it (NVIDIA's from Ampere on), several times faster. Other numbers than without."""
+
     initial_loss_scale: Annotated[float, Gt(0)] = 65536.0
     """With fp16 compute: the loss scale to start from, a power of two."""
 
@@ -45,6 +49,13 @@ class PrecisionPolicy:
             )
         if self.compute == "fp16" and self.master != "fp32":
             yield Problem(key="master", message="fp16 compute needs fp32 master weights")
+        if self.tf32 and self.compute != "fp32":
+            yield Problem(
+                key="tf32",
+                message=f"changes nothing: products are in {self.compute}",
+                hint="leave it out",
+                warning=True,
+            )
         if self.initial_loss_scale != 2 ** round(math.log2(self.initial_loss_scale)):
             yield Problem(key="initial_loss_scale", message="is not a power of two")
 
@@ -59,6 +70,10 @@ class PrecisionPolicy:
                 "faster",
                 self.compute,
             )
+        if self.tf32 and ctx.dist.device.type == "cuda":
+            # Not the newer torch.backends.cuda.matmul.fp32_precision: behind that, this function's
+            # counterpart raises, which torch's compiler calls.
+            torch.set_float32_matmul_precision("high")
         return self.declared()
 
     def declared(self) -> Precision:

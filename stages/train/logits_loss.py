@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline import NO_TARGET
+from stages.model.compile_compat import compiled, rows_vary
 
 LossOfLogits = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 """Logits (tokens, vocabulary), which it may overwrite, labels (tokens,) of int64, and whether a
@@ -41,12 +42,14 @@ def loss_of_logits(logits: Tensor, labels: Tensor, gradient: bool) -> tuple[Tens
 def compiled_loss(backend: str) -> LossOfLogits:
     """`loss_of_logits` compiled by a backend of torch.compile, once for all numbers of tokens; the
     gradient has memory of its own."""
-    compiled = torch.compile(_pure, backend=backend, fullgraph=True)
+    pure = compiled(_pure, backend=backend, fullgraph=True)
 
     def loss(logits: Tensor, labels: Tensor, gradient: bool) -> tuple[Tensor, Tensor | None]:
-        for one in (logits, labels):
-            torch._dynamo.maybe_mark_dynamic(one, 0)
-        return compiled(logits, labels, gradient)
+        if len(logits) < 2:  # torch takes 1 for a size that does not vary
+            return loss_of_logits(logits, labels, gradient)
+        rows_vary(logits, labels)
+        found: tuple[Tensor, Tensor | None] = pure(logits, labels, gradient)
+        return found
 
     return loss
 

@@ -159,7 +159,7 @@ TRAINING: Table = {
     **dict.fromkeys(("bf16", "bfloat16"), _bf16),
     "float16": TRAINER["fp16"],
     "float32": when_on("precision.compute", "fp32"),
-    "tf32": allowed(False),
+    "tf32": TRAINER["tf32"],
     "fp8": when_on("model.fp8", {}),
     "fp8_config": {"recipe": sets("model.fp8.recipe", str)},
     "fp8_enable_fsdp_float8_all_gather": rules.unsupported("parameters are sent as they are", FP8),

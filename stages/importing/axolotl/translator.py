@@ -68,9 +68,6 @@ def _leave_out(reader: Reader, recipe: ConfigFile, content: dict[str, Any]) -> N
     """Take out what axolotl does not read in the company of other keys."""
     if content.get("fp16") and content.get("bf16", "auto") == "auto" and "bf16" in content:
         reader.skip(recipe, content, "bf16", "fp16 is set")
-    narrow = content.get("fp16") or not rules.is_off(content.get("bf16", "auto"))
-    if content.get("tf32") is True and narrow:
-        reader.skip(recipe, content, "tf32", "no product is in fp32")
     if content.get("lora_target_linear") and content.get("lora_target_modules"):
         reader.skip(recipe, content, "lora_target_modules", "lora_target_linear takes all")
     templated = any(_type(block) == "chat_template" for block in _blocks(content))

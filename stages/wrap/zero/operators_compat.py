@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pipeline import StageError
-from pipeline.utils import activity
+from pipeline.utils import activity, cache_folder
 
 LOG = logging.getLogger("pipe.operators")
 
@@ -71,6 +71,5 @@ def _folder() -> str:
 
     packages = [(package.__file__, package.__version__) for package in (torch, deepspeed)]
     facts = repr((packages, cpuinfo.get_cpu_info().get("flags"), os.environ.get("CXX")))
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     key = hashlib.sha256(facts.encode()).hexdigest()[:16]
-    return str(cache / "pipetrain" / "operators" / key)
+    return str(cache_folder() / "operators" / key)

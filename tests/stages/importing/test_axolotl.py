@@ -307,7 +307,7 @@ def test_what_no_recipe_does_without(said: dict[str, Any]) -> None:
         {"tokens": ["<x>"]}, {"val_set_size": 500}, {"save_steps": 0.25}, {"save_strategy": "best"},
         {"sequence_len": "long"}, {"xformers_attention": True}, {"attn_implementation": "sage"},
         {"chat_template_jinja": "{{ x }}", "datasets": [{"path": "a/b", "type": "chat_template"}]},
-        {"tf32": True, "bf16": False}, {"group_by_length": True}, {"min_sample_len": 4},
+        {"group_by_length": True}, {"min_sample_len": 4},
         {"dataset_exact_deduplication": True},
         {"lr_groups": [{"name": "x", "modules": ["y"], "lr": 1e-3}]}, {"hub_model_id": "me/x"},
         {"resume_from_checkpoint": "x"}, {"overrides_of_model_config": {"rope_theta": 1}},
@@ -362,8 +362,10 @@ def test_keys(said: dict[str, Any], name: str, fields: dict[str, Any]) -> None:
 
 
 def test_products_in_tf32_are_those_of_fp32() -> None:
-    assert outcome(made(tf32=True), "tf32").why == "is not read: no product is in fp32"
-    assert outcome(made(tf32=True, fp16=True), "tf32").outcome == "default"
+    for narrow in ({}, {"fp16": True}):
+        left_out = outcome(made(tf32=True, **narrow), "tf32")
+        assert (left_out.outcome, left_out.why) == ("default", "no product is in fp32")
+    assert_fields(made(tf32=True, bf16=False), "precision", {"compute": "fp32", "tf32": True})
 
 
 def test_linear_layers_come_before_named_ones() -> None:

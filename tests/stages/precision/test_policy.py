@@ -39,3 +39,20 @@ def test_loss_scaling_exactly_with_fp16(tmp_path: Any) -> None:
     scaled = PrecisionPolicy(compute="fp16", initial_loss_scale=256.0).run(ctx).loss_scaling
     assert scaled is not None
     assert scaled.initial_scale == 256.0
+
+
+def test_tf32_is_set_on_gpus_alone(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", made.append)
+    policy = PrecisionPolicy(compute="fp32", tf32=True)
+    assert list(policy.check(VIEW)) == []
+    for device, found in (("cpu", []), ("cuda", ["high"])):
+        policy.run(context(DistContext(device=torch.device(device)), tmp_path))
+        assert made == found
+    PrecisionPolicy(compute="fp32").run(context(DistContext(device=torch.device("cuda")), tmp_path))
+    assert made == ["high"]
+
+
+def test_tf32_without_fp32_is_told() -> None:
+    (told,) = PrecisionPolicy(tf32=True).check(VIEW)
+    assert (told.key, told.warning) == ("tf32", True)

@@ -13,6 +13,7 @@ from pipeline.distributed.process_group import DistContext
 from stages.model.hf import ActivationCheckpointing, Compile, Fp8
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
+from stages.train.loss import SummedLoss
 from tests.parity.body import tiny_source
 from tests.support.processes import run_ranks
 from tests.support.runs import context
@@ -46,6 +47,19 @@ BROKEN = {("zero3", "LoRA")}
 
 
 BATCH = MicroBatch(input_ids=torch.arange(16)[None], labels=torch.arange(16)[None])
+DEEP = {**SIZES, "num_hidden_layers": 9}
+"""More blocks than the 8 graphs of a function after which torch gives up by default."""
+VARIED = {
+    ("ddp", "LoRA"): 3,
+    ("fsdp full", "recomputed"): 2,
+}
+"""Case -> kinds of blocks: evaluated and trained, and with LoRA the first one, whose input needs no
+gradient."""
+if not FULL:
+    VARIED = {("ddp", "LoRA"): 3}
+FIRST = ((2, 16), (2, 12), (1, 16))
+LATER = ((3, 20), (1, 9))
+"""Samples and tokens of micro-batches, until everything is compiled, and then."""
 
 
 def squares(model: Any, batch: MicroBatch) -> torch.Tensor:
@@ -81,6 +95,56 @@ def compiled(dist: DistContext, folder: str) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def packed(samples: int, length: int) -> MicroBatch:
+    """Return a micro-batch of two documents a sample."""
+    ids = torch.arange(samples * length).view(samples, length) % 101
+    places = (torch.arange(length) % (length // 2 + 1)).expand(samples, -1).contiguous()
+    return MicroBatch(input_ids=ids, labels=ids.clone(), positions=places)
+
+
+def varied(dist: DistContext, folder: str) -> list[list[int]]:
+    """Train and evaluate on packed samples of several shapes; return the numbers of graphs after
+    each step until all is compiled. Whatever is compiled later raises."""
+    from torch._dynamo.utils import counters
+
+    ctx = context(dist, folder)
+    precision = PrecisionPolicy(compute="bf16").run(ctx)
+    plan = AdamW(lr=1e-3).run(ctx)
+    found = []
+    for strategy, feature in VARIED:
+        torch._dynamo.reset()
+        counters.clear()
+        fields = {"compile": Compile(backend="aot_eager"), **FEATURES[feature]}
+        source = tiny_source(ctx, LORA if feature == "LoRA" else None, fields, **DEEP)
+        engine = STRATEGIES[strategy].stage().run(ctx, source, precision, plan)
+        objective = SummedLoss(5, compiled_by=source.compiled_by)
+        graphs = []
+
+        def train(shape: tuple[int, int], engine: Any = engine, by: Any = objective) -> None:
+            engine.accumulate([packed(*shape)], by, scale=1.0)
+            engine.step(lr_scale=1.0)
+            engine.evaluate([packed(*shape)], by)
+
+        for shape in FIRST:
+            train(shape)
+            graphs.append(counters["stats"]["unique_graphs"])
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for shape in LATER:
+                train(shape)
+        assert not counters["graph_break"]
+        engine.close()
+        found.append(graphs)
+    return found
+
+
+def test_samples_of_any_shape_soon_share_graphs(tmp_path: Any) -> None:
+    (found,) = run_ranks(varied, 1, str(tmp_path))
+    loss = 2  # trained and evaluated, for chunks of any length
+    for kinds, graphs in zip(VARIED.values(), found, strict=True):
+        # The first shape, all others, and those of a single sample.
+        assert graphs == [loss + kinds, loss + 2 * kinds, loss + 3 * kinds]
 
 
 @pytest.mark.usefixtures("deepspeed_operators")
