@@ -54,32 +54,30 @@ def _differs(tensor: Tensor, dtype: torch.dtype) -> bool:
 class ParameterCast:
     """Forward pre-hook that casts parameters for the time of a forward.
 
-    The cast tensors are put into a module's `__dict__`, where attributes are found before those in
-    `_parameters`. A tensor that a caller's hook has put there is used, and left in place.
+    The cast tensors take the places of the parameters, where a module finds them. One that a
+    caller's hook has put there is used, and left in place.
     """
 
     def __init__(self, dtype: torch.dtype, owners: Sequence[nn.Module]) -> None:
         self.dtype = dtype
         self._owners = owners
-        self._cast: list[list[tuple[nn.Module, str]]] = []
+        self._replaced: list[list[tuple[nn.Module, str, nn.Parameter]]] = []
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        cast = [
-            (owner, name)
+        replaced = [
+            (owner, name, parameter)
             for owner in self._owners
             for name, parameter in owner._parameters.items()
-            if parameter is not None
-            and name not in owner.__dict__
-            and _differs(parameter, self.dtype)
+            if parameter is not None and _differs(parameter, self.dtype)
         ]
-        for owner, name in cast:
-            owner.__dict__[name] = owner._parameters[name].to(self.dtype)  # type: ignore[union-attr]
-        self._cast.append(cast)
+        for owner, name, parameter in replaced:
+            owner._parameters[name] = parameter.to(self.dtype)  # type: ignore[assignment]
+        self._replaced.append(replaced)
 
     def undo(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Forward hook: remove the cast tensors of the latest forward."""
-        for owner, name in self._cast.pop() if self._cast else ():
-            owner.__dict__.pop(name, None)
+        """Forward hook: put the parameters of the latest forward back."""
+        for owner, name, parameter in self._replaced.pop() if self._replaced else ():
+            owner._parameters[name] = parameter
 
 
 def installed_casts(model: nn.Module) -> list[ParameterCast]:
