@@ -42,10 +42,19 @@ def chosen(only: Sequence[str]) -> Iterator[Setting]:
 @click.option("--minutes", type=float, default=9.5, show_default=True, help="Time limit.")
 @click.option("--only", multiple=True, help="Name of a setting; can be given again.")
 @click.option("--tests/--no-tests", default=True, help="Run tests/gpu first.")
+@click.option(
+    "--ahead/--no-ahead", default=True, help="Compile for all settings at once, before the first."
+)
 @click.option("--tiny", "small", is_flag=True, help="Tiny shapes on a processor.")
 @click.option("--work", type=click.Path(path_type=Path), help="Folder of models and runs.")
 def main(
-    out: Path, minutes: float, only: Sequence[str], tests: bool, small: bool, work: Path | None
+    out: Path,
+    minutes: float,
+    only: Sequence[str],
+    tests: bool,
+    ahead: bool,
+    small: bool,
+    work: Path | None,
 ) -> None:
     deadline = time.monotonic() + 60 * minutes
     unknown = set(only) - {setting.name for setting in SETTINGS}
@@ -59,7 +68,9 @@ def main(
         checkout.declare(Path(folder) / "entry_points")
         from gpu.measurement import Measurement
 
-        measurement = Measurement(out=out, work=Path(folder), deadline=deadline, small=small)
+        measurement = Measurement(
+            out=out, work=Path(folder), deadline=deadline, small=small, ahead=ahead
+        )
         measurement.run(settings, tests=tests)
     click.echo((out / "results.md").read_text("utf-8"))
 

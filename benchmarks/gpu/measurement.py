@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.synchronize import Event
@@ -22,12 +22,14 @@ from gpu.models import write_model
 from gpu.page import page
 from gpu.plans import plan_all
 from gpu.session import Job, main
-from gpu.settings import LENGTH, SHAPES, TINY, TINY_LENGTH, Setting, recipe
+from gpu.settings import FEW, LENGTH, SHAPES, TINY, TINY_LENGTH, Setting, recipe, warming
 
 LEAST = 15.0
 """Seconds that have to be left for another setting."""
 MOST = 150.0
 """Seconds that a setting gets."""
+WARM = 75.0
+"""Seconds in which blocks are compiled ahead."""
 TESTS = 170.0
 """Seconds that the suite's GPU tests get."""
 
@@ -64,6 +66,8 @@ class Measurement:
     """Folder of models and runs."""
     deadline: float
     small: bool
+    ahead: bool
+    """Whether the blocks of all settings are compiled at the same time, first of all."""
     results: dict[str, Any] = field(default_factory=lambda: {"settings": {}})
     processes: SpawnContext = field(
         default_factory=lambda: multiprocessing.get_context("spawn"), init=False
@@ -81,33 +85,65 @@ class Measurement:
         return TINY_LENGTH if self.small else LENGTH
 
     def run(self, settings: Sequence[Setting], *, tests: bool) -> None:
-        """Measure all that the time allows."""
-        shapes = dict.fromkeys(setting.shape for setting in settings)
-        models = {shape: self._prepared(write_model, *self._model(shape)) for shape in shapes}
-        for model in models.values():
-            model.go.set()
-        plans, following = self._start_plans(settings), self._start(settings[0])
+        """Measure all that the time allows: speed first, one setting after another."""
+        models = self._write_models(settings)
+        plans = self._start_plans(settings)
+        timed = [setting for setting in settings if not setting.memory]
+        following = self._start(timed[0]) if timed else None
         if tests:
             self._keep("tests", gpu_tests(self.out / "tests.txt", self._left(TESTS)))
-        for setting, after in zip(settings, [*settings[1:], None], strict=True):
+        if self.ahead:
+            self._warm([setting for setting in timed if setting.compiled], models)
+        for setting, after in zip(timed, [*timed[1:], None], strict=True):
             models[setting.shape].process.join(self._left(MOST))
             if not any(model.process.is_alive() for model in models.values()):
                 plans.go.set()
-            if self._left() < LEAST:
+            if self._left() < LEAST or following is None:
                 break
             prepared = following
             following = None if after is None else self._start(after)
-            began = time.monotonic()
-            found = self._measured(setting, prepared)
-            found["seconds"] = time.monotonic() - began
-            self.results["settings"][setting.name] = found
+            self._measure([setting], [prepared])
             self._keep("plans", _read(self.work / "plans.json"))
-            why = found.get("error", "")
-            click.echo(f"{setting.name}: {found['seconds']:.0f} s {why}", err=True)
+        rest = [one for one in settings if one.memory]
+        for start in range(0, len(rest), 2):
+            two = rest[start : start + 2]
+            if self._left() > LEAST:
+                self._measure(two, [self._start(setting) for setting in two])
         if not self.small and self._left() > LEAST:
             self._keep("device", self._json("ceilings", _ceilings, self.length))
+        plans.go.set()
         plans.process.join(max(self._left(), 1.0))
         self._keep("plans", _read(self.work / "plans.json"))
+
+    def _warm(self, settings: Sequence[Setting], models: Mapping[str, Prepared]) -> None:
+        """Have torch compile the blocks of all settings, at the same time, for small models."""
+        began, started = time.monotonic(), []
+        for setting in settings:
+            folder = self._folder(setting, "warm ")
+            folder.mkdir()
+            small = f"{setting.shape} small"
+            models[small].process.join(self._left(MOST))
+            self._write_recipe(setting, folder, self.work / small)
+            job = Job(
+                setting=warming(setting), recipe=folder / "recipe.yaml",
+                model=self.work / small, folder=folder, length=self.length, device=self.device,
+            )  # fmt: skip
+            started.append(self._prepared(main, job))
+            started[-1].go.set()
+        for prepared in started:
+            prepared.call(self._left(WARM))
+        self._keep("compiled_ahead_seconds", time.monotonic() - began)
+
+    def _measure(self, settings: Sequence[Setting], prepared: Sequence[Prepared]) -> None:
+        began = time.monotonic()
+        for one in prepared:
+            one.go.set()
+        for setting, one in zip(settings, prepared, strict=True):
+            found = self._measured(setting, one)
+            found["seconds"] = time.monotonic() - began
+            self._keep("settings", self.results["settings"] | {setting.name: found})
+            why = found.get("error", "")
+            click.echo(f"{setting.name}: {found['seconds']:.0f} s {why}", err=True)
 
     def _prepared(self, target: Callable[..., object], *arguments: Any) -> Prepared:
         """A process that has imported everything, and waits to call `target`."""
@@ -142,12 +178,22 @@ class Measurement:
         why = self._prepared(target, file, *arguments).call(self._left(MOST))
         return _read(file) or {"error": why}
 
-    def _folder(self, setting: Setting) -> Path:
-        return self.work / setting.name.replace(" ", "-").replace(",", "")
+    def _folder(self, setting: Setting, before: str = "") -> Path:
+        return self.work / (before + setting.name).replace(" ", "-").replace(",", "")
 
-    def _model(self, shape: str) -> tuple[dict[str, Any], Path, str]:
-        config = SHAPES[shape] | (TINY if self.small else {})
-        return dict(config), self.work / shape, self.device
+    def _write_models(self, settings: Sequence[Setting]) -> dict[str, Prepared]:
+        """Start to write the models of all shapes; small ones too, to compile ahead for."""
+        tiny = TINY if self.small else {}
+        sizes = {setting.shape: tiny for setting in settings}
+        if self.ahead:
+            shapes = {setting.shape for setting in settings if setting.compiled}
+            sizes = {f"{shape} small": tiny or FEW for shape in sorted(shapes)} | sizes
+        models = {}
+        for name, size in sizes.items():
+            config = dict(SHAPES[name.partition(" ")[0]] | size)
+            models[name] = self._prepared(write_model, config, self.work / name, self.device)
+            models[name].go.set()
+        return models
 
     def _start_plans(self, settings: Sequence[Setting]) -> Prepared:
         """Write all recipes; their planning waits for the models."""
@@ -157,13 +203,18 @@ class Measurement:
         for setting in settings:
             folder = self._folder(setting)
             folder.mkdir()
-            recipes[setting.name] = folder / "recipe.yaml"
-            content = recipe(
-                setting, model=str(self.work / setting.shape), text=str(text), length=self.length,
-                device=self.device,
-            )  # fmt: skip
-            recipes[setting.name].write_text(json.dumps(content, indent=1), "utf-8")
+            model = self.work / setting.shape
+            recipes[setting.name] = self._write_recipe(setting, folder, model)
         return self._prepared(plan_all, recipes, self.device, self.work / "plans.json")
+
+    def _write_recipe(self, setting: Setting, folder: Path, model: Path) -> Path:
+        content = recipe(
+            setting, model=str(model), text=str(self.work / "text.txt"), length=self.length,
+            device=self.device,
+        )  # fmt: skip
+        file = folder / "recipe.yaml"
+        file.write_text(json.dumps(content, indent=1), "utf-8")
+        return file
 
     def _keep(self, name: str, found: Any) -> None:
         self.results[name] = found

@@ -36,6 +36,8 @@ TINY: Mapping[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
 }  # fmt: skip
 """Sizes of every shape where a processor does the work of a GPU."""
+FEW: Mapping[str, Any] = {"vocab_size": 16384, "num_hidden_layers": 2}
+"""Sizes of every shape for which blocks are compiled ahead."""
 LENGTH, TINY_LENGTH = 4096, 64
 """Tokens of a sample."""
 
@@ -63,6 +65,8 @@ class Setting:
     saves: bool = False
     """Whether the training goes to its end, with its saves, and is exported, instead of being cut
     into blocks."""
+    memory: bool = False
+    """Whether only the peak of memory is of interest: two such settings run at a time."""
 
     @property
     def batch(self) -> int:
@@ -99,55 +103,61 @@ LONG = {"micro": 1, "accumulation": 4}
 """The same, for two loops at a time, one of which has all logits in memory."""
 
 SETTINGS: tuple[Setting, ...] = (
-    Setting(name="1b compiled", shape="1b", fields=compiled(), **WIDE, profile=True),
+    Setting(
+        name="1b compiled", shape="1b", fields=compiled(), **WIDE, against=("bare",), rounds=5,
+        steps=2,
+    ),
     Setting(
         name="8b lora compiled", shape="8b", fields=compiled() | LORA, **WIDER, steps=2,
         profile=True,
     ),
+    Setting(name="8b lora fp8", shape="8b", fields=compiled(fp8={}) | LORA, **WIDER, steps=2),
     Setting(name="8b lora eager", shape="8b", fields=LORA, **WIDER, steps=2),
     Setting(
-        name="8b lora fp8", shape="8b", fields=compiled(fp8={}) | LORA, **WIDER, steps=2,
-        profile=True,
-    ),
-    Setting(
-        name="1b compiled, bare", shape="1b", fields=compiled(), **WIDE, against=("bare",),
-        rounds=5, steps=2,
-    ),
-    Setting(
         name="1b compiled, trainer", shape="1b", fields=compiled(), **WIDE, against=("trainer",),
-        rounds=5, steps=2,
+        rounds=3, steps=2,
     ),
     Setting(name="1b eager", shape="1b", **WIDE),
-    Setting(
-        name="1b all logits", shape="1b",
-        fields=compiled() | {"train": {"loss_chunk_size": None}}, **WIDE,
-    ),
-    Setting(name="1b recompute", shape="1b", fields=compiled(**AGAIN), micro=8),
     Setting(name="8b backbone", shape="8b", fields=compiled() | NARROW_LORA, **WIDER, steps=2),
     Setting(
         name="8b lora compiled, bare", shape="8b", fields=compiled() | LORA, **LONG, steps=2,
         against=("bare",), rounds=4,
     ),
-    Setting(
-        name="1b saves", shape="1b", micro=2, saves=True,
-        fields={"train": {"steps": 9}, "checkpoint": {"every": 3, "keep": 1}},
-    ),
-    Setting(
-        name="1b recompute all but attention", shape="1b",
-        fields=compiled(activation_checkpointing={"keep": "attention"}), micro=8,
-    ),
-    Setting(
-        name="8b lora recompute", shape="8b", fields=compiled(**AGAIN) | LORA, micro=4, steps=2,
-    ),
     Setting(name="1b fp8", shape="1b", fields=compiled(fp8={}), **WIDE),
-    Setting(
-        name="1b fsdp", shape="1b", fields=compiled() | {"wrap": {"use": "wrap.fsdp"}}, **WIDE,
-    ),
+    Setting(name="1b recompute, compiled", shape="1b", fields=compiled(**AGAIN), micro=8),
     Setting(
         name="1b packed, flex", shape="1b",
         fields=compiled(attention="flex_attention") | {"data": {"documents_apart": True}}, **WIDE,
     ),
+    Setting(
+        name="1b saves", shape="1b", micro=2, saves=True,
+        fields={"train": {"steps": 9}, "checkpoint": {"every": 3, "keep": 1}},
+    ),
+    Setting(name="1b recompute", shape="1b", fields={"model": AGAIN}, micro=4, memory=True),
+    Setting(
+        name="1b fsdp", shape="1b", fields={"wrap": {"use": "wrap.fsdp"}}, **WIDE, memory=True,
+    ),
+    Setting(
+        name="8b lora recompute", shape="8b", fields={"model": AGAIN} | LORA, micro=2,
+        memory=True,
+    ),
+    Setting(
+        name="1b all logits", shape="1b", fields={"train": {"loss_chunk_size": None}}, micro=2,
+        memory=True,
+    ),
+    Setting(
+        name="1b recompute all but attention", shape="1b",
+        fields={"model": {"activation_checkpointing": {"keep": "attention"}}}, micro=4,
+        memory=True,
+    ),
+    Setting(name="8b backbone, eager", shape="8b", fields=NARROW_LORA, micro=1, memory=True),
 )  # fmt: skip
+
+
+def warming(setting: Setting) -> Setting:
+    """Return the setting for a model of few blocks, whose run leaves the code that torch compiles
+    for the blocks in its cache."""
+    return replace(setting, steps=1, rounds=1, profile=False)
 
 
 def tiny(setting: Setting) -> Setting:

@@ -11,7 +11,7 @@ import torch
 
 from pipeline import Progress, StepCallback
 
-WARM = 3
+WARM = 2
 """Steps before the first block; the first compiles."""
 
 

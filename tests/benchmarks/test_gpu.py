@@ -17,7 +17,7 @@ from tests.support.tier import FULL
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "gpu"
 EAGER = "1b eager"
-FEW = (EAGER, "1b compiled, trainer", "1b saves")
+FEW = (EAGER, "1b compiled, trainer", "1b saves", "1b recompute")
 """Settings that the quick tier measures."""
 
 
