@@ -1,5 +1,5 @@
-"""Names of torch that are private or differ between its versions: hooks, DDP, fully_shard and
-placements."""
+"""Names of torch that are private or differ between its versions: hooks, DDP, fully_shard,
+placements and optimizers."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from pipeline import dtype_name
 
@@ -109,6 +110,23 @@ def norms_of(tensors: list[Tensor]) -> Sequence[Tensor]:
 def multiply_all(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply tensors of one device and dtype, in place, by a scalar, in few kernels."""
     torch._foreach_mul_(tensors, factor)
+
+
+def divides_gradients(optimizer: Optimizer) -> bool:
+    """Whether `step_divided` can be called: for torch's own fused kernels."""
+    own = type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
+    return own and all(group["fused"] for group in optimizer.param_groups)
+
+
+def step_divided(optimizer: Optimizer, divisor: Tensor | None, *, left_out: Tensor) -> None:
+    """Update by gradients over `divisor`, in the kernel that updates; change nothing where
+    `left_out` is true. Both are scalars on the device, as torch's GradScaler hands them over."""
+    given: Any = optimizer
+    given.grad_scale, given.found_inf = divisor, left_out.float()
+    try:
+        optimizer.step()
+    finally:
+        del given.grad_scale, given.found_inf
 
 
 def sharding_facts(model: nn.Module) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from stages.wrap.optimizer_state import (
     write_moments,
 )
 from stages.wrap.shards import tiles_of
+from stages.wrap.torch_compat import divides_gradients, step_divided
 
 
 class _Stored(NamedTuple):
@@ -140,8 +141,7 @@ class TorchEngine(ModuleEngine):
         # Without a guard and loss scaling the host waits for nothing.
         applied = not overflowed and (should_step is None or should_step(float(sent)))
         if applied:
-            self._limit(gradients, norm, scale)
-            optimizer.step()
+            self._update(gradients, norm, scale)
         if scaler is not None:
             scaler.update(overflowed=overflowed)
         optimizer.zero_grad(set_to_none=not self.keeps_gradients)
@@ -152,14 +152,21 @@ class TorchEngine(ModuleEngine):
         """Norm of the whole model's gradient, of which this rank has `gradients` (collective)."""
         return total_norm(gradients)
 
-    def _limit(self, gradients: list[Tensor], norm: Tensor, scale: float) -> None:
-        """Divide gradients by the loss scale, and scale them down to the largest norm."""
-        limit = self.plan.max_grad_norm
+    def _update(self, gradients: list[Tensor], norm: Tensor, scale: float) -> None:
+        """Update by gradients divided by the loss scale, and scaled down to the largest norm.
+        torch's fused kernels do so themselves, and leave out gradients that are not finite."""
+        limit, divisor = self.plan.max_grad_norm, None
         if limit is not None:
             # As torch.nn.utils.clip_grad_norm_ does.
-            multiply(gradients, torch.clamp(limit / (norm + 1e-6), max=1.0) / scale)
+            divisor = torch.clamp((norm + 1e-6) / limit, min=1.0) * scale
         elif scale != 1.0:
-            multiply(gradients, torch.full_like(norm, 1 / scale))
+            divisor = torch.full_like(norm, scale)
+        if divides_gradients(self.optimizer):
+            step_divided(self.optimizer, divisor, left_out=~torch.isfinite(norm))
+            return
+        if divisor is not None:
+            multiply(gradients, divisor.reciprocal())
+        self.optimizer.step()
 
     def state(self) -> EngineState:
         return dataclasses.replace(

@@ -162,4 +162,5 @@ def test_packed_samples_keep_their_positions_and_padding_is_a_document_of_its_ow
     batch = collate([packed, plain], 0, torch.device("cpu"))
     assert batch.positions is not None
     assert batch.positions.tolist() == [[0, 1, 0, 0], [0, 1, 2, 3]]
+    assert batch.documents == [[2, 1, 1], [4]]
     assert collate([plain], 0, torch.device("cpu")).positions is None

@@ -1,7 +1,8 @@
-"""The number of a parameter's updates is known under every optimizer."""
+"""Updates are counted under every optimizer, and clipped inside of torch's fused kernels."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from pipeline.contracts.optimizer import OptimizerPlan
 from stages.optimizer.adamw import AdamW
 from stages.optimizer.lion import Lion
 from stages.wrap.optimizer_groups import make_optimizer
+from stages.wrap.torch_compat import divides_gradients
 from stages.wrap.torch_engine import TorchEngine
 
 
@@ -53,3 +55,75 @@ def test_updates_are_counted_and_go_on_after_a_restore(stage: Any, tmp_path: Pat
     assert len(list(other.restore(state))) == 1
     assert other.state().updates == {"weight": 3}
     assert other.train(2) == {"weight": 5}
+
+
+def trained(stage: AdamW, folder: Path, inputs: list[float]) -> tuple[Plain, list[float]]:
+    """Return an engine after a step for each input, which multiplies its gradient, and the norms
+    that it reported. No guard looks at them."""
+    torch.manual_seed(1)
+    engine, norms = Plain(stage.run(testing.context(folder))), []
+    for value in inputs:
+        engine.model(torch.full((3,), value)).sum().backward()
+        norms.append(float(engine.step(lr_scale=1.0).grad_norm))
+    return engine, norms
+
+
+def state_of(engine: Plain) -> list[torch.Tensor]:
+    """Return the weight, its moments, and the number of its updates."""
+    weight = engine.model.weight
+    return [
+        weight.detach().clone(),
+        *(one.clone() for one in engine.optimizer.state[weight].values()),
+    ]
+
+
+INPUTS = [1.0, 30.0, 0.001, 7.0]
+"""Gradients of norm 2.4, 73, 0.0024 and 17: one is below the limit."""
+
+
+@pytest.mark.parametrize("kernel", ["fused", "single"])
+@pytest.mark.parametrize("limit", [0.5, None])
+def test_clipping_is_that_of_torch(kernel: Any, limit: float | None, tmp_path: Path) -> None:
+    stage = AdamW(lr=0.1, warmup_steps=0, weight_decay=0.1, kernel=kernel, max_grad_norm=limit)
+    engine, norms = trained(stage, tmp_path, INPUTS)
+    torch.manual_seed(1)
+    model = nn.Linear(3, 2, bias=False)
+    plan = stage.run(testing.context(tmp_path))
+    reference = make_optimizer(plan, model)
+    for value, norm in zip(INPUTS, norms, strict=True):
+        model(torch.full((3,), value)).sum().backward()
+        found = torch.nn.utils.clip_grad_norm_(model.parameters(), limit or torch.inf)
+        assert norm == pytest.approx(float(found), rel=1e-6)
+        reference.step()
+        reference.zero_grad()
+    torch.testing.assert_close(engine.model.weight, model.weight, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("limit", [0.5, None])
+def test_a_fused_update_leaves_out_what_is_not_finite_though_no_one_looks(
+    bad: float, limit: float | None, tmp_path: Path
+) -> None:
+    stage = AdamW(lr=0.1, warmup_steps=0, weight_decay=0.1, max_grad_norm=limit)
+    without, _ = trained(stage, tmp_path, INPUTS)
+    engine, norms = trained(stage, tmp_path, [*INPUTS, bad])
+    assert not math.isfinite(norms[-1])
+    for one, other in zip(state_of(engine), state_of(without), strict=True):
+        assert torch.equal(one, other)
+    assert not {"grad_scale", "found_inf"} & vars(engine.optimizer).keys()
+
+
+class Own(torch.optim.AdamW):
+    """An optimizer whose step may know nothing of what torch's own is handed."""
+
+
+def test_only_the_kernels_of_torch_are_handed_the_limit() -> None:
+    weights = [nn.Parameter(torch.ones(2))]
+    kinds = {
+        torch.optim.AdamW(weights, fused=True): True,
+        torch.optim.Adam(weights, fused=True): True,
+        torch.optim.AdamW(weights, foreach=False): False,
+        torch.optim.SGD(weights): False,
+        Own(weights, fused=True): False,
+    }
+    assert {one: divides_gradients(one) for one in kinds} == kinds
