@@ -18,6 +18,8 @@ from typing import Any
 from pipeline.chain.plan import Plan, Started, make_plan
 from pipeline.errors import PipeError
 from pipeline.execution import rundir
+from pipeline.hardware.gpus import GIB, find_accelerator
+from pipeline.hardware.telemetry import Telemetry
 from pipeline.planning.hardware import HardwareOptions, Margins
 from pipeline.planning.memory_plan import MemoryPlan, estimate_plan
 from pipeline.planning.report import lines
@@ -55,10 +57,21 @@ def planned_beside(plan: Plan, folder: Path) -> Iterator[None]:
 def estimated(plan: Plan) -> MemoryPlan:
     """Return the memory plan of a recipe on the machines that it runs on. Raises PipeError where
     there can be none."""
-    nodes = plan.view.procs // plan.per_node
-    machines = HardwareOptions(gpus=plan.per_node, nodes=nodes)
-    return estimate_plan(
-        plan, HardwareOptions() if plan.view.device == "cpu" else machines, Margins()
+    machines = HardwareOptions() if plan.view.device == "cpu" else these_gpus(plan)
+    return estimate_plan(plan, machines, Margins())
+
+
+def these_gpus(plan: Plan) -> HardwareOptions:
+    """Return the nodes of a run as this one of them is: its GPUs by the data sheet, or, of a kind
+    that is not known, with the memory that the driver says."""
+    telemetry, nodes = Telemetry(), plan.view.procs // plan.per_node
+    known = None if telemetry.kind is None else find_accelerator(telemetry.kind)
+    sizes = [one.memory_total_bytes for one in telemetry.read()[:1] if known is None]
+    return HardwareOptions(
+        gpus=plan.per_node,
+        nodes=nodes,
+        gpu=None if known is None else known.name,
+        memory=sizes[0] / GIB if sizes and sizes[0] else None,
     )
 
 

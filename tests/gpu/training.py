@@ -126,7 +126,7 @@ def train(
         report = engine.step(lr_scale=lr_scale(step))
         losses.append(float(engine.total(part)) / targets)
         norms.append(report.grad_norm)
-    return Trained(losses=losses, norms=norms)
+    return Trained(losses=losses, norms=[float(norm) for norm in norms])
 
 
 def _share(batch: MicroBatch, axis: Any) -> MicroBatch:
@@ -169,7 +169,7 @@ def plain(
         optimizer.zero_grad()
         losses.append(total)
     after = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    return Trained(losses=losses, norms=norms), before, after
+    return Trained(losses=losses, norms=[float(norm) for norm in norms]), before, after
 
 
 def _adamw(parameters: Mapping[str, Tensor]) -> torch.optim.Optimizer:

@@ -18,8 +18,8 @@ from pipeline.view.history import read_history
 from pipeline.view.report.gpus import gpu_plots, gpu_rows
 from pipeline.view.report.run_report import run_page
 from pipeline.view.screen import Display
-from tests.pipeline.hardware.test_telemetry import NvmlError, library
 from tests.pipeline.view.folders import add, made, step
+from tests.support.nvml import NvmlError, library
 
 
 class Clock:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pipeline.chain.plan import Plan, Started, plan_file
 from pipeline.commands.run import with_plan
 from pipeline.errors import RunFailed
+from pipeline.hardware.gpus import GIB
 from pipeline.planning import beside
 from pipeline.recipe import load_recipe
 from pipeline.view.history import PLAN_FILE
+from tests.support.nvml import library
 
 RECIPE = Path(__file__).parents[3] / "recipes" / "llama8b_fsdp.yaml"
 STARTED = Started(procs=8, per_node=4, nodes=2)
@@ -56,3 +60,22 @@ def test_out_of_memory_the_plan_is_that_of_the_run() -> None:
     with pytest.raises(RunFailed) as caught, with_plan(make) as kept:
         fail(kept(STARTED))
     assert f"  {WHERE}" in str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "memory"),
+    [("NVIDIA H100 80GB HBM3", "H100", 79.2), ("NVIDIA X1", None, 48.0)],
+)
+def test_gpus_of_this_machine(
+    name: str, kind: str | None, memory: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = SimpleNamespace(used=0, total=48 * GIB)
+    nvml = library(
+        nvmlDeviceGetName=lambda handle: name, nvmlDeviceGetMemoryInfo=lambda handle: size
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    found = beside.estimated(make(STARTED))
+    assert found.hardware.kind == kind
+    assert found.hardware.device_memory == round(memory * GIB)
+    assert found.fits is not None
