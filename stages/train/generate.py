@@ -124,7 +124,8 @@ def _marked(
         labels[0, len(ids) - 1] = number
         real = torch.arange(length)[None] < len(ids)
         tensors = {"input_ids": input_ids, "labels": labels, "real": real}
-        batches.append(MicroBatch(**{name: one.to(device) for name, one in tensors.items()}))
+        there: dict[str, Any] = {name: one.to(device) for name, one in tensors.items()}
+        batches.append(MicroBatch(**there))
     return batches
 
 
