@@ -9,11 +9,10 @@ from typing import Any
 from pipeline import Context, ModelSource, StageError
 from pipeline.planning import AWAY, RECOMPUTE, Planner, Saving, Topology, TraceScope
 from stages.model.files import is_local
-from stages.model.hf import HfModel
+from stages.model.hf import Compile, HfModel
 from stages.model.read import read_config
 
 LEFT_OUT = {
-    "compile": "compiled blocks keep less for backward than is counted here",
     "fp8": "copies of weights and activations in 8 bits are not counted",
     "kernels": "fused kernels keep less for backward than is counted here",
 }
@@ -28,6 +27,7 @@ class HfPlanner(Planner[HfModel]):
             "config": read_config(self.stage),
             "attention": self.stage.attention,
             "recomputed": self.stage.activation_checkpointing,
+            "compiled": self.stage.compile is not None,
         }
 
     def forecast(self, topology: Topology) -> tuple[str, ...]:
@@ -43,9 +43,13 @@ class HfPlanner(Planner[HfModel]):
             yield Saving(order=AWAY, what=what, fields={"activation_checkpointing": fields})
 
     def trace(self, ctx: Context, scope: TraceScope) -> ModelSource:
+        from pipeline.planning.trace.fused import BACKEND, register
         from stages.model.source import open_source
 
         left_out: dict[str, Any] = dict.fromkeys([*LEFT_OUT, "tokenizer"])
+        if self.stage.compile is not None:
+            register()
+            left_out["compile"] = Compile(backend=BACKEND, dynamic=False)
         stage = dataclasses.replace(self.stage, init="random", **left_out)
         if stage.path is not None and not is_local(stage.path):
             config = read_config(dataclasses.replace(stage, vocab_size=None))

@@ -28,7 +28,12 @@ autograd engine holds them."""
 
 
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, `operation` stands for every operation on tensors."""
+    """Inside, `operation` stands for every operation on tensors, those of compiled code too."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let torch compile inside: otherwise it compiles nothing while somebody watches."""
+        return True
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None

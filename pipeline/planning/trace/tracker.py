@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from pipeline.planning.forecast import BACKWARD, FORWARD, LOAD
 from pipeline.planning.trace import torch_compat
+from pipeline.planning.trace.fused import Region, counted_by
 from pipeline.planning.trace.torch_compat import Link, storage_key, tensors_in
 from pipeline.utils.fake_tensors import device_of, has_values
 
@@ -93,6 +94,7 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         self._ran: dict[Any, tuple[Any, list[Any]]] = {}
         self._on_host: set[int] = set()
         self._now = self._host = 0
+        self._region: Region | None = None
         self.stretches: list[Stretch] = []
         self.enter(Position(LOAD, 0, ""))
 
@@ -135,23 +137,37 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
             return done
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
+        self._counting = contextlib.ExitStack()
+        self._counting.enter_context(counted_by(self._fused))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._counting.close()
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    @contextlib.contextmanager
+    def _fused(self) -> Iterator[None]:
+        """Count what the body makes as what fused kernels write."""
+        outer, self._region = self._region, Region()
+        try:
+            yield
+            left = [key for key in self._region.sizes if self._sizes.get(key)]
+            self.stretches[-1].made += self._region.written(left)
+        finally:
+            self._region = outer
 
     def operation(self, function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Run an operation on tensors, and count what it makes and computes."""
         before = self._now
         out = self._run(function, arguments, named)
         here = self.stretches[-1]
-        here.made += max(self._now - before, 0)
         exchanged = torch_compat.collective(function, arguments)
         if exchanged is not None:
             here.sent[exchanged[0]] += exchanged[1]
         kind, amount = operations(function, arguments, named, out)
+        here.made += self._written(max(self._now - before, 0), amount, (arguments, named), out)
         if torch_compat.computes_again():
             here.repeats = True
             here.again += amount
@@ -160,6 +176,20 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         else:
             here.products += amount
         return out
+
+    def _written(self, new: int, amount: float, given: Any, out: Any) -> int:
+        """Bytes that an operation writes: the `new` ones, but in fused code only those of products,
+        and of what products read."""
+        if self._region is None:
+            return new
+        made = [*self._storages(out)]
+        self._region.add((key, self._sizes[key]) for key in made if key in self._sizes and new)
+        return self._region.written([*made, *self._storages(given)]) if amount else 0
+
+    def _storages(self, nested: Any) -> Iterator[int]:
+        for tensor in map(torch_compat.local, tensors_in(nested)):
+            if device_of(tensor).type != "meta":
+                yield storage_key(tensor.untyped_storage())
 
     def _run(self, function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
         number = function is aten._local_scalar_dense.default  # Tensor.item()
