@@ -63,6 +63,18 @@ def test_a_block_that_is_computed_again_keeps_its_input(tmp_path: Path) -> None:
     assert found.part("backward", 3).again.at(1) == again
 
 
+def test_a_compiled_block_keeps_what_its_partition_keeps(tmp_path: Path) -> None:
+    """Gate and up of the MLP, and what norms read, give the rest again: nearly a third less is kept,
+    and much less is written, by the same products."""
+    found = profiled(tmp_path, model={**own(**llama()), "compile": {}})
+    kept = found.part("forward", 3).kept.each / TOKENS
+    assert 4 * INNER < kept < 0.75 * (20 * HIDDEN + 4 * KEYS + 8 * INNER + 4 * HEADS + 8)
+    plain = profiled(tmp_path)
+    for amount in ("products", "attention"):
+        assert found.total(amount).at(2) == pytest.approx(plain.total(amount).at(2), rel=1e-3)
+    assert found.total("made").at(2) < 0.65 * plain.total("made").at(2)
+
+
 def test_frozen_weights_take_no_gradient(tmp_path: Path) -> None:
     """A step takes 4 operations for each element of a frozen matrix, 2 in the first block: frozen
     embeddings need no gradient. An update takes 6."""

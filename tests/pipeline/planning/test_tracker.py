@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from pipeline.errors import StageError
+from pipeline.planning.trace.fused import BACKEND, register
 from pipeline.planning.trace.run import model_errors_as_ours
 from pipeline.planning.trace.torch_compat import silent_group
 from pipeline.planning.trace.tracker import Level, MemoryTracker, Position, offloading
@@ -111,3 +112,41 @@ def test_a_silent_group_has_any_size() -> None:
         torch.distributed.all_gather_into_tensor(whole, part)
         assert torch.distributed.get_world_size() == 64
     assert not torch.distributed.is_initialized()
+
+
+def compiled_work(*, fused: bool) -> MemoryTracker:
+    """Track a product between operations that inductor would fuse, forward and backward."""
+    register()
+
+    def part(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        before = torch.sigmoid(torch.tanh(x))
+        return torch.cos(before @ weight) * 3
+
+    if fused:
+        part = torch.compile(part, backend=BACKEND, dynamic=False)
+    with FakeTensorMode(), MemoryTracker(fake=True) as tracker:
+        x, weight = (torch.zeros(1000, 1000, requires_grad=True) for _ in range(2))
+        tracker.enter(Position("forward", 0, ""))
+        out = part(x, weight)
+        tracker.enter(Position("backward", 0, ""))
+        out.sum().backward()
+    return tracker
+
+
+def test_fused_kernels_write_what_products_read_and_what_is_left() -> None:
+    size = 4_000_000
+    plain, fused = (compiled_work(fused=one) for one in (False, True))
+    # tanh, sigmoid, product, cos, * 3
+    assert plain.stretches[1].made == 5 * size
+    # What the product reads, the product, which is kept for backward, and the output.
+    assert fused.stretches[1].made == 3 * size
+    assert fused.stretches[1].products == plain.stretches[1].products == 2e9
+    # Partitioned as inductor does it: tanh is computed again, not kept.
+    assert levels_of(plain) - levels_of(fused) == size
+    assert fused.stretches[2].products == plain.stretches[2].products == 4e9
+    assert fused.stretches[2].made < plain.stretches[2].made
+
+
+def levels_of(tracker: MemoryTracker) -> int:
+    """Bytes at the end of forward."""
+    return tracker.stretches[1].levels[-1].device
