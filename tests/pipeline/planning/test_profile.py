@@ -64,8 +64,8 @@ def test_a_block_that_is_computed_again_keeps_its_input(tmp_path: Path) -> None:
 
 
 def test_a_compiled_block_keeps_what_its_partition_keeps(tmp_path: Path) -> None:
-    """Gate and up of the MLP, and what norms read, give the rest again: nearly a third less is kept,
-    and much less is written, by the same products."""
+    """Gate and up of the MLP, and what norms read, give the rest again: nearly a third less is
+    kept, and much less is written, by the same products."""
     found = profiled(tmp_path, model={**own(**llama()), "compile": {}})
     kept = found.part("forward", 3).kept.each / TOKENS
     assert 4 * INNER < kept < 0.75 * (20 * HIDDEN + 4 * KEYS + 8 * INNER + 4 * HEADS + 8)
