@@ -178,10 +178,9 @@ def kept_units(
     begins with them; in a pipeline also the embedding, which the next micro-batch needs."""
     if config.units != "block":
         return []
-    last = units.index(blocks[-1])
-    staged = config.pipeline_parallel is not None and config.pipeline_parallel.size > 1
-    before = [one for one in units if one not in blocks] if staged else []
-    return list(dict.fromkeys([*before, *units[last:]]))
+    asked = config.pipeline_parallel
+    again = blocks[:-1] if asked is not None and asked.size > 1 else units[: units.index(blocks[-1])]
+    return [unit for unit in units if unit not in again]
 
 
 def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
