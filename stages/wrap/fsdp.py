@@ -41,7 +41,8 @@ class Fsdp:
     and a head with one weight are part of the rest."""
 
     forward_prefetch: Annotated[int, Ge(0)] = 0
-    """Units to gather ahead explicitly in forward; 0 leaves it to torch's own overlap."""
+    """Units to gather ahead explicitly in forward; 0 leaves it to torch's own overlap, except with
+    expert_parallel, where the host waits for the routing in every block and one is gathered."""
 
     backward_prefetch: Annotated[int, Gt(0)] = 1
     """Units to gather ahead in backward; 1 is torch's own schedule."""

@@ -30,14 +30,15 @@ from stages.wrap.torch_planner import EMBEDDINGS, ROOT, TorchMemory, UnitAmounts
 class Sharded(TorchMemory):
     """Shards of everything; units gathered for as long as they run.
 
-    A unit is a block, or the root with all the rest. n: its elements; m, c, r: bytes of a number in
+    A unit is a block, the embedding or the head, or the root with all the rest. n: its elements; m, c, r: bytes of a number in
     the master, compute and reduce dtype; W: number of shards of a weight; of an expert's weight,
     the number of ranks that hold the same experts. Elements are those of this rank's part, where
     layers are divided. A rank holds
 
     - always m n / W of each unit and its optimizer state, and m n / W of gradients from the end of
       its backward on;
-    - c n of the root and of the unit in use; of all units up to it if they stay after forward;
+    - c n of the root and of the unit in use, and of the last block and the head from their forward
+      to their backward; of all units up to the one in use if they stay after forward;
     - c n of each buffer that a gathered unit is copied from; one ahead, or as many as configured;
     - c n of the gradients of the unit in backward. If they are reduced once a step, r n of each
       unit stays until then;
@@ -121,30 +122,28 @@ class Sharded(TorchMemory):
         whole = self._whole
         if self._shards == 1 or moment.event in ("loss", "begin"):
             return 0
-        if self._gathered_experts[place] and moment.event not in ("gather", "reduce"):
-            before = max(place - 1, 0) if moment.event in IN_BACKWARD else place
-            rest = whole[before] - self._gathered_experts[before]
-            if moment.event == "forward":
-                return self._gathered_experts[place]
-            rest = 0 if place == 0 or self.stays else rest
-            return rest + self._gathered_experts[place] * (
-                moment.event == "regather" and not self.stays
-            )
+        experts = self._gathered_experts
         if moment.event not in IN_BACKWARD:
-            ahead = self._config.forward_prefetch
+            ahead = self._config.forward_prefetch or bool(experts.all)
             if not whole[place]:
-                return whole[self._unit_before(place)]
+                return self._newest(self._unit_before(place))
             if moment.event == "forward":
-                return whole.between(place, place + 1 + ahead)
+                return self._newest(place) + whole.between(place + 1, place + 1 + ahead)
             own = whole.between(place, place + max(ahead, 1))
-            return whole[self._unit_before(place)] + own
+            return self._newest(self._unit_before(place)) + own
         if self.stays:
             return 0
         end = place + 1 if moment.event == "regather" else place
         # The root, which has the head otherwise, leaves it to torch what is gathered ahead.
         alone = moment.unit == "head" and not whole[place]
         ahead = 1 if alone else self._config.backward_prefetch
+        if moment.event == "regather" and experts[place]:  # those of the block come after it
+            return experts[place] + whole.between(max(place - ahead, 0), min(place, self._kept))
         return whole.between(max(end - ahead, 0), min(end, self._kept))
+
+    def _newest(self, place: int) -> int:
+        """Bytes of the buffer that stays when a unit has been gathered: its experts' come last."""
+        return self._gathered_experts[place] or self._whole[place]
 
     def _unit_before(self, place: int) -> int:
         """Place of the unit that is gathered before the one at a place, which need not be one."""

@@ -75,7 +75,7 @@ class UnitDivider:
         _shard(config, late, self.data_mesh, self._precision, reshard=False)
         _shard(config, [module], self.data_mesh, self._precision)
         _look_up_once(units, ends[0])
-        _prefetch(config, units)
+        _prefetch(config, units, experts)
         self.units += [*experts, *units, module]
         self.reshard_after_forward |= {reshards(config) for _ in [*experts, *early]}
         self.reshard_after_forward |= {False for _ in late}
@@ -123,14 +123,29 @@ def _average_over(unit: nn.Module, ranks: int, shards: int) -> None:
     unit.set_force_sum_reduction_for_comms(shards > 1)
 
 
-def _prefetch(config: Fsdp, units: Sequence[nn.Module]) -> None:
-    sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
-    for place, unit in enumerate(sharded):
-        if config.forward_prefetch:
-            unit.set_modules_to_forward_prefetch(sharded[place + 1 :][: config.forward_prefetch])
-        if config.backward_prefetch != 1:
-            before = sharded[:place][::-1]
-            unit.set_modules_to_backward_prefetch(before[: config.backward_prefetch])
+def _prefetch(config: Fsdp, units: Sequence[nn.Module], experts: Sequence[nn.Module]) -> None:
+    """Name the units that are gathered ahead of each, where torch's own order is not enough.
+
+    Experts are units inside of their blocks. Where ranks divide them, the host waits in every
+    block for numbers of tokens and cannot run ahead, and in backward a block needs its experts
+    first; so the next block is gathered with its experts while one computes.
+    """
+    forward, backward = config.forward_prefetch, config.backward_prefetch
+    inside = {unit: [one for one in experts if one in set(unit.modules())] for unit in units}
+    for place, unit in enumerate(units):
+        assert isinstance(unit, FSDPModule)
+        if forward or experts:
+            ahead = units[place + 1 :][: forward or 1]
+            unit.set_modules_to_forward_prefetch(_with(inside, ahead))
+        if backward != 1 or experts:
+            before = units[:place][::-1][:backward]
+            unit.set_modules_to_backward_prefetch(_with(inside, before))
+
+
+def _with(inside: dict[nn.Module, list[nn.Module]], units: Sequence[nn.Module]) -> list[FSDPModule]:
+    """Units, and behind each the units inside of it."""
+    both = [one for unit in units for one in (unit, *inside[unit])]
+    return [one for one in both if isinstance(one, FSDPModule)]
 
 
 def reshards(config: Fsdp) -> bool:
@@ -166,7 +181,9 @@ def choose_units(
                 hint="choose units that hold all owners of a tied weight, or none",
             )
     if config.units == "block":
-        first, last = ([one] if one is not None and _stands_alone(one, owners) else [] for one in ends)
+        first, last = (
+            [one] if one is not None and _stands_alone(one, owners) else [] for one in ends
+        )
         units = [*first, *units, *last]
     return units
 
@@ -179,7 +196,9 @@ def kept_units(
     if config.units != "block":
         return []
     asked = config.pipeline_parallel
-    again = blocks[:-1] if asked is not None and asked.size > 1 else units[: units.index(blocks[-1])]
+    again = (
+        blocks[:-1] if asked is not None and asked.size > 1 else units[: units.index(blocks[-1])]
+    )
     return [unit for unit in units if unit not in again]
 
 

@@ -83,9 +83,7 @@ def structure(source: ModelSource) -> Structure:
     )
 
 
-def _weights_of(
-    module: nn.Module | None, names: Mapping[nn.Parameter, str]
-) -> tuple[str, ...]:
+def _weights_of(module: nn.Module | None, names: Mapping[nn.Parameter, str]) -> tuple[str, ...]:
     """Names of a module's weights."""
     return () if module is None else tuple(names[one] for one in module.parameters())
 
