@@ -30,10 +30,10 @@ from stages.wrap.torch_planner import EMBEDDINGS, ROOT, TorchMemory, UnitAmounts
 class Sharded(TorchMemory):
     """Shards of everything; units gathered for as long as they run.
 
-    A unit is a block, the embedding or the head, or the root with all the rest. n: its elements; m, c, r: bytes of a number in
-    the master, compute and reduce dtype; W: number of shards of a weight; of an expert's weight,
-    the number of ranks that hold the same experts. Elements are those of this rank's part, where
-    layers are divided. A rank holds
+    A unit is a block, the embedding or the head, or the root with the rest. n: its elements; m, c,
+    r: bytes of a number in the master, compute and reduce dtype; W: number of shards of a weight;
+    of an expert's weight, the number of ranks that hold the same experts. Elements are those of
+    this rank's part, where layers are divided. A rank holds
 
     - always m n / W of each unit and its optimizer state, and m n / W of gradients from the end of
       its backward on;
@@ -74,9 +74,8 @@ class Sharded(TorchMemory):
         """Elements of the experts' gradients that are reduced."""
         own = self._amounts(lambda w: w.shard(shards, 1) * (w.trained and w.experts > 1))
         self._own_experts = own
-        places = {name: EMBEDDINGS for name in ends[0]} | {n: len(model.blocks) for n in ends[1]}
-        trained = [weight for weight in model.root if weight.trained]
-        self._last = {places.get(one.name, ROOT): one.elements for one in trained}
+        places = dict.fromkeys(ends[0], EMBEDDINGS) | dict.fromkeys(ends[1], len(model.blocks))
+        self._last = {places.get(w.name, ROOT): w.elements for w in model.root if w.trained}
         """Elements of the last weight of each unit that is no block: torch's loop over gradients
         keeps it, if there are several shards."""
 
