@@ -39,6 +39,11 @@ class ModelSource(ABC):
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         """The repeated transformer blocks, in order; empty when the architecture is not known."""
 
+    def ends(self, model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+        """The input embedding, if it is a plain table whose rows are looked up, and the head; each
+        None where there is none. They may share a weight."""
+        return None, None
+
     def external_parameter_modules(self, model: nn.Module) -> Sequence[nn.Module]:
         """Modules that, other than by calling them, use parameters of the modules inside them."""
         return ()

@@ -16,9 +16,8 @@ from pipeline.distributed.placement import NodePlacement
 from pipeline.distributed.signals import Interrupted
 from pipeline.errors import RunFailed, UsageError, in_words
 from pipeline.execution import rundir
-from pipeline.launch import flight_recorder
 from pipeline.launch.exchange import BEAT_SECONDS, Link
-from pipeline.launch.local import set_threads, supervise
+from pipeline.launch.local import for_gpus, set_threads, supervise
 from pipeline.launch.messages import MOST_TEXT, Beat, Over, Place, Reply, Report
 from pipeline.launch.ranks import LocalRanks
 from pipeline.launch.watch import landmarks
@@ -114,7 +113,7 @@ class Agent:
         set_threads(self._settings, self._plan.per_node)
         common = _interfaces(link.address)
         if self._plan.view.device == "cuda":
-            common |= flight_recorder.environment(run_dir)
+            common |= for_gpus(run_dir)
         per_node = self._plan.per_node
         ranks = LocalRanks([common | _place(place, n, per_node) for n in range(per_node)])
         try:

@@ -17,7 +17,7 @@ from pipeline.execution import failures, rundir
 from pipeline.execution.failures import Exit
 from pipeline.execution.journal import Journal
 from pipeline.hardware.host import cores_each
-from pipeline.launch import flight_recorder
+from pipeline.launch import allocator, flight_recorder
 from pipeline.launch.ranks import LocalRanks
 from pipeline.launch.restarts import Attempts
 from pipeline.launch.stalls import report_stall
@@ -41,8 +41,8 @@ def launch(plan: Plan, run_dir: Path, accept: Sequence[str], screen: Screen) -> 
     settings, attempts = plan.recipe.launch, Attempts(plan.recipe.launch.restarts)
     set_threads(settings, plan.per_node)
     while True:
-        recorder = flight_recorder.environment(run_dir) if plan.view.device == "cuda" else {}
-        ranks = LocalRanks([recorder | place(n, plan.per_node) for n in range(plan.per_node)])
+        common = for_gpus(run_dir) if plan.view.device == "cuda" else {}
+        ranks = LocalRanks([common | place(n, plan.per_node) for n in range(plan.per_node)])
         try:
             with none_left(screen.refresh), ranks:
                 try:
@@ -64,6 +64,11 @@ def set_threads(settings: Launch, ranks_here: int) -> None:
         os.environ["OMP_NUM_THREADS"] = str(settings.threads)
     elif "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(cores_each(ranks_here))
+
+
+def for_gpus(run_dir: Path) -> dict[str, str]:
+    """Variables for ranks on GPUs; what the user has set stays."""
+    return flight_recorder.environment(run_dir) | allocator.environment()
 
 
 def restarted(run_dir: Path, plan: Plan, problem: str, number: int, wait: float) -> None:

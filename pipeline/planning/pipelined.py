@@ -128,7 +128,7 @@ class PipelinePeaks:
         if kind == "forward":
             yield from self._forward(stage, profile, units, first=first, whole=whole)
         elif kind == "reduce":
-            for unit in ("embeddings", *range(len(stage.blocks))):
+            for unit in units:
                 moment = Moment("reduce", unit, False, True, True)
                 yield [*held(stage.memory, moment, self._averaged)]
         elif kind == "gather":

@@ -84,6 +84,9 @@ class ModelShape:
     caveats: tuple[str, ...] = ()
     behind: tuple[str, ...] = ()
     """Names of the root's weights that come behind the blocks."""
+    ends: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+    """Names of the weights of the embedding, if that is a plain table, and of the head, which may
+    be the same."""
 
     def counted(self) -> Iterator[tuple[Weight, int]]:
         """Each weight of the root and of a kind, with its number of occurrences."""

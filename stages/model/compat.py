@@ -169,13 +169,17 @@ def declared_ties(model: Any) -> dict[str, str]:
     return dict(model.get_expanded_tied_weights_keys(all_submodels=True))
 
 
+def tables(model: Any) -> tuple[nn.Module | None, nn.Module | None]:
+    """The input embedding and the head, which have one row for each token."""
+    return model.get_input_embeddings(), model.get_output_embeddings()
+
+
 def vocabulary(model: Any) -> list[str]:
     """Names of the tensors that have one row for each token."""
-    tables = [model.get_input_embeddings(), model.get_output_embeddings()]
     return [
         f"{name}.{leaf}"
         for name, module in model.named_modules()
-        if any(module is table for table in tables)
+        if any(module is table for table in tables(model))
         for leaf, _ in module.named_parameters(recurse=False)
     ]
 

@@ -116,6 +116,9 @@ class DerivedSource(ModelSource):
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         return self.base.blocks(model)
 
+    def ends(self, model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+        return self.base.ends(model)
+
     def external_parameter_modules(self, model: nn.Module) -> Sequence[nn.Module]:
         return self.base.external_parameter_modules(model)
 

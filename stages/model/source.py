@@ -179,6 +179,11 @@ class HfSource(ModelSource):
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         return [block for blocks in lists for block in blocks if type(block).__name__ in classes]
 
+    def ends(self, model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+        embedding, head = compat.tables(model)
+        looks_up = getattr(type(embedding), "forward", None) is nn.Embedding.forward
+        return embedding if looks_up else None, head
+
     def compiled_modules(self, model: nn.Module) -> Sequence[nn.Module]:
         return () if self._stage.compile is None else self.blocks(model)
 

@@ -76,7 +76,7 @@ class AcceleratedEngine(TorchEngine):
         common = self.common_facts()
         master = common["master"]
         sharded = isinstance(self.model, FSDPModule)
-        facts = sharding_facts(self.model) if sharded else {}
+        facts = sharding_facts([self.model]) if sharded else {}
         replicated = "none" if self.model is self.module else type(self.model).__name__
         return {
             "engine": "fully_shard" if sharded else replicated,

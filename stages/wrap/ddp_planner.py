@@ -70,8 +70,10 @@ class Replicated(TorchMemory):
         copies = self._kept.between(0, place + 1)
         if moment.unit == "head":
             copies += self._behind
-        elif place != ROOT or not backward:
-            copies += self._cast[place] - self._kept[place] * (place != ROOT)
+        elif moment.unit != "embeddings":
+            copies += self._cast[place] - self._kept[place]
+        elif not backward:
+            copies += self._cast[ROOT]
         yield Item(GATHERED, "device", copies)
         if backward and moment.last and self._sizes.reduce != self._sizes.master:
             sent = 0 if self._model.tied else self._sizes.reduce * self._head

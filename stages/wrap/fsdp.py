@@ -36,11 +36,13 @@ class Fsdp:
     other axes; null means those of a node."""
 
     units: Literal["block"] | tuple[str, ...] = "block"
-    """Modules whose parameters are gathered together: each transformer block, or modules of the
-    named classes."""
+    """Modules whose parameters are gathered together: each transformer block, the input embedding
+    and the head, or modules of the named classes; in either case the rest is one more. An embedding
+    and a head with one weight are part of the rest."""
 
     forward_prefetch: Annotated[int, Ge(0)] = 0
-    """Units to gather ahead explicitly in forward; 0 leaves it to torch's own overlap."""
+    """Units to gather ahead explicitly in forward; 0 leaves it to torch's own overlap, except with
+    expert_parallel, where the host waits for the routing in every block and one is gathered."""
 
     backward_prefetch: Annotated[int, Gt(0)] = 1
     """Units to gather ahead in backward; 1 is torch's own schedule."""

@@ -16,7 +16,7 @@ from pipeline.utils import local_part, with_values
 from stages.wrap.axes import Axes, required
 from stages.wrap.build import build_module, declared_facts, verify_engine
 from stages.wrap.context.attention import divide_sequence
-from stages.wrap.fsdp_units import DATA_AXES, UnitDivider, reshards
+from stages.wrap.fsdp_units import DATA_AXES, UnitDivider
 from stages.wrap.mesh import expert_mesh, parameter_mesh, warn_of_slow_groups
 from stages.wrap.optimizer_groups import make_optimizer
 from stages.wrap.torch_compat import reshard, sharding_facts
@@ -45,13 +45,12 @@ def build(
         divide_sequence(module, axes, ctx.dist.device.type)
         optimizer = make_optimizer(plan, module)
         engine = FsdpEngine(config, mesh, module, optimizer, ctx, precision, plan, axes)
-    below = len(divider.units) - len(engine.parts)
     expected = {
         **declared_facts(ctx, precision),
         "engine": "fully_shard",
         "mesh": mesh_facts(config, mesh),
         "units": len(divider.units),
-        "reshard_after_forward": [reshards(config) and below > 0],
+        "reshard_after_forward": sorted(divider.reshard_after_forward) or [False],
         "device": "cpu" if config.cpu_offload else ctx.dist.device.type,
         "cpu_offload": config.cpu_offload,
     }
@@ -129,8 +128,7 @@ class FsdpEngine(TorchEngine):
             "engine": "fully_shard" if isinstance(self.model, FSDPModule) else "none",
             **self.common_facts(),
             "mesh": self._mesh,
-            **sharding_facts(self.model),
-            "units": sum(sharding_facts(part)["units"] for part in self.parts),
+            **sharding_facts(self.parts),
             "sharded_parameters": sum(
                 local_part(one).numel() for part in self.parts for one in part.parameters()
             ),

@@ -24,20 +24,21 @@ from pipeline.planning import (
 )
 from stages.wrap.axes import required
 from stages.wrap.fsdp import Fsdp
-from stages.wrap.torch_planner import ROOT, TorchMemory, UnitAmounts
+from stages.wrap.torch_planner import EMBEDDINGS, ROOT, TorchMemory, UnitAmounts
 
 
 class Sharded(TorchMemory):
     """Shards of everything; units gathered for as long as they run.
 
-    A unit is a block, or the root with all the rest. n: its elements; m, c, r: bytes of a number in
-    the master, compute and reduce dtype; W: number of shards of a weight; of an expert's weight,
-    the number of ranks that hold the same experts. Elements are those of this rank's part, where
-    layers are divided. A rank holds
+    A unit is a block, the embedding or the head, or the root with the rest. n: its elements; m, c,
+    r: bytes of a number in the master, compute and reduce dtype; W: number of shards of a weight;
+    of an expert's weight, the number of ranks that hold the same experts. Elements are those of
+    this rank's part, where layers are divided. A rank holds
 
     - always m n / W of each unit and its optimizer state, and m n / W of gradients from the end of
       its backward on;
-    - c n of the root and of the unit in use; of all units up to it if they stay after forward;
+    - c n of the root and of the unit in use, and of the last block and the head from their forward
+      to their backward; of all units up to the one in use if they stay after forward;
     - c n of each buffer that a gathered unit is copied from; one ahead, or as many as configured;
     - c n of the gradients of the unit in backward. If they are reduced once a step, r n of each
       unit stays until then;
@@ -52,23 +53,34 @@ class Sharded(TorchMemory):
         shards = config.shards(axes, topology.local_ranks)
         home: Place = "host" if config.cpu_offload else "device"
         ranks = axes.data * axes.context
-        super().__init__(ranks, model, optimizer, sizes, shards=shards, home=home)
-        self._config = config
+        blocks = config.units == "block"
+        ends = model.ends if blocks and {*model.ends[0]}.isdisjoint(model.ends[1]) else ((), ())
+        super().__init__(ranks, model, optimizer, sizes, shards=shards, home=home, ends=ends)
+        self._config, self._ends = config, ends
         self.stays = config.sharding not in ("full_shard", "hybrid_shard")
         """Whether units that forward has gathered stay until backward."""
+        self._kept = len(model.blocks) - blocks
+        """Place of the first unit that stays until backward anyhow: the last block, and the head
+        behind it."""
         self._late = not config.reduce_every_microbatch
-        self._whole = UnitAmounts(model, self._gathers)
+        self._whole = self._amounts(self._gathers)
         """Bytes of gathered units."""
-        self._padded = UnitAmounts(model, lambda w: self._reduces(w, 1))
+        self._padded = self._amounts(lambda w: self._reduces(w, 1))
         """Elements of the gradients that are reduced."""
-        self._trained = UnitAmounts(model, lambda w: w.elements if w.trained else 0)
+        self._trained = self._amounts(lambda w: w.elements if w.trained else 0)
         self._gathered_experts = self._of_experts(self._gathers, experts=True)
         """Bytes of gathered experts, which are units of their own inside of blocks."""
         self._reduced_experts = self._of_experts(lambda w: self._reduces(w, 1), experts=True)
         """Elements of the experts' gradients that are reduced."""
-        own = UnitAmounts(model, lambda w: w.shard(shards, 1) * (w.trained and w.experts > 1))
+        own = self._amounts(lambda w: w.shard(shards, 1) * (w.trained and w.experts > 1))
         self._own_experts = own
-        self._last = next((w.elements for w in reversed(model.root) if w.trained), 0)
+        places = dict.fromkeys(ends[0], EMBEDDINGS) | dict.fromkeys(ends[1], len(model.blocks))
+        self._last = {places.get(w.name, ROOT): w.elements for w in model.root if w.trained}
+        """Elements of the last weight of each unit that is no block: torch's loop over gradients
+        keeps it, if there are several shards."""
+
+    def _amounts(self, amount: Callable[[Weight], int]) -> UnitAmounts:
+        return UnitAmounts(self._model, amount, self._ends)
 
     def _gathers(self, weight: Weight) -> int:
         """Bytes of a gathered weight."""
@@ -79,6 +91,13 @@ class Sharded(TorchMemory):
         shards = self._shards
         return weight.shard(shards, size) * weight.holders(shards) if weight.trained else 0
 
+    def _place(self, moment: Moment) -> int:
+        place = super()._place(moment)
+        if (moment.event, place) == ("reduce", EMBEDDINGS):
+            # Backward ends with both, the root first; the larger one is the fuller moment.
+            return EMBEDDINGS if self._trained[EMBEDDINGS] > self._trained[ROOT] else ROOT
+        return place
+
     def _running(self, moment: Moment, place: int) -> Iterator[Item]:
         buffers = self._gathering(moment, place) + self._reducing(moment, place)
         yield Item(GATHERED, "device", self._gathered(moment, place))
@@ -86,35 +105,51 @@ class Sharded(TorchMemory):
         yield Item(WHOLE_GRADIENTS, "device", self._unreduced(moment, place))
 
     def _gathered(self, moment: Moment, place: int) -> int:
-        """Bytes of whole units: the root, and the block that runs, or those up to it."""
-        through = moment.event == "reduce"
-        if through and place == ROOT:
-            return 0
-        first = 0 if self.stays else max(place, 0)
-        return self._whole[ROOT] + self._whole.between(first, place if through else place + 1)
+        """Bytes of whole units: the root, and the unit that runs, or those up to it."""
+        through, whole = moment.event == "reduce", self._whole
+        if through and place < 0:
+            return whole[EMBEDDINGS] * (self.stays and place == ROOT)
+        if self.stays:
+            return whole[ROOT] + whole.between(EMBEDDINGS, place if through else place + 1)
+        if moment.event in IN_BACKWARD and place == EMBEDDINGS:  # a table is not gathered for that
+            return whole[ROOT]
+        between = whole.between(min(place, self._kept), place if through else place + 1)
+        return whole[ROOT] + between - self._gathered_experts.between(self._kept, place)
 
     def _gathering(self, moment: Moment, place: int) -> int:
         """Bytes of the buffers that units are gathered into: of the unit before and those ahead."""
+        whole = self._whole
         if self._shards == 1 or moment.event in ("loss", "begin"):
             return 0
-        if self._gathered_experts[place] and moment.event not in ("gather", "reduce"):
-            before = max(place - 1, 0) if moment.event in IN_BACKWARD else place
-            rest = self._whole[before] - self._gathered_experts[before]
-            if moment.event == "forward":
-                return self._gathered_experts[place]
-            rest = 0 if place == 0 or self.stays else rest
-            return rest + self._gathered_experts[place] * (
-                moment.event == "regather" and not self.stays
-            )
+        experts = self._gathered_experts
         if moment.event not in IN_BACKWARD:
-            end = place + 1 + self._config.forward_prefetch
-            if moment.event == "gather" or moment.unit == "head":
-                return self._whole.between(place - 1, max(place + 1, end - 1))
-            return self._whole.between(place, end)
+            ahead = self._config.forward_prefetch or bool(experts.all)
+            if not whole[place]:
+                return self._newest(self._unit_before(place))
+            if moment.event == "forward":
+                return self._newest(place) + whole.between(place + 1, place + 1 + ahead)
+            own = whole.between(place, place + max(ahead, 1))
+            return self._newest(self._unit_before(place)) + own
         if self.stays:
             return 0
         end = place + 1 if moment.event == "regather" else place
-        return self._whole.between(max(end - self._config.backward_prefetch, 0), end)
+        # The root, which has the head otherwise, leaves it to torch what is gathered ahead.
+        alone = moment.unit == "head" and not whole[place]
+        ahead = 1 if alone else self._config.backward_prefetch
+        if moment.event == "regather" and experts[place]:  # those of the block come after it
+            return experts[place] + whole.between(max(place - ahead, 0), min(place, self._kept))
+        return whole.between(max(end - ahead, 0), min(end, self._kept))
+
+    def _newest(self, place: int) -> int:
+        """Bytes of the buffer that stays when a unit has been gathered: its experts' come last."""
+        return self._gathered_experts[place] or self._whole[place]
+
+    def _unit_before(self, place: int) -> int:
+        """Place of the unit that is gathered before the one at a place, which need not be one."""
+        before = place - 1
+        while before > ROOT and not self._whole[before]:
+            before -= 1
+        return before
 
     def _reducing(self, moment: Moment, place: int) -> int:
         """Bytes of the gradients that were reduced last. If master gradients are other tensors, the
@@ -128,7 +163,8 @@ class Sharded(TorchMemory):
         if moment.event != "reduce":
             return stays + r * (self._padded[place + 1] - self._reduced_experts[place + 1])
         # Whole gradients but the last are freed before there is a shard.
-        freed = c * (self._trained[place] - self._last * (place == ROOT))
+        last = self._last.get(place, 0) if self._shards > 1 else 0
+        freed = c * (self._trained[place] - last)
         shard = (r if r == m else r + m) * self._own[place] - freed
         return stays + r * (self._padded[place] - self._reduced_experts[place]) + max(shard, 0)
 
@@ -142,7 +178,8 @@ class Sharded(TorchMemory):
         waits = (done if moment.first else trained.all - done) if several else 0
         added = self._late and not moment.first
         own = trained[place] if through and not added else 0
-        head = backward and moment.unit != "head" and not (through and place == ROOT)
+        own += trained[EMBEDDINGS] if through and place == ROOT else 0
+        head = backward and moment.unit != "head" and not (through and place < 0)
         return r * waits + c * (own + self._head * head)
 
     def _reduced(self, moment: Moment) -> int:
@@ -180,7 +217,8 @@ class Sharded(TorchMemory):
             holders, what = max(shards // among, 1), "experts' " if among > 1 else ""
             groups: dict[str, Any] = {"ranks": holders, "apart": apart * among}
             experts = among > 1
-            gathered = self._twice(self._of_experts(self._gathers, experts=experts)) * microbatches
+            passed = self._twice(self._of_experts(self._gathers, experts=experts), experts=experts)
+            gathered = passed * microbatches
             elements = self._of_experts(lambda w: self._reduces(w, 1), experts=experts).all
             reduced = self._sizes.reduce * elements
             if holders > 1:
@@ -195,7 +233,7 @@ class Sharded(TorchMemory):
 
     def _of_experts(self, amount: Callable[[Weight], int], *, experts: bool) -> UnitAmounts:
         """An amount of the weights that ranks divide by experts, or of the others."""
-        return UnitAmounts(self._model, lambda w: amount(w) if (w.experts > 1) == experts else 0)
+        return self._amounts(lambda w: amount(w) if (w.experts > 1) == experts else 0)
 
     def copies(self, microbatches: int) -> Copies:
         if self._home == "device":
@@ -204,6 +242,8 @@ class Sharded(TorchMemory):
         down = self._sizes.master * self._own.all * (1 if self._late else microbatches)
         return Copies(up=self._twice(self._held) * microbatches, down=down)
 
-    def _twice(self, units: UnitAmounts) -> int:
-        """An amount of all units, and again of those that are gathered again in backward."""
-        return units.all + (0 if self.stays else units.all - units[ROOT])
+    def _twice(self, units: UnitAmounts, *, experts: bool = False) -> int:
+        """An amount of all units, or of units of experts, and again of those that are gathered
+        again in backward."""
+        end = len(self._model.blocks) if experts else self._kept
+        return units.all + (0 if self.stays else units.between(0, end))

@@ -27,7 +27,7 @@ from stages.wrap.fsdp import Fsdp
 from stages.wrap.fsdp_memory import Sharded
 from stages.wrap.pipeline.order import idle_shares, passes_of
 from stages.wrap.pipeline.split import layer_ranges, stages_of
-from stages.wrap.torch_planner import ROOT
+from stages.wrap.torch_planner import EMBEDDINGS, ROOT
 
 TOKEN = 8
 """Bytes of a token's number."""
@@ -118,9 +118,12 @@ def stage_shape(model: ModelShape, blocks: range, *, first: bool, last: bool) ->
         for one in model.root
         if (last and one.name in behind) or (first and one.name not in model.behind)
     )
+    embedding, head = model.ends
+    apart = last and set(embedding).isdisjoint(head)
     return replace(
         model,
         root=root,
+        ends=(embedding if first else (), head if apart else ()),
         blocks=tuple(model.blocks[number] for number in blocks),
         late=tuple(name for name in model.late if last and name in behind),
         tied=False,
@@ -145,15 +148,21 @@ class StageShards(Sharded):
         yield from super().held(moment)
 
     def _gathered(self, moment: Moment, place: int) -> int:
-        root, blocks, end = self._whole[ROOT], self._whole, len(self._model.blocks)
+        whole, end = self._whole, len(self._model.blocks) + 1
+        root = whole.between(ROOT, 0)  # the embeddings stay as well
+        kept = 0 if moment.whole else self._kept
         if moment.event == "rest":
-            return 0 if moment.last else root + (blocks.between(0, end) if moment.whole else 0)
-        if moment.last:  # reduced: the root first, then blocks in order
-            return blocks.between(place + 1, end)
+            return 0 if moment.last else root + whole.between(kept, end)
+        if moment.last:  # reduced: the root first, then units in order
+            return whole.between(max(place + 1, EMBEDDINGS), end)
         if moment.event in IN_BACKWARD or moment.event in ("begin", "weights"):
-            return root + blocks.between(0 if moment.whole else place, end)
-        low = 0 if self.stays else max(place, 0)
-        return root + blocks.between(low, end if moment.whole else place + 1)
+            return root + whole.between(min(max(place, 0), kept), end)
+        low = 0 if self.stays else max(min(place, self._kept), 0)
+        if moment.whole:
+            return root + whole.between(low, end)
+        # The forward before it left units for its backward.
+        behind = whole.between(max(place + 1, self._kept), end)
+        return root + whole.between(low, place + 1) + behind
 
     def _gathering(self, moment: Moment, place: int) -> int:
         if moment.whole or moment.last or moment.event == "rest":
@@ -173,7 +182,7 @@ class StageShards(Sharded):
         c, r, trained = self._sizes.compute, self._sizes.reduce, self._trained
         backward, through = moment.event in IN_BACKWARD, moment.event == "reduce"
         if moment.last:
-            return r * trained.between(place, len(self._model.blocks)) if through else 0
+            return r * trained.between(place, len(self._model.blocks) + 1) if through else 0
         if moment.event == "weights":  # those of one dtype are added one by one
             return (c if moment.first else r if r == c else c + r) * trained.all
         waits = (trained.after(place) if backward else 0) if moment.first else trained.all

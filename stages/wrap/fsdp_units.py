@@ -49,6 +49,8 @@ class UnitDivider:
         self.data_mesh = mesh[DATA_AXES[config.sharding]]
         self.units: list[nn.Module] = []
         """Units of all modules, inner before outer."""
+        self.reshard_after_forward: set[bool] = set()
+        """Whether units below the roots are given up between forward and backward."""
         self._config = config
         self._model = model
         self._precision = precision
@@ -65,15 +67,29 @@ class UnitDivider:
             _shard(config, experts, self._experts[DATA_AXES[config.sharding]], self._precision)
             for one in experts:
                 _average_over(one, self.data_mesh.size(), self._experts["shard"].size())
-        units = [one for one in choose_units(config, module, blocks) if one not in experts]
-        _shard(config, [*units, module], self.data_mesh, self._precision)
-        _prefetch(config, units)
+        ends = self._model.ends(module)
+        units = [one for one in choose_units(config, module, blocks, ends) if one not in experts]
+        late = kept_units(config, units, blocks)
+        early = [one for one in units if one not in late]
+        _shard(config, early, self.data_mesh, self._precision)
+        _shard(config, late, self.data_mesh, self._precision, reshard=False)
+        _shard(config, [module], self.data_mesh, self._precision)
+        _look_up_once(units, ends[0])
+        _prefetch(config, units, experts)
         self.units += [*experts, *units, module]
+        self.reshard_after_forward |= {reshards(config) for _ in [*experts, *early]}
+        self.reshard_after_forward |= {False for _ in late}
 
 
 def _shard(
-    config: Fsdp, units: Sequence[nn.Module], mesh: DeviceMesh, precision: Precision
+    config: Fsdp,
+    units: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    precision: Precision,
+    *,
+    reshard: bool = True,
 ) -> None:
+    """Make units of modules. Without `reshard` they stay gathered from forward to backward."""
     policy = MixedPrecisionPolicy(
         param_dtype=torch_dtype(precision.compute), reduce_dtype=torch_dtype(precision.reduce)
     )
@@ -81,11 +97,20 @@ def _shard(
     if config.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=config.pin_memory and mesh.device_type == "cuda")
     # None reshards every unit but the root, which backward needs at once.
-    reshard = None if reshards(config) else False
+    again = None if reshard and reshards(config) else False
     for unit in units:
         fully_shard(
-            unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=offload
+            unit, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=offload
         )
+
+
+def _look_up_once(units: Sequence[nn.Module], embedding: nn.Module | None) -> None:
+    """Keep backward from gathering the embedding: the gradient of a table whose rows are looked up
+    needs indices alone."""
+    for unit in units:
+        if unit is embedding:
+            assert isinstance(unit, FSDPModule)
+            unit.set_unshard_in_backward(False)
 
 
 def _average_over(unit: nn.Module, ranks: int, shards: int) -> None:
@@ -98,14 +123,29 @@ def _average_over(unit: nn.Module, ranks: int, shards: int) -> None:
     unit.set_force_sum_reduction_for_comms(shards > 1)
 
 
-def _prefetch(config: Fsdp, units: Sequence[nn.Module]) -> None:
-    sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
-    for place, unit in enumerate(sharded):
-        if config.forward_prefetch:
-            unit.set_modules_to_forward_prefetch(sharded[place + 1 :][: config.forward_prefetch])
-        if config.backward_prefetch != 1:
-            before = sharded[:place][::-1]
-            unit.set_modules_to_backward_prefetch(before[: config.backward_prefetch])
+def _prefetch(config: Fsdp, units: Sequence[nn.Module], experts: Sequence[nn.Module]) -> None:
+    """Name the units that are gathered ahead of each, where torch's own order is not enough.
+
+    Experts are units inside of their blocks. Where ranks divide them, the host waits in every
+    block for numbers of tokens and cannot run ahead, and in backward a block needs its experts
+    first; so the next block is gathered with its experts while one computes.
+    """
+    forward, backward = config.forward_prefetch, config.backward_prefetch
+    inside = {unit: [one for one in experts if one in set(unit.modules())] for unit in units}
+    for place, unit in enumerate(units):
+        assert isinstance(unit, FSDPModule)
+        if forward or experts:
+            ahead = units[place + 1 :][: forward or 1]
+            unit.set_modules_to_forward_prefetch(_with(inside, ahead))
+        if backward != 1 or experts:
+            before = units[:place][::-1][:backward]
+            unit.set_modules_to_backward_prefetch(_with(inside, before))
+
+
+def _with(inside: dict[nn.Module, list[nn.Module]], units: Sequence[nn.Module]) -> list[FSDPModule]:
+    """Units, and behind each the units inside of it."""
+    both = [one for unit in units for one in (unit, *inside[unit])]
+    return [one for one in both if isinstance(one, FSDPModule)]
 
 
 def reshards(config: Fsdp) -> bool:
@@ -113,11 +153,19 @@ def reshards(config: Fsdp) -> bool:
     return config.sharding in ("full_shard", "hybrid_shard")
 
 
-def choose_units(config: Fsdp, module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+def choose_units(
+    config: Fsdp,
+    module: nn.Module,
+    blocks: Sequence[nn.Module],
+    ends: tuple[nn.Module | None, nn.Module | None] = (None, None),
+) -> list[nn.Module]:
     """The units in forward order, inner before outer, without the root.
 
-    Raises StageError if the recipe's choice finds none in this model, or separates tied weights.
+    With blocks, `ends` (embedding and head) are units too, except those that share a weight: it
+    stays in the root, whose time covers both uses. Raises StageError if the recipe's choice finds
+    none in this model, or separates tied weights.
     """
+    owners = _owners(module)
     if config.units == "block":
         units, what = list(blocks), "transformer blocks; name their classes in `units`"
     else:
@@ -126,14 +174,32 @@ def choose_units(config: Fsdp, module: nn.Module, blocks: Sequence[nn.Module]) -
         what = f"modules of class {', '.join(sorted(named))}"
     if not units:
         raise StageError(f"{type(module).__name__} has no {what}")
-    owners = _owners(module)
     for unit in units:
         if not _closed(unit, owners):
             raise StageError(
                 f"{type(unit).__name__} shares a weight with a module outside of it",
                 hint="choose units that hold all owners of a tied weight, or none",
             )
+    if config.units == "block":
+        first, last = (
+            [one] if one is not None and _stands_alone(one, owners) else [] for one in ends
+        )
+        units = [*first, *units, *last]
     return units
+
+
+def kept_units(
+    config: Fsdp, units: Sequence[nn.Module], blocks: Sequence[nn.Module]
+) -> list[nn.Module]:
+    """The units that are not given up after forward: the last block and the head, since backward
+    begins with them; in a pipeline also the embedding, which the next micro-batch needs."""
+    if config.units != "block":
+        return []
+    asked = config.pipeline_parallel
+    again = (
+        blocks[:-1] if asked is not None and asked.size > 1 else units[: units.index(blocks[-1])]
+    )
+    return [unit for unit in units if unit not in again]
 
 
 def _inner_first(module: nn.Module) -> Iterator[nn.Module]:
@@ -155,3 +221,8 @@ def _closed(unit: nn.Module, owners: dict[nn.Parameter, set[nn.Module]]) -> bool
     """Whether `unit` holds all owners of its weights; torch gathers a weight in one unit."""
     inside = set(unit.modules())
     return all(owners[parameter] <= inside for parameter in unit.parameters())
+
+
+def _stands_alone(unit: nn.Module, owners: dict[nn.Parameter, set[nn.Module]]) -> bool:
+    """Whether `unit` has weights, and holds all of their owners."""
+    return next(unit.parameters(), None) is not None and _closed(unit, owners)

@@ -129,14 +129,14 @@ def step_divided(optimizer: Optimizer, divisor: Tensor | None, *, left_out: Tens
         del given.grad_scale, given.found_inf
 
 
-def sharding_facts(model: nn.Module) -> dict[str, Any]:
+def sharding_facts(roots: Sequence[nn.Module]) -> dict[str, Any]:
     """Units, dtypes and resharding, read from torch's own state objects.
 
-    `reshard_after_forward` is that of the units below the root.
+    `reshard_after_forward` is that of the units below the roots.
     """
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    modules = [one for root in roots for one in root.modules() if isinstance(one, FSDPModule)]
     groups = [group for module in modules for group in _groups(module)]
-    below = [group for module in modules if module is not model for group in _groups(module)]
+    below = [group for module in modules if module not in roots for group in _groups(module)]
     return {
         "units": len(modules),
         "reshard_after_forward": sorted({g.post_forward_mesh_info is not None for g in below})

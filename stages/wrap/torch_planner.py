@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from pipeline.planning import (
     GRADIENTS,
@@ -21,19 +21,28 @@ from pipeline.planning import (
     Weight,
 )
 
-ROOT = -1
-"""Place of the root, which has the weights outside of blocks."""
+ROOT, EMBEDDINGS = -2, -1
+"""Places of the root, which has the weights outside of other units, and of the embeddings."""
+Ends = tuple[Collection[str], Collection[str]]
+"""Names of the weights of the embeddings and of the head, where those are units; empty where their
+weights are in the root."""
 
 
 class UnitAmounts:
-    """An amount, such as bytes, of each unit by place: ROOT, or a block's number."""
+    """An amount, such as bytes, of each unit by place: ROOT, EMBEDDINGS, a block's number, or their
+    number for the head."""
 
-    def __init__(self, model: ModelShape, amount: Callable[[Weight], int]) -> None:
-        kinds = [[*map(amount, weights)] for weights in (model.root, *model.kinds)]
+    def __init__(
+        self, model: ModelShape, amount: Callable[[Weight], int], ends: Ends = ((), ())
+    ) -> None:
+        names = [*ends[0], *ends[1]]
+        root = [weight for weight in model.root if weight.name not in names]
+        parts = [[one for one in model.root if one.name in end] for end in ends]
+        kinds = [[*map(amount, weights)] for weights in (root, *parts, *model.kinds)]
         self.largest = max(itertools.chain(*kinds), default=0)
         """The largest amount of one weight."""
         sums = [sum(weights) for weights in kinds]
-        units = [sums[0], *(sums[kind + 1] for kind in model.blocks)]
+        units = [*sums[:2], *(sums[kind + 3] for kind in model.blocks), sums[2]]
         self._before = [0, *itertools.accumulate(units)]
         self.all = self._before[-1]
 
@@ -47,8 +56,8 @@ class UnitAmounts:
         return self._before[max(low, high)] - self._before[low]
 
     def after(self, place: int) -> int:
-        """The amount of the blocks after this one."""
-        return self.between(place + 1, len(self._before))
+        """The amount of the blocks after this one, and of the head."""
+        return self.between(max(place, EMBEDDINGS) + 1, len(self._before))
 
 
 class TorchMemory(StrategyMemory):
@@ -56,18 +65,19 @@ class TorchMemory(StrategyMemory):
 
     def __init__(
         self, ranks: int, model: ModelShape, optimizer: OptimizerShape, sizes: Sizes, *,
-        shards: int = 1, home: Place = "device",
+        shards: int = 1, home: Place = "device", ends: Ends = ((), ()),
     ) -> None:  # fmt: skip
         self.ranks = ranks
         self._model, self._optimizer, self._sizes = model, optimizer, sizes
         self._shards, self._home = shards, home
-        self._held = UnitAmounts(model, lambda w: w.shard(shards, sizes.of(w)))
+        self._held = UnitAmounts(model, lambda w: w.shard(shards, sizes.of(w)), ends)
         """Bytes of this rank's shards, which are padded."""
-        self._own = UnitAmounts(model, lambda w: w.shard(shards, 1) if w.trained else 0)
+        self._own = UnitAmounts(model, lambda w: w.shard(shards, 1) if w.trained else 0, ends)
         """Elements that this rank updates."""
         self.masters = self._own.all, home
         self.updated = optimizer.touched(self._own.all, sizes.master) * (home == "device")
-        self._head = sum(w.elements for w in model.root if w.trained and w.name in model.late)
+        late = {*model.late}.difference(*ends)
+        self._head = sum(w.elements for w in model.root if w.trained and w.name in late)
         """Elements of the root's weights whose gradients come before those of blocks."""
 
     @abstractmethod
@@ -76,8 +86,7 @@ class TorchMemory(StrategyMemory):
 
     @abstractmethod
     def _running(self, moment: Moment, place: int) -> Iterator[Item]:
-        """Further items while the unit at this place runs: a block's number, ROOT for the
-        embeddings, the number of blocks for the head."""
+        """Further items while the unit at this place runs (see `UnitAmounts`)."""
 
     def held(self, moment: Moment) -> Iterator[Item]:
         m, home = self._sizes.master, self._home
@@ -92,5 +101,5 @@ class TorchMemory(StrategyMemory):
             yield from self._running(moment, self._place(moment))
 
     def _place(self, moment: Moment) -> int:
-        ends = {"embeddings": ROOT, "head": len(self._model.blocks)}
+        ends = {"embeddings": EMBEDDINGS, "head": len(self._model.blocks)}
         return moment.unit if isinstance(moment.unit, int) else ends[moment.unit]

@@ -20,6 +20,7 @@ def weights_alone(source: ModelSource, *, recomputed: bool = False) -> Profile:
         blocks=tuple(numbers),
         late=(),
         tied=whole.tied,
+        ends=whole.ends,
         vocabulary=source.vocab_size,
         parameters=elements,
         exported=elements,

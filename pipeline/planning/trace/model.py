@@ -39,6 +39,8 @@ class Structure:
     """Whether two names of the root share one weight."""
     behind: Sequence[str]
     """Names of the root's weights that come behind the blocks."""
+    ends: tuple[tuple[str, ...], tuple[str, ...]]
+    """Names of the weights of the embedding and of the head, as `ModelSource.ends` gives them."""
 
     @property
     def weights(self) -> Sequence[Weight]:
@@ -68,7 +70,9 @@ def structure(source: ModelSource) -> Structure:
     inside = {one for block in blocks for one in block.parameters()}
     order = [*names]
     last = max((at for at, one in enumerate(order) if one in inside), default=len(order))
+    embedding, head = source.ends(model)
     return Structure(
+        ends=(_weights_of(embedding, names), _weights_of(head, names)),
         behind=[names[one] for one in order[last + 1 :]],
         # A weight that blocks share belongs to the first of them, the rest to the root.
         blocks=[[left.pop(one) for one in block.parameters() if one in left] for block in blocks],
@@ -77,6 +81,11 @@ def structure(source: ModelSource) -> Structure:
         signatures=[tuple((n, *_traits(one)) for n, one in b.named_modules()) for b in blocks],
         tied=len([*model.named_parameters(remove_duplicate=False)]) > len(names),
     )
+
+
+def _weights_of(module: nn.Module | None, names: Mapping[nn.Parameter, str]) -> tuple[str, ...]:
+    """Names of a module's weights."""
+    return () if module is None else tuple(names[one] for one in module.parameters())
 
 
 def _traits(module: nn.Module) -> tuple[Any, ...]:

@@ -214,6 +214,7 @@ def _shape(
         late=tuple(one.name for one in built.root if one.name in parts.early),
         tied=built.tied,
         behind=tuple(built.behind),
+        ends=built.ends,
         vocabulary=vocabulary,
         parameters=root + sum(blocks[kind] + added[kind] for kind in numbers),
         exported=root + sum(blocks[kind] for kind in numbers),

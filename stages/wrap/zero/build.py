@@ -60,6 +60,8 @@ def build(
         divider = ZeroDivider(stage, ctx, axes) if axes.tensor > 1 else None
         module = _module(stage, ctx, model, precision, config, divider)
         divide_sequence(module, axes, ctx.dist.device.type)
+        if ctx.dist.device.type == "cuda" and (large := beyond_bucket(stage, module)):
+            ctx.log.warning(BEYOND_BUCKET, *large)
         with compat.quiet():
             live, *_ = deepspeed.initialize(
                 model=module,
@@ -78,6 +80,25 @@ def build(
         engine.sync_compute_weights()
     verify_engine(ctx, engine, _expected(stage, ctx, precision, plan))
     return engine
+
+
+BEYOND_BUCKET = (
+    "overlap_comm: the gradient of %s is larger than reduce_bucket_size, and DeepSpeed may use its "
+    "memory again before it is sent; set reduce_bucket_size: %d"
+)
+
+
+def beyond_bucket(stage: Zero, module: nn.Module) -> tuple[str, int] | None:
+    """Name and elements of the largest gradient that stage 2 would reduce outside of its bucket
+    while backward goes on.
+
+    DeepSpeed 0.19 reduces it on another stream and frees it, without telling the allocator of that
+    stream, on ranks that hold no part of it (`average_tensor`, `clear_grad_attribute`)."""
+    if not stage.overlap_comm or stage.stage != 2 or stage.offload_optimizer is not None:
+        return None
+    trained = ((name, one.numel()) for name, one in module.named_parameters() if one.requires_grad)
+    name, most = max(trained, key=lambda pair: pair[1], default=("", 0))
+    return (name, most) if most > stage.reduce_bucket_size else None
 
 
 def _module(

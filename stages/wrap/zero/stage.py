@@ -140,7 +140,8 @@ class Zero:
     """Stages 1 and 2: parameter elements gathered at a time after a step."""
 
     overlap_comm: bool | None = None
-    """Reduce gradients while backward computes (stages 2 and 3); null means only at stage 3."""
+    """Reduce gradients while backward computes (stages 2 and 3); null means only at stage 3. At
+    stage 2 it takes a second bucket, and `reduce_bucket_size` has to hold the largest gradient."""
 
     contiguous_gradients: bool = True
     """Copy gradients into one buffer as they come, which avoids fragmentation."""

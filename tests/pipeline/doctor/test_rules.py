@@ -309,6 +309,7 @@ def test_threads(healthy: MachineReport, threads: str, hurts: bool) -> None:
         ("CUDA_LAUNCH_BLOCKING", "1", "slow-switch"),
         ("TORCH_DISTRIBUTED_DEBUG", "DETAIL", "slow-switch"),
         ("TORCH_DISTRIBUTED_DEBUG", "INFO", None),
+        ("TORCH_NCCL_BLOCKING_WAIT", "1", "slow-switch"),
     ],
 )
 def test_environment(

@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.distributed.heartbeat import HEARTBEATS, Heartbeats, Phase, own_heartbeat
 from pipeline.errors import RunFailed
-from pipeline.launch import flight_recorder, watch
+from pipeline.launch import allocator, flight_recorder, watch
 from pipeline.launch.restarts import Attempts
 from pipeline.launch.watch import Watch, landmarks
 from pipeline.recipe.launch import Restarts, Timeouts
@@ -139,6 +139,14 @@ def test_the_flight_recorder_is_asked(tmp_path: Path, monkeypatch: pytest.Monkey
     assert heard == [b"1"]
     monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "5")
     assert flight_recorder.environment(tmp_path) == {}
+
+
+def test_the_allocators_segments_grow_unless_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in allocator.SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+    assert allocator.environment() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
+    assert allocator.environment() == {}
 
 
 SELF = """

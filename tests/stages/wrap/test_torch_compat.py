@@ -41,6 +41,26 @@ def test_fsdp_facts_are_read_off_torch_state(tmp_path: Any) -> None:
     assert facts["sharded_parameters"] < facts["parameters"]
 
 
+def facts_of_ends(dist: DistContext, folder: str, fields: Any) -> dict[str, Any]:
+    ctx = context(dist, folder)
+    precision = PrecisionPolicy(compute="fp32").run(ctx)
+    source = tiny_source(ctx, tie_word_embeddings=False)
+    engine = Fsdp(**fields).run(ctx, source, precision, AdamW().run(ctx))
+    facts = dict(engine.describe())
+    facts["parts"] = [(one.name, one.shape, one.start) for one in engine.fragments()]
+    return facts
+
+
+def test_the_embedding_and_the_head_are_units_that_checkpoints_do_not_know(tmp_path: Any) -> None:
+    facts = run_ranks(facts_of_ends, 2, str(tmp_path), {})[0]
+    blocks = {"units": ("LlamaDecoderLayer",)}
+    named = run_ranks(facts_of_ends, 2, str(tmp_path), blocks)[0]
+    assert (facts["units"], named["units"]) == (6, 4)
+    assert facts["reshard_after_forward"] == [False, True]
+    assert named["reshard_after_forward"] == [True]
+    assert facts["parts"] == named["parts"]
+
+
 def test_ddp_facts_show_the_hook_that_narrows_gradients(tmp_path: Any) -> None:
     facts = run_ranks(facts_of, 2, str(tmp_path), Ddp(), "bf16")[0]
     assert (facts["master"], facts["compute"], facts["reduce"]) == (["fp32"], ["bf16"], ["bf16"])

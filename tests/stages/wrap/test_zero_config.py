@@ -276,6 +276,20 @@ def test_a_rule_that_no_field_tells_is_refused_at_the_start(tmp_path: Path) -> N
         stage.run(ctx, cast("ModelSource", None), policy(), LION.run(ctx))
 
 
+def test_gradients_that_overlapped_reductions_may_lose() -> None:
+    from torch import nn
+
+    from stages.wrap.zero.build import beyond_bucket
+
+    model = nn.Sequential(nn.Linear(10, 20), nn.Linear(20, 4))
+    small = {"stage": 2, "reduce_bucket_size": 199}
+    assert beyond_bucket(Zero(overlap_comm=True, **small), model) == ("0.weight", 200)
+    assert beyond_bucket(Zero(**small), model) is None
+    assert beyond_bucket(Zero(overlap_comm=True, stage=2, reduce_bucket_size=200), model) is None
+    model[0].weight.requires_grad = False
+    assert beyond_bucket(Zero(overlap_comm=True, **small), model) is None
+
+
 def test_checking_imports_neither_torch_nor_deepspeed() -> None:
     program = (
         "import sys\n"
