@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 class PageLock:
@@ -15,11 +21,10 @@ class PageLock:
         self.held = False
         """Whether the pages are locked."""
         if self._address:
-            code = torch.cuda.cudart().cudaHostRegister(self._address, memory.nbytes, 0)
-            self.held = int(code) == 0
+            self.held = int(_runtime().cudaHostRegister(self._address, memory.nbytes, 0)) == 0
 
     def close(self) -> None:
         """Unlock the pages; nothing may be copied any more."""
         if self.held:
-            torch.cuda.cudart().cudaHostUnregister(self._address)
+            _runtime().cudaHostUnregister(self._address)
             self.held = False

@@ -43,7 +43,7 @@ class HfPlanner(Planner[HfModel]):
             yield Saving(order=AWAY, what=what, fields={"activation_checkpointing": fields})
 
     def trace(self, ctx: Context, scope: TraceScope) -> ModelSource:
-        from pipeline.planning.trace.fused import BACKEND, register
+        from pipeline.planning.trace.compile_compat import BACKEND, register
         from stages.model.source import open_source
 
         left_out: dict[str, Any] = dict.fromkeys([*LEFT_OUT, "tokenizer"])

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from pipeline.errors import StageError
-from pipeline.planning.trace.fused import BACKEND, register
+from pipeline.planning.trace.compile_compat import BACKEND, register
 from pipeline.planning.trace.run import model_errors_as_ours
 from pipeline.planning.trace.torch_compat import silent_group
 from pipeline.planning.trace.tracker import Level, MemoryTracker, Position, offloading

@@ -1,0 +1,48 @@
+"""A backend of torch's compiler for traces: code is cut into forward and backward as inductor cuts
+it, and run operation by operation; private names of torch.
+
+`torch.compile(..., backend=BACKEND)` gives such code, once `register` was called.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import import_module
+from typing import Any
+
+from pipeline.planning.trace.fused import region
+
+BACKEND = "pipetrain_traced"
+
+
+@functools.cache
+def register() -> None:
+    """Make BACKEND known to torch."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+    from torch._dynamo.backends.registry import register_backend
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        code = boxed_nop(graph, inputs)
+
+        def run(arguments: list[Any]) -> Any:
+            with region():
+                return code(arguments)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def backend(graph: Any, inputs: Any, **options: Any) -> Any:
+        return aot_autograd(
+            fw_compiler=compiler,
+            bw_compiler=compiler,
+            decompositions=lambda: import_module(
+                "torch._inductor.compile_fx"
+            ).select_decomp_table(),
+            partition_fn=functools.partial(
+                min_cut_rematerialization_partition, compiler="inductor"
+            ),
+        )(graph, inputs)
+
+    register_backend(name=BACKEND, compiler_fn=backend)
