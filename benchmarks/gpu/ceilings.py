@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +18,12 @@ HEADS, SHARED = 32, 8
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 
 
-def measure(*, length: int) -> dict[str, Any]:
+def measure(file: Path, length: int) -> None:
+    """Write rates of the device as JSON."""
+    file.write_text(json.dumps(rates(length)), "utf-8")
+
+
+def rates(length: int) -> dict[str, Any]:
     """Return rates of the device in TFLOP/s and GB/s; attention's in TFLOP/s forward and backward,
     a causal mask's half counted."""
     device = torch.device("cuda")

@@ -5,24 +5,23 @@ from __future__ import annotations
 import json
 import multiprocessing
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.context import SpawnContext, SpawnProcess
-from multiprocessing.synchronize import Event
+from multiprocessing.context import SpawnContext
 from pathlib import Path
 from typing import Any
 
 import click
 
-from gpu import checkout
+from gpu.ceilings import measure
 from gpu.models import write_model
 from gpu.page import page
 from gpu.plans import plan_all
+from gpu.processes import Prepared, prepared
 from gpu.session import Job, main
 from gpu.settings import FEW, LENGTH, SHAPES, TINY, TINY_LENGTH, Setting, recipe, warming
+from gpu.suite import gpu_tests, last_lines
 
 LEAST = 15.0
 """Seconds that have to be left for another setting."""
@@ -32,29 +31,6 @@ WARM = 75.0
 """Seconds in which blocks are compiled ahead."""
 TESTS = 170.0
 """Seconds that the suite's GPU tests get."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prepared:
-    """A process that waits to be told to begin."""
-
-    process: SpawnProcess
-    go: Event
-
-    def call(self, seconds: float) -> str:
-        """Have it begin; returns why it has not ended well in time, or nothing."""
-        self.go.set()
-        self.process.join(seconds)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-            return "cut short"
-        return f"exit code {self.process.exitcode}" if self.process.exitcode else ""
-
-
-def _when_told(go: Event, target: Callable[..., object], *arguments: Any) -> None:
-    go.wait()
-    target(*arguments)
 
 
 @dataclass(kw_only=True)
@@ -110,7 +86,7 @@ class Measurement:
             if self._left() > LEAST:
                 self._measure(two, [self._start(setting) for setting in two])
         if not self.small and self._left() > LEAST:
-            self._keep("device", self._json("ceilings", _ceilings, self.length))
+            self._keep("device", self._json("ceilings", measure, self.length))
         plans.go.set()
         plans.process.join(max(self._left(), 1.0))
         self._keep("plans", _read(self.work / "plans.json"))
@@ -146,13 +122,7 @@ class Measurement:
             click.echo(f"{setting.name}: {found['seconds']:.0f} s {why}", err=True)
 
     def _prepared(self, target: Callable[..., object], *arguments: Any) -> Prepared:
-        """A process that has imported everything, and waits to call `target`."""
-        go = self.processes.Event()
-        process = self.processes.Process(
-            target=_when_told, args=(go, target, *arguments), daemon=True
-        )
-        process.start()
-        return Prepared(process=process, go=go)
+        return prepared(self.processes, target, *arguments)
 
     def _start(self, setting: Setting) -> Prepared:
         folder = self._folder(setting)
@@ -169,7 +139,7 @@ class Measurement:
         if why:
             result.setdefault("error", why)
         if "error" in result:
-            result["output"] = _last_lines(folder / "output.txt")
+            result["output"] = last_lines(folder / "output.txt")
         shutil.rmtree(folder / "run", ignore_errors=True)
         return result
 
@@ -225,41 +195,7 @@ class Measurement:
         return min(self.deadline - time.monotonic(), most)
 
 
-def _ceilings(file: Path, length: int) -> None:
-    from gpu.ceilings import measure
-
-    file.write_text(json.dumps(measure(length=length)), "utf-8")
-
-
-def gpu_tests(output: Path, seconds: float) -> dict[str, Any]:
-    """Run the suite's GPU tests; returns the last lines that they print, and how long they took."""
-    options = [
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:benchmark",
-        "-n",
-        "4",
-        "--dist",
-        "loadfile",
-        "-q",
-        "-rfE",
-    ]
-    command = [sys.executable, "-m", "pytest", *options, "-m", "gpu", "tests/gpu"]
-    began, cut = time.monotonic(), []
-    with output.open("wb") as file:
-        try:
-            subprocess.run(command, cwd=checkout.ROOT, timeout=seconds, stdout=file, stderr=file)
-        except subprocess.TimeoutExpired:
-            cut = ["cut short"]
-    return {"seconds": time.monotonic() - began, "lines": [*_last_lines(output), *cut]}
-
-
 def _read(file: Path) -> dict[str, Any]:
     """Return a file's JSON; nothing if it is not there."""
     found: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.exists() else {}
     return found
-
-
-def _last_lines(file: Path) -> list[str]:
-    return file.read_text("utf-8", "replace").splitlines()[-25:] if file.exists() else []

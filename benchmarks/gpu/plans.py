@@ -1,4 +1,4 @@
-"""What `pipe plan` says of each setting, found while others are measured."""
+"""The plans of all settings, made while others are measured."""
 
 from __future__ import annotations
 

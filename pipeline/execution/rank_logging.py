@@ -69,8 +69,8 @@ COMPILERS = ("torch._dynamo", "torch._inductor", "torch.fx.experimental.symbolic
 
 @contextlib.contextmanager
 def compilers_aside(log: logging.Logger) -> Iterator[None]:
-    """What torch's compiler tells goes to the rank's file alone, unless TORCH_LOGS asks for more on
-    the screen. For after the first import of torch, which installs the handlers."""
+    """Have torch's compiler write to the rank's file alone, unless TORCH_LOGS asks for more on the
+    screen. For after the first import of torch, which installs the handlers."""
     to_file = log.handlers[0]
     with contextlib.ExitStack() as stack:
         for name in () if os.environ.get("TORCH_LOGS") else COMPILERS:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
+
+
+def _forget_error() -> None:
+    """Have torch find CUDA's last error now, and clear it: it is no failure, and the next kernel
+    would be taken for its cause."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
 
 
 def _runtime() -> Any:
@@ -22,9 +30,13 @@ class PageLock:
         """Whether the pages are locked."""
         if self._address:
             self.held = int(_runtime().cudaHostRegister(self._address, memory.nbytes, 0)) == 0
+            if not self.held:
+                _forget_error()
 
     def close(self) -> None:
-        """Unlock the pages; nothing may be copied any more."""
+        """Unlock the pages, once nothing is copied any more."""
         if self.held:
+            with contextlib.suppress(RuntimeError):  # of a device that is lost
+                torch.cuda.synchronize()
             _runtime().cudaHostUnregister(self._address)
             self.held = False

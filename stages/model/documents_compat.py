@@ -1,4 +1,4 @@
-"""What attention of transformers has to know of packed documents, without asking the device.
+"""Facts about packed documents for attention of transformers, without asking the device.
 
 By itself transformers looks at the positions of every micro-batch, for which the host waits until
 the device has computed all that it was given before; flash attention does so in every layer.

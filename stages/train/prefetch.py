@@ -26,26 +26,34 @@ class Prefetch(Generic[K, T]):
         self._begun: deque[tuple[K, Future[T]]] = deque()
 
     def take(self, key: K) -> T:
-        """The item of a key; raises what `prepare` raised for it. Items of other keys that were
-        begun are dropped, if this one is not the next."""
+        """The item of a key; raises what `prepare` or `following` raised for it. Items of other
+        keys that were begun are dropped, if this one is not the next."""
         if not self._begun or self._begun[0][0] != key:
             self._drop()
             self._keys = self._following(key)
-            self._begin()
+            self._begin(next(self._keys))
         _, future = self._begun.popleft()
-        self._begin()
+        self._look_ahead()
         return future.result()
 
     def close(self) -> None:
         """Wait for items that are being prepared, and end the threads."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _begin(self) -> None:
+    def _look_ahead(self) -> None:
         while len(self._begun) < self._ahead:
-            key = next(self._keys, None)
+            try:
+                key = next(self._keys, None)
+            except Exception:
+                # Perhaps nobody asks for what is broken; who does is told then.
+                self._keys = iter(())
+                return
             if key is None:
                 return
-            self._begun.append((key, self._pool.submit(self._prepare, key)))
+            self._begin(key)
+
+    def _begin(self, key: K) -> None:
+        self._begun.append((key, self._pool.submit(self._prepare, key)))
 
     def _drop(self) -> None:
         for _, future in self._begun:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import zlib
 
@@ -58,7 +59,6 @@ def train(
     progress = restored or Progress()
     progress.lineage = identity
     feed = Feed(config, data, ctx.seed, engine.data_axis, engine.device, workers=config.workers)
-    ctx.on_exit(feed.close)
     plain = SummedLoss(config.loss_chunk_size, compiled_by=model.compiled_by)
     router = config.router_loss
     monitor = AnomalyMonitor(config.anomalies, engine.total)
@@ -67,7 +67,7 @@ def train(
     reporter = Reporter(ctx, log_every=config.log_every, total_steps=feed.total_steps)
     callbacks = Callbacks(reporter, callback)
     recovery = Recovery(config.anomalies, monitor, checkpoints, validate)
-    last = Training(
+    training = Training(
         config=config,
         ctx=ctx,
         data=data,
@@ -98,7 +98,9 @@ def train(
         writer=None if config.generate is None else Writer(config.generate, model, ctx.seed),
         reporter=reporter,
         callbacks=callbacks,
-    ).run()
+    )
+    with contextlib.closing(feed):  # its threads read the data, which is closed behind this slot
+        last = training.run()
     if config.result == "best":
         return checkpoints.best()
     return TrainedRun(checkpoint=last, progress=progress)

@@ -28,7 +28,10 @@ class Transfer:
         if stream is None:
             there = _changed(batch, lambda tensor: tensor.to(self._device))
             return lambda: there
-        with torch.cuda.stream(stream):  # also makes the GPU this thread's own
+        # Otherwise a thread of its own would, behind the copy, go back to the first GPU of the node,
+        # and take memory there.
+        torch.cuda.set_device(self._device)
+        with torch.cuda.stream(stream):
             there = _changed(
                 batch, lambda tensor: tensor.pin_memory().to(self._device, non_blocking=True)
             )

@@ -15,6 +15,7 @@ from pipeline.checkpoint.writer_client import SnapshotBuffer
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
+from pipeline.utils.page_lock import PageLock
 from stages.checkpoint.sharded import ShardedCheckpoint
 from tests.gpu.training import LLAMA, Case, engine_of, made_steps, started, train
 
@@ -89,4 +90,7 @@ def test_pages_of_the_buffer_are_locked(gpu: DistContext) -> None:
     torch.frombuffer(buffer.memory, dtype=torch.int32).copy_(values, non_blocking=True)
     torch.cuda.synchronize()
     assert torch.equal(torch.frombuffer(buffer.memory, dtype=torch.int32), values.cpu())
+    again = PageLock(buffer.memory)  # refused: they are locked
+    assert not again.held
+    assert float(torch.ones(3, device=gpu.device).sum()) == 3.0
     buffer.close()

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class NvmlError(Exception):
-    """What the library raises."""
+    """An error of the library."""
 
 
 def library(**changes: Any) -> types.ModuleType:

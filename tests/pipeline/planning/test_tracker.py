@@ -138,7 +138,7 @@ def test_fused_kernels_write_what_products_read_and_what_is_left() -> None:
     plain, fused = (compiled_work(fused=one) for one in (False, True))
     # tanh, sigmoid, product, cos, * 3
     assert plain.stretches[1].made == 5 * size
-    # What the product reads, the product, which is kept for backward, and the output.
+    # The product's factor, the product, which is kept for backward, and the output.
     assert fused.stretches[1].made == 3 * size
     assert fused.stretches[1].products == plain.stretches[1].products == 2e9
     # Partitioned as inductor does it: tanh is computed again, not kept.

@@ -1,4 +1,4 @@
-"""What torch says to its log when it gives up on a function reaches the run's log."""
+"""The run's log says so when torch gives up on a function, as its own log does."""
 
 from __future__ import annotations
 

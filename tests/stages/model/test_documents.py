@@ -1,4 +1,4 @@
-"""What attention is told of packed documents by what the host knows, or else by the device."""
+"""Attention is told of packed documents by what the host knows, or else by the device."""
 
 from __future__ import annotations
 
