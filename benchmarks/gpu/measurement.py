@@ -76,9 +76,9 @@ class Measurement:
                 plans.go.set()
             if self._left() < LEAST or following is None:
                 break
-            prepared = following
+            current = following
             following = None if after is None else self._start(after)
-            self._measure([setting], [prepared])
+            self._measure([setting], [current])
             self._keep("plans", _read(self.work / "plans.json"))
         rest = [one for one in settings if one.memory]
         for start in range(0, len(rest), 2):
@@ -106,15 +106,15 @@ class Measurement:
             )  # fmt: skip
             started.append(self._prepared(main, job))
             started[-1].go.set()
-        for prepared in started:
-            prepared.call(self._left(WARM))
+        for one in started:
+            one.call(self._left(WARM))
         self._keep("compiled_ahead_seconds", time.monotonic() - began)
 
-    def _measure(self, settings: Sequence[Setting], prepared: Sequence[Prepared]) -> None:
+    def _measure(self, settings: Sequence[Setting], waiting: Sequence[Prepared]) -> None:
         began = time.monotonic()
-        for one in prepared:
+        for one in waiting:
             one.go.set()
-        for setting, one in zip(settings, prepared, strict=True):
+        for setting, one in zip(settings, waiting, strict=True):
             found = self._measured(setting, one)
             found["seconds"] = time.monotonic() - began
             self._keep("settings", self.results["settings"] | {setting.name: found})
@@ -132,9 +132,9 @@ class Measurement:
         )  # fmt: skip
         return self._prepared(main, job)
 
-    def _measured(self, setting: Setting, prepared: Prepared) -> dict[str, Any]:
+    def _measured(self, setting: Setting, one: Prepared) -> dict[str, Any]:
         folder = self._folder(setting)
-        why = prepared.call(self._left(MOST))
+        why = one.call(self._left(MOST))
         result = _read(folder / "result.json")
         if why:
             result.setdefault("error", why)

@@ -28,8 +28,8 @@ class Transfer:
         if stream is None:
             there = _changed(batch, lambda tensor: tensor.to(self._device))
             return lambda: there
-        # Otherwise a thread of its own would, behind the copy, go back to the first GPU of the node,
-        # and take memory there.
+        # Otherwise a thread would go back to the node's first GPU behind the copy, and take memory
+        # there.
         torch.cuda.set_device(self._device)
         with torch.cuda.stream(stream):
             there = _changed(
