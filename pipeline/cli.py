@@ -21,6 +21,7 @@ import click
 from pipeline.errors import PipeError, RecipeError, in_words, is_expected
 from pipeline.execution.rank_logging import hush_asides
 from pipeline.utils.activities import show_in
+from pipeline.utils.garbage import collect_rarely
 from pipeline.utils.terminal import guard
 from pipeline.view.terminal_activity import CommandActivities
 
@@ -63,6 +64,7 @@ class Commands(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         guard()
+        collect_rarely()
         return super().main(*args, **kwargs)
 
     def list_commands(self, ctx: click.Context) -> list[str]:

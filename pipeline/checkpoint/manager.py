@@ -54,10 +54,11 @@ class CheckpointManager(Checkpoints):
     """Name of the newest checkpoint of this process's training."""
     _pending: str | None = field(default=None, init=False)
     """Name of the checkpoint that is being written."""
+    _writer: WriterProcess | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        """Clean the store, agree with all ranks who writes what, reserve memory and start the
-        writer (collective). Raises CheckpointError, and StageError for too little memory."""
+        """Clean the store, agree with all ranks who writes what, and begin to take memory
+        (collective). Raises CheckpointError, and StageError for too little memory."""
         dist = self.ctx.dist
         with system_errors_as(CheckpointError), dist.rank0_first() as main:
             self.store = open_store(self.address)
@@ -76,7 +77,7 @@ class CheckpointManager(Checkpoints):
         dist.barrier()  # before any rank takes its share
         self.plan = plan
         self.snapshot = Snapshot(self.engine, dist, plan, staging)
-        setup = WriterSetup(
+        self._setup = WriterSetup(
             store=self.address,
             rank=dist.rank,
             world_size=dist.world_size,
@@ -86,7 +87,13 @@ class CheckpointManager(Checkpoints):
             template=plan.template if dist.is_main else None,
             retention=self.retention,
         )
-        self.writer = WriterProcess(setup, self.snapshot.buffer)
+
+    @property
+    def writer(self) -> WriterProcess:
+        """The process that writes, started behind the first step or, without one, by a save."""
+        if self._writer is None:
+            self._writer = WriterProcess(self._setup, self.snapshot.buffer)
+        return self._writer
 
     def resource_needs(self, length: TrainingLength) -> Iterator[ResourceNeed]:
         """Disk for the expected number of checkpoints without the existing ones; at least one."""
@@ -108,6 +115,7 @@ class CheckpointManager(Checkpoints):
             shutil.rmtree(self.address, ignore_errors=True)
 
     def due(self, progress: Progress) -> bool:
+        _ = self.writer  # it starts beside the next step, so that no save waits for that
         self._settle_pending(wait=False)
         if self.retention.best and progress.best.get("step") == progress.step:
             return True
@@ -204,8 +212,9 @@ class CheckpointManager(Checkpoints):
         with contextlib.suppress(CheckpointError, OSError):
             while self._is_unfinished() and time.monotonic() < deadline:
                 time.sleep(0.02)
-        self.writer.close()
-        self.snapshot.buffer.close()
+        if self._writer is not None:
+            self._writer.close()
+        self.snapshot.close()
 
     def _is_unfinished(self) -> bool:
         """Whether the last save is still being written, by this rank or by another."""

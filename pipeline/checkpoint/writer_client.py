@@ -12,6 +12,7 @@ import signal
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,21 +34,36 @@ if TYPE_CHECKING:
     from pipeline.distributed.process_group import DistContext
 
 
+TAKEN_AT_ONCE = 64 << 20
+"""Bytes: some hundredths of a second."""
+
+
 class SnapshotBuffer:
     """`size` bytes that a child process can map too (`descriptor`)."""
 
     def __init__(self, size: int) -> None:
         self.descriptor = anonymous_file("snapshot")
         os.truncate(self.descriptor, max(size, 1))
-        # Linux takes the memory now, so that no page fault stops the training loop.
-        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        self._map = mmap.mmap(self.descriptor, max(size, 1), flags=flags)
+        self._map = mmap.mmap(self.descriptor, max(size, 1))
         self.memory = memoryview(self._map)[:size]
         self._lock: PageLock | None = None
+        self._closing = False
 
-    def page_lock(self) -> None:
-        """Lock the pages for copies from a GPU."""
-        self._lock = PageLock(self.memory)
+    def take(self, device: torch.device) -> None:
+        """Take the memory from the system, so that no page fault stops the training loop, and lock
+        the pages for copies from a GPU. Seconds for tens of GB, in which other threads go on."""
+        for start in range(0, len(self.memory), TAKEN_AT_ONCE):
+            if self._closing:
+                return
+            part = self.memory[start : start + TAKEN_AT_ONCE]
+            ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(part)), 0, len(part))
+        if device.type == "cuda":
+            with torch.cuda.device(device):  # each thread has a current one
+                self._lock = PageLock(self.memory)
+
+    def end_taking(self) -> None:
+        """Have `take`, which another thread may be in, return soon."""
+        self._closing = True
 
     def close(self) -> None:
         """Release the memory, once no view of it is left."""
@@ -139,7 +155,8 @@ class WriterProcess:
 
 
 class Snapshot:
-    """Copies an engine's state of one moment into a buffer that it makes."""
+    """Copies an engine's state of one moment into a buffer that it makes. A thread takes its memory,
+    which the first save waits for."""
 
     def __init__(
         self, engine: Engine, dist: DistContext, plan: WritePlan, staging: Staging
@@ -152,14 +169,26 @@ class Snapshot:
         for copy in staging.whole:
             self._whole[copy.key].append(copy)
         self.buffer = SnapshotBuffer(staging.size)
-        if dist.device.type == "cuda":
-            self.buffer.page_lock()
-        for place, head in staging.heads:
+        pool = ThreadPoolExecutor(1, "pipe-snapshot")
+        self._filled = pool.submit(self._fill)
+        pool.shutdown(wait=False)
+
+    def _fill(self) -> None:
+        """Take the memory and write what is the same in every save, beside the first steps."""
+        self.buffer.take(self._dist.device)
+        for place, head in self.staging.heads:
             self.buffer.memory[place : place + len(head)] = head
+
+    def close(self) -> None:
+        """Release the memory."""
+        self.buffer.end_taking()
+        wait([self._filled])
+        self.buffer.close()
 
     def hand_over(self, writer: WriterProcess, request: SaveRequest) -> SaveResult | None:
         """Let the writer carry out `request`. Returns when the state may change; with the result if
-        writing has failed by then."""
+        writing has failed by then. Raises what has kept the memory from being taken."""
+        self._filled.result()
         with torch.no_grad():
             self._copy_whole()
             number = 0

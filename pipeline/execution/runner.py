@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from pipeline.contracts.stage import Context, Durable
@@ -17,6 +18,7 @@ from pipeline.execution.memory_record import record_memory
 from pipeline.execution.preflight import look_ahead, run_dry
 from pipeline.execution.rank_logging import IN_DISPLAY
 from pipeline.execution.resume import ResumePlan, digests, plan_resume, restored
+from pipeline.utils.garbage import collect_as_usual
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan, PlannedSlot
@@ -30,6 +32,8 @@ class Runner:
         self.ctx = ctx
         self.journal = journal
         self.artifacts: dict[str, Any] = {}
+        self._imports = True
+        """Whether only declarations have run: what they make is libraries, for the most part."""
         self.digests = digests(plan)
 
     def run(self) -> None:
@@ -52,8 +56,7 @@ class Runner:
 
     def close(self) -> None:
         """Release the artifacts that are left, the newest first."""
-        for slot in reversed(list(self.artifacts)):
-            self._drop(slot)
+        self._drop(reversed(list(self.artifacts)))
 
     def _todo(self) -> ResumePlan:
         """Rank 0's decision: only it may read a journal that is being written."""
@@ -73,6 +76,9 @@ class Runner:
         self.ctx.dist.heartbeat.beat(Phase.LOAD, step=0)
         self._note("slot started", step)
         self.ctx.log.info("%s: %s", step.slot, step.use, extra=IN_DISPLAY)
+        if self._imports and any(step.inputs.values()):
+            collect_as_usual(but_now=True)
+            self._imports = False
         began = time.perf_counter()
         record = self._give(step)
         self.ctx.dist.barrier()
@@ -104,14 +110,19 @@ class Runner:
             self.journal.write(event, slot=step.slot, use=step.use, **facts)
 
     def _drop_read(self, slot: str) -> None:
-        for held in list(self.artifacts):
-            if self.plan.last_reader(held) in (slot, None):
-                self._drop(held)
+        self._drop(
+            [held for held in self.artifacts if self.plan.last_reader(held) in (slot, None)]
+        )
 
-    def _drop(self, slot: str) -> None:
-        artifact = self.artifacts.pop(slot)
-        close = getattr(artifact, "close", None)
-        if callable(close):
-            close()
-        del artifact, close
-        gc.collect()
+    def _drop(self, slots: Iterable[str]) -> None:
+        """Drop artifacts. Models are full of reference cycles; a durable artifact is an address."""
+        live = False
+        for slot in slots:
+            artifact = self.artifacts.pop(slot)
+            live = live or not isinstance(artifact, Durable)
+            close = getattr(artifact, "close", None)
+            if callable(close):
+                close()
+            del artifact, close
+        if live:
+            gc.collect()

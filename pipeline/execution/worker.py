@@ -36,6 +36,7 @@ from pipeline.execution.self_watch import watched
 from pipeline.recipe import load_recipe
 from pipeline.utils.activities import show_in
 from pipeline.utils.files import cache_folder
+from pipeline.utils.garbage import collect_as_usual, collect_rarely
 from pipeline.utils.process_tree import die_with
 from pipeline.utils.terminal import guard
 
@@ -80,7 +81,9 @@ def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str]
     """
     rank = worker_rank()
     keep_compiled()
+    collect_rarely()
     with rank_log(run_dir, rank) as log, contextlib.ExitStack() as stack:
+        stack.callback(collect_as_usual)
         current: list[Context] = []
         try:
             recipe = load_recipe(run_dir / rundir.RECIPE)

@@ -24,6 +24,7 @@ from pipeline.launch.stalls import report_stall
 from pipeline.launch.watch import Watch, landmarks
 from pipeline.recipe.launch import Launch
 from pipeline.utils.files import anonymous_file
+from pipeline.utils.garbage import collect_as_usual
 from pipeline.utils.process_tree import none_left
 from pipeline.utils.terminal import shown
 from pipeline.view.screen import Screen
@@ -110,6 +111,7 @@ def supervise(
     signal makes all of them stop as soon as they can, and is raised again when they have. `check`
     is called now and then, with what has stopped them if something has, and what it raises ends
     them."""
+    collect_as_usual()  # this may take weeks
     pids = [process.pid for process in ranks.processes]
     watch = Watch(ranks.heartbeats, pids, settings.timeouts)
     try:

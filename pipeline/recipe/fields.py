@@ -97,7 +97,6 @@ def _as_model(kind: type) -> Any:
 
 @functools.cache
 def _model(kind: type) -> type[BaseModel]:
-    docs = field_docs(kind)
     annotations = field_types(kind)
     definitions: dict[str, Any] = {}
     for field in init_fields(kind):
@@ -105,13 +104,19 @@ def _model(kind: type) -> type[BaseModel]:
         info = Field(
             default=... if default is dataclasses.MISSING else default,
             alias=field.name,
-            description=docs.get(field.name),
+            json_schema_extra=functools.partial(_describe, kind, field.name),
         )
         # prefixed, because BaseModel has names of its own (`json`, `copy`)
         definitions[f"field_{field.name}"] = (_rewrite(annotations[field.name]), info)
     config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
     doc = inspect.cleandoc(kind.__doc__ or "")
     return create_model(kind.__name__, __config__=config, __doc__=doc, **definitions)
+
+
+def _describe(kind: type, name: str, schema: dict[str, Any]) -> None:
+    """Add a field's doc to its schema, for which source code is read: only if that is asked for."""
+    if doc := field_docs(kind).get(name):
+        schema["description"] = doc
 
 
 def _constructor(kind: type[T]) -> Callable[[BaseModel], T]:

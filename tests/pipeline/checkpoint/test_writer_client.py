@@ -217,4 +217,4 @@ def test_a_lost_tensor_is_not_saved_with_the_bytes_of_an_earlier_save(
     writer: Any = None
     with pytest.raises(AssertionError, match=problem):
         snapshot.hand_over(writer, job(1, "x"))
-    snapshot.buffer.close()
+    snapshot.close()
