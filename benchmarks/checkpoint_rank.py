@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -19,7 +20,7 @@ from tests.support.strategies import STRATEGIES
 
 MODEL = {
     "model_type": "llama", "vocab_size": 32000, "num_hidden_layers": 8, "num_attention_heads": 8,
-    "num_key_value_heads": 8, "max_position_embeddings": 128, "tie_word_embeddings": True,
+    "num_key_value_heads": 8, "max_position_embeddings": 4096, "tie_word_embeddings": True,
 }  # fmt: skip
 PAUSE = 1.0
 """Seconds between two saves, in which the system finishes the previous one's writes."""
@@ -55,13 +56,10 @@ def main(name: str, rank: int, world: int, job: dict[str, Any]) -> None:
 
 def make(dist: Any, job: dict[str, Any]) -> tuple[Any, Any]:
     """Return the context and the engine under measurement, after one training step."""
-    import torch
-
-    from pipeline import MicroBatch, testing
+    from pipeline import testing
     from stages.model.hf import HfModel
     from stages.optimizer.adamw import AdamW
     from stages.precision.policy import PrecisionPolicy
-    from stages.train.loss import SummedLoss
 
     run_dir = Path(job["folder"]) / "run"
     run_dir.mkdir(exist_ok=True)
@@ -73,10 +71,25 @@ def make(dist: Any, job: dict[str, Any]) -> tuple[Any, Any]:
     precision = PrecisionPolicy(compute="fp32").run(ctx)
     wrap = STRATEGIES[job["wrap"]].full_size().stage()
     engine = wrap.run(ctx, source, precision, AdamW(lr=1e-4).run(ctx))
-    tokens = torch.randint(0, 32000, (1, 16), generator=torch.Generator().manual_seed(dist.rank))
-    engine.accumulate([MicroBatch(input_ids=tokens, labels=tokens)], SummedLoss(), scale=1 / 16)
-    engine.step(lr_scale=1.0)
+    take_step(engine, dist, job["tokens"])
     return ctx, engine
+
+
+def take_step(engine: Any, dist: Any, count: int) -> float:
+    """Take a training step of `count` tokens a rank; return its seconds on this rank."""
+    import torch
+
+    from pipeline import MicroBatch
+    from stages.train.loss import SummedLoss
+
+    generator = torch.Generator().manual_seed(dist.rank)
+    tokens = torch.randint(0, 32000, (1, count), generator=generator)
+    batch = MicroBatch(input_ids=tokens, labels=tokens)
+    dist.barrier()
+    began = time.perf_counter()
+    engine.accumulate([batch], SummedLoss(), scale=1 / count / dist.world_size)
+    engine.step(lr_scale=1.0)
+    return time.perf_counter() - began
 
 
 def with_deepspeed(job: dict[str, Any]) -> bool:
@@ -91,36 +104,62 @@ def checkpoints(ctx: Any, engine: Any) -> Any:
 
 
 def save_and_load(dist: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Return stalls, durations and the bytes that loading reads, with the rival's beside them."""
-    from pipeline.contracts.training import Progress
-
+    """Return what saves cost and the bytes that loading reads, with the rival's beside them."""
     ctx, engine = make(dist, job)
-    grown = growth()
     kept = checkpoints(ctx, engine)
     size = kept.snapshot.staging.size
-    copy = PlainCopy(size)
-    copies, stalls, durations = [], [], []
-    for step in range(1, job["saves"] + 1):
-        time.sleep(PAUSE)
-        copies.append(copy.seconds(dist))
-        dist.barrier()
-        began = time.perf_counter()
-        kept.save(Progress(step=step))
-        stalls.append(time.perf_counter() - began)
-        kept.finish()
-        durations.append(time.perf_counter() - began)
-    beyond = grown() - size - copy.size + memory_of_children()
+    copies = Copies(size)
+    rounds = [save_beside_steps(dist, job, engine, kept, copies, n) for n in range(job["saves"])]
+    grown = growth()
+    crowded = save_twice(kept, job["saves"])
+    beyond = grown() + memory_of_children()
     kept.close()
     rival = own_format if with_deepspeed(job) else dcp
     return {
-        "copies": copies,
+        "rounds": rounds,
+        "crowded": crowded,
         "written": size,
-        "stalls": stalls,
-        "durations": durations,
         "beyond": beyond,
         **loaded(ctx, engine),
         **rival(dist, engine, Path(job["folder"]) / "rival"),
     }
+
+
+def save_beside_steps(
+    dist: Any, job: dict[str, Any], engine: Any, kept: Any, copies: Copies, number: int
+) -> dict[str, Any]:
+    """Take two steps alone, copy, save, and take one beside the writers; return the seconds of all,
+    and on rank 0 what the writers cost."""
+    from pipeline.contracts.training import Progress
+
+    time.sleep(PAUSE)
+    alone = [take_step(engine, dist, job["tokens"]) for _ in range(2)]
+    copied = copies.seconds(dist)
+    dist.barrier()
+    began = time.perf_counter()
+    kept.save(Progress(step=2 * number + 1))
+    stall = time.perf_counter() - began
+    behind = take_step(engine, dist, job["tokens"])
+    kept.finish()
+    return {
+        "copies": copied,
+        "stall": stall,
+        "alone": alone,
+        "behind": behind,
+        "cost": [vars(one) for one in kept.written()],
+    }
+
+
+def save_twice(kept: Any, number: int) -> float:
+    """Save, and save again at once, before the first is on disk; return the second's stall."""
+    from pipeline.contracts.training import Progress
+
+    kept.save(Progress(step=2 * number + 1))
+    began = time.perf_counter()
+    kept.save(Progress(step=2 * number + 2))
+    stall = time.perf_counter() - began
+    kept.finish()
+    return stall
 
 
 def load_only(dist: Any, job: dict[str, Any]) -> dict[str, Any]:
@@ -136,22 +175,30 @@ def load_only(dist: Any, job: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-class PlainCopy:
-    """A copy of `size` bytes into memory that has been written before."""
+class Copies:
+    """Copies of `size` bytes into memory that has been written before, each as somebody would write
+    it by hand."""
 
     def __init__(self, size: int) -> None:
         import torch
 
-        self.size = 2 * size
-        """Bytes of the copy's own memory."""
-        self._source = torch.ones(size, dtype=torch.uint8)
-        self._target = torch.zeros(size, dtype=torch.uint8)
+        source = torch.ones(size, dtype=torch.uint8)
+        target = torch.zeros(size, dtype=torch.uint8)
+        from_array, to_array = source.numpy(), target.numpy()
+        self._ways: dict[str, Callable[[], object]] = {
+            "torch": lambda: target.copy_(source),
+            "numpy": lambda: to_array.__setitem__(slice(None), from_array),
+            "memcpy": lambda: ctypes.memmove(target.data_ptr(), source.data_ptr(), size),
+        }
 
-    def seconds(self, dist: Any) -> float:
-        """Time one copy, which all ranks make at once, in seconds."""
+    def seconds(self, dist: Any) -> dict[str, float]:
+        """Time one copy each way, which all ranks make at once, in seconds."""
+        return {name: self._time(dist, way) for name, way in self._ways.items()}
+
+    def _time(self, dist: Any, way: Callable[[], object]) -> float:
         dist.barrier()
         began = time.perf_counter()
-        self._target.copy_(self._source)
+        way()
         return time.perf_counter() - began
 
 

@@ -61,6 +61,7 @@ if TYPE_CHECKING:
         StepCallback,
         TrainedRun,
         TrainingLength,
+        WrittenCheckpoint,
     )
     from pipeline.distributed.environment import worker_rank
     from pipeline.distributed.heartbeat import Heartbeat, Phase

@@ -2,8 +2,8 @@
 
     python script.py STRATEGY FOLDER
 
-FOLDER has `config.json` and `tokens.bin` (little-endian uint32), and gets an empty file `stepped`. The
-launcher's environment says rank and world. This imports nothing of the project.
+FOLDER has `config.json` and `tokens.bin` (little-endian uint32), and gets an empty file `stepped`.
+The launcher's environment says rank and world. This imports nothing of the project.
 """
 
 from __future__ import annotations

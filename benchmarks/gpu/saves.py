@@ -10,16 +10,16 @@ from pipeline.execution import metrics, rundir
 
 
 def saves(run: Path) -> dict[str, Any]:
-    """Return the seconds of each save's stall, of the last save until it was on disk, of the step
-    behind each save, and the median of all other steps behind the first three."""
-    stalls, behind, others, written = [], [], [], None
+    """Return the seconds of each save's stall, of each until it was on disk, of the step behind
+    each save, and the median of all other steps behind the first three."""
+    stalls, behind, others, written = [], [], [], []
     after = False
     for record in metrics.records(run / rundir.METRICS):
         if "checkpoint_stall_seconds" in record:
             stalls.append(record["checkpoint_stall_seconds"])
             after = True
         elif "checkpoint_seconds" in record:
-            written = record["checkpoint_seconds"]
+            written.append(record["checkpoint_seconds"])
         elif "step_seconds" in record and record["step"] > 3:
             (behind if after else others).append(record["step_seconds"])
             after = False

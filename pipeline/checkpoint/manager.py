@@ -6,7 +6,7 @@ import contextlib
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,20 +17,28 @@ from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.restore import Restoration, saved_progress
 from pipeline.checkpoint.retention import Retention, best_of, expected_count
 from pipeline.checkpoint.staging import plan_staging
-from pipeline.checkpoint.store import locate, open_store, step_name
+from pipeline.checkpoint.store import locate, open_store, step_name, step_number
 from pipeline.checkpoint.write_plan import plan_writes, without_frozen_base
 from pipeline.checkpoint.writer_client import Snapshot, WriterProcess
 from pipeline.checkpoint.writer_protocol import SaveRequest, SaveResult, WriterSetup
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.resources import ResourceNeed, require_resources
 from pipeline.contracts.stage import Context
-from pipeline.contracts.training import Checkpoints, Progress, TrainedRun, TrainingLength
+from pipeline.contracts.training import (
+    Checkpoints,
+    Progress,
+    TrainedRun,
+    TrainingLength,
+    WrittenCheckpoint,
+)
 from pipeline.errors import CheckpointError, UsageError, in_words, system_errors_as
 from pipeline.utils.activities import activity
 from pipeline.utils.text import human
 
 CLOSING_SECONDS = 4.0
 """Less than the time that a failed rank is given to release what it holds."""
+COST = {"seconds", "size", "user_seconds", "system_seconds"}
+"""Fields of a save's result that tell its cost."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -55,6 +63,8 @@ class CheckpointManager(Checkpoints):
     _pending: str | None = field(default=None, init=False)
     """Name of the checkpoint that is being written."""
     _writer: WriterProcess | None = field(default=None, init=False)
+    _written: list[WrittenCheckpoint] = field(default_factory=list, init=False)
+    """Those that came on disk since `written` was asked, on rank 0."""
 
     def __post_init__(self) -> None:
         """Clean the store, agree with all ranks who writes what, and begin to take memory
@@ -127,7 +137,7 @@ class CheckpointManager(Checkpoints):
         if name == self._last:
             self._amend(name, progress)
             return
-        began = time.perf_counter()
+        began = time.monotonic()
         if self._attempts:
             # Rank 0's writer ends last; the next collective must not wait for it.
             self.ctx.dist.barrier()
@@ -137,6 +147,7 @@ class CheckpointManager(Checkpoints):
         request = SaveRequest(
             name=name,
             identity=f"{self._identity}-{self._attempts}",
+            began=began,
             facts=facts if self.ctx.dist.is_main else {},
         )
         failed = self.snapshot.hand_over(self.writer, request)
@@ -146,10 +157,15 @@ class CheckpointManager(Checkpoints):
         # Passing waits for this rank's disk, longer perhaps than others wait in a collective of
         # the engine.
         self.ctx.dist.barrier()
-        self.ctx.log.debug("snapshot of %s: %.3f s", name, time.perf_counter() - began)
+        self.ctx.log.debug("snapshot of %s: %.3f s", name, time.monotonic() - began)
         if not self.asynchronous:
             self._settle_pending()
             self.ctx.dist.barrier()
+
+    def written(self) -> Sequence[WrittenCheckpoint]:
+        self._settle_pending(wait=False)
+        written, self._written = self._written, []
+        return written
 
     def _amend(self, name: str, progress: Progress) -> None:
         """Replace the progress of a checkpoint of the same state, if more is known now."""
@@ -240,6 +256,8 @@ class CheckpointManager(Checkpoints):
         if result.place:
             location.remember(self.ctx.run_dir, self.address)
             self.ctx.dist.heartbeat.landmark()
+            cost = result.model_dump(include=COST)
+            self._written.append(WrittenCheckpoint(step=step_number(result.name) or 0, **cost))
             self.ctx.log.info(
                 "saved %s  %.1f MB  %.1f s", result.place, result.size / 1e6, result.seconds
             )

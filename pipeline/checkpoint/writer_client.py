@@ -26,11 +26,11 @@ from pipeline.checkpoint.writer_protocol import SaveRequest, SaveResult, WriterS
 from pipeline.distributed.signals import held_back
 from pipeline.errors import CheckpointError, WriterDied
 from pipeline.utils.files import anonymous_file
-from pipeline.utils.page_lock import PageLock
+from pipeline.utils.page_lock import PageLock, address
 from pipeline.utils.process_tree import own_module
 
 if TYPE_CHECKING:
-    from pipeline.contracts.engine import Engine, Fragment
+    from pipeline.contracts.engine import Engine
     from pipeline.distributed.process_group import DistContext
 
 
@@ -155,8 +155,8 @@ class WriterProcess:
 
 
 class Snapshot:
-    """Copies an engine's state of one moment into a buffer that it makes. A thread takes its memory,
-    which the first save waits for."""
+    """Copies an engine's state of one moment into a buffer that it makes. A thread takes the
+    buffer's memory, which the first save waits for."""
 
     def __init__(
         self, engine: Engine, dist: DistContext, plan: WritePlan, staging: Staging
@@ -169,6 +169,7 @@ class Snapshot:
         for copy in staging.whole:
             self._whole[copy.key].append(copy)
         self.buffer = SnapshotBuffer(staging.size)
+        self._address = address(self.buffer.memory)
         pool = ThreadPoolExecutor(1, "pipe-snapshot")
         self._filled = pool.submit(self._fill)
         pool.shutdown(wait=False)
@@ -192,13 +193,13 @@ class Snapshot:
         with torch.no_grad():
             self._copy_whole()
             number = 0
-            for copy, fragment, source in self._passing():
+            for copy, held, tensor in self._passing():
                 while number < copy.round:
                     failed = self._pass_on(writer, request, number)
                     if failed is not None:
                         return failed
                     number += 1
-                self._copy(copy, tile_of(fragment), source)
+                self._copy(copy, held, tensor)
         last = len(self.staging.rounds) - 1
         assert number == last, "the last round passes nothing"
         return self._pass_on(writer, request, number)
@@ -221,46 +222,45 @@ class Snapshot:
             for copy in self._whole.get(random_key(self._engine.random_stream, name), ()):
                 self._copy(copy, Tile(0, source.numel()), source)
                 left.discard(copy)
-        for fragment, kind, tensor in self._tensors() if left else ():
-            for copy in self._whole.get(f"{kind}/{fragment.name}", ()):
-                if tile_of(fragment).position(copy.start) is not None:
-                    self._copy(copy, tile_of(fragment), tensor)
+        for key, held, tensor in self._tensors() if left else ():
+            for copy in self._whole.get(key, ()):
+                if held.position(copy.start) is not None:
+                    self._copy(copy, held, tensor)
                     left.discard(copy)
         # The buffer would hold an earlier save's bytes.
         assert not left, f"{min(left).key} is not there any more"
 
-    def _passing(self) -> Iterator[tuple[Copy, Fragment, Tensor]]:
+    def _passing(self) -> Iterator[tuple[Copy, Tile, Tensor]]:
         """Passing pieces, in order. An engine gives its fragments in an order of its own, so they
         are walked as often as it takes; once, if all are of one dtype and optimizer group."""
         left = self.staging.passing[::-1]
         while left:
             before = len(left)
-            for fragment, kind, tensor in self._tensors():
-                key = f"{kind}/{fragment.name}"
-                held = tile_of(fragment)
+            for key, held, tensor in self._tensors():
                 while left and left[-1].key == key and held.position(left[-1].start) is not None:
-                    yield left.pop(), fragment, tensor
+                    yield left.pop(), held, tensor
                 if not left:
                     return
             assert len(left) < before, f"{left[-1].key} is not there any more"
 
-    def _tensors(self) -> Iterator[tuple[Fragment, str, Tensor]]:
+    def _tensors(self) -> Iterator[tuple[str, Tile, Tensor]]:
+        """Keys of tensors, this rank's tiles of them, and what is in these."""
         for fragment in self._engine.fragments():
+            held = tile_of(fragment)
             for kind, tensor in fragment.state.items():
-                yield fragment, kind, tensor
+                yield f"{kind}/{fragment.name}", held, tensor
 
     def _copy(self, copy: Copy, held: Tile, tensor: Tensor) -> None:
         """Copy into the buffer, from the elements of a tile; a GPU may still copy afterwards. In
         host memory the C library copies faster than torch."""
-        target, first = self._target(copy), held.position(copy.start)
-        source = tensor[first : first + copy.numel] if first is not None else tensor[:0]
-        assert source.shape == target.shape, f"{copy.key} has changed its size"
-        if source.device.type == "cpu" and source.is_contiguous() and source.dtype == target.dtype:
-            ctypes.memmove(target.data_ptr(), source.data_ptr(), target.numel() * target.itemsize)
-        else:
-            target.copy_(source, non_blocking=True)
-
-    def _target(self, copy: Copy) -> Tensor:
-        dtype = self._dtypes[copy.key]
+        first, dtype = held.position(copy.start), self._dtypes[copy.key]
+        assert first is not None, f"{copy.key} is not there any more"
+        assert first + copy.numel <= tensor.numel(), f"{copy.key} has changed its size"
         size = copy.numel * dtype.itemsize
-        return torch.frombuffer(self.buffer.memory[copy.place : copy.place + size], dtype=dtype)
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype == dtype:
+            source = tensor.data_ptr() + first * dtype.itemsize
+            ctypes.memmove(self._address + copy.place, source, size)
+        else:
+            memory = self.buffer.memory[copy.place : copy.place + size]
+            target = torch.frombuffer(memory, dtype=dtype)
+            target.copy_(tensor[first : first + copy.numel], non_blocking=True)

@@ -16,6 +16,7 @@ import mmap
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from resource import RUSAGE_SELF, getrusage, struct_rusage
 
 from xxhash import xxh3_64_intdigest
 
@@ -70,7 +71,7 @@ def carry_out(
 ) -> SaveResult:
     """Write, report, and on rank 0 commit. Failures are in the result; nothing is raised. `writes`
     are all rounds', and yield when their bytes are in the buffer."""
-    began = time.perf_counter()
+    before = getrusage(RUSAGE_SELF)
     result = SaveResult(name=request.name)
     store = transaction = None
     reported = False
@@ -81,9 +82,11 @@ def carry_out(
         if setup.template is None:
             result.digest = digest
             reported = True  # rank 0 may see it, and commit the files, even if this raises
+            _count(result, before)
             _report(setup, transaction, result)
             return result
-        digests = [digest, *_collect(transaction, setup.world_size)]
+        others = _collect(transaction, setup.world_size)
+        digests = [digest, *(other.digest for other in others)]
         manifest = setup.template.fill(request.facts, transaction.prefix, digests)
         store.commit(transaction, manifest.dump())
     except Exception as error:
@@ -93,9 +96,19 @@ def carry_out(
         return result
     result.place = store.locate(request.name)
     result.size = sum(file.size for file in setup.template.files)
-    result.seconds = time.perf_counter() - began
+    result.seconds = time.monotonic() - request.began
     result.warnings = purge(store, setup.retention)
+    _count(result, before)
+    result.user_seconds += sum(other.user_seconds for other in others)
+    result.system_seconds += sum(other.system_seconds for other in others)
     return result
+
+
+def _count(result: SaveResult, before: struct_rusage) -> None:
+    """Note the processor time of this process since `before`."""
+    now = getrusage(RUSAGE_SELF)
+    result.user_seconds = now.ru_utime - before.ru_utime
+    result.system_seconds = now.ru_stime - before.ru_stime
 
 
 def _give_up(
@@ -123,10 +136,10 @@ def _report(setup: WriterSetup, transaction: Transaction, result: SaveResult) ->
     transaction.put(_report_name(setup.rank), result.model_dump_json().encode() + b"\n")
 
 
-def _collect(transaction: Transaction, world_size: int) -> list[int]:
-    """The other ranks' digests, as soon as all have written. Raises CheckpointError when one has
+def _collect(transaction: Transaction, world_size: int) -> list[SaveResult]:
+    """The other ranks' reports, as soon as all have written. Raises CheckpointError when one has
     failed."""
-    digests = []
+    reports = []
     for rank in range(1, world_size):
         pause = 0.001
         while not (data := transaction.get(_report_name(rank)) or b"").endswith(b"\n"):
@@ -135,10 +148,10 @@ def _collect(transaction: Transaction, world_size: int) -> list[int]:
         result = SaveResult.model_validate_json(data)
         if result.problem:
             raise CheckpointError(f"rank {rank}: {result.problem}")
-        digests.append(result.digest)
+        reports.append(result)
     for rank in range(1, world_size):
         transaction.discard(_report_name(rank))
-    return digests
+    return reports
 
 
 def _write(

@@ -54,6 +54,8 @@ class SaveRequest(BaseModel):
 
     name: str
     identity: str
+    began: float
+    """Time of the monotonic clock at which the save began."""
     facts: Mapping[str, Any] = {}
     """Fields `step`, `progress` and `state` of the manifest, on rank 0 only."""
 
@@ -69,4 +71,8 @@ class SaveResult(BaseModel):
     size: int = 0
     """Bytes of the whole checkpoint's data, on rank 0."""
     seconds: float = 0.0
+    """From the beginning of the save until the checkpoint was on disk, on rank 0."""
+    user_seconds: float = 0.0
+    """Processor time of this writer for the save; on rank 0 of all ranks' writers."""
+    system_seconds: float = 0.0
     warnings: Sequence[str] = ()

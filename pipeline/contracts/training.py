@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -167,6 +167,21 @@ class Callbacks(StepCallback):
                 callback.restore(state[name])
 
 
+@dataclass(frozen=True, kw_only=True)
+class WrittenCheckpoint:
+    """A checkpoint that is on disk, and the cost of writing it beside the training."""
+
+    step: int
+    seconds: float
+    """From the beginning of its save until it was on disk."""
+    size: int
+    """Bytes that all ranks wrote."""
+    user_seconds: float
+    """Processor time of all ranks' writers, without the system's."""
+    system_seconds: float
+    """Processor time of the system for these writers."""
+
+
 class Checkpoints(ABC):
     """Checkpoints of a run: where, when and in which format training state is saved."""
 
@@ -186,6 +201,11 @@ class Checkpoints(ABC):
     def finish(self) -> str:
         """Wait until everything that was saved is on disk (collective); the address of the newest
         checkpoint. Raises CheckpointError when a save has failed."""
+
+    def written(self) -> Sequence[WrittenCheckpoint]:
+        """Checkpoints that are known to have come on disk since the last call, oldest first. Empty
+        on ranks above 0."""
+        return ()
 
     @abstractmethod
     def restore(self, validate: Callable[[Progress], None]) -> Progress | None:

@@ -19,13 +19,18 @@ def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
+def address(memory: memoryview) -> int:
+    """The address of the first byte; 0 if there is none."""
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr() if memory else 0
+
+
 class PageLock:
     """Locks pages of a buffer in memory for a GPU: copies then run at the link's speed, beside the
     host. Taking new locked memory takes six times as long as locking pages that are there."""
 
     def __init__(self, memory: memoryview) -> None:
         """Lock the pages; without effect where the system allows no more of them."""
-        self._address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr() if memory else 0
+        self._address = address(memory)
         self.held = False
         """Whether the pages are locked."""
         if self._address:

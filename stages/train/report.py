@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pipeline import IN_DISPLAY, Context, Progress, StepCallback
+from pipeline import IN_DISPLAY, Context, Progress, StepCallback, WrittenCheckpoint
 from pipeline.utils import duration
 
 
@@ -57,9 +57,20 @@ class Reporter(StepCallback):
         record = {"step": step, "time": time.time(), "checkpoint_stall_seconds": stalled}
         self._ctx.metrics.write(record)
 
-    def written(self, step: int, *, seconds: float) -> None:
-        """Report that the last checkpoint is on disk, `seconds` after its save began."""
-        self._ctx.metrics.write({"step": step, "time": time.time(), "checkpoint_seconds": seconds})
+    def written(self, checkpoint: WrittenCheckpoint, *, slowed: float | None) -> None:
+        """Report a checkpoint that is on disk, beside which steps took `slowed` seconds more, if
+        that is known."""
+        record = {
+            "step": checkpoint.step,
+            "time": time.time(),
+            "checkpoint_seconds": checkpoint.seconds,
+            "checkpoint_bytes": checkpoint.size,
+            "checkpoint_user_seconds": checkpoint.user_seconds,
+            "checkpoint_system_seconds": checkpoint.system_seconds,
+        }
+        if slowed is not None:
+            record["checkpoint_slowed_seconds"] = slowed
+        self._ctx.metrics.write(record)
 
     def rewind(self, step: int) -> None:
         """Drop reports of steps after `step`."""

@@ -65,14 +65,15 @@ def train(
     cost = known_cost(engine, model, known_peak(engine))
     meter = StepMeter(engine, ctx.dist, progress, cost)
     reporter = Reporter(ctx, log_every=config.log_every, total_steps=feed.total_steps)
-    callbacks = Callbacks(reporter, callback)
+    saves = Saves(checkpoints=checkpoints, reporter=reporter, newest=progress.step)
+    callbacks = Callbacks(reporter, saves, callback)
     recovery = Recovery(config.anomalies, monitor, checkpoints, validate)
     training = Training(
         config=config,
         ctx=ctx,
         data=data,
         checkpoints=checkpoints,
-        saves=Saves(checkpoints=checkpoints, reporter=reporter, newest=progress.step),
+        saves=saves,
         progress=progress,
         cross_entropy=plain,
         step=TrainStep(

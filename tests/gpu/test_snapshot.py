@@ -84,7 +84,7 @@ def test_snapshot(wrap: str, asynchronous: bool, gpu: DistContext, tmp_path: Pat
 def test_pages_of_the_buffer_are_locked(gpu: DistContext) -> None:
     buffer = SnapshotBuffer(1 << 24)
     assert not torch.frombuffer(buffer.memory, dtype=torch.uint8).is_pinned()
-    buffer.page_lock()
+    buffer.take(gpu.device)
     assert torch.frombuffer(buffer.memory, dtype=torch.uint8).is_pinned()
     values = torch.arange(1 << 22, device=gpu.device, dtype=torch.int32)
     torch.frombuffer(buffer.memory, dtype=torch.int32).copy_(values, non_blocking=True)

@@ -130,7 +130,7 @@ def job(step: int, identity: str, *, loss: float | None = None) -> SaveRequest:
         "progress": {"step": step, "metrics": {} if loss is None else {"eval_loss": loss}},
         "state": state,
     }
-    return SaveRequest(name=step_name(step), identity=identity, facts=facts)
+    return SaveRequest(name=step_name(step), identity=identity, began=0.0, facts=facts)
 
 
 def digests(step: int) -> dict[str, str]:

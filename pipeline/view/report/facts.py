@@ -60,12 +60,25 @@ def _of_metrics(records: list[dict[str, Any]]) -> Iterator[Mark]:
             stall = record["checkpoint_stall_seconds"]
             text = f"training stood still for {stall:.2f} s"
             yield Mark(time=when, step=step, kind="save", text=text)
+        elif kind == "checkpoint written":
+            yield Mark(time=when, step=step, kind="save", text=_cost(record))
         elif kind == "anomaly":
             text = f"{record['anomaly']}: {record.get('action', '')}"
             yield Mark(time=when, step=step, kind="anomaly", text=text, bad=True)
         elif kind == "straggler":
             text = f"rank {record['straggler']}: {record.get('why', '')}"
             yield Mark(time=when, step=step, kind="straggler", text=text, bad=True)
+
+
+def _cost(record: Mapping[str, Any]) -> str:
+    """What it cost to write a checkpoint, as far as it was recorded."""
+    parts = [f"on disk after {record['checkpoint_seconds']:.2f} s"]
+    if "checkpoint_user_seconds" in record:
+        spent = record["checkpoint_user_seconds"] + record["checkpoint_system_seconds"]
+        parts.append(f"{spent:.2f} s of processors")
+    if "checkpoint_slowed_seconds" in record:
+        parts.append(f"the steps beside it took {record['checkpoint_slowed_seconds']:+.2f} s")
+    return ", ".join(parts)
 
 
 def summary(history: History) -> list[tuple[str, str]]:

@@ -129,9 +129,8 @@ def test_the_bytes_are_those_of_earlier_releases(name: str) -> None:
     assert template is not None
     metrics = {"loss": 1.5, "eval_loss": math.nan}
     progress = {"step": 7, "metrics": metrics, "best": {}}
-    request = SaveRequest(
-        name="step-00000007", identity="x", facts={"step": 7, "progress": progress, "state": STATE}
-    )
+    facts = {"step": 7, "progress": progress, "state": STATE}
+    request = SaveRequest(name="step-00000007", identity="x", began=0.0, facts=facts)
     received = SaveRequest.model_validate_json(request.model_dump_json())
     made = template.fill(received.facts, "x/", [1, 2**64 - 1])
     dated = made.model_copy(update={"written": "2026-01-01T00:00:00+00:00"})

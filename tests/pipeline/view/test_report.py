@@ -81,6 +81,19 @@ def test_a_report_says_what_happened(tmp_path: Path) -> None:
     assert loss["data"][2] == [None, None, None, 3.3, None, None]
 
 
+def test_a_report_says_what_saves_cost(tmp_path: Path) -> None:
+    written: dict[str, Any] = {"step": 2, "time": 1002.0, "checkpoint_seconds": 1.0}
+    spent = {"checkpoint_user_seconds": 0.5, "checkpoint_system_seconds": 0.25}
+    known = {**written, **spent, "step": 4, "checkpoint_slowed_seconds": 0.125}
+    folder = made(tmp_path / "run", EVENTS, [*METRICS, written, known])
+    told = [mark.text for mark in facts.marks(read_history(folder)) if mark.kind == "save"]
+    assert told == [
+        "on disk after 1.00 s",
+        "on disk after 1.00 s, 0.75 s of processors, the steps beside it took +0.12 s",
+        "training stood still for 0.25 s",
+    ]
+
+
 def test_it_loads_nothing_and_is_small(tmp_path: Path) -> None:
     metrics = [step(n, mfu=0.4, peak_memory_bytes=n) for n in range(1, 20_001)]
     page = write_report(made(tmp_path / "run", EVENTS, metrics)).read_bytes()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from pipeline.contracts.engine import StepReport
-from pipeline.contracts.training import Progress, TrainedRun
+from pipeline.contracts.training import Progress, TrainedRun, WrittenCheckpoint
 from pipeline.distributed.process_group import DistContext
 from pipeline.execution.metrics import records
 from pipeline.hardware import host
@@ -168,11 +168,19 @@ def test_a_profiled_step_tells_its_own_time_and_communication(
 def test_a_checkpoint_on_disk_is_a_record(tmp_path: Path) -> None:
     reporter = Steps(tmp_path, Progress()).reporter
     reporter.saved(3, stalled=0.5)
-    reporter.written(3, seconds=2.0)
-    saved, written = lines(tmp_path)
-    assert saved.pop("time") <= written.pop("time")
+    checkpoint = WrittenCheckpoint(
+        step=3, seconds=2.0, size=7000, user_seconds=0.5, system_seconds=0.25
+    )
+    reporter.written(checkpoint, slowed=None)
+    reporter.written(checkpoint, slowed=-0.5)
+    saved, written, known = lines(tmp_path)
+    assert saved.pop("time") <= written.pop("time") <= known.pop("time")
     assert saved == {"step": 3, "checkpoint_stall_seconds": 0.5}
-    assert written == {"step": 3, "checkpoint_seconds": 2.0}
+    assert written == {
+        "step": 3, "checkpoint_seconds": 2.0, "checkpoint_bytes": 7000,
+        "checkpoint_user_seconds": 0.5, "checkpoint_system_seconds": 0.25,
+    }  # fmt: skip
+    assert known == {**written, "checkpoint_slowed_seconds": -0.5}
 
 
 def test_host_memory_counts_from_where_the_model_begins(
