@@ -15,7 +15,7 @@ from pipeline import StageError
 from stages.model import compat
 from stages.model.config_checks import wrong_size
 from stages.model.files import Files, local, read_json
-from stages.model.gguf import gguf_reader
+from stages.model.gguf import gguf_reader, quick_gguf
 
 LOCAL_KEYS = (
     "_name_or_path",
@@ -102,7 +102,7 @@ def config_of_files(files: Files, *, trust_remote_code: bool) -> Any:
 
     if files.gguf is not None:
         gguf_reader(files.folder / files.gguf)  # is it there as a whole?
-    with _unusable():
+    with _unusable(), quick_gguf(files.gguf):
         config = AutoConfig.from_pretrained(
             files.folder,
             gguf_file=files.gguf,

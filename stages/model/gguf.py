@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,17 +24,32 @@ if TYPE_CHECKING:
 
 
 def gguf_reader(file: Path) -> Any:
-    """Return the gguf package's reader of a file. Raises StageError where the package is not
-    installed, and for a file that is no GGUF or is cut short."""
-    hint = "pip install 'pipetrain[gguf]'"
-    with optional("reading a GGUF file needs the package `gguf`", hint=hint):
-        from gguf import GGUFReader
+    """Return the gguf package's reader of a file, without the arrays of its metadata. Raises
+    StageError where the package is not installed, and for a file that is no GGUF or is cut
+    short."""
+    with gguf_package():
+        from stages.model.gguf_compat import TensorsOnly
     gguf_header(file)  # the package walks through whatever a damaged header claims
     try:
-        return GGUFReader(file)
+        return TensorsOnly(file)
     except (OSError, ValueError, KeyError, IndexError, OverflowError) as error:
         hint = "download or copy it again"
         raise StageError(f"{file} cannot be read as GGUF: {error}", hint=hint) from error
+
+
+def gguf_package() -> AbstractContextManager[None]:
+    """Raise StageError where the body imports the package and it is not installed."""
+    hint = "pip install 'pipetrain[gguf]'"
+    return optional("reading a GGUF file needs the package `gguf`", hint=hint)
+
+
+def quick_gguf(file: str | None) -> AbstractContextManager[None]:
+    """Have transformers read a GGUF file, if it is one, quickly in the body."""
+    if file is None:
+        return contextlib.nullcontext()
+    with gguf_package():
+        from stages.model.gguf_compat import read_quickly
+    return read_quickly()
 
 
 def open_gguf(file: Path, model: nn.Module) -> TensorReader:

@@ -30,7 +30,7 @@ from stages.model.files import (
     source_fingerprint,
     weight_files,
 )
-from stages.model.gguf import open_gguf
+from stages.model.gguf import open_gguf, quick_gguf
 from stages.model.random_reader import RandomReader
 from stages.model.reconcile import Allowed, fit
 from stages.weights.converted import ConvertedReader
@@ -207,7 +207,7 @@ class HfSource(ModelSource):
                 hint="set `tokenizer` in the model's slot to a folder that has one",
             )
         try:
-            with compat.quiet():
+            with compat.quiet(), quick_gguf(files.gguf):
                 return AutoTokenizer.from_pretrained(
                     files.folder,
                     gguf_file=files.gguf,
