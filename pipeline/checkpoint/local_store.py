@@ -17,11 +17,25 @@ from pathlib import Path
 
 from pipeline.checkpoint.manifest import MANIFEST
 from pipeline.checkpoint.store import Sink, Store, Transaction, steps_in_order
-from pipeline.utils.files import let_group_enter, let_group_read, naming, read_at, sync, write_at
+from pipeline.utils.files import (
+    PAGE,
+    let_group_enter,
+    let_group_read,
+    naming,
+    read_at,
+    sync,
+    write_at,
+)
 
 _LEFTOVER = re.compile(r"step-\d{8,}\.(tmp|deleted)-.+")
 _ASIDE = re.compile(r"step-\d{8,}\.damaged-\d+")
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+_O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+LEAST_DIRECT = 1 << 14
+"""Bytes of whole pages from which on the way past the system's cache pays."""
+DIRECT = 1 << 24
+"""Bytes of one call of them: the call returns when the disk has them."""
 
 
 def is_leftover(name: str) -> bool:
@@ -79,14 +93,14 @@ class LocalStore(Store):
         path = self._root / name / file
         partial = path.with_name(path.name + ".partial")
         partial.unlink(missing_ok=True)
-        with _LocalSink(partial, len(data), shared=False) as sink:
+        with _LocalSink(partial, len(data)) as sink:
             sink.write(0, memoryview(data))
         # Opened before the rename: rank 0 moves the folder when it sees the last report.
         with _synced(path.parent):
             partial.rename(path)
 
     def create(self, name: str, file: str, size: int, *, shared: bool) -> Sink:
-        return _LocalSink(self._root / name / file, size, shared=shared)
+        return _DirectSink(self._root / name / file, size, shared=shared)
 
     def remove(self, name: str, file: str) -> None:
         (self._root / name / file).unlink()
@@ -122,7 +136,7 @@ class LocalStore(Store):
 
 
 class _LocalSink(Sink):
-    def __init__(self, path: Path, size: int, *, shared: bool) -> None:
+    def __init__(self, path: Path, size: int, *, shared: bool = False) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         flags |= 0 if shared else os.O_EXCL
         self._path = path
@@ -150,6 +164,59 @@ class _LocalSink(Sink):
     def abandon(self) -> None:
         with contextlib.suppress(OSError):
             os.close(self._file)
+
+
+class _DirectSink(_LocalSink):
+    """Gives whole pages of data to the disk from where they lie, if file system and disk take them
+    so. That takes the processors a fraction of the time: nothing is copied, no memory is looked for
+    and given back, and the system has nothing left to write behind the program's back."""
+
+    def __init__(self, path: Path, size: int, *, shared: bool) -> None:
+        self._direct: int | None = None
+        super().__init__(path, size, shared=shared)
+        try:
+            self._direct = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | _O_DIRECT)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                self.abandon()
+                raise
+
+    def write(self, offset: int, data: memoryview) -> None:
+        begin = -offset % PAGE
+        end = begin + (len(data) - begin) // PAGE * PAGE
+        if end - begin >= LEAST_DIRECT and self._write_direct(offset + begin, data[begin:end]):
+            super().write(offset, data[:begin])
+            super().write(offset + end, data[end:])
+        else:
+            super().write(offset, data)
+
+    def finish(self) -> None:
+        with naming(self._path):
+            self._close_direct()
+        super().finish()
+
+    def abandon(self) -> None:
+        with contextlib.suppress(OSError):
+            self._close_direct()
+        super().abandon()
+
+    def _write_direct(self, offset: int, data: memoryview) -> bool:
+        """Return whether whole pages were written past the system's cache."""
+        if self._direct is None:
+            return False
+        try:
+            with naming(self._path):
+                write_at(self._direct, offset, data, step=DIRECT)
+        except OSError as error:
+            if error.errno not in _UNSUPPORTED:
+                raise
+            self._close_direct()  # the data lie where this disk cannot fetch them
+        return self._direct is not None
+
+    def _close_direct(self) -> None:
+        direct, self._direct = self._direct, None
+        if direct is not None:
+            os.close(direct)
 
 
 def _remove(folder: Path) -> None:

@@ -7,23 +7,20 @@ still unwritten when training goes on.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipeline.checkpoint.block_sums import BLOCK
-from pipeline.checkpoint.safetensors_format import ITEM_BYTES
 from pipeline.checkpoint.writer_protocol import Write
+from pipeline.utils.files import PAGE
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.division import KeyedTile
     from pipeline.checkpoint.file_layout import Item, Layout
 
 PASSAGE = 1 << 30
-"""Bytes of memory a rank, at most, for what passes."""
-LONGEST_ITEM = max(ITEM_BYTES.values())
-"""Divisor of all places, as they are viewed in their tensors' dtypes."""
+"""Bytes of memory a rank, at most, for what passes, but for two pages."""
 
 
 class Copy(NamedTuple):
@@ -56,10 +53,12 @@ class Staging:
 
 def plan_staging(layout: Layout, passing: Set[str], passage: int = PASSAGE) -> Staging:
     """The staging of a layout. Tensors whose keys are `passing` take at most `passage` bytes."""
-    fixed = [item for item in layout.items if item.span is None or item.span.key not in passing]
-    edges = list(itertools.accumulate((_padded(item.size) for item in fixed), initial=0))
-    places = dict(zip(fixed, edges, strict=False))
-    rounds = _Rounds(edges[-1], passage // 2 // BLOCK * BLOCK)
+    places, end = {}, 0
+    for item in layout.items:
+        if item.span is None or item.span.key not in passing:
+            places[item] = _place(end, item.extent.offset)
+            end = places[item] + item.size
+    rounds = _Rounds(_place(end, 0), passage // 2 // BLOCK * BLOCK)
     for item in layout.items:
         if item in places:
             write = Write(item.file, item.extent, 0, places[item], item.size, bool(item.span))
@@ -80,36 +79,40 @@ def plan_staging(layout: Layout, passing: Set[str], passage: int = PASSAGE) -> S
 
 
 class _Rounds:
-    """Pieces that pass, in the halves of a memory that begins at byte `base` of the buffer."""
+    """Pieces that pass, in the halves of a memory that begins at byte `base` of the buffer. A half
+    is a page larger than `half`, as its first piece may begin in the middle of one."""
 
     def __init__(self, base: int, half: int) -> None:
         self.end = base
         self.writes: list[list[Write]] = [[]]
         self.copies: list[Copy] = []
         self._base = base
-        self._half = half
+        self._half = half + PAGE
         self._used = 0
 
     def add(self, item: Item, span: KeyedTile) -> None:
         """Cut a piece to what fits, between blocks, so that their checksums stay the same."""
         done, itemsize = 0, item.size // span.tile.numel
         while done < item.size:
-            cut = min(item.size - done, self._half - self._used)
+            number = len(self.writes) - 1
+            start = self._base + self._half * (number % 2)
+            place = _place(start + self._used, item.extent.offset + done)
+            cut = min(item.size - done, start + self._half - place)
             if done + cut < item.size:
                 cut -= cut % BLOCK
-            if cut == 0:
+            if cut <= 0:
                 self.writes.append([])
                 self._used = 0
                 continue
-            number = len(self.writes) - 1
-            place = self._base + self._half * (number % 2) + self._used
-            start = span.tile.element(done // itemsize)
+            first = span.tile.element(done // itemsize)
             self.writes[-1].append(Write(item.file, item.extent, done, place, cut, True))
-            self.copies.append(Copy(span.key, start, cut // itemsize, place, number))
-            self._used += _padded(cut)
-            self.end = max(self.end, place + _padded(cut))
+            self.copies.append(Copy(span.key, first, cut // itemsize, place, number))
+            self._used = place + cut - start
+            self.end = max(self.end, place + cut)
             done += cut
 
 
-def _padded(size: int) -> int:
-    return size + -size % LONGEST_ITEM
+def _place(edge: int, offset: int) -> int:
+    """The first place from `edge` on that is as far behind the start of a page as `offset` in the
+    file: so the disk can fetch a piece from there, and its elements lie as their dtype demands."""
+    return edge + (offset - edge) % PAGE

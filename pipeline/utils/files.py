@@ -16,6 +16,8 @@ WRITE = 1 << 17
 folios); a virtual machine may have given pieces of 2 MiB back to its host, and having them again
 takes ten times as long as writing does."""
 
+PAGE = 4096
+"""Bytes of a page: disks take whole ones past the system's cache, from whole ones of memory."""
 
 GROUP_FOLDER, GROUP_FILE = 0o2750, 0o640
 """Permissions in a folder that is open to its group, which new files and folders inherit."""
@@ -141,11 +143,11 @@ def read_at(descriptor: int, offset: int, into: memoryview) -> int:
     return done
 
 
-def write_at(descriptor: int, offset: int, data: memoryview) -> None:
-    """Write all of `data` to byte `offset` of an open file."""
+def write_at(descriptor: int, offset: int, data: memoryview, *, step: int = WRITE) -> None:
+    """Write all of `data` to byte `offset` of an open file, `step` bytes in a call."""
     done = 0
     while done < len(data):
-        done += os.pwrite(descriptor, data[done : done + WRITE], offset + done)
+        done += os.pwrite(descriptor, data[done : done + step], offset + done)
 
 
 def sync_tree(folder: Path) -> None:

@@ -14,6 +14,7 @@ from pipeline.checkpoint.division import KeyedTile
 from pipeline.checkpoint.file_layout import SHARDED, Layout
 from pipeline.checkpoint.manifest import TensorEntry
 from pipeline.checkpoint.staging import PASSAGE, Staging, plan_staging
+from pipeline.utils.files import PAGE
 
 KINDS = st.sampled_from(["F32", "BF16", "U8", "F64"])
 BLOCK = block_sums.BLOCK
@@ -52,6 +53,8 @@ def test_rounds(sizes: list[tuple[str, int]], whole: set[int], passage: int) -> 
                 data = content(tensors, copy.key, copy.start, copy.start + copy.numel)
                 memory[copy.place : copy.place + len(data)] = data
         for write in writes:
+            # the disk fetches whole pages of the file from whole pages of memory
+            assert (write.extent.offset + write.begin - write.start) % PAGE == 0
             assert write.extent.offset + write.begin == len(file)
             data = memory[write.start : write.start + write.size]
             file += data
@@ -59,8 +62,8 @@ def test_rounds(sizes: list[tuple[str, int]], whole: set[int], passage: int) -> 
     every = [content(tensors, key, 0, entry.numel) for key, entry in tensors.items()]
     assert bytes(file) == layout.items[0].head + b"".join(every)
     assert sums == [one for data in every for one in block_sums.sums(memoryview(data))]
-    fixed = sum(len(d) + 8 for k, d in zip(tensors, every, strict=True) if k not in passes)
-    assert made.size <= len(layout.items[0].head) + fixed + passage * BLOCK
+    fixed = sum(len(d) + PAGE for k, d in zip(tensors, every, strict=True) if k not in passes)
+    assert made.size <= len(layout.items[0].head) + fixed + passage * BLOCK + 3 * PAGE
 
 
 def content(tensors: dict[str, TensorEntry], key: str, start: int, stop: int) -> bytes:
@@ -87,6 +90,5 @@ def test_a_round_is_filled_while_the_one_before_is_taken() -> None:
 def test_memory_does_not_grow_with_what_passes(terabytes: float) -> None:
     tensors, layout = laid_out([("F32", int(terabytes * 1e12) // 12)] * 3)
     passing = plan_staging(layout, tensors.keys())
-    assert passing.size <= PASSAGE + len(layout.items[0].head)
-    whole = plan_staging(layout, frozenset())
-    assert 0 <= whole.size - layout.files[0].size <= 8 * 3
+    assert passing.size <= PASSAGE + len(layout.items[0].head) + 2 * PAGE
+    assert plan_staging(layout, frozenset()).size - layout.files[0].size in range(PAGE)

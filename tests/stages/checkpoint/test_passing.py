@@ -18,6 +18,7 @@ from pipeline.checkpoint.write_plan import DTYPES, WritePlan
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import CheckpointError
+from pipeline.utils.files import PAGE
 from tests.support.processes import run_ranks
 from tests.support.runs import context
 from tests.support.state import Setting, checkpoint_stage, digest, hashed, make_engine, train
@@ -79,7 +80,8 @@ def save_each(dist: DistContext, folder: str) -> dict[str, dict[str, Any]]:
 
 
 def test_memory_and_content(tmp_path: Path) -> None:
-    fixed = 3 * 4096 + 3 * 5200  # headers, and the states of random generators
+    # headers, the states of random generators, and what lies between pieces
+    fixed = 3 * PAGE + 3 * 5200 + 4 * PAGE
     for found in run_ranks(save_each, 2, str(tmp_path)):
         for name, case in found.items():
             assert case["same"], name
