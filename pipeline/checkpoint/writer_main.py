@@ -47,7 +47,10 @@ def main(argv: Sequence[str]) -> None:
     ignore_signals()
     requests, answers = sys.stdin.buffer, sys.stdout.buffer  # UTF-8, whatever the locale
     setup = WriterSetup.model_validate_json(requests.readline())
-    buffer = memoryview(mmap.mmap(int(argv[0]), max(setup.buffer_size, 1), prot=mmap.PROT_READ))
+    # populated now, or the first save has all the page faults
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    size = max(setup.buffer_size, 1)
+    buffer = memoryview(mmap.mmap(int(argv[0]), size, flags=flags, prot=mmap.PROT_READ))
 
     def writes() -> Iterator[Write]:
         """Wait for each round; acknowledge it once the next write is asked for."""
