@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +13,8 @@ from pipeline import Context, DataError, ModelSource
 from pipeline.utils import activity
 from stages.data import tokenize
 from stages.data.cache import KEYS, Counts, Entry, digest
+from stages.data.encodings import plain_ids
+from stages.data.pieces import cutter
 from stages.data.rows import TEXT, read_text, require_text
 from stages.data.samples import STARTS, TOKENS, TokenBlocks
 from stages.data.sources import OpenedSource, Part
@@ -23,9 +25,11 @@ if TYPE_CHECKING:
 
 Unit = Literal["file", "line"]
 _BATCH = 256
-"""Documents per call of the tokenizer."""
-_LARGEST_CALL = 4_000_000
-"""Characters per call of the tokenizer, unless one document has more."""
+"""Pieces of documents per call of the tokenizer."""
+_LARGEST_CALL = 1_000_000
+"""Characters per call of the tokenizer, unless one piece has more."""
+Piece = tuple[str, bool, bool]
+"""A part of a document's text, and whether the document begins and ends with it."""
 
 
 def read_documents(
@@ -60,15 +64,23 @@ def _texts(part: Part, key: str, unit: Unit) -> Iterator[str]:
         yield read_text(Path(part.name)).replace("\r\n", "\n")
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
+def _pieces(documents: Iterable[str], cut: Callable[[str], list[str]]) -> Iterator[Piece]:
     for document in documents:
-        size += len(document)
+        pieces = cut(document)
+        for number, piece in enumerate(pieces, 1):
+            yield piece, number == 1, number == len(pieces)
+
+
+def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        length = len(piece[0])
+        size += length
         if batch and (len(batch) == _BATCH or size > _LARGEST_CALL):
             yield batch
-            batch, size = [], len(document)
-        batch.append(document)
+            batch, size = [], length
+        batch.append(piece)
     if batch:
         yield batch
 
@@ -83,6 +95,7 @@ class Documents:
         self.settings, self.workers, self.ctx, self.model = settings, workers, ctx, model
         self.tokenizer = model.tokenizer()
         self.tokenizer_identity = tokenize.identity(self.tokenizer)
+        self._cut = cutter(self.tokenizer)
         self.dtype = tokenize.id_dtype(self.tokenizer)
         self.start = tokenize.start_ids(self.tokenizer, settings.prepend_bos)
         self.end = []
@@ -137,33 +150,36 @@ class Documents:
         The memory needed is bounded by the longest documents.
         """
         counts = {"documents": 0, "tokens": 0, "largest": 0}
-        batches = _batches(documents)
+        batches = _batches(_pieces(documents, self._cut))
+        waiting = np.empty(0, np.int64)
+        """Place of a document that has no token yet."""
         with (
             (folder / TOKENS).open("wb") as tokens,
             (folder / STARTS).open("wb") as starts,
             activity(tokenize.TOKENISING, unit="documents") as doing,
         ):
-            for _, (ids, lengths) in tokenize.map_batches(self._encode, batches, self.workers):
+            for _, (ids, begins) in tokenize.map_batches(self._encode, batches, self.workers):
                 ids.tofile(tokens)
-                begins = counts["tokens"] + (np.cumsum(lengths) - lengths)[lengths > 0]
-                begins.astype("<i8").tofile(starts)
-                counts["documents"] += len(lengths)
+                places = np.unique(np.concatenate([waiting, begins + counts["tokens"]]))
                 counts["tokens"] += len(ids)
+                waiting = places[places == counts["tokens"]]
+                places[places < counts["tokens"]].astype("<i8").tofile(starts)
+                counts["documents"] += len(begins)
                 counts["largest"] = max(counts["largest"], int(ids.max(initial=0)))
                 self.ctx.dist.heartbeat.beat()
-                doing.advance(len(lengths))
+                doing.advance(len(begins))
         return counts
 
-    def _encode(self, batch: list[str]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Return the ids of all documents, concatenated, and the number of ids of each."""
-        encoded = self.tokenizer(
-            batch,
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,  # no warning that a document is longer than the model's context
-        )
-        parts = [
-            np.array([*self.start, *ids, *self.end], self.dtype) for ids in encoded["input_ids"]
-        ]
-        return np.concatenate(parts), np.array([len(part) for part in parts], np.int64)
+    def _encode(self, batch: list[Piece]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Return the ids of all pieces, one behind the other, and where in these documents begin;
+        shapes (tokens,) and (documents that begin here,)."""
+        ids, begins = list[int](), list[int]()
+        found = plain_ids(self.tokenizer, [text for text, _, _ in batch])
+        for (_, first, last), inside in zip(batch, found, strict=True):
+            if first:
+                begins.append(len(ids))
+                ids += self.start
+            ids += inside
+            if last:
+                ids += self.end
+        return np.array(ids, self.dtype), np.array(begins, np.int64)

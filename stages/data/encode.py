@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import re
@@ -14,10 +15,11 @@ from numpy.typing import NDArray
 
 from pipeline import DataError, StageError
 from stages.data import forms
+from stages.data.encodings import TextTokenizer
 from stages.data.forms import Completion, Example, Form, Tokens
 from stages.data.messages import Conversation
 from stages.data.rows import Row
-from stages.data.tokenize import Span, TextTokenizer, TextTokens
+from stages.data.token_sizes import Span, TextTokens
 
 if TYPE_CHECKING:
     from stages.data.chat import ChatData
@@ -62,30 +64,32 @@ class ConversationEncoder:
     tokens: TextTokenizer
     stage: ChatData
 
-    def __call__(self, chat: Conversation) -> tuple[TextTokens, NDArray[np.bool_]]:
-        """Return the tokens and which of them are trained on. Raises DataError if the row cannot be
-        rendered or its turns cannot be located."""
+    def text(self, chat: Conversation) -> str:
+        """Return the text of a conversation. Raises DataError if it cannot be rendered."""
         if not self.tokens.tokenizer.chat_template:
             raise chat.row.error(
                 "the model's tokenizer has no chat template",
                 hint="use an instruction-tuned model, or `template: false` for pairs of texts",
             )
-        text = self._render(chat, chat.messages)
-        tokens = self.tokens(text)
+        return self._render(chat, chat.messages)
+
+    def trained(self, chat: Conversation, text: str, tokens: TextTokens) -> NDArray[np.bool_]:
+        """Return which tokens of its text are trained on. Raises DataError if its turns cannot be
+        located."""
         if self.stage.loss == "all":
             assistant = chat.assistant_turns()
             silent = [
                 self._span(chat, text, index, prompt=index in assistant)
                 for index in sorted(chat.silent)
             ]
-            return tokens, ~tokens.inside(silent)
+            return ~tokens.inside(silent)
         turns = self._trained_turns(chat)
         if _MARKERS.search(self._template(chat)):
-            return tokens, self._marked(chat, text, tokens, turns)
+            return self._marked(chat, text, tokens, turns)
         if turns[:1] == [0]:
             raise chat.row.error("begins with an assistant message, which answers nothing")
         spans = [self._span(chat, text, index, prompt=True) for index in turns]
-        return tokens, tokens.inside([self._without_tail(text, tokens, span) for span in spans])
+        return tokens.inside([self._without_tail(text, tokens, span) for span in spans])
 
     def _template(self, chat: Conversation) -> str:
         return str(self.tokens.tokenizer.get_chat_template(None, chat.extra.get("tools")))
@@ -174,9 +178,10 @@ class ConversationEncoder:
 
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
-    """Token ids and, for each, whether it is trained on; shapes (length,), int64 and bool."""
+    """Token ids and, for each, whether it is trained on; shapes (length,), the
+    second is bool."""
 
-    ids: NDArray[np.int64]
+    ids: NDArray[Any]
     trained: NDArray[np.bool_]
     long: bool = False
     """Whether the row was longer than a sample and has been truncated."""
@@ -200,43 +205,70 @@ class RowEncoder:
     """Bound of the ids of pre-tokenised rows."""
     start: list[int]
     """Ids to put before a text; they are not trained on."""
+    dtype: str
+    """Type of the ids, which holds all of them."""
 
     def batch(self, rows: Sequence[tuple[Form, Row]]) -> list[Encoded | Dropped]:
-        """Encode rows in order. Raises DataError for a row that cannot be used."""
-        return [self._row(form, row) for form, row in rows]
+        """Encode rows in order. Raises DataError for the first row that cannot be used."""
+        try:
+            return self._together(rows)
+        except StageError:  # perhaps of a later row: each step is done for all rows
+            return [result for row in rows for result in self._together([row])]
 
-    def _row(self, form: Form, row: Row) -> Encoded | Dropped:
+    def _together(self, rows: Sequence[tuple[Form, Row]]) -> list[Encoded | Dropped]:
+        """Encode rows with one call of the tokenizer."""
+        examples = [self._example(form, row) for form, row in rows]
+        texts = [self._text(example) for example in examples]
+        found = iter(self.tokens([text for text in texts if text is not None]))
+        results = [
+            self._encoded(example, text, next(found)) if text is not None else self._given(example)
+            for example, text in zip(examples, texts, strict=True)
+        ]
+        return [self._cut(row, result) for (_, row), result in zip(rows, results, strict=True)]
+
+    def _example(self, form: Form, row: Row) -> Example | Dropped:
         stage = self.stage
         example = forms.read(
             row, form, template=stage.template, roles=stage.roles, vocab_size=self.vocab_size
         )
-        return self._truncated(row, self._example(example))
+        if isinstance(example, Tokens) or stage.special_tokens == "allow":
+            return example
+        spelled = self.tokens.spelled_in(example.texts())
+        if spelled is not None and stage.special_tokens == "drop":
+            return Dropped(why="whose text spells a special token")
+        if spelled is not None:
+            raise row.error(
+                f"its text spells the special token {spelled!r}",
+                hint="set `special_tokens: drop` to leave such rows out, or `allow` where the "
+                "text is meant to hold it",
+            )
+        return example
 
-    def _example(self, example: Example) -> Encoded | Dropped:
-        if isinstance(example, Tokens):
-            trained = np.array(example.trained, bool)
-            return Encoded(ids=np.array(example.ids, np.int64), trained=trained)
-        if self.stage.special_tokens != "allow":
-            spelled = self.tokens.spelled_in(example.texts())
-            if spelled is not None and self.stage.special_tokens == "drop":
-                return Dropped(why="whose text spells a special token")
-            if spelled is not None:
-                raise example.row.error(
-                    f"its text spells the special token {spelled!r}",
-                    hint="set `special_tokens: drop` to leave such rows out, or `allow` where the "
-                    "text is meant to hold it",
-                )
+    def _text(self, example: Example | Dropped) -> str | None:
+        """Return the text to tokenise, if there is one."""
         if isinstance(example, Completion):
-            return self._completion(example)
-        text, trained = self._conversation(example)
-        return Encoded(ids=text.ids, trained=trained)
+            return example.prompt + example.completion
+        return self._conversation.text(example) if isinstance(example, Conversation) else None
+
+    def _given(self, example: Example | Dropped) -> Encoded | Dropped:
+        """Return the result of an example without a text."""
+        if isinstance(example, Dropped):
+            return example
+        assert isinstance(example, Tokens)
+        return Encoded(ids=np.array(example.ids, np.int64), trained=np.array(example.trained, bool))
+
+    def _encoded(self, example: Example | Dropped, text: str, tokens: TextTokens) -> Encoded:
+        if isinstance(example, Completion):
+            return self._completion(example, tokens)
+        assert isinstance(example, Conversation)
+        trained = self._conversation.trained(example, text, tokens)
+        return Encoded(ids=tokens.ids, trained=trained)
 
     @functools.cached_property
     def _conversation(self) -> ConversationEncoder:
         return ConversationEncoder(self.tokens, self.stage)
 
-    def _completion(self, example: Completion) -> Encoded:
-        text = self.tokens(example.prompt + example.completion)
+    def _completion(self, example: Completion, text: TextTokens) -> Encoded:
         start = 0 if self.stage.loss == "all" else len(example.prompt)
         trained = text.inside([(start, len(example.prompt) + len(example.completion))])
         end = self.tokens.tokenizer.eos_token_id
@@ -247,6 +279,14 @@ class RowEncoder:
             ids=np.concatenate([np.array(self.start, np.int64), text.ids, [end]]),
             trained=np.concatenate([before, trained, [True]]),
         )
+
+    def _cut(self, row: Row, encoded: Encoded | Dropped) -> Encoded | Dropped:
+        """Return at most `sequence_length` + 1 tokens, in the dtype of the cache; Dropped if none
+        of them is trained on."""
+        result = self._truncated(row, encoded)
+        if isinstance(result, Dropped):
+            return result
+        return dataclasses.replace(result, ids=result.ids.astype(self.dtype))
 
     def _truncated(self, row: Row, encoded: Encoded | Dropped) -> Encoded | Dropped:
         """Return at most `sequence_length` + 1 tokens; Dropped if none of them is trained on."""

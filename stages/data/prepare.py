@@ -16,10 +16,10 @@ from stages.data import tokenize
 from stages.data.cache import KEYS, Counts, Entry, cache_folder, digest, prepare
 from stages.data.documents import Documents
 from stages.data.encode import RowEncoder
+from stages.data.encodings import TextTokenizer
 from stages.data.forms import rows_with_forms
 from stages.data.samples import FORM, MaskedSamples, write_samples
 from stages.data.sources import OpenedSource, open_source
-from stages.data.tokenize import TextTokenizer
 from stages.data.views import PackedSamples, pack_key, train_and_heldout, write_packs
 
 if TYPE_CHECKING:
@@ -161,6 +161,7 @@ class Rows:
             tokens=TextTokenizer(self.tokenizer),
             vocab_size=self.model.vocab_size,
             start=self.start,
+            dtype=self.dtype,
         )
         rows = rows_with_forms(opened.parts, self.stage.form)
         batches = iter(lambda: list(itertools.islice(rows, _BATCH)), [])

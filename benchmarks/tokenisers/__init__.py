@@ -1,0 +1,1 @@
+"""Ways to tokenise a file, and the files."""

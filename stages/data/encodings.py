@@ -1,0 +1,84 @@
+"""Ids of texts, and the characters of each token."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from stages.data.token_sizes import TextTokens, TokenSizes, token_sizes
+from stages.data.tokenizer_compat import backend
+
+
+def plain_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """Return the ids of each text, without special tokens that it does not spell."""
+    fast = backend(tokenizer)
+    if fast is not None:  # which need not find the characters of the tokens
+        return [each.ids for each in fast.encode_batch_fast(texts, add_special_tokens=False)]
+    encoded = tokenizer(
+        texts,
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,  # no warning that a text is longer than the model's context
+    )
+    return list(encoded["input_ids"])
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A fast tokenizer that reports the characters of each token."""
+
+    tokenizer: Any
+
+    def __call__(self, texts: list[str]) -> list[TextTokens]:
+        """Tokenise texts that contain their special tokens already."""
+        if self._sizes is None:
+            return list(map(self._reported, texts))
+        ids = (np.array(each, np.int64) for each in plain_ids(self.tokenizer, texts))
+        counted = zip(texts, map(self._sizes.tokens, texts, ids), strict=True)
+        return [found or self._reported(text) for text, found in counted]
+
+    def _reported(self, text: str) -> TextTokens:
+        """Return the characters that the tokenizer reports."""
+        encoded = self.tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        offsets = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        # Some tokenizers leave white space out of the offsets; it belongs to the token behind it.
+        reached = np.maximum.accumulate(offsets[:, 1])
+        before = np.concatenate([[0], reached[:-1]])
+        bounds = np.stack([np.minimum(offsets[:, 0], before), offsets[:, 1]], axis=1)
+        return TextTokens(np.array(encoded["input_ids"], dtype=np.int64), bounds)
+
+    @functools.cached_property
+    def _sizes(self) -> TokenSizes | None:
+        return token_sizes(self.tokenizer)
+
+    @functools.cached_property
+    def special(self) -> Mapping[int, str]:
+        """Text of each special token by id."""
+        known = self.tokenizer.added_tokens_decoder
+        return {index: str(token) for index, token in known.items() if token.special}
+
+    @functools.cached_property
+    def _spelled(self) -> re.Pattern[str]:
+        texts = sorted(self.special.values(), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)) or "(?!)")  # which never matches
+
+    def spelled_in(self, value: Any) -> str | None:
+        """Return a special token that a text within `value` spells out, if any does."""
+        found = map(self._spelled.search, _texts(value))
+        return next((match.group() for match in found if match), None)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for child in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(child)
