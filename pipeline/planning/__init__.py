@@ -70,5 +70,6 @@ if TYPE_CHECKING:
         Weight,
     )
     from pipeline.planning.topology import Division, Topology
+    from pipeline.planning.trace.compile_compat import traced_backend
 else:
     __getattr__ = lazily(__name__, __file__)

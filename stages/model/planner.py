@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeline import Context, ModelSource, StageError
-from pipeline.planning import AWAY, RECOMPUTE, Planner, Saving, Topology, TraceScope
+from pipeline.planning import AWAY, RECOMPUTE, Planner, Saving, Topology, TraceScope, traced_backend
 from stages.model.files import is_local
 from stages.model.hf import Compile, HfModel
 from stages.model.read import read_config
@@ -43,13 +43,11 @@ class HfPlanner(Planner[HfModel]):
             yield Saving(order=AWAY, what=what, fields={"activation_checkpointing": fields})
 
     def trace(self, ctx: Context, scope: TraceScope) -> ModelSource:
-        from pipeline.planning.trace.compile_compat import BACKEND, register
         from stages.model.source import open_source
 
         left_out: dict[str, Any] = dict.fromkeys([*LEFT_OUT, "tokenizer"])
         if self.stage.compile is not None:
-            register()
-            left_out["compile"] = Compile(backend=BACKEND, dynamic=False)
+            left_out["compile"] = Compile(backend=traced_backend(), dynamic=False)
         stage = dataclasses.replace(self.stage, init="random", **left_out)
         if stage.path is not None and not is_local(stage.path):
             config = read_config(dataclasses.replace(stage, vocab_size=None))

@@ -1,7 +1,7 @@
 """A backend of torch's compiler for traces: code is cut into forward and backward as inductor cuts
 it, and run operation by operation; private names of torch.
 
-`torch.compile(..., backend=BACKEND)` gives such code, once `register` was called.
+`torch.compile(..., backend=traced_backend())` gives such code.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ BACKEND = "pipetrain_traced"
 
 
 @functools.cache
-def register() -> None:
-    """Make BACKEND known to torch."""
+def traced_backend() -> str:
+    """The backend's name, which torch knows from then on."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._dynamo.backends.registry import register_backend
@@ -46,3 +46,4 @@ def register() -> None:
         )(graph, inputs)
 
     register_backend(name=BACKEND, compiler_fn=backend)
+    return BACKEND

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from pipeline.errors import StageError
-from pipeline.planning.trace.compile_compat import BACKEND, register
+from pipeline.planning.trace.compile_compat import traced_backend
 from pipeline.planning.trace.run import model_errors_as_ours
 from pipeline.planning.trace.torch_compat import silent_group
 from pipeline.planning.trace.tracker import Level, MemoryTracker, Position, offloading
@@ -116,14 +116,13 @@ def test_a_silent_group_has_any_size() -> None:
 
 def compiled_work(*, fused: bool) -> MemoryTracker:
     """Track a product between operations that inductor would fuse, forward and backward."""
-    register()
 
     def part(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         before = torch.sigmoid(torch.tanh(x))
         return torch.cos(before @ weight) * 3
 
     if fused:
-        part = torch.compile(part, backend=BACKEND, dynamic=False)
+        part = torch.compile(part, backend=traced_backend(), dynamic=False)
     with FakeTensorMode(), MemoryTracker(fake=True) as tracker:
         x, weight = (torch.zeros(1000, 1000, requires_grad=True) for _ in range(2))
         tracker.enter(Position("forward", 0, ""))
