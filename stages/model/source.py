@@ -51,6 +51,8 @@ def open_source(stage: HfModel, ctx: Context) -> HfSource:
 
     Rank 0 goes first, so that the others find the files that it has downloaded.
     """
+    from transformers import PreTrainedModel  # noqa: F401 - Python collects rarely up to here
+
     with ctx.dist.rank0_first():
         files = find_files(stage)
         tokenizer = files if stage.tokenizer is None else find_tokenizer(stage.tokenizer)
