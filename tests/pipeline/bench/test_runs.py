@@ -114,7 +114,8 @@ def test_a_real_benchmark(real: dict[str, Any], monkeypatch: pytest.MonkeyPatch)
         assert one["memory"]["predicted"] > 0
         assert one["memory"]["ratio"] is None
         assert one["first_step_seconds"] > one["step_seconds"]["low"]
-        assert one["checkpoint_seconds"] >= one["checkpoint_stall_seconds"] > 0
+        assert one["checkpoint_seconds"] > 0
+        assert one["checkpoint_stall_seconds"] > 0
         assert 0 <= one["data_wait_share"] <= 1
         assert 0 <= one["communication_share"] <= 1
     assert all(rows[strategy, 1]["efficiency"] == 1 for strategy in strategies)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.contracts.precision import LossScaling
 from pipeline.distributed.process_group import DistContext
-from pipeline.execution.metrics import records
+from pipeline.execution.metrics import kind_of, records
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.consolidate.stream import ConsolidateStream
 from stages.optimizer.adamw import AdamW
@@ -48,7 +49,8 @@ def train(
     engine.close()
     if dist.is_main:
         save_file(dict(ConsolidateStream().run(ctx, trained)), f"{folder}/final.safetensors")
-    return list(records(ctx.run_dir / "metrics.jsonl"))
+    found = records(ctx.run_dir / "metrics.jsonl")
+    return [record for record in found if kind_of(record) != "checkpoint written"]
 
 
 def train_each(
@@ -66,6 +68,7 @@ def stopped_at_half(whole: Path, to: Path) -> None:
     (to / "checkpoints").mkdir(parents=True)
     shutil.copytree(whole / "checkpoints/step-00000008", to / "checkpoints/step-00000008")
     lines = (whole / "metrics.jsonl").read_text().splitlines(keepends=True)
+    lines = [line for line in lines if kind_of(json.loads(line)) != "checkpoint written"]
     (to / "metrics.jsonl").write_text("".join(lines[:11]) + lines[11][:20])
 
 

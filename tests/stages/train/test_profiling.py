@@ -116,7 +116,8 @@ def test_a_profiled_step_of_two_ranks(wrap: str, tmp_path: Path) -> None:
     assert sum(shares) == pytest.approx(1)
     assert all(line["peak_host_memory_bytes"] > 0 for line in steps)
     assert all("eval_loss" not in line for line in steps)  # there are held-out samples
-    assert written["checkpoint_seconds"] >= saved["checkpoint_stall_seconds"] > 0
+    assert written["checkpoint_seconds"] > 0
+    assert saved["checkpoint_stall_seconds"] > 0
     assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == [
         "step-00000003-rank-00000.json.gz",
         "step-00000003-rank-00001.json.gz",
