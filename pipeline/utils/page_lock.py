@@ -20,11 +20,11 @@ class PageLock:
         self.held = False
         """Whether the pages are locked."""
         if self._address:
-            code = torch.cuda.cudart().cudaHostRegister(self._address, memory.nbytes, 0)
+            code = torch.cuda.cudart().cudaHostRegister(self._address, memory.nbytes, 0)  # type: ignore[no-untyped-call]
             self.held = int(code) == 0
 
     def close(self) -> None:
         """Unlock the pages; nothing may be copied any more."""
         if self.held:
-            torch.cuda.cudart().cudaHostUnregister(self._address)
+            torch.cuda.cudart().cudaHostUnregister(self._address)  # type: ignore[no-untyped-call]
             self.held = False
