@@ -33,9 +33,7 @@ HEAD = ("strategy", "ours s", "script s", "ratio", "ours CPU s", "script CPU s",
 @click.option("--launcher", type=click.Choice(["hand", "torchrun"]), default="hand",
               show_default=True, help="Who starts the script's processes.")  # fmt: skip
 @click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write everything here.")
-def main(
-    strategies: str, procs: int, rounds: int, launcher: str, json_file: Path | None
-) -> None:
+def main(strategies: str, procs: int, rounds: int, launcher: str, json_file: Path | None) -> None:
     """Measure each strategy, print a Markdown table and a conclusion."""
     found = {}
     with tempfile.TemporaryDirectory() as scratch:

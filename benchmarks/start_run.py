@@ -128,9 +128,13 @@ def measure(
         began = time.monotonic()
         started = [
             psutil.Popen(
-                command, env=os.environ | own, stdin=subprocess.DEVNULL, stdout=output,
-                stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                command,
+                env=os.environ | own,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
             for command, own in commands
         ]
         try:

@@ -155,8 +155,8 @@ class WriterProcess:
 
 
 class Snapshot:
-    """Copies an engine's state of one moment into a buffer that it makes. A thread takes its memory,
-    which the first save waits for."""
+    """Copies an engine's state of one moment into a buffer that it makes. A thread takes the
+    buffer's memory; the first save waits for it."""
 
     def __init__(
         self, engine: Engine, dist: DistContext, plan: WritePlan, staging: Staging

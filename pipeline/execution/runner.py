@@ -110,9 +110,7 @@ class Runner:
             self.journal.write(event, slot=step.slot, use=step.use, **facts)
 
     def _drop_read(self, slot: str) -> None:
-        self._drop(
-            [held for held in self.artifacts if self.plan.last_reader(held) in (slot, None)]
-        )
+        self._drop([held for held in self.artifacts if self.plan.last_reader(held) in (slot, None)])
 
     def _drop(self, slots: Iterable[str]) -> None:
         """Drop artifacts. Models are full of reference cycles; a durable artifact is an address."""

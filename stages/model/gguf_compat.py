@@ -1,4 +1,4 @@
-"""The gguf package's reader, quicker: its own makes two views of a memory map for every token of the
+"""The gguf package's reader, quicker: its own makes two views of a memory map for each token of the
 vocabulary, which takes seconds."""
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TensorsOnly(QuickReader):
     def _size(self, start: int, kind: int, length: int) -> int:
         """Bytes of an array's elements."""
         if kind != GGUFValueType.STRING:
-            return length * np.dtype(self.gguf_scalar_to_np[GGUFValueType(kind)]).itemsize
+            return length * int(np.dtype(self.gguf_scalar_to_np[GGUFValueType(kind)]).itemsize)
         offset, number = start, np.dtype(np.uint64).newbyteorder(self.byte_order)
         for _ in range(length):
             offset += 8 + int(np.frombuffer(self.data, number, 1, offset)[0])
