@@ -8,6 +8,7 @@ The launcher's environment says rank and world. This imports nothing of the proj
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ LENGTH, BATCH = 128, 4
 
 
 def main(strategy: str, folder: Path) -> None:
-    """Train one step; rank 0 marks its end."""
+    """Train one step; rank 0 marks its end. Then wait to be killed, with the processor time used so
+    far."""
     dist.init_process_group("gloo")
     torch.manual_seed(SEED)
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).train()
@@ -33,7 +35,7 @@ def main(strategy: str, folder: Path) -> None:
     dist.all_reduce(loss)
     if dist.get_rank() == 0:
         (folder / "stepped").touch()
-    dist.barrier()
+    signal.pause()
 
 
 def batch(folder: Path) -> Tensor:

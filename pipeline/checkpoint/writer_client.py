@@ -156,7 +156,7 @@ class WriterProcess:
 
 class Snapshot:
     """Copies an engine's state of one moment into a buffer that it makes. A thread takes the
-    buffer's memory, which the first save waits for."""
+    buffer's memory; the first save waits for it."""
 
     def __init__(
         self, engine: Engine, dist: DistContext, plan: WritePlan, staging: Staging

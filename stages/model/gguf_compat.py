@@ -1,5 +1,5 @@
-"""The gguf package's reader, quicker: its own makes two views of a memory map for every token of
-the vocabulary, which takes seconds."""
+"""The gguf package's reader, quicker: its own makes two views of a memory map for each token of the
+vocabulary, which takes seconds."""
 
 from __future__ import annotations
 

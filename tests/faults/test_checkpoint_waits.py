@@ -69,3 +69,24 @@ def close_at_once(dist: DistContext, folder: str) -> bool:
 def test_a_save_ends_well_whichever_rank_fails_after_it(tmp_path: Path) -> None:
     """The launcher ends all ranks when the first one has ended."""
     assert run_ranks(close_at_once, 2, str(tmp_path)) == [True, True]
+
+
+def begun(dist: DistContext, folder: str) -> list[bool]:
+    """Return whether the writer is there: before a step, behind it, and where a run that has
+    failed at once was closed."""
+    ctx, setting = context(dist, folder), Setting(wrap="ddp")
+    stage = checkpoint_stage(setting)
+    checkpoints = stage.run(ctx, make_engine(ctx, setting))
+    found = [checkpoints._writer is not None]
+    assert not checkpoints.due(Progress(step=1))
+    found.append(checkpoints._writer is not None)
+    checkpoints.save(Progress(step=1))
+    checkpoints.finish()
+    checkpoints.close()
+    failed = stage.run(ctx, make_engine(ctx, setting))
+    failed.close()
+    return [*found, failed._writer is not None]
+
+
+def test_the_writer_starts_behind_the_first_step(tmp_path: Path) -> None:
+    assert run_ranks(begun, 1, str(tmp_path)) == [[False, True, False]]

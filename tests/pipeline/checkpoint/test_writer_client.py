@@ -24,7 +24,7 @@ from pipeline.checkpoint.file_layout import SHARDED
 from pipeline.checkpoint.local_store import LocalStore
 from pipeline.checkpoint.manifest import TensorEntry
 from pipeline.checkpoint.staging import plan_staging
-from pipeline.checkpoint.writer_client import Snapshot, SnapshotBuffer, WriterProcess
+from pipeline.checkpoint.writer_client import TAKEN_AT_ONCE, Snapshot, SnapshotBuffer, WriterProcess
 from pipeline.checkpoint.writer_main import carry_out
 from pipeline.checkpoint.writer_protocol import Write
 from pipeline.contracts.engine import Fragment
@@ -199,13 +199,36 @@ def test_files_of_a_rank_that_cannot_tell_whether_its_report_arrived(
     assert read_digests(LocalStore(tmp_path), NAME) == digests(1)
 
 
-@pytest.mark.parametrize(
-    ("moments", "problem"),
-    [({}, "exp_avg/a is not there any more"), ({"exp_avg": 7}, "exp_avg/a has changed its size")],
-)
-def test_a_lost_tensor_is_not_saved_with_the_bytes_of_an_earlier_save(
-    moments: dict[str, int], problem: str
-) -> None:
+def test_the_memory_is_taken_before_a_save_needs_it() -> None:
+    size = 3 * TAKEN_AT_ONCE // 2
+    buffer = SnapshotBuffer(size)
+    assert os.fstat(buffer.descriptor).st_blocks == 0
+    buffer.take(torch.device("cpu"))
+    assert os.fstat(buffer.descriptor).st_blocks * 512 >= size
+    buffer.close()
+
+
+def test_taking_memory_ends_when_it_is_not_wanted_any_more() -> None:
+    buffer = SnapshotBuffer(TAKEN_AT_ONCE)
+    buffer.end_taking()
+    buffer.take(torch.device("cpu"))
+    assert os.fstat(buffer.descriptor).st_blocks == 0
+    buffer.close()
+
+
+def test_memory_that_cannot_be_taken_fails_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(buffer: SnapshotBuffer, device: torch.device) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(SnapshotBuffer, "take", take)
+    snapshot, writer = lost_tensor({}), None
+    with pytest.raises(OSError, match="Cannot allocate memory"):
+        snapshot.hand_over(writer, job(1, "x"))  # type: ignore[arg-type]
+    snapshot.close()
+
+
+def lost_tensor(moments: dict[str, int]) -> Snapshot:
+    """Return a snapshot for a plan that names a moment, of an engine with `moments` by numel."""
     entry = TensorEntry(key="exp_avg/a", dtype="F32", shape=(9,))
     layout = SHARDED.lay_out(0, [KeyedTile(entry.key, 0, 9)], {entry.key: entry})
     state = {kind: torch.zeros(numel) for kind, numel in ({"weight": 9} | moments).items()}
@@ -213,7 +236,17 @@ def test_a_lost_tensor_is_not_saved_with_the_bytes_of_an_earlier_save(
     engine: Any = SimpleNamespace(fragments=lambda: [fragment], random_stream=0)
     plan: Any = SimpleNamespace(template=SimpleNamespace(tensors=[entry]))
     dist: Any = SimpleNamespace(rank=0, device=torch.device("cpu"))
-    snapshot = Snapshot(engine, dist, plan, plan_staging(layout, frozenset()))
+    return Snapshot(engine, dist, plan, plan_staging(layout, frozenset()))
+
+
+@pytest.mark.parametrize(
+    ("moments", "problem"),
+    [({}, "exp_avg/a is not there any more"), ({"exp_avg": 7}, "exp_avg/a has changed its size")],
+)
+def test_a_lost_tensor_is_not_saved_with_the_bytes_of_an_earlier_save(
+    moments: dict[str, int], problem: str
+) -> None:
+    snapshot = lost_tensor(moments)
     writer: Any = None
     with pytest.raises(AssertionError, match=problem):
         snapshot.hand_over(writer, job(1, "x"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 import shutil
 from collections.abc import Mapping
@@ -76,6 +77,17 @@ class MakeFile:
             raise ValueError("no")
         path = ctx.run_dir / ctx.slot
         path.write_text("abc")
+        return File(path=path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Both:
+    """Give a file, of two live artifacts."""
+
+    def run(self, ctx: Context, one: Live, two: Live) -> File:
+        CALLS.append(ctx.slot)
+        path = ctx.run_dir / ctx.slot
+        path.touch()
         return File(path=path)
 
 
@@ -179,6 +191,22 @@ def test_order_and_dropping_after_the_last_reader(journal: Journal) -> None:
         ("slot started", "file"), ("slot finished", "file"),
     ]  # fmt: skip
     assert run(chain(), journal) == []
+
+
+def test_garbage_is_collected_once_behind_a_slot_that_was_the_last_to_read_live_artifacts(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("collect", "freeze"):
+        monkeypatch.setattr(gc, name, lambda name=name: CALLS.append(name))
+    several = plan(
+        step("one", MakeLive()),
+        step("two", MakeLive()),
+        step("both", Both(), one="one", two="two"),
+        step("end", Copy(), file="both"),
+    )
+    assert run(several, journal) == [
+        "one", "two", "freeze", "both", "closed one", "closed two", "collect", "end of both"
+    ]  # fmt: skip
 
 
 def test_a_failure_leaves_live_artifacts_to_close(journal: Journal) -> None:
