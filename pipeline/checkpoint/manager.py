@@ -54,7 +54,6 @@ class CheckpointManager(Checkpoints):
     """Name of the newest checkpoint of this process's training."""
     _pending: str | None = field(default=None, init=False)
     """Name of the checkpoint that is being written."""
-    _writer: WriterProcess | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         """Clean the store, agree with all ranks who writes what, and begin to take memory
@@ -77,6 +76,7 @@ class CheckpointManager(Checkpoints):
         dist.barrier()  # before any rank takes its share
         self.plan = plan
         self.snapshot = Snapshot(self.engine, dist, plan, staging)
+        self._writer: WriterProcess | None = None
         self._setup = WriterSetup(
             store=self.address,
             rank=dist.rank,
