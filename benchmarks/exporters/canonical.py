@@ -6,6 +6,7 @@ The snapshot is computed while a writer copies it, so a state of any size needs 
 from __future__ import annotations
 
 import bisect
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,10 @@ def write(job: Job, place: Place) -> Work:
                 template=None if rank else template,
             )  # fmt: skip
             snapshot: Any = _Snapshot(staging)
-            save = Save(name=step_name(STEP), identity="benchmark", facts=_facts(model))
+            save = Save(
+                name=step_name(STEP), identity="benchmark", facts=_facts(model),
+                began=time.monotonic(),
+            )  # fmt: skip
             outcome = carry_out(setup, save, snapshot)
             if outcome.problem:
                 raise RuntimeError(outcome.problem)

@@ -62,7 +62,6 @@ class CheckpointManager(Checkpoints):
     """Name of the newest checkpoint of this process's training."""
     _pending: str | None = field(default=None, init=False)
     """Name of the checkpoint that is being written."""
-    _writer: WriterProcess | None = field(default=None, init=False)
     _written: list[WrittenCheckpoint] = field(default_factory=list, init=False)
     """Those that came on disk since `written` was asked, on rank 0."""
 
@@ -87,6 +86,7 @@ class CheckpointManager(Checkpoints):
         dist.barrier()  # before any rank takes its share
         self.plan = plan
         self.snapshot = Snapshot(self.engine, dist, plan, staging)
+        self._writer: WriterProcess | None = None
         self._setup = WriterSetup(
             store=self.address,
             rank=dist.rank,
