@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from stages.data.token_sizes import TextTokens, TokenSizes, token_sizes
+from stages.data.token_sizes import Span, TextTokens, TokenSizes, token_sizes
 from stages.data.tokenizer_compat import backend
 
 
@@ -37,23 +38,28 @@ class TextTokenizer:
 
     def __call__(self, texts: list[str]) -> list[TextTokens]:
         """Tokenise texts that contain their special tokens already."""
-        if self._sizes is None:
-            return list(map(self._reported, texts))
-        ids = (np.array(each, np.int64) for each in plain_ids(self.tokenizer, texts))
-        counted = zip(texts, map(self._sizes.tokens, texts, ids), strict=True)
-        return [found or self._reported(text) for text, found in counted]
-
-    def _reported(self, text: str) -> TextTokens:
-        """Return the characters that the tokenizer reports."""
-        encoded = self.tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        found = self._counted(texts) if self._sizes is not None else [None] * len(texts)
+        rest = iter(
+            self._reported([text for text, one in zip(texts, found, strict=True) if not one])
         )
-        offsets = np.array(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-        # Some tokenizers leave white space out of the offsets; it belongs to the token behind it.
-        reached = np.maximum.accumulate(offsets[:, 1])
-        before = np.concatenate([[0], reached[:-1]])
-        bounds = np.stack([np.minimum(offsets[:, 0], before), offsets[:, 1]], axis=1)
-        return TextTokens(np.array(encoded["input_ids"], dtype=np.int64), bounds)
+        return [one or next(rest) for one in found]
+
+    def _counted(self, texts: list[str]) -> list[TextTokens | None]:
+        """Return the tokens of each text whose characters follow from the tokens' sizes."""
+        assert self._sizes is not None
+        ids = (np.array(each, np.int64) for each in plain_ids(self.tokenizer, texts))
+        return list(map(self._sizes.tokens, texts, ids))
+
+    def _reported(self, texts: list[str]) -> list[TextTokens]:
+        """Return the tokens of each text with the characters that the tokenizer reports."""
+        fast = backend(self.tokenizer)
+        if fast is not None:
+            found = fast.encode_batch(texts, add_special_tokens=False)
+            return [_bounded(each.ids, each.offsets) for each in found]
+        called = functools.partial(
+            self.tokenizer, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        return [_bounded(each["input_ids"], each["offset_mapping"]) for each in map(called, texts)]
 
     @functools.cached_property
     def _sizes(self) -> TokenSizes | None:
@@ -76,9 +82,19 @@ class TextTokenizer:
         return next((match.group() for match in found if match), None)
 
 
+def _bounded(ids: list[int], reported: list[Span]) -> TextTokens:
+    flat = np.fromiter(itertools.chain.from_iterable(reported), np.int64, 2 * len(reported))
+    offsets = flat.reshape(-1, 2)
+    # Some tokenizers leave white space out of the offsets; it belongs to the token behind it.
+    reached = np.maximum.accumulate(offsets[:, 1])
+    before = np.concatenate([[0], reached[:-1]])
+    bounds = np.stack([np.minimum(offsets[:, 0], before), offsets[:, 1]], axis=1)
+    return TextTokens(np.array(ids, dtype=np.int64), bounds)
+
+
 def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
-    elif isinstance(value, Mapping | list):
-        for child in value.values() if isinstance(value, Mapping) else value:
+    elif isinstance(value, (dict, list)):
+        for child in value.values() if isinstance(value, dict) else value:
             yield from _texts(child)

@@ -16,8 +16,9 @@ class TextData(DocumentSettings, Selection):
 
     Every token is a target exactly once an epoch. A block may span several documents; attention
     crosses from one to the next unless they are kept apart. Text that spells a special token
-    becomes that token. A plain text file that is one document is tokenised in one call, which takes
-    some 25 times its size in memory.
+    becomes that token. A plain text file that is one document is read whole. A tokenizer that is
+    not known to split text between words takes it in one call, which needs some 25 times its size
+    in memory.
     """
 
     def check(self, plan: PlanView) -> Iterator[Problem]:

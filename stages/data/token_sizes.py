@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import unicodedata
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +15,8 @@ from stages.data.tokenizer_compat import backend, steps_of
 
 Span = tuple[int, int]
 """Start and end of a range of characters."""
+
+Form = Literal["NFC", "NFD"]
 
 
 @dataclass(frozen=True)
@@ -36,11 +40,15 @@ class TokenSizes:
     """Sizes of a tokenizer's tokens, which spell every byte of a text in order."""
 
     sizes: NDArray[np.int64]
-    """Bytes of each id; `_UNKNOWN` where they would not tell."""
+    """Bytes of each id; `_UNKNOWN` for ids that the tokenizer does not have."""
+    form: Form | None
+    """Form of Unicode that the tokenizer brings texts to."""
 
     def tokens(self, text: str, ids: NDArray[np.int64]) -> TextTokens | None:
-        """Return a text's tokens, as the tokenizer reports them; None if it leaves out a part of
-        this text, or makes a token of unknown size of it."""
+        """Return a text's tokens, as the tokenizer reports them; None if it changes this text,
+        leaves out a part of it, or makes a token of unknown size of it."""
+        if self.form and not unicodedata.is_normalized(self.form, text):
+            return None
         sizes = self.sizes[ids]
         ends = np.cumsum(sizes)
         starts = ends - sizes
@@ -56,37 +64,35 @@ class TokenSizes:
 
 _UNKNOWN = 1 << 40
 """More bytes than a text has."""
-_SPACE = "\u0120"
-"""Character that stands for a space in the tokens of byte-level BPE."""
 
 
 def token_sizes(tokenizer: Any) -> TokenSizes | None:
-    """Return the sizes of the tokens of byte-level BPE that changes no character of a text; None
-    for other tokenizers."""
+    """Return the sizes of the tokens of byte-level BPE; None for other tokenizers."""
     fast = backend(tokenizer)
     if fast is None or not _spells_every_byte(fast):
+        return None
+    forms: list[Any] = [step["type"] for step in steps_of(fast.normalizer)]
+    if forms not in ([], ["NFC"], ["NFD"]):
         return None
     added = tokenizer.added_tokens_decoder
     if any(token.lstrip or token.rstrip for token in added.values()):
         return None  # they stand for spaces around them, too
-    processors = list(steps_of(fast.post_processor))
-    if any(step["type"] not in ("ByteLevel", "TemplateProcessing") for step in processors):
+    if forms and not all(token.content.isascii() for token in added.values()):
+        return None  # they may be found in another form
+    if not all(map(_keeps_offsets, steps_of(fast.post_processor))):
         return None
-    trimmed = any(step.get("trim_offsets") for step in processors)
-    vocabulary = {index: token for token, index in tokenizer.get_vocab().items()}
-    sizes = np.full(max([*vocabulary, *added]) + 1, _UNKNOWN, np.int64)
-    for index, token in vocabulary.items():
-        sizes[index] = _size(len(token), token, token.rstrip(_SPACE), trimmed)
-    for index, special in added.items():
-        content = special.content
-        sizes[index] = _size(len(content.encode()), content, content.rstrip(), trimmed)
-    return TokenSizes(sizes)
+    vocabulary = tokenizer.get_vocab()
+    sizes = np.full(max([*vocabulary.values(), *added]) + 1, _UNKNOWN, np.int64)
+    sizes[list(vocabulary.values())] = list(map(len, vocabulary))  # a character stands for a byte
+    for index, token in added.items():
+        sizes[index] = len(token.content.encode())
+    return TokenSizes(sizes, forms[0] if forms else None)
 
 
-def _size(size: int, token: str, without_spaces: str, trimmed: bool) -> int:
-    """Return a token's size, unless the tokenizer reports it without spaces at its end. A token of
-    nothing but spaces is reported with its end, and with white space left out before it."""
-    return _UNKNOWN if trimmed and "" != without_spaces != token else size
+def _keeps_offsets(step: Mapping[str, Any]) -> bool:
+    """Whether a step behind the model leaves the characters of tokens alone."""
+    trims = step.get("trim_offsets", False)
+    return step["type"] == "TemplateProcessing" or (step["type"] == "ByteLevel" and not trims)
 
 
 def _spells_every_byte(fast: Any) -> bool:
@@ -94,8 +100,7 @@ def _spells_every_byte(fast: Any) -> bool:
     model, steps = fast.model, list(steps_of(fast.pre_tokenizer))
     byte_level = [step for step in steps if step["type"] == "ByteLevel"]
     return (
-        fast.normalizer is None
-        and isinstance(model, models.BPE)
+        isinstance(model, models.BPE)
         and not (model.unk_token or model.byte_fallback)
         and not (model.continuing_subword_prefix or model.end_of_word_suffix)
         and {step["type"] for step in steps} <= {"ByteLevel", "Digits", "Split"}

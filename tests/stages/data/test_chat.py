@@ -15,7 +15,7 @@ from pipeline.contracts.stage import Context
 from pipeline.errors import DataError, StageError
 from pipeline.testing import plan_view
 from stages.data.chat import ChatData
-from stages.data.encode import with_date
+from stages.data.rendering import with_date
 from tests.stages.data.fakes import MARKED, PLAIN, SPECIAL, FakeSource, ids
 from tests.support.tier import examples, times
 

@@ -1,0 +1,92 @@
+"""Conversations rendered by chat templates, which are told a fixed date."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from stages.data.messages import Conversation
+
+_DIRECTIVES = "aAbBcCdDeFgGhHIjmMnpRStTuUVwWxXyYzZ"
+_UNPADDED = "deHIjmMSUWy"
+"""Directives with a form without leading zeros, written `%-d`."""
+
+
+@functools.lru_cache(maxsize=8)
+def with_date(template: str, date: str) -> str:
+    """Return a chat template whose `strftime_now` formats midnight of `date` (YYYY-MM-DD).
+
+    It is replaced by a macro, since templates cannot be given functions, and a macro takes
+    precedence over transformers' own function.
+    """
+    if "strftime_now" not in template:
+        return template
+    midnight = datetime.datetime.fromisoformat(date)
+    directives = [f"%{letter}" for letter in _DIRECTIVES] + [f"%-{letter}" for letter in _UNPADDED]
+    filled = "".join(f'|replace("{each}", "{midnight.strftime(each)}")' for each in directives)
+    # The template stays at the beginning of a line, where its first white space means the same.
+    return (
+        '{% macro strftime_now(format) %}{% for part in format.split("%%") %}'
+        '{{ "" if loop.first else "%" }}{{ part' + filled + " }}{% endfor %}{% endmacro %}\n"
+    ) + template
+
+
+class Renderer:
+    """Renders the first messages of conversations. Many are rendered at once ahead of their use."""
+
+    def __init__(self, tokenizer: Any, today: str) -> None:
+        self._tokenizer, self._today = tokenizer, today
+        self._ahead: dict[tuple[int, int, bool], str] = {}
+
+    def template(self, chat: Conversation) -> str:
+        """Return the template for a conversation. Raises DataError if there is none."""
+        if not self._tokenizer.chat_template:
+            raise chat.row.error(
+                "the model's tokenizer has no chat template",
+                hint="use an instruction-tuned model, or `template: false` for pairs of texts",
+            )
+        return str(self._tokenizer.get_chat_template(None, chat.extra.get("tools")))
+
+    def apply(self, chat: Conversation, messages: Sequence[Any], **arguments: Any) -> Any:
+        """Call the tokenizer's `apply_chat_template` for messages of a conversation."""
+        return self._tokenizer.apply_chat_template(
+            list(messages),
+            chat_template=with_date(self.template(chat), self._today),
+            **arguments,
+            **chat.extra,
+        )
+
+    def ahead(self, parts: Iterable[tuple[Conversation, int, bool]]) -> None:
+        """Render parts of conversations, as `text` is asked for them, together: that saves much of
+        the time. Parts of conversations with arguments of their own, and those whose template
+        refuses one of them, are left to `text`. Forgets what was rendered before."""
+        self._ahead.clear()
+        plain = [part for part in parts if not part[0].extra]
+        for prompt in (False, True):
+            these = [(chat, count) for chat, count, wanted in plain if wanted == prompt]
+            if not these:
+                continue
+            messages = [list(chat.messages[:count]) for chat, count in these]
+            with contextlib.suppress(Exception):  # which `text` explains
+                texts = self.apply(
+                    these[0][0], messages, tokenize=False, add_generation_prompt=prompt
+                )
+                keys = [(id(chat), count, prompt) for chat, count in these]
+                self._ahead |= dict(zip(keys, map(str, texts), strict=True))
+
+    def text(self, chat: Conversation, count: int, *, prompt: bool = False) -> str:
+        """Return the text of the first `count` messages, with a generation prompt behind them if
+        `prompt`. Raises DataError if the template refuses them."""
+        known = self._ahead.get((id(chat), count, prompt))
+        if known is not None:
+            return known
+        try:
+            text = self.apply(
+                chat, chat.messages[:count], tokenize=False, add_generation_prompt=prompt
+            )
+        except Exception as error:  # a template is a program of its own and may raise anything
+            raise chat.row.error(f"the chat template refuses it: {error}") from error
+        return str(text)
