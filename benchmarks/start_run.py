@@ -33,7 +33,7 @@ TEXT = "It is a truth universally acknowledged, that one start takes as long as 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """What a start took until rank 0 had its first step's numbers, in seconds."""
+    """Seconds of a start until rank 0 had its first step's numbers."""
 
     seconds: float
     cpu: float

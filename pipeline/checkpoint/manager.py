@@ -63,7 +63,7 @@ class CheckpointManager(Checkpoints):
     _pending: str | None = field(default=None, init=False)
     """Name of the checkpoint that is being written."""
     _written: list[WrittenCheckpoint] = field(default_factory=list, init=False)
-    """Those that came on disk since `written` was asked, on rank 0."""
+    """Checkpoints that came on disk since `written` was asked, on rank 0."""
 
     def __post_init__(self) -> None:
         """Clean the store, agree with all ranks who writes what, and begin to take memory

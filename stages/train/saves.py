@@ -27,7 +27,7 @@ class Saves(StepCallback):
     _began: float | None = field(default=None, init=False)
     """Seconds since 1970 at which the save began that is being written; None without one."""
     _written: list[WrittenCheckpoint] = field(default_factory=list, init=False)
-    """Those that are on disk and not yet reported so."""
+    """Saves that are on disk and not yet reported so."""
     _alone: deque[float] = field(default_factory=lambda: deque(maxlen=MOST), init=False)
     """Seconds of the newest steps that no save was written beside."""
     _beside: list[tuple[float, float]] = field(default_factory=list, init=False)

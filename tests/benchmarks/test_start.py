@@ -1,4 +1,4 @@
-"""What benchmarks/start.py measures of processes, and the ratios that it concludes from."""
+"""Measurements of processes by benchmarks/start.py, and the ratios that it concludes from."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Block:
 
     language: str
     note: str
-    """What stands behind the language."""
+    """Text behind the language."""
     text: str
 
 

@@ -70,7 +70,7 @@ class TinyRun:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What it wrote to standard output."""
+        """Text on its standard output."""
         return [json.loads(line) for line in self.outcome.stdout.splitlines()]
 
     @property

@@ -53,13 +53,13 @@ class TextFiles:
     """Declare data."""
 
     files: tuple[Path, ...]
-    """What to read."""
+    """Files to read."""
     length: Annotated[int, Field(ge=1)] = 8
     """Tokens in a block."""
     note: str = ""
     """Anything."""
     split: Literal["none", "heldout"] = "none"
-    """What to keep back."""
+    """Part to keep back."""
 
     def run(self, ctx: Context, model: ModelSource) -> Data:
         raise AssertionError("never run")

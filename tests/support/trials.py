@@ -26,7 +26,7 @@ PORT = 29400
 
 @dataclass(frozen=True, kw_only=True)
 class Ended:
-    """What became of a run."""
+    """The end of a run."""
 
     codes: list[int | None]
     """Exit codes of the nodes; None for one that had not ended."""

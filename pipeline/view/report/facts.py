@@ -71,7 +71,7 @@ def _of_metrics(records: list[dict[str, Any]]) -> Iterator[Mark]:
 
 
 def _cost(record: Mapping[str, Any]) -> str:
-    """What it cost to write a checkpoint, as far as it was recorded."""
+    """The cost of writing a checkpoint, as far as it was recorded."""
     parts = [f"on disk after {record['checkpoint_seconds']:.2f} s"]
     if "checkpoint_user_seconds" in record:
         spent = record["checkpoint_user_seconds"] + record["checkpoint_system_seconds"]

@@ -1,4 +1,4 @@
-"""What shells complete, through click's protocol and, if it is there, in a real bash."""
+"""Completion in shells, through click's protocol and, if it is there, in a real bash."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ def test_groups_share_what_a_node_sends() -> None:
 
 
 def test_what_leaves_a_node_in_an_all_to_all() -> None:
-    """Of 8 ranks on nodes of 4, each sends half of its tensors to the other node."""
+    """Each of 8 ranks on nodes of 4 sends half of its tensors to the other node."""
     two = Topology(ranks=8, local_ranks=4, device="cuda")
     assert leaving(traffic("all-to-all", 80, 8), two) == 4 * 40
     assert leaving(traffic("all-reduce", 80, 8), two) == sent(traffic("all-reduce", 80, 8))

@@ -1,4 +1,4 @@
-"""What a launching process shows: the choice, the pipe from rank 0, and events as JSON."""
+"""The screen of a launching process: the choice, the pipe from rank 0, and events as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for the recipes of every tool: recognised, accounted for, and right."""
+"""Properties of the recipes of every tool: recognised, accounted for, and right."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of saves: what writing them cost, and by how much the steps beside were longer."""
+"""Records of saves: the cost of writing them, and by how much the steps beside were longer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stage of a pipeline is, and what it passes to the model."""
+"""The blocks of a stage of a pipeline, and the arguments that it passes to the model."""
 
 from __future__ import annotations
 

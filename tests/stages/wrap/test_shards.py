@@ -100,7 +100,7 @@ def uneven(dist: DistContext) -> int:
 
 
 def test_meshes_that_do_not_divide() -> None:
-    """What torch distributes, and what fully_shard makes of layers that are divided already."""
+    """Tensors that torch distributes, and those that fully_shard makes of layers that are divided already."""
     assert set(run_ranks(uneven, 6)) == {126}
 
 
