@@ -16,10 +16,11 @@ from pipeline.checkpoint.manifest import MANIFEST, Manifest
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.restore import Restoration, saved_progress
 from pipeline.checkpoint.retention import Retention, best_of, expected_count
+from pipeline.checkpoint.snapshot import Snapshot
 from pipeline.checkpoint.staging import plan_staging
 from pipeline.checkpoint.store import locate, open_store, step_name, step_number
 from pipeline.checkpoint.write_plan import plan_writes, without_frozen_base
-from pipeline.checkpoint.writer_client import Snapshot, WriterProcess
+from pipeline.checkpoint.writer_client import WriterProcess
 from pipeline.checkpoint.writer_protocol import SaveRequest, SaveResult, WriterSetup
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.resources import ResourceNeed, require_resources

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.checkpoint.snapshot_buffer import SnapshotBuffer
 from pipeline.checkpoint.store import locate
 from pipeline.checkpoint.write_plan import DTYPES
-from pipeline.checkpoint.writer_client import SnapshotBuffer
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext

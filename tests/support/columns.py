@@ -14,6 +14,7 @@ from torch import Tensor
 from pipeline.checkpoint.file_layout import FileLayout
 from pipeline.checkpoint.manifest import ManifestTemplate
 from pipeline.checkpoint.retention import Retention
+from pipeline.checkpoint.snapshot import Snapshot
 from pipeline.checkpoint.staging import Staging, plan_staging
 from pipeline.checkpoint.write_plan import (
     LocalShard,
@@ -22,7 +23,6 @@ from pipeline.checkpoint.write_plan import (
     encode_shards,
     spans_of,
 )
-from pipeline.checkpoint.writer_client import Snapshot
 from pipeline.checkpoint.writer_main import carry_out
 from pipeline.checkpoint.writer_protocol import SaveRequest, Write, WriterSetup
 from pipeline.contracts.engine import WEIGHT, Fragment

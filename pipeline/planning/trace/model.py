@@ -19,8 +19,8 @@ from pipeline.contracts.precision import Precision, torch_dtype
 from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.planning.shapes import Weight
 from pipeline.planning.topology import Division, Topology
+from pipeline.planning.trace.marks import Marks
 from pipeline.planning.trace.torch_compat import cast_in, deferred_gradients, local, tensors_in
-from pipeline.planning.trace.tracker import Marks
 from pipeline.utils.fake_tensors import with_values
 
 

@@ -25,6 +25,7 @@ from pipeline.errors import PipeError, StageError, UsageError
 from pipeline.execution.metrics import Metrics
 from pipeline.planning.forecast import LOAD, Held
 from pipeline.planning.planner import Job, TraceScope
+from pipeline.planning.trace.marks import Marks
 from pipeline.planning.trace.model import (
     BareEngine,
     Divided,
@@ -33,7 +34,7 @@ from pipeline.planning.trace.model import (
     with_zero_weights,
 )
 from pipeline.planning.trace.torch_compat import silent_group, single_group
-from pipeline.planning.trace.tracker import Marks, MemoryTracker, Stretch, offloading
+from pipeline.planning.trace.tracker import MemoryTracker, Stretch, offloading
 from pipeline.utils.activities import activity
 from pipeline.utils.fake_tensors import without_values
 

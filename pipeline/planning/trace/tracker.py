@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,25 +10,16 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
-from pipeline.planning.forecast import BACKWARD, FORWARD, LOAD
+from pipeline.planning.forecast import LOAD
 from pipeline.planning.trace import torch_compat
 from pipeline.planning.trace.fused import Region, counted_by
+from pipeline.planning.trace.operations import ATTENTION, operations
 from pipeline.planning.trace.torch_compat import Link, storage_key, tensors_in
 from pipeline.utils.fake_tensors import device_of, has_values
 
 aten = torch.ops.aten
-ATTENTION, PRODUCTS = "attention", "products"
-KEPT = 4 / 5
-"""Share of the products of an attention kernel's backward that do not repeat forward."""
-CPU_KERNELS: dict[Any, tuple[Any, int, float]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3, 1.0),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: (sdpa_backward_flop_count, 4, KEPT),
-}
-"""Kernel -> formula, the number of tensors whose shapes it takes, and the share that counts."""
 Part = int | str
 START, HEAD, LOSS, INPUT = "start", "head", "loss", "input"
 """Parts of a model that are no block. In forward: before the first block, after the last, after the
@@ -226,107 +216,6 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
 
     def _level(self) -> Level:
         return Level(self._now - self._host, self._host)
-
-
-class Marks:
-    """Reports to a tracker which phase and which part of the model runs."""
-
-    def __init__(self, tracker: MemoryTracker) -> None:
-        self._tracker = tracker
-        self._phase = LOAD
-        self._visits: dict[str, int] = {}
-
-    def phase(self, name: str) -> None:
-        """Begin a phase."""
-        self._phase = name
-        self._visits[name] = self._visits.get(name, -1) + 1
-        self.part(START)
-
-    def part(self, part: Part) -> None:
-        """Begin a part of the model."""
-        self._tracker.enter(Position(self._phase, self._visits[self._phase], part))
-
-    @contextlib.contextmanager
-    def watching(self, model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[None]:
-        """Inside, report the parts of the model."""
-        handles = [model.register_forward_hook(self._after_model)]
-        for place, block in enumerate(blocks):
-            handles += self._hooks(place, block, last=place == len(blocks) - 1)
-        yield
-        for handle in handles:
-            handle.remove()
-
-    @contextlib.contextmanager
-    def watching_stages(self, stages: Sequence[nn.Module]) -> Iterator[None]:
-        """Inside, report whether stages of a pipeline, which take turns, run forward or
-        backward."""
-
-        def before(module: nn.Module, inputs: Any) -> None:
-            self.phase(FORWARD)
-
-        def after(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            if output.requires_grad:
-                output.register_hook(lambda _: self.phase(BACKWARD))  # type: ignore[no-untyped-call]
-
-        handles = [one.register_forward_pre_hook(before, prepend=True) for one in stages]
-        handles += [one.register_forward_hook(after) for one in stages]
-        yield
-        for handle in handles:
-            handle.remove()
-
-    def _after_model(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        self.part(LOSS)
-        self._mark(output, HEAD)
-
-    def _mark(self, tensors: Any, part: Part) -> None:
-        """Begin the part when backward gives the first of these tensors its gradient."""
-        first = next((one for one in tensors_in(tensors) if one.is_floating_point()), None)
-        if first is not None and first.requires_grad:
-            first.register_hook(lambda _: self.part(part))  # type: ignore[no-untyped-call]
-
-    def _hooks(self, place: int, block: nn.Module, *, last: bool) -> list[RemovableHandle]:
-        def before(module: nn.Module, inputs: Any, named: Any) -> None:
-            self.part(place)
-            if place == 0:
-                self._mark((inputs, named), INPUT)
-
-        def after(module: nn.Module, inputs: Any, output: Any) -> None:
-            self._mark(output, place)
-            if last:
-                self.part(HEAD)
-
-        return [
-            block.register_forward_pre_hook(before, with_kwargs=True),
-            block.register_forward_hook(after),
-        ]
-
-
-def operations(
-    function: Any, arguments: Sequence[Any], named: Mapping[str, Any], out: Any
-) -> tuple[str, float]:
-    """ATTENTION for fused kernels, else PRODUCTS, with the floating-point operations of the
-    function: half where attention is causal, none for anything but products of matrices."""
-    packet = function._overloadpacket
-    if packet in CPU_KERNELS:
-        formula, tensors, share = CPU_KERNELS[packet]
-        names = [argument.name for argument in function._schema.arguments]
-        causal = (dict(zip(names, arguments, strict=False)) | dict(named)).get("is_causal")
-        amount = formula(*_with_own_heads([one.shape for one in arguments[:tensors]]))
-        return ATTENTION, amount * share * (0.5 if causal else 1.0)
-    if packet is aten._grouped_mm:
-        # Each row of the first is multiplied with its group's matrix; or gradients of that.
-        return PRODUCTS, 2.0 * math.prod(arguments[0].shape) * arguments[1].shape[-1]
-    counted = flop_registry.get(packet)
-    if counted is None:
-        return PRODUCTS, 0.0
-    kind = ATTENTION if "attention" in str(packet) else PRODUCTS
-    return kind, float(counted(*arguments, **named, out_val=out))
-
-
-def _with_own_heads(shapes: Sequence[torch.Size]) -> list[torch.Size]:
-    """Shapes (samples, heads, tokens, size) of attention, with as many heads of keys and values as
-    of queries, which the first has: the work is the same, and torch 2.11 counts no other."""
-    return [torch.Size((shape[0], shapes[0][1], *shape[2:])) for shape in shapes]
 
 
 @contextlib.contextmanager

@@ -23,8 +23,10 @@ from pipeline.checkpoint.extent import Extent
 from pipeline.checkpoint.file_layout import SHARDED
 from pipeline.checkpoint.local_store import LocalStore
 from pipeline.checkpoint.manifest import TensorEntry
+from pipeline.checkpoint.snapshot import Snapshot
+from pipeline.checkpoint.snapshot_buffer import TAKEN_AT_ONCE, SnapshotBuffer
 from pipeline.checkpoint.staging import plan_staging
-from pipeline.checkpoint.writer_client import TAKEN_AT_ONCE, Snapshot, SnapshotBuffer, WriterProcess
+from pipeline.checkpoint.writer_client import WriterProcess
 from pipeline.checkpoint.writer_main import carry_out
 from pipeline.checkpoint.writer_protocol import Write
 from pipeline.contracts.engine import Fragment

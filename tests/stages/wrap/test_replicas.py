@@ -1,4 +1,4 @@
-"""Tensors that ranks hold alike stay alike to the bit, also where each rounds its copy at random."""
+"""Tensors that ranks share stay alike to the bit, even where each rounds its copy at random."""
 
 from __future__ import annotations
 

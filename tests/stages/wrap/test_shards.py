@@ -100,7 +100,7 @@ def uneven(dist: DistContext) -> int:
 
 
 def test_meshes_that_do_not_divide() -> None:
-    """Tensors that torch distributes, and those that fully_shard makes of layers that are divided already."""
+    """Tensors that torch distributes, and those that fully_shard makes of divided layers."""
     assert set(run_ranks(uneven, 6)) == {126}
 
 
