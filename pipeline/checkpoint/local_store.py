@@ -30,7 +30,6 @@ from pipeline.utils.files import (
 _LEFTOVER = re.compile(r"step-\d{8,}\.(tmp|deleted)-.+")
 _ASIDE = re.compile(r"step-\d{8,}\.damaged-\d+")
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
-_O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 LEAST_DIRECT = 1 << 14
 """Bytes of whole pages from which on the way past the system's cache pays."""
@@ -167,15 +166,17 @@ class _LocalSink(Sink):
 
 
 class _DirectSink(_LocalSink):
-    """Gives whole pages of data to the disk from where they lie, if file system and disk take them
-    so. That takes the processors a fraction of the time: nothing is copied, no memory is looked for
-    and given back, and the system has nothing left to write behind the program's back."""
+    """Sink that gives whole pages to the disk from where they lie, if file system and disk take
+    them so. That takes the processors a fraction of the time: nothing is copied, no memory is
+    looked for and given back, and nothing is left for the system to write behind the program."""
 
     def __init__(self, path: Path, size: int, *, shared: bool) -> None:
         self._direct: int | None = None
+        self._taken = False
+        """Whether the disk has taken any pages so."""
         super().__init__(path, size, shared=shared)
         try:
-            self._direct = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | _O_DIRECT)
+            self._direct = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_DIRECT)
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 self.abandon()
@@ -208,10 +209,13 @@ class _DirectSink(_LocalSink):
             with naming(self._path):
                 write_at(self._direct, offset, data, step=DIRECT)
         except OSError as error:
-            if error.errno not in _UNSUPPORTED:
+            if self._taken and error.errno not in _UNSUPPORTED:
                 raise
-            self._close_direct()  # the data lie where this disk cannot fetch them
-        return self._direct is not None
+            if not self._taken:  # whatever is wrong otherwise, the way through the cache tells
+                self._close_direct()
+            return False  # these pages lie where the disk cannot fetch them
+        self._taken = True
+        return True
 
     def _close_direct(self) -> None:
         direct, self._direct = self._direct, None

@@ -17,6 +17,7 @@ from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.restore import Restoration, saved_progress
 from pipeline.checkpoint.retention import Retention, best_of, expected_count
 from pipeline.checkpoint.snapshot import Snapshot
+from pipeline.checkpoint.snapshot_buffer import memory_to_take
 from pipeline.checkpoint.staging import plan_staging
 from pipeline.checkpoint.store import locate, open_store, step_name, step_number
 from pipeline.checkpoint.write_plan import plan_writes, without_frozen_base
@@ -38,7 +39,7 @@ from pipeline.utils.text import human
 
 CLOSING_SECONDS = 4.0
 """Less than the time that a failed rank is given to release what it holds."""
-COST = {"seconds", "size", "user_seconds", "system_seconds"}
+COST = {"seconds", "ended", "size", "user_seconds", "system_seconds"}
 """Fields of a save's result that tell its cost."""
 
 
@@ -83,7 +84,7 @@ class CheckpointManager(Checkpoints):
         staging = plan_staging(plan.layout, passing)
         what = f"copies of the training state, {human(staging.size)} for each process here"
         memory = staging.size * dist.local_world_size
-        require_resources([ResourceNeed(what=what, memory=memory)])
+        require_resources([*self._memory_to_take(), ResourceNeed(what=what, memory=memory)])
         dist.barrier()  # before any rank takes its share
         self.plan = plan
         self.snapshot = Snapshot(self.engine, dist, plan, staging)
@@ -107,7 +108,9 @@ class CheckpointManager(Checkpoints):
         return self._writer
 
     def resource_needs(self, length: TrainingLength) -> Iterator[ResourceNeed]:
-        """Disk for the expected number of checkpoints without the existing ones; at least one."""
+        """Memory for copies that is still being taken, and disk for the expected number of
+        checkpoints without the existing ones; at least one."""
+        yield from self._memory_to_take()
         if "://" in self.address:
             return
         number = expected_count(self.retention, self.every, length)
@@ -115,6 +118,11 @@ class CheckpointManager(Checkpoints):
         size = sum(file.size for file in self.plan.template.files)
         what = f"{missing} checkpoint{'s' * (missing > 1)}"
         yield ResourceNeed(what=what, disk=missing * size, folder=Path(self.address))
+
+    def _memory_to_take(self) -> Iterator[ResourceNeed]:
+        """Memory for copies of the training state that processes here take beside other work."""
+        memory = memory_to_take() * self.ctx.dist.local_world_size
+        yield ResourceNeed(what="copies of the training state", memory=memory, kept=True)
 
     def discard(self) -> None:
         """Remove everything at the address, once nothing is being written (rank 0)."""
@@ -127,6 +135,7 @@ class CheckpointManager(Checkpoints):
 
     def due(self, progress: Progress) -> bool:
         _ = self.writer  # it starts beside the next step, so that no save waits for that
+        self.snapshot.check()
         self._settle_pending(wait=False)
         if self.retention.best and progress.best.get("step") == progress.step:
             return True

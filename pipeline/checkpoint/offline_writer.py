@@ -22,7 +22,7 @@ from pipeline.checkpoint.manifest import ManifestTemplate
 from pipeline.checkpoint.store import Sink, Store, Transaction, step_name, step_number
 from pipeline.checkpoint.writer_main import put_sums
 from pipeline.errors import UsageError
-from pipeline.utils.files import sync, sync_tree
+from pipeline.utils.files import page_aligned, sync, sync_tree
 
 
 def step_target(folder: Path, step: int) -> Path:
@@ -103,7 +103,7 @@ def _copy(sink: Sink, extent: Extent, chunks: Iterable[memoryview]) -> Iterator[
 def _chunks(source: StateSource, span: KeyedTile) -> Iterator[memoryview]:
     """All bytes of a span in whole blocks, each valid until the next is taken."""
     itemsize = source.entry(span.key).itemsize
-    buffer = memoryview(bytearray(min(CHUNK, (span.stop - span.start) * itemsize)))
+    buffer = page_aligned(min(CHUNK, (span.stop - span.start) * itemsize))
     for start in range(span.start, span.stop, CHUNK // itemsize):
         chunk = buffer[: (span.stop - start) * itemsize]
         source.read_into(span.key, start, chunk)

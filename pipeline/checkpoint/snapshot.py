@@ -51,6 +51,11 @@ class Snapshot:
         for place, head in self.staging.heads:
             self.buffer.memory[place : place + len(head)] = head
 
+    def check(self) -> None:
+        """Raise what has kept the memory from being taken, if that is known."""
+        if self._filled.done():
+            self._filled.result()
+
     def close(self) -> None:
         """Release the memory."""
         self.buffer.end_taking()

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.file_layout import Item, Layout
 
 PASSAGE = 1 << 30
-"""Bytes of memory a rank, at most, for what passes, but for two pages."""
+"""Bytes of memory a rank, at most, for what passes; two pages more where places in files ask for
+them."""
 
 
 class Copy(NamedTuple):

@@ -13,6 +13,7 @@ from pipeline.checkpoint.snapshot_buffer import SnapshotBuffer
 from pipeline.checkpoint.writer_protocol import SaveRequest, SaveResult, WriterSetup
 from pipeline.distributed.signals import held_back
 from pipeline.errors import CheckpointError, WriterDied
+from pipeline.utils.files import anonymous_file
 from pipeline.utils.process_tree import own_module
 
 
@@ -23,14 +24,18 @@ class WriterProcess:
     def __init__(self, setup: WriterSetup, buffer: SnapshotBuffer) -> None:
         self._rank = setup.rank
         command = own_module("pipeline.checkpoint.writer_main")
-        with held_back():  # it ignores ending signals, but not before Python has started
-            self._process = subprocess.Popen(
-                [*command, str(buffer.descriptor), str(os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                pass_fds=[buffer.descriptor],
-            )
-        self._send(setup.model_dump_json())
+        # A pipe holds 64 KiB, and training would wait until Python has started and reads it.
+        with os.fdopen(anonymous_file("setup"), "wb") as file:
+            file.write(setup.model_dump_json().encode())
+            file.flush()
+            given = (file.fileno(), buffer.descriptor)
+            with held_back():  # it ignores ending signals, but not before Python has started
+                self._process = subprocess.Popen(
+                    [*command, *map(str, given), str(os.getpid())],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    pass_fds=given,
+                )
 
     def begin(self, request: SaveRequest) -> None:
         """Start a save whose first round is in the buffer. A round must not change before it is

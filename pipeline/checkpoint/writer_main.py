@@ -1,11 +1,12 @@
 """The process that writes one rank's part of every checkpoint, while training goes on.
 
-`python -m pipeline.checkpoint.writer_main DESCRIPTOR PARENT`: DESCRIPTOR is the snapshot buffer's.
-Standard input is one line of JSON with the WriterSetup, then a line with a SaveRequest for each
-checkpoint, whose first round is then in the buffer, and an empty line for each further round;
-standard output is one line of JSON for each checkpoint, a SaveResult, and before it an empty line
-for each round whose place in the buffer is wanted for another. The writer of rank 0 also waits for
-the others' reports in the transaction, commits, and then purges what need not be kept.
+`python -m pipeline.checkpoint.writer_main SETUP BUFFER PARENT`: descriptors of a file that holds
+the WriterSetup as JSON and of the snapshot buffer, and the rank's process. Standard input is a line
+of JSON with a SaveRequest for each checkpoint, whose first round is then in the buffer, and an
+empty line for each further round; standard output is one line of JSON for each checkpoint, a
+SaveResult, and before it an empty line for each round whose place in the buffer is wanted for
+another. The writer of rank 0 also waits for the others' reports in the transaction, commits, and
+then purges what need not be kept.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pipeline.checkpoint.store import Store, Transaction, open_store
 from pipeline.checkpoint.writer_protocol import SaveRequest, SaveResult, Write, WriterSetup
 from pipeline.distributed.signals import ignore_signals
 from pipeline.errors import CheckpointError, in_words
+from pipeline.utils.files import read_all
 from pipeline.utils.process_tree import die_with
 from pipeline.utils.terminal import guard
 
@@ -40,17 +42,17 @@ LONGEST_PAUSE = 0.2
 
 def main(argv: Sequence[str]) -> None:
     """Write until standard input ends."""
-    die_with(int(argv[1]))
+    die_with(int(argv[2]))
     guard()
     os.nice(NICENESS)
     # terminals and schedulers send these to all processes of a run; the rank decides what they mean
     ignore_signals()
     requests, answers = sys.stdin.buffer, sys.stdout.buffer  # UTF-8, whatever the locale
-    setup = WriterSetup.model_validate_json(requests.readline())
+    setup = WriterSetup.model_validate_json(read_all(int(argv[0])))
     # populated now, or the first save has all the page faults
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
     size = max(setup.buffer_size, 1)
-    buffer = memoryview(mmap.mmap(int(argv[0]), size, flags=flags, prot=mmap.PROT_READ))
+    buffer = memoryview(mmap.mmap(int(argv[1]), size, flags=flags, prot=mmap.PROT_READ))
 
     def writes() -> Iterator[Write]:
         """Wait for each round; acknowledge it once the next write is asked for."""
@@ -103,7 +105,7 @@ def carry_out(
         return result
     result.place = store.locate(request.name)
     result.size = sum(file.size for file in setup.template.files)
-    result.seconds = time.monotonic() - request.began
+    result.seconds, result.ended = time.monotonic() - request.began, time.time()
     result.warnings = purge(store, setup.retention)
     _count(result, before)
     result.user_seconds += sum(other.user_seconds for other in others)

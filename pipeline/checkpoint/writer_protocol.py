@@ -72,6 +72,8 @@ class SaveResult(BaseModel):
     """Bytes of the whole checkpoint's data, on rank 0."""
     seconds: float = 0.0
     """From the beginning of the save until the checkpoint was on disk, on rank 0."""
+    ended: float = 0.0
+    """Seconds since 1970 at which that was so."""
     user_seconds: float = 0.0
     """Processor time of this writer for the save; on rank 0 of all ranks' writers."""
     system_seconds: float = 0.0

@@ -25,11 +25,14 @@ class ResourceNeed:
     """Need not exist yet."""
     memory: int = 0
     """Bytes of host memory on rank 0's machine, at one time."""
+    kept: bool = False
+    """Whether the memory is held from now on, beside that of all other needs."""
 
 
 def require_resources(needs: Iterable[ResourceNeed]) -> None:
     """Raise StageError naming every file system that is too small, and host memory, with what needs
-    it. Needs on one file system add up; for memory the largest need counts."""
+    it. Needs on one file system add up, and memory that is kept; of other memory the largest need
+    counts."""
     needs = list(needs)
     problems = [*_short_of_disk(needs), *_short_of_memory(needs)]
     if problems:
@@ -52,12 +55,14 @@ def _short_of_disk(needs: Sequence[ResourceNeed]) -> Iterable[str]:
 
 def _short_of_memory(needs: Sequence[ResourceNeed]) -> Iterable[str]:
     free = free_memory()
-    for need in needs:
+    for need in sorted(needs, key=lambda need: not need.kept):
         if need.memory > free:
             yield (
                 f"not enough host memory: {human(need.memory)} for {need.what}, "
                 f"{human(free)} available"
             )
+        elif need.kept:
+            free -= need.memory
 
 
 def _existing(folder: Path) -> Path:

@@ -174,6 +174,8 @@ class WrittenCheckpoint:
     step: int
     seconds: float
     """From the beginning of its save until it was on disk."""
+    ended: float
+    """Seconds since 1970 at which it was on disk."""
     size: int
     """Bytes that all ranks wrote."""
     user_seconds: float

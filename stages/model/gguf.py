@@ -75,7 +75,10 @@ class GgufTensors(TensorReader):
     def __init__(self, file: Path) -> None:
         reader = gguf_reader(file)
         architecture = reader.get_field("general.architecture")
-        self.architecture = "" if architecture is None else str(architecture.contents())
+        try:
+            self.architecture = "" if architecture is None else str(architecture.contents())
+        except UnicodeDecodeError as error:
+            raise StageError(f"{file} names no architecture: {error}") from error
         self._tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}
 
     def names(self) -> Collection[str]:

@@ -13,7 +13,7 @@ from gguf import GGUFReader, GGUFValueType
 
 
 class QuickReader(GGUFReader):  # type: ignore[misc]
-    """Views are plain arrays, which cost a tenth of a memory map's."""
+    """Reader whose views are plain arrays, which cost a tenth of a memory map's."""
 
     def _get(
         self, offset: int, dtype: Any, count: int = 1, override_order: str | None = None
@@ -27,7 +27,7 @@ class QuickReader(GGUFReader):  # type: ignore[misc]
 
 
 class TensorsOnly(QuickReader):
-    """Leaves out arrays of metadata: they have no values."""
+    """Reader of all but arrays of metadata, which have no values."""
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
         if raw_type != GGUFValueType.ARRAY:

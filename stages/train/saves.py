@@ -13,6 +13,8 @@ from stages.train.report import Reporter
 
 FEWEST, MOST = 3, 20
 """Steps without a save beside them, of which a median says what a step takes."""
+MOST_BESIDE = 10_000
+"""Steps that are known beside a save; nothing is told of one that takes more."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -24,23 +26,26 @@ class Saves(StepCallback):
     reporter: Reporter
     newest: int
     """Step of the newest checkpoint."""
-    _began: float | None = field(default=None, init=False)
-    """Seconds since 1970 at which the save began that is being written; None without one."""
+    _writes: bool = field(default=False, init=False)
+    """Whether a save may be being written."""
     _written: list[WrittenCheckpoint] = field(default_factory=list, init=False)
     """Saves that are on disk and not yet reported so."""
     _alone: deque[float] = field(default_factory=lambda: deque(maxlen=MOST), init=False)
     """Seconds of the newest steps that no save was written beside."""
-    _beside: list[tuple[float, float]] = field(default_factory=list, init=False)
+    _beside: deque[tuple[float, float]] = field(
+        default_factory=lambda: deque(maxlen=MOST_BESIDE), init=False
+    )
     """Beginnings and seconds of the steps since the save that is being written."""
 
     def save(self, progress: Progress) -> None:
         """Save (collective). A second save of a step only amends its checkpoint."""
-        wall, began = time.time(), time.perf_counter()
+        began = time.perf_counter()
         self.checkpoints.save(progress)
         stalled = time.perf_counter() - began
         self._look()
         if progress.step != self.newest:
-            self.newest, self._began = progress.step, wall
+            self.newest, self._writes = progress.step, True
+            self._beside.clear()
             self.reporter.saved(progress.step, stalled=stalled)
 
     def finish(self) -> str:
@@ -52,27 +57,28 @@ class Saves(StepCallback):
     def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
         ended, seconds = record["time"], record["step_seconds"]
         if not record.get("profiled"):
-            if self._began is None:
-                self._alone.append(seconds)
-            else:
+            if self._writes:
                 self._beside.append((ended - seconds, seconds))
+            else:
+                self._alone.append(seconds)
         self._look(until=ended)
 
     def _look(self, until: float | None = None) -> None:
         """Report what is on disk, if it was at the time `until`: steps beside it are known then."""
         self._written += self.checkpoints.written()
-        while self._written and self._began is not None:
-            ended = self._began + self._written[0].seconds
+        while self._written:
+            ended = self._written[0].ended
             if until is not None and ended > until:
                 return
             self.reporter.written(self._written.pop(0), slowed=self._slowed(ended))
             self._alone += [seconds for began, seconds in self._beside if began >= ended]
-            self._began, self._beside = None, []
+            self._writes = False
+            self._beside.clear()
 
     def _slowed(self, ended: float) -> float | None:
         """Seconds by which the steps beside a save that `ended` were longer than as many of those
         before it; None where too few are known."""
         beside = [seconds for began, seconds in self._beside if began < ended]
-        if beside and len(self._alone) < FEWEST:
+        if beside and (len(self._alone) < FEWEST or len(self._beside) == MOST_BESIDE):
             return None
         return sum((seconds - statistics.median(self._alone) for seconds in beside), 0.0)

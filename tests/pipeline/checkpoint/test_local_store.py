@@ -43,8 +43,15 @@ def data_of(size: int) -> memoryview:
 
 
 @pytest.fixture
-def direct(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the sizes of what is written past the system's cache, as that happens."""
+def direct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the sizes of what is written past the system's cache, as that happens; skips on file
+    systems that take nothing so."""
+    try:
+        probe = os.open(tmp_path / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT)
+        os.pwrite(probe, page_aligned(PAGE), 0)
+        os.close(probe)
+    except OSError:
+        pytest.skip("this file system has no direct writes")
     pwrite, sizes = os.pwrite, []
 
     def written(descriptor: int, data: memoryview, offset: int) -> int:
@@ -67,8 +74,6 @@ def test_pages_go_past_the_cache_and_edges_do_not(
         for low, high in itertools.pairwise(cuts):
             sink.write(low, memory[low:high])
     assert (tmp_path / transaction.folder / "data").read_bytes() == bytes(memory)
-    if not direct:
-        pytest.skip("this file system has no direct writes")
     assert direct == [8 * PAGE, 10 * PAGE, 18 * PAGE]
 
 
@@ -83,20 +88,28 @@ def refused_at_open(direct: list[int], patch: pytest.MonkeyPatch) -> None:
     patch.setattr(os, "open", refuse)
 
 
-def refused_at_the_first_write(direct: list[int], patch: pytest.MonkeyPatch) -> None:
+def refused_at_the_first_write(
+    direct: list[int], patch: pytest.MonkeyPatch, number: int = errno.EINVAL
+) -> None:
     pwrite = os.pwrite
 
     def refuse(descriptor: int, data: memoryview, offset: int) -> int:
         done = pwrite(descriptor, data, offset)
         if direct:
             direct.clear()
-            raise OSError(errno.EINVAL, "the memory is not aligned")
+            raise OSError(number, os.strerror(number))
         return done
 
     patch.setattr(os, "pwrite", refuse)
 
 
-@pytest.mark.parametrize("refused", [refused_at_open, refused_at_the_first_write])
+def refused_as_failed(direct: list[int], patch: pytest.MonkeyPatch) -> None:
+    refused_at_the_first_write(direct, patch, errno.EIO)
+
+
+@pytest.mark.parametrize(
+    "refused", [refused_at_open, refused_at_the_first_write, refused_as_failed]
+)
 def test_file_systems_without_direct_writes(
     refused: Callable[[list[int], pytest.MonkeyPatch], None],
     tmp_path: Path, direct: list[int], monkeypatch: pytest.MonkeyPatch,
@@ -127,3 +140,42 @@ def test_a_full_disk_is_no_reason_to_try_another_way(
     assert not [
         one for one in Path("/proc/self/fd").iterdir() if str(tmp_path) in str(one.resolve())
     ]
+
+
+def test_pages_that_lie_elsewhere_do_not_keep_others_from_the_disk(
+    tmp_path: Path, direct: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pwrite, odd = os.pwrite, data_of(13 * PAGE)[1 : 12 * PAGE + 1]
+
+    def aligned(descriptor: int, data: memoryview, offset: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT and data.obj is odd.obj:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", aligned)
+    transaction, memory = LocalStore(tmp_path).begin(NAME, "one"), data_of(12 * PAGE)
+    with transaction.create("data", 36 * PAGE, shared=False) as sink:
+        for number, data in enumerate([memory, odd, memory]):
+            sink.write(number * 12 * PAGE, data)
+    assert direct == [12 * PAGE, 12 * PAGE]
+    written = (tmp_path / transaction.folder / "data").read_bytes()
+    assert written == bytes(memory) + bytes(odd) + bytes(memory)
+
+
+def test_a_disk_that_fails_later_fails(
+    tmp_path: Path, direct: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pwrite = os.pwrite
+
+    def fail(descriptor: int, data: memoryview, offset: int) -> int:
+        if direct:
+            raise OSError(errno.EIO, "Input/output error")
+        return pwrite(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    transaction, memory = LocalStore(tmp_path).begin(NAME, "one"), data_of(24 * PAGE)
+    sink = transaction.create("data", 24 * PAGE, shared=False)
+    sink.write(0, memory[: 12 * PAGE])
+    with pytest.raises(OSError, match="Input/output error"):
+        sink.write(12 * PAGE, memory[12 * PAGE :])
+    sink.abandon()

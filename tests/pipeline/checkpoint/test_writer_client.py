@@ -8,8 +8,10 @@ import fcntl
 import os
 import resource
 import signal
+import sys
 import termios
 from collections.abc import Iterator
+from concurrent.futures import wait
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +26,7 @@ from pipeline.checkpoint.file_layout import SHARDED
 from pipeline.checkpoint.local_store import LocalStore
 from pipeline.checkpoint.manifest import TensorEntry
 from pipeline.checkpoint.snapshot import Snapshot
-from pipeline.checkpoint.snapshot_buffer import TAKEN_AT_ONCE, SnapshotBuffer
+from pipeline.checkpoint.snapshot_buffer import TAKEN_AT_ONCE, SnapshotBuffer, memory_to_take
 from pipeline.checkpoint.staging import plan_staging
 from pipeline.checkpoint.writer_client import WriterProcess
 from pipeline.checkpoint.writer_main import carry_out
@@ -201,6 +203,19 @@ def test_files_of_a_rank_that_cannot_tell_whether_its_report_arrived(
     assert read_digests(LocalStore(tmp_path), NAME) == digests(1)
 
 
+def test_the_start_of_a_writer_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This one reads nothing, as Python while it starts, and then ends."""
+    idle = [sys.executable, "-c", "import time; time.sleep(2)"]
+    monkeypatch.setattr("pipeline.checkpoint.writer_client.own_module", lambda name: idle)
+    setup = Tiny(str(tmp_path)).setups[0]
+    much = setup.model_copy(update={"files": [*setup.files] * 20_000})
+    buffer = SnapshotBuffer(1)
+    WriterProcess(much, buffer).close()
+    buffer.close()
+
+
 def test_the_memory_is_taken_before_a_save_needs_it() -> None:
     size = 3 * TAKEN_AT_ONCE // 2
     buffer = SnapshotBuffer(size)
@@ -218,15 +233,33 @@ def test_taking_memory_ends_when_it_is_not_wanted_any_more() -> None:
     buffer.close()
 
 
-def test_memory_that_cannot_be_taken_fails_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    def take(buffer: SnapshotBuffer, device: torch.device) -> None:
+def test_memory_that_cannot_be_taken_ends_training_before_a_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(descriptor: int, offset: int, size: int) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
-    monkeypatch.setattr(SnapshotBuffer, "take", take)
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
     snapshot, writer = lost_tensor({}), None
-    with pytest.raises(OSError, match="Cannot allocate memory"):
+    wait([snapshot._filled])
+    with pytest.raises(CheckpointError, match="cannot be taken: Cannot allocate memory"):
+        snapshot.check()
+    with pytest.raises(CheckpointError, match="cannot be taken: Cannot allocate memory"):
         snapshot.hand_over(writer, job(1, "x"))  # type: ignore[arg-type]
     snapshot.close()
+
+
+def test_memory_that_is_still_to_be_taken_is_known() -> None:
+    before = memory_to_take()
+    buffer = SnapshotBuffer(TAKEN_AT_ONCE + 5)
+    assert memory_to_take() == before + TAKEN_AT_ONCE + 5
+    buffer.take(torch.device("cpu"))
+    assert memory_to_take() == before
+    other = SnapshotBuffer(7)
+    assert memory_to_take() == before + 7
+    other.close()
+    assert memory_to_take() == before
+    buffer.close()
 
 
 def lost_tensor(moments: dict[str, int]) -> Snapshot:

@@ -36,6 +36,22 @@ def test_enough(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("little")
+def test_memory_that_is_kept_is_not_there_for_others() -> None:
+    own, copies = ResourceNeed(what="an export", memory=2 * GB), "copies"
+    require_resources([own, ResourceNeed(what=copies, memory=2 * GB, kept=True)])
+    with pytest.raises(StageError, match=r"2\.0 GB for an export, 1\.9 GB available"):
+        require_resources([own, ResourceNeed(what=copies, memory=2 * GB + GB // 10, kept=True)])
+    with pytest.raises(StageError, match=r"3\.0 GB for more, 2\.0 GB available"):
+        require_resources(
+            [
+                ResourceNeed(what=copies, memory=2 * GB, kept=True),
+                ResourceNeed(what="more", memory=3 * GB, kept=True),
+                own,
+            ]
+        )
+
+
+@pytest.mark.usefixtures("little")
 def test_needs_of_one_file_system_add_up(tmp_path: Path) -> None:
     with pytest.raises(StageError) as error:
         require_resources(

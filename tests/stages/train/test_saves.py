@@ -15,11 +15,16 @@ from stages.train.saves import Saves
 class Disk:
     """Checkpoints that are on disk when a test says so, told of as by a manager."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.began = 0.0
         self.done: list[WrittenCheckpoint] = []
+        self.waits = 0.0
+        """Seconds that a save waits for the one before."""
 
     def save(self, progress: Progress) -> None:
-        pass
+        self.run.now += self.waits
+        self.began = self.run.now
 
     def finish(self) -> str:
         return "here"
@@ -30,8 +35,9 @@ class Disk:
 
     def complete(self, step: int, seconds: float) -> None:
         cost = WrittenCheckpoint(
-            step=step, seconds=seconds, size=1, user_seconds=0.0, system_seconds=0.0
-        )
+            step=step, seconds=seconds, ended=self.began + seconds, size=1,
+            user_seconds=0.0, system_seconds=0.0,
+        )  # fmt: skip
         self.done.append(cost)
 
 
@@ -40,9 +46,9 @@ class Run:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.step = 1000.0, 0
-        self.disk = Disk()
+        self.disk = Disk(self)
         self.told: list[tuple[Any, ...]] = []
-        clock = SimpleNamespace(time=lambda: self.now, perf_counter=lambda: self.now)
+        clock = SimpleNamespace(perf_counter=lambda: self.now)
         monkeypatch.setattr(saves, "time", clock)
         reporter: Any = SimpleNamespace(
             saved=lambda step, stalled: self.told.append((step, "saved")),
@@ -90,6 +96,33 @@ def test_steps_behind_a_save_are_not_beside_it(run: Run) -> None:
     run.disk.complete(3, seconds=2.0)
     run.take(1.0)
     assert run.told[1:] == [(3, 2.0)]
+
+
+def test_a_save_that_waits_for_the_one_before_begins_then(run: Run) -> None:
+    run.take(1.0, 1.0, 1.0)
+    run.save()
+    run.disk.complete(3, seconds=0.5)
+    run.take(1.25)
+    run.disk.waits = 5.0
+    run.save()
+    run.disk.complete(4, seconds=1.5)
+    run.take(1.75, 1.5, 1.0)
+    assert run.told == [(3, "saved"), (3, 0.25), (4, "saved"), (4, 1.25)]
+
+
+def test_steps_beside_a_save_that_is_never_told_of_are_few(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks but the first, and checkpoints of plugins, need not tell."""
+    monkeypatch.setattr(saves, "MOST_BESIDE", 4)
+    run = Run(monkeypatch)
+    run.take(1.0, 1.0, 1.0)
+    run.save()
+    run.take(*[1.0] * 9)
+    assert len(run.saves._beside) == 4
+    run.disk.complete(3, seconds=8.5)
+    run.take(1.0)
+    assert run.told == [(3, "saved"), (3, None)]
 
 
 def test_too_few_steps_say_nothing(run: Run) -> None:
