@@ -41,7 +41,7 @@ class ModelSource(ABC):
 
     def ends(self, model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
         """The input embedding, if it is a plain table whose rows are looked up, and the head; each
-        None where there is none. They may share a weight."""
+        None where there is none. They may share a weight; one that is both is neither."""
         return None, None
 
     def external_parameter_modules(self, model: nn.Module) -> Sequence[nn.Module]:

@@ -16,12 +16,15 @@ from pipeline import DataError
 from stages.data.encodings import TextTokenizer
 from stages.data.messages import Conversation
 from stages.data.rendering import Renderer
+from stages.data.rows import require_text
 from stages.data.token_sizes import Span, TextTokens
 
 if TYPE_CHECKING:
     from stages.data.chat import ChatData
 
 
+AHEAD = 1 << 24
+"""Characters of messages that are rendered ahead at most, each in as many parts as it is in."""
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -41,13 +44,22 @@ class ConversationEncoder:
     stage: ChatData
 
     def ahead(self, chats: Sequence[Conversation]) -> None:
-        """Render all that `text` and `trained` will need of the conversations."""
-        self._rendered.ahead(part for chat in chats for part in self._parts(chat))
+        """Render what `text` and `trained` will need of the conversations, as far as it is not too
+        much at once."""
+        left, parts = AHEAD, list[tuple[Conversation, int, bool]]()
+        for chat in chats:
+            own = list(self._parts(chat))
+            left -= len(own) * sum(len(str(each.get("content"))) for each in chat.messages)
+            if left < 0:
+                break
+            parts += own
+        self._rendered.ahead(parts)
 
     def text(self, chat: Conversation) -> str:
         """Return the text of a conversation. Raises DataError if it cannot be rendered."""
         self._rendered.template(chat)
-        return self._rendered.text(chat, len(chat.messages))
+        text = self._rendered.text(chat, len(chat.messages))
+        return require_text(chat.row, text, "the text of the conversation")
 
     def trained(self, chat: Conversation, text: str, tokens: TextTokens) -> NDArray[np.bool_]:
         """Return which tokens of its text are trained on. Raises DataError if its turns cannot be

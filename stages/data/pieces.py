@@ -8,6 +8,7 @@ the whole. So one document can be tokenised by several processes, in little memo
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ _CUT = re.compile(r"""(?<=\w)(?=[ ]\w)|(?<=[\w.,;:!?…)\]"'”’»。！？」
 """Places to cut at: before a single space between words, and behind a line of the text when the
 next one begins with a word."""
 _ACROSS = re.compile(r"\w |\n\w")
-"""Found in every text that reaches across such a place."""
+"""A place within every text that reaches across such a cut."""
 
 _LETTERS = (r"\p{L}", r"[\p{L}\p{M}]")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -64,7 +65,7 @@ def _splits(tokenizer: Any) -> bool:
         return False
     added = tokenizer.added_tokens_decoder.values()
     if any(
-        token.lstrip or token.rstrip or token.single_word or _ACROSS.search(token.content)
+        token.lstrip or token.rstrip or token.single_word or _reaches_across(token.content)
         for token in added
     ):
         return False
@@ -73,6 +74,12 @@ def _splits(tokenizer: Any) -> bool:
     every = steps_of(fast.pre_tokenizer)
     steps = [step for step in every if step["type"] != "Digits"]  # which looks at one character
     return bool(steps) and _splits_words(steps[0]) and all(map(_is_local, steps[1:]))
+
+
+def _reaches_across(text: str) -> bool:
+    """Whether a text, in any form that a normalizer may give it, could be cut in two."""
+    forms = (text, unicodedata.normalize("NFC", text), unicodedata.normalize("NFD", text))
+    return any(map(_ACROSS.search, forms))
 
 
 def _is_local(step: Mapping[str, Any]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ class Renderer:
 
     def __init__(self, tokenizer: Any, today: str) -> None:
         self._tokenizer, self._today = tokenizer, today
-        self._ahead: dict[tuple[int, int, bool], str] = {}
+        self._ahead: dict[tuple[int, int, bool], tuple[Conversation, str]] = {}
 
     def template(self, chat: Conversation) -> str:
         """Return the template for a conversation. Raises DataError if there is none."""
@@ -61,28 +62,29 @@ class Renderer:
 
     def ahead(self, parts: Iterable[tuple[Conversation, int, bool]]) -> None:
         """Render parts of conversations, as `text` is asked for them, together: that saves much of
-        the time. Parts of conversations with arguments of their own, and those whose template
-        refuses one of them, are left to `text`. Forgets what was rendered before."""
+        the time. Parts of conversations with arguments of their own are left to `text`, and where
+        the template refuses one, all of its kind: whole conversations, beginnings, or those with a
+        generation prompt. Forgets what was rendered before."""
         self._ahead.clear()
-        plain = [part for part in parts if not part[0].extra]
-        for prompt in (False, True):
-            these = [(chat, count) for chat, count, wanted in plain if wanted == prompt]
-            if not these:
-                continue
-            messages = [list(chat.messages[:count]) for chat, count in these]
+        kinds = defaultdict(list)
+        for chat, count, prompt in parts:
+            if not chat.extra:
+                kinds[prompt, count == len(chat.messages)].append((chat, count))
+        for (prompt, _), these in kinds.items():
+            messages = [chat.messages[:count] for chat, count in these]
             with contextlib.suppress(Exception):  # which `text` explains
                 texts = self.apply(
                     these[0][0], messages, tokenize=False, add_generation_prompt=prompt
                 )
-                keys = [(id(chat), count, prompt) for chat, count in these]
-                self._ahead |= dict(zip(keys, map(str, texts), strict=True))
+                for (chat, count), text in zip(these, texts, strict=True):
+                    self._ahead[id(chat), count, prompt] = chat, str(text)
 
     def text(self, chat: Conversation, count: int, *, prompt: bool = False) -> str:
         """Return the text of the first `count` messages, with a generation prompt behind them if
         `prompt`. Raises DataError if the template refuses them."""
-        known = self._ahead.get((id(chat), count, prompt))
+        known = self._ahead.pop((id(chat), count, prompt), None)
         if known is not None:
-            return known
+            return known[1]
         try:
             text = self.apply(
                 chat, chat.messages[:count], tokenize=False, add_generation_prompt=prompt

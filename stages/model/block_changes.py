@@ -22,6 +22,7 @@ from torch.utils.checkpoint import (
 from pipeline import StageError
 from pipeline.utils import optional
 from stages.model.compile_compat import CompiledBlocks
+from stages.model.forward_hooks_compat import with_hooks
 from stages.model.hf import ActivationCheckpointing, Compile, Fp8, HfModel
 
 CHANGES = ("activation_checkpointing", "compile", "fp8", "kernels")
@@ -68,10 +69,10 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], settings: ActivationCheckpoin
     """Have every n-th block recompute itself in backward.
 
     The forward method is replaced, not the module: a strategy's hooks on the block stay outside,
-    and its hooks on modules within are repeated with them.
+    but for those of `around_forward`, and its hooks on modules within are repeated with them.
     """
     for block in blocks[:: settings.every]:
-        block.forward = _recomputed(block.forward, settings)
+        block.forward = _recomputed(with_hooks(block, block.forward), settings)
 
 
 def compile_blocks(blocks: Sequence[nn.Module], settings: Compile) -> None:

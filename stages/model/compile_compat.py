@@ -99,8 +99,10 @@ def tell_breaks() -> None:
 
 
 def _mark(tensor: Tensor, samples: int, length: int) -> None:
-    """Mark the dimensions of samples and tokens; the last one of numbers is features."""
-    sizes = tensor.shape[:-1] if tensor.is_floating_point() else tensor.shape
+    """Mark the dimensions of samples and tokens. The last one of numbers is features, but for an
+    attention mask of shape (samples, heads, tokens, tokens)."""
+    features = tensor.is_floating_point() and tensor.ndim < 4
+    sizes = tensor.shape[:-1] if features else tensor.shape
     for place, size in enumerate(sizes):
         if size == (length if place else samples):
             torch._dynamo.maybe_mark_dynamic(tensor, place)

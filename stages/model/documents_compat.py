@@ -91,7 +91,7 @@ def flash_documents(model: nn.Module, positions: Tensor) -> dict[str, Any]:
 
 
 def _bounds_of(lengths: Sequence[Sequence[int]], positions: Tensor) -> tuple[Tensor, int]:
-    """Where documents of these lengths begin, with the end of the last, and the longest."""
+    """Beginnings of documents of these lengths, with the end of the last, and the longest."""
     import torch
 
     flat = list(itertools.chain.from_iterable(lengths))

@@ -183,6 +183,8 @@ class HfSource(ModelSource):
 
     def ends(self, model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
         embedding, head = compat.tables(model)
+        if head is None or head is embedding:
+            return None, None  # the table that is looked up makes the logits, too
         looks_up = getattr(type(embedding), "forward", None) is nn.Embedding.forward
         return embedding if looks_up else None, head
 

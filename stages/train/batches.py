@@ -136,6 +136,8 @@ class Feed:
                 f"{plan.epochs} epochs of {len(data.train)} samples are less than one sample"
             )
         self._steps = plan.steps
+        self._behind: int | None = None
+        """Position behind the last step of the training, if it is known."""
 
     def total_steps(self, progress: Progress) -> int:
         """Steps of the whole training. Epochs end at a sample: after fewer steps if anomalous
@@ -161,8 +163,12 @@ class Feed:
             (index,) = self._indices(place, 1).tolist()
             yield self._data.train[index]
 
-    def microbatches(self, position: int) -> Iterator[tuple[MicroBatch, BatchStats]]:
-        """This rank's micro-batches of a step, each with its statistics."""
+    def microbatches(
+        self, position: int, *, left: int | None = None
+    ) -> Iterator[tuple[MicroBatch, BatchStats]]:
+        """This rank's micro-batches of a step, each with its statistics. Nothing behind the `left`
+        steps of the training, this one included, is prepared; None: the end is not known."""
+        self._behind = None if left is None else position + left * self._batch
         for number in range(len(self._shares(position))):
             began = time.perf_counter()
             with record_function(WAIT):
@@ -186,9 +192,12 @@ class Feed:
         return [indices[start:end] for start, end in microbatches(count, self._axis, self._micro)]
 
     def _places(self, place: Place) -> Iterator[Place]:
-        """This rank's micro-batches from a place on, to the end of epochs."""
+        """This rank's micro-batches from a place on, to the end of epochs or of the training."""
         position, first = place
-        while count := len(self._shares(position)):
+        while self._behind is None or position < self._behind:
+            count = len(self._shares(position))
+            if not count:
+                return
             for number in range(first, count):
                 yield position, number
             position, first = position + self.count(position), 0

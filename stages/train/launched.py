@@ -51,7 +51,7 @@ class LaunchedSteps:
 
     @contextlib.contextmanager
     def told_on_failure(self) -> Iterator[None]:
-        """If the body raises, write the records of steps before it, as other ranks may not come to
+        """Write the records of steps before it if the body raises, as other ranks may not come to
         what is collective. Raises StageError for one whose gradient was not finite, in its place:
         that explains the failure."""
         try:

@@ -87,7 +87,8 @@ class Training:
         stop = self.ctx.dist.stop.asked
         launched.add(self.meter.end(result, before, progress, profile, stop=stop))
         collect_behind(number)
-        at_once = profiled or self.recovery.guards or self._pause_due()
+        with launched.told_on_failure():
+            at_once = profiled or self.recovery.guards or self._pause_due()
         launched.tell(but=0 if at_once else 1)
         if launched.stop:
             self._stop()

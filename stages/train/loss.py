@@ -138,9 +138,8 @@ class LossHead:
         loss = self._loss
         if loss is None or (output.shape, output.dtype) != (loss.shape, loss.dtype):
             return False
-        # Wrappers return another tensor with the same memory (ZeRO-3), or a copy (DDP with a static
-        # graph). Comparing values waits for the device, so only copies are compared; a trace has
-        # no values, and nothing copies there.
+        # Wrappers return another tensor with the same memory, or a copy. Comparing values waits for
+        # the device, so only copies are compared; a trace has no values, and nothing copies there.
         real = has_values(output)
         if output is loss or (real and output.data_ptr() == loss.data_ptr()):
             return loss._version == self._version

@@ -63,7 +63,7 @@ class TakenStep:
 
     before: Progress
     progress: Progress
-    """As of the step: the training's own may be further on."""
+    """Progress as of the step: the training's own may be further on."""
     result: StepResult
     profile: Profile | None
     time: float

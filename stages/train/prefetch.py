@@ -33,8 +33,9 @@ class Prefetch(Generic[K, T]):
             self._keys = self._following(key)
             self._begin(next(self._keys))
         _, future = self._begun.popleft()
+        taken = future.result()
         self._look_ahead()
-        return future.result()
+        return taken
 
     def close(self) -> None:
         """Wait for items that are being prepared, and end the threads."""

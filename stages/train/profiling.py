@@ -88,7 +88,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def _memory(self, trace: Path, *, on_gpu: bool) -> Iterator[None]:
-        """On a GPU, record what the body allocates, and write it beside the trace."""
+        """Record what the body allocates on a GPU, and write it beside the trace."""
         if not on_gpu:
             yield
             return

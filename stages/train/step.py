@@ -66,7 +66,7 @@ class TrainStep:
         if targets == 0:
             raise StageError(f"step {progress.step + 1}: no target token in the whole batch")
         taken: list[BatchStats] = []
-        batches = self._batches(position, taken)
+        batches = self._batches(progress, taken)
         loss = self.engine.accumulate(batches, self.objective, scale=1 / targets) / targets
         stats = sum(taken, BatchStats())
         monitor.observe(loss, progress)
@@ -82,9 +82,10 @@ class TrainStep:
         lr = self.plan.hyperparameters.get("lr", math.nan) * scale
         return StepResult(report=report, lr=lr, stats=stats, anomaly=anomaly)
 
-    def _batches(self, position: int, taken: list[BatchStats]) -> Iterator[MicroBatch]:
-        """This rank's micro-batches of the step at `position`; adds their statistics to `taken`."""
-        for batch, stats in self.feed.microbatches(position):
+    def _batches(self, progress: Progress, taken: list[BatchStats]) -> Iterator[MicroBatch]:
+        """This rank's micro-batches of the next step; adds their statistics to `taken`."""
+        left = self.feed.total_steps(progress) - progress.step
+        for batch, stats in self.feed.microbatches(progress.samples, left=left):
             self.heartbeat.beat()
             taken.append(stats)
             yield batch

@@ -4,7 +4,7 @@ dtype.
 Every module sees its own parameters cast, as sharding strategies cast when they gather; gradients
 come back through the cast in the master dtype. Unlike under autocast, no operator keeps another
 dtype, so a policy means the same with and without sharding. Works under activation checkpointing:
-the cast is repeated whenever a module's forward is. A module also finds its children's parameters
+the cast is repeated with a module's forward. A module also finds its children's parameters
 cast, but not its grandchildren's, which it can only use by calling the children.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stages.wrap.torch_compat import around_forward
+from stages.model.forward_hooks_compat import around_forward
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 

@@ -157,7 +157,7 @@ def choose_units(
     config: Fsdp,
     module: nn.Module,
     blocks: Sequence[nn.Module],
-    ends: tuple[nn.Module | None, nn.Module | None] = (None, None),
+    ends: tuple[nn.Module | None, nn.Module | None],
 ) -> list[nn.Module]:
     """The units in forward order, inner before outer, without the root.
 

@@ -1,10 +1,10 @@
-"""Names of torch that are private or differ between its versions: hooks, DDP, fully_shard,
-placements and optimizers."""
+"""Names of torch that are private or differ between its versions: DDP, fully_shard, placements
+and optimizers."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,22 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from pipeline import dtype_name
-
-SHARED = -1
-"""Key of these hooks on every module; torch counts its own from 0."""
-
-
-def around_forward(
-    module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]
-) -> None:
-    """Call `before` ahead of `module`'s forward, and `after` behind it, even if forward raises.
-
-    torch's own registration numbers hooks, and compiled graphs look up the numbers: each block
-    would get a graph of its own, up to a limit beyond which blocks are not compiled.
-    """
-    module._forward_pre_hooks[SHARED] = before
-    module._forward_hooks[SHARED] = after
-    module._forward_hooks_always_called[SHARED] = True
 
 
 def no_buffer_sync() -> dict[str, Any]:

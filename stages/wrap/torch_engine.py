@@ -201,7 +201,8 @@ class TorchEngine(ModuleEngine):
 
     @functools.cached_property
     def _layout(self) -> _Layout:
-        """Found once: parameters stay the same objects, though not always in the same memory."""
+        """Places of the state, found once: parameters stay the same objects, though not always in
+        the same memory."""
         self.to_sharded()
         start_state(self.optimizer, self.plan)
         tensors = {name: one for part in self.parts for name, one in stored_tensors(part)}

@@ -72,6 +72,19 @@ def test_a_file_that_ends_too_early_is_refused(file: Path, reader: Any) -> None:
             reader(file)
 
 
+def test_transformers_reads_quickly(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    made = []
+    monkeypatch.setattr(
+        QuickReader, "__init__", lambda self, *given: made.append(GGUFReader.__init__(self, *given))
+    )
+    with read_quickly():
+        found = load_gguf_checkpoint(str(file))
+    assert found["config"]["max_position_embeddings"] == 77
+    assert len(made) == 1
+
+
 def test_others_read_quickly_in_the_body_alone() -> None:
     with read_quickly():
         assert gguf.GGUFReader is QuickReader

@@ -85,6 +85,14 @@ def test_nothing_is_prepared_behind_the_end_of_epochs() -> None:
     feed.close()
 
 
+def test_nothing_is_prepared_behind_the_last_step() -> None:
+    samples, feed = watched(workers=2, steps=2)
+    list(feed.microbatches(0, left=2))
+    list(feed.microbatches(4, left=1))
+    assert sorted(settled(samples)) == list(range(8))
+    feed.close()
+
+
 def test_another_position_than_the_next_drops_what_was_prepared() -> None:
     """As behind a batch that is skipped, or when training goes back."""
     samples, feed = watched(workers=1, steps=9)

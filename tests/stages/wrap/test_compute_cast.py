@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from stages.model.block_changes import checkpoint_blocks
+from stages.model.hf import ActivationCheckpointing
 from stages.wrap.compute_cast import cast_on_use, installed_casts
 
 
@@ -41,10 +43,11 @@ def test_outputs_and_gradients_are_those_of_cast_parameters(recompute: bool) -> 
 
 def test_nothing_is_left_on_the_module_even_after_an_error() -> None:
     module = nn.Linear(4, 4)
+    weight = module.weight
     cast_on_use(module, torch.bfloat16)
     with pytest.raises(RuntimeError):
         module(torch.ones(3))
-    assert "weight" not in module.__dict__
+    assert module._parameters["weight"] is weight
     assert module.weight.dtype == torch.float32
     assert list(module.state_dict()) == ["weight", "bias"]
 
@@ -79,3 +82,34 @@ def test_a_child_s_parameters_are_cast_for_its_parent_too() -> None:
     weight = module.parts["inner"].weight
     assert (weight.dtype, weight.grad.dtype) == (torch.float32, torch.float32)
     torch.testing.assert_close(weight.grad, torch.full((3, 3), 2.0))
+
+
+class Asks(nn.Module):
+    """Block that asks its norm for a dtype before it calls it, as Mamba's, and has a parameter of
+    its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.out = nn.LayerNorm(4), nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.full((4,), 2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.norm(x.to(self.norm.weight.dtype))
+        out: torch.Tensor = torch.relu(self.out(hidden * self.scale))
+        return out
+
+
+def test_a_recomputed_block_finds_its_parameters_cast() -> None:
+    found = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        block = Asks()
+        if recompute:
+            checkpoint_blocks([block], ActivationCheckpointing())
+        cast_on_use(block, torch.bfloat16)
+        out = block(torch.linspace(-1, 1, 12, dtype=torch.bfloat16).view(3, 4))
+        out.sum().backward()
+        assert {parameter.dtype for parameter in block.parameters()} == {torch.float32}
+        found.append([out, *(parameter.grad for parameter in block.parameters())])
+    for plain, again in zip(*found, strict=True):
+        assert torch.equal(plain, again)

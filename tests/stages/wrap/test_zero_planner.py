@@ -185,7 +185,7 @@ def test_a_second_copy_for_each_pair_of_ranks() -> None:
     name, asked = "second copy of parameters", {"plus_plus": PlusPlus(secondary_partition=2)}
     memory = share({"stage": 3, **BUCKET, **asked})
     events = ("between", "forward", "backward", "step")
-    # What stays whole until backward has none; the last block, before a head of N / 4, is kept.
+    # Whole until backward: no copy. The last block, before a head of N / 4, is kept.
     assert [at(memory, event, 1, name=name) for event in events] == [0, 0, N // 4, N]
     assert [at(memory, event, 1, False, name=name) for event in events] == [0, N, N, N]
     few = {"stage": 3, "prefetch_bucket_size": 0, **asked}
