@@ -107,7 +107,7 @@ def test_a_save_that_waits_for_the_one_before_begins_then(run: Run) -> None:
     run.save()
     run.disk.complete(4, seconds=1.5)
     run.take(1.75, 1.5, 1.0)
-    assert run.told == [(3, "saved"), (3, 0.25), (4, "saved"), (4, 1.25)]
+    assert run.told == [(3, "saved"), (3, 0.25), (4, "saved"), (4, 0.75)]
 
 
 def test_steps_beside_a_save_that_is_never_told_of_are_few(
