@@ -30,6 +30,9 @@ from pipeline.utils.files import (
 _LEFTOVER = re.compile(r"step-\d{8,}\.(tmp|deleted)-.+")
 _ASIDE = re.compile(r"step-\d{8,}\.damaged-\d+")
 _UNSUPPORTED = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+_REFUSED = _UNSUPPORTED | {errno.ENOMEM}
+"""Errors of a direct write that say nothing of one through the cache. A driver in user space may
+have no memory for a large one."""
 
 LEAST_DIRECT = 1 << 14
 """Bytes of whole pages from which on the way past the system's cache pays."""
@@ -209,11 +212,11 @@ class _DirectSink(_LocalSink):
             with naming(self._path):
                 write_at(self._direct, offset, data, step=DIRECT)
         except OSError as error:
-            if self._taken and error.errno not in _UNSUPPORTED:
+            if error.errno not in _REFUSED:
                 raise
-            if not self._taken:  # whatever is wrong otherwise, the way through the cache tells
+            if not self._taken:
                 self._close_direct()
-            return False  # these pages lie where the disk cannot fetch them
+            return False  # at least these pages lie where the disk cannot fetch them
         self._taken = True
         return True
 

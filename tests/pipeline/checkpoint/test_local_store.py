@@ -103,12 +103,12 @@ def refused_at_the_first_write(
     patch.setattr(os, "pwrite", refuse)
 
 
-def refused_as_failed(direct: list[int], patch: pytest.MonkeyPatch) -> None:
-    refused_at_the_first_write(direct, patch, errno.EIO)
+def refused_for_its_size(direct: list[int], patch: pytest.MonkeyPatch) -> None:
+    refused_at_the_first_write(direct, patch, errno.ENOMEM)
 
 
 @pytest.mark.parametrize(
-    "refused", [refused_at_open, refused_at_the_first_write, refused_as_failed]
+    "refused", [refused_at_open, refused_at_the_first_write, refused_for_its_size]
 )
 def test_file_systems_without_direct_writes(
     refused: Callable[[list[int], pytest.MonkeyPatch], None],
