@@ -169,7 +169,7 @@ def test_a_checkpoint_on_disk_is_a_record(tmp_path: Path) -> None:
     reporter = Steps(tmp_path, Progress()).reporter
     reporter.saved(3, stalled=0.5)
     checkpoint = WrittenCheckpoint(
-        step=3, seconds=2.0, size=7000, user_seconds=0.5, system_seconds=0.25
+        step=3, seconds=2.0, ended=5.0, size=7000, user_seconds=0.5, system_seconds=0.25
     )
     reporter.written(checkpoint, slowed=None)
     reporter.written(checkpoint, slowed=-0.5)
