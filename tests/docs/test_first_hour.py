@@ -71,6 +71,7 @@ def hour(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Outc
     return folder, outcomes
 
 
+@pytest.mark.full
 def test_every_command_ends_as_the_page_says(hour: tuple[Path, dict[str, Outcome]]) -> None:
     _, outcomes = hour
     assert len(outcomes) == len(COMMANDS) == 16

@@ -55,7 +55,9 @@ def test_all_ranks_fall_back_together_when_one_meets_damage(run: Path) -> None:
 
 
 @pytest.mark.usefixtures("deepspeed_operators")
-@pytest.mark.parametrize("wrap", ["ddp", "zero2 offload", "zero3", "zero3 nvme"])
+@pytest.mark.parametrize(
+    "wrap", ["ddp", "zero2 offload", "zero3", pytest.param("zero3 nvme", marks=pytest.mark.full)]
+)
 def test_nothing_is_left_of_a_checkpoint_that_was_loaded_in_part(wrap: str, tmp_path: Path) -> None:
     if wrap == "zero3 nvme" and not has_libaio():
         pytest.skip("NVMe offload needs libaio")

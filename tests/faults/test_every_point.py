@@ -23,7 +23,7 @@ STRATEGIES = {
     "zero1": {"use": "wrap.zero", "stage": 1},
     "zero3": {"use": "wrap.zero", "stage": 3},
 }
-EACH = times(quick=2, full=30)
+EACH = times(quick=1, full=30)
 """Points of each strategy and kind of fault."""
 MAY_MISS = EACH // 10
 """A run may read a file less often than the one that the points are of. The few points of the quick

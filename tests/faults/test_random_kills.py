@@ -21,7 +21,7 @@ from tests.support.processes import forking
 from tests.support.tier import times
 from tests.support.tiny_recipe import EXPORT, outcome, training, write
 
-KILLS, STEPS, RANKS = times(quick=3, full=20), 64, 2
+KILLS, STEPS, RANKS = times(quick=2, full=20), 64, 2
 Start = Callable[..., list[int]]
 
 

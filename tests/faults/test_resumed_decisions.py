@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.tier import spread
 from tests.support.tiny_recipe import EXPORT, outcome, training, write
 
 ODD = {"size": 64, "odd": [20, 21, 22, 23]}
@@ -77,7 +78,7 @@ def reached(run: Path) -> int:
     return max(json.loads(line)["step"] for line in lines)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", spread(list(CASES), 2))
 def test_a_killed_run_decides_as_one_that_was_not(
     name: str, tmp_path: Path, pipe_in_child: Callable[..., int]
 ) -> None:

@@ -19,8 +19,8 @@ from tests.support.tier import times
 from tests.support.tiny_recipe import EXPORT, losses, outcome, training
 
 STEPS, RANKS = times(quick=120, full=1200), 2
-STOPS = times(quick=3, full=50)
-KILLS = times(quick=2, full=20)
+STOPS = times(quick=2, full=50)
+KILLS = times(quick=1, full=20)
 Command = Callable[..., Forked]
 
 
@@ -147,6 +147,7 @@ def test_ranks_that_are_killed_are_started_again(
     assert outcome(pipe.run_dir, STEPS) == calm
 
 
+@pytest.mark.full
 def test_a_launcher_that_is_killed_goes_on_by_the_same_command(
     pipe: Pipe, command: Command, calm: tuple[bytes, list[float]]
 ) -> None:
@@ -164,6 +165,7 @@ def test_a_launcher_that_is_killed_goes_on_by_the_same_command(
     assert outcome(pipe.run_dir, STEPS) == calm
 
 
+@pytest.mark.full
 def test_an_evaluation_ends_at_once_and_is_made_up_for(
     pipe: Pipe, command: Command, calm: tuple[bytes, list[float]]
 ) -> None:

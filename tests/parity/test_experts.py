@@ -31,7 +31,7 @@ LORA = {"rank": 4, "alpha": 8.0}
 STRATEGIES = {one.title: one for one in having("basic").values()}
 HOW = ("whole", "lora")
 KINDS = spread(list(MOE), 1)
-"""The quick tier trains one family, under all strategies but ZeRO-1, whose engine is ZeRO-2's."""
+"""The quick tier trains one family, under one strategy of each engine."""
 
 
 def case(kind: str, strategy: Strategy, *, adapted: bool) -> dict[str, Any]:
@@ -48,7 +48,9 @@ def case(kind: str, strategy: Strategy, *, adapted: bool) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module", params=[t for t in STRATEGIES if FULL or t != "ZeRO-1"])
+@pytest.fixture(
+    scope="module", params=[t for t in STRATEGIES if FULL or t not in ("ZeRO-1", "ZeRO-2")]
+)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return the results of every family, whole and with an adapter, under one strategy."""
     cases = {

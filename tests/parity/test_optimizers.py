@@ -20,6 +20,7 @@ from tests.parity.reference import CLIP, DECAY, WARMUP, reference
 from tests.support.processes import run_ranks
 from tests.support.runs import context, toy_data
 from tests.support.strategies import STRATEGIES, having
+from tests.support.tier import spread
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
@@ -59,7 +60,7 @@ def plain_loop(name: str) -> Any:
     return reference(source, toy_data(), seed=SEED, steps=STEPS, batch=BATCH, plan=plan)
 
 
-@pytest.mark.parametrize("name", having("basic"))
+@pytest.mark.parametrize("name", spread(list(having("basic")), 3))
 def test_an_optimizer_gives_the_numbers_of_a_plain_loop(name: str, tmp_path: Path) -> None:
     wrap, fields = STRATEGIES[name].use, dict(STRATEGIES[name].fields)
     cases = {

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from pipeline.distributed.environment import STORE, place
 from tests.support.models import save_tokenizer
 from tests.support.runs import TINY
@@ -21,6 +23,7 @@ assert not [name for name in sys.modules if name.startswith("pipeline.planning")
 """
 
 
+@pytest.mark.full
 def test_neither_a_run_nor_its_resumption_imports_planning(tmp_path: Path) -> None:
     save_tokenizer(tmp_path / "tokenizer")
     (tmp_path / "text.txt").write_text("the lamb was sure to go\n" * 100)

@@ -56,7 +56,7 @@ def _apart(model: dict[str, object], folder: Path) -> float:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", dict.fromkeys([*NAMED, *spread(every(), 8)]))
+@pytest.mark.parametrize("kind", dict.fromkeys([*NAMED, *spread(every(), 3)]))
 def test_a_type_has_a_plan_or_a_sentence(kind: str, tmp_path: Path) -> None:
     if kind in SLOW:
         pytest.skip("it loops over tokens for minutes")

@@ -83,6 +83,7 @@ def test_an_average_takes_four_bytes_an_element(tmp_path: Path) -> None:
     assert after["host"]["checkpoint"]["items"][COPY] == 16 * PARAMETERS
 
 
+@pytest.mark.full
 def test_the_copy_for_checkpoints_is_there_once_the_model_is_loaded() -> None:
     """A host that is too small for the copy is too small from the first step on."""
     record = planned(FSDP, "--gpu", "H100", "--host-memory", "60")
@@ -182,6 +183,7 @@ def advise(folder: Path, *options: str) -> tuple[Result, Path]:
     return pipe("advise", *task, *options), out
 
 
+@pytest.mark.full
 def test_low_rank_updates_are_told_where_nothing_else_fits(tmp_path: Path) -> None:
     result, recipe = advise(tmp_path, "--gpus", "1", "--memory", "0.1", *MACHINE)
     assert result.exit_code == 3

@@ -27,6 +27,7 @@ from stages.weights.torch_files import MemoryReader
 from tests.stages.adapter.test_lora import GPT2, UNTIED, adapted, logits, module_with, trained
 from tests.support.models import context
 from tests.support.runs import TINY
+from tests.support.tier import spread
 from tests.support.weights import MemoryWeights
 
 WIDE = {**UNTIED, "hidden_size": 64, "intermediate_size": 128}
@@ -48,7 +49,7 @@ def rounded_of(weight: torch.Tensor, kind: QuantType = "nf4") -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", spread(SHAPES, 3))
 def test_each_element_is_the_nearest_of_sixteen_values_times_its_block_s_largest(
     shape: tuple[int, int], kind: QuantType
 ) -> None:
@@ -210,7 +211,7 @@ def test_other_weights_are_another_model(tmp_path: Path) -> None:
     assert len({source.base.fingerprint for source in made}) == 3
 
 
-@pytest.mark.parametrize("function", ["bitsandbytes", "import_peft"])
+@pytest.mark.parametrize("function", spread(["bitsandbytes", "import_peft"], 1))
 def test_no_code_is_fetched_when_bitsandbytes_is_imported(function: str) -> None:
     """bitsandbytes would fetch code if `kernels` were installed."""
     program = f"""

@@ -19,11 +19,12 @@ from tests.support.models import context
 from tests.support.processes import run_ranks
 from tests.support.state import Setting, load_run, save_run
 from tests.support.strategies import having
+from tests.support.tier import spread
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
 
-@pytest.mark.parametrize("wrap", [*having("basic"), "zero3 offload"])
+@pytest.mark.parametrize("wrap", [*spread(list(having("basic")), 3), "zero3 offload"])
 def test_the_average_of_a_plain_computation_resumed_exactly(wrap: str, tmp_path: Path) -> None:
     setting = Setting(wrap=wrap)
     for told in run_ranks(average_run, 2, str(tmp_path), setting):

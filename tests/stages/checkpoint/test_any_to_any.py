@@ -61,7 +61,7 @@ REST = [("ddp", 1), *((wrap, max(one.group, 2)) for wrap, one in OTHERS.items())
 """Chain of the strategies that are in no other one."""
 
 
-@pytest.mark.parametrize("chain", [*spread(CHAINS, 3), REST], ids=lambda chain: chain[0][0])
+@pytest.mark.parametrize("chain", [*spread(CHAINS, 2), REST], ids=lambda chain: chain[0][0])
 def test_state_travels_between_strategies_and_world_sizes(
     chain: list[tuple[str, int]], tmp_path: Path
 ) -> None:

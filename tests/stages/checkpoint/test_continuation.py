@@ -79,8 +79,12 @@ FP16 = {"compute": "fp16", "loss_scaling": LossScaling(initial_scale=256.0, grow
 RANKS = {"ddp": 2, "fsdp hybrid": 4, "fsdp full": 3, "zero2": 3}
 
 
-VARIANTS = {"fsdp grad-op", "fsdp hybrid 1", "zero1", "zero2 round robin", "zero3 sub-groups"}
-"""Strategies of the full tier: they save like another strategy that is always tested."""
+VARIANTS = {
+    "ddp context", "fsdp context", "fsdp grad-op", "fsdp hybrid", "fsdp hybrid 1", "fsdp offload",
+    "zero1", "zero2 context", "zero2 offload", "zero2 round robin", "zero3 sub-groups",
+    "zero3 tensor",
+}  # fmt: skip
+"""Strategies of the full tier: what they do is in others that are always tested."""
 
 
 @pytest.mark.parametrize(
@@ -103,7 +107,9 @@ def test_second_copies_of_weights_are_not_resumed_from(dtype: str, tmp_path: Pat
     require_same_after_resume(tmp_path, 2, one, wrap="zero3 hpz", model=DROPOUT)
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "zero2 offload", "zero3"])
+@pytest.mark.parametrize(
+    "wrap", ["ddp", pytest.param("zero2 offload", marks=pytest.mark.full), "zero3"]
+)
 def test_the_loss_scale_goes_on_too(wrap: str, tmp_path: Path) -> None:
     require_same_after_resume(tmp_path, 2, {"fp16": FP16}, wrap=wrap, model=DROPOUT)
 

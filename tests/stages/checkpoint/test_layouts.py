@@ -33,7 +33,10 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "adapted",
-    [pytest.param(False, id="whole"), pytest.param(True, id="lora", marks=pytest.mark.full)],
+    [
+        pytest.param(False, id="whole", marks=pytest.mark.full),
+        pytest.param(True, id="lora", marks=pytest.mark.full),
+    ],
 )
 def test_any_layout_goes_on_with_any_other(adapted: bool, tmp_path: Path) -> None:
     losses = {

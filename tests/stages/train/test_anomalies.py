@@ -45,7 +45,7 @@ def anomalies(told: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("wrap", "compute"),
-    spread([*((wrap, "fp32") for wrap in STRATEGIES), ("zero1", "bf16")], 6),
+    spread([*((wrap, "fp32") for wrap in STRATEGIES), ("zero1", "bf16")], 4),
 )
 def test_skipped_batches_might_as_well_not_have_been(
     wrap: str, compute: str, tmp_path: Path
@@ -75,6 +75,7 @@ def test_skipped_batches_might_as_well_not_have_been(
     assert anomalies(skipped)[2]["anomalous_loss"] > 20
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not has_libaio(), reason="NVMe offload needs libaio")
 def test_a_batch_is_skipped_with_the_masters_on_disk(tmp_path: Path) -> None:
     """The model is large because 1 MiB is the smallest block that is swapped."""

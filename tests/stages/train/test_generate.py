@@ -29,6 +29,7 @@ from stages.train.settings import EarlyStopping, Generation
 from tests.support.processes import run_ranks
 from tests.support.runs import TINY, context, toy_data
 from tests.support.state import Setting, make_engine, source
+from tests.support.tier import spread
 
 LAYOUTS = [
     ("ddp", 1),
@@ -114,7 +115,7 @@ def texts(found: list[dict[str, Any]]) -> dict[int, list[str]]:
     return {r["step"]: [one["text"] for one in r["generated"]] for r in found if "generated" in r}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", spread([1.0, 0.0], 1))
 def test_every_strategy_writes_the_same(temperature: float, tmp_path: Path) -> None:
     written = {}
     for wrap, ranks in LAYOUTS:
@@ -130,8 +131,12 @@ def test_every_strategy_writes_the_same(temperature: float, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("stop", "at"),
-    [(1, 2), (2, 2), (3, 4), (4, 4)],
-    ids=["before texts", "between tokens", "before the last texts", "between the last tokens"],
+    [
+        pytest.param(1, 2, id="before texts", marks=pytest.mark.full),
+        pytest.param(2, 2, id="between tokens"),
+        pytest.param(3, 4, id="before the last texts", marks=pytest.mark.full),
+        pytest.param(4, 4, id="between the last tokens"),
+    ],
 )
 def test_a_stop_puts_texts_off(stop: int, at: int, tmp_path: Path) -> None:
     """The signal is seen at the next step, or by the first token behind it."""

@@ -139,6 +139,7 @@ def varied(dist: DistContext, folder: str) -> list[list[int]]:
     return found
 
 
+@pytest.mark.full
 def test_samples_of_any_shape_soon_share_graphs(tmp_path: Any) -> None:
     (found,) = run_ranks(varied, 1, str(tmp_path))
     loss = 2  # trained and evaluated, for chunks of any length

@@ -157,7 +157,7 @@ CASES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", spread(list(CASES), 4))
+@pytest.mark.parametrize("name", spread(list(CASES), 2))
 def test_what_is_told_is_what_a_trace_says(name: str) -> None:
     sized = {"length": 128, "ranks": 2, **CASES[name]}
     model = own(1, **llama(vocab_size=8000)) | EAGER

@@ -205,7 +205,7 @@ def test_a_second_copy_for_each_pair_of_ranks() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
-        {"zero": {"stage": 1}},
+        pytest.param({"zero": {"stage": 1}}, marks=pytest.mark.full),
         {"zero": {"stage": 2, "reduce_bucket_size": 500_000}},
         {"zero": {"stage": 3, "reduce_bucket_size": 500_000}},
         {"zero": {"stage": 3, "reduce_bucket_size": 500_000, **BOTH}, "lora": {"rank": 64}},
