@@ -32,17 +32,18 @@ def result_file(job: dict[str, Any], name: str, rank: int) -> Path:
 
 
 def main(name: str, rank: int, world: int, job: dict[str, Any]) -> None:
-    """Join the group, measure, write the result."""
+    """Join the group in a file, as ranks of `pipe run` do, measure, write the result."""
     os.environ.update(DS_ACCELERATOR="cpu", LOCAL_RANK=str(rank), OMP_NUM_THREADS="1")
     import torch
     import torch.distributed
 
-    from pipeline.distributed.environment import stay_on_loopback
+    from pipeline.distributed.environment import STORE, stay_on_loopback
     from pipeline.distributed.process_group import DistContext
 
     torch.set_num_threads(1)
     stay_on_loopback()
-    store = torch.distributed.FileStore(f"{job['folder']}/store-{name}", world)
+    os.environ[STORE] = f"{job['folder']}/store-{name}"
+    store = torch.distributed.FileStore(os.environ[STORE], world)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world)
     dist = DistContext(
         rank=rank, world_size=world, local_rank=rank, local_world_size=world,
@@ -105,8 +106,11 @@ def checkpoints(ctx: Any, engine: Any) -> Any:
 
 def save_and_load(dist: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Return what saves cost and the bytes that loading reads, with the rival's beside them."""
+    from pipeline.contracts.training import Progress
+
     ctx, engine = make(dist, job)
     kept = checkpoints(ctx, engine)
+    kept.due(Progress(step=0))  # as behind every step, so that the writer starts
     size = kept.snapshot.staging.size
     copies = Copies(size)
     rounds = [save_beside_steps(dist, job, engine, kept, copies, n) for n in range(job["saves"])]

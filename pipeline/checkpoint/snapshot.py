@@ -68,28 +68,25 @@ class Snapshot:
         self._filled.result()
         with torch.no_grad():
             self._copy_whole()
-            number = 0
+            announced = 0
             for copy, held, tensor in self._passing():
-                while number < copy.round:
-                    failed = self._pass_on(writer, request, number)
+                # Copies have the processors to themselves until they need the room of others.
+                while 2 <= copy.round and announced < copy.round:
+                    self._announce(writer, request, announced)
+                    announced += 1
+                    failed = writer.wait_taken() if announced >= 2 else None
                     if failed is not None:
                         return failed
-                    number += 1
                 self._copy(copy, held, tensor)
-        last = len(self.staging.rounds) - 1
-        assert number == last, "the last round passes nothing"
-        return self._pass_on(writer, request, number)
+        for number in range(announced, len(self.staging.rounds)):
+            self._announce(writer, request, number)
+        return None
 
-    def _pass_on(
-        self, writer: WriterProcess, request: SaveRequest, number: int
-    ) -> SaveResult | None:
-        """Announce a round to the writer, once its copies have arrived; wait until there is room
-        for the next."""
+    def _announce(self, writer: WriterProcess, request: SaveRequest, number: int) -> None:
+        """Tell the writer that a round is in the buffer, once its copies have arrived."""
         if self._dist.device.type == "cuda":
             torch.cuda.current_stream(self._dist.device).synchronize()
         writer.go_on() if number else writer.begin(request)
-        needs_room = 2 <= number + 1 < len(self.staging.rounds)
-        return writer.wait_taken() if needs_room else None
 
     def _copy_whole(self) -> None:
         left = set(self.staging.whole)

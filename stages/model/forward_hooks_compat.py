@@ -33,10 +33,9 @@ def with_hooks(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., 
 
     @functools.wraps(forward)
     def between(*args: Any, **kwargs: Any) -> Any:
-        before = module._forward_pre_hooks.get(SHARED)
-        if before is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or SHARED not in module._forward_pre_hooks:
             return forward(*args, **kwargs)
-        before(module, args)
+        module._forward_pre_hooks[SHARED](module, args)
         try:
             return forward(*args, **kwargs)
         finally:
