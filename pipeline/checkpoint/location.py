@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.manifest import MANIFEST
 from pipeline.checkpoint.store import Store, locate, open_store, step_name, step_number
-from pipeline.errors import CheckpointError, ResumeRefused, UsageError, system_errors_as
+from pipeline.errors import (
+    CheckpointError,
+    ResumeRefused,
+    UsageError,
+    in_words,
+    system_errors_as,
+)
 from pipeline.utils.files import replace_text
 
 if TYPE_CHECKING:
@@ -115,3 +121,16 @@ def find(named: str) -> tuple[Store, str]:
             damaged = f"; damaged ones are at {aside}" if aside else ""
             raise UsageError(f"{named} holds no checkpoint{damaged}", hint=hint)
         return store, ""
+
+
+def agreed_start(start_from: str, dist: DistContext) -> str:
+    """Address of the checkpoint that `start_from` means, as rank 0 finds it. Raises
+    CheckpointError where there is none."""
+    found = None
+    if dist.is_main:
+        try:
+            store, name = find(start_from)
+            found = store.locate(name or store.names()[-1])
+        except (UsageError, OSError) as error:
+            raise CheckpointError(f"start_from: {in_words(error)}") from error
+    return dist.broadcast_str(found)

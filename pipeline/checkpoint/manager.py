@@ -13,9 +13,8 @@ from pathlib import Path
 from pipeline.checkpoint import location
 from pipeline.checkpoint.file_layout import FileLayout
 from pipeline.checkpoint.manifest import MANIFEST, Manifest
-from pipeline.checkpoint.reader import CheckpointReader
-from pipeline.checkpoint.restore import Restoration, saved_progress
-from pipeline.checkpoint.retention import Retention, best_of, expected_count
+from pipeline.checkpoint.restore import Restoration, best_run
+from pipeline.checkpoint.retention import Retention, expected_count
 from pipeline.checkpoint.snapshot import Snapshot
 from pipeline.checkpoint.snapshot_buffer import memory_to_take
 from pipeline.checkpoint.staging import plan_staging
@@ -33,7 +32,8 @@ from pipeline.contracts.training import (
     TrainingLength,
     WrittenCheckpoint,
 )
-from pipeline.errors import CheckpointError, UsageError, in_words, system_errors_as
+from pipeline.distributed.heartbeat import Phase
+from pipeline.errors import CheckpointError, system_errors_as
 from pipeline.utils.activities import activity
 from pipeline.utils.text import human
 
@@ -64,6 +64,8 @@ class CheckpointManager(Checkpoints):
     """Name of the newest checkpoint of this process's training."""
     _pending: str | None = field(default=None, init=False)
     """Name of the checkpoint that is being written."""
+    _copies: bool = field(default=False, init=False)
+    """Whether copies of the newest save may be being made."""
     _written: list[WrittenCheckpoint] = field(default_factory=list, init=False)
     """Checkpoints that came on disk since `written` was asked, on rank 0."""
 
@@ -160,17 +162,34 @@ class CheckpointManager(Checkpoints):
             began=began,
             facts=facts if self.ctx.dist.is_main else {},
         )
-        failed = self.snapshot.hand_over(self.writer, request)
-        if failed is not None:
-            raise self._failure(failed)
+        beside = self.asynchronous and self.engine.before_change(self._end_copies)
+        lasting = {*state.updates, *state.frozen} if beside else None
+        self.snapshot.hand_over(self.writer, request, lasting)
         self._pending = self._last = name
-        # Passing waits for this rank's disk, longer perhaps than others wait in a collective of
-        # the engine.
-        self.ctx.dist.barrier()
-        self.ctx.log.debug("snapshot of %s: %.3f s", name, time.monotonic() - began)
+        self._copies = True
+        if not beside:
+            self._end_copies()
+        self.ctx.log.debug("save of %s: %.3f s", name, time.monotonic() - began)
         if not self.asynchronous:
             self._settle_pending()
             self.ctx.dist.barrier()
+
+    def _end_copies(self) -> None:
+        """Wait until the state of all ranks may change (collective). Raises CheckpointError if
+        writing has failed by then."""
+        if not self._copies:
+            return
+        heartbeat = self.ctx.dist.heartbeat
+        phase = heartbeat.read().phase
+        heartbeat.beat(Phase.SAVE)  # the disk may be slower than a step
+        failed = self.snapshot.wait()
+        heartbeat.beat(phase)
+        self._copies = False
+        if failed is not None:
+            raise self._failure(failed)
+        # Passing waits for this rank's disk, longer perhaps than others wait in a collective of
+        # the engine.
+        self.ctx.dist.barrier()
 
     def written(self) -> Sequence[WrittenCheckpoint]:
         self._settle_pending(wait=False)
@@ -196,15 +215,7 @@ class CheckpointManager(Checkpoints):
         return self.store.locate(self._last)
 
     def best(self) -> TrainedRun:
-        found = None
-        if self.ctx.dist.is_main:
-            with system_errors_as(CheckpointError):
-                found = next(iter(best_of(self.store, self.store.names(), 1)), "")
-        name = self.ctx.dist.broadcast_str(found)
-        if not name:
-            raise CheckpointError(f"no checkpoint in {self.address} has a held-out loss")
-        progress = saved_progress(CheckpointReader(self.store, name))
-        return TrainedRun(checkpoint=self.store.locate(name), progress=progress)
+        return best_run(self.store, self.ctx.dist)
 
     def restore(self, validate: Callable[[Progress], None]) -> Progress | None:
         self._settle_pending()
@@ -216,20 +227,9 @@ class CheckpointManager(Checkpoints):
         location.require_none(self.ctx.run_dir, self.address)
         if self.start_from is None:
             return None
-        store, name = locate(self._agreed_start(self.start_from))
+        store, name = locate(location.agreed_start(self.start_from, self.ctx.dist))
         other = Restoration(self.ctx, self.engine, store, self.frozen_base).named(name, validate)
         return other.as_new_run()
-
-    def _agreed_start(self, start_from: str) -> str:
-        """Address of the checkpoint that `start_from` means, as rank 0 finds it."""
-        found = None
-        if self.ctx.dist.is_main:
-            try:
-                store, name = location.find(start_from)
-                found = store.locate(name or store.names()[-1])
-            except (UsageError, OSError) as error:
-                raise CheckpointError(f"start_from: {in_words(error)}") from error
-        return self.ctx.dist.broadcast_str(found)
 
     def close(self) -> None:
         """End the writer, and release the snapshot's memory. After a failure, a save that is being
@@ -244,14 +244,19 @@ class CheckpointManager(Checkpoints):
 
     def _is_unfinished(self) -> bool:
         """Whether the last save is still being written, by this rank or by another."""
+        self._copies = self._copies and not self.snapshot.copied
         self._settle_pending(wait=False)
         if self._pending or self.ctx.dist.is_main or not self._attempts or self._last is None:
             return self._pending is not None
         return self.store.size(self._last, MANIFEST) is None
 
     def _settle_pending(self, *, wait: bool = True) -> None:
+        """Settle the save that is being written, if it has ended, or with `wait` when it has
+        (collective)."""
+        if wait:
+            self._end_copies()
         result = None
-        if self._pending:
+        if self._pending and not self._copies:
             result = self.writer.wait() if wait else self.writer.poll()
         if result is not None:
             self._settle(result)

@@ -12,6 +12,7 @@ from torch import Tensor
 from pipeline.checkpoint import rng_state
 from pipeline.checkpoint.manifest import Damaged
 from pipeline.checkpoint.reader import CheckpointReader
+from pipeline.checkpoint.retention import best_of
 from pipeline.checkpoint.store import Store
 from pipeline.checkpoint.write_plan import (
     DTYPES,
@@ -23,7 +24,8 @@ from pipeline.checkpoint.write_plan import (
 from pipeline.contracts.engine import Engine, EngineState, Fragment
 from pipeline.contracts.precision import dtype_name
 from pipeline.contracts.stage import Context
-from pipeline.contracts.training import Progress
+from pipeline.contracts.training import Progress, TrainedRun
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import CheckpointError, ResumeRefused, system_errors_as
 from pipeline.utils.activities import activity
 
@@ -187,6 +189,20 @@ def saved_progress(reader: CheckpointReader) -> Progress:
         return Progress.from_record(reader.progress)
     except TypeError as error:
         raise CheckpointError(f"{reader.where}: written by another version: {error}") from error
+
+
+def best_run(store: Store, dist: DistContext) -> TrainedRun:
+    """The checkpoint with the lowest held-out loss, as rank 0 finds it. Raises CheckpointError
+    where none has one."""
+    found = None
+    if dist.is_main:
+        with system_errors_as(CheckpointError):
+            found = next(iter(best_of(store, store.names(), 1)), "")
+    name = dist.broadcast_str(found)
+    if not name:
+        raise CheckpointError(f"no checkpoint in {store.locate('')} has a held-out loss")
+    progress = saved_progress(CheckpointReader(store, name))
+    return TrainedRun(checkpoint=store.locate(name), progress=progress)
 
 
 def require_same_model(saved: EngineState, live: EngineState, where: str) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections import defaultdict
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Iterable, Iterator, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ from pipeline.checkpoint import rng_state
 from pipeline.checkpoint.snapshot_buffer import SnapshotBuffer
 from pipeline.checkpoint.staging import Copy, Staging
 from pipeline.checkpoint.tiles import Tile
-from pipeline.checkpoint.write_plan import DTYPES, WritePlan, random_key, tile_of
+from pipeline.checkpoint.write_plan import DTYPES, RANDOM, WritePlan, random_key, tile_of
 from pipeline.checkpoint.writer_client import WriterProcess
 from pipeline.checkpoint.writer_protocol import SaveRequest, SaveResult
 from pipeline.utils.page_lock import address
@@ -25,9 +26,15 @@ if TYPE_CHECKING:
     from pipeline.distributed.process_group import DistContext
 
 
+_RANDOM = f"{RANDOM}/"
+Piece = tuple[Copy, Tile, Tensor]
+"""A copy to make, and the elements of a tensor that it is taken from."""
+
+
 class Snapshot:
     """Copies an engine's state of one moment into a buffer that it makes. A thread takes the
-    buffer's memory; the first save waits for it."""
+    buffer's memory, which the first save waits for, and makes the copies that training goes on
+    beside."""
 
     def __init__(
         self, engine: Engine, dist: DistContext, plan: WritePlan, staging: Staging
@@ -41,9 +48,10 @@ class Snapshot:
             self._whole[copy.key].append(copy)
         self.buffer = SnapshotBuffer(staging.size)
         self._address = address(self.buffer.memory)
-        pool = ThreadPoolExecutor(1, "pipe-snapshot")
-        self._filled = pool.submit(self._fill)
-        pool.shutdown(wait=False)
+        self._pool = ThreadPoolExecutor(1, "pipe-snapshot")
+        self._filled = self._pool.submit(self._fill)
+        self._handed: Future[SaveResult | None] = Future()
+        """Result of the latest hand-over."""
 
     def _fill(self) -> None:
         """Take the memory and write what is the same in every save, beside the first steps."""
@@ -59,25 +67,73 @@ class Snapshot:
     def close(self) -> None:
         """Release the memory."""
         self.buffer.end_taking()
-        wait([self._filled])
+        self._pool.shutdown()
         self.buffer.close()
 
-    def hand_over(self, writer: WriterProcess, request: SaveRequest) -> SaveResult | None:
-        """Let the writer carry out `request`. Returns when the state may change; with the result if
-        writing has failed by then. Raises what has kept the memory from being taken."""
+    def hand_over(
+        self, writer: WriterProcess, request: SaveRequest, lasting: Set[str] | None = None
+    ) -> None:
+        """Begin to let the writer carry out `request`. Tensors of the names in `lasting` stay as
+        they are until `wait` has returned, and are copied beside what this process does; None: all
+        is copied now. Raises what has kept the memory from being taken."""
         self._filled.result()
         with torch.no_grad():
-            self._copy_whole()
-            announced = 0
-            for copy, held, tensor in self._passing():
-                # Copies have the processors to themselves until they need the room of others.
-                while 2 <= copy.round and announced < copy.round:
-                    self._announce(writer, request, announced)
-                    announced += 1
-                    failed = writer.wait_taken() if announced >= 2 else None
-                    if failed is not None:
-                        return failed
-                self._copy(copy, held, tensor)
+            self._copy_random_states()
+            pieces: Iterable[Piece] = itertools.chain(self._copied_whole(), self._passing())
+            if lasting is None:
+                self._handed = Future()
+                self._handed.set_result(self._pass_on(writer, request, pieces))
+                return
+            held = [
+                (copy, tile, tensor if _name(copy.key) in lasting else tensor.clone())
+                for copy, tile, tensor in pieces
+            ]
+        self._handed = self._pool.submit(self._beside, writer, request, held, self._reached())
+
+    def wait(self) -> SaveResult | None:
+        """Wait until the state may change; the result, if writing has failed by then."""
+        return self._handed.result()
+
+    @property
+    def copied(self) -> bool:
+        """Whether the state may change."""
+        return self._handed.done()
+
+    def _reached(self) -> torch.cuda.Event | None:
+        """The place in the device's work behind which the state is the one to save."""
+        if self._dist.device.type != "cuda":
+            return None
+        return torch.cuda.current_stream(self._dist.device).record_event()
+
+    @torch.no_grad()  # each thread has its own mode
+    def _beside(
+        self,
+        writer: WriterProcess,
+        request: SaveRequest,
+        pieces: Iterable[Piece],
+        reached: torch.cuda.Event | None,
+    ) -> SaveResult | None:
+        """Pass pieces on from this thread, on a GPU in a stream of its own."""
+        if reached is None:
+            return self._pass_on(writer, request, pieces)
+        with torch.cuda.device(self._dist.device), torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.current_stream().wait_event(reached)
+            return self._pass_on(writer, request, pieces)
+
+    def _pass_on(
+        self, writer: WriterProcess, request: SaveRequest, pieces: Iterable[Piece]
+    ) -> SaveResult | None:
+        """Copy pieces, and announce each round to the writer; the result, if writing has failed."""
+        announced = 0
+        for copy, held, tensor in pieces:
+            # Copies have the processors to themselves until they need the room of others.
+            while copy.round >= 2 and announced < copy.round:
+                self._announce(writer, request, announced)
+                announced += 1
+                failed = writer.wait_taken() if announced >= 2 else None
+                if failed is not None:
+                    return failed
+            self._copy(copy, held, tensor)
         for number in range(announced, len(self.staging.rounds)):
             self._announce(writer, request, number)
         return None
@@ -88,22 +144,26 @@ class Snapshot:
             torch.cuda.current_stream(self._dist.device).synchronize()
         writer.go_on() if number else writer.begin(request)
 
-    def _copy_whole(self) -> None:
-        left = set(self.staging.whole)
+    def _copy_random_states(self) -> None:
+        left = {copy for copy in self.staging.whole if copy.key.startswith(_RANDOM)}
         for name, state in rng_state.capture(self._dist.device).items():
             source = torch.frombuffer(bytearray(state), dtype=torch.uint8)
             for copy in self._whole.get(random_key(self._engine.random_stream, name), ()):
                 self._copy(copy, Tile(0, source.numel()), source)
                 left.discard(copy)
+        _require_none(left)
+
+    def _copied_whole(self) -> Iterator[Piece]:
+        """Pieces that are copied whole, in the engine's order; random states are no part of it."""
+        left = {copy for copy in self.staging.whole if not copy.key.startswith(_RANDOM)}
         for key, held, tensor in self._tensors() if left else ():
             for copy in self._whole.get(key, ()):
                 if held.position(copy.start) is not None:
-                    self._copy(copy, held, tensor)
+                    yield copy, held, tensor
                     left.discard(copy)
-        # The buffer would hold an earlier save's bytes.
-        assert not left, f"{min(left).key} is not there any more"
+        _require_none(left)
 
-    def _passing(self) -> Iterator[tuple[Copy, Tile, Tensor]]:
+    def _passing(self) -> Iterator[Piece]:
         """Passing pieces, in order. An engine gives its fragments in an order of its own, so they
         are walked as often as it takes; once, if all are of one dtype and optimizer group."""
         left = self.staging.passing[::-1]
@@ -137,3 +197,13 @@ class Snapshot:
             memory = self.buffer.memory[copy.place : copy.place + size]
             target = torch.frombuffer(memory, dtype=dtype)
             target.copy_(tensor[first : first + copy.numel], non_blocking=True)
+
+
+def _name(key: str) -> str:
+    """Name of the parameter or buffer that a tensor of the state belongs to."""
+    return key.partition("/")[2]
+
+
+def _require_none(left: Set[Copy]) -> None:
+    """Require that no copy is left, for which the buffer would hold an earlier save's bytes."""
+    assert not left, f"{min(left).key} is not there any more"

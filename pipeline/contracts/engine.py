@@ -207,6 +207,12 @@ class Engine(ABC):
         """This rank's part of every tensor of the training state, for reading; always in the same
         order with the same spans."""
 
+    def before_change(self, call: Callable[[], None]) -> bool:
+        """Call a function once, before `step` or `restore` changes the training state next. Until
+        then all fragments of parameters that are taken from here on stay valid, together, and keep
+        their values. False where an engine does not promise that; the function is not called."""
+        return False
+
     @abstractmethod
     def restore(self, state: EngineState) -> Iterator[Fragment]:
         """Yield the same fragments to be overwritten, each before the next is taken. When every

@@ -193,10 +193,10 @@ class Checkpoints(ABC):
 
     @abstractmethod
     def save(self, progress: Progress) -> None:
-        """Save the engine's whole state (collective). May return before it is on disk, but not
-        before the engine may change. If the newest checkpoint is of this step, its state is the
-        same, and only the progress is written. Raises CheckpointError when it, or the save before
-        it, fails.
+        """Save the engine's whole state (collective). May return before it is on disk, and before
+        the engine may change if that waits by itself (`Engine.before_change`). If the newest
+        checkpoint is of this step, its state is the same, and only the progress is written. Raises
+        CheckpointError when it, or the save before it, fails.
         """
 
     @abstractmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
@@ -21,6 +21,9 @@ T = TypeVar("T")
 class ModuleEngine(Engine):
     """Runs micro-batches one after another. Without `axes`, all ranks are data-parallel."""
 
+    _waiting: Callable[[], None] | None = None
+    """To be called before the training state changes."""
+
     def __init__(self, model: nn.Module, dist: DistContext, axes: Axes | None = None) -> None:
         self.model = model
         self.modules = (model,)
@@ -29,6 +32,22 @@ class ModuleEngine(Engine):
         self._here = self._axes.coordinates(dist.rank)
         self.data_axis = self._here.data
         self.random_stream, self.random_streams = self._here.stream, self._axes.streams
+
+    @property
+    @abstractmethod
+    def lasting_fragments(self) -> bool:
+        """Whether fragments of parameters are the state itself, and in memory."""
+
+    def before_change(self, call: Callable[[], None]) -> bool:
+        if self.lasting_fragments:
+            self._waiting = call
+        return self.lasting_fragments
+
+    def change(self) -> None:
+        """Announce that the training state is about to change."""
+        call, self._waiting = self._waiting, None
+        if call is not None:
+            call()
 
     @property
     def averaged_over(self) -> int:

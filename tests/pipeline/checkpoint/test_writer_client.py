@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 import termios
+import threading
 from collections.abc import Iterator
 from concurrent.futures import wait
 from contextlib import ExitStack
@@ -285,4 +286,42 @@ def test_a_lost_tensor_is_not_saved_with_the_bytes_of_an_earlier_save(
     writer: Any = None
     with pytest.raises(AssertionError, match=problem):
         snapshot.hand_over(writer, job(1, "x"))
+    snapshot.close()
+
+
+def test_what_does_not_last_is_kept_before_training_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model may change its buffers in forward; parameters stay until the update."""
+    names, go_on, copy = ("a", "b"), threading.Event(), Snapshot._copy
+    keys = [f"weight/{name}" for name in names]
+    entries = [TensorEntry(key=key, dtype="F32", shape=(9,)) for key in keys]
+    layout = SHARDED.lay_out(
+        0, [KeyedTile(key, 0, 9) for key in keys], {entry.key: entry for entry in entries}
+    )
+    tensors = {name: torch.zeros(9) for name in names}
+    fragments = [
+        Fragment(name=name, shape=(9,), start=0, state={"weight": tensors[name]}) for name in names
+    ]
+    engine: Any = SimpleNamespace(fragments=lambda: fragments, random_stream=0)
+    plan: Any = SimpleNamespace(template=SimpleNamespace(tensors=entries))
+    dist: Any = SimpleNamespace(rank=0, device=torch.device("cpu"))
+    snapshot = Snapshot(engine, dist, plan, plan_staging(layout, frozenset(keys)))
+
+    def late(own: Snapshot, *piece: Any) -> None:
+        assert go_on.wait(60)
+        copy(own, *piece)
+
+    monkeypatch.setattr(Snapshot, "_copy", late)
+    writer: Any = SimpleNamespace(begin=lambda request: None)
+    snapshot.hand_over(writer, job(1, "x"), {"a"})
+    for tensor in tensors.values():
+        tensor.fill_(1.0)
+    assert not snapshot.copied
+    go_on.set()
+    assert snapshot.wait() is None
+    places = {copy.key: copy.place for copy in snapshot.staging.passing}
+    memory = snapshot.buffer.memory
+    found = [bytes(memory[places[key] : places[key] + 36]) for key in keys]
+    assert found == [torch.ones(9).numpy().tobytes(), bytes(36)]
     snapshot.close()
