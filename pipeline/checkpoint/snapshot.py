@@ -103,7 +103,8 @@ class Snapshot:
         """The place in the device's work behind which the state is the one to save."""
         if self._dist.device.type != "cuda":
             return None
-        return torch.cuda.current_stream(self._dist.device).record_event()
+        reached: torch.cuda.Event = torch.cuda.current_stream(self._dist.device).record_event()
+        return reached
 
     @torch.no_grad()  # each thread has its own mode
     def _beside(
@@ -116,8 +117,10 @@ class Snapshot:
         """Pass pieces on from this thread, on a GPU in a stream of its own."""
         if reached is None:
             return self._pass_on(writer, request, pieces)
-        with torch.cuda.device(self._dist.device), torch.cuda.stream(torch.cuda.Stream()):
-            torch.cuda.current_stream().wait_event(reached)
+        with torch.cuda.device(self._dist.device):
+            own = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(own):
+            own.wait_event(reached)
             return self._pass_on(writer, request, pieces)
 
     def _pass_on(

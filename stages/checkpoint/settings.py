@@ -37,8 +37,8 @@ class CheckpointSettings:
 
     asynchronous: bool = True
     """Write while training goes on, from a copy of the state that is on a GPU; of state in host
-    memory, training waits until all but 1 GiB a rank is in files. false makes training wait until
-    the checkpoint is on disk, and copies nothing whole."""
+    memory, the next update waits until all but 1 GiB a rank is in files. false makes training wait
+    until the checkpoint is on disk, and copies nothing whole."""
 
     start_from: str | None = None
     """A checkpoint (folder or address), or a run, whose newest it is, to start a new run from;
