@@ -45,8 +45,9 @@ COST = {"seconds", "ended", "size", "user_seconds", "system_seconds"}
 
 @dataclass(kw_only=True, eq=False)
 class CheckpointManager(Checkpoints):
-    """Checkpoints of an engine in a store, written by a process of each rank. The loop waits until
-    its state may change (`staging.py`), or, unless `asynchronous`, until all is on disk."""
+    """Checkpoints of an engine in a store, written by a process of each rank. The engine waits
+    before its state changes, or a save until it may, or, unless `asynchronous`, until all is on
+    disk."""
 
     ctx: Context
     engine: Engine
@@ -81,7 +82,7 @@ class CheckpointManager(Checkpoints):
         self._identity = dist.broadcast_str(uuid.uuid4().hex[:12] if dist.is_main else None)
         location.require_shared(self.store, dist, self._identity)
         plan = plan_writes(self.engine, dist, self.file_layout, without=self.frozen_base)
-        # Training waits for what passes, which is all that it need not copy whole to go on.
+        # The next update waits for what passes, which is all that need not be copied whole.
         passing = plan.on_host if self.asynchronous else plan.held
         staging = plan_staging(plan.layout, passing)
         what = f"copies of the training state, {human(staging.size)} for each process here"

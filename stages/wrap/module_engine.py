@@ -43,7 +43,7 @@ class ModuleEngine(Engine):
             self._waiting = call
         return self.lasting_fragments
 
-    def change(self) -> None:
+    def announce_change(self) -> None:
         """Announce that the training state is about to change."""
         call, self._waiting = self._waiting, None
         if call is not None:

@@ -129,7 +129,7 @@ class TorchEngine(ModuleEngine):
         scaled.backward()  # type: ignore[no-untyped-call]
 
     def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
-        self.change()
+        self.announce_change()
         optimizer, scaler = self.optimizer, self.scaler
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * lr_scale
@@ -191,7 +191,7 @@ class TorchEngine(ModuleEngine):
         return self.plan.packing is None  # moments in few bits are unpacked into copies
 
     def restore(self, state: EngineState) -> Iterator[Fragment]:
-        self.change()
+        self.announce_change()
         self._restored, self._applied = state.updates, 0
         for name, own in self._layout.trained.items():
             set_updates(own, state.updates[name])

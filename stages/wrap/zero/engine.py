@@ -48,7 +48,7 @@ class ZeroEngine(ModuleEngine):
         self.deepspeed.backward(loss, scale_wrt_gas=False)
 
     def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
-        self.change()
+        self.announce_change()
         live = self.deepspeed
         groups = live.optimizer.optimizer.param_groups
         for group, base in zip(groups, self._base_rates, strict=True):
@@ -84,7 +84,7 @@ class ZeroEngine(ModuleEngine):
         return "nvme" not in compat.offload_devices(self.deepspeed.optimizer)
 
     def restore(self, state: EngineState) -> Iterator[Fragment]:
-        self.change()
+        self.announce_change()
         return self._state.restore(state)
 
     def sync_compute_weights(self) -> None:
