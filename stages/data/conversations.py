@@ -73,16 +73,12 @@ class ConversationEncoder:
         if turns[:1] == [0]:
             raise chat.row.error("begins with an assistant message, which answers nothing")
         spans = [self._span(chat, text, *each) for each in located]
-        special = tokens.bounds[np.isin(tokens.ids, self._special)]
+        special = tokens.bounds[self.tokens.are_special(tokens.ids)]
         return tokens.inside([_without_tail(text, special, span) for span in spans])
 
     @functools.cached_property
     def _rendered(self) -> Renderer:
         return Renderer(self.tokens.tokenizer, self.stage.today)
-
-    @functools.cached_property
-    def _special(self) -> list[int]:
-        return list(self.tokens.special)
 
     def _has_markers(self, chat: Conversation) -> bool:
         return bool(_MARKERS.search(self._rendered.template(chat)))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from stages.data.token_sizes import Span, TextTokens, TokenSizes, token_sizes
 from stages.data.tokenizer_compat import backend
@@ -71,6 +72,17 @@ class TextTokenizer:
         known = self.tokenizer.added_tokens_decoder
         return {index: str(token) for index, token in known.items() if token.special}
 
+    def are_special(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which of some ids are special tokens; shape (length,)."""
+        return self._is_special[np.minimum(ids, len(self._is_special) - 1)]
+
+    @functools.cached_property
+    def _is_special(self) -> NDArray[np.bool_]:
+        """Whether each id is special; the last stands for all that are larger."""
+        table = np.zeros(max(self.special, default=-1) + 2, bool)
+        table[list(self.special)] = True
+        return table
+
     @functools.cached_property
     def _spelled(self) -> re.Pattern[str]:
         texts = sorted(self.special.values(), key=len, reverse=True)
@@ -93,8 +105,13 @@ def _bounded(ids: list[int], reported: list[Span]) -> TextTokens:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (dict, list)):
-        for child in value.values() if isinstance(value, dict) else value:
-            yield from _texts(child)
+    """Texts within a value, in order."""
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict):
+            left += reversed(value.values())
+        elif isinstance(value, list):
+            left += reversed(value)
