@@ -170,7 +170,7 @@ class CheckpointManager(Checkpoints):
         self._copies = True
         if not beside:
             self._end_copies()
-        self.ctx.log.debug("save of %s: %.3f s", name, time.monotonic() - began)
+        self.ctx.log.debug("snapshot of %s: %.3f s", name, time.monotonic() - began)
         if not self.asynchronous:
             self._settle_pending()
             self.ctx.dist.barrier()

@@ -147,10 +147,12 @@ def number(value: Any) -> float:
 
 
 def whole(value: Any) -> int:
-    """Return a whole number, also one written as 2e8."""
+    """Return a whole number of at most 2^53, also one written as 2e8."""
     found = number(value)
     if found != int(found):
         raise WrongValueError(f"must be a whole number, not {value!r}")
+    if abs(found) > 1 << 53:  # the next ones are no floats
+        raise WrongValueError(f"must be at most 2^53, not {value!r}")
     return int(found)
 
 

@@ -294,6 +294,11 @@ def test_data_sets_that_no_recipe_reads(entry: dict[str, Any], key: str) -> None
     assert f"mine.{key}" in left_out(found)
 
 
+def test_a_whole_number_that_is_none_any_more_is_refused() -> None:
+    found = made(finetuning_type="lora", lora_rank=1e300)
+    assert outcomes(found)["lora_rank"] == "refused"
+
+
 def test_data_from_elsewhere_is_left_to_fill_in() -> None:
     found = made(dataset="deepctrl")
     assert left_out(found) == {
