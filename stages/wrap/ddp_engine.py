@@ -15,7 +15,16 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline import Context, ModelSource, OptimizerPlan, Precision, dtype_name, torch_dtype
+from pipeline import (
+    Context,
+    ModelSource,
+    OptimizerPlan,
+    Precision,
+    StepGuard,
+    StepReport,
+    dtype_name,
+    torch_dtype,
+)
 from stages.wrap.axes import required
 from stages.wrap.build import build_module, declared_facts, trained, verify_engine
 from stages.wrap.context.attention import divide_sequence
@@ -78,7 +87,12 @@ class DdpEngine(TorchEngine):
     def __init__(self, model: DistributedDataParallel, *rest: Any) -> None:
         super().__init__(model, *rest)
         self._records_graph = model.static_graph
-        self.keeps_gradients = keeps_gradients(model)
+        self._accumulates = False
+        """Whether a step has micro-batches behind it, and others to come."""
+        self._kept: list[tuple[nn.Parameter, Tensor]] = []
+        """Gradients as they lie in the buckets, which exist anyway."""
+        self._keep()
+        self.optimizer.zero_grad()
 
     @property
     def module(self) -> nn.Module:
@@ -88,8 +102,27 @@ class DdpEngine(TorchEngine):
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
         # torch records a static graph in the very first backward, which must then reduce; averaging
         # averaged gradients again at the end of the step changes nothing but rounding.
+        if not last and not self._accumulates:
+            self._put_back()
+        self._accumulates = not last
         reduce, self._records_graph = last or self._records_graph, False
         return contextlib.nullcontext() if reduce else self.model.no_sync()
+
+    def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
+        self._keep()
+        return super().step(lr_scale=lr_scale, should_step=should_step)
+
+    def _keep(self) -> None:
+        """Remember where gradients lie in the buckets, if they can stay there."""
+        if keeps_gradients(self.model):
+            trained = (one for one in self.model.parameters() if one.requires_grad)
+            self._kept = [(one, one.grad) for one in trained if one.grad is not None]
+
+    def _put_back(self) -> None:
+        """Let gradients of several micro-batches add up in the buckets: elsewhere, they would take
+        as much memory again. That of a single one is written there, which is faster."""
+        for parameter, gradient in self._kept:
+            parameter.grad = gradient.zero_()
 
     def describe(self) -> Mapping[str, Any]:
         reductions = [state for state in hook_states(self.model) if isinstance(state, ReduceIn)]

@@ -54,12 +54,12 @@ def prime_buckets(model: DistributedDataParallel) -> None:
 
 
 def keeps_gradients(model: DistributedDataParallel) -> bool:
-    """Whether gradients stay as zeros between steps, and not as None.
+    """Whether gradients of several micro-batches can add up in the buckets.
 
-    They are views of buckets, which exist anyway; freed, micro-batches before the last would
-    allocate as much again. They must be None where a parameter may get none. It holds from the
-    first step on, as torch multiplies a gradient that it copies into a bucket by 1 / n, and divides
-    one that is there already by n, which differs in the last bits.
+    They exist anyway; elsewhere, micro-batches before the last would allocate as much again.
+    Gradients must be None where a parameter may get none. It holds from the first step on, as torch
+    multiplies a gradient that it copies into a bucket by 1 / n, and divides one that is there
+    already by n, which differs in the last bits.
     """
     return bool(
         model.gradient_as_bucket_view

@@ -1,7 +1,8 @@
-"""Gradients of replicas: the dtype of their average, and their place between steps."""
+"""Gradients of replicas: the dtype of their average, and their place."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,11 +10,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeline.contracts.data import MicroBatch
 from pipeline.distributed.process_group import DistContext
 from stages.wrap.ddp_engine import ReduceIn, reduce_in
 from tests.support.processes import run_ranks
 from tests.support.runs import context
-from tests.support.state import Setting, make_engine, train
+from tests.support.state import Setting, make_engine
+from tests.support.zero import share, summed_loss
 
 FINE = 1 + 2**-12
 """A number with more digits than bf16 has."""
@@ -36,19 +39,33 @@ def test_the_mean_has_the_digits_of_its_dtype(dtype: str, mean: float) -> None:
 
 
 def places(dist: DistContext, folder: str) -> list[list[int]]:
-    """Return the addresses of the gradients after each of three steps of several micro-batches."""
+    """Return the addresses of the gradients within steps of three micro-batches, and at their ends;
+    a step of a single one comes between."""
     engine = make_engine(context(dist, folder), Setting(wrap="ddp", frozen=""))
-    found = []
-    for step in range(3):
-        train(engine, step, step + 1)
-        gradients = [parameter.grad for parameter in engine.module.parameters()]
-        assert all(gradient is not None and not gradient.any() for gradient in gradients)
-        found.append([gradient.data_ptr() for gradient in gradients])
+    found: list[list[int]] = []
+
+    def look() -> None:
+        gradients = [parameter.grad for parameter in engine.modules[0].parameters()]
+        found.append([gradient.data_ptr() for gradient in gradients if gradient is not None])
+
+    def watched(batches: list[MicroBatch]) -> Iterator[MicroBatch]:
+        for number, batch in enumerate(batches):
+            if number == 2:  # the first has run, as one is taken ahead
+                look()
+            yield batch
+
+    for step, count in enumerate((3, 3, 1, 3)):
+        batches, targets = share(engine, step, 36)
+        engine.accumulate(watched(list(batches)[:count]), summed_loss, scale=1 / targets)
+        look()
+        engine.step(lr_scale=1.0)
+        assert all(parameter.grad is None for parameter in engine.modules[0].parameters())
     engine.close()
     return found
 
 
-def test_gradients_stay_in_their_buckets(tmp_path: Path) -> None:
+def test_gradients_add_up_in_their_buckets(tmp_path: Path) -> None:
     """Otherwise micro-batches before the last would need the memory twice."""
-    for first, second, third in run_ranks(places, 2, str(tmp_path)):
-        assert first == second == third
+    for _, end, *later in run_ranks(places, 2, str(tmp_path)):
+        assert len(later) == 5
+        assert all(one == end for one in later)
