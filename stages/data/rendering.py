@@ -82,7 +82,7 @@ class Renderer:
     def text(self, chat: Conversation, count: int, *, prompt: bool = False) -> str:
         """Return the text of the first `count` messages, with a generation prompt behind them if
         `prompt`. Raises DataError if the template refuses them."""
-        known = self._ahead.pop((id(chat), count, prompt), None)
+        known = self._ahead.get((id(chat), count, prompt))
         if known is not None:
             return known[1]
         try:

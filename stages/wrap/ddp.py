@@ -41,9 +41,8 @@ class Ddp:
         yield from axis_problems(self, plan)
 
     @property
-    def keeps_gradients(self) -> bool:
-        """Whether gradients stay as zeros between steps, and not as None: what
-        `torch_compat.keeps_gradients` says of the live model."""
+    def sums_in_buckets(self) -> bool:
+        """Whether the live model sums in its buckets, as `torch_compat.sums_in_buckets` tells."""
         return self.gradient_as_bucket_view and not (
             self.find_unused_parameters or self.static_graph
         )

@@ -32,9 +32,9 @@ from stages.wrap.optimizer_groups import make_optimizer
 from stages.wrap.torch_compat import (
     buckets,
     hook_states,
-    keeps_gradients,
     no_buffer_sync,
     prime_buckets,
+    sums_in_buckets,
 )
 from stages.wrap.torch_engine import TorchEngine
 
@@ -87,11 +87,8 @@ class DdpEngine(TorchEngine):
     def __init__(self, model: DistributedDataParallel, *rest: Any) -> None:
         super().__init__(model, *rest)
         self._records_graph = model.static_graph
-        self._accumulates = False
-        """Whether a step has micro-batches behind it, and others to come."""
-        self._kept: list[tuple[nn.Parameter, Tensor]] = []
-        """Gradients as they lie in the buckets, which exist anyway."""
-        self._keep()
+        self._sums = BucketSums()
+        self._remember_places()
         self.optimizer.zero_grad()
 
     @property
@@ -100,35 +97,44 @@ class DdpEngine(TorchEngine):
         return module
 
     def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
+        self._sums.begin(last=last)
         # torch records a static graph in the very first backward, which must then reduce; averaging
         # averaged gradients again at the end of the step changes nothing but rounding.
-        if not last and not self._accumulates:
-            self._put_back()
-        self._accumulates = not last
         reduce, self._records_graph = last or self._records_graph, False
         return contextlib.nullcontext() if reduce else self.model.no_sync()
 
     def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
-        self._keep()
+        self._remember_places()
         return super().step(lr_scale=lr_scale, should_step=should_step)
 
-    def _keep(self) -> None:
-        """Remember where gradients lie in the buckets, if they can stay there."""
-        if keeps_gradients(self.model):
-            trained = (one for one in self.model.parameters() if one.requires_grad)
-            self._kept = [(one, one.grad) for one in trained if one.grad is not None]
-
-    def _put_back(self) -> None:
-        """Let gradients of several micro-batches add up in the buckets: elsewhere, they would take
-        as much memory again. That of a single one is written there, which is faster."""
-        for parameter, gradient in self._kept:
-            parameter.grad = gradient.zero_()
+    def _remember_places(self) -> None:
+        """Remember where gradients lie in the buckets, if they can add up there."""
+        if sums_in_buckets(self.model):
+            places = [(one, one.grad) for one in self.model.parameters()]
+            self._sums.places = [(one, place) for one, place in places if place is not None]
 
     def describe(self) -> Mapping[str, Any]:
         reductions = [state for state in hook_states(self.model) if isinstance(state, ReduceIn)]
         common = self.common_facts()
         reduce = [dtype_name(state.dtype) for state in reductions] or common["reduce"]
         return {"engine": type(self.model).__name__, **common, "reduce": reduce}
+
+
+class BucketSums:
+    """Lets gradients of several micro-batches add up in the buckets, which exist anyway: elsewhere,
+    they would take as much memory again. That of a single one is written there, which is faster."""
+
+    def __init__(self) -> None:
+        self.places: list[tuple[nn.Parameter, Tensor]] = []
+        """Each parameter's place in a bucket."""
+        self._begun = False
+
+    def begin(self, *, last: bool) -> None:
+        """Prepare for a micro-batch, the `last` of a step or not."""
+        if not last and not self._begun:
+            for parameter, place in self.places:
+                parameter.grad = place.zero_()
+        self._begun = not last
 
 
 @dataclass(frozen=True)
@@ -177,24 +183,27 @@ class TracedReplica(TorchEngine):
         divide_sequence(module, axes, ctx.dist.device.type)
         super().__init__(module, make_optimizer(plan, module), ctx, precision, plan, axes)
         self._views, self._sent_in = ddp.gradient_as_bucket_view, torch_dtype(precision.reduce)
-        self.keeps_gradients = ddp.keeps_gradients
-        self._reduces = True
+        self._sums, self._reduces = BucketSums(), True
         for bucket in buckets(trained(module), ddp.bucket_cap_mb << 20):
-            self._reduce_together(bucket)
+            places = self._reduce_together(bucket)
+            self._sums.places += places.items() if ddp.sums_in_buckets else ()
 
-    def _reduce_together(self, weights: list[nn.Parameter]) -> None:
+    def _reduce_together(self, weights: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+        """Make a bucket; returns each weight's place in it."""
         sizes = [weight.numel() for weight in weights]
         bucket = torch.zeros(sum(sizes), dtype=weights[0].dtype, device=self.device)
-        parts = dict(zip(weights, torch.split(bucket, sizes), strict=True))
+        parts = torch.split(bucket, sizes)
+        places = {one: part.view_as(one) for one, part in zip(weights, parts, strict=True)}
 
         def arrived(weight: Tensor) -> None:
             if self._reduces and self._views:
-                weight.grad = parts[weight].view_as(weight)  # type: ignore[index]
+                weight.grad = places[weight]  # type: ignore[index]
             if self._reduces and weight is weights[-1]:
                 bucket.to(self._sent_in)
 
         for weight in weights:
             weight.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+        return places
 
     @property
     def module(self) -> nn.Module:
@@ -202,6 +211,7 @@ class TracedReplica(TorchEngine):
 
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
+        self._sums.begin(last=last)
         self._reduces = last
         yield
 

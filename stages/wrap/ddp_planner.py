@@ -127,7 +127,7 @@ class DdpPlanner(Planner[Ddp]):
     def forecast(
         self, topology: Topology, profile: Profile, precision: Precision, optimizer: OptimizerShape
     ) -> Replicated:
-        views, keeps = self.stage.gradient_as_bucket_view, self.stage.keeps_gradients
+        views, keeps = self.stage.gradient_as_bucket_view, self.stage.sums_in_buckets
         sizes = Sizes.by(precision)
         return Replicated(topology.ranks, profile, optimizer, sizes, views=views, keeps=keeps)
 

@@ -50,10 +50,10 @@ def prime_buckets(model: DistributedDataParallel) -> None:
     # As in its forward: parameters that are unreachable from here count as ready.
     model.reducer.prepare_for_backward([nothing] if model.find_unused_parameters else [])
     nothing.backward()
-    model.zero_grad(set_to_none=not keeps_gradients(model))
+    model.zero_grad(set_to_none=not sums_in_buckets(model))
 
 
-def keeps_gradients(model: DistributedDataParallel) -> bool:
+def sums_in_buckets(model: DistributedDataParallel) -> bool:
     """Whether gradients of several micro-batches can add up in the buckets.
 
     They exist anyway; elsewhere, micro-batches before the last would allocate as much again.

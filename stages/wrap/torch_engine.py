@@ -69,8 +69,6 @@ class TorchEngine(ModuleEngine):
     """Steps as plain torch does; its training state is read parameter by parameter, each whole or
     sharded."""
 
-    keeps_gradients = False
-    """Whether gradients are zeroed where they are after a step, instead of being freed."""
     _restored: Mapping[str, int] = {}
     """Updates of each parameter when the state was restored."""
     _applied = 0
@@ -145,7 +143,7 @@ class TorchEngine(ModuleEngine):
             self._update(gradients, norm, scale)
         if scaler is not None:
             scaler.update(overflowed=overflowed)
-        optimizer.zero_grad(set_to_none=not self.keeps_gradients)
+        optimizer.zero_grad()
         self._applied += applied
         return StepReport(grad_norm=sent, applied=applied, loss_scale=scale)
 

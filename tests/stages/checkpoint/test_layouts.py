@@ -31,13 +31,8 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize(
-    "adapted",
-    [
-        pytest.param(False, id="whole", marks=pytest.mark.full),
-        pytest.param(True, id="lora", marks=pytest.mark.full),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("adapted", [False, True], ids=["whole", "lora"])
 def test_any_layout_goes_on_with_any_other(adapted: bool, tmp_path: Path) -> None:
     losses = {
         name: run_ranks(undisturbed, LAYOUTS[name].ranks, str(tmp_path / name), name, adapted)[0]
