@@ -23,7 +23,8 @@ FEW = ("1b compiled, trainer", "1b saves")
 def measured(out: Path, *only: str) -> dict[str, Any]:
     """Run the program; return its JSON."""
     options = [option for name in only for option in ("--only", name)]
-    command = [sys.executable, str(PROGRAM), "--tiny", "--no-tests", "--out", str(out), *options]
+    command = [sys.executable, str(PROGRAM), "--tiny", "--no-tests", "--minutes", "60"]
+    command += ["--out", str(out), *options]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found: dict[str, Any] = json.loads((out / "results.json").read_text("utf-8"))

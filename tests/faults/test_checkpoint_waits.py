@@ -22,14 +22,16 @@ from tests.support.state import Setting, checkpoint_stage, make_engine
 PATIENCE = 1.0
 """Seconds that a collective waits for the slowest rank."""
 SLOW = 3.0
+MOMENT = 1.5
+"""Seconds that a save may still take when its run is closed."""
 NAMES = [f"step-{step:08d}" for step in (1, 2)]
 
 
-def stop_writer(checkpoints: CheckpointManager) -> None:
-    """Stop the writer and let it continue after SLOW seconds."""
+def stop_writer(checkpoints: CheckpointManager, seconds: float) -> None:
+    """Stop the writer and let it continue after so many seconds."""
     pid = checkpoints.writer._process.pid
     os.kill(pid, signal.SIGSTOP)
-    threading.Timer(SLOW, os.kill, (pid, signal.SIGCONT)).start()
+    threading.Timer(seconds, os.kill, (pid, signal.SIGCONT)).start()
 
 
 def save_slowly(dist: DistContext, folder: str, asynchronous: bool) -> list[str]:
@@ -40,7 +42,7 @@ def save_slowly(dist: DistContext, folder: str, asynchronous: bool) -> list[str]
     checkpoints = checkpoint_stage(setting).run(ctx, make_engine(ctx, setting))
     for step in (1, 2):
         if dist.is_main:
-            stop_writer(checkpoints)
+            stop_writer(checkpoints, SLOW)
         checkpoints.save(Progress(step=step))
         torch.distributed.all_reduce(torch.ones(1), group=impatient)
     checkpoints.finish()
@@ -54,16 +56,18 @@ def test_a_slow_commit_trips_no_collective(asynchronous: bool, tmp_path: Path) -
 
 
 def close_at_once(dist: DistContext, folder: str) -> bool:
-    """Close as after a failure in the step after a save; return whether the checkpoint was
+    """Close as after a failure in the step after a second save; return whether its checkpoint was
     there."""
     ctx = context(dist, folder)
     setting = Setting(wrap="ddp")
     checkpoints = checkpoint_stage(setting).run(ctx, make_engine(ctx, setting))
-    if dist.is_main:
-        stop_writer(checkpoints)
     checkpoints.save(Progress(step=1))
+    checkpoints.finish()  # the writer has started
+    if dist.is_main:
+        stop_writer(checkpoints, MOMENT)
+    checkpoints.save(Progress(step=2))
     checkpoints.close()
-    return Path(folder, "checkpoints", NAMES[0]).is_dir()
+    return Path(folder, "checkpoints", NAMES[1]).is_dir()
 
 
 def test_a_save_ends_well_whichever_rank_fails_after_it(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tests.support.tiny_recipe import EXPORT, losses, outcome, training
 STEPS, RANKS = times(quick=120, full=1200), 2
 STOPS = times(quick=2, full=50)
 KILLS = times(quick=1, full=20)
+SAVE_EVERY = 10
 Command = Callable[..., Forked]
 
 
@@ -28,7 +29,7 @@ def recipe(folder: Path) -> Path:
     """Write a recipe whose run goes on by itself after kills, and saves now and then."""
     stages = training(
         data={"heldout": True},
-        checkpoint={"every": 10, "keep": 2},
+        checkpoint={"every": SAVE_EVERY, "keep": 2},
         train={"steps": STEPS, "eval_every": 7, "micro_batch_size": 1, "workers": 1},
     )
     launch = {"procs": RANKS, "device": "cpu", "restarts": {"limit": 5, "backoff": 0}}
@@ -136,7 +137,9 @@ def test_ranks_that_are_killed_are_started_again(
         if pids and saved:
             os.kill(chance.choice(pids), signal.SIGKILL)
             killed += 1
-            pipe.wait_for(lambda saved=saved: newest(pipe.run_dir) > saved or not process.alive())
+            # the next save may have been on its way, and be ended by the writers of dead ranks
+            later = saved + SAVE_EVERY
+            pipe.wait_for(lambda later=later: newest(pipe.run_dir) > later or not process.alive())
         if killed == KILLS:
             break
     result = process.end()
