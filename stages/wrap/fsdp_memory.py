@@ -162,11 +162,16 @@ class Sharded(TorchMemory):
         stays = r * self._own.after(place) if others and replicas else 0
         if moment.event != "reduce":
             return stays + r * (self._padded[place + 1] - self._reduced_experts[place + 1])
-        # Whole gradients but the last are freed before there is a shard.
+        padded = r * (self._padded[place] - self._reduced_experts[place])
+        return stays + padded + self._new_shard(place, c)
+
+    def _new_shard(self, place: int, size: int) -> int:
+        """Bytes that a unit's shard takes beyond those of its whole gradients, in numbers of `size`
+        bytes: all of them but the last are freed before there is a shard."""
+        m, r = self._sizes.master, self._sizes.reduce
         last = self._last.get(place, 0) if self._shards > 1 else 0
-        freed = c * (self._trained[place] - last)
-        shard = (r if r == m else r + m) * self._own[place] - freed
-        return stays + r * (self._padded[place] - self._reduced_experts[place]) + max(shard, 0)
+        freed = size * (self._trained[place] - last)
+        return max((r if r == m else r + m) * self._own[place] - freed, 0)
 
     def _unreduced(self, moment: Moment, place: int) -> int:
         """Bytes of whole gradients outside of the unit in backward: of the head, and of units that

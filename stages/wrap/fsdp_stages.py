@@ -176,7 +176,8 @@ class StageShards(Sharded):
     def _reducing(self, moment: Moment, place: int) -> int:
         if moment.event != "reduce" or not moment.last:
             return 0
-        return self._sizes.reduce * self._padded[place]
+        r = self._sizes.reduce
+        return r * self._padded[place] + self._new_shard(place, r)
 
     def _unreduced(self, moment: Moment, place: int) -> int:
         c, r, trained = self._sizes.compute, self._sizes.reduce, self._trained
