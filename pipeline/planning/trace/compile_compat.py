@@ -21,22 +21,25 @@ def traced_backend() -> str:
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._dynamo.backends.registry import register_backend
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._functorch.partitioners import min_cut_rematerialization_partition, must_recompute
 
-    def compiler(graph: Any, inputs: Any) -> Any:
+    def compiler(graph: Any, inputs: Any, *, again: bool = False) -> Any:
         code = boxed_nop(graph, inputs)
 
         def run(arguments: list[Any]) -> Any:
-            with region():
+            with region(again=again):
                 return code(arguments)
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
+    def backward_compiler(graph: Any, inputs: Any) -> Any:
+        return compiler(graph, inputs, again=any(map(must_recompute, graph.graph.nodes)))
+
     def backend(graph: Any, inputs: Any, **options: Any) -> Any:
         return aot_autograd(
             fw_compiler=compiler,
-            bw_compiler=compiler,
+            bw_compiler=backward_compiler,
             decompositions=lambda: import_module(
                 "torch._inductor.compile_fx"
             ).select_decomp_table(),

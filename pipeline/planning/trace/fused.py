@@ -24,19 +24,21 @@ class Region:
         return sum(self.sizes.pop(key, 0) for key in keys)
 
 
-_active: list[Callable[[], contextlib.AbstractContextManager[None]]] = []
+Count = Callable[..., contextlib.AbstractContextManager[None]]
+_active: list[Count] = []
 
 
 @contextlib.contextmanager
-def region() -> Iterator[None]:
-    """Run a piece of compiled code in the body, as the innermost `counted_by` says."""
-    with _active[-1]() if _active else contextlib.nullcontext():
+def region(*, again: bool) -> Iterator[None]:
+    """Run a piece of compiled code in the body, as the innermost `counted_by` says; `again` where
+    it recomputes what activation checkpointing did not keep."""
+    with _active[-1](again=again) if _active else contextlib.nullcontext():
         yield
 
 
 @contextlib.contextmanager
-def counted_by(count: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
-    """Inside, run each piece of compiled code within `count()`."""
+def counted_by(count: Count) -> Iterator[None]:
+    """Inside, run each piece of compiled code within `count(again=...)`."""
     _active.append(count)
     try:
         yield

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._prims import rng_prims
 from torch.autograd.graph import Node
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.distributed.pipelining import _backward as halves
@@ -30,6 +31,8 @@ autograd engine holds them."""
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, `operation` stands for every operation on tensors, those of compiled code too."""
 
+    supports_higher_order_operators = True
+
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         """Let torch compile inside: otherwise it compiles nothing while somebody watches."""
@@ -40,6 +43,11 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if function is torch.ops.prim.device.default:  # often called, and no operation
             return function(*args)
+        # Compiled code that computes again has every operation with random numbers in one of these.
+        if function is rng_prims.run_and_save_rng_state:
+            return torch.get_rng_state(), self.operation(args[0], args[1:], kwargs or {})
+        if function is rng_prims.run_with_rng_state:
+            return self.operation(args[1], args[2:], kwargs or {})
         return self.operation(function, args, kwargs or {})
 
     def operation(self, function: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:

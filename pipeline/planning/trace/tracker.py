@@ -138,9 +138,10 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     @contextlib.contextmanager
-    def _fused(self) -> Iterator[None]:
-        """Count what the body makes as what fused kernels write."""
+    def _fused(self, *, again: bool) -> Iterator[None]:
+        """Count what the body makes as what fused kernels write, some of it `again`."""
         outer, self._region = self._region, Region()
+        self.stretches[-1].repeats |= again
         try:
             yield
             left = [key for key in self._region.sizes if self._sizes.get(key)]

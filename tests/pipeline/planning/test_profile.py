@@ -75,6 +75,15 @@ def test_a_compiled_block_keeps_what_its_partition_keeps(tmp_path: Path) -> None
     assert found.total("made").at(2) < 0.65 * plain.total("made").at(2)
 
 
+def test_a_compiled_block_that_is_computed_again_keeps_its_input(tmp_path: Path) -> None:
+    """Its attention takes random numbers, so that its compiled code sets their state back."""
+    found = profiled(tmp_path, model={**own(1, **llama()), "compile": {}})
+    assert found.part("forward", 3).kept == Line(0, TOKENS * 2 * HIDDEN)
+    plain = profiled(tmp_path, model=own(1, **llama()))
+    for amount in ("products", "attention", "again"):
+        print(amount, found.part("backward", 3), plain.part("backward", 3), found.recomputed)
+
+
 def test_frozen_weights_take_no_gradient(tmp_path: Path) -> None:
     """A step takes 4 operations for each element of a frozen matrix, 2 in the first block: frozen
     embeddings need no gradient. An update takes 6."""
