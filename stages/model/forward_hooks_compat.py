@@ -4,41 +4,54 @@ torch."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import nn
 
 SHARED = -1
 """Key of these hooks on every module; torch counts its own from 0."""
+INSIDE = "_hooks_inside_of_forward"
+"""Attribute of modules whose forward calls these hooks itself: `before` and `after`."""
+
+Hook = Callable[..., Any]
 
 
-def around_forward(
-    module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]
-) -> None:
+def around_forward(module: nn.Module, before: Hook, after: Hook) -> None:
     """Call `before` ahead of `module`'s forward, and `after` behind it, even if forward raises.
+    A forward that `with_hooks` has made calls them itself.
 
     torch's own registration numbers hooks, and compiled graphs look up the numbers: each block
     would get a graph of its own, up to a limit beyond which blocks are not compiled.
     """
+    if hasattr(module, INSIDE):
+        getattr(module, INSIDE).update(before=before, after=after)
+        return
     module._forward_pre_hooks[SHARED] = before
     module._forward_hooks[SHARED] = after
     module._forward_hooks_always_called[SHARED] = True
 
 
-def with_hooks(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A forward of `module` that calls its hooks of `around_forward`, if it has any by then: for
-    a recomputation, to which they lie outside. Compiled code repeats what they did."""
+def hooks_before(module: nn.Module) -> Iterator[Hook]:
+    """What is called ahead of `module`'s forward: torch's hooks, and one that is repeated."""
+    yield from module._forward_pre_hooks.values()
+    yield from (hook for name, hook in getattr(module, INSIDE, {}).items() if name == "before")
+
+
+def with_hooks(module: nn.Module, forward: Hook) -> Hook:
+    """A forward of `module` that calls the hooks that `around_forward` will put on it, so that a
+    recomputation, outside of which torch calls hooks, repeats them."""
+    hooks: dict[str, Hook] = {}
+    setattr(module, INSIDE, hooks)
 
     @functools.wraps(forward)
     def between(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or SHARED not in module._forward_pre_hooks:
+        if not hooks:
             return forward(*args, **kwargs)
-        module._forward_pre_hooks[SHARED](module, args)
+        hooks["before"](module, args)
         try:
             return forward(*args, **kwargs)
         finally:
-            module._forward_hooks[SHARED](module, args, None)
+            hooks["after"](module, args, None)
 
     return between

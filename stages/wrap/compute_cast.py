@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stages.model.forward_hooks_compat import around_forward
+from stages.model.forward_hooks_compat import around_forward, hooks_before
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
@@ -82,5 +82,5 @@ class ParameterCast:
 
 def installed_casts(model: nn.Module) -> list[ParameterCast]:
     """The casts that are on the model's modules."""
-    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
+    hooks = [hook for module in model.modules() for hook in hooks_before(module)]
     return [hook for hook in hooks if isinstance(hook, ParameterCast)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from torch import nn
@@ -60,6 +62,10 @@ def test_installed_casts_can_be_told() -> None:
     cast_on_use(module, torch.bfloat16)
     casts = [torch.bfloat16] * 4  # as are the root's
     assert [cast.dtype for cast in installed_casts(module)] == casts
+    module = model()
+    checkpoint_blocks([module[1]], ActivationCheckpointing())  # type: ignore[index]
+    cast_on_use(module, torch.bfloat16)
+    assert [cast.dtype for cast in installed_casts(module)] == casts
 
 
 class Reads(nn.Module):
@@ -99,13 +105,17 @@ class Asks(nn.Module):
         return out
 
 
-def test_a_recomputed_block_finds_its_parameters_cast() -> None:
+@pytest.mark.parametrize("keep", ["nothing", "attention", "matmuls"])
+def test_a_recomputed_block_finds_its_parameters_cast(
+    keep: Literal["nothing", "attention", "matmuls"],
+) -> None:
+    """torch counts the operations of both passes where some results are kept."""
     found = []
     for recompute in (False, True):
         torch.manual_seed(0)
         block = Asks()
         if recompute:
-            checkpoint_blocks([block], ActivationCheckpointing())
+            checkpoint_blocks([block], ActivationCheckpointing(keep=keep))
         cast_on_use(block, torch.bfloat16)
         out = block(torch.linspace(-1, 1, 12, dtype=torch.bfloat16).view(3, 4))
         out.sum().backward()

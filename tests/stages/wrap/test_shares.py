@@ -133,6 +133,7 @@ def test_an_average_is_four_bytes_of_what_a_rank_updates(wrap: Any) -> None:
     assert plain.averaged == 0
 
 
+KEPT = {"keep": "attention"}
 CASES: dict[str, dict[str, Any]] = {
     "accumulated": {"wrap": "ddp", "accumulation": 2},
     "gradients of their own": {
@@ -154,14 +155,19 @@ CASES: dict[str, dict[str, Any]] = {
     "8 bits": {"ranks": 2, "optimizer": NARROW, "master": "bf16"},
     "4 bits": {"ranks": 2, "adapter": {"rank": 8, "quantize": "nf4"}},
     "not compiled": {"ranks": 2, "optimizer": {"moments": "8bit", "kernel": "single"}},
+    "attention kept": {"wrap": "ddp", "model": {"activation_checkpointing": KEPT}},
+    "attention kept, compiled": {
+        "wrap": "ddp", "model": {"activation_checkpointing": KEPT, "compile": {}},
+    },
+    "compiled": {"wrap": "ddp", "model": {"compile": {}}},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", spread(list(CASES), 2))
 def test_what_is_told_is_what_a_trace_says(name: str) -> None:
-    sized = {"length": 128, "ranks": 2, **CASES[name]}
-    model = own(1, **llama(vocab_size=8000)) | EAGER
-    assert abs(profile_and_trace(Case(name=name, model=model, **sized)).error) < 0.02
+    sized: dict[str, Any] = {"length": 128, "ranks": 2, "model": EAGER, **CASES[name]}
+    sized["model"] = own(1, **llama(vocab_size=8000)) | sized["model"]
+    assert abs(profile_and_trace(Case(name=name, **sized)).error) < 0.02
 
 
 profiles = st.builds(
