@@ -12,7 +12,7 @@ from torch import nn
 SHARED = -1
 """Key of these hooks on every module; torch counts its own from 0."""
 INSIDE = "_hooks_inside_of_forward"
-"""Attribute of modules whose forward calls these hooks itself: `before` and `after`."""
+"""Attribute of modules whose forward calls these hooks itself: a list, empty or of one pair."""
 
 Hook = Callable[..., Any]
 
@@ -25,7 +25,7 @@ def around_forward(module: nn.Module, before: Hook, after: Hook) -> None:
     would get a graph of its own, up to a limit beyond which blocks are not compiled.
     """
     if hasattr(module, INSIDE):
-        getattr(module, INSIDE).update(before=before, after=after)
+        getattr(module, INSIDE)[:] = [(before, after)]
         return
     module._forward_pre_hooks[SHARED] = before
     module._forward_hooks[SHARED] = after
@@ -33,25 +33,26 @@ def around_forward(module: nn.Module, before: Hook, after: Hook) -> None:
 
 
 def hooks_before(module: nn.Module) -> Iterator[Hook]:
-    """What is called ahead of `module`'s forward: torch's hooks, and one that is repeated."""
+    """Hooks ahead of `module`'s forward: those that torch calls, and those that it calls itself."""
     yield from module._forward_pre_hooks.values()
-    yield from (hook for name, hook in getattr(module, INSIDE, {}).items() if name == "before")
+    yield from (before for before, _ in getattr(module, INSIDE, ()))
 
 
 def with_hooks(module: nn.Module, forward: Hook) -> Hook:
     """A forward of `module` that calls the hooks that `around_forward` will put on it, so that a
     recomputation, outside of which torch calls hooks, repeats them."""
-    hooks: dict[str, Hook] = {}
+    hooks: list[tuple[Hook, Hook]] = []
     setattr(module, INSIDE, hooks)
 
     @functools.wraps(forward)
     def between(*args: Any, **kwargs: Any) -> Any:
         if not hooks:
             return forward(*args, **kwargs)
-        hooks["before"](module, args)
+        ((before, after),) = hooks
+        before(module, args)
         try:
             return forward(*args, **kwargs)
         finally:
-            hooks["after"](module, args, None)
+            after(module, args, None)
 
     return between

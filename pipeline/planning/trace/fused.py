@@ -24,21 +24,23 @@ class Region:
         return sum(self.sizes.pop(key, 0) for key in keys)
 
 
-Count = Callable[..., contextlib.AbstractContextManager[None]]
+Count = Callable[[bool], contextlib.AbstractContextManager[None]]
+"""Takes whether a piece of compiled code recomputes what activation checkpointing did not keep, and
+counts the piece in its body."""
 _active: list[Count] = []
 
 
 @contextlib.contextmanager
 def region(*, again: bool) -> Iterator[None]:
-    """Run a piece of compiled code in the body, as the innermost `counted_by` says; `again` where
-    it recomputes what activation checkpointing did not keep."""
-    with _active[-1](again=again) if _active else contextlib.nullcontext():
+    """Run a piece of compiled code in the body, as the innermost `counted_by` says; `again`
+    where it recomputes."""
+    with _active[-1](again) if _active else contextlib.nullcontext():
         yield
 
 
 @contextlib.contextmanager
 def counted_by(count: Count) -> Iterator[None]:
-    """Inside, run each piece of compiled code within `count(again=...)`."""
+    """Inside, run each piece of compiled code within `count(again)`."""
     _active.append(count)
     try:
         yield

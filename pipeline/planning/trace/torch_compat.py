@@ -32,6 +32,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, `operation` stands for every operation on tensors, those of compiled code too."""
 
     supports_higher_order_operators = True
+    """Otherwise torch refuses operators of operators, which compiled code has."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -138,8 +138,8 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     @contextlib.contextmanager
-    def _fused(self, *, again: bool) -> Iterator[None]:
-        """Count what the body makes as what fused kernels write, some of it `again`."""
+    def _fused(self, again: bool) -> Iterator[None]:
+        """Count what the body makes as what fused kernels write; some of it `again`."""
         outer, self._region = self._region, Region()
         self.stretches[-1].repeats |= again
         try:
