@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -119,13 +120,19 @@ def in_place() -> None:
 def _settled(collective: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(collective)
     def call(tensor: Any, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-        held = tensor._use_count()
+        held = _holders(tensor)
         collective(tensor, *args, **kwargs)
-        while tensor._use_count() > held:  # freed by a thread of gloo
+        while _holders(tensor) > held:  # freed by a thread of gloo
             time.sleep(LET_GO)
         return _Done() if async_op else None
 
     return call
+
+
+def _holders(tensor: Tensor) -> int:
+    """Number of references to a tensor. A thread that holds one in C++ also holds one to the Python
+    object, which it gives up a little later."""
+    return tensor._use_count() + sys.getrefcount(tensor)
 
 
 class _Done:
