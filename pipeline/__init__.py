@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from pipeline.distributed.heartbeat import Heartbeat, Phase
     from pipeline.distributed.process_group import DistContext
     from pipeline.errors import (
+        BadRows,
         CheckpointError,
         DataError,
         EngineMismatch,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -118,8 +118,19 @@ class DataError(StageError):
     def __init__(
         self, message: str, *, file: str | Path, row: int | None = None, hint: str = ""
     ) -> None:
+        self.message, self.file, self.row, self.hint = message, str(file), row, hint
         place = f"{file}:{row}" if row is not None else str(file)
         super().__init__(f"{place}: {message}", hint=hint)
+
+
+class BadRows(StageError):
+    """Several rows cannot be trained on: the first of them, and the number of each kind."""
+
+    def __init__(
+        self, message: str, *, rows: Sequence[DataError], kinds: Mapping[str, int], hint: str = ""
+    ) -> None:
+        self.rows, self.kinds = tuple(rows), dict(kinds)
+        super().__init__(message, hint=hint)
 
 
 class EngineMismatch(StageError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 
 import click
@@ -11,22 +12,41 @@ from pipeline.chain.plan import Plan, plan_file
 from pipeline.chain.registry import Registry
 from pipeline.commands.completion import OVERRIDE, RECIPE
 from pipeline.commands.trust import trust_options
-from pipeline.errors import Problem, RecipeError
+from pipeline.errors import (
+    BadRows,
+    DataError,
+    Problem,
+    RecipeError,
+    StageError,
+    UsageError,
+)
+from pipeline.utils import terminal
 from pipeline.utils.text import plural
 
 
 @click.command()
 @click.argument("recipe", shell_complete=RECIPE)
 @click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
+@click.option(
+    "--data",
+    "with_data",
+    is_flag=True,
+    help="Read all rows too, and tokenise them into the cache for the run.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.pass_obj
 @trust_options
 def check(
-    registry: Registry | None, recipe: str, overrides: tuple[str, ...], as_json: bool
+    registry: Registry | None,
+    recipe: str,
+    overrides: tuple[str, ...],
+    with_data: bool,
+    as_json: bool,
 ) -> None:
     """Find every mistake in RECIPE before running.
 
     OVERRIDES change values first: train.steps=50 wrap.use=wrap.ddp
+    With --data, its data and tokenizer are prepared in this process, and no weights are read.
     """
     try:
         plan = plan_file(recipe, overrides, registry=registry)
@@ -38,7 +58,62 @@ def check(
     if not as_json:
         for warning in plan.warnings:
             click.echo(f"warning: {warning}", err=True)
-    click.echo(json.dumps(_summary(plan)) if as_json else _line(plan))
+    if not with_data:
+        click.echo(json.dumps(_summary(plan)) if as_json else _line(plan))
+        return
+    from pipeline.execution.data_preview import preview
+
+    log = _DataLog(shown=not as_json)
+    try:
+        with preview(plan, log.logger) as shown:
+            data = shown.facts()
+    except StageError as error:
+        if isinstance(error.__cause__, OSError) and not isinstance(error, DataError):
+            raise  # of the machine
+        if not as_json:
+            raise UsageError(str(error)) from error
+        click.echo(json.dumps(_bad_data(error, log)))
+        sys.exit(UsageError.exit_code)
+    if as_json:
+        click.echo(json.dumps({**_summary(plan), "data": {**data, "warnings": log.warnings}}))
+        return
+    click.echo(_line(plan))
+    click.echo(f"data: {shown.summary()}")
+
+
+class _DataLog(logging.Handler):
+    """Messages of the stages: on stderr if `shown`; the warnings are kept."""
+
+    def __init__(self, *, shown: bool) -> None:
+        super().__init__(logging.INFO)
+        self.warnings: list[str] = []
+        self._shown = shown
+        self.logger = logging.Logger("pipe.check", logging.INFO)
+        self.logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = terminal.shown(record.getMessage())
+        warns = record.levelno >= logging.WARNING
+        if warns:
+            self.warnings.append(text)
+        if self._shown:
+            click.echo(f"warning: {text}" if warns else text, err=True)
+
+
+def _bad_data(error: StageError, log: _DataLog) -> dict[str, object]:
+    """Return what is wrong with the data: the first bad rows as problems, and counts by kind."""
+    if isinstance(error, BadRows):
+        rows, kinds = error.rows, error.kinds
+    else:
+        rows, kinds = (error,) if isinstance(error, DataError) else (), {}
+    problems: list[dict[str, object]] = [
+        {"file": one.file, "line": one.row, "column": None, "key": "data", "message": one.message,
+         "hint": one.hint}
+        for one in rows
+    ]  # fmt: skip
+    if not problems:
+        problems = [_problem(Problem(message=str(error), key="data"))]
+    return {"ok": False, "problems": problems, "kinds": kinds, "warnings": log.warnings}
 
 
 def _line(plan: Plan) -> str:

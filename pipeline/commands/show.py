@@ -121,21 +121,13 @@ def _show_data(plan: Plan, *, count: int, as_json: bool) -> None:
         if as_json:
             click.echo(json.dumps(_as_json(shown, indices), indent=1))
             return
-        click.echo(_summary(shown))
+        click.echo(shown.summary())
         colour = sys.stdout.isatty()
         for place, index in enumerate(indices):
             # a stream's own index means nothing to people
             number = place if shown.size is None else index
             text = _described(shown, index, number, colour=colour)
             click.echo(f"\n{text}", file=bare(sys.stdout))
-
-
-def _summary(shown: Preview) -> str:
-    data = shown.data
-    held = len(data.heldout) if data.heldout else 0
-    packed = ", packed" if data.packed else ""
-    size = "a stream of samples" if shown.size is None else plural(shown.size, "sample")
-    return f"{size} to train on{packed}, {held} held out"
 
 
 def _described(shown: Preview, index: int, number: int, *, colour: bool) -> str:
@@ -165,9 +157,7 @@ def _marked(shown: Preview, tokens: Sequence[Token], *, colour: bool) -> str:
 def _as_json(shown: Preview, indices: Sequence[int]) -> dict[str, object]:
     data = shown.data
     return {
-        "samples": shown.size,
-        "heldout": len(data.heldout) if data.heldout else 0,
-        "packed": data.packed,
+        **shown.facts(),
         "shown": [
             {"place": place, "index": index, **_sample(data.train[index])}
             for place, index in enumerate(indices)

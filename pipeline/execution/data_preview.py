@@ -18,6 +18,7 @@ from pipeline.contracts.sample_order import ENDLESS, Order
 from pipeline.contracts.stage import Context
 from pipeline.errors import UsageError
 from pipeline.execution.metrics import Metrics
+from pipeline.utils.text import plural
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan, PlannedSlot
@@ -47,6 +48,21 @@ class Preview:
     def size(self) -> int | None:
         """Samples to train on; None for a stream."""
         return None if self._order.size == ENDLESS else self._order.size
+
+    @property
+    def heldout(self) -> int:
+        """Samples to evaluate on."""
+        return len(self.data.heldout) if self.data.heldout else 0
+
+    def summary(self) -> str:
+        """Return the numbers of samples for people."""
+        packed = ", packed" if self.data.packed else ""
+        size = "a stream of samples" if self.size is None else plural(self.size, "sample")
+        return f"{size} to train on{packed}, {self.heldout} held out"
+
+    def facts(self) -> dict[str, Any]:
+        """Return the numbers of samples for programs."""
+        return {"samples": self.size, "heldout": self.heldout, "packed": self.data.packed}
 
     @functools.cached_property
     def _order(self) -> Order:

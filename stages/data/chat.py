@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from pipeline import Context, Data, ModelSource, PlanView, Problem
-from stages.data.fields import Selection, problems
+from stages.data.fields import Selection, Source, problems
 from stages.data.forms import first_form
+from stages.data.names import Names, name_problems
 from stages.data.sources import find_files
 from stages.model.config_checks import tokenizer_problems
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatSource(Source):
+    """A source whose rows may have names of their own."""
+
+    columns: dict[str, str] = field(default_factory=dict)
+    """As the slot's `columns`, instead of them."""
+    role_names: dict[str, str] = field(default_factory=dict)
+    """As the slot's `role_names`, instead of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +40,11 @@ class ChatData(Selection):
     trained on. Rows without a token to train on are dropped and reported.
     """
 
+    sources: tuple[ChatSource, ...] = ()
+    """Instead of `files`: several sources, mixed by weight. An epoch holds every sample of every
+    source at least once, and repeats samples until the shares are those of the weights."""
+    heldout_sources: tuple[ChatSource, ...] = ()
+    """Instead of `heldout_files`: several sources to evaluate on, one after the other."""
     form: (
         Literal["messages", "sharegpt", "prompt/completion", "alpaca", "text", "input_ids"] | None
     ) = None
@@ -35,6 +52,12 @@ class ChatData(Selection):
     roles: tuple[str, ...] = ()
     """Roles of messages that the template knows besides system, developer, user, assistant and
     tool."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Names that the rows have for keys of theirs and of their messages, by the names used here:
+    `{messages: dialog, role: speaker, content: text}`. What has the name of a key that another one
+    stands for is not read."""
+    role_names: dict[str, str] = field(default_factory=dict)
+    """Roles that are meant by other names: `{bot: assistant}`."""
     template: bool = True
     """Whether a text prompt and its completion are a user's and an assistant's turn of the chat
     template. False joins them without it (Alpaca's with Alpaca's prompt), with the tokenizer's end
@@ -54,6 +77,10 @@ class ChatData(Selection):
     """Put the tokenizer's start token before a `text`, and before a pair that takes no template.
     Null does the same as the tokenizer does when it is called with a text: the tokenizers of Llama
     and Gemma put it there. A chat template has its own."""
+    bad_rows: Literal["error", "drop"] = "error"
+    """Treatment of rows that cannot be read or laid out: an error that shows the first of them and
+    counts their kinds, or leave them out and say so. A file that cannot be read to its end is
+    always an error."""
     sequence_length: Annotated[int, Field(ge=1)] = 1024
     """Largest number of tokens per sample."""
     too_long: Literal["truncate", "drop", "error"] = "truncate"
@@ -71,14 +98,37 @@ class ChatData(Selection):
             message = f"{self.today!r} is not a date"
             yield Problem(message=message, key="today", hint="write it as YYYY-MM-DD")
         yield from problems(self)
+        yield from self._name_problems()
         plain = "`template: false` for pairs of texts" if self._needs_template() else None
         yield from tokenizer_problems(plan, no_template=plain)
+
+    def names(self, source: Source | None = None) -> Names:
+        """Return the names in a source: its own, or else the slot's."""
+        own = source if isinstance(source, ChatSource) else self
+        return Names(
+            columns=own.columns or self.columns,
+            role_names=own.role_names or self.role_names,
+            roles=self.roles,
+        )
+
+    def _name_problems(self) -> Iterator[Problem]:
+        yield from name_problems(self.names())
+        for key in ("sources", "heldout_sources"):
+            for index, source in enumerate(getattr(self, key)):
+                for problem in name_problems(self.names(source)):
+                    if source.columns or source.role_names:
+                        place = f"{key}.{index}.{problem.key}"
+                        yield dataclasses.replace(problem, key=place)
 
     def _needs_template(self) -> bool:
         """Whether rows are certain to need the chat template: by `form`, or by the first row of
         each source's first file, since there may be thousands of files."""
-        paths = [path for source in self.trained_on() for path in find_files(source.files)[:1]]
-        found = {self.form} if self.form else {first_form(path) for path in paths}
+        firsts = [
+            (path, self.names(source))
+            for source in self.trained_on()
+            for path in find_files(source.files)[:1]
+        ]
+        found = {self.form} if self.form else {first_form(*each) for each in firsts}
         always = {"messages", "sharegpt"}
         return bool(found & (always | {"prompt/completion", "alpaca"} if self.template else always))
 

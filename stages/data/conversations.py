@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import re
 from collections.abc import Iterator, Sequence
@@ -70,8 +71,6 @@ class ConversationEncoder:
         turns = [index for index, _ in located]
         if self._has_markers(chat):
             return self._marked(chat, text, tokens, turns)
-        if turns[:1] == [0]:
-            raise chat.row.error("begins with an assistant message, which answers nothing")
         spans = [self._span(chat, text, *each) for each in located]
         special = tokens.bounds[self.tokens.are_special(tokens.ids)]
         return tokens.inside([_without_tail(text, special, span) for span in spans])
@@ -112,11 +111,13 @@ class ConversationEncoder:
         return [index for index in turns if index not in chat.silent]
 
     def _span(self, chat: Conversation, text: str, index: int, prompt: bool) -> Span:
-        """Return the characters of one message, behind its generation prompt if `prompt`. The first
-        message begins with the text."""
+        """Return the characters of one message, behind its generation prompt if `prompt`. Where all
+        else is trained on, the first message begins with the text."""
         start, end = "", text
         if index:
             start = self._rendered.text(chat, index, prompt=prompt)
+        elif prompt and self.stage.loss != "all":
+            start = self._opening(chat, text)
         if index + 1 < len(chat.messages):
             end = self._rendered.text(chat, index + 1)
         if not (text.startswith(end) and end.startswith(start)):
@@ -126,6 +127,26 @@ class ConversationEncoder:
                 hint="set `loss: last`, or mark the turns in the template with {% generation %}",
             )
         return len(start), len(end)
+
+    def _opening(self, chat: Conversation, text: str) -> str:
+        """Return the text before an assistant's turn that opens a conversation: up to the end of
+        the first generation prompt, as it follows a user's turn. Raises DataError if it cannot be
+        found."""
+        user = dataclasses.replace(chat, messages=[{"role": "user", "content": "x"}])
+        try:
+            asked = self._rendered.text(user, 1)
+            prompt = self._rendered.text(user, 1, prompt=True).removeprefix(asked)
+        except DataError:
+            prompt = ""
+        before, found, _ = text.partition(prompt) if prompt else ("", "", "")
+        content = chat.messages[0].get("content")
+        if not found or (content and content.strip() in before):
+            raise chat.row.error(
+                "begins with an assistant's message, whose beginning cannot be located: the chat "
+                "template lays it out otherwise than its generation prompt",
+                hint="set `train: false` in that message, or `loss: last`",
+            )
+        return before + found
 
     def _marked(
         self, chat: Conversation, text: str, tokens: TextTokens, turns: list[int]

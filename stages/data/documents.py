@@ -14,9 +14,11 @@ from pipeline.utils import activity
 from stages.data import tokenize
 from stages.data.cache import KEYS, Counts, Entry, digest
 from stages.data.encodings import plain_ids
+from stages.data.mistakes import Mistakes
+from stages.data.notes import write_notes
 from stages.data.pieces import cutter
-from stages.data.rows import TEXT, read_text, require_text
-from stages.data.samples import STARTS, TOKENS, TokenBlocks
+from stages.data.rows import TEXT, Report, raised, read_text, require_text
+from stages.data.samples import BAD, STARTS, TOKENS, TokenBlocks
 from stages.data.sources import OpenedSource, Part
 
 if TYPE_CHECKING:
@@ -33,32 +35,49 @@ Piece = tuple[str, bool, bool]
 
 
 def read_documents(
-    parts: Iterable[Part], *, text_key: str, unit: Unit, blank: bool = False
+    parts: Iterable[Part],
+    *,
+    text_key: str,
+    unit: Unit,
+    blank: bool = False,
+    mistakes: Mistakes | None = None,
 ) -> Iterator[str]:
     """Yield every document that is not blank, in the order of parts and rows.
 
-    `unit` is the extent of a document in a plain text file. Raises DataError for a row without
-    text, for a file that cannot be read and, unless `blank`, for a part without text.
+    `unit` is the extent of a document in a plain text file. `mistakes` is given a DataError for
+    each row without text, for a file that cannot be read and, unless `blank`, for a part without
+    text; the first one is raised without `mistakes`.
     """
+    report, report_file = (mistakes.add, mistakes.add_file) if mistakes else (raised, raised)
     for part in parts:
         found = False
-        for text in _texts(part, text_key, unit):
-            if text.strip():
-                found = True
-                yield text
-        if not (found or blank):
-            raise DataError("no text in this file", file=part.name)
+        try:
+            for text in _texts(part, text_key, unit, report):
+                if mistakes and mistakes.enough:
+                    return
+                if text.strip():
+                    found = True
+                    yield text
+            if not (found or blank or (mistakes and mistakes.count)):
+                raise DataError("no text in this file", file=part.name)
+        except DataError as error:
+            report_file(error)
 
 
-def _texts(part: Part, key: str, unit: Unit) -> Iterator[str]:
+def _texts(part: Part, key: str, unit: Unit, report: Report) -> Iterator[str]:
     if not str(part.name).endswith(TEXT):
-        for row in part.rows([key]):
-            if key not in row.value:
-                hint = "set `text_key`"
-                raise row.error(f"no key {key!r}; it has {sorted(row.value)}", hint=hint)
-            yield require_text(row, row.value[key], f"{key!r}")
+        for row in part.rows([key], report):
+            try:
+                if key not in row.value:
+                    hint = "set `text_key`"
+                    raise row.error(f"no key {key!r}; it has {sorted(row.value)}", hint=hint)
+                text = require_text(row, row.value[key], f"{key!r}")
+            except DataError as error:
+                report(error)
+            else:
+                yield text
     elif unit == "line":
-        for row in part.rows():
+        for row in part.rows(report=report):
             yield row.value["text"]
     else:
         yield read_text(Path(part.name)).replace("\r\n", "\n")
@@ -118,15 +137,27 @@ class Documents:
         """Everything that decides the samples of a text, for the identity of the data."""
 
     def key(self, opened: OpenedSource) -> str:
-        """Return the cache key of a source."""
-        return digest(["text", KEYS, opened.digest, self.settings_digest])
+        """Return the cache key of a source. An entry without its bad rows has one of its own, since
+        it says nothing of them."""
+        content = digest(["text", KEYS, opened.digest, self.settings_digest])
+        return f"{content}-drop" if self.settings.bad_rows == "drop" else content
+
+    def content(self, entry: Entry) -> str:
+        """Return what decides an entry's tokens: its key, with the number of rows that were dropped
+        if there are any."""
+        content, dropped = entry.key.partition("-")[0], entry.counts.get(BAD)
+        return f"{content}-{dropped}" if dropped else content
 
     def build(self, opened: OpenedSource, folder: Path) -> Counts:
-        """Tokenise a source into a folder. Raises DataError if it has no target."""
-        counts = self.write(folder, self.read(opened.parts))
+        """Tokenise a source into a folder. Raises the error of its mistakes, and DataError if it
+        has no target."""
+        mistakes = Mistakes(opened.parts, self.settings.bad_rows)
+        counts = self.write(folder, self.read(opened.parts, mistakes))
+        mistakes.check(counts["documents"] + mistakes.count)
         if counts["tokens"] < 2:
             raise DataError("fewer than two tokens of text", file=str(opened.source))
-        return counts
+        write_notes(folder, mistakes.notes())
+        return counts | ({BAD: mistakes.count} if mistakes.count else {})
 
     def samples(self, entry: Entry, first: int = 0, count: int | None = None) -> TokenBlocks:
         """Open some blocks of an entry, all by default."""
@@ -138,10 +169,12 @@ class Documents:
         """Return the number of blocks of an entry."""
         return len(self.samples(entry))
 
-    def read(self, parts: Iterable[Part], *, blank: bool = False) -> Iterator[str]:
+    def read(
+        self, parts: Iterable[Part], mistakes: Mistakes, *, blank: bool = False
+    ) -> Iterator[str]:
         """Yield the documents of a source's parts, as `read_documents` does."""
         key, unit = self.settings.text_key, self.settings.documents
-        return read_documents(parts, text_key=key, unit=unit, blank=blank)
+        return read_documents(parts, text_key=key, unit=unit, blank=blank, mistakes=mistakes)
 
     def write(self, folder: Path, documents: Iterable[str]) -> Counts:
         """Write the ids of all documents as one stream, and the place of the first token of each

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline import StageError
+from pipeline import DataError, StageError
 from stages.data import forms
 from stages.data.conversations import ConversationEncoder
 from stages.data.encodings import TextTokenizer
 from stages.data.forms import Completion, Example, Form, Tokens
 from stages.data.messages import Conversation
+from stages.data.mistakes import Mistake
+from stages.data.names import Names
 from stages.data.rows import Row
 from stages.data.token_sizes import TextTokens
 
@@ -32,6 +34,8 @@ class Encoded:
     trained: NDArray[np.bool_]
     long: bool = False
     """Whether the row was longer than a sample and has been truncated."""
+    nulls: str = ""
+    """Place of a null that was removed, as in Row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +51,7 @@ class RowEncoder:
     """Encodes rows by the fields of `data.chat`; a pure function of each row."""
 
     stage: ChatData
+    names: Names
     tokens: TextTokenizer
     vocab_size: int
     """Bound of the ids of pre-tokenised rows."""
@@ -55,12 +60,18 @@ class RowEncoder:
     dtype: str
     """Type of the ids, which holds all of them."""
 
-    def batch(self, rows: Sequence[tuple[Form, Row]]) -> list[Encoded | Dropped]:
-        """Encode rows in order. Raises DataError for the first row that cannot be used."""
+    def batch(self, rows: Sequence[tuple[Form, Row]]) -> list[Encoded | Dropped | Mistake]:
+        """Encode rows in order; a Mistake stands for each that cannot be used."""
         try:
-            return self._together(rows)
-        except StageError:  # perhaps of a later row: each step is done for all rows
-            return [result for row in rows for result in self._together([row])]
+            return [*self._together(rows)]
+        except DataError:  # of any row: each step is done for all rows
+            return [self._alone(row) for row in rows]
+
+    def _alone(self, row: tuple[Form, Row]) -> Encoded | Dropped | Mistake:
+        try:
+            return self._together([row])[0]
+        except DataError as error:
+            return Mistake(message=error.message, hint=error.hint)
 
     def _together(self, rows: Sequence[tuple[Form, Row]]) -> list[Encoded | Dropped]:
         """Encode rows with one call of the tokenizer."""
@@ -72,12 +83,13 @@ class RowEncoder:
             self._encoded(example, text, next(found)) if text is not None else self._given(example)
             for example, text in zip(examples, texts, strict=True)
         ]
-        return [self._cut(row, result) for (_, row), result in zip(rows, results, strict=True)]
+        cut = [self._cut(row, result) for (_, row), result in zip(rows, results, strict=True)]
+        return [_with_nulls(*each) for each in zip(examples, cut, strict=True)]
 
     def _example(self, form: Form, row: Row) -> Example | Dropped:
         stage = self.stage
         example = forms.read(
-            row, form, template=stage.template, roles=stage.roles, vocab_size=self.vocab_size
+            row, form, template=stage.template, names=self.names, vocab_size=self.vocab_size
         )
         if isinstance(example, Tokens) or stage.special_tokens == "allow":
             return example
@@ -153,3 +165,10 @@ class RowEncoder:
         if not encoded.trained[1:room].any():
             return Dropped(why="whose trained tokens lie behind `sequence_length`", long=True)
         return Encoded(ids=encoded.ids[:room], trained=encoded.trained[:room], long=True)
+
+
+def _with_nulls(example: Example | Dropped, result: Encoded | Dropped) -> Encoded | Dropped:
+    """Return a row's result with the nulls that were removed from it."""
+    if isinstance(result, Dropped) or not isinstance(example, Conversation):
+        return result
+    return dataclasses.replace(result, nulls=example.row.nulls) if example.row.nulls else result

@@ -89,6 +89,10 @@ class DocumentSettings:
     """Extent of a document in a .txt file: the whole file, or a line that is not blank."""
     documents_apart: bool = False
     """Let no token attend to another document's, and none predict the first token of the next."""
+    bad_rows: Literal["error", "drop"] = "error"
+    """Treatment of rows (lines of text, objects, rows of a table) that cannot be read or have no
+    text: an error that shows the first of them and counts their kinds, or leave them out and say
+    so. A file that cannot be read to its end is always an error."""
     sequence_length: Annotated[int, Field(ge=1)] = 1024
     """Tokens per sample. The last one of the stream may be shorter."""
     append_eos: bool = True

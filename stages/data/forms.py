@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline import NO_TARGET, StageError
+from pipeline import NO_TARGET, DataError, StageError
 from stages.data import messages
 from stages.data.messages import Conversation, checked, conversation
+from stages.data.mistakes import Mistakes
+from stages.data.names import Names
 from stages.data.rows import JSON_LINES, Row, kind, require, require_text, rows
 from stages.data.sources import Part
 
@@ -33,6 +36,9 @@ _WITHOUT_INPUT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes "
     "the request.\n\n### Instruction:\n{instruction}\n\n### Response:\n"
 )
+
+
+_MESSAGES = re.compile(r'\s*\[\s*\{\s*"(role|content|from|value)"\s*:')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,64 +67,80 @@ class Tokens:
 Example = Conversation | Completion | Tokens
 
 
-def rows_with_forms(parts: Iterable[Part], given: Form | None) -> Iterator[tuple[Form, Row]]:
+def rows_with_forms(
+    parts: Iterable[Part], given: Form | None, names: Names, mistakes: Mistakes
+) -> Iterator[tuple[Form, Row]]:
     """Yield every row with its form: the `given` one, or else the one that its keys fit.
 
-    Raises DataError for a row that fits no form or several, or lacks the keys of the given one,
-    for a row of another form than the first of its file, and for a file without rows.
+    `mistakes` is given a DataError for each row that cannot be read, fits no form or several, lacks
+    the keys of the given one, or is of another form than the first of its file; and for a file that
+    cannot be read to its end, or has no row.
     """
     for part in parts:
         first: Form | None = None
-        for row in part.rows():
-            found = _form(row, given)
-            first = first or found
-            if found != first:
-                raise row.error(f"a row of form {found!r} in a file of {first!r} rows")
-            yield found, row
-        if first is None:
-            raise Row(file=part.name, number=1, value=None).error("no row in this file")
+        before = mistakes.count
+        try:
+            for row in part.rows(report=mistakes.add):
+                if mistakes.enough:
+                    return
+                try:
+                    found = _form(row, given, names)
+                    first = first or found
+                    if found != first:
+                        raise row.error(f"a row of form {found!r} in a file of {first!r} rows")
+                except DataError as error:
+                    mistakes.add(error)
+                    continue
+                yield found, row
+            if first is None and mistakes.count == before:
+                raise Row(file=part.name, number=1, value=None).error("no row in this file")
+        except DataError as error:
+            mistakes.add_file(error)
 
 
-def first_form(path: Path) -> Form | None:
+def first_form(path: Path, names: Names) -> Form | None:
     """Return the form of the first row of a file of JSON lines; None for other files, and if the
     row cannot be read or fits no form."""
     if not path.name.endswith(JSON_LINES):
         return None
     try:
         first = next(rows(path), None)
-        return _form(first) if first else None
+        return _form(first, None, names) if first else None
     except (StageError, OSError):
         return None  # the run reports it
 
 
-def _form(row: Row, given: Form | None = None) -> Form:
+def _form(row: Row, given: Form | None, names: Names) -> Form:
     keys = {key for key, value in row.value.items() if value is not None}
-    fits = [form for form, needed in KEYS.items() if keys.issuperset(needed)]
+    fits = [form for form, needed in KEYS.items() if keys.issuperset(map(names.of, needed))]
     if given in fits or (given is None and len(fits) == 1):
         return given or fits[0]
     if fits and given is None:
         raise row.error(f"could be of form {' or '.join(map(repr, fits))}", hint="set `form`")
-    wanted = "; ".join(map(_quoted, KEYS if given is None else [given]))
-    raise row.error(f"has {sorted(keys)}", hint=f"a row has one of: {wanted}")
+    wanted = "; ".join(
+        " and ".join(f"`{names.of(key)}`" for key in KEYS[form])
+        for form in (KEYS if given is None else [given])
+    )
+    hint = f"a row has one of: {wanted}"
+    if not names.columns:
+        hint += "; `columns` says what they are called here"
+    raise row.error(f"has {sorted(keys)}", hint=hint)
 
 
-def _quoted(form: Form) -> str:
-    return " and ".join(f"`{key}`" for key in KEYS[form])
-
-
-def read(row: Row, form: Form, *, template: bool, roles: Sequence[str], vocab_size: int) -> Example:
+def read(row: Row, form: Form, *, template: bool, names: Names, vocab_size: int) -> Example:
     """Read a row of a form as an example. Raises DataError for a mistake in the row.
 
     `template`: whether a pair of texts becomes a user's and an assistant's turn of the chat
-    template. `roles`: roles of messages besides the usual ones. `vocab_size`: bound of token ids.
+    template. `vocab_size`: bound of token ids.
     """
+    row = names.row(row)
     match form:
         case "messages":
-            return conversation(row, checked(row, row.value["messages"], "messages", roles))
+            return conversation(row, checked(row, row.value["messages"], "messages", names))
         case "sharegpt":
-            return messages.read_sharegpt(row, roles)
+            return messages.read_sharegpt(row, names)
         case "prompt/completion":
-            return _prompt_completion(row, roles, template=template)
+            return _prompt_completion(row, names, template=template)
         case "alpaca":
             return _alpaca(row, template=template)
         case "text":
@@ -128,20 +150,33 @@ def read(row: Row, form: Form, *, template: bool, roles: Sequence[str], vocab_si
             return _tokens(row, vocab_size)
 
 
-def _prompt_completion(
-    row: Row, roles: Sequence[str], *, template: bool
-) -> Conversation | Completion:
+def _prompt_completion(row: Row, names: Names, *, template: bool) -> Conversation | Completion:
     """Read a row whose `prompt` and `completion` are both lists of messages, or both texts."""
-    prompt, completion = row.value["prompt"], row.value["completion"]
+    prompt, completion = (_perhaps_listed(row, key) for key in ("prompt", "completion"))
     if isinstance(prompt, list) and isinstance(completion, list):
-        before = checked(row, prompt, "prompt", roles)
-        behind = checked(row, completion, "completion", roles)
+        before = checked(row, prompt, "prompt", names)
+        behind = checked(row, completion, "completion", names)
         return conversation(row, [*before, *behind], first=len(before))
     require_text(row, prompt, "`prompt`")
     require_text(row, completion, "`completion`")
     if not template:
         return Completion(row=row, prompt=prompt, completion=completion)
     return conversation(row, [_turn("user", prompt), _turn("assistant", completion)], first=1)
+
+
+def _perhaps_listed(row: Row, key: str) -> Any:
+    """Return the value of a key that may be text or a list of messages. Raises DataError for text
+    that is such a list as JSON: nothing says whether it is meant so."""
+    value = row.value[key]
+    if isinstance(value, dict):
+        return messages.listed(row, value, key)
+    if isinstance(value, str) and _MESSAGES.match(value):
+        raise row.error(
+            f"`{key}` is text that looks like a list of messages as JSON",
+            hint="write it as a list; or the whole conversation under `messages`, where JSON text "
+            "is read",
+        )
+    return value
 
 
 def _alpaca(row: Row, *, template: bool) -> Conversation | Completion:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.utils import did_you_mean
-from stages.data.rows import Row, kind, require, require_text
+from stages.data.names import CALL, ROLES, Names
+from stages.data.rows import Row, kind, parsed_json, require, require_text
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
 RESERVED = frozenset({
     "conversation", "messages", "chat_template", "add_generation_prompt", "continue_final_message",
     "tokenize", "sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors",
@@ -21,7 +20,6 @@ _SHAREGPT_ROLES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
     "bard": "assistant", "model": "assistant", "observation": "tool", "function_response": "tool",
 }  # fmt: skip
-_CALL = "function_call"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,17 +45,17 @@ class Conversation:
         return [index for index, each in enumerate(self.messages) if each["role"] == "assistant"]
 
 
-def read_sharegpt(row: Row, roles: Sequence[str]) -> Conversation:
+def read_sharegpt(row: Row, names: Names) -> Conversation:
     """Read a row with `conversations`, a list of {from, value}, and optionally a `system` text.
     Entries of {role, content} are accepted as messages. Raises DataError for a mistake in it."""
-    entries = row.value["conversations"]
+    entries = listed(row, row.value["conversations"], "conversations")
     if isinstance(entries, list):
-        known = (*_SHAREGPT_ROLES, _CALL, *ROLES, *roles)
         entries = [
-            _from_sharegpt(row, entry, f"conversations[{index}]", known)
+            _from_sharegpt(row, entry, f"conversations[{index}]", names)
             for index, entry in enumerate(entries)
         ]
-    turns = checked(row, entries, "conversations", roles)
+        names = Names(roles=names.roles)  # what was read has the names that are meant
+    turns = checked(row, entries, "conversations", names)
     return conversation(row, [*system_message(row), *turns])
 
 
@@ -86,20 +84,40 @@ def conversation(
     return Conversation(row=row, messages=plain, first=first, silent=silent, extra=extra)
 
 
-def checked(row: Row, messages: Any, key: str, roles: Sequence[str]) -> list[dict[str, Any]]:
+def checked(row: Row, messages: Any, key: str, names: Names) -> list[dict[str, Any]]:
     """Return the list of messages under `key` with content as text and the arguments of calls as
     objects. Raises DataError for a mistake, such as a role that is not known."""
+    messages = listed(row, messages, key)
     if not isinstance(messages, list) or not messages:
         raise row.error(f"`{key}` is not a list of messages, or an empty one")
-    known = (*ROLES, *roles)
-    return [_message(row, each, f"{key}[{index}]", known) for index, each in enumerate(messages)]
+    return [_message(row, each, f"{key}[{index}]", names) for index, each in enumerate(messages)]
 
 
-def _message(row: Row, message: Any, where: str, known: Sequence[str]) -> dict[str, Any]:
+def listed(row: Row, value: Any, where: str) -> Any:
+    """Return a list of objects that is written in another way as a list: as JSON text, or as an
+    object of lists, one for each key, as `datasets` writes sequences of objects. Other values are
+    returned as they are. Raises DataError for text that is no JSON, and lists of other lengths."""
+    if isinstance(value, str):
+        value = parsed_json(row, value, where)
+    if not isinstance(value, dict) or not value:
+        return value
+    if not all(isinstance(each, list) for each in value.values()):
+        return value
+    lengths = {key: len(each) for key, each in value.items()}
+    if len(set(lengths.values())) > 1:
+        each = ", ".join(f"{count} of {key!r}" for key, count in lengths.items())
+        raise row.error(f"`{where}` holds lists of different lengths: {each}")
+    found = [dict(zip(value, each, strict=True)) for each in zip(*value.values(), strict=True)]
+    return [{key: each for key, each in one.items() if each is not None} for one in found]
+
+
+def _message(row: Row, message: Any, where: str, names: Names) -> dict[str, Any]:
     require(row, message, dict, f"`{where}`")
-    given = {key: value for key, value in message.items() if value is not None}
-    role = _role(row, given.get("role"), f"{where}.role", known)
+    given = {key: value for key, value in names.message(message).items() if value is not None}
+    role = given["role"] = _role(row, given.get("role"), f"{where}.role", names)
     given["train"] = _is_trained(row, given, where)
+    if "tool_calls" in given:
+        given["tool_calls"] = _or_none(row, given["tool_calls"], f"{where}.tool_calls")
     if given.get("tool_calls"):
         if role != "assistant":
             raise row.error(f"`{where}` calls a tool, but its role is {role!r}, not 'assistant'")
@@ -113,14 +131,18 @@ def _message(row: Row, message: Any, where: str, known: Sequence[str]) -> dict[s
     return given
 
 
-def _from_sharegpt(row: Row, entry: Any, where: str, known: Sequence[str]) -> Any:
+def _from_sharegpt(row: Row, entry: Any, where: str, names: Names) -> Any:
     """Return a ShareGPT entry as a message; a `function_call` is JSON, a call or a list of them."""
-    if not isinstance(entry, dict) or "from" not in entry:
+    if not isinstance(entry, dict):
         return entry
-    name = _role(row, entry.get("from"), f"{where}.from", known)
+    entry = names.message(entry)
+    if "from" not in entry:
+        role = entry.get("role")
+        return {**entry, "role": names.role_names.get(role, role)} if type(role) is str else entry
+    name = _role(row, entry.get("from"), f"{where}.from", names, (*_SHAREGPT_ROLES, CALL))
     text = require_text(row, entry.get("value"), f"`{where}.value`")
     kept = {key: entry[key] for key in ("train", "weight") if entry.get(key) is not None}
-    if name != _CALL:
+    if name != CALL:
         return {"role": _SHAREGPT_ROLES.get(name, name), "content": text, **kept}
     found = _parsed(row, text, f"{where}.value")
     calls = found if isinstance(found, list) else [found]
@@ -128,16 +150,20 @@ def _from_sharegpt(row: Row, entry: Any, where: str, known: Sequence[str]) -> An
     return {"role": "assistant", "tool_calls": functions, **kept}
 
 
-def _role(row: Row, role: Any, where: str, known: Sequence[str]) -> str:
+def _role(row: Row, role: Any, where: str, names: Names, more: Sequence[str] = ()) -> str:
+    """Return the role that is meant by a name, one of the known ones or of `more`."""
     text = require_text(row, role, f"`{where}`")
+    text = names.role_names.get(text, text)
+    known = (*more, *ROLES, *names.roles)
     if text not in known:
-        hint = did_you_mean(text, known)
+        hint = did_you_mean(text, known) or "`role_names` says which role is meant by a name"
         raise row.error(f"`{where}` is {text!r}, which is not a known role", hint=hint)
     return text
 
 
 def _content(row: Row, content: Any, where: str) -> str:
     """Return text, or the joined texts of a list of parts."""
+    content = listed(row, content, where) if isinstance(content, dict) else content
     if not isinstance(content, list):
         return require_text(row, content, f"`{where}`")
     texts = []
@@ -162,12 +188,13 @@ def _call(row: Row, call: Any, where: str) -> dict[str, Any]:
 
 def _parsed(row: Row, value: Any, where: str) -> Any:
     """Return a value, parsed if it is JSON text: tables hold objects without fixed keys so."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except (ValueError, RecursionError) as error:
-        raise row.error(f"`{where}` is not JSON: {error}") from error
+    return parsed_json(row, value, where) if isinstance(value, str) else value
+
+
+def _or_none(row: Row, value: Any, where: str) -> Any:
+    """Return a list as `listed` does; None for an empty text, and for the text of a null, with
+    which tables say that there is nothing."""
+    return None if isinstance(value, str) and not value.strip() else listed(row, value, where)
 
 
 def _is_trained(row: Row, message: Mapping[str, Any], where: str) -> bool:
@@ -182,9 +209,11 @@ def _is_trained(row: Row, message: Mapping[str, Any], where: str) -> bool:
 def _template_arguments(row: Row) -> dict[str, Any]:
     given = ("tools", "documents")
     extra = {key: row.value[key] for key in given if row.value.get(key) is not None}
-    if "tools" in extra:
-        extra["tools"] = require(row, _parsed(row, extra["tools"], "tools"), list, "`tools`")
-    more = row.value.get("chat_template_kwargs") or {}
+    for key in ("tools", "documents"):
+        found = _or_none(row, extra.pop(key, None), key)
+        if found is not None:
+            extra[key] = require(row, found, list, f"`{key}`")
+    more = _parsed(row, row.value.get("chat_template_kwargs") or {}, "chat_template_kwargs") or {}
     require(row, more, dict, "`chat_template_kwargs`")
     for key in sorted(RESERVED.intersection(more)):
         raise row.error(

@@ -6,19 +6,21 @@ import functools
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import Context, Data, ModelSource, Samples, StageError
+from pipeline import BadRows, Context, Data, DataError, ModelSource, Samples, StageError
 from pipeline.utils import counted
 from stages.data import tokenize
-from stages.data.cache import KEYS, Counts, Entry, cache_folder, digest, prepare
+from stages.data.cache import KEYS, Counts, Entry, cache_folder, digest, prepare, prepare_locally
 from stages.data.documents import Documents
 from stages.data.encode import RowEncoder
 from stages.data.encodings import TextTokenizer
 from stages.data.forms import rows_with_forms
-from stages.data.samples import FORM, MaskedSamples, write_samples
+from stages.data.mistakes import Mistakes, together
+from stages.data.notes import read_notes
+from stages.data.samples import BAD, FORM, NULLS, MaskedSamples, write_samples
 from stages.data.sources import OpenedSource, open_source
 from stages.data.views import PackedSamples, pack_key, train_and_heldout, write_packs
 
@@ -34,14 +36,45 @@ _SETTINGS = (
     "form", "template", "today", "loss", "special_tokens", "sequence_length", "too_long"
 )  # fmt: skip
 """Fields of `data.chat` that decide which tokens a row becomes."""
-_START = "-"
-"""Separator of a cache key from the digest of the ids that texts begin with."""
+_SEPARATOR = "-"
+"""Between the parts of a cache key: digests of the contents, and of the ids that texts begin with;
+_READING; and `bad_rows`, since an entry without its bad rows says nothing of them."""
+_READING = "2"
+"""Version of the reading of rows. What it changes of the tokens is in `Rows.content`."""
 
 
-def source_entry(work: Documents | Rows, source: Source, cache: str | None) -> Entry:
-    """Return the cache entry of a source, tokenised if it is absent (collective)."""
+def source_entries(
+    work: Documents | Rows, sources: Sequence[Source], cache: str | None
+) -> list[Entry]:
+    """Return the cache entries of sources, tokenised if they are absent (collective). Raises the
+    DataError or BadRows of all sources together."""
+    opened = [functools.cache(functools.partial(open_source, source)) for source in sources]
+    if len(sources) > 1:
+        with work.ctx.dist.rank0_first() as main:
+            if main:
+                _build_all(work, opened, cache)
+    return [_entry(work, source, each, cache) for source, each in zip(sources, opened, strict=True)]
+
+
+def _build_all(
+    work: Documents | Rows, opened: Sequence[Callable[[], OpenedSource]], cache: str | None
+) -> None:
+    """Build the absent entries of all sources, whatever is wrong with others."""
+    errors = list[DataError | BadRows]()
+    for each in opened:
+        try:
+            key = work.key(each())
+            prepare_locally(cache_folder(cache), key, functools.partial(work.build, each()))
+        except (DataError, BadRows) as error:
+            errors.append(error)
+    if errors:
+        raise together(errors)
+
+
+def _entry(
+    work: Documents | Rows, source: Source, opened: Callable[[], OpenedSource], cache: str | None
+) -> Entry:
     started = time.monotonic()
-    opened = functools.cache(functools.partial(open_source, source))
     entry = prepare(
         work.ctx,
         cache_folder(cache),
@@ -52,11 +85,16 @@ def source_entry(work: Documents | Rows, source: Source, cache: str | None) -> E
     seconds = time.monotonic() - started
     counts = ", ".join(_in_words(entry.counts))
     work.ctx.log.info("%s: %s, %.1f s (%s)", source, counts, seconds, entry.folder)
+    if work.ctx.dist.is_main:  # which has opened the source
+        for note in read_notes(entry):
+            work.ctx.log.warning("%s", note.told([part.name for part in opened().parts]))
     return entry
 
 
 def _in_words(counts: Counts) -> Iterator[str]:
     for name, count in counts.items():
+        if name == NULLS:
+            continue  # a note says it
         if name == "largest":
             yield f"largest id {count:,}"
         elif name.startswith(FORM) and count:
@@ -67,8 +105,7 @@ def _in_words(counts: Counts) -> Iterator[str]:
 
 def _entries(stage: ChatData | TextData, work: Documents | Rows) -> list[Entry]:
     """Return the entries of the sources to train on, then of those to evaluate on (collective)."""
-    sources = (*stage.trained_on(), *stage.held_out())
-    return [source_entry(work, source, stage.cache) for source in sources]
+    return source_entries(work, (*stage.trained_on(), *stage.held_out()), stage.cache)
 
 
 def _data(
@@ -97,7 +134,7 @@ def text_data(stage: TextData, ctx: Context, model: ModelSource) -> Data:
     """Return the data of `data.text` (collective)."""
     work = Documents(stage, stage.workers, ctx, model)
     entries = _entries(stage, work)
-    contents = digest([entry.key for entry in entries])
+    contents = digest([work.content(entry) for entry in entries])
     identity = {"stage": "data.text", "contents": contents, **work.identity}
     return _data(stage, work, entries, stage.documents_apart, identity)
 
@@ -146,27 +183,38 @@ class Rows:
         return bool(self.start) and any(entry.counts.get(FORM + form) for form in texts)
 
     def content(self, entry: Entry) -> str:
-        """Return an entry's key, without the digest of `start` if no row begins with it: so runs of
-        conversations from before `prepend_bos` existed can be resumed."""
-        return entry.key if self.has_start(entry) else entry.key.partition(_START)[0]
+        """Return what decides an entry's tokens. It is the same as in earlier versions wherever the
+        tokens are: without the digest of `start` if no row begins with it, and with the numbers of
+        rows that earlier versions refused or gave nulls to the template."""
+        content, start, *_ = entry.key.split(_SEPARATOR)
+        more = [start] if self.has_start(entry) else []
+        more += [f"{name}:{entry.counts[name]}" for name in (BAD, NULLS) if entry.counts[name]]
+        return _SEPARATOR.join([content, *more])
 
     def key(self, opened: OpenedSource) -> str:
-        settings = [self.settings, self.stage.roles, self.dtype]
-        rest = digest(["chat", KEYS, opened.digest, self.tokenizer_identity, settings])
-        return rest + _START + digest(self.start)[:16] if self.start else rest
+        settings: list[Any] = [self.settings, self.stage.roles, self.dtype]
+        names = self.stage.names(opened.source)
+        if names.columns or names.role_names:
+            settings.append([names.columns, names.role_names])
+        content = digest(["chat", KEYS, opened.digest, self.tokenizer_identity, settings])
+        start = digest(self.start)[:16] if self.start else ""
+        return _SEPARATOR.join([content, start, _READING, self.stage.bad_rows])
 
     def build(self, opened: OpenedSource, folder: Path) -> Counts:
+        names = self.stage.names(opened.source)
+        mistakes = Mistakes(opened.parts, self.stage.bad_rows)
         encoder = RowEncoder(
             stage=self.stage,
+            names=names,
             tokens=TextTokenizer(self.tokenizer),
             vocab_size=self.model.vocab_size,
             start=self.start,
             dtype=self.dtype,
         )
-        rows = rows_with_forms(opened.parts, self.stage.form)
+        rows = rows_with_forms(opened.parts, self.stage.form, names, mistakes)
         batches = iter(lambda: list(itertools.islice(rows, _BATCH)), [])
         results = tokenize.map_batches(encoder.batch, batches, self.stage.workers)
-        return write_samples(folder, results, self.dtype, self.ctx)
+        return write_samples(folder, results, self.dtype, self.ctx, mistakes)
 
     def samples(self, entry: Entry, first: int, count: int) -> Samples:
         """Open some rows of an entry as samples (collective)."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from stages.data.messages import Conversation
+from stages.data.refusals import refusal
 
 _DIRECTIVES = "aAbBcCdDeFgGhHIjmMnpRStTuUVwWxXyYzZ"
 _UNPADDED = "deHIjmMSUWy"
@@ -90,5 +92,20 @@ class Renderer:
                 chat, chat.messages[:count], tokenize=False, add_generation_prompt=prompt
             )
         except Exception as error:  # a template is a program of its own and may raise anything
-            raise chat.row.error(f"the chat template refuses it: {error}") from error
+            why = refusal(chat, count, error, functools.partial(self._renders, chat, prompt))
+            raise chat.row.error(why) from error
         return str(text)
+
+    def _renders(
+        self,
+        chat: Conversation,
+        prompt: bool,
+        messages: Sequence[Mapping[str, Any]],
+        extra: Mapping[str, Any],
+    ) -> bool:
+        """Whether the template takes other messages and arguments than a conversation's."""
+        other = dataclasses.replace(chat, extra=extra)
+        with contextlib.suppress(Exception):
+            self.apply(other, messages, tokenize=False, add_generation_prompt=prompt)
+            return True
+        return False

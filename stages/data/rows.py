@@ -6,7 +6,7 @@ import contextlib
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -19,6 +19,9 @@ JSON_LINES = (".jsonl", ".jsonl.gz")
 JSON = (".json", ".json.gz")
 PARQUET = (".parquet",)
 KNOWN = TEXT + JSON_LINES + JSON + PARQUET
+
+Report = Callable[[DataError], object]
+"""Is told of a row that cannot be read; raises, or returns to go on with the next."""
 
 LARGEST_LINE = 64 << 20
 """Bytes. A longer line is a mistake, and would be held in memory many times over."""
@@ -33,30 +36,38 @@ class Row:
     file: str | Path
     number: int
     value: Any
+    nulls: str = ""
+    """Place of the first null that was removed from what a template would be given; empty without
+    one."""
 
     def error(self, message: str, *, hint: str = "") -> DataError:
         """Return an error that names this row."""
         return DataError(message, file=self.file, row=self.number, hint=hint)
 
 
-def rows(path: Path, columns: list[str] | None = None) -> Iterator[Row]:
+def raised(error: DataError) -> None:
+    """Raise an error: the report that ends with the first mistake."""
+    raise error
+
+
+def rows(path: Path, columns: list[str] | None = None, report: Report = raised) -> Iterator[Row]:
     """Yield the rows of a file of any known kind as dicts; a line of a .txt file as {"text": line}.
 
-    `columns` limits what is read of a Parquet file. Raises DataError for a row that is not an
-    object, and for a file that cannot be read.
+    `columns` limits what is read of a Parquet file. `report` is given a DataError for each row that
+    is not an object, or holds a key twice. Raises DataError for a file that cannot be read.
     """
     if path.name.endswith(PARQUET):
         yield from _parquet_rows(path, columns)
     elif path.name.endswith(TEXT):
-        for line in _lines(path):
+        for line in _lines(path, report):
             yield Row(file=path, number=line.number, value={"text": line.value})
     elif path.name.endswith(JSON) and _is_array(path):
-        yield from _elements(path)
+        found, value_of = _elements(path)
+        yield from _objects(found, report, value_of)
     else:
-        for line in _lines(path):
-            with _json_errors(line):
-                value = json.loads(line.value)
-            yield Row(file=path, number=line.number, value=_require_object(line, value))
+        yield from _objects(
+            _lines(path, report), report, lambda line: parsed_json(line, line.value)
+        )
 
 
 def read_text(path: Path) -> str:
@@ -77,7 +88,7 @@ def _opened(path: Path, row: Callable[[], int | None]) -> Iterator[IO[bytes]]:
         raise DataError(f"cannot be read: {error}", file=path, row=row()) from error
 
 
-def _lines(path: Path) -> Iterator[Row]:
+def _lines(path: Path, report: Report) -> Iterator[Row]:
     """Yield the lines of a UTF-8 file that are not blank, without their line ends."""
     number = 0
     with _opened(path, lambda: number + 1) as file:
@@ -86,8 +97,15 @@ def _lines(path: Path) -> Iterator[Row]:
             if len(line) > LARGEST_LINE:
                 message = f"a line of more than {LARGEST_LINE >> 20} MiB"
                 hint = "put every row on a line of its own, and split longer documents"
-                raise DataError(message, file=path, row=number, hint=hint)
-            text = _decode(line, path, number).rstrip("\r\n")
+                report(DataError(message, file=path, row=number, hint=hint))
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(LARGEST_LINE)
+                continue
+            try:
+                text = _decode(line, path, number).rstrip("\r\n")
+            except DataError as error:
+                report(error)
+                continue
             if text.strip():
                 yield Row(file=path, number=number, value=text)
 
@@ -109,18 +127,89 @@ def _decode(raw: bytes, path: Path, first_line: int) -> str:
     raise DataError(message, file=path, row=row, hint=hint)
 
 
-@contextlib.contextmanager
-def _json_errors(row: Row) -> Iterator[None]:
-    try:
-        yield
-    except (ValueError, RecursionError) as error:
-        raise row.error(f"not JSON: {error}", hint=_HINT) from error
+def _objects(found: Iterable[Row], report: Report, value_of: Callable[[Row], Any]) -> Iterator[Row]:
+    """Yield rows whose value is a JSON object."""
+    for row in found:
+        try:
+            value = value_of(row)
+            if not isinstance(value, dict):
+                raise row.error(f"is {kind(value)}, not an object", hint=_HINT)
+        except DataError as error:
+            report(error)
+        else:
+            yield Row(file=row.file, number=row.number, value=value)
 
 
-def _require_object(row: Row, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise row.error(f"is {kind(value)}, not an object", hint=_HINT)
+class _TwiceError(ValueError):
+    """An object has a key twice."""
+
+
+@dataclass(frozen=True)
+class _Twice:
+    """Stands for an object that has a key twice."""
+
+    key: str
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise _TwiceError
+    return found
+
+
+def _marked(pairs: list[tuple[str, Any]]) -> dict[str, Any] | _Twice:
+    found = dict(pairs)
+    if len(found) == len(pairs):
+        return found
+    keys = [key for key, _ in pairs]
+    return _Twice(next(key for key in keys if keys.count(key) > 1))
+
+
+_PLAIN = json.JSONDecoder(object_pairs_hook=_once)
+_MARKING = json.JSONDecoder(object_pairs_hook=_marked)
+"""For texts that `_PLAIN` refuses, to say where."""
+
+
+def parsed_json(row: Row, text: str, what: str = "") -> Any:
+    """Return the value of a JSON text in a row; `what` names the text unless it is the whole row.
+    Raises the row's error if it is no JSON, or has an object with a key twice."""
+    value, marked = _decoded(row, text, what)
+    if marked:
+        _require_once(row, value, what)
     return value
+
+
+def _decoded(row: Row, text: str, what: str = "") -> tuple[Any, bool]:
+    """Return the value of a JSON text, and whether a _Twice stands for an object within it."""
+    try:
+        try:
+            return _PLAIN.decode(text), False
+        except _TwiceError:
+            return _MARKING.decode(text), True
+    except (ValueError, RecursionError) as error:
+        message = f"`{what}` is not JSON: {error}" if what else f"not JSON: {error}"
+        raise row.error(message, hint="" if what else _HINT) from error
+
+
+def _require_once(row: Row, value: Any, place: str = "") -> None:
+    """Raise the row's error if a _Twice is within the value, which is at `place`."""
+    left = [(place, value)]
+    while left:
+        at, value = left.pop()
+        if isinstance(value, _Twice):
+            where = f"`{at}` has" if at else "has"
+            hint = "leave out the one that is not meant"
+            raise row.error(f"{where} the key {value.key!r} twice", hint=hint)
+        left += reversed(list(children(at, value)))
+
+
+def children(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values directly within an object or a list, with their places."""
+    if isinstance(value, dict):
+        yield from ((f"{place}.{key}".removeprefix("."), each) for key, each in value.items())
+    elif isinstance(value, list):
+        yield from ((f"{place}[{index}]", each) for index, each in enumerate(value))
 
 
 def _is_array(path: Path) -> bool:
@@ -129,14 +218,18 @@ def _is_array(path: Path) -> bool:
         return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
 
 
-def _elements(path: Path) -> Iterator[Row]:
-    """Yield the elements of a JSON array, which is in memory as a whole."""
-    with _json_errors(Row(file=path, number=1, value=None)):
-        values = json.loads(read_text(path))
-    for number, value in enumerate(values, 1):
-        row = Row(file=path, number=number, value=value)
-        _require_object(row, value)
-        yield row
+def _elements(path: Path) -> tuple[Iterator[Row], Callable[[Row], Any]]:
+    """Return the elements of a JSON array, which is in memory as a whole, and a function that gives
+    the value of each."""
+    values, marked = _decoded(Row(file=path, number=1, value=None), read_text(path))
+
+    def checked(row: Row) -> Any:
+        if marked:
+            _require_once(row, row.value)
+        return row.value
+
+    found = (Row(file=path, number=number, value=each) for number, each in enumerate(values, 1))
+    return found, checked
 
 
 def _parquet_rows(path: Path, columns: list[str] | None) -> Iterator[Row]:
@@ -152,7 +245,7 @@ def _parquet_rows(path: Path, columns: list[str] | None) -> Iterator[Row]:
             for batch in table.iter_batches(batch_size=1024, columns=columns):
                 for value in batch.to_pylist():
                     number += 1
-                    yield Row(file=path, number=number, value=without_nulls(value))
+                    yield Row(file=path, number=number, value=value)
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise DataError(f"unreadable Parquet file: {error}", file=path, row=number + 1) from error
 
@@ -162,18 +255,6 @@ def require_columns(file: str | Path, known: list[str], columns: list[str] | Non
     for column in columns or ():
         if column not in known:
             raise DataError(f"no column {column!r}; it has {known}", file=file)
-
-
-def without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a table's row without the nulls within its values: tables give every object of a
-    column all the keys that any row has."""
-
-    def cleaned(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: cleaned(child) for key, child in value.items() if child is not None}
-        return [cleaned(child) for child in value] if isinstance(value, list) else value
-
-    return {key: cleaned(value) for key, value in row.items()}
 
 
 def require(row: Row, value: Any, kind_: type, what: str, words: str = "") -> Any:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
+import dataclasses
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,18 @@ from pipeline.utils import activity, counted
 from stages.data.cache import Counts, Entry, VerifiedArray
 from stages.data.encode import Dropped, Encoded
 from stages.data.forms import Form
-from stages.data.rows import Row
+from stages.data.mistakes import Mistake, Mistakes
+from stages.data.notes import Note, write_notes
+from stages.data.rows import JSON, JSON_LINES, Row
 from stages.data.tokenize import TOKENISING
 
 TOKENS, STARTS = "tokens.bin", "starts.bin"
 _TRAINED, _OFFSETS, _TARGETS = "trained.bin", "offsets.bin", "targets.bin"
 FORM = "form "
 """Prefix of the counts of an entry's rows by form."""
+BAD, NULLS = "bad rows", "nulls"
+"""Counts of an entry: rows with a mistake, which were dropped; rows of JSON files of which nulls
+were removed, which earlier versions did not."""
 
 
 def require_within(indices: NDArray[np.int64], count: int) -> NDArray[np.int64]:
@@ -71,17 +76,19 @@ class MaskedSamples(CountedSamples):
 
 def write_samples(
     folder: Path,
-    batches: Iterable[tuple[Sequence[tuple[Form, Row]], Sequence[Encoded | Dropped]]],
+    batches: Iterable[tuple[Sequence[tuple[Form, Row]], Sequence[Encoded | Dropped | Mistake]]],
     dtype: str,
     ctx: Context,
+    mistakes: Mistakes,
 ) -> Counts:
-    """Write batches of rows with their tokens as the files of MaskedSamples. Returns `rows`,
-    `samples`, `tokens`, `targets`, `largest` (id), `long` (rows that were truncated or dropped),
-    `dropped`, and the rows of each form. Raises StageError if every row is dropped.
+    """Write batches of rows with their tokens as the files of MaskedSamples, and notes on what was
+    dropped and changed. Returns `rows`, `samples`, `tokens`, `targets`, `largest` (id), `long`
+    (rows that were truncated or dropped), `dropped`, BAD, NULLS, and the rows of each form. Raises
+    the error of `mistakes`, which is given those of the batches, and StageError if every row is
+    dropped.
     """
-    names = ("rows", "samples", "tokens", "targets", "largest", "long", "dropped")
-    counts, dropped = dict.fromkeys(names, 0), Counter[str]()
-    first: dict[str, Row] = {}
+    names = ("rows", "samples", "tokens", "targets", "largest", "long", "dropped", BAD, NULLS)
+    counts, noted = dict.fromkeys(names, 0), _Noted(mistakes)
     offsets, targets = array("q", [0]), array("i")
     with (
         (folder / TOKENS).open("wb") as tokens,
@@ -90,13 +97,18 @@ def write_samples(
     ):
         for batch, results in batches:
             for (form, row), result in zip(batch, results, strict=True):
+                if isinstance(result, Mistake):
+                    mistakes.add(row.error(result.message, hint=result.hint))
+                    continue
                 counts["rows"] += 1
                 counts["long"] += result.long
                 counts[FORM + form] = counts.get(FORM + form, 0) + 1
                 if isinstance(result, Dropped):
-                    dropped[result.why] += 1
-                    first.setdefault(result.why, row)
+                    noted.add(f"dropped {{}} {result.why}", row)
                     continue
+                if result.nulls:
+                    noted.add("removed nulls from objects in {}", row, result.nulls)
+                    counts[NULLS] += str(row.file).endswith((*JSON, *JSON_LINES))
                 tokens.write(result.ids.astype(dtype).tobytes())
                 trained.write(result.trained.astype("u1").tobytes())
                 counts["tokens"] += len(result.ids)
@@ -107,23 +119,49 @@ def write_samples(
             doing.advance(len(batch))
     np.array(offsets, "<i8").tofile(folder / _OFFSETS)
     np.array(targets, "<i4").tofile(folder / _TARGETS)
-    counts |= {"samples": len(targets), "targets": sum(targets)}
+    counts["rows"] += mistakes.count
+    mistakes.check(counts["rows"])
+    counts |= {"samples": len(targets), "targets": sum(targets), BAD: mistakes.count}
     counts["dropped"] = counts["rows"] - counts["samples"]
-    _report(ctx.log, counts, dropped, first)
+    notes = [*mistakes.notes(), *noted.notes()]
+    if not targets:
+        reasons = "; ".join(note.text.removeprefix("dropped ") for note in notes)
+        raise StageError(
+            f"no token to train on in {counted(counts['rows'], 'rows')}: {reasons}",
+            hint="check `loss`, the roles of the messages, the chat template and `sequence_length`",
+        )
+    write_notes(folder, notes)
     return counts
 
 
-def _report(
-    log: logging.Logger, counts: Counts, dropped: Mapping[str, int], first: Mapping[str, Row]
-) -> None:
-    reasons = {f"{counted(count, 'rows')} {why}": first[why] for why, count in dropped.items()}
-    if not counts["samples"]:
-        raise StageError(
-            f"no token to train on in {counted(counts['rows'], 'rows')}: {'; '.join(reasons)}",
-            hint="check `loss`, the roles of the messages, the chat template and `sequence_length`",
-        )
-    for reason, row in reasons.items():
-        log.warning("dropped %s, the first: %s:%d", reason, row.file, row.number)
+class _Noted:
+    """Counts of what was done with rows, and the first row of each."""
+
+    def __init__(self, mistakes: Mistakes) -> None:
+        self._mistakes = mistakes
+        self._counts = Counter[str]()
+        self._first: dict[str, tuple[Row, str]] = {}
+
+    def add(self, what: str, row: Row, place: str = "") -> None:
+        """Count a row. `what` has `{}` for the number of rows; `place` is one in the row."""
+        self._counts[what] += 1
+        self._first.setdefault(what, (row, place))
+
+    def notes(self) -> list[Note]:
+        """Return a note for each thing that was done."""
+        found = []
+        for what, count in self._counts.items():
+            row, place = self._first[what]
+            part = self._mistakes.part(row.file)
+            note = Note(text=what.format(counted(count, "rows")), part=part, row=row.number)
+            found.append(dataclasses.replace(note, place=place, hint=_KEPT) if place else note)
+        return found
+
+
+_KEPT = (
+    "they stand for keys that only other rows have; a null that is meant is kept in arguments that "
+    "are JSON text"
+)
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import DataError, Problem, StageError
 from pipeline.utils import optional, replace_text
 from stages.data.cache import cache_folder, digest
-from stages.data.rows import KNOWN, Row, require_columns, rows, without_nulls
+from stages.data.rows import KNOWN, Report, Row, raised, require_columns, rows
 from stages.model.files import COMMIT
 
 if TYPE_CHECKING:
@@ -139,9 +139,10 @@ class LocalFile:
 
     name: Path
 
-    def rows(self, columns: list[str] | None = None) -> Iterator[Row]:
-        """Yield every row, or its `columns`. Raises DataError for a row that cannot be read."""
-        return rows(self.name, columns)
+    def rows(self, columns: list[str] | None = None, report: Report = raised) -> Iterator[Row]:
+        """Yield every row, or its `columns`; `report` is given the DataError of each that cannot be
+        read. Raises DataError for a file that cannot be read."""
+        return rows(self.name, columns, report)
 
 
 @dataclass(frozen=True)
@@ -152,12 +153,12 @@ class HubSplit:
     table: Any
     """A `datasets.Dataset`."""
 
-    def rows(self, columns: list[str] | None = None) -> Iterator[Row]:
+    def rows(self, columns: list[str] | None = None, report: Report = raised) -> Iterator[Row]:
         """Yield every row, or its `columns`. Raises DataError if a column is missing."""
         require_columns(self.name, self.table.column_names, columns)
         table = self.table.select_columns(columns) if columns else self.table
         for number, value in enumerate(table, 1):
-            yield Row(file=self.name, number=number, value=without_nulls(value))
+            yield Row(file=self.name, number=number, value=value)
 
 
 Part = LocalFile | HubSplit

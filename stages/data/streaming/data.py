@@ -18,7 +18,7 @@ from stages.data import tokenize
 from stages.data.cache import cache_folder, digest
 from stages.data.documents import Documents
 from stages.data.fields import Source
-from stages.data.prepare import source_entry
+from stages.data.prepare import source_entries
 from stages.data.samples import CountedSamples
 from stages.data.streaming.shards import Shard, ShardIndex, ShardStore, list_shards, read_index
 
@@ -187,9 +187,10 @@ def stream_data(stage: StreamData, ctx: Context, model: ModelSource) -> Data:
         **documents.identity,
     }
     if stage.heldout_files:
-        entry = source_entry(documents, Source(files=stage.heldout_files), stage.cache)
+        sources = [Source(files=stage.heldout_files)]
+        (entry,) = source_entries(documents, sources, stage.cache)
         held = documents.samples(entry)
-        identity["heldout"] = entry.key
+        identity["heldout"] = documents.content(entry)
     return Data(
         train=StreamSamples(stage, store, len(shards)),
         heldout=held,

@@ -20,6 +20,7 @@ from pipeline.utils import append_line, read_lines
 from stages.data import tokenize
 from stages.data.cache import Counts, cache_errors, digest, prepare_locally
 from stages.data.documents import Documents
+from stages.data.mistakes import Mistakes
 from stages.data.samples import TokenBlocks, block_count
 from stages.data.sources import (
     LocalFile,
@@ -233,8 +234,13 @@ class ShardStore:
         """Tokenise one shard; it may have no text."""
         with fetched(shard, self.folder) as path:
             (folder / _DIGEST).write_text(content_digest(path), "ascii")
-            documents = self.documents.read([LocalFile(path)], blank=True)
+            part = LocalFile(path)
+            mistakes = Mistakes([part], self.documents.settings.bad_rows)
+            documents = self.documents.read([part], mistakes, blank=True)
             counts = self.documents.write(folder, self._until_closed(documents))
+            mistakes.check(counts["documents"] + mistakes.count)
+        for note in mistakes.notes():
+            self.documents.ctx.log.warning("stream: %s", note.told([shard.address]))
         if not counts["documents"]:
             self.documents.ctx.log.warning("stream: %s has no text", shard.address)
         return counts
@@ -253,8 +259,9 @@ class ShardStore:
 
     def _key(self, number: int) -> str:
         shard = self.shards[number]
-        settings = self.documents.settings_digest
-        return digest([settings, shard.address, shard.size, shard.stamp])
+        making: list[str | int] = [self.documents.settings_digest]
+        making += ["drop"] if self.documents.settings.bad_rows == "drop" else []
+        return digest([*making, shard.address, shard.size, shard.stamp])
 
     @contextlib.contextmanager
     def _locked(self, key: str) -> Iterator[None]:

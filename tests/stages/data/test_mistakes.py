@@ -101,7 +101,9 @@ CHAT = {
     "no messages": second(
         {"messages": []}, "`messages` is not a list of messages, or an empty one"
     ),
-    "messages as text": second({"messages": "hi"}, "`messages` is not a list of messages, or an"),
+    "messages as text": second(
+        {"messages": "hi"}, "`messages` is not JSON: Expecting value: line 1 column 1 (char 0)"
+    ),
     "a message as text": second({"messages": ["hi"]}, "`messages[0]` is text, not an object"),
     "unknown role": second(
         {"messages": [USER, {"role": "asistant", "content": "b"}]},
@@ -166,8 +168,11 @@ CHAT = {
         {"messages": [USER, {**ASSISTANT, "weight": 0.5}]},
         "`messages[1].weight` is 0.5, neither 0 nor 1",
     ),
-    "assistant first": second(
-        {"messages": [ASSISTANT]}, "begins with an assistant message, which answers nothing"
+    "an assistant's first turn that has no place": second(
+        {"messages": [ASSISTANT]},
+        "begins with an assistant's message, whose beginning cannot be located: the chat template "
+        "lays it out otherwise than its generation prompt (set `train: false` in that message, or ",
+        template=PLAIN.replace("<|s|>{{ m.role }}", "<|s|>{{ m.role }}{{ '!' if loop.first }}"),
     ),
     "unknown ShareGPT name": Case(
         [{"conversations": [{"from": "humann", "value": "x"}]}],
@@ -187,7 +192,7 @@ CHAT = {
     ),
     "template that raises": second(
         {"messages": [{"role": "narrator", "content": "x"}]},
-        "the chat template refuses it: who?",
+        "messages[0] is of role 'narrator', which the chat template does not lay out: who?",
         fields={"roles": ("narrator",)},
     ),
     "template whose prefixes do not match": Case(
@@ -364,7 +369,8 @@ def test_a_row_that_is_not_of_the_form_that_was_set(
     file = written(tmp_path / "a.jsonl", [half])
     stage = ChatData(files=str(file), cache=str(tmp_path / "cache"), form=form)
     assert error_of(tmp_path, lambda: stage.run(ctx, source)) == (
-        f"a.jsonl:1: has ['output', 'prompt'] (a row has one of: {keys})"
+        f"a.jsonl:1: has ['output', 'prompt'] (a row has one of: {keys}; `columns` says what they "
+        "are called here)"
     )
 
 
@@ -372,7 +378,7 @@ def test_lines_of_text_are_no_messages(ctx: Context, source: FakeSource, tmp_pat
     file = written(tmp_path / "a.txt", b"hello\n")
     stage = ChatData(files=str(file), cache=str(tmp_path / "cache"), form="messages")
     assert error_of(tmp_path, lambda: stage.run(ctx, source)).startswith(
-        "a.txt:1: has ['text'] (a row has one of: `messages`)"
+        "a.txt:1: has ['text'] (a row has one of: `messages`; `columns` says"
     )
 
 

@@ -1,0 +1,143 @@
+"""Rows that cannot be trained on: collected, counted by kind, and reported or left out together."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from pipeline import BadRows, DataError
+from pipeline.utils import counted
+from stages.data.notes import Note
+
+if TYPE_CHECKING:
+    from stages.data.sources import Part
+
+Treatment = Literal["error", "drop"]
+SHOWN = 20
+"""Rows that an error shows."""
+MOST = 1000
+"""Rows behind which reading ends, where they are errors anyway."""
+_LINE = 400
+"""Characters of a row's mistake that are shown."""
+_VARIES = re.compile(r"""(?<!\w)(['"]).*?\1(?!\w)|(?<=\[)\d+(?=\])|\b\d[\d,.]*\b""", re.DOTALL)
+"""What differs between mistakes of one kind: quoted values, indices and numbers."""
+_INSTEAD = {"'": "'…'", '"': '"…"'}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mistake:
+    """What is wrong with a row, as another process has found it."""
+
+    message: str
+    hint: str
+
+
+def kind_of(message: str) -> str:
+    """Return a message without what differs between mistakes of one kind."""
+    return _VARIES.sub(lambda found: _INSTEAD.get(found[0][0], "…"), message)
+
+
+class Mistakes:
+    """The mistakes of a source. `add` is the report of its readers."""
+
+    def __init__(self, parts: Sequence[Part], treatment: Treatment) -> None:
+        self._names = [str(part.name) for part in parts]
+        self._treatment = treatment
+        self._first: dict[str, DataError] = {}
+        """First mistake that was found of each kind."""
+        self._kinds = Counter[str]()
+        self._errors: list[DataError] = []
+        """The first mistakes that were found, at most MOST."""
+
+    @property
+    def count(self) -> int:
+        """Number of rows with a mistake."""
+        return self._kinds.total()
+
+    @property
+    def enough(self) -> bool:
+        """Whether no further row needs to be read."""
+        return self._treatment == "error" and self.count >= MOST
+
+    def add(self, error: DataError) -> None:
+        """Count a row's mistake."""
+        kind = kind_of(error.message)
+        known = self._first.setdefault(kind, error)
+        if self._place(error) < self._place(known):
+            self._first[kind] = error
+        self._kinds[kind] += 1
+        if len(self._errors) < MOST:
+            self._errors.append(error)
+
+    def add_file(self, error: DataError) -> None:
+        """Count the mistake of a file that cannot be read to its end. Raises it where rows are
+        dropped: a file is not a row."""
+        if self._treatment == "drop":
+            raise error
+        self.add(error)
+
+    def part(self, file: str | Path) -> int:
+        """Return the number of the part of a name, from 0."""
+        return self._names.index(str(file))
+
+    def check(self, rows: int) -> None:
+        """Raise the DataError of the only mistake, or BadRows; nothing where rows are dropped.
+        `rows`: number of rows that were read, those with mistakes included."""
+        if self._treatment == "drop" or not self.count:
+            return
+        first = sorted(self._errors, key=self._place)[:SHOWN]
+        if self.count == 1:
+            raise first[0]
+        head = f"{self.count:,} of {counted(rows, 'rows')} cannot be trained on"
+        if self.enough:
+            head += f", and reading ended behind these: the first {len(first)}"
+        elif self.count > len(first):
+            head += f": the first {len(first)}"
+        lines = [f"{head}:", *(f"  {_cut(str(error))}" for error in first)]
+        if len(self._kinds) < len(first):
+            lines += ["by kind:", *(f"  {each}" for each in self._by_kind())]
+        lines.append("`bad_rows: drop` leaves such rows out")
+        raise BadRows("\n".join(lines), rows=first, kinds=self._kinds)
+
+    def notes(self) -> list[Note]:
+        """Return what was dropped, as notes on the source."""
+        return [
+            Note(
+                text=f"dropped {counted(count, 'rows')} that cannot be trained on: {_cut(kind)}",
+                part=self._place(self._first[kind])[0],
+                row=self._first[kind].row or 0,
+            )
+            for kind, count in self._kinds.most_common()
+        ]
+
+    def _by_kind(self) -> list[str]:
+        common = self._kinds.most_common(SHOWN)
+        lines = [f"{counted(count, 'rows')}: {_cut(kind)}" for kind, count in common]
+        rest = self.count - sum(count for _, count in common)
+        return [*lines, f"{counted(rest, 'rows')} of other kinds"] if rest else lines
+
+    def _place(self, error: DataError) -> tuple[int, int]:
+        return self.part(error.file), error.row or 0
+
+
+def together(errors: Sequence[DataError | BadRows]) -> DataError | BadRows:
+    """Return the errors of several sources as one."""
+    if len(errors) == 1:
+        return errors[0]
+    rows, kinds = list[DataError](), Counter[str]()
+    for error in errors:
+        rows += error.rows if isinstance(error, BadRows) else [error]
+        kinds.update(_kinds(error))
+    return BadRows("\n".join(map(str, errors)), rows=rows, kinds=kinds)
+
+
+def _kinds(error: DataError | BadRows) -> Mapping[str, int]:
+    return error.kinds if isinstance(error, BadRows) else {kind_of(error.message): 1}
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LINE else f"{text[:_LINE]}…"

@@ -1,0 +1,96 @@
+"""What a chat template refuses of a conversation: found by rendering it with one thing changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from stages.data.messages import Conversation
+
+Renders = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], bool]
+"""Whether the template lays out these messages with these further arguments."""
+_WORDS = 300
+"""Characters of the template's own words that are shown."""
+
+
+def refusal(chat: Conversation, count: int, error: Exception, renders: Renders) -> str:
+    """Return what the template refuses of the first `count` messages of a conversation, and its own
+    words for it."""
+    words = " ".join(str(error).split())[:_WORDS] or type(error).__name__
+    messages = list(chat.messages[:count])
+    for key in chat.extra:
+        rest = {name: value for name, value in chat.extra.items() if name != key}
+        if renders(messages, rest):
+            return f"the row has `{key}`, which the chat template does not lay out: {words}"
+    last = _last(messages, chat.extra, renders)
+    what = next(
+        (
+            what
+            for what, instead in _changes(messages[:last])
+            if renders([*messages[: last - 1], *instead], chat.extra)
+        ),
+        None,
+    )
+    where = f"messages[{last - 1}]"
+    if what is None:
+        role = messages[last - 1]["role"] if messages else "none"
+        return f"the chat template refuses {where}, whose role is {role!r}: {words}"
+    return f"{where} {what}, which the chat template does not lay out: {words}"
+
+
+def _last(messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any], renders: Renders) -> int:
+    """Return a number of messages that the template refuses while it takes one less, or refuses
+    all."""
+    taken, refused = 0, len(messages)
+    while refused - taken > 1:
+        middle = (taken + refused) // 2
+        if renders(messages[:middle], extra):
+            taken = middle
+        else:
+            refused = middle
+    return refused
+
+
+def _changes(
+    messages: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    """Yield what the last of some messages may be refused for, and messages without that."""
+    if not messages:
+        return
+    last = dict(messages[-1])
+    role, calls = last["role"], last.get("tool_calls")
+    before = messages[-2]["role"] if len(messages) > 1 else None
+    filled = {**last, "content": "x"}
+    if "content" not in last:
+        yield "has tool calls and no content" if calls else "has no content", [filled]
+    elif not last["content"]:
+        yield "has an empty content", [filled]
+    if calls:
+        plain = {key: value for key, value in filled.items() if key != "tool_calls"}
+        as_text = [_with_text(call) for call in calls]
+        yield "has tool calls with arguments as an object", [{**last, "tool_calls": as_text}]
+        if len(calls) > 1:
+            yield "has several tool calls", [{**last, "tool_calls": calls[:1]}]
+        yield "has tool calls", [plain]
+    for key in last.keys() - {"role", "content", "tool_calls"}:
+        yield f"has `{key}`", [{name: each for name, each in last.items() if name != key}]
+    if before is None and role != "user":
+        user = {"role": "user", "content": "x"}
+        yield f"is of role {role!r} and the first", [user, last]
+    other = "assistant" if before == "user" else "user"
+    if before is not None and role != other:
+        yield f"is of role {role!r} behind one of role {before!r}", [{**_text(last), "role": other}]
+    yield f"is of role {role!r}", []
+    yield f"is of role {role!r}", [{**_text(last), "role": "user"}]
+
+
+def _text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message of text alone."""
+    return {"role": message["role"], "content": message.get("content") or "x"}
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a tool call with its arguments as text."""
+    if isinstance(call.get("function"), dict):
+        return {**call, "function": {**call["function"], "arguments": "{}"}}
+    return {**call, "arguments": "{}"}
