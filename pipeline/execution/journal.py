@@ -11,6 +11,7 @@ import json
 import os
 import re
 import shlex
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -42,12 +43,14 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._folder = path.parent.absolute()
+        self._lock = threading.Lock()
+        """Warnings come from any thread."""
 
     def write(self, event: str, **facts: Any) -> None:
         """Append an event and force it to disk. A line that a crash cut short is removed first."""
         record = _relative({"time": time.time(), "event": event, **facts}, str(self._folder))
         body = json.dumps(record, allow_nan=False).encode().removesuffix(b"}")
-        with opened(self.path, "ab+") as file:
+        with self._lock, opened(self.path, "ab+") as file:
             file.seek(0)
             content = file.read()
             before = _whole_lines(content)

@@ -33,6 +33,7 @@ from pipeline.execution.rank_logging import compilers_aside, open_log, rank_log
 from pipeline.execution.runner import Runner
 from pipeline.execution.selection import cut
 from pipeline.execution.self_watch import watched
+from pipeline.execution.warning_record import warnings_in
 from pipeline.recipe import load_recipe
 from pipeline.utils.activities import show_in
 from pipeline.utils.files import cache_folder
@@ -94,13 +95,16 @@ def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str]
             ctx.accept = frozenset(accept)
             ctx.on_exit = stack.callback
             current.append(ctx)
+            journal = Journal(run_dir / rundir.JOURNAL)
+            if dist.is_main:
+                stack.enter_context(warnings_in(journal, log))
             for warning in plan.warnings:
                 log.warning("%s", warning)
             record = ActivityRecord(log, run_dir if dist.is_main else None)
             stack.enter_context(show_in(record))
             timeouts = plan.recipe.launch.timeouts
             stack.enter_context(watched(run_dir, dist, timeouts))
-            runner = Runner(plan, ctx, Journal(run_dir / rundir.JOURNAL))
+            runner = Runner(plan, ctx, journal)
             stack.callback(runner.close)
             runner.run()
             stack.close()  # here, so that its errors are reported as well

@@ -138,9 +138,9 @@ class ConversationEncoder:
             prompt = self._rendered.text(user, 1, prompt=True).removeprefix(asked)
         except DataError:
             prompt = ""
-        before, found, _ = text.partition(prompt) if prompt else ("", "", "")
-        content = chat.messages[0].get("content")
-        if not found or (content and content.strip() in before):
+        first = self._rendered.text(chat, 1) if len(chat.messages) > 1 else text
+        before, found, _ = first.partition(prompt) if prompt else ("", "", "")
+        if not found:
             raise chat.row.error(
                 "begins with an assistant's message, whose beginning cannot be located: the chat "
                 "template lays it out otherwise than its generation prompt",

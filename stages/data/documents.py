@@ -14,7 +14,7 @@ from pipeline.utils import activity
 from stages.data import tokenize
 from stages.data.cache import KEYS, Counts, Entry, digest
 from stages.data.encodings import plain_ids
-from stages.data.mistakes import Mistakes
+from stages.data.mistakes import Enough, Mistakes
 from stages.data.notes import write_notes
 from stages.data.pieces import cutter
 from stages.data.rows import TEXT, Report, raised, read_text, require_text
@@ -48,18 +48,18 @@ def read_documents(
     each row without text, for a file that cannot be read and, unless `blank`, for a part without
     text; the first one is raised without `mistakes`.
     """
-    report, report_file = (mistakes.add, mistakes.add_file) if mistakes else (raised, raised)
+    report, report_file = (mistakes.report, mistakes.add_file) if mistakes else (raised, raised)
     for part in parts:
-        found = False
+        found, before = False, mistakes.count if mistakes else 0
         try:
             for text in _texts(part, text_key, unit, report):
-                if mistakes and mistakes.enough:
-                    return
                 if text.strip():
                     found = True
                     yield text
-            if not (found or blank or (mistakes and mistakes.count)):
+            if not (found or blank or (mistakes and mistakes.count > before)):
                 raise DataError("no text in this file", file=part.name)
+        except Enough:
+            return
         except DataError as error:
             report_file(error)
 

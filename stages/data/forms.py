@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pipeline import NO_TARGET, DataError, StageError
 from stages.data import messages
 from stages.data.messages import Conversation, checked, conversation
-from stages.data.mistakes import Mistakes
+from stages.data.mistakes import Enough, Mistakes
 from stages.data.names import Names
 from stages.data.rows import JSON_LINES, Row, kind, require, require_text, rows
 from stages.data.sources import Part
@@ -80,7 +80,7 @@ def rows_with_forms(
         first: Form | None = None
         before = mistakes.count
         try:
-            for row in part.rows(report=mistakes.add):
+            for row in part.rows(report=mistakes.report):
                 if mistakes.enough:
                     return
                 try:
@@ -89,11 +89,13 @@ def rows_with_forms(
                     if found != first:
                         raise row.error(f"a row of form {found!r} in a file of {first!r} rows")
                 except DataError as error:
-                    mistakes.add(error)
+                    mistakes.report(error)
                     continue
                 yield found, row
             if first is None and mistakes.count == before:
                 raise Row(file=part.name, number=1, value=None).error("no row in this file")
+        except Enough:
+            return
         except DataError as error:
             mistakes.add_file(error)
 

@@ -23,9 +23,10 @@ MOST = 1000
 """Rows behind which reading ends, where they are errors anyway."""
 _LINE = 400
 """Characters of a row's mistake that are shown."""
-_VARIES = re.compile(r"""(?<!\w)(['"]).*?\1(?!\w)|(?<=\[)\d+(?=\])|\b\d[\d,.]*\b""", re.DOTALL)
+_VARIES = re.compile(
+    r"""(?<!\w)(['"])(?:\\.|(?!\1).)*\1(?!\w)|(?<=\[)\d+(?=\])|\b\d[\d,.]*\b""", re.DOTALL
+)
 """What differs between mistakes of one kind: quoted values, indices and numbers."""
-_INSTEAD = {"'": "'…'", '"': '"…"'}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,17 +39,23 @@ class Mistake:
 
 def kind_of(message: str) -> str:
     """Return a message without what differs between mistakes of one kind."""
-    return _VARIES.sub(lambda found: _INSTEAD.get(found[0][0], "…"), message)
+    return _VARIES.sub(lambda found: "'…'" if found[1] else "…", message)
+
+
+class Enough(Exception):
+    """No further row needs to be read."""
 
 
 class Mistakes:
-    """The mistakes of a source. `add` is the report of its readers."""
+    """The mistakes of a source."""
 
     def __init__(self, parts: Sequence[Part], treatment: Treatment) -> None:
         self._names = [str(part.name) for part in parts]
         self._treatment = treatment
         self._first: dict[str, DataError] = {}
-        """First mistake that was found of each kind."""
+        """First mistake of each kind."""
+        self._varied = set[str]()
+        """Kinds whose mistakes differ in their words."""
         self._kinds = Counter[str]()
         self._errors: list[DataError] = []
         """The first mistakes that were found, at most MOST."""
@@ -63,10 +70,18 @@ class Mistakes:
         """Whether no further row needs to be read."""
         return self._treatment == "error" and self.count >= MOST
 
+    def report(self, error: DataError) -> None:
+        """Count the mistake of a row that was read. Raises Enough."""
+        self.add(error)
+        if self.enough:
+            raise Enough
+
     def add(self, error: DataError) -> None:
         """Count a row's mistake."""
         kind = kind_of(error.message)
         known = self._first.setdefault(kind, error)
+        if known.message != error.message:
+            self._varied.add(kind)
         if self._place(error) < self._place(known):
             self._first[kind] = error
         self._kinds[kind] += 1
@@ -107,7 +122,8 @@ class Mistakes:
         """Return what was dropped, as notes on the source."""
         return [
             Note(
-                text=f"dropped {counted(count, 'rows')} that cannot be trained on: {_cut(kind)}",
+                text=f"dropped {counted(count, 'rows')} that cannot be trained on: "
+                + self._words(kind),
                 part=self._place(self._first[kind])[0],
                 row=self._first[kind].row or 0,
             )
@@ -116,9 +132,12 @@ class Mistakes:
 
     def _by_kind(self) -> list[str]:
         common = self._kinds.most_common(SHOWN)
-        lines = [f"{counted(count, 'rows')}: {_cut(kind)}" for kind, count in common]
+        lines = [f"{counted(count, 'rows')}: {self._words(kind)}" for kind, count in common]
         rest = self.count - sum(count for _, count in common)
         return [*lines, f"{counted(rest, 'rows')} of other kinds"] if rest else lines
+
+    def _words(self, kind: str) -> str:
+        return _cut(kind if kind in self._varied else self._first[kind].message)
 
     def _place(self, error: DataError) -> tuple[int, int]:
         return self.part(error.file), error.row or 0

@@ -92,13 +92,13 @@ def _nulls(row: dict[str, Any], contents: set[str]) -> Iterator[str]:
                     for name, each in message.items()
                     if name not in contents
                 ]
-    left = [each for each in left if each[1] is not None]
+    left = [each for each in reversed(left) if each[1] is not None]
     while left:
-        place, value = left.pop(0)
-        for inner, each in children(place, value):
-            if each is None and isinstance(value, dict):
-                yield inner
-            left.append((inner, each))
+        place, value = left.pop()
+        inside = list(children(place, value))
+        if isinstance(value, dict):
+            yield from (inner for inner, each in inside if each is None)
+        left += reversed(inside)
 
 
 def name_problems(names: Names) -> Iterator[Problem]:

@@ -79,7 +79,8 @@ def _changes(
         yield f"is of role {role!r} and the first", [user, last]
     other = "assistant" if before == "user" else "user"
     if before is not None and role != other:
-        yield f"is of role {role!r} behind one of role {before!r}", [{**_text(last), "role": other}]
+        between = {"role": other, "content": "x"}
+        yield f"is of role {role!r} behind one of role {before!r}", [between, last]
     yield f"is of role {role!r}", []
     yield f"is of role {role!r}", [{**_text(last), "role": "user"}]
 

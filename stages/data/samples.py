@@ -159,8 +159,8 @@ class _Noted:
 
 
 _KEPT = (
-    "they stand for keys that only other rows have; a null that is meant is kept in arguments that "
-    "are JSON text"
+    "they stand for keys that only other rows have; a null that is meant is kept where tools or "
+    "arguments are JSON text"
 )
 
 

@@ -49,6 +49,9 @@ def _of_journal(events: list[dict[str, Any]]) -> Iterator[Mark]:
             bad = kind == "run failed"
             name = "failure" if bad else "stop"
             yield Mark(time=when, step=None, kind=name, text=problem, bad=bad)
+        elif kind == "warning":
+            text = shown(str(event.get("text", "")))
+            yield Mark(time=when, step=None, kind="warning", text=text, bad=True)
         elif kind == "run finished":
             yield Mark(time=when, step=None, kind="end", text="every stage has finished")
 

@@ -1,0 +1,323 @@
+"""Names of keys and roles, lists of objects that are written in other ways, and nulls that stand
+for keys that a row does not have."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from pipeline.contracts.stage import Context
+from pipeline.errors import StageError
+from pipeline.testing import plan_view
+from stages.data.chat import ChatData, ChatSource
+from tests.stages.data.fakes import MARKED, PLAIN, FakeSource
+
+USER, BOT = {"role": "user", "content": "A"}, {"role": "assistant", "content": "b"}
+HELLO = "<|s|>user\nA<|e|>\n<|s|>assistant\nb<|e|>"
+TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c | tojson }}{% endfor %}<|e|>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+class Rows:
+    """Runs `data.chat` on rows, in a folder."""
+
+    def __init__(self, folder: Path, ctx: Context) -> None:
+        self.folder, self.ctx = folder, ctx
+
+    def stage(self, rows: list[Any], name: str = "a.jsonl", **fields: Any) -> ChatData:
+        file = self.folder / name
+        if name.endswith(".parquet"):
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+        elif name.endswith(".json"):
+            file.write_text(json.dumps(rows))
+        else:
+            lines = (row if isinstance(row, str) else json.dumps(row) for row in rows)
+            file.write_text("".join(f"{line}\n" for line in lines))
+        cache = str(self.folder / "cache")
+        return ChatData(**{"files": str(file), "cache": cache, "sequence_length": 4096, **fields})
+
+    def texts(self, rows: list[Any], template: str = PLAIN, **fields: Any) -> list[str]:
+        source = FakeSource(template)
+        samples = self.stage(rows, **fields).run(self.ctx, source).train
+        return [source.fast.decode(samples[index].input_ids) for index in range(len(samples))]
+
+    def error(self, rows: list[Any], template: str = PLAIN, **fields: Any) -> str:
+        with pytest.raises(StageError) as caught:
+            self.texts(rows, template, **fields)
+        return str(caught.value).replace(f"{self.folder}/", "")
+
+
+@pytest.fixture
+def rows(tmp_path: Path, ctx: Context) -> Rows:
+    return Rows(tmp_path, ctx)
+
+
+DIALOG = {"dialog": [{"speaker": "human", "text": "A"}, {"speaker": "bot", "text": "b"}]}
+CALLED = {"columns": {"messages": "dialog", "role": "speaker", "content": "text"},
+          "role_names": {"bot": "assistant", "human": "user"}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("row", "fields"),
+    [
+        (DIALOG, CALLED),
+        ({**DIALOG, "messages": [USER]}, CALLED),
+        (
+            DIALOG,
+            {
+                "columns": {"conversations": "dialog", "from": "speaker", "value": "text"},
+                "role_names": {"bot": "gpt"},
+            },
+        ),
+        ({"q": "A", "a": "b"}, {"columns": {"instruction": "q", "output": "a"}}),
+        ({"q": "A", "a": "b", "input": "x"}, {"columns": {"prompt": "q", "completion": "a"}}),
+        (
+            {"completion": "A", "prompt": "b"},
+            {"columns": {"prompt": "completion", "completion": "prompt"}},
+        ),
+        ({"conversations": [{"role": "user", "content": "A"}, {"role": "bot", "content": "b"}]},
+         {"role_names": {"bot": "assistant"}}),
+    ],
+)  # fmt: skip
+def test_columns_and_roles(rows: Rows, row: Any, fields: Any) -> None:
+    assert rows.texts([row], **fields) == [HELLO]
+
+
+def test_a_source_has_names_of_its_own(rows: Rows) -> None:
+    dialog = rows.stage([DIALOG], "b.jsonl").files
+    other = rows.stage([{"chat": [USER, {**BOT, "role": "bot"}]}]).files
+    sources = (
+        ChatSource(files=dialog, columns=CALLED["columns"]),
+        ChatSource(files=other),
+    )
+    names = {"columns": {"messages": "chat"}, "role_names": CALLED["role_names"]}
+    assert rows.texts([], files=(), sources=sources, name="c.jsonl", **names) == [HELLO, HELLO]
+
+
+def test_names_are_part_of_what_the_tokens_are(rows: Rows) -> None:
+    row = {"messages": [USER, {**BOT, "other": "c"}, {**USER, "other": "C"}][:2]}
+    row["messages"][0] = {**USER, "other": "A"}
+    plain = rows.texts([row])
+    renamed = rows.texts([row], columns={"content": "other"})
+    assert (plain, renamed) == ([HELLO], [HELLO.replace("\nb", "\nc")])
+
+
+def test_a_column_that_a_row_does_not_have(rows: Rows) -> None:
+    assert rows.error([{"messages": [USER, BOT]}], columns={"messages": "dialog"}) == (
+        "a.jsonl:1: has ['messages'] (a row has one of: `dialog`; `conversations`; `prompt` and "
+        "`completion`; `instruction` and `output`; `text`; `input_ids`)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "key", "message"),
+    [
+        ({"columns": {"mesages": "x"}}, "columns.mesages", "is no key that is read of a row or a"),
+        ({"columns": {"prompt": "x", "text": "x"}}, "columns.text", "'x' is `prompt` already"),
+        ({"role_names": {"bot": "asistant"}}, "role_names.bot", "'asistant' is no role"),
+        (
+            {"sources": (ChatSource(files="a.txt", role_names={"bot": "x"}),), "files": ()},
+            "sources.0.role_names.bot",
+            "'x' is no role",
+        ),
+    ],
+)
+def test_mistakes_in_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: Any, key: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("x")
+    (problem,) = ChatData(**{"files": "a.txt", **fields}).check(plan_view())
+    assert problem.key == key
+    assert problem.message.startswith(message)
+
+
+def test_the_recipe_s_check_knows_the_fields() -> None:
+    from pipeline.testing import problems
+
+    fields = {"columns": {"messages": "dialog"}, "role_names": {"bot": "user"}}
+    assert [problem.key for problem in problems(ChatData, fields)] == ["files"]
+    found = problems(ChatData, {**fields, "columns": {"messages": 3}})
+    assert [problem.key for problem in found] == ["columns.messages"]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.json"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": {"role": ["user", "assistant"], "content": ["A", "b"]}},
+        {"messages": {"role": ["user", "assistant"], "content": ["A", "b"], "name": [None, None]}},
+        {"messages": json.dumps([USER, BOT])},
+        {"conversations": {"from": ["human", "gpt"], "value": ["A", "b"]}},
+        {"conversations": json.dumps([{"from": "human", "value": "A"}, BOT])},
+        {"prompt": {"role": ["user"], "content": ["A"]}, "completion": [BOT]},
+        {"messages": [USER, BOT], "tools": ""},
+        {"messages": [USER, BOT], "tools": "null", "documents": " "},
+        {"messages": [USER, {**BOT, "tool_calls": "null"}]},
+        {"messages": [{**USER, "content": {"type": ["text"], "text": ["A"]}}, {**BOT,
+         "content": {"type": ["text"], "text": ["b"]}}]},
+    ],
+)  # fmt: skip
+def test_lists_in_other_writings(rows: Rows, row: Any, name: str) -> None:
+    assert rows.texts([row], name=name) == [HELLO]
+
+
+def test_calls_in_other_writings(rows: Rows) -> None:
+    calls = [{"name": name, "arguments": {}} for name in "fg"]
+    listed = {"name": ["f", "g"], "arguments": ["{}", "{}"]}
+    plain = {
+        "tools": [{"name": "f"}, {"name": "g"}],
+        "messages": [USER, {**BOT, "tool_calls": calls}],
+    }
+    lists = {"tools": {"name": ["f", "g"]}, "messages": [USER, {**BOT, "tool_calls": listed}]}
+    text = {"tools": json.dumps(plain["tools"]), "messages": json.dumps(plain["messages"])}
+    found = rows.texts([plain, lists, text], TOOLS)
+    assert found[0] == found[1] == found[2]
+    assert found[0].startswith('[{"name": "f"}, {"name": "g"}]user:A<|e|>assistant:b{"name": "f"')
+
+
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        (
+            {"messages": {"role": ["user", "assistant"], "content": ["A"]}},
+            "`messages` holds lists of different lengths: 2 of 'role', 1 of 'content'",
+        ),
+        ({"messages": {"role": "user"}}, "`messages` is not a list of messages, or an empty one"),
+        ({"messages": "null"}, "`messages` is not a list of messages, or an empty one"),
+        ({"messages": [USER, BOT], "tools": "[{]"}, "`tools` is not JSON: "),
+        ({"messages": [USER, BOT], "documents": {}}, "`documents` is an object, not a list"),
+        (
+            {"prompt": json.dumps([USER]), "completion": "b"},
+            "`prompt` is text that looks like a list of messages as JSON",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "x", "content": "y"}]}',
+            "`messages[0]` has the key 'content' twice (leave out the one that is not meant)",
+        ),
+        ('{"messages": [], "messages": []}', "has the key 'messages' twice"),
+        ('{"id": {"a": [0, {"b": 1, "b": 1}]}, "text": "x"}', "`id.a[1]` has the key 'b' twice"),
+        (
+            {"messages": '[{"role": "user", "role": "user", "content": "x"}]'},
+            "`messages[0]` has the key 'role' twice",
+        ),
+        (
+            {"tools": [], "messages": [USER, {"role": "assistant", "tool_calls": [
+                {"name": "f", "arguments": '{"x": 1, "x": 2}'}]}]},
+            "`messages[1].tool_calls[0].arguments` has the key 'x' twice",
+        ),
+    ],
+)  # fmt: skip
+def test_mistakes(rows: Rows, row: Any, error: str) -> None:
+    assert rows.error([row]).startswith(f"a.jsonl:1: {error}")
+
+
+def test_a_key_twice_in_an_array(rows: Rows, tmp_path: Path) -> None:
+    good = json.dumps({"text": "x"})
+    (tmp_path / "a.json").write_text(f'[{good}, {{"text": "y", "text": "z"}}, {good}]')
+    stage = ChatData(files=str(tmp_path / "a.json"), cache=str(tmp_path / "c"), bad_rows="drop")
+    assert len(stage.run(rows.ctx, FakeSource()).train) == 2
+    with pytest.raises(StageError, match=r"a\.json:2: has the key 'text' twice"):
+        ChatData(files=stage.files, cache=stage.cache).run(rows.ctx, FakeSource())
+
+
+def spec(name: str, **properties: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+CALL = {"id": None, "function": {"name": "a", "arguments": {"x": 1, "y": None}}}
+FILLED = {
+    "messages": [{**USER, "tool_calls": None}, {**BOT, "tool_calls": [CALL]}],
+    "tools": [spec("a", x={"type": "integer"}, y=None), spec("b", x=None, y={"type": "integer"})],
+}
+CLEAN = {
+    "messages": [USER, {**BOT, "tool_calls": [{"function": {"name": "a",
+                                                            "arguments": {"x": 1}}}]}],
+    "tools": [spec("a", x={"type": "integer"}), spec("b", y={"type": "integer"})],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.parquet"])
+def test_nulls_that_stand_for_no_key(
+    rows: Rows, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They are removed whatever the kind of file, and each start says so."""
+    for _ in range(2):
+        caplog.clear()
+        found = rows.texts([FILLED], TOOLS, name=name)
+        assert (
+            "removed nulls from objects in 1 row, the first: "
+            f"{rows.folder}/{name}:1, `tools[0].function.parameters.properties.y` (they stand for "
+        ) in caplog.text
+    caplog.clear()
+    assert "null" not in found[0]
+    assert found == rows.texts([CLEAN], TOOLS)
+    assert "removed nulls" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{**USER, "name": None, "tool_calls": None}, {**BOT, "train": None}]},
+        {"messages": [{**USER, "content": [{"type": "text", "text": "A", "image": None}]}, BOT]},
+        {"messages": [USER, BOT], "tools": None, "meta": {"x": None}},
+        {
+            "messages": [USER, {**BOT, "tool_calls": [{"name": "f", "arguments": '{"y": null}'}]}],
+            "tools": '[{"name": "f", "default": null}]',
+        },
+    ],
+)  # fmt: skip
+def test_nulls_that_need_no_word(rows: Rows, row: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """A message without a key, and nulls in JSON text, which are meant."""
+    (text,) = rows.texts([row], TOOLS)
+    assert "removed nulls" not in caplog.text
+    assert text.count("null") == (2 if row.get("tools") else 0)
+
+
+def test_only_data_whose_tokens_have_changed_are_other_data(rows: Rows) -> None:
+    """So runs of earlier versions can be resumed, unless they were trained on such nulls."""
+
+    def contents(name: str, row: Any) -> Any:
+        return rows.stage([row], name).run(rows.ctx, FakeSource(TOOLS)).identity["contents"]
+
+    stage = rows.stage([FILLED], "a.parquet")
+    keys = {name: contents(name, FILLED) for name in ("a.parquet", "a.jsonl")}
+    from stages.data.cache import digest
+    from stages.data.prepare import Rows as Work
+    from stages.data.sources import open_source
+
+    for name, more in (("a.parquet", ""), ("a.jsonl", "-nulls:1")):
+        work = Work(stage, rows.ctx, FakeSource(TOOLS))
+        (source,) = rows.stage([FILLED], name).trained_on()
+        earlier = work.key(open_source(source)).partition("-")[0]
+        assert keys[name] == digest([earlier + more])
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+@pytest.mark.parametrize(
+    ("loss", "said"), [("assistant", "b<|e|>c<|e|>"), ("completion", "b<|e|>c<|e|>"),
+                       ("last", "c<|e|>")],
+)  # fmt: skip
+def test_an_assistant_may_open_a_conversation(
+    rows: Rows, template: str, loss: str, said: str
+) -> None:
+    source = FakeSource(template)
+    row = {"messages": [BOT, USER, {**BOT, "content": "c"}]}
+    sample = rows.stage([row], loss=loss).run(rows.ctx, source).train[0]
+    assert source.fast.decode([label for label in sample.labels if label >= 0]) == said
+
+
+def test_an_opening_behind_a_system_text_of_the_template(rows: Rows) -> None:
+    source = FakeSource("<|s|>system\nbe kind<|e|>\n" + PLAIN)
+    sample = rows.stage([{"messages": [BOT, USER, BOT]}]).run(rows.ctx, source).train[0]
+    assert source.fast.decode([label for label in sample.labels if label >= 0]) == "b<|e|>b<|e|>"
