@@ -66,6 +66,7 @@ def check(
     log = _DataLog(shown=not as_json)
     try:
         with preview(plan, log.logger) as shown:
+            shown.indices(1)  # a stream is read only when it is asked
             data = shown.facts()
     except StageError as error:
         if isinstance(error.__cause__, OSError) and not isinstance(error, DataError):

@@ -284,6 +284,17 @@ def test_check_as_json(check: Any) -> None:
     assert good["data"]["warnings"][0].startswith("dropped 1 row that cannot be trained on")
 
 
+def test_check_of_a_stream_reads_its_first_window(check: Any) -> None:
+    Path("r.yaml").write_text(
+        Path("r.yaml").read_text().replace("chat", "stream").replace("files", "shards")
+    )
+    bad = check(lines=LINES)
+    assert (bad.exit_code, "3 of 5 rows cannot be trained on" in bad.stderr) == (2, True)
+    good = check("data.bad_rows=drop", lines=LINES)
+    assert (good.exit_code, good.stdout.count("data: a stream of samples")) == (0, 1)
+    assert "warning: stream: dropped 1 row" in good.stderr
+
+
 def test_check_of_a_machine_that_fails(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     failed = check("data.cache=/proc/none", lines=[GOOD])
     assert failed.exit_code == 1
