@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator
 
 from pipeline.execution.journal import Journal
+from pipeline.utils.terminal import shown
 
 MOST = 100
 """Warnings of one start that are journalled, each text once; the log has all."""
@@ -32,7 +33,7 @@ class _Record(logging.Handler):
         self._told = set[str]()
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()[:LONGEST]
+        text = shown(record.getMessage())[:LONGEST]
         if record.levelno == logging.WARNING and text not in self._told and len(self._told) < MOST:
             self._told.add(text)
             with contextlib.suppress(OSError):  # the log has it too

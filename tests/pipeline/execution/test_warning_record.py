@@ -11,6 +11,7 @@ import pytest
 from pipeline.execution import warning_record
 from pipeline.execution.journal import Journal
 from pipeline.execution.warning_record import warnings_in
+from pipeline.utils import terminal
 
 
 @pytest.fixture
@@ -31,6 +32,19 @@ def test_each_text_once(tmp_path: Path, log: logging.Logger) -> None:
         log.error("a failure has an event of its own")
     log.warning("behind the run")
     assert texts(journal) == ["dropped 1", "dropped 2"]
+
+
+def test_nothing_secret_is_journalled(
+    tmp_path: Path, log: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(terminal, "_hidden", {"Zx9-33Qf7.kk": "$SOME_TOKEN"})
+    journal = Journal(tmp_path / "journal.jsonl")
+    with warnings_in(journal, log):
+        log.warning("cannot reach https://user:word@host/ with Zx9-33Qf7.kk\x1b[2J")
+    (text,) = texts(journal)
+    assert "Zx9" not in text
+    assert "word" not in text
+    assert "\x1b" not in text
 
 
 def test_a_start_journals_a_limited_number(
