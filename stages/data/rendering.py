@@ -85,10 +85,13 @@ class Renderer:
         known = self._ahead.get((id(chat), count, prompt))
         if known is not None:
             return known[1]
+        return self.of(chat, chat.messages[:count], prompt=prompt)
+
+    def of(self, chat: Conversation, messages: Sequence[Any], *, prompt: bool = False) -> str:
+        """Return the text of some messages, rendered with the conversation's arguments. Raises
+        DataError if the template refuses them."""
         try:
-            text = self.apply(
-                chat, chat.messages[:count], tokenize=False, add_generation_prompt=prompt
-            )
+            text = self.apply(chat, messages, tokenize=False, add_generation_prompt=prompt)
         except Exception as error:  # a template is a program of its own and may raise anything
             raise chat.row.error(f"the chat template refuses it: {error}") from error
         return str(text)

@@ -25,6 +25,8 @@ TOKENS, STARTS = "tokens.bin", "starts.bin"
 _TRAINED, _OFFSETS, _TARGETS = "trained.bin", "offsets.bin", "targets.bin"
 FORM = "form "
 """Prefix of the counts of an entry's rows by form."""
+NOTE = "note "
+"""Prefix of the counts of an entry's rows by what was noted of them."""
 
 
 def require_within(indices: NDArray[np.int64], count: int) -> NDArray[np.int64]:
@@ -71,13 +73,14 @@ class MaskedSamples(CountedSamples):
 
 def write_samples(
     folder: Path,
-    batches: Iterable[tuple[Sequence[tuple[Form, Row]], Sequence[Encoded | Dropped]]],
+    batches: Iterable[tuple[Sequence[tuple[Form, Row]], Sequence[Sequence[Encoded | Dropped]]]],
     dtype: str,
     ctx: Context,
 ) -> Counts:
     """Write batches of rows with their tokens as the files of MaskedSamples. Returns `rows`,
     `samples`, `tokens`, `targets`, `largest` (id), `long` (rows that were truncated or dropped),
-    `dropped`, and the rows of each form. Raises StageError if every row is dropped.
+    `dropped`, the rows of each form and those with each note. Raises StageError if every row is
+    dropped.
     """
     names = ("rows", "samples", "tokens", "targets", "largest", "long", "dropped")
     counts, dropped = dict.fromkeys(names, 0), Counter[str]()
@@ -88,27 +91,33 @@ def write_samples(
         (folder / _TRAINED).open("wb") as trained,
         activity(TOKENISING, unit="rows") as doing,
     ):
-        for batch, results in batches:
-            for (form, row), result in zip(batch, results, strict=True):
+        for batch, encoded in batches:
+            for (form, row), results in zip(batch, encoded, strict=True):
                 counts["rows"] += 1
-                counts["long"] += result.long
+                counts["long"] += any(result.long for result in results)
                 counts[FORM + form] = counts.get(FORM + form, 0) + 1
-                if isinstance(result, Dropped):
-                    dropped[result.why] += 1
-                    first.setdefault(result.why, row)
+                kept = [each for each in results if isinstance(each, Encoded)]
+                for result in kept:
+                    tokens.write(result.ids.astype(dtype).tobytes())
+                    trained.write(result.trained.astype("u1").tobytes())
+                    counts["tokens"] += len(result.ids)
+                    counts["largest"] = max(counts["largest"], int(result.ids.max()))
+                    offsets.append(counts["tokens"])
+                    targets.append(int(result.trained[1:].sum()))
+                for note in {note for result in kept for note in result.notes}:
+                    counts[NOTE + note] = counts.get(NOTE + note, 0) + 1
+                    first.setdefault(note, row)
+                if kept:
                     continue
-                tokens.write(result.ids.astype(dtype).tobytes())
-                trained.write(result.trained.astype("u1").tobytes())
-                counts["tokens"] += len(result.ids)
-                counts["largest"] = max(counts["largest"], int(result.ids.max()))
-                offsets.append(counts["tokens"])
-                targets.append(int(result.trained[1:].sum()))
+                counts["dropped"] += 1
+                why = next(each.why for each in results if isinstance(each, Dropped))
+                dropped[why] += 1
+                first.setdefault(why, row)
             ctx.dist.heartbeat.beat()
             doing.advance(len(batch))
     np.array(offsets, "<i8").tofile(folder / _OFFSETS)
     np.array(targets, "<i4").tofile(folder / _TARGETS)
     counts |= {"samples": len(targets), "targets": sum(targets)}
-    counts["dropped"] = counts["rows"] - counts["samples"]
     _report(ctx.log, counts, dropped, first)
     return counts
 
@@ -124,6 +133,11 @@ def _report(
         )
     for reason, row in reasons.items():
         log.warning("dropped %s, the first: %s:%d", reason, row.file, row.number)
+    for name, count in counts.items():
+        if name.startswith(NOTE):
+            note = name.removeprefix(NOTE)
+            said, row = f"{counted(count, 'rows')} {note}", first[note]
+            log.warning("%s, the first: %s:%d", said, row.file, row.number)
 
 
 @dataclass(frozen=True, eq=False)
