@@ -16,6 +16,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys of an assistant's thoughts, by the templates that read them."""
 CALLS = ("tool_calls", "function_call")
 THOUGHTS = "thoughts"
+ARGUMENTS = "arguments of "
 _FIRST = 0xF0000
 _MARK = re.compile("[\U000f0000-\U0010fffd]")
 _THOUGHTS_END = "</think>"
@@ -23,9 +24,10 @@ _THOUGHTS_END = "</think>"
 
 @dataclass(frozen=True)
 class Mark:
-    """A character behind something that a message says."""
+    """A character after something that a message says."""
 
     character: str
+    """A character that the messages do not have, or the digits of a number."""
     message: int
     """Index of the message."""
     said: str
@@ -33,11 +35,13 @@ class Mark:
 
 
 def marked(
-    messages: Sequence[Mapping[str, Any]], which: Collection[int]
+    messages: Sequence[Mapping[str, Any]], which: Collection[int], *, keys: bool = True
 ) -> tuple[list[dict[str, Any]], list[Mark]]:
-    """Return messages with marks in those with an index in `which`, and the marks. Several
-    marks of one message may stand behind the same thing: it is rendered if one of them is."""
-    marking = _Marking(messages)
+    """Return messages with marks in those with an index in `which`, and the marks. Several marks of
+    one message may stand after the same thing: it is rendered if one of them is. Without `keys` the
+    arguments of calls keep theirs, for templates that ask for one by name, and numbers are replaced
+    by others, which are marks."""
+    marking = _Marking(messages, keys)
     copies = [
         marking.message(index, message) if index in which else dict(message)
         for index, message in enumerate(messages)
@@ -63,7 +67,8 @@ def _text_of(value: Any) -> str:
 class _Marking:
     """Marks that are given out one after another, none of which the messages have already."""
 
-    def __init__(self, messages: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, messages: Sequence[Mapping[str, Any]], keys: bool) -> None:
+        self._keys = keys
         own = max(_MARK.findall(repr(messages)), default="")
         self._next = ord(own) + 1 if own else _FIRST
         self.marks: list[Mark] = []
@@ -91,8 +96,8 @@ class _Marking:
         end = len(text.rstrip())
         return text[:end] + self._mark(said) + text[end:]
 
-    def _mark(self, said: str) -> str:
-        mark = Mark(chr(self._next), self._index, said)
+    def _mark(self, said: str, *, number: bool = False) -> str:
+        mark = Mark(str(self._next**2) if number else chr(self._next), self._index, said)
         self.marks.append(mark)
         self._next += 1
         return mark.character
@@ -114,15 +119,17 @@ class _Marking:
         said = f"{said} ({call.get('name')!r})"
         copy = {**call, "name": self._behind(call.get("name"), said)}
         if call.get("arguments"):
-            copy["arguments"] = self._value(call["arguments"], f"arguments of {said}")
+            copy["arguments"] = self._value(call["arguments"], ARGUMENTS + said)
         return copy
 
     def _value(self, value: Any, said: str) -> Any:
         """Mark the texts within a value and the keys of its objects."""
         if isinstance(value, Mapping):
-            return {
-                self._behind(key, said): self._value(child, said) for key, child in value.items()
-            }
+            keys = [self._behind(key, said) if self._keys else key for key in value]
+            values = [self._value(child, said) for child in value.values()]
+            return dict(zip(keys, values, strict=True))
         if isinstance(value, list):
             return [self._value(child, said) for child in value]
+        if type(value) in (int, float) and not self._keys:
+            return int(self._mark(said, number=True))
         return self._behind(value, said)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pipeline import StageError
 from stages.data.layouts import Messages
-from stages.data.marks import CALLS, THOUGHTS, Mark, marked, without_marks
+from stages.data.marks import ARGUMENTS, CALLS, THOUGHTS, Mark, marked, without_marks
 from stages.data.messages import Conversation
 from stages.data.rendering import Renderer
 from stages.data.token_sizes import Span
@@ -74,10 +74,11 @@ class Turns:
         count in the messages that are `trained` on: templates drop those of others."""
         if self._has_every_content():
             return []
-        whole = self._whole
-        said = dict.fromkeys((mark.message, mark.said) for mark in whole.marks) if whole else ()
-        there = {(mark.message, mark.said) for mark in whole.ends} if whole else set()
-        missing = [each for each in said if each not in there]
+        missing = _missing(self._whole)
+        if any(what.startswith(ARGUMENTS) for _, what in missing):
+            count = len(self.chat.messages)
+            asked_for = _missing(self._marked(count, False, range(count), keys=False))
+            missing = [each for each in missing if each in asked_for]
         return [(at, what) for at, what in missing if what != THOUGHTS or at in trained]
 
     def after(self) -> str:
@@ -87,7 +88,7 @@ class Turns:
         asked = [*self.chat.messages, {"role": role, "content": "."}]
         whole, longer = self._whole, None
         if whole is not None:
-            longer = self._marked(len(asked), False, whole.which, asked)
+            longer = self._marked(len(asked), False, whole.which, chat=asked)
         anchor = longer.last(len(self.chat.messages)) if longer else None
         if whole is None or longer is None or anchor not in whole.ends:
             return ""
@@ -162,9 +163,15 @@ class Turns:
         return next(same, texts[0] if texts else None)
 
     def _marked(
-        self, count: int, prompt: bool, which: Collection[int], chat: Messages | None = None
+        self,
+        count: int,
+        prompt: bool,
+        which: Collection[int],
+        *,
+        chat: Messages | None = None,
+        keys: bool = True,
     ) -> MarkedText | None:
-        messages, marks = marked(chat or self.chat.messages, which)
+        messages, marks = marked(chat or self.chat.messages, which, keys=keys)
         try:
             text = self.rendered.of(self.chat, messages[:count], prompt=prompt)
         except StageError:
@@ -180,3 +187,12 @@ def _common(one: str, other: str) -> int:
     """Return the number of characters that two texts begin with in common."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _missing(found: MarkedText | None) -> list[tuple[int, str]]:
+    """Return what has no mark in a text, with the index of its message."""
+    if found is None:
+        return []
+    there = {(mark.message, mark.said) for mark in found.ends}
+    said = dict.fromkeys((mark.message, mark.said) for mark in found.marks)
+    return [each for each in said if each not in there]
