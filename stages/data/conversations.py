@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 AHEAD = 1 << 24
 """Characters of messages that are rendered ahead at most, each in as many parts as it is in."""
-ENDED = "whose last turn got the token that begins the next message, since no other ends it"
+ENDED = "whose turns end with the token that begins the next message, since no other ends them"
+LAID_OUT = "whose messages were given to the chat template in another form that says the same"
 ENDLESS = "with turns that no special token ends, so that the model is not trained to stop"
 EMPTY = "with an empty answer, which is trained as the end of a turn"
 UNRENDERED = "whose chat template leaves out something that is said"
@@ -106,7 +107,8 @@ class ConversationEncoder:
             if prints_python(messages, text):
                 lost.append((-1, "the JSON of arguments, which it prints as Python does"))
             if best is None or len(lost) < len(best[1]):
-                best = LaidOut(form, require_text(chat.row, text, "the text of the row")), lost
+                said = require_text(chat.row, text, "the text of the conversation")
+                best = LaidOut(form, said, () if same else (LAID_OUT,)), lost
             if not lost:
                 break
         if best is None:
@@ -116,7 +118,7 @@ class ConversationEncoder:
             return best[0]
         if self.stage.unrendered != "allow":
             raise _unrendered(chat, best[1])
-        return dataclasses.replace(best[0], notes=(UNRENDERED,))
+        return dataclasses.replace(best[0], notes=(*best[0].notes, UNRENDERED))
 
     def targets(self, laid_out: LaidOut, tokens: TextTokens) -> Targets:
         """Return which tokens of its text are trained on. Raises DataError if its turns cannot be
@@ -127,7 +129,8 @@ class ConversationEncoder:
             silent = [turns.span(index, prompt=prompt) for index, prompt in located]
             return Targets(~tokens.inside(silent))
         indices = [index for index, _ in located]
-        notes = (EMPTY,) if any(says_nothing(chat.messages[index]) for index in indices) else ()
+        empty = any(says_nothing(chat.messages[index]) for index in indices)
+        notes: tuple[str, ...] = (EMPTY,) if empty else ()
         if self._has_markers(chat):
             return Targets(self._marked(chat, turns, tokens, indices), notes=notes)
         if indices[:1] == [0]:
@@ -138,7 +141,7 @@ class ConversationEncoder:
             span = _without_tail(text, special, turns.span(index, prompt=prompt))
             if not (special[:, 1] == span[1]).any():
                 span, end, note = self._ended(turns, span)
-                notes += (note,) if note else ()
+                notes += (note,)
             spans.append(span)
         return Targets(tokens.inside(spans), end, notes)
 
@@ -190,7 +193,7 @@ class ConversationEncoder:
         if found is None or found.group() == self.tokens.tokenizer.bos_token:
             return span, (), ENDLESS
         if end < len(turns.text):
-            return (start, end + found.end()), (), ""
+            return (start, end + found.end()), (), ENDED
         return span, (self.tokens.tokenizer.convert_tokens_to_ids(found.group()),), ENDED
 
     def _marked(

@@ -10,13 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline import Context, DataError, ModelSource
-from pipeline.utils import activity
+from pipeline.utils import activity, counted
 from stages.data import tokenize
 from stages.data.cache import KEYS, Counts, Entry, digest
 from stages.data.encodings import plain_ids
 from stages.data.pieces import cutter
 from stages.data.rows import TEXT, read_text, require_text
-from stages.data.samples import STARTS, TOKENS, TokenBlocks
+from stages.data.samples import NOTE, STARTS, TOKENS, TokenBlocks
 from stages.data.sources import OpenedSource, Part
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ _BATCH = 256
 """Pieces of documents per call of the tokenizer."""
 _LARGEST_CALL = 1_000_000
 """Characters per call of the tokenizer, unless one piece has more."""
+_FORMATTED = NOTE + tokenize.FORMATTED
 Piece = tuple[str, bool, bool]
 """A part of a document's text, and whether the document begins and ends with it."""
 
@@ -145,7 +146,8 @@ class Documents:
 
     def write(self, folder: Path, documents: Iterable[str]) -> Counts:
         """Write the ids of all documents as one stream, and the place of the first token of each
-        document that has one. Returns `documents`, `tokens` and `largest` (id).
+        document that has one. Returns `documents`, `tokens`, `largest` (id), and the documents that
+        had a begin or end token of their own.
 
         The memory needed is bounded by the longest documents.
         """
@@ -158,28 +160,40 @@ class Documents:
             (folder / STARTS).open("wb") as starts,
             activity(tokenize.TOKENISING, unit="documents") as doing,
         ):
-            for _, (ids, begins) in tokenize.map_batches(self._encode, batches, self.workers):
+            for _, (ids, begins, formatted) in tokenize.map_batches(
+                self._encode, batches, self.workers
+            ):
                 ids.tofile(tokens)
                 places = np.unique(np.concatenate([waiting, begins + counts["tokens"]]))
                 counts["tokens"] += len(ids)
                 waiting = places[places == counts["tokens"]]
                 places[places < counts["tokens"]].astype("<i8").tofile(starts)
                 counts["documents"] += len(begins)
+                if formatted:
+                    counts[_FORMATTED] = counts.get(_FORMATTED, 0) + formatted
                 counts["largest"] = max(counts["largest"], int(ids.max(initial=0)))
                 self.ctx.dist.heartbeat.beat()
                 doing.advance(len(begins))
+        if _FORMATTED in counts:
+            said = counted(counts[_FORMATTED], "documents")
+            self.ctx.log.warning("%s %s", said, tokenize.FORMATTED)
         return counts
 
-    def _encode(self, batch: list[Piece]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Return the ids of all pieces, one behind the other, and where in these documents begin;
-        shapes (tokens,) and (documents that begin here,)."""
-        ids, begins = list[int](), list[int]()
+    def _encode(self, batch: list[Piece]) -> tuple[NDArray[Any], NDArray[np.int64], int]:
+        """Return the ids of all pieces, one after another, and where in these documents begin;
+        shapes (tokens,) and (documents that begin here,); and the number of begin and end tokens
+        that documents had already."""
+        ids, begins, formatted = list[int](), list[int](), 0
+        end_token = self.tokenizer.eos_token
         found = plain_ids(self.tokenizer, [text for text, _, _ in batch])
-        for (_, first, last), inside in zip(batch, found, strict=True):
+        for (text, first, last), inside in zip(batch, found, strict=True):
+            begun = first and bool(self.start) and tokenize.begins_with(inside, self.start)
+            ended = last and bool(self.end) and tokenize.ends_with(text, end_token)
             if first:
                 begins.append(len(ids))
-                ids += self.start
+                ids += [] if begun else self.start
             ids += inside
             if last:
-                ids += self.end
-        return np.array(ids, self.dtype), np.array(begins, np.int64)
+                ids += [] if ended else self.end
+            formatted += begun or ended
+        return np.array(ids, self.dtype), np.array(begins, np.int64), formatted

@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from stages.data.chat import ChatData
 
 
-FORMATTED = "with a begin or end token of their own, which got no second one"
-"""A note on rows."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
     """Token ids and, for each, whether it is trained on (bool); shapes (length,)."""
@@ -181,7 +177,7 @@ class RowEncoder:
             trained=np.concatenate(
                 [np.zeros(len(before), bool), trained, np.ones(len(after), bool)]
             ),
-            notes=(FORMATTED,) if ended or (begun and self.start) else (),
+            notes=(tokenize.FORMATTED,) if ended or (begun and self.start) else (),
         )
 
     def _cut(self, row: Row, encoded: Encoded | Dropped) -> Encoded | Dropped:

@@ -14,12 +14,14 @@ from pipeline import Context, Data, ModelSource, Samples, StageError
 from pipeline.utils import counted
 from stages.data import tokenize
 from stages.data.cache import KEYS, Counts, Entry, cache_folder, digest, prepare
+from stages.data.conversations import ENDED, LAID_OUT
 from stages.data.documents import Documents
 from stages.data.encode import RowEncoder
 from stages.data.encodings import TextTokenizer
 from stages.data.forms import rows_with_forms
-from stages.data.samples import FORM, MaskedSamples, write_samples
+from stages.data.samples import FORM, NOTE, MaskedSamples, write_samples
 from stages.data.sources import OpenedSource, open_source
+from stages.data.tokenize import FORMATTED
 from stages.data.views import PackedSamples, pack_key, train_and_heldout, write_packs
 
 if TYPE_CHECKING:
@@ -34,8 +36,12 @@ _SETTINGS = (
     "form", "template", "today", "loss", "special_tokens", "sequence_length", "too_long"
 )  # fmt: skip
 """Fields of `data.chat` that decide which tokens a row becomes."""
+_ADDED = {"turns": "together", "unrendered": "error", "empty": "train"}
+"""Fields of the same kind with the values that older runs had."""
 _START = "-"
 """Separator of a cache key from the digest of the ids that texts begin with."""
+_CHANGED = (ENDED, LAID_OUT, FORMATTED)
+"""Notes on rows that the first version encoded otherwise. Runs of others can be resumed."""
 
 
 def source_entry(work: Documents | Rows, source: Source, cache: str | None) -> Entry:
@@ -59,6 +65,8 @@ def _in_words(counts: Counts) -> Iterator[str]:
     for name, count in counts.items():
         if name == "largest":
             yield f"largest id {count:,}"
+        elif name.startswith(NOTE):
+            yield f"{counted(count, 'rows')} {name.removeprefix(NOTE)}"
         elif name.startswith(FORM) and count:
             yield f"{counted(count, 'rows')} of {name}"
         elif count:
@@ -98,7 +106,12 @@ def text_data(stage: TextData, ctx: Context, model: ModelSource) -> Data:
     work = Documents(stage, stage.workers, ctx, model)
     entries = _entries(stage, work)
     contents = digest([entry.key for entry in entries])
-    identity = {"stage": "data.text", "contents": contents, **work.identity}
+    identity = {
+        "stage": "data.text",
+        "contents": contents,
+        **_encoding(entries),
+        **work.identity,
+    }
     return _data(stage, work, entries, stage.documents_apart, identity)
 
 
@@ -112,9 +125,16 @@ def chat_data(stage: ChatData, ctx: Context, model: ModelSource) -> Data:
         "packing": stage.packing,
         "tokenizer": work.tokenizer_identity,
         **({"prepend_bos": True} if any(map(work.has_start, entries)) else {}),
+        **_encoding(entries),
         **work.settings,
     }
     return _data(stage, work, entries, stage.packing, identity)
+
+
+def _encoding(entries: Sequence[Entry]) -> dict[str, int]:
+    """Return what tells data from that of older runs, if any of it is encoded otherwise now."""
+    changed = any(entry.counts.get(NOTE + note) for entry in entries for note in _CHANGED)
+    return {"encoding": 2} if changed else {}
 
 
 class Rows:
@@ -135,6 +155,9 @@ class Rows:
         self.start = tokenize.start_ids(self.tokenizer, stage.prepend_bos)
         """Ids that texts begin with."""
         self.settings = {name: getattr(stage, name) for name in _SETTINGS}
+        for name, old in _ADDED.items():
+            if getattr(stage, name) != old:
+                self.settings[name] = getattr(stage, name)
 
     def size(self, entry: Entry) -> int:
         """Return the number of an entry's samples, unpacked."""

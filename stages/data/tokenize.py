@@ -79,6 +79,10 @@ def start_ids(tokenizer: Any, prepend_bos: bool | None) -> list[int]:
     raise StageError(message, hint="set `prepend_bos`")
 
 
+FORMATTED = "with a begin or end token of their own, which got no second one"
+"""A note on rows or documents."""
+
+
 def begins_with(ids: Sequence[int] | NDArray[np.int64], start: Sequence[int]) -> bool:
     """Whether a text's ids, shape (length,), begin with those that would be put before them."""
     return list(ids[: len(start)]) == list(start)

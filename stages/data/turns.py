@@ -90,7 +90,7 @@ class Turns:
         if whole is not None:
             longer = self._marked(len(asked), False, whole.which, chat=asked)
         anchor = longer.last(len(self.chat.messages)) if longer else None
-        if whole is None or longer is None or anchor not in whole.ends:
+        if whole is None or longer is None or anchor is None or anchor not in whole.ends:
             return ""
         rest, tail = longer.text[longer.ends[anchor] :], whole.text[whole.ends[anchor] :]
         return rest[len(tail) :] if rest.startswith(tail) else ""
