@@ -47,7 +47,8 @@ class Renderer:
         if not self._tokenizer.chat_template:
             raise chat.row.error(
                 "the model's tokenizer has no chat template",
-                hint="use an instruction-tuned model, or `template: false` for pairs of texts",
+                hint="use an instruction-tuned model, name a template in `chat_template` in the "
+                "model's slot, or set `template: false` for pairs of texts",
             )
         return str(self._tokenizer.get_chat_template(None, chat.extra.get("tools")))
 
