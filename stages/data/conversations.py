@@ -33,6 +33,7 @@ ENDED = "whose turns end with the token that begins the next message, since no o
 LAID_OUT = "whose messages were given to the chat template in another form that says the same"
 ENDLESS = "with turns that no special token ends, so that the model is not trained to stop"
 EMPTY = "with an empty answer, which is trained as the end of a turn"
+UNSHOWN = "with `tools` or `documents` that the chat template does not show"
 UNRENDERED = "whose chat template leaves out something that is said"
 """Notes on rows: they continue a sentence that begins with "rows"."""
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -92,6 +93,7 @@ class ConversationEncoder:
         """Return a conversation in the first form that the template renders without leaving out
         anything that is said. Raises DataError if there is none, but under `unrendered: allow`."""
         template, trained = self._rendered.template(chat), self.trained_turns(chat)
+        unshown = any(chat.extra.get(key) and key not in template for key in ("tools", "documents"))
         best: tuple[LaidOut, list[tuple[int, str]]] | None = None
         refused: DataError | None = None
         for messages in layouts(chat.messages):
@@ -103,12 +105,12 @@ class ConversationEncoder:
                 refused = refused or error
                 continue
             lost = self._turns(form, text).lost(trained)
-            lost += [(-1, key) for key in ("tools", "documents") if _ignores(template, chat, key)]
             if prints_python(messages, text):
                 lost.append((-1, "the JSON of arguments, which it prints as Python does"))
             if best is None or len(lost) < len(best[1]):
                 said = require_text(chat.row, text, "the text of the conversation")
-                best = LaidOut(form, said, () if same else (LAID_OUT,)), lost
+                notes = (*([] if same else [LAID_OUT]), *([UNSHOWN] if unshown else []))
+                best = LaidOut(form, said, notes), lost
             if not lost:
                 break
         if best is None:
@@ -240,18 +242,11 @@ def _without_tail(text: str, special: NDArray[np.int64], span: Span) -> Span:
     return (start, behind) if not text[behind:end].strip() else span
 
 
-def _ignores(template: str, chat: Conversation, key: str) -> bool:
-    """Whether a template does not even name an argument that a row has."""
-    return bool(chat.extra.get(key)) and key not in template
-
-
 def _unrendered(chat: Conversation, lost: Sequence[tuple[int, str]]) -> Unrendered:
     index, said = lost[0]
     where = f" of messages[{index}]" if index >= 0 else ""
     more = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
     hint = "name a template that lays it out in `model.chat_template`"
-    if said == "tools":
-        hint = "give the row `tools: []` if the messages describe them"
     if said == THOUGHTS and (len(chat.messages) - 1, THOUGHTS) not in lost:
         hint = "set `turns: each` or `loss: last`, which train a turn as it is at inference"
     return Unrendered(

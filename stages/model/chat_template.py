@@ -27,9 +27,8 @@ def read_template(given: str) -> str:
     if it is no template."""
     if not is_local(given):
         if given not in known_templates():
-            near = did_you_mean(given, known_templates())
-            known = f"known are {', '.join(known_templates())}; a file starts with ./, ../, / or ~"
-            raise StageError(f"no chat template is called {given!r}", hint=near or known)
+            hint = f"{did_you_mean(given, known_templates())}; a file starts with ./, ../, / or ~"
+            raise StageError(f"no chat template is called {given!r}", hint=hint)
         return (_FOLDER / f"{given}.jinja").read_text("utf-8")
     file = local(given)
     try:
