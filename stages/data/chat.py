@@ -70,6 +70,15 @@ class ChatData(Selection):
     rows without one); all the assistant's messages; only its last turn, which suits templates that
     leave out parts of earlier answers; or all tokens. A `text` is trained on whole, and `input_ids`
     have a mask of their own."""
+    turns: Literal["together", "each"] = "together"
+    """Whether a conversation is one sample, laid out whole, or each turn that is trained on is a
+    sample of its own with what comes before it, laid out as at inference. Templates that leave the
+    thoughts out of earlier turns need `each` (or `loss: last`) to train on all thoughts."""
+    unrendered: Literal["error", "drop", "allow"] = "error"
+    """Treatment of a row of which the template leaves something out: a content, a call or its
+    arguments, thoughts of a turn that is trained on, or `tools`. `allow` trains on what is left."""
+    empty: Literal["error", "drop", "train"] = "train"
+    """Treatment of a row with an answer that says nothing: `train` trains on its end of turn."""
     special_tokens: Literal["error", "drop", "allow"] = "error"
     """Treatment of a row whose own text spells a special token of the tokenizer, such as the end of
     a turn. `allow` lets the text become that token."""

@@ -10,15 +10,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline import Context, DataError, ModelSource
-from pipeline.utils import activity
+from pipeline.utils import activity, counted
 from stages.data import tokenize
 from stages.data.cache import KEYS, Counts, Entry, digest
 from stages.data.encodings import plain_ids
 from stages.data.mistakes import Enough, Mistakes
-from stages.data.notes import write_notes
+from stages.data.notes import Note, write_notes
 from stages.data.pieces import cutter
 from stages.data.rows import TEXT, Report, raised, read_text, require_text
-from stages.data.samples import BAD, STARTS, TOKENS, TokenBlocks
+from stages.data.samples import BAD, CHANGED, STARTS, TOKENS, TokenBlocks
 from stages.data.sources import OpenedSource, Part
 
 if TYPE_CHECKING:
@@ -104,6 +104,14 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
+def formatted(counts: Counts) -> list[Note]:
+    """Return a note on the documents that had a begin or end token of their own."""
+    if CHANGED not in counts:
+        return []
+    said = f"{counted(counts[CHANGED], 'documents')} {tokenize.FORMATTED}"
+    return [Note(text=said, part=0, row=0)]
+
+
 class Documents:
     """Tokenises the documents of sources into cache entries, and opens them as blocks."""
 
@@ -144,9 +152,11 @@ class Documents:
 
     def content(self, entry: Entry) -> str:
         """Return what decides an entry's tokens: its key, with the number of rows that were dropped
-        if there are any."""
+        and that of those that earlier versions encoded otherwise, if there are any."""
         content, dropped = entry.key.partition("-")[0], entry.counts.get(BAD)
-        return f"{content}-{dropped}" if dropped else content
+        changed = entry.counts.get(CHANGED)
+        more = [f"-{dropped}" if dropped else "", f"-{CHANGED}:{changed}" if changed else ""]
+        return content + "".join(more)
 
     def build(self, opened: OpenedSource, folder: Path) -> Counts:
         """Tokenise a source into a folder. Raises the error of its mistakes, and DataError if it
@@ -156,7 +166,7 @@ class Documents:
         mistakes.check(counts["documents"] + mistakes.count)
         if counts["tokens"] < 2:
             raise DataError("fewer than two tokens of text", file=str(opened.source))
-        write_notes(folder, mistakes.notes())
+        write_notes(folder, [*mistakes.notes(), *formatted(counts)])
         return counts | ({BAD: mistakes.count} if mistakes.count else {})
 
     def samples(self, entry: Entry, first: int = 0, count: int | None = None) -> TokenBlocks:
@@ -178,7 +188,8 @@ class Documents:
 
     def write(self, folder: Path, documents: Iterable[str]) -> Counts:
         """Write the ids of all documents as one stream, and the place of the first token of each
-        document that has one. Returns `documents`, `tokens` and `largest` (id).
+        document that has one. Returns `documents`, `tokens`, `largest` (id), and as CHANGED the
+        documents that had a begin or end token of their own, if any did.
 
         The memory needed is bounded by the longest documents.
         """
@@ -191,28 +202,37 @@ class Documents:
             (folder / STARTS).open("wb") as starts,
             activity(tokenize.TOKENISING, unit="documents") as doing,
         ):
-            for _, (ids, begins) in tokenize.map_batches(self._encode, batches, self.workers):
+            for _, (ids, begins, changed) in tokenize.map_batches(
+                self._encode, batches, self.workers
+            ):
                 ids.tofile(tokens)
                 places = np.unique(np.concatenate([waiting, begins + counts["tokens"]]))
                 counts["tokens"] += len(ids)
                 waiting = places[places == counts["tokens"]]
                 places[places < counts["tokens"]].astype("<i8").tofile(starts)
                 counts["documents"] += len(begins)
+                if changed:
+                    counts[CHANGED] = counts.get(CHANGED, 0) + changed
                 counts["largest"] = max(counts["largest"], int(ids.max(initial=0)))
                 self.ctx.dist.heartbeat.beat()
                 doing.advance(len(begins))
         return counts
 
-    def _encode(self, batch: list[Piece]) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """Return the ids of all pieces, one behind the other, and where in these documents begin;
-        shapes (tokens,) and (documents that begin here,)."""
-        ids, begins = list[int](), list[int]()
+    def _encode(self, batch: list[Piece]) -> tuple[NDArray[Any], NDArray[np.int64], int]:
+        """Return the ids of all pieces, one after another, and where in these documents begin;
+        shapes (tokens,) and (documents that begin here,); and the number of begin and end tokens
+        that documents had already."""
+        ids, begins, changed = list[int](), list[int](), 0
+        end_token = self.tokenizer.eos_token
         found = plain_ids(self.tokenizer, [text for text, _, _ in batch])
-        for (_, first, last), inside in zip(batch, found, strict=True):
+        for (text, first, last), inside in zip(batch, found, strict=True):
+            begun = first and bool(self.start) and tokenize.begins_with(inside, self.start)
+            ended = last and bool(self.end) and tokenize.ends_with(text, end_token)
             if first:
                 begins.append(len(ids))
-                ids += self.start
+                ids += [] if begun else self.start
             ids += inside
             if last:
-                ids += self.end
-        return np.array(ids, self.dtype), np.array(begins, np.int64)
+                ids += [] if ended else self.end
+            changed += begun or ended
+        return np.array(ids, self.dtype), np.array(begins, np.int64), changed

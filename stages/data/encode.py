@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipeline import DataError, StageError
-from stages.data import forms
-from stages.data.conversations import ConversationEncoder
+from stages.data import forms, tokenize
+from stages.data.conversations import UNRENDERED, ConversationEncoder, LaidOut, Unrendered
 from stages.data.encodings import TextTokenizer
 from stages.data.forms import Completion, Example, Form, Tokens
+from stages.data.marks import says_nothing
 from stages.data.messages import Conversation
 from stages.data.mistakes import Mistake
 from stages.data.names import Names
@@ -36,6 +37,8 @@ class Encoded:
     """Whether the row was longer than a sample and has been truncated."""
     nulls: str = ""
     """Place of a null that was removed, as in Row."""
+    notes: tuple[str, ...] = ()
+    """Things to report of the row. Each continues a sentence that begins with "rows"."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,37 +63,52 @@ class RowEncoder:
     dtype: str
     """Type of the ids, which holds all of them."""
 
-    def batch(self, rows: Sequence[tuple[Form, Row]]) -> list[Encoded | Dropped | Mistake]:
-        """Encode rows in order; a Mistake stands for each that cannot be used."""
+    def batch(self, rows: Sequence[tuple[Form, Row]]) -> list[list[Encoded | Dropped] | Mistake]:
+        """Encode rows in order, each as a sample or as several; a Mistake stands for each that
+        cannot be used."""
         try:
             return [*self._together(rows)]
         except DataError:  # of any row: each step is done for all rows
             return [self._alone(row) for row in rows]
 
-    def _alone(self, row: tuple[Form, Row]) -> Encoded | Dropped | Mistake:
+    def _alone(self, row: tuple[Form, Row]) -> list[Encoded | Dropped] | Mistake:
         try:
             return self._together([row])[0]
         except DataError as error:
             return Mistake(message=error.message, hint=error.hint)
 
-    def _together(self, rows: Sequence[tuple[Form, Row]]) -> list[Encoded | Dropped]:
+    def _together(self, rows: Sequence[tuple[Form, Row]]) -> list[list[Encoded | Dropped]]:
         """Encode rows with one call of the tokenizer."""
-        examples = [self._example(form, row) for form, row in rows]
-        self._conversation.ahead([each for each in examples if isinstance(each, Conversation)])
-        texts = [self._text(example) for example in examples]
+        examples = [self._examples(form, row) for form, row in rows]
+        flat = [example for each in examples for example in each]
+        self._conversation.ahead([each for each in flat if isinstance(each, Conversation)])
+        laid_out = [self._laid_out(example) for example in flat]
+        texts = [self._text(example) for example in laid_out]
         found = iter(self.tokens([text for text in texts if text is not None]))
-        results = [
-            self._encoded(example, text, next(found)) if text is not None else self._given(example)
-            for example, text in zip(examples, texts, strict=True)
+        results = iter([
+            self._encoded(example, next(found)) if text is not None else self._given(example)
+            for example, text in zip(laid_out, texts, strict=True)
+        ])  # fmt: skip
+        return [
+            [self._cut(row, next(results)) for _ in each]
+            for (_, row), each in zip(rows, examples, strict=True)
         ]
-        cut = [self._cut(row, result) for (_, row), result in zip(rows, results, strict=True)]
-        return [_with_nulls(*each) for each in zip(examples, cut, strict=True)]
+
+    def _examples(self, form: Form, row: Row) -> list[Example | Dropped]:
+        """Return a row as one example, or as one for each turn."""
+        example = self._example(form, row)
+        if self.stage.turns == "together" or not isinstance(example, Conversation):
+            return [example]
+        turns = self._conversation.trained_turns(example)
+        return [example.until(turn) for turn in turns] or [example]
 
     def _example(self, form: Form, row: Row) -> Example | Dropped:
         stage = self.stage
         example = forms.read(
             row, form, template=stage.template, names=self.names, vocab_size=self.vocab_size
         )
+        if isinstance(example, Conversation) and self._is_empty(example):
+            return Dropped(why="with an empty answer")
         if isinstance(example, Tokens) or stage.special_tokens == "allow":
             return example
         spelled = self.tokens.spelled_in(example.texts())
@@ -104,40 +122,74 @@ class RowEncoder:
             )
         return example
 
-    def _text(self, example: Example | Dropped) -> str | None:
+    def _is_empty(self, chat: Conversation) -> bool:
+        """Whether a conversation is dropped for an answer that says nothing. Raises DataError where
+        that is an error."""
+        turns = self._conversation.trained_turns(chat)
+        empty = [index for index in turns if says_nothing(chat.messages[index])]
+        if empty and self.stage.empty == "error":
+            raise chat.row.error(
+                f"messages[{empty[0]}] is an answer that says nothing",
+                hint="set `empty: drop` to leave such rows out, or `train` to train on the end of "
+                "the turn",
+            )
+        return bool(empty) and self.stage.empty == "drop"
+
+    def _laid_out(self, example: Example | Dropped) -> Example | LaidOut | Dropped:
+        if not isinstance(example, Conversation):
+            return example
+        try:
+            return self._conversation.lay_out(example)
+        except Unrendered:
+            if self.stage.unrendered != "drop":
+                raise
+            return Dropped(why=UNRENDERED)
+
+    def _text(self, example: Example | LaidOut | Dropped) -> str | None:
         """Return the text to tokenise, if there is one."""
         if isinstance(example, Completion):
             return example.prompt + example.completion
-        return self._conversation.text(example) if isinstance(example, Conversation) else None
+        return example.text if isinstance(example, LaidOut) else None
 
-    def _given(self, example: Example | Dropped) -> Encoded | Dropped:
+    def _given(self, example: Example | LaidOut | Dropped) -> Encoded | Dropped:
         """Return the result of an example without a text."""
         if isinstance(example, Dropped):
             return example
         assert isinstance(example, Tokens)
         return Encoded(ids=np.array(example.ids, np.int64), trained=np.array(example.trained, bool))
 
-    def _encoded(self, example: Example | Dropped, text: str, tokens: TextTokens) -> Encoded:
+    def _encoded(self, example: Example | LaidOut | Dropped, tokens: TextTokens) -> Encoded:
         if isinstance(example, Completion):
             return self._completion(example, tokens)
-        assert isinstance(example, Conversation)
-        trained = self._conversation.trained(example, text, tokens)
-        return Encoded(ids=tokens.ids, trained=trained)
+        assert isinstance(example, LaidOut)
+        targets = self._conversation.targets(example, tokens)
+        return Encoded(
+            ids=np.concatenate([tokens.ids, np.array(targets.end, np.int64)]),
+            trained=np.concatenate([targets.trained, np.ones(len(targets.end), bool)]),
+            nulls=example.chat.row.nulls,
+            notes=(*example.notes, *targets.notes),
+        )
 
     @functools.cached_property
     def _conversation(self) -> ConversationEncoder:
         return ConversationEncoder(self.tokens, self.stage)
 
     def _completion(self, example: Completion, text: TextTokens) -> Encoded:
+        """Return a text with its start and end token, which it may have already."""
         start = 0 if self.stage.loss == "all" else len(example.prompt)
         trained = text.inside([(start, len(example.prompt) + len(example.completion))])
         end = self.tokens.tokenizer.eos_token_id
         if end is None:
             raise StageError("the tokenizer has no eos_token to end a completion with")
-        before = np.zeros(len(self.start), dtype=bool)
+        begun = tokenize.begins_with(text.ids, self.start)
+        ended = tokenize.ends_with(example.completion, self.tokens.tokenizer.eos_token)
+        before, after = [] if begun else self.start, [] if ended else [end]
         return Encoded(
-            ids=np.concatenate([np.array(self.start, np.int64), text.ids, [end]]),
-            trained=np.concatenate([before, trained, [True]]),
+            ids=np.concatenate([np.array(before, np.int64), text.ids, after]).astype(np.int64),
+            trained=np.concatenate(
+                [np.zeros(len(before), bool), trained, np.ones(len(after), bool)]
+            ),
+            notes=(tokenize.FORMATTED,) if ended or (begun and self.start) else (),
         )
 
     def _cut(self, row: Row, encoded: Encoded | Dropped) -> Encoded | Dropped:
@@ -164,11 +216,6 @@ class RowEncoder:
             return Dropped(why="longer than `sequence_length`", long=True)
         if not encoded.trained[1:room].any():
             return Dropped(why="whose trained tokens lie behind `sequence_length`", long=True)
-        return Encoded(ids=encoded.ids[:room], trained=encoded.trained[:room], long=True)
-
-
-def _with_nulls(example: Example | Dropped, result: Encoded | Dropped) -> Encoded | Dropped:
-    """Return a row's result with the nulls that were removed from it."""
-    if isinstance(result, Dropped) or not isinstance(example, Conversation):
-        return result
-    return dataclasses.replace(result, nulls=example.row.nulls) if example.row.nulls else result
+        return dataclasses.replace(
+            encoded, ids=encoded.ids[:room], trained=encoded.trained[:room], long=True
+        )

@@ -84,13 +84,14 @@ class TextTokenizer:
         return table
 
     @functools.cached_property
-    def _spelled(self) -> re.Pattern[str]:
+    def spelled(self) -> re.Pattern[str]:
+        """Matches the text of any special token."""
         texts = sorted(self.special.values(), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, texts)) or "(?!)")  # which never matches
 
     def spelled_in(self, value: Any) -> str | None:
         """Return a special token that a text within `value` spells out, if any does."""
-        found = map(self._spelled.search, _texts(value))
+        found = map(self.spelled.search, _texts(value))
         return next((match.group() for match in found if match), None)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeline.utils import did_you_mean
@@ -39,6 +39,15 @@ class Conversation:
     def texts(self) -> list[Any]:
         """Return the row's own texts, which should not spell a special token."""
         return [*self.messages, self.extra]
+
+    def until(self, index: int) -> Conversation:
+        """Return the conversation up to a message, of which that message alone is trained on."""
+        return replace(
+            self,
+            messages=self.messages[: index + 1],
+            first=min(self.first, index),
+            silent=frozenset(range(index)),
+        )
 
     def assistant_turns(self) -> list[int]:
         """Return the indices of the assistant's messages."""

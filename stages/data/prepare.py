@@ -20,7 +20,7 @@ from stages.data.encodings import TextTokenizer
 from stages.data.forms import rows_with_forms
 from stages.data.mistakes import Mistakes, together
 from stages.data.notes import read_notes
-from stages.data.samples import BAD, FORM, NULLS, MaskedSamples, write_samples
+from stages.data.samples import BAD, CHANGED, FORM, NULLS, MaskedSamples, write_samples
 from stages.data.sources import OpenedSource, open_source
 from stages.data.views import PackedSamples, pack_key, train_and_heldout, write_packs
 
@@ -36,11 +36,11 @@ _SETTINGS = (
     "form", "template", "today", "loss", "special_tokens", "sequence_length", "too_long"
 )  # fmt: skip
 """Fields of `data.chat` that decide which tokens a row becomes."""
+_ADDED = {"turns": "together", "unrendered": "error", "empty": "train"}
+"""Fields of the same kind with the values that older runs had."""
 _SEPARATOR = "-"
 """Between the parts of a cache key: digests of the contents, and of the ids that texts begin with;
-_READING; and `bad_rows`, since an entry without its bad rows says nothing of them."""
-_READING = "2"
-"""Version of the reading of rows. What it changes of the tokens is in `Rows.content`."""
+and `bad_rows`, since an entry without its bad rows says nothing of them."""
 
 
 def source_entries(
@@ -93,8 +93,8 @@ def _entry(
 
 def _in_words(counts: Counts) -> Iterator[str]:
     for name, count in counts.items():
-        if name == NULLS:
-            continue  # a note says it
+        if name in (NULLS, CHANGED):
+            continue  # notes say it
         if name == "largest":
             yield f"largest id {count:,}"
         elif name.startswith(FORM) and count:
@@ -172,6 +172,9 @@ class Rows:
         self.start = tokenize.start_ids(self.tokenizer, stage.prepend_bos)
         """Ids that texts begin with."""
         self.settings = {name: getattr(stage, name) for name in _SETTINGS}
+        for name, old in _ADDED.items():
+            if getattr(stage, name) != old:
+                self.settings[name] = getattr(stage, name)
 
     def size(self, entry: Entry) -> int:
         """Return the number of an entry's samples, unpacked."""
@@ -185,10 +188,11 @@ class Rows:
     def content(self, entry: Entry) -> str:
         """Return what decides an entry's tokens. It is the same as in earlier versions wherever the
         tokens are: without the digest of `start` if no row begins with it, and with the numbers of
-        rows that earlier versions refused or gave nulls to the template."""
+        rows that earlier versions refused, gave nulls to the template, or encoded otherwise."""
         content, start, *_ = entry.key.split(_SEPARATOR)
         more = [start] if self.has_start(entry) else []
-        more += [f"{name}:{entry.counts[name]}" for name in (BAD, NULLS) if entry.counts[name]]
+        counts = {name: entry.counts[name] for name in (BAD, NULLS, CHANGED)}
+        more += [f"{name}:{count}" for name, count in counts.items() if count]
         return _SEPARATOR.join([content, *more])
 
     def key(self, opened: OpenedSource) -> str:
@@ -198,7 +202,7 @@ class Rows:
             settings.append([names.columns, names.role_names])
         content = digest(["chat", KEYS, opened.digest, self.tokenizer_identity, settings])
         start = digest(self.start)[:16] if self.start else ""
-        return _SEPARATOR.join([content, start, _READING, self.stage.bad_rows])
+        return _SEPARATOR.join([content, start, self.stage.bad_rows])
 
     def build(self, opened: OpenedSource, folder: Path) -> Counts:
         names = self.stage.names(opened.source)

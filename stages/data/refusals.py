@@ -5,29 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from stages.data.messages import Conversation
-
 Renders = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], bool]
 """Whether the template lays out these messages with these further arguments."""
 _WORDS = 300
 """Characters of the template's own words that are shown."""
 
 
-def refusal(chat: Conversation, count: int, error: Exception, renders: Renders) -> str:
-    """Return what the template refuses of the first `count` messages of a conversation, and its own
+def refusal(
+    given: Sequence[Mapping[str, Any]],
+    extra: Mapping[str, Any],
+    error: Exception,
+    renders: Renders,
+) -> str:
+    """Return what the template refuses of some messages with their further arguments, and its own
     words for it."""
     words = " ".join(str(error).split())[:_WORDS] or type(error).__name__
-    messages = list(chat.messages[:count])
-    for key in chat.extra:
-        rest = {name: value for name, value in chat.extra.items() if name != key}
+    messages = list(given)
+    for key in extra:
+        rest = {name: value for name, value in extra.items() if name != key}
         if renders(messages, rest):
             return f"the row has `{key}`, which the chat template does not lay out: {words}"
-    last = _last(messages, chat.extra, renders)
+    last = _last(messages, extra, renders)
     what = next(
         (
             what
             for what, instead in _changes(messages[:last])
-            if renders([*messages[: last - 1], *instead], chat.extra)
+            if renders([*messages[: last - 1], *instead], extra)
         ),
         None,
     )

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from pipeline import DataError
 from stages.data.messages import Conversation
 from stages.data.refusals import refusal
 
@@ -37,6 +38,14 @@ def with_date(template: str, date: str) -> str:
     ) + template
 
 
+class Refused(Exception):
+    """A template does not lay out some messages; its cause is the template's own error."""
+
+    def __init__(self, messages: Sequence[Any], prompt: bool) -> None:
+        super().__init__()
+        self.messages, self.prompt = messages, prompt
+
+
 class Renderer:
     """Renders the first messages of conversations. Many are rendered at once ahead of their use."""
 
@@ -49,7 +58,8 @@ class Renderer:
         if not self._tokenizer.chat_template:
             raise chat.row.error(
                 "the model's tokenizer has no chat template",
-                hint="use an instruction-tuned model, or `template: false` for pairs of texts",
+                hint="use an instruction-tuned model, name a template in `chat_template` in the "
+                "model's slot, or set `template: false` for pairs of texts",
             )
         return str(self._tokenizer.get_chat_template(None, chat.extra.get("tools")))
 
@@ -83,18 +93,28 @@ class Renderer:
 
     def text(self, chat: Conversation, count: int, *, prompt: bool = False) -> str:
         """Return the text of the first `count` messages, with a generation prompt behind them if
-        `prompt`. Raises DataError if the template refuses them."""
+        `prompt`. Raises Refused if the template does not lay them out."""
         known = self._ahead.get((id(chat), count, prompt))
         if known is not None:
             return known[1]
+        return self.of(chat, chat.messages[:count], prompt=prompt)
+
+    def of(self, chat: Conversation, messages: Sequence[Any], *, prompt: bool = False) -> str:
+        """Return the text of some messages, rendered with the conversation's arguments. Raises
+        Refused if the template does not lay them out."""
         try:
-            text = self.apply(
-                chat, chat.messages[:count], tokenize=False, add_generation_prompt=prompt
-            )
+            text = self.apply(chat, messages, tokenize=False, add_generation_prompt=prompt)
         except Exception as error:  # a template is a program of its own and may raise anything
-            why = refusal(chat, count, error, functools.partial(self._renders, chat, prompt))
-            raise chat.row.error(why) from error
+            raise Refused(messages, prompt) from error
         return str(text)
+
+    def explained(self, chat: Conversation, refused: Refused) -> DataError:
+        """Return what a template refuses of a conversation, for people."""
+        error = refused.__cause__
+        assert isinstance(error, Exception)
+        renders = functools.partial(self._renders, chat, refused.prompt)
+        why = refusal(refused.messages, chat.extra, error, renders)
+        return chat.row.error(why)
 
     def _renders(
         self,

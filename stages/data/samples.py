@@ -16,20 +16,25 @@ from numpy.typing import NDArray
 from pipeline import NO_TARGET, Context, Sample, Samples, StageError
 from pipeline.utils import activity, counted
 from stages.data.cache import Counts, Entry, VerifiedArray
+from stages.data.conversations import ENDED, LAID_OUT
 from stages.data.encode import Dropped, Encoded
 from stages.data.forms import Form
 from stages.data.mistakes import Mistake, Mistakes
 from stages.data.notes import Note, write_notes
 from stages.data.rows import JSON, JSON_LINES, Row
-from stages.data.tokenize import TOKENISING
+from stages.data.tokenize import FORMATTED, TOKENISING
 
 TOKENS, STARTS = "tokens.bin", "starts.bin"
 _TRAINED, _OFFSETS, _TARGETS = "trained.bin", "offsets.bin", "targets.bin"
 FORM = "form "
 """Prefix of the counts of an entry's rows by form."""
-BAD, NULLS = "bad rows", "nulls"
+BAD, NULLS, CHANGED = "bad rows", "nulls", "encoded otherwise"
 """Counts of an entry: rows with a mistake, which were dropped; rows of JSON files of which nulls
-were removed, which earlier versions did not."""
+were removed, and rows with notes, which earlier versions encoded otherwise."""
+_CHANGED = (ENDED, LAID_OUT, FORMATTED)
+"""Notes on rows that earlier versions encoded otherwise."""
+Result = Sequence[Encoded | Dropped] | Mistake
+"""The samples of a row, or what is wrong with it."""
 
 
 def require_within(indices: NDArray[np.int64], count: int) -> NDArray[np.int64]:
@@ -76,19 +81,19 @@ class MaskedSamples(CountedSamples):
 
 def write_samples(
     folder: Path,
-    batches: Iterable[tuple[Sequence[tuple[Form, Row]], Sequence[Encoded | Dropped | Mistake]]],
+    batches: Iterable[tuple[Sequence[tuple[Form, Row]], Sequence[Result]]],
     dtype: str,
     ctx: Context,
     mistakes: Mistakes,
 ) -> Counts:
     """Write batches of rows with their tokens as the files of MaskedSamples, and notes on what was
     dropped and changed. Returns `rows`, `samples`, `tokens`, `targets`, `largest` (id), `long`
-    (rows that were truncated or dropped), `dropped`, BAD, NULLS, and the rows of each form. Raises
-    the error of `mistakes`, which is given those of the batches, and StageError if every row is
-    dropped.
+    (rows that were truncated or dropped), `dropped`, BAD, NULLS, CHANGED, and the rows of each
+    form. Raises the error of `mistakes`, which is given those of the batches, and StageError if
+    every row is dropped.
     """
-    names = ("rows", "samples", "tokens", "targets", "largest", "long", "dropped", BAD, NULLS)
-    counts, noted = dict.fromkeys(names, 0), _Noted(mistakes)
+    names = ("rows", "samples", "tokens", "targets", "largest", "long", "dropped")
+    counts, noted = dict.fromkeys((*names, BAD, NULLS, CHANGED), 0), _Noted(mistakes)
     offsets, targets = array("q", [0]), array("i")
     with (
         (folder / TOKENS).open("wb") as tokens,
@@ -96,25 +101,23 @@ def write_samples(
         activity(TOKENISING, unit="rows") as doing,
     ):
         for batch, results in batches:
-            for (form, row), result in zip(batch, results, strict=True):
-                if isinstance(result, Mistake):
-                    mistakes.add(row.error(result.message, hint=result.hint))
+            for (form, row), found in zip(batch, results, strict=True):
+                if isinstance(found, Mistake):
+                    mistakes.add(row.error(found.message, hint=found.hint))
                     continue
                 counts["rows"] += 1
-                counts["long"] += result.long
+                counts["long"] += any(each.long for each in found)
                 counts[FORM + form] = counts.get(FORM + form, 0) + 1
-                if isinstance(result, Dropped):
-                    noted.add(f"dropped {{}} {result.why}", row)
-                    continue
-                if result.nulls:
-                    noted.add("removed nulls from objects in {}", row, result.nulls)
-                    counts[NULLS] += str(row.file).endswith((*JSON, *JSON_LINES))
-                tokens.write(result.ids.astype(dtype).tobytes())
-                trained.write(result.trained.astype("u1").tobytes())
-                counts["tokens"] += len(result.ids)
-                counts["largest"] = max(counts["largest"], int(result.ids.max()))
-                offsets.append(counts["tokens"])
-                targets.append(int(result.trained[1:].sum()))
+                kept = [each for each in found if isinstance(each, Encoded)]
+                for sample in kept:
+                    tokens.write(sample.ids.astype(dtype).tobytes())
+                    trained.write(sample.trained.astype("u1").tobytes())
+                    counts["tokens"] += len(sample.ids)
+                    counts["largest"] = max(counts["largest"], int(sample.ids.max()))
+                    offsets.append(counts["tokens"])
+                    targets.append(int(sample.trained[1:].sum()))
+                counts["dropped"] += not kept
+                noted.row(row, found, counts)
             ctx.dist.heartbeat.beat()
             doing.advance(len(batch))
     np.array(offsets, "<i8").tofile(folder / _OFFSETS)
@@ -122,7 +125,7 @@ def write_samples(
     counts["rows"] += mistakes.count
     mistakes.check(counts["rows"])
     counts |= {"samples": len(targets), "targets": sum(targets), BAD: mistakes.count}
-    counts["dropped"] = counts["rows"] - counts["samples"]
+    counts["dropped"] += mistakes.count
     notes = [*mistakes.notes(), *noted.notes()]
     if not targets:
         reasons = "; ".join(note.text.removeprefix("dropped ") for note in notes)
@@ -142,7 +145,20 @@ class _Noted:
         self._counts = Counter[str]()
         self._first: dict[str, tuple[Row, str]] = {}
 
-    def add(self, what: str, row: Row, place: str = "") -> None:
+    def row(self, row: Row, found: Sequence[Encoded | Dropped], counts: Counts) -> None:
+        """Count what was done with a row, which became some samples, or none."""
+        kept = [each for each in found if isinstance(each, Encoded)]
+        for why in dict.fromkeys(each.why for each in found if isinstance(each, Dropped)):
+            self._add(f"dropped {'turns of ' if kept else ''}{{}} {why}", row)
+        notes = dict.fromkeys(note for each in kept for note in each.notes)
+        for note in notes:
+            self._add(f"{{}} {note}", row)
+        counts[CHANGED] += any(note in _CHANGED for note in notes)
+        if kept and kept[0].nulls:
+            self._add("removed nulls from objects in {}", row, kept[0].nulls)
+            counts[NULLS] += str(row.file).endswith((*JSON, *JSON_LINES))
+
+    def _add(self, what: str, row: Row, place: str = "") -> None:
         """Count a row. `what` has `{}` for the number of rows; `place` is one in the row."""
         self._counts[what] += 1
         self._first.setdefault(what, (row, place))

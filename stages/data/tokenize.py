@@ -8,10 +8,13 @@ import json
 import multiprocessing
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipeline import ModelSource, StageError
 from pipeline.hardware import cores_each
@@ -74,6 +77,20 @@ def start_ids(tokenizer: Any, prepend_bos: bool | None) -> list[int]:
             return called[:start]
     message = "the ids that the tokenizer puts before a text cannot be found"
     raise StageError(message, hint="set `prepend_bos`")
+
+
+FORMATTED = "with a begin or end token of their own, which got no second one"
+"""A note on rows or documents."""
+
+
+def begins_with(ids: Sequence[int] | NDArray[np.int64], start: Sequence[int]) -> bool:
+    """Whether a text's ids, shape (length,), begin with those that would be put before them."""
+    return list(ids[: len(start)]) == list(start)
+
+
+def ends_with(text: str, token: str | None) -> bool:
+    """Whether a text ends with the token that would be put after it, but for white space."""
+    return bool(token) and text.rstrip().endswith(str(token))
 
 
 def check_ids(model: ModelSource, largest: int) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline import PlanView, Problem, StageError, UsageError
 from pipeline.utils import did_you_mean, require_code_trust, require_trust
+from stages.model.chat_template import read_template
 from stages.model.compat import causal_types
 from stages.model.config_checks import wrong_size
 from stages.model.files import (
@@ -62,6 +63,11 @@ def _problems(stage: HfModel) -> Found:
         yield from _path(stage, stage.path)
     if stage.tokenizer is not None:
         yield from _tokenizer(stage, stage.tokenizer)
+    if stage.chat_template is not None:
+        try:
+            read_template(stage.chat_template)
+        except StageError as error:
+            yield "chat_template", str(error), ""
 
 
 def _exclusive(stage: HfModel) -> Found:

@@ -34,10 +34,11 @@ def tokenizer_problems(plan: PlanView, *, no_template: str | None = None) -> Ite
             message="needs a tokenizer, and the model comes without one",
             hint="set `tokenizer` in the model's slot to a folder that has one",
         )
-    elif no_template is not None and not has_template:
+    elif no_template is not None and not (has_template or model.chat_template):
         yield Problem(
             message=f"needs a chat template, and the tokenizer of {given} has none",
-            hint=f"use an instruction-tuned model, or {no_template}",
+            hint="use an instruction-tuned model, name a template in `chat_template` in the "
+            f"model's slot, or {no_template}",
         )
 
 

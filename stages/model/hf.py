@@ -39,6 +39,10 @@ class HfModel:
     tokenizer: str | None = None
     """Folder, GGUF file or hub id of the tokenizer, if not that of `path`. A hub id is taken at its
     main branch and so needs `allow_floating_revision`."""
+    chat_template: str | None = None
+    """Chat template, if not the tokenizer's own: a file (starting with `/`, `./`, `../` or `~`), or
+    `chatml`, `gemma`, `llama3`, or `plain`, which needs no special tokens. It is exported with the
+    tokenizer. For base models, which have none."""
     init: Literal["pretrained", "random"] = "pretrained"
     """`random` takes only the architecture from `path` and initialises the weights from the run's
     seed. With `config` the weights are always random."""

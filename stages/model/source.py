@@ -17,6 +17,7 @@ from pipeline import DtypeName, ModelSource, StageError, TensorReader, torch_dty
 from stages.data.sources import file_digests
 from stages.model import assets, compat
 from stages.model.block_changes import CHANGES, change_blocks
+from stages.model.chat_template import read_template, unknown_tokens
 from stages.model.config_checks import table_of_positions
 from stages.model.declared import outline, ties
 from stages.model.files import (
@@ -212,7 +213,7 @@ class HfSource(ModelSource):
             )
         try:
             with compat.quiet(), quick_gguf(files.gguf):
-                return AutoTokenizer.from_pretrained(
+                tokenizer = AutoTokenizer.from_pretrained(
                     files.folder,
                     gguf_file=files.gguf,
                     trust_remote_code=self._stage.trust_remote_code,
@@ -220,6 +221,15 @@ class HfSource(ModelSource):
                 )
         except (OSError, ValueError, ImportError, KeyError, IndexError) as error:
             raise StageError(f"the tokenizer in {files} cannot be loaded: {error}") from error
+        if self._stage.chat_template is not None:
+            tokenizer.chat_template = read_template(self._stage.chat_template)
+            for token in unknown_tokens(tokenizer.chat_template, tokenizer):
+                self._log.warning(
+                    "the chat template writes %s, which is no token of the tokenizer: it becomes "
+                    "several tokens, and generation does not stop at it",
+                    token,
+                )
+        return tokenizer
 
     def tokenizer(self) -> Any:
         return self._tokenizer

@@ -19,7 +19,7 @@ from pipeline import StageError, in_words
 from pipeline.utils import append_line, read_lines
 from stages.data import tokenize
 from stages.data.cache import Counts, cache_errors, digest, prepare_locally
-from stages.data.documents import Documents
+from stages.data.documents import Documents, formatted
 from stages.data.mistakes import Mistakes
 from stages.data.samples import TokenBlocks, block_count
 from stages.data.sources import (
@@ -239,7 +239,7 @@ class ShardStore:
             documents = self.documents.read([part], mistakes, blank=True)
             counts = self.documents.write(folder, self._until_closed(documents))
             mistakes.check(counts["documents"] + mistakes.count)
-        for note in mistakes.notes():
+        for note in [*mistakes.notes(), *formatted(counts)]:
             self.documents.ctx.log.warning("stream: %s", note.told([shard.address]))
         if not counts["documents"]:
             self.documents.ctx.log.warning("stream: %s has no text", shard.address)

@@ -198,8 +198,10 @@ CHAT = {
     "template whose prefixes do not match": Case(
         [{"messages": [USER, ASSISTANT, USER, ASSISTANT]}],
         "a.jsonl:1: the chat template renders messages[1] differently in a longer conversation, "
-        "so that its tokens cannot be located (set `loss: last`, or mark the turns",
-        template=PLAIN.replace("{{ m.content }}", "{{ 'R' if loop.last }}{{ m.content }}"),
+        "so that its tokens cannot be located (set `loss: last` or `turns: each`, or mark",
+        template=PLAIN.replace("<|s|>", "<|s|>{{ messages|length }}").replace(
+            "{{ m.content }}", "{{ m.content ~ m.content|length }}"
+        ),
     ),
     "template whose markers mark nothing": Case(
         [GOOD],

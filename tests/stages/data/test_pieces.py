@@ -249,14 +249,14 @@ def test_documents_are_the_same_in_pieces(
     ctx: Context, tmp_path: Path, texts: list[str], end: bool, batch: int
 ) -> None:
     """Here the tokenizer leaves out spaces and line ends, so that documents may have no token."""
-    letters = "ab."
+    letters = "ab.e"
     model = models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[])
     backend = tokenizers.Tokenizer(model)
     backend.pre_tokenizer = gpt2()
     source = FakeSource()
-    source.fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="b")
+    source.fast = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="e")
     kept = [[letters.index(each) for each in text if each in letters] for text in texts]
-    streams = [[*tokens, *([1] if end else [])] for tokens in kept]
+    streams = [[*tokens, *([3] if end else [])] for tokens in kept]
     begins = np.cumsum([0, *map(len, streams)])[:-1]
     folder = tmp_path / "entry"
     folder.mkdir(exist_ok=True)

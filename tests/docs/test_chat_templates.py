@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def program() -> Any:
+    spec = importlib.util.spec_from_file_location("chat_templates", DOCS / "chat_templates.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_of_chat_templates_is_what_its_program_makes(program: Any) -> None:
+    page = (DOCS / "data.md").read_text("utf-8")
+    assert program.written(page, program.table()) == page
+
+
+def test_chats_without_thoughts_or_calls_are_trained_under_every_template(program: Any) -> None:
+    """Gemma 1's takes no system message; nothing else is refused."""
+    plain = [program.CHATS[name] for name in ("one turn", "two turns", "three turns")]
+    refused = set()
+    for name, (text, _) in program.templates().items():
+        tokenizer = program.tokenizer(text)
+        for chat in plain:
+            if program.outcome(tokenizer, None, chat) != "+":
+                refused.add((name, len(chat)))
+            else:
+                (sample,) = program.trained(tokenizer, chat)
+                answers = [m["content"] for m in chat if m["role"] == "assistant"]
+                assert len(sample) == len(answers), name
+                assert all(a in s for a, s in zip(answers, sample, strict=True)), name
+    assert refused == {("gemma", 7)}

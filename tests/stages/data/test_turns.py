@@ -1,0 +1,253 @@
+"""Turns under the mechanics of published templates: see also tests/docs/test_chat_templates.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pipeline import NO_TARGET, DataError
+from pipeline.contracts.stage import Context
+from stages.data.chat import ChatData
+from tests.stages.data.fakes import MARKED, PLAIN, FakeSource
+from tests.support.tier import times
+
+HEAD = "{% for m in messages %}<|s|>{{ m.role }}\n"
+TAIL = "<|e|>\n{% endfor %}{% if add_generation_prompt %}<|s|>assistant\n{% endif %}"
+LAST_BLOCK = HEAD + "{{ '[]' if m.role == 'assistant' and loop.last }}{{ m.content }}" + TAIL
+"""Gives the last answer an empty block of thoughts, as Qwen3's."""
+OPENS = PLAIN.replace("<|s|>assistant\n{% endif", "<|s|>assistant\n<t>\n{% endif")
+"""Its generation prompt opens a thought that a finished answer does not have, as R1 Distill's."""
+CLOSES = PLAIN + "{% if not add_generation_prompt %}<|end|>{% endif %}"
+"""Ends with a token of its own unless more is to come, as Phi-3's."""
+THINKS = HEAD + "{% if loop.last and m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}"
+THINKS += "{{ m.content }}" + TAIL
+"""Leaves out the thoughts of earlier turns."""
+ENDLESS = "{% for m in messages %}<|s|>{{ m.role }}\n{{ m.content }}{% endfor %}"
+ENDLESS += "{% if add_generation_prompt %}<|s|>assistant\n{% endif %}"
+"""Ends a turn with the token that begins the next, as GLM's."""
+TEXT_ARGUMENTS = HEAD + "{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+TEXT_ARGUMENTS += "{{ '[' + c.function.name + c.function.arguments + ']' }}{% endfor %}" + TAIL
+"""Joins the arguments of a call as text, as DeepSeek's."""
+CALLS = TEXT_ARGUMENTS.replace("c.function.arguments +", "(c.function.arguments | tojson) +")
+PARTS = HEAD + "{% for p in m.content %}{{ p.text }}{% endfor %}" + TAIL
+
+
+def said(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def call(name: str = "f", arguments: Any = None) -> dict[str, Any]:
+    function = {"name": name, "arguments": {"town": "Oslo"} if arguments is None else arguments}
+    return {"type": "function", "function": function}
+
+
+CHAT = [said("user", "A"), said("assistant", "b"), said("user", "C"), said("assistant", "d")]
+THOUGHTS = [CHAT[0], said("assistant", "b", reasoning_content="why"), *CHAT[2:]]
+
+
+@pytest.fixture
+def trained(ctx: Context, tmp_path: Path) -> Any:
+    """Return a call that gives the trained runs of each sample of some rows, as text."""
+
+    def run(template: str, *rows: Any, **fields: Any) -> list[list[str]]:
+        path, source = tmp_path / "rows.jsonl", FakeSource(template)
+        chats = [row if isinstance(row, dict) else {"messages": row} for row in rows]
+        path.write_text("\n".join(json.dumps({"tools": [], **row}) for row in chats), "utf-8")
+        stage = ChatData(
+            files=str(path), cache=str(tmp_path / "cache"), **{"loss": "assistant", **fields}
+        )
+        data = stage.run(ctx, source)
+        return [list(runs(source, data.train[index])) for index in range(len(data.train))]
+
+    def runs(source: FakeSource, sample: Any) -> Any:
+        run: list[int] = []
+        for label in [*sample.labels.tolist(), NO_TARGET]:
+            if label != NO_TARGET:
+                run.append(label)
+            elif run:
+                yield source.fast.decode(run)
+                run = []
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("template", "turns"),
+    [
+        (LAST_BLOCK, ["b<|e|>", "[]d<|e|>"]),
+        (OPENS, ["b<|e|>", "d<|e|>"]),
+        (CLOSES, ["b<|e|>", "d<|e|>\n<|end|>"]),
+        (ENDLESS, ["b<|s|>", "d<|s|>"]),
+        (PARTS, ["b<|e|>", "d<|e|>"]),
+    ],
+    ids=["last block", "opens a thought", "end of its own", "next token", "parts"],
+)
+def test_turns_of_templates_that_render_a_turn_by_its_place(
+    trained: Any, template: str, turns: list[str]
+) -> None:
+    assert trained(template, CHAT) == [turns]
+    assert trained(template, CHAT, loss="last") == [turns[-1:]]
+    assert trained(template, CHAT[:2]) == [[turns[1].replace("d<", "b<")]]
+
+
+@settings(
+    max_examples=times(quick=20, full=200),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    contents=st.lists(st.text("<[t>\né🎉 a", max_size=6).filter(str.strip), min_size=2, max_size=6),
+    template=st.sampled_from([LAST_BLOCK, OPENS, CLOSES, PARTS, PLAIN]),
+)
+def test_every_turn_is_trained_from_its_first_to_its_last_character(
+    trained: Any, contents: list[str], template: str
+) -> None:
+    chat = [said("user" if at % 2 == 0 else "assistant", c) for at, c in enumerate(contents)]
+    (runs,) = trained(template, chat, sequence_length=4096)
+    answers = [message["content"] for message in chat if message["role"] == "assistant"]
+    last = chat[-1]["role"] == "assistant"
+    blocks = ["[]" if template == LAST_BLOCK and last else ""]
+    starts = [*[""] * (len(answers) - 1), *blocks]
+    if template == OPENS:  # what an answer has in common with the thought is in the prompt
+        answers = [answer.removeprefix("<t>\n") for answer in answers]
+    ends = ["<|e|>"] * len(answers)
+    if template == CLOSES and last:
+        ends[-1] += "\n<|end|>"
+    assert runs == [a + b + c for a, b, c in zip(starts, answers, ends, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("message", "lost"),
+    [
+        (said("assistant", "", tool_calls=[call()]), "call 1 ('f') of messages[1] and 1 more"),
+        ({"role": "assistant", "tool_calls": [call("g")]}, "call 1 ('g')"),
+        (said("assistant", "", function_call={"name": "f", "arguments": "{}"}), "call ('f')"),
+        (said("assistant", "b", reasoning_content="why"), "thoughts of messages[1]"),
+        (said("assistant", "b", thinking="why"), "thoughts of messages[1]"),
+        (said("assistant", "b", tool_calls=[call(arguments={"x": 1})]), "call 1 ('f')"),
+    ],
+    ids=["call", "call alone", "function_call", "reasoning", "thinking", "content and call"],
+)
+def test_what_a_template_leaves_out_is_an_error(
+    trained: Any, caplog: pytest.LogCaptureFixture, message: Any, lost: str
+) -> None:
+    template = PLAIN.replace("m.content", "m.content or ''")
+    with pytest.raises(DataError) as caught:
+        trained(template, CHAT, [CHAT[0], message])
+    assert f"rows.jsonl:2: the chat template leaves out {lost}" in str(caught.value)
+    assert trained(template, CHAT, [CHAT[0], message], unrendered="drop") == [["b<|e|>", "d<|e|>"]]
+    assert "dropped 1 row whose chat template leaves out something that is said" in caplog.text
+    content = message.get("content") or ""
+    rows = trained(template, [CHAT[0], message], unrendered="allow")
+    assert rows == [[f"{content}<|e|>"]]
+    assert "1 row whose chat template leaves out something that is said" in caplog.text
+
+
+def test_a_call_of_several_that_is_left_out(trained: Any) -> None:
+    """GPT-OSS's template renders the first alone."""
+    template = CALLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+    both = said("assistant", "", tool_calls=[call(), call()])
+    with pytest.raises(DataError, match=r"leaves out call 2 \('f'\) of messages\[1\] and 1 more"):
+        trained(template, [CHAT[0], both])
+
+
+def test_a_result_of_a_tool_that_is_left_out(trained: Any) -> None:
+    template = CALLS.replace("m.content or ''", "(m.content or '') if m.role != 'tool'")
+    called = said("assistant", "", tool_calls=[call()])
+    with pytest.raises(DataError, match=r"leaves out content of messages\[2\] \("):
+        trained(template, [CHAT[0], called, said("tool", "d"), CHAT[3]])
+
+
+def test_arguments_in_the_form_that_the_template_takes(
+    trained: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [
+        [CHAT[0], said("assistant", "", tool_calls=[call(arguments=each)])]
+        for each in ({"town": "Oslo"}, '{"town": "Oslo"}')
+    ]
+    wanted = [['[f{"town": "Oslo"}]<|e|>']] * 2
+    assert trained(TEXT_ARGUMENTS, *rows) == wanted
+    assert "2 rows whose messages were given to the chat template in another form" in caplog.text
+    assert trained(CALLS, *rows) == wanted
+    prints = TEXT_ARGUMENTS.replace("c.function.arguments +", "c.function.arguments ~")
+    assert trained(prints, *rows) == wanted  # not Python's {'town': 'Oslo'}
+
+
+def test_arguments_that_the_template_asks_for_by_name(trained: Any) -> None:
+    template = CALLS.replace("(c.function.arguments | tojson) +", "c.function.arguments.x ~")
+    chat = [CHAT[0], said("assistant", "", tool_calls=[call(arguments={"x": 7})])]
+    assert trained(template, chat) == [["[f7]<|e|>"]]
+    with pytest.raises(DataError, match="leaves out arguments of call 1"):
+        trained(template, [CHAT[0], said("assistant", "", tool_calls=[call(arguments={"y": 7})])])
+
+
+def test_thoughts_under_the_key_that_the_template_reads(trained: Any) -> None:
+    template = THINKS.replace("m.reasoning_content", "m.thinking")
+    chat = [CHAT[0], said("assistant", "b", reasoning_content="why")]
+    assert trained(template, chat) == [["[why]b<|e|>"]]
+
+
+def test_each_turn_as_a_sample(trained: Any) -> None:
+    with pytest.raises(DataError, match=r"leaves out thoughts of messages\[1\] .*`turns: each`"):
+        trained(THINKS, THOUGHTS)
+    assert trained(THINKS, THOUGHTS, loss="last") == [["d<|e|>"]]
+    assert trained(THINKS, THOUGHTS, turns="each") == [["[why]b<|e|>"], ["d<|e|>"]]
+    assert trained(THINKS, THOUGHTS, unrendered="allow") == [["b<|e|>", "d<|e|>"]]
+    silent = [THOUGHTS[0], {**THOUGHTS[1], "train": False}, *THOUGHTS[2:]]
+    assert trained(THINKS, silent, turns="each") == [["d<|e|>"]]
+    assert trained(THINKS, silent) == [["d<|e|>"]]
+
+
+def test_a_turn_that_nothing_ends(trained: Any, caplog: pytest.LogCaptureFixture) -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    template += "{% if add_generation_prompt %}assistant: {% endif %}"
+    assert trained(template, CHAT) == [["b\n", "d\n"]]
+    assert "1 row with turns that no special token ends" in caplog.text
+    caplog.clear()
+    assert trained(PLAIN, CHAT) == [["b<|e|>", "d<|e|>"]]
+    assert "special token" not in caplog.text
+
+
+def test_empty_answers(trained: Any, caplog: pytest.LogCaptureFixture) -> None:
+    empty = [*CHAT[:3], said("assistant", " ")]
+    assert trained(PLAIN, empty, CHAT) == [["b<|e|>", " <|e|>"], ["b<|e|>", "d<|e|>"]]
+    assert "1 row with an empty answer, which is trained as the end of a turn" in caplog.text
+    assert trained(PLAIN, empty, CHAT, empty="drop") == [["b<|e|>", "d<|e|>"]]
+    with pytest.raises(DataError, match=r"messages\[3\] is an answer that says nothing"):
+        trained(PLAIN, empty, CHAT, empty="error")
+    unseen = [CHAT[0], said("assistant", "", train=False), *CHAT[2:]]
+    assert trained(PLAIN, unseen, empty="error") == [["d<|e|>"]]
+
+
+def test_tools_that_are_not_shown(trained: Any, caplog: pytest.LogCaptureFixture) -> None:
+    row = {"messages": CHAT, "tools": [{"type": "function", "function": {"name": "f"}}]}
+    assert trained(PLAIN, row) == [["b<|e|>", "d<|e|>"]]
+    assert "1 row with `tools` or `documents` that the chat template does not show" in caplog.text
+
+
+def test_markers_are_checked_for_what_is_said_too(trained: Any) -> None:
+    with pytest.raises(DataError, match="leaves out thoughts"):
+        trained(MARKED, THOUGHTS[:2])
+
+
+def test_a_begin_and_an_end_that_a_text_has_already(
+    ctx: Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    texts = ["<|s|>a<|end|>", "a<|end|>\n", "<|s|>a", "a"]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts), "utf-8")
+    source = FakeSource(None, bos="<|s|>")
+    data = ChatData(files=str(path), cache=str(tmp_path / "cache"), special_tokens="allow").run(
+        ctx, source
+    )
+    shown = []
+    for index in range(len(data.train)):
+        sample = data.train[index]
+        shown.append(source.fast.decode([*sample.input_ids.tolist(), sample.labels.tolist()[-1]]))
+    assert shown == ["<|s|>a<|end|>", "<|s|>a<|end|>\n", "<|s|>a<|end|>", "<|s|>a<|end|>"]
+    assert "3 rows with a begin or end token of their own, which got no second one" in caplog.text
