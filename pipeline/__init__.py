@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         TrainedRun,
         TrainingLength,
         WrittenCheckpoint,
+        ends_period,
     )
     from pipeline.distributed.environment import worker_rank
     from pipeline.distributed.heartbeat import Heartbeat, Phase

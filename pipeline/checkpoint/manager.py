@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 
 from pipeline.checkpoint import location
@@ -31,6 +32,7 @@ from pipeline.contracts.training import (
     TrainedRun,
     TrainingLength,
     WrittenCheckpoint,
+    ends_period,
 )
 from pipeline.distributed.heartbeat import Phase
 from pipeline.errors import CheckpointError, system_errors_as
@@ -55,11 +57,13 @@ class CheckpointManager(Checkpoints):
     """Tensors that are not saved: the model's source supplies them again."""
     address: str
     file_layout: FileLayout
-    every: int | None
-    """Steps between checkpoints; None: only at the end."""
+    every: int | str | None
+    """Steps between checkpoints, as `TrainingLength.in_steps` reads them; None: at the end only."""
     retention: Retention
     asynchronous: bool
     start_from: str | None
+    _period: Fraction | None = field(default=None, init=False)
+    """Steps between checkpoints; None: not known, or at the end only."""
     _attempts: int = field(default=0, init=False)
     _last: str | None = field(default=None, init=False)
     """Name of the newest checkpoint of this process's training."""
@@ -74,6 +78,7 @@ class CheckpointManager(Checkpoints):
         """Clean the store, agree with all ranks who writes what, and begin to take memory
         (collective). Raises CheckpointError, and StageError for too little memory."""
         dist = self.ctx.dist
+        self.begin(TrainingLength())
         with system_errors_as(CheckpointError), dist.rank0_first() as main:
             self.store = open_store(self.address)
             if main:
@@ -110,6 +115,13 @@ class CheckpointManager(Checkpoints):
             self._writer = WriterProcess(self._setup, self.snapshot.buffer)
         return self._writer
 
+    @property
+    def counts_epochs(self) -> bool:
+        return isinstance(self.every, str)
+
+    def begin(self, length: TrainingLength) -> None:
+        self._period = length.in_steps(self.every)
+
     def resource_needs(self, length: TrainingLength) -> Iterator[ResourceNeed]:
         """Memory for copies that is still being taken, and disk for the expected number of
         checkpoints without the existing ones; at least one."""
@@ -142,7 +154,12 @@ class CheckpointManager(Checkpoints):
         self._settle_pending(wait=False)
         if self.retention.best and progress.best.get("step") == progress.step:
             return True
-        return self.every is not None and progress.step > 0 and progress.step % self.every == 0
+        if self.counts_epochs and self._period is None:
+            raise CheckpointError(
+                f"every: the train stage does not say how many steps {self.every} are",
+                hint="give the checkpoint slot a number of steps",
+            )
+        return ends_period(progress.step, self._period)
 
     def save(self, progress: Progress) -> None:
         name = step_name(progress.step)

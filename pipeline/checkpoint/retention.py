@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
 
 from pydantic import BaseModel
 
@@ -74,29 +75,37 @@ def _stored_loss(store: Store, name: str) -> float | None:
         return None
 
 
-def expected_count(retention: Retention, every: int | None, length: TrainingLength) -> int:
+def expected_count(retention: Retention, every: int | str | None, length: TrainingLength) -> int:
     """The largest number of checkpoints at one time, including the one being written, if the
-    training saves every `every` steps (None: only at the end). If all are kept and the number of
-    steps is unknown, it is 2."""
-    saved = _saved(retention, every, length)
+    training saves every `every` steps, as `TrainingLength.in_steps` reads them (None: only at the
+    end). If all are kept and the number of steps is unknown, or that of an epoch's where `every`
+    counts epochs, it is 2."""
+    saved, known = _saved(retention, every, length)
     if retention.last is None:
-        return len(saved) if length.steps is not None else min(len(saved), 2)
+        return len(saved) if known else min(len(saved), 2)
     older = saved[:-1]
     if not retention.best:  # else those of evaluations, saved or not, may be the newest
         older = older[: -retention.last]
-    period = retention.every if length.steps is not None else None
+    period = retention.every if known else None
     for_good = sum(step % period == 0 for step in older) if period else 0
     return min(retention.last + for_good + retention.best + 1, len(saved))
 
 
-def _saved(retention: Retention, every: int | None, length: TrainingLength) -> Sequence[int]:
-    """Steps after which one may be saved, in order; of an unknown number of steps, the first."""
-    periods = [every, length.eval_every if retention.best else None]
+def _saved(
+    retention: Retention, every: int | str | None, length: TrainingLength
+) -> tuple[Sequence[int], bool]:
+    """Steps after which one may be saved, in order, and whether they are known; otherwise as many
+    as there may be at one time."""
+    asked = [each for each in (every, length.eval_every if retention.best else None) if each]
+    found = [length.in_steps(each) for each in asked]
+    periods = [Fraction(1) if period is None else period for period in found]
+    known = length.steps is not None and None not in found
     more = (retention.last or 0) + retention.best + 2
-    steps = length.steps or more * max(period or 1 for period in periods)
+    steps = length.steps if known else math.ceil(more * max([Fraction(1), *periods]))
+    assert steps is not None
     saved = {steps}
-    for period in filter(None, periods):
-        saved.update(range(period, steps, period))
+    for period in periods:
+        saved.update(math.ceil(k * period) for k in range(1, math.ceil(steps / period)))
     if length.saves_first or (retention.best and length.eval_first):
         saved.add(0)
-    return sorted(saved)
+    return sorted(saved), known

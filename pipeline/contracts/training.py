@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +22,27 @@ class TrainingLength:
 
     steps: int | None = None
     """Optimizer steps; None: not known."""
-    eval_every: int | None = None
-    """Steps between evaluations; None: at the end only."""
+    epoch: Fraction | None = None
+    """Steps of an epoch, which need not be whole: samples / global batch size; None: not known."""
+    eval_every: int | str | None = None
+    """Steps between evaluations, as `in_steps` reads them; None: at the end only."""
     eval_first: bool = False
     """Whether there is one before the first step."""
     saves_first: bool = False
     """Whether the state before the first step is saved."""
+
+    def in_steps(self, every: int | str | None) -> Fraction | None:
+        """Return the steps of a period that is a number of steps (`200`) or a part of an epoch
+        (`0.25 epochs`, `1/3 epochs`); None for None, or if an epoch's steps are not known."""
+        if not isinstance(every, str):
+            return None if every is None else Fraction(every)
+        return None if self.epoch is None else Fraction(every.split()[0]) * self.epoch
+
+
+def ends_period(step: int, period: Fraction | None) -> bool:
+    """Return whether a period of that many steps ends with this step, which is so for the steps
+    ceil(k x period), k = 1, 2, ...: the first by which k periods are over."""
+    return period is not None and step > 0 and step // period > (step - 1) // period
 
 
 @dataclass(kw_only=True)
@@ -186,6 +202,15 @@ class WrittenCheckpoint:
 
 class Checkpoints(ABC):
     """Checkpoints of a run: where, when and in which format training state is saved."""
+
+    @property
+    def counts_epochs(self) -> bool:
+        """Whether `begin` needs the steps of an epoch."""
+        return False
+
+    def begin(self, length: TrainingLength) -> None:
+        """Called on every rank before the first step, with the length of the training. Does nothing
+        unless overridden."""
 
     @abstractmethod
     def due(self, progress: Progress) -> bool:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from annotated_types import Ge, Gt
 
 from pipeline import Checkpoints, Context, Engine, ModelSource, PlanView, Problem
+from stages.periods import Period, epoch_problems
 
 if TYPE_CHECKING:
     from pipeline.checkpoint import Retention
@@ -22,8 +23,9 @@ class CheckpointSettings:
     format: ClassVar[str]
     """Name of the format of the checkpoints, canonical or full."""
 
-    every: Annotated[int, Gt(0)] | None = None
-    """Steps between checkpoints; null saves at the end only."""
+    every: Period | None = None
+    """Steps between checkpoints, or a part of an epoch: `0.25 epochs`, `1/3 epochs`. Those of k
+    parts are saved after the first step by which they are over. Null saves at the end only."""
 
     keep: Annotated[int, Gt(0)] | None = 2
     """Newest checkpoints to keep; null keeps all."""
@@ -57,6 +59,11 @@ class CheckpointSettings:
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from unknown_address("start_from", self.start_from)
+        yield from epoch_problems(plan, every=self.every)
+        if self.keep_every is not None and isinstance(self.every, str):
+            message = f"counts steps, and `every` counts epochs ({self.every}): they rarely meet"
+            hint = "give `every` a number of steps too, or keep all: keep: null"
+            yield Problem(key="keep_every", message=message, hint=hint)
 
     def run(self, ctx: Context, engine: Engine, model: ModelSource | None = None) -> Checkpoints:
         from pipeline.checkpoint import FULL, SHARDED, CheckpointManager, address

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -24,6 +24,9 @@ class StreamData(DocumentSettings):
     continues exactly, and reads no window before its own. The number of blocks in an epoch is not
     known: the train slot takes `steps`.
     """
+
+    has_epochs: ClassVar[bool] = False
+    """Whether it is known how many samples an epoch has."""
 
     shards: str | tuple[str, ...]
     """Files, as in `data.text`: paths or glob patterns, or addresses that fsspec knows, such as

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,6 +24,7 @@ from pipeline import (
     TrainedRun,
     TrainingLength,
 )
+from stages.periods import Period, epoch_problems
 from stages.train.settings import (
     Anomalies,
     BatchPlan,
@@ -56,8 +58,10 @@ class TrainCausalLm(BatchPlan):
     log_every: Count = 10
     """Steps between two lines on screen. `metrics.jsonl` has every step."""
 
-    eval_every: Count | None = None
-    """Steps between evaluations on held-out samples; null evaluates at the end only."""
+    eval_every: Period | None = None
+    """Steps between evaluations on held-out samples, or a part of an epoch: `0.25 epochs`,
+    `1/3 epochs`. That of k parts comes after the first step by which they are over. Null evaluates
+    at the end only."""
 
     eval_first: bool = False
     """Evaluate before the first step too."""
@@ -88,6 +92,7 @@ class TrainCausalLm(BatchPlan):
         for problem in self.anomalies.problems(plan):
             yield replace(problem, key=f"anomalies.{problem.key}")
         yield from self._evaluation_problems(plan)
+        yield from epoch_problems(plan, eval_every=self.eval_every)
         yield from router_loss_problems(self.router_loss, plan)
         yield from generation_problems(self.generate, plan)
 
@@ -119,21 +124,29 @@ class TrainCausalLm(BatchPlan):
 
     def length(self, samples: int | None = None) -> TrainingLength:
         """Length of the training; with epochs, its steps are known if `samples` are."""
-        steps = self.steps
+        steps, epoch = self.steps, None
+        if samples is not None:
+            epoch = Fraction(samples, self.global_batch_size)
         if self.epochs is not None and samples is not None:
             steps = -(-round(self.epochs * samples) // self.global_batch_size)
         return TrainingLength(
             steps=steps,
+            epoch=epoch,
             eval_every=self.eval_every,
             eval_first=self.eval_first,
             saves_first=self.anomalies.rolls_back,
         )
 
+    def length_on(self, data: Data, checkpoints: Checkpoints) -> TrainingLength:
+        """Length of the training on these samples. They are counted only where something depends
+        on their number, which a stream does not know."""
+        counts = isinstance(self.eval_every, str) or checkpoints.counts_epochs
+        return self.length(len(data.train) if counts or self.epochs is not None else None)
+
     def resource_needs(
         self, ctx: Context, data: Data, checkpoints: Checkpoints
     ) -> Iterator[ResourceNeed]:
-        samples = None if self.epochs is None else len(data.train)
-        return checkpoints.resource_needs(self.length(samples))
+        return checkpoints.resource_needs(self.length_on(data, checkpoints))
 
     def run(
         self,

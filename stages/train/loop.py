@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from typing import NoReturn
 
 from pipeline import (
@@ -14,6 +15,7 @@ from pipeline import (
     Data,
     Phase,
     Progress,
+    ends_period,
 )
 from pipeline.utils import activity
 from stages.train.anomalies import Recovery
@@ -36,6 +38,8 @@ class Training:
     """The loop from the step of `progress` on; it changes `progress` in place."""
 
     config: TrainCausalLm
+    eval_every: Fraction | None
+    """Steps between evaluations; None: at the end only."""
     ctx: Context
     data: Data
     checkpoints: Checkpoints
@@ -151,10 +155,10 @@ class Training:
         return progress.step < total and not progress.stopped
 
     def _evaluation_due(self) -> bool:
-        step, every = self.progress.step, self.config.eval_every
+        step = self.progress.step
         if not self.data.heldout:
             return False
-        if every is not None and step % every == 0:
+        if ends_period(step, self.eval_every):
             return True
         return self.config.eval_last and step == self.step.feed.total_steps(self.progress)
 

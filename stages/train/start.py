@@ -53,6 +53,8 @@ def train(
         raise StageError(f"{config.evaluates[0]} {NO_SAMPLES}", hint=GIVE_SAMPLES)
     start_random_streams(zlib.crc32(f"{ctx.seed}/{engine.random_stream}".encode()))
     identity = lineage(config, ctx, data, model)
+    length = config.length_on(data, checkpoints)
+    checkpoints.begin(length)
     validate = functools.partial(require_same_lineage, identity, ctx.accept)
     restored = checkpoints.restore(validate)
     ctx.metrics.rewind(-1 if restored is None else restored.step)
@@ -70,6 +72,7 @@ def train(
     recovery = Recovery(config.anomalies, monitor, checkpoints, validate)
     training = Training(
         config=config,
+        eval_every=length.in_steps(config.eval_every),
         ctx=ctx,
         data=data,
         checkpoints=checkpoints,

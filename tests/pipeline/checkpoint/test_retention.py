@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,23 @@ def test_of_a_training_whose_steps_nobody_knows(
     retention: Retention, every: int | None, number: int
 ) -> None:
     assert expected_count(retention, every, TrainingLength(eval_every=50)) == number
+
+
+@pytest.mark.parametrize(
+    ("retention", "every", "epoch", "number"),
+    [
+        (Retention(), "0.5 epochs", Fraction(2001, 10), 10),  # at 101, 201, 301, ..., 901 and 1000
+        (Retention(), "1/3 epochs", Fraction(300), 10),
+        (Retention(last=2), "1/3 epochs", Fraction(300), 3),
+        (Retention(last=2), "4 epochs", Fraction(300), 1),
+        (Retention(last=2), "0.5 epochs", None, 3),  # somewhere in these steps
+        (Retention(), "0.5 epochs", None, 2),
+    ],
+)
+def test_parts_of_an_epoch(
+    retention: Retention, every: str, epoch: Fraction | None, number: int
+) -> None:
+    assert expected_count(retention, every, TrainingLength(steps=1000, epoch=epoch)) == number
 
 
 class Names:

@@ -18,6 +18,7 @@ from pipeline.errors import StageError
 from pipeline.execution.metrics import records
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import ShardedCheckpoint
+from stages.data.stream import StreamData
 from stages.optimizer.adamw import AdamW
 from stages.train import start
 from stages.train.causal_lm import TrainCausalLm
@@ -94,6 +95,70 @@ def train(
     engine.close()
     lines = list(records(ctx.run_dir / "metrics.jsonl"))
     return {"lines": lines, **trained.record()}
+
+
+def train_by_epochs(dist: DistContext, folder: str, steps: int) -> list[str]:
+    """Train on 26 samples, 6.5 steps an epoch; return the names of the checkpoints."""
+    ctx = context(dist, folder)
+    plan = AdamW(lr=0.05, schedule="constant", warmup_steps=0).run(ctx)
+    engine = make_engine(ctx, Setting(wrap="ddp"), plan)
+    checkpoints = ShardedCheckpoint(every="0.5 epochs", keep=None).run(ctx, engine)
+    loop = TrainCausalLm(global_batch_size=4, steps=steps, eval_every="1/3 epochs")
+    given = source(ctx, Setting(wrap="ddp"))
+    loop.run(ctx, engine, toy_data(26), plan, checkpoints, given)
+    checkpoints.close()
+    engine.close()
+    return sorted(path.name for path in (ctx.run_dir / "checkpoints").iterdir())
+
+
+def test_evaluations_and_checkpoints_by_parts_of_an_epoch_fall_the_same_after_a_resume(
+    tmp_path: Path,
+) -> None:
+    whole, halves = str(tmp_path / "whole"), str(tmp_path / "halves")
+    saved = run_ranks(train_by_epochs, 1, whole, 14)[0]
+    # ceil(k x 6.5 / 2), and the last
+    assert saved == [f"step-{step:08}" for step in (4, 7, 10, 13, 14)]
+    run_ranks(train_by_epochs, 1, halves, 8)
+    assert run_ranks(train_by_epochs, 2, halves, 14)[0] == [
+        f"step-{step:08}" for step in (4, 7, 8, 10, 13, 14)
+    ]
+    found = []
+    for folder in (whole, halves):
+        lines = records(Path(folder) / "metrics.jsonl")
+        found.append({line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line})
+    assert sorted(found[0]) == [3, 5, 7, 9, 11, 13, 14]  # ceil(k x 6.5 / 3), and the last
+    assert sorted(found[1]) == [3, 5, 7, 8, 9, 11, 13, 14]
+    assert all(found[1][step] == pytest.approx(loss, abs=1e-6) for step, loss in found[0].items())
+
+
+def test_parts_of_an_epoch_need_data_that_has_one() -> None:
+    stream = StreamData(shards="s3://bucket/*.jsonl", sequence_length=8)
+    view = plan_view({"data": stream, "checkpoint": ShardedCheckpoint()})
+    batch = {"global_batch_size": 8, "steps": 10}
+    told = problems(TrainCausalLm, {**batch, "eval_every": "0.25 epochs"}, plan=view)
+    why = "and the data slot does not know how many samples an epoch has"
+    assert [f"{one.key}: {one.message}" for one in told] == [
+        "eval_every: needs held-out samples, and there are none",
+        f"eval_every: is 0.25 epochs, {why}",
+    ]
+    told = problems(ShardedCheckpoint, {"every": "1 epoch"}, plan=view)
+    assert [f"{one.key}: {one.message}" for one in told] == [f"every: is 1 epoch, {why}"]
+    told = problems(ShardedCheckpoint, {"every": "1 epoch", "keep_every": 500})
+    assert [one.key for one in told] == ["keep_every"]
+
+
+@pytest.mark.parametrize(
+    "every", ["0.25 epochs", "1 epoch", "1/3 epochs", "10 epochs", ".5 epochs"]
+)
+def test_periods_that_fields_take(every: str) -> None:
+    assert problems(ShardedCheckpoint, {"every": every}) == []
+
+
+@pytest.mark.parametrize("every", [
+    "0 epochs", "0.0 epochs", "-1 epochs", "1/0 epochs", "epoch", "1 epoch ", "25", "1e9 epochs", 0,
+])  # fmt: skip
+def test_periods_that_fields_do_not_take(every: object) -> None:
+    assert [one.key for one in problems(ShardedCheckpoint, {"every": every})] == ["every"]
 
 
 def heldout(told: dict[str, Any]) -> dict[int, float]:

@@ -1,0 +1,28 @@
+"""Fields that say how often something happens in a training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, TypeAlias
+
+from annotated_types import Gt
+from pydantic import Field
+
+from pipeline import Data, PlanView, Problem
+
+_DECIMAL = r"(0?\.[0-9]{0,8}[1-9][0-9]{0,8}|[1-9][0-9]{0,8}(\.[0-9]{1,8})?)"
+_RATIO = r"[1-9][0-9]{0,8}/[1-9][0-9]{0,8}"
+Period: TypeAlias = (
+    Annotated[int, Gt(0)] | Annotated[str, Field(pattern=f"^({_DECIMAL}|{_RATIO}) epochs?$")]
+)
+"""A number of steps, or a part of an epoch: `1 epoch`, `0.25 epochs`, `1/3 epochs`."""
+
+
+def epoch_problems(plan: PlanView, **periods: int | str | None) -> Iterator[Problem]:
+    """Yield the fields that count epochs, where the data slot knows of none."""
+    if all(getattr(stage, "has_epochs", True) for stage in plan.giving(Data)):
+        return
+    for key, period in periods.items():
+        if isinstance(period, str):
+            message = f"is {period}, and the data slot does not know how many samples an epoch has"
+            yield Problem(key=key, message=message, hint="give a number of steps")
