@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +16,7 @@ if TYPE_CHECKING:
     from pipeline.importing.translator import Translation
 
 INCOMPLETE = 3
-"""Exit code: the recipe is written, but lacks some settings of the files."""
+"""Exit code: the recipe is written, but lacks settings of the files, or some to be filled in."""
 
 
 @click.command("import")
@@ -37,8 +40,8 @@ def import_(
 
     FILEs are an accelerate config, a DeepSpeed JSON, transformers' TrainingArguments, a recipe of
     axolotl, LLaMA-Factory or torchtune (YAML or JSON), or several that belong together. stderr
-    shows the outcome of every key. Exit code 3 if the recipe lacks a setting, 2 if no recipe is
-    written.
+    shows the outcome of every key. Exit code 3 if the recipe lacks a setting, has one to be
+    filled in, or is none that `pipe check` accepts, 2 if no recipe is written.
     """
     from pipeline.errors import UsageError
     from pipeline.importing import table
@@ -50,19 +53,41 @@ def import_(
     read = [read_config(file) for file in files]
     request = Request(model=model, data=data, procs=procs)
     translation = choose(read, installed_translators()).translate(read, request)
+    found = _problems(translation)
     if not as_json:
-        for line in table.table(translation):
+        for line in (*table.table(translation), *(f"pipe check: {problem}" for problem in found)):
             click.echo(line, err=True)
     if translation.recipe is not None and output is not None:
         output.write_text(table.recipe_text(translation), "utf-8")
     if as_json:
-        click.echo(json.dumps(table.as_json(translation), indent=1))
+        click.echo(json.dumps({**table.as_json(translation), "problems": found}, indent=1))
     elif translation.recipe is not None and output is None:
         click.echo(table.recipe_text(translation), nl=False)
-    sys.exit(_exit_code(translation))
+    sys.exit(_exit_code(translation, found))
 
 
-def _exit_code(translation: Translation) -> int:
+def _exit_code(translation: Translation, problems: Sequence[str]) -> int:
     if translation.recipe is None:
         return 2
-    return INCOMPLETE if any(each.left_out for each in translation.outcomes) else 0
+    lacks = translation.missing or any(each.left_out for each in translation.outcomes)
+    return INCOMPLETE if lacks or problems else 0
+
+
+def _problems(translation: Translation) -> list[str]:
+    """Return what `pipe check` refuses about the recipe, but for what this machine lacks, and what
+    is to be filled in."""
+    from pipeline.chain.plan import plan_file
+    from pipeline.errors import RecipeError
+    from pipeline.importing import table
+
+    if translation.recipe is None:
+        return []
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(table.recipe_text(translation))
+        file.flush()
+        try:
+            plan_file(file.name, forecast=True)
+        except RecipeError as error:
+            found = [replace(problem, location=None) for problem in error.problems]
+            return [str(each) for each in found if each.key not in translation.missing]
+    return []

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pipeline.importing.translator import (
         ConfigFile,
         KeyOutcome,
+        OtherTool,
         Request,
         Translation,
         Translator,

@@ -70,6 +70,15 @@ class Translation:
     """One for every key of every file, in their order."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class OtherTool:
+    """A tool whose files are recognised, and not translated."""
+
+    name: str
+    advice: str
+    """What to do with its files; empty if there is nothing to say."""
+
+
 class Translator(ABC):
     """Translator of the configuration files of one family of tools, which together describe one
     training. Nothing in a file is ever executed or unpickled."""
@@ -86,8 +95,8 @@ class Translator(ABC):
         """Return whether these files together are for this translator."""
         return all(self.kind(file.content) for file in files)
 
-    def other_tool(self, content: Mapping[str, Any]) -> str | None:
-        """Return the name of the unsupported tool whose file this is, if the keys show it."""
+    def other_tool(self, content: Mapping[str, Any]) -> OtherTool | None:
+        """Return the unsupported tool whose file this is, if the keys show it."""
         return None
 
     @abstractmethod
@@ -120,12 +129,12 @@ def choose(files: Sequence[ConfigFile], translators: Sequence[Translator]) -> Tr
             return translator
     for file in files:
         if not any(translator.kind(file.content) for translator in translators):
+            signs = "; ".join(translator.signs for translator in translators)
             tools = (translator.other_tool(file.content) for translator in translators)
             tool = next(filter(None, tools), None)
-            belongs = f"is a file of {tool}, which cannot be imported"
+            if tool is not None:
+                belongs = f"is a file of {tool.name}, which cannot be imported"
+                raise UsageError(f"{file.path}: {belongs}", hint=tool.advice or signs)
             unknown = "its keys do not show which kind of configuration it is"
-            raise UsageError(
-                f"{file.path}: {belongs if tool else unknown}",
-                hint="; ".join(translator.signs for translator in translators),
-            )
+            raise UsageError(f"{file.path}: {unknown}", hint=signs)
     raise UsageError("these files belong to different tools", hint="import them one by one")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import Any
 
 from stages.importing import rules
+from stages.importing.periods import part_of_epoch
 from stages.importing.rules import Rule, RuleResult, Table, refused, sets
 from stages.importing.trackers import other_tracker
 
@@ -39,16 +41,18 @@ def named_template(value: Any) -> RuleResult:
     return refused(OWN_TEMPLATE, USE_TEMPLATE)
 
 
-def fraction(value: Any) -> float | None:
-    """Return the share of rows that is held out, of at most a half; None for 0."""
+def _fraction(value: Any) -> float:
     found = rules.number(value)
-    if found > 0.5:
+    if not 0 < found <= 0.5:
         why = f"holds out {value!r}, and a recipe a share of the rows of at most 0.5"
         raise rules.WrongValueError(why, "set data.heldout_fraction")
-    return found or None
+    return found
 
 
-def every_epoch(recipe_key: str) -> Rule:
-    """Return a rule for a number of events an epoch, which a recipe counts in steps."""
-    why = "an epoch's steps are not known here"
-    return rules.unsupported(why, f"set {recipe_key} to a number of steps")
+held_out = sets("data.heldout_fraction", _fraction, off=(0, "0", "0.0"))
+"""Rule for the share of the rows that is held out, of at most a half; 0 means none."""
+
+
+def each_epoch(fact: str) -> Rule:
+    """Return a rule for a number of events an epoch."""
+    return sets(fact, lambda value: part_of_epoch(Fraction(1, rules.positive(value))), off=(0,))

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from stages.importing import rules
 from stages.importing.report import Report
-from stages.importing.rules import Rule, Table, WrongValueError, allowed, sets, when_on
+from stages.importing.rules import (
+    Rule,
+    RuleResult,
+    Table,
+    WrongValueError,
+    allowed,
+    sets,
+    when_on,
+)
 
 SHARDINGS = {
     **dict.fromkeys(("full_shard", "1", "true"), "full_shard"),
@@ -37,6 +46,38 @@ FSDP: Table = {
 """Keys without the prefix `fsdp_`."""
 FSDP_PREFIXED: Table = {**FSDP, **{f"fsdp_{key}": rule for key, rule in FSDP.items()}}
 """Keys with and without the prefix; accelerate and transformers accept both."""
+
+WORDS: Mapping[str, Mapping[str, Any]] = {
+    "auto_wrap": {},
+    "full_shard": {},
+    "true": {},
+    "shard_grad_op": {"fsdp.sharding": "shard_grad_op"},
+    "hybrid_shard": {"fsdp.sharding": "hybrid_shard"},
+    "offload": {"fsdp.cpu_offload": True},
+}  # fmt: skip
+"""Words of the key `fsdp` -> facts that they give beside the strategy."""
+
+
+def fsdp_words(value: Any) -> list[str]:
+    """Return the words of the key `fsdp`: a list, or a text with spaces."""
+    found = value if isinstance(value, list) else str(value).replace(",", " ").split()
+    return [str(each).lower() for each in found]
+
+
+def fsdp_strategy(value: Any) -> str:
+    """Return the stage for the words of the key `fsdp`. Raises WrongValueError for unknown ones."""
+    if unknown := [word for word in fsdp_words(value) if word not in WORDS]:
+        hint = "set fsdp: true, and fsdp_config"
+        raise WrongValueError(f"{unknown[0]!r} is no word that is known here", hint, blocks=True)
+    return "wrap.fsdp"
+
+
+def set_words(report: Report, value: Any) -> None:
+    """Add what the words of the key `fsdp` say; keys of fsdp_config win over them."""
+    for word in fsdp_words(value):
+        for fact, content in WORDS.get(word, {}).items():
+            report.default(fact, content, f"{word} in fsdp")
+
 
 OFFLOADS = ("none", "cpu", "nvme")
 _stage = sets("zero.stage", rules.choice({str(n): n for n in range(4)}, blocks=True))
@@ -170,9 +211,26 @@ def read_betas(value: Any) -> list[float]:
     return [rules.number(each) for each in value]
 
 
-CHOOSE = "choose another optimizer stage (`pipe stages`)"
+CHOOSE = "choose another optimizer stage (`pipe stages`), and a rate for it"
+FOREIGN = "other optimizer"
+"""Fact: the name of an optimizer that recipes do not have."""
+
+
+def optimizer_rule(fact: str, known: Mapping[str, Any]) -> Rule:
+    """Return a rule for the name of an optimizer. Another one is refused, and named by FOREIGN."""
+    rule = sets(fact, rules.choice(known, CHOOSE))
+
+    def named(value: Any) -> RuleResult:
+        result = rules.applied(rule, value)
+        if result.outcome == "refused":
+            result.fact, result.content = FOREIGN, str(value)
+        return result
+
+    return named
+
+
 OPTIMIZER: Table = {
-    "type": sets("optimizer", rules.choice({"adam": "adamw", "adamw": "adamw"}, CHOOSE)),
+    "type": optimizer_rule("optimizer", {"adam": "adamw", "adamw": "adamw"}),
     "params": {
         "lr": sets("optimizer.lr", rules.number, 5e-5),
         "betas": sets("betas", read_betas, [0.9, 0.999]),

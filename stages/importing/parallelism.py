@@ -50,6 +50,19 @@ def parallelism(draft: Draft, use: str, request: Request) -> None:
         else:
             why, hint = "without sharding, each rank has whole layers", "set stage: 1, 2 or 3"
             report.refuse(AUTO, why=why, hint=hint, blocks=True)
+    _fits(report, request)
+
+
+def _fits(report: Report, request: Request) -> None:
+    """Refuse sizes that do not divide the number of processes."""
+    procs = request.procs or report.value("procs")
+    axes = (REPLICATE, TENSOR, CONTEXT, SEQUENCE, AUTO, RING)
+    ranks = math.prod(size(report, one) for one in axes)
+    if procs is not None and procs % ranks:
+        why = f"the sizes multiply to {ranks}, which does not divide {procs} processes"
+        hint = "give the number of processes with --procs"
+        report.refuse(*(one for one in axes if size(report, one) > 1), why=why, hint=hint,
+                      blocks=True)  # fmt: skip
 
 
 def _fsdp(draft: Draft, request: Request) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeline.importing import ConfigFile, Translation
-from stages.importing.engines import ACCELERATE, DEEPSPEED
+from stages.importing import rules
+from stages.importing.engines import ACCELERATE, DEEPSPEED, set_words
 from stages.importing.report import DIFFERENT, HARMLESS, Draft, Report
 from stages.importing.rules import RuleResult, Table, refused
 from stages.importing.tools import tool_of
@@ -26,6 +28,22 @@ TABLES: Mapping[str, Table] = {
 """Kinds of files, in the order in which they are read."""
 
 
+OTHER_METHOD = re.compile(
+    r"^(?!.*sft).*(^|[^a-z])(dpo|ipo|kto|orpo|cpo|simpo|apo|ppo|grpo|rloo|rlhf|reward)([^a-z]|$)"
+)
+"""Names of trainings that TRL's scripts share their keys with. A name with `sft` is of one on text:
+`sft-for-grpo`."""
+COMMON = frozenset(
+    {
+        "bf16", "dtype", "fp16", "gradient_checkpointing", "learning_rate", "lora_alpha",
+        "lora_dropout", "lora_r", "max_grad_norm", "max_length", "max_steps", "packing", "project",
+        "run_name", "seed", "tf32", "trust_remote_code", "warmup_ratio", "warmup_steps",
+        "weight_decay",
+    }
+)  # fmt: skip
+"""Keys that files of many tools have, which identify none."""
+
+
 def kind_of(content: Mapping[str, Any]) -> str | None:
     """Return the kind that most keys belong to, of those that have a key to themselves; None for
     files of other tools."""
@@ -33,10 +51,18 @@ def kind_of(content: Mapping[str, Any]) -> str | None:
         return None
     known = {kind: _known(content, table) for kind, table in TABLES.items()}
     shared = Counter(key for keys in known.values() for key in keys)
-    own = [kind for kind, keys in known.items() if any(shared[key] == 1 for key in keys)]
+    own = [
+        kind
+        for kind, keys in known.items()
+        if any(shared[key] == 1 and not _common(key, content[key]) for key in keys)
+    ]
     best = max(own, key=lambda kind: len(known[kind]), default=None)
     others = sum(key.startswith((*HARMLESS, *DIFFERENT)) for key in content)
     return best if best and 2 * (len(known[best]) + others) >= len(content) else None
+
+
+def _common(key: str, value: Any) -> bool:
+    return key in COMMON and not isinstance(value, Mapping)
 
 
 def _known(content: Mapping[str, Any], table: Table) -> list[str]:
@@ -103,6 +129,18 @@ class Reader:
         elif content.get("deepspeed"):
             self.kinds.add(DEEPSPEED_KIND)
 
+    def purpose(self, file: ConfigFile, content: dict[str, Any], *others: str) -> None:
+        """Refuse a file that asks for one of `others`, switches such as `do_predict`, and for no
+        training."""
+        asked = [key for key in others if not rules.is_off(content.get(key))]
+        trains = content.get("do_train")
+        off = trains is not None and rules.is_off(trains)
+        if off or (asked and trains is None):
+            why = "asks for something else than training, which is all that a recipe does"
+            hint = "set do_train: true, or evaluate with a slot evaluate: {use: evaluate.lm}"
+            result = refused(why, hint, blocks=True)
+            self.refuse(file, content, asked[0] if asked else "do_train", result)
+
     def _accelerate(self, file: ConfigFile, content: dict[str, Any]) -> None:
         kind = str(content.get("distributed_type", "NO")).upper()
         for key, strategy in (("deepspeed_config", "DEEPSPEED"), ("fsdp_config", "FSDP")):
@@ -121,12 +159,20 @@ class Reader:
             given |= {"bf16"} if content.get("fp16") else set()
             left = {key: value for key, value in SFT_DEFAULTS.items() if key not in given}
             self.defaults(left, TRAINER_ALL, "TRL's default")
+        self.purpose(file, content, "do_predict", "predict_with_generate")
+        for key in ("run_name", "output_dir"):
+            if OTHER_METHOD.search(str(content.get(key, "")).lower()):
+                why = "names a training on preferences or rewards, and recipes train on text"
+                hint = f"if it is one on text, import it under another {key}"
+                self.refuse(file, content, key, refused(why, hint, blocks=True))
         self.trainer(file, content)
 
     def trainer(self, file: ConfigFile, content: dict[str, Any]) -> None:
         """Set the defaults of TrainingArguments, and take out what they do not read."""
         self.defaults(DEFAULTS, TRAINER_ALL, "transformers' default")
         self.report.default("checkpoint.keep", None, "transformers keeps all")
+        if content.get("fsdp"):
+            set_words(self.report, content["fsdp"])
         if content.get("fsdp_config") and not content.get("fsdp"):
             self.skip(file, content, "fsdp_config", "fsdp is not set")
         self.deepspeed(file, content)

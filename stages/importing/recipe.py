@@ -10,6 +10,7 @@ from typing import TypeAlias
 from pipeline.importing import Request
 from stages.importing.engines import STAGE_3
 from stages.importing.parallelism import parallelism
+from stages.importing.periods import put_period
 from stages.importing.report import Draft, Report
 from stages.importing.sources import FLOATING, is_local
 from stages.importing.trackers import put_trackers
@@ -31,8 +32,7 @@ def compose(report: Report, request: Request, name: str, data: Fill) -> Draft:
     optimizer(draft)
     _wrap(draft, request)
     draft.slot("checkpoint", "checkpoint.sharded")
-    if report.value("save_strategy") == "steps":
-        draft.put("checkpoint.every", report.value("save_steps"), "save_strategy", "save_steps")
+    put_period(draft, "save", "checkpoint.every")
     put_trackers(draft)
     train(draft, request)
     draft.slot("consolidate", "consolidate.stream")

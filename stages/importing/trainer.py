@@ -6,7 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from stages.importing import rules
-from stages.importing.engines import CHOOSE, DEEPSPEED, FSDP_PREFIXED, PARALLELISM, max_norm
+from stages.importing.engines import (
+    DEEPSPEED,
+    FSDP_PREFIXED,
+    PARALLELISM,
+    fsdp_strategy,
+    max_norm,
+    optimizer_rule,
+)
+from stages.importing.periods import steps_or_share
 from stages.importing.rules import Table, allowed, sets, when_on
 from stages.importing.trackers import TRAINER_TRACKERS, WANDB_PREFIXED
 
@@ -45,11 +53,10 @@ def _targets(value: Any) -> list[str] | str:
 
 
 _recompute = when_on("model.activation_checkpointing", {})
-_steps_only = ("no", "steps")
-_FSDP = dict.fromkeys(("true", "full_shard", "full_shard auto_wrap"), "wrap.fsdp")
-_FSDP_HINT = "set fsdp_config, and fsdp: true"
+_STRATEGIES = ("no", "steps", "epoch")
 
 TRAINER: Table = {
+    **rules.each_way("do_predict predict_with_generate", rules.passes("recipes train")),
     "output_dir": sets("output_name", rules.recipe_name),
     "run_name": sets("name", rules.recipe_name),
     "per_device_train_batch_size": sets("train.micro_batch_size", rules.positive),
@@ -64,7 +71,7 @@ TRAINER: Table = {
         "num_cycles": allowed(0.5),
     },
     "warmup_steps": _warmup,
-    "optim": sets("optim", rules.choice(OPTIMIZERS, CHOOSE)),
+    "optim": optimizer_rule("optim", OPTIMIZERS),
     "weight_decay": sets("optimizer.weight_decay", rules.number),
     "adam_beta1": sets("beta1", rules.number),
     "adam_beta2": sets("beta2", rules.number),
@@ -85,10 +92,10 @@ TRAINER: Table = {
     "torch_compile_mode": sets("model.compile.mode", str),
     "use_liger_kernel": when_on("model.kernels", "liger"),
     "logging_steps": sets("train.log_every", rules.positive),
-    "eval_strategy": sets("eval_strategy", rules.choice(_steps_only, "set train.eval_every")),
-    "eval_steps": sets("eval_steps", rules.positive),
-    "save_strategy": sets("save_strategy", rules.choice(_steps_only, "set checkpoint.every")),
-    "save_steps": sets("save_steps", rules.positive),
+    "eval_strategy": sets("eval_strategy", rules.choice(_STRATEGIES, "set train.eval_every")),
+    "eval_steps": sets("eval_steps", steps_or_share),
+    "save_strategy": sets("save_strategy", rules.choice(_STRATEGIES, "set checkpoint.every")),
+    "save_steps": sets("save_steps", steps_or_share),
     "save_total_limit": sets("checkpoint.keep", rules.positive),
     "load_best_model_at_end": when_on("checkpoint.keep_best", 1),
     "metric_for_best_model": allowed("loss", "eval_loss"),
@@ -99,7 +106,7 @@ TRAINER: Table = {
     "ddp_bucket_cap_mb": sets("ddp.bucket_cap_mb", rules.positive),
     "ddp_find_unused_parameters": sets("ddp.find_unused_parameters", rules.truth),
     "ddp_static_graph": sets("ddp.static_graph", rules.truth),
-    "fsdp": sets("strategy", rules.choice(_FSDP, _FSDP_HINT), off=(False, "", [])),
+    "fsdp": sets("strategy", fsdp_strategy, off=(False, "", [])),
     "fsdp_config": FSDP_PREFIXED,
     "deepspeed": DEEPSPEED,
     "parallelism_config": PARALLELISM,
@@ -133,9 +140,16 @@ DEFAULTS: Mapping[str, Any] = {
 """Defaults of TrainingArguments that differ from the recipe's."""
 
 _length = sets("data.sequence_length", rules.positive)
-_mixture = rules.unsupported(
-    "mixtures have another form", "write data.sources, each with its weight"
-)
+
+
+def _mixture(value: Any) -> rules.RuleResult:
+    if "chosen" in str(value) or "rejected" in str(value):
+        why = "names rows of preferences, and recipes train on text"
+        return rules.refused(why, "train with TRL", blocks=True)
+    why = "mixtures have another form"
+    return rules.unsupported(why, "write data.sources, each with its weight")(value)
+
+
 _tokenizer = sets("model.tokenizer", str)
 _master = allowed("fp32", "float32", hint="set precision.master: bf16 for bf16 master weights")
 SCRIPT: Table = {
@@ -159,7 +173,7 @@ SCRIPT: Table = {
     **dict.fromkeys(("dataset_config", "dataset_config_name"), sets("dataset.config", str)),
     "dataset_train_split": sets("dataset.split", str),
     "dataset_test_split": sets("dataset.heldout", str),
-    **dict.fromkeys(("dataset_mixture", "dataset_mixer", "dataset_splits"), _mixture),
+    "dataset_mixture": _mixture,
     "dataset_text_field": allowed("text", hint="rename the column"),
     "packing": when_on("data.packing", True),
     "packing_strategy": allowed("bfd"),

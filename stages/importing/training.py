@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pipeline.importing import Request
+from stages.importing.engines import FOREIGN
 from stages.importing.parallelism import AUTO, sharing_ranks, size
+from stages.importing.periods import put_period
 from stages.importing.report import Draft, Report
 from stages.importing.sources import has_heldout
 
@@ -14,10 +16,20 @@ def optimizer(draft: Draft) -> None:
     draft.slot("optimizer", "optimizer.adamw", "optimizer", "optim")
     for name, value in report.value("optim", {}).items():
         draft.put(f"optimizer.{name}", value, "optim")
+    _foreign(draft)
     if not report.known("optimizer.lr"):
         draft.lacks("optimizer.lr", "the learning rate, which the files do not give")
     _betas(draft)
     _schedule(draft)
+
+
+def _foreign(draft: Draft) -> None:
+    """Leave out the rate of an optimizer that the recipe has not: AdamW's is another."""
+    report = draft.report
+    if report.of(FOREIGN):
+        name = report.of(FOREIGN)[0].content
+        hint = "fill in optimizer.lr, for the optimizer that you choose"
+        report.refuse("optimizer.lr", why=f"is a rate for {name}, and this is AdamW", hint=hint)
 
 
 def _betas(draft: Draft) -> None:
@@ -58,11 +70,13 @@ def train(draft: Draft, request: Request) -> None:
     draft.slot("train", "train.causal_lm")
     _length(draft)
     _batch(draft, _processes(draft, request))
-    if report.value("eval_strategy") == "steps":
-        every = report.value("eval_steps") or report.value("train.log_every", 500)
-        draft.put("train.eval_every", every, "eval_strategy", "eval_steps")
-        if not (report.facts("data.heldout") or has_heldout(draft)):
-            draft.lacks("data.heldout_fraction", "a part to evaluate on, or heldout_files")
+    evaluates = put_period(draft, "eval", "train.eval_every") or report.known("train.eval_every")
+    if evaluates and not (report.facts("data.heldout") or has_heldout(draft)):
+        draft.lacks("data.heldout_fraction", "a part to evaluate on, or heldout_files")
+    if not evaluates:
+        compared = report.facts("train.early_stopping") + report.facts("checkpoint.keep_best")
+        why = "compares evaluations, and there are none before the end"
+        report.refuse(*compared, why=why, hint="evaluate every so many steps, or epochs")
 
 
 def _length(draft: Draft) -> None:

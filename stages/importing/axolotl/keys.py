@@ -7,13 +7,13 @@ from typing import Any
 from stages.importing import rules
 from stages.importing.common import (
     LORA_PLUS,
-    every_epoch,
-    fraction,
+    each_epoch,
+    held_out,
     named_template,
     new_tokens,
     template_setting,
 )
-from stages.importing.engines import CHOOSE, FP8, FSDP_PREFIXED
+from stages.importing.engines import FP8, FSDP_PREFIXED, optimizer_rule
 from stages.importing.rules import RuleResult, Table, allowed, each_way, sets, when_on
 from stages.importing.trackers import MLFLOW, WANDB_PREFIXED, text
 from stages.importing.trainer import OPTIMIZERS, SCRIPT, TRAINER
@@ -66,13 +66,6 @@ def _model_class(value: Any) -> RuleResult:
     if str(value).endswith("ForCausalLM"):
         return RuleResult(outcome="default", why="every model is a causal language model")
     return rules.refused("recipes train causal language models", blocks=True)
-
-
-def _words(value: Any) -> str:
-    words = [word for word in rules.names(value) if word != "auto_wrap"]
-    if words not in ([], ["full_shard"]):
-        raise rules.WrongValueError(f"{words} are settings of fsdp_config now", "set them there")
-    return "wrap.fsdp"
 
 
 MODEL: Table = {
@@ -128,7 +121,7 @@ DATA: Table = {
     "sample_packing": SCRIPT["packing"],
     "pretrain_multipack_attn": sets("apart", rules.truth),
     "train_on_inputs": when_on("data.loss", "all"),
-    "val_set_size": sets("data.heldout_fraction", fraction),
+    "val_set_size": held_out,
     "curriculum_sampling": sets("train.shuffle", lambda value: not rules.truth(value)),
     "group_by_length": rules.unsupported("order is random, or that of the files"),
     "chat_template": named_template,
@@ -153,7 +146,7 @@ TRAINING: Table = {
         "is the product of others", "write micro_batch_size and gradient_accumulation_steps"),
     "auto_find_batch_size": rules.unsupported("a recipe's batch is fixed"),
     "num_epochs": TRAINER["num_train_epochs"],
-    "optimizer": sets("optim", rules.choice(_KERNELS, CHOOSE)),
+    "optimizer": optimizer_rule("optim", _KERNELS),
     "lr_scheduler": TRAINER["lr_scheduler_type"],
     "cosine_min_lr_ratio": sets("optimizer.final_lr_ratio", rules.number),
     **dict.fromkeys(("bf16", "bfloat16"), _bf16),
@@ -167,10 +160,10 @@ TRAINING: Table = {
     "loss_watchdog_threshold": rules.unsupported(
         "a run ends at a loss that is not finite, or at a spike", "set train.anomalies"),
     "loss_watchdog_patience": rules.follows("loss_watchdog_threshold"),
-    "saves_per_epoch": every_epoch("checkpoint.every"),
-    "evals_per_epoch": every_epoch("train.eval_every"),
+    "saves_per_epoch": each_epoch("save_part"),
+    "evals_per_epoch": each_epoch("eval_part"),
     "hub_model_id": TRAINER["push_to_hub"],
-    "fsdp": sets("strategy", _words, off=(False, "", [])),
+    "fsdp": TRAINER["fsdp"],
     "fsdp_version": FSDP_PREFIXED["version"],
     "fsdp_config": {
         **FSDP_PREFIXED,

@@ -10,6 +10,7 @@ from stages.importing import rules
 from stages.importing.axolotl import rows
 from stages.importing.axolotl.harmless import ASIDE
 from stages.importing.axolotl.keys import ADAPTER, DATA, MODEL, SWITCHES, TRACKING, TRAINING
+from stages.importing.engines import set_words
 from stages.importing.parallelism import AUTO, CONTEXT, RING, TENSOR
 from stages.importing.reader import Reader
 from stages.importing.recipe_translator import RecipeTranslator
@@ -57,11 +58,14 @@ class Axolotl(RecipeTranslator):
         _axes(report, deepspeed=bool(recipe.content.get("deepspeed")))
 
     def finish(self, draft: Draft) -> None:
-        often = {"save_steps", "save_strategy"}
-        epochs = draft.slots["train"].get("epochs")
-        saved = any(draft.report.of(fact) for fact in often)
-        if not saved and epochs != 1:
-            draft.lacks("checkpoint.every", "steps of an epoch; axolotl saves after each epoch")
+        _save_each_epoch(draft)
+
+
+def _save_each_epoch(draft: Draft) -> None:
+    often = ("save_steps", "save_strategy", "save_part")
+    saved = any(draft.report.of(fact) for fact in often)
+    if not saved and draft.slots["train"].get("epochs") != 1:
+        draft.put("checkpoint.every", "1 epoch", note=OWN)
 
 
 def _leave_out(reader: Reader, recipe: ConfigFile, content: dict[str, Any]) -> None:
@@ -73,8 +77,11 @@ def _leave_out(reader: Reader, recipe: ConfigFile, content: dict[str, Any]) -> N
     templated = any(_type(block) == "chat_template" for block in _blocks(content))
     if content.get("chat_template") and not templated:
         reader.skip(recipe, content, "chat_template", "no data set has type: chat_template")
-    if content.get("saves_per_epoch") == 1 and content.get("num_epochs", 1) == 1:
-        reader.skip(recipe, content, "saves_per_epoch", "a run ends with a checkpoint")
+    held = content.get("val_set_size")
+    if (rules.is_off(held) or held in ("0", "0.0")) and not content.get("test_datasets"):
+        for key in ("evals_per_epoch", "eval_steps", "eval_strategy", "evaluation_strategy"):
+            if content.get(key):
+                reader.skip(recipe, content, key, "nothing is held out: no val_set_size")
     schedule = str(content.get("lr_scheduler") or "cosine").lower()
     if content.get("cosine_min_lr_ratio") is not None and schedule != "cosine":
         reader.skip(recipe, content, "cosine_min_lr_ratio", f"lr_scheduler is {schedule}")
@@ -121,10 +128,12 @@ def _defaults(reader: Reader, content: Mapping[str, Any]) -> None:
     _documents(report, streamed=bool(content.get("pretraining_dataset")))
     if report.given("eval_steps"):
         report.default("eval_strategy", "steps", "eval_steps is set")
-    if report.value("eval_strategy") == "steps":
+    if report.value("eval_strategy") == "steps" or report.given("eval_part"):
         report.default("train.eval_first", True, "axolotl evaluates before the first step too")
     if report.given("save_steps"):
         report.default("save_strategy", "steps", "save_steps is set")
+    if content.get("fsdp"):
+        set_words(report, content["fsdp"])
     if content.get("fsdp_config"):
         report.default("strategy", "wrap.fsdp", "fsdp_config is set")
     for key, use in SWITCHES.items():

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from stages.importing import rules
 from stages.importing.common import SWANLAB
-from stages.importing.engines import CHOOSE
-from stages.importing.rules import Table, each_way, unsupported
+from stages.importing.engines import CHOOSE, FOREIGN
+from stages.importing.rules import RuleResult, Table, each_way, unsupported
 
 _preferences = rules.passes("is read by the stages for preferences and rewards alone")
 _reference = unsupported("training on preferences or rewards is no part of a recipe", blocks=True)
 _other = unsupported("no recipe trains like this", blocks=True)
 _loss = unsupported("the loss is the mean cross-entropy of the target tokens", blocks=True)
-_optimizer = unsupported("no recipe has this optimizer", CHOOSE)
+
+
+def _optimizer(value: Any) -> RuleResult:
+    result = unsupported("no recipe has this optimizer", CHOOSE)(value)
+    if result.outcome == "refused":
+        result.fact, result.content = FOREIGN, "another optimizer"
+    return result
+
+
 _speed = rules.passes("changes speed or memory, no number")
 _command = rules.passes("is read by another command than train")
 _images = rules.passes("is about images, videos and sound")

@@ -7,7 +7,7 @@ from typing import Any
 from stages.importing import rules
 from stages.importing.common import (
     LORA_PLUS,
-    fraction,
+    held_out,
     named_template,
     new_tokens,
     template_setting,
@@ -110,7 +110,7 @@ DATA: Table = {
     "mask_history": when_on("data.loss", "last"),
     "packing": sets("packing", rules.truth),
     "neat_packing": sets("neat", rules.truth),
-    "val_size": sets("data.heldout_fraction", fraction),
+    "val_size": held_out,
     "max_samples": _whole,
     "mix_strategy": allowed("concat", "interleave_over", hint="use interleave_over, with weights"),
     "streaming": rules.passes("rows come in the order of every run"),

@@ -53,6 +53,7 @@ class LlamaFactory(RecipeTranslator):
         running = content.get("stage") == "pt"
         if running and content.get("template"):
             reader.skip(recipe, content, "template", "stage: pt takes the text as it is")
+        reader.purpose(recipe, content, "do_predict", "predict_with_generate", "do_eval")
         reader.trainer(recipe, content)
         report, file = reader.report, recipe.path.name
         sets = _DataSets(reader, recipe, [each for each in others if rows.is_info(each.content)])

@@ -7,7 +7,7 @@ from typing import Any
 
 from stages.importing import rules
 from stages.importing.common import named_template
-from stages.importing.engines import CHOOSE, FSDP, max_norm, read_betas
+from stages.importing.engines import FSDP, max_norm, optimizer_rule, read_betas
 from stages.importing.rules import (
     Rule,
     RuleResult,
@@ -83,7 +83,7 @@ CHECKPOINTER: Table = {
                rules.passes("the model's folder says it, or the run's")),
 }  # fmt: skip
 OPTIMIZER: Table = {
-    COMPONENT: sets("optim", rules.choice(OPTIMIZERS, CHOOSE)),
+    COMPONENT: optimizer_rule("optim", OPTIMIZERS),
     "lr": sets("optimizer.lr", rules.number),
     "weight_decay": sets("optimizer.weight_decay", rules.number),
     "betas": sets("betas", read_betas),

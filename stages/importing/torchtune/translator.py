@@ -57,7 +57,7 @@ class Torchtune(RecipeTranslator):
         if report.given("export.adapter") and "adapter" in draft.slots:
             draft.slot("export", "export.adapter", "export.adapter")
         if draft.slots["train"].get("epochs") != 1:
-            draft.lacks("checkpoint.every", "steps of an epoch; torchtune saves after each epoch")
+            draft.put("checkpoint.every", "1 epoch", note="torchtune saves after each epoch")
         if not report.known("data.sequence_length"):
             what = "tokens of the longest row; torchtune cuts none without max_seq_len"
             draft.lacks("data.sequence_length", what)

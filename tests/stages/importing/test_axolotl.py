@@ -58,10 +58,10 @@ def test_a_published_lora_recipe() -> None:
                 "warmup_ratio": 0.1, "weight_decay": 0.0,
             },
             "wrap": {"use": "wrap.ddp"},
-            "checkpoint": {"use": "checkpoint.sharded", "keep": 4},
+            "checkpoint": {"use": "checkpoint.sharded", "every": "1 epoch", "keep": 4},
             "train": {
-                "use": "train.causal_lm", "epochs": 1.0, "global_batch_size": 8,
-                "micro_batch_size": 2, "log_every": 1,
+                "use": "train.causal_lm", "epochs": 1.0, "eval_every": "0.25 epochs",
+                "eval_first": True, "global_batch_size": 8, "micro_batch_size": 2, "log_every": 1,
             },
             "consolidate": {"use": "consolidate.stream"},
             "export": {"use": "export.safetensors"},
@@ -70,7 +70,6 @@ def test_a_published_lora_recipe() -> None:
     assert found.missing == {}
     assert left_out(found) == {
         "loss_watchdog_threshold": "a run ends at a loss that is not finite, or at a spike",
-        "evals_per_epoch": "an epoch's steps are not known here",
     }
 
 
@@ -80,10 +79,11 @@ def test_the_outcome_of_every_key_of_a_published_recipe() -> None:
     assert found == {
         "default": off | {
             "eval_sample_packing", "tf32", "resume_from_checkpoint", "loss_watchdog_patience",
-            "saves_per_epoch", "special_tokens.pad_token",
+            "special_tokens.pad_token",
         },
-        "refused": {"loss_watchdog_threshold", "evals_per_epoch"},
+        "refused": {"loss_watchdog_threshold"},
         "translated": {
+            "saves_per_epoch", "evals_per_epoch",
             "base_model", "datasets[0].path", "datasets[0].type", "val_set_size", "output_dir",
             "adapter", "sequence_len", "sample_packing", "lora_r", "lora_alpha", "lora_dropout",
             "lora_target_modules", "gradient_accumulation_steps", "micro_batch_size", "num_epochs",
@@ -121,7 +121,7 @@ def test_a_published_recipe_for_all_weights_with_fsdp() -> None:
     assert slot(found, "model")["kernels"] == "liger"
     # axolotl means FSDP1 without a version, which makes masters in fp32
     assert slot(found, "precision") == {"use": "precision.policy", "compute": "bf16"}
-    assert set(left_out(found)) == {"chat_template", "evals_per_epoch", "special_tokens.eos_token"}
+    assert set(left_out(found)) == {"chat_template", "special_tokens.eos_token"}
     assert outcome(found, "chat_template").why == (
         "rows are laid out by the tokenizer's own chat template"
     )
@@ -304,7 +304,7 @@ def test_what_no_recipe_does_without(said: dict[str, Any]) -> None:
     [
         {"optimizer": "muon"}, {"optimizer": "lion_32bit"}, {"lr_scheduler": "rex"},
         {"neftune_noise_alpha": 5}, {"load_in_8bit": True}, {"batch_size": 16},
-        {"tokens": ["<x>"]}, {"val_set_size": 500}, {"save_steps": 0.25}, {"save_strategy": "best"},
+        {"tokens": ["<x>"]}, {"val_set_size": 500}, {"save_strategy": "best"},
         {"sequence_len": "long"}, {"xformers_attention": True}, {"attn_implementation": "sage"},
         {"chat_template_jinja": "{{ x }}", "datasets": [{"path": "a/b", "type": "chat_template"}]},
         {"group_by_length": True}, {"min_sample_len": 4},
@@ -352,7 +352,10 @@ def test_plugins_that_change_nothing() -> None:
         ({"reinit_weights": True}, "model", {"init": "random"}),
         ({"save_steps": 50, "save_total_limit": 2}, "checkpoint", {"every": 50, "keep": 2}),
         ({"val_set_size": 0.1, "eval_steps": 20}, "train", {"eval_every": 20, "eval_first": True}),
-        ({"early_stopping_patience": 3}, "train", {"early_stopping": {"patience": 3}}),
+        (
+            {"val_set_size": 0.1, "evals_per_epoch": 2, "early_stopping_patience": 3}, "train",
+            {"early_stopping": {"patience": 3}, "eval_every": "0.5 epochs", "eval_first": True},
+        ),
         ({"curriculum_sampling": True}, "train", {"shuffle": False}),
         ({"max_steps": 7}, "train", {"steps": 7, "epochs": None}),
     ],
@@ -488,7 +491,70 @@ def test_keys_that_contradict_each_other() -> None:
     assert left_out(found)["float32"] == "contradicts bf16: True in recipe.yaml"
 
 
-def test_checkpoints_of_epochs_are_asked_for() -> None:
-    assert "checkpoint.every" in made(num_epochs=3).missing
-    assert "checkpoint.every" not in made(num_epochs=3, save_steps=5).missing
-    assert "checkpoint.every" not in made().missing
+def test_checkpoints_and_evaluations_of_epochs() -> None:
+    def every(**said: Any) -> tuple[Any, Any]:
+        found = made(**{"num_epochs": 3, "val_set_size": 0.1, **said})
+        assert left_out(found) == {}
+        return slot(found, "checkpoint").get("every"), slot(found, "train").get("eval_every")
+
+    assert every() == ("1 epoch", None)  # axolotl saves after each epoch
+    assert every(num_epochs=1) == (None, None)  # the run ends with a checkpoint
+    assert every(saves_per_epoch=4, evals_per_epoch=3) == ("0.25 epochs", "1/3 epochs")
+    assert every(save_steps=5, eval_steps=7) == (5, 7)
+    assert every(save_strategy="epoch", eval_strategy="epoch") == ("1 epoch", "1 epoch")
+    assert every(save_steps=0.05, eval_steps=0.1) == ("0.15 epochs", "0.3 epochs")  # of 3 epochs
+    assert every(save_steps=0.25, max_steps=50, num_epochs=None) == (13, None)
+    assert every(saves_per_epoch=0, evals_per_epoch=None) == ("1 epoch", None)
+
+
+@pytest.mark.parametrize("size", [0, 0.0, None, "0"])
+def test_without_held_out_rows_nothing_is_evaluated(size: Any) -> None:
+    found = made(val_set_size=size, evals_per_epoch=4)
+    assert left_out(found) == {}
+    assert "heldout_fraction" not in slot(found, "data")
+    assert "eval_every" not in slot(found, "train")
+    assert outcome(found, "evals_per_epoch").why.startswith("is not read: nothing is held out")
+    told = made(val_set_size=size, early_stopping_patience=2)
+    assert list(left_out(told)) == ["early_stopping_patience"]
+
+
+@pytest.mark.parametrize("name", ["muon", "lion_8bit", "ao_adamw_4bit"])
+def test_the_rate_of_another_optimizer_is_not_kept(name: str) -> None:
+    found = made(optimizer=name)
+    assert set(left_out(found)) == {"optimizer", "learning_rate"}
+    assert left_out(found)["learning_rate"] == f"is a rate for {name}, and this is AdamW"
+    assert "lr" not in slot(found, "optimizer")
+    assert "optimizer.lr" in found.missing
+
+
+@pytest.mark.parametrize(
+    ("said", "procs", "right"),
+    [
+        ({"tensor_parallel_size": 2, "fsdp_config": {"fsdp_version": 2}}, 4, True),
+        ({"tensor_parallel_size": 3, "fsdp_config": {"fsdp_version": 2}}, 4, False),
+        ({"context_parallel_size": 4}, 6, False),
+        ({"sequence_parallel_degree": 8}, 4, False),
+        ({"dp_replicate_size": 2, "dp_shard_size": 2, "fsdp_config": {"fsdp_version": 2}}, 4, True),
+        ({"dp_replicate_size": 3, "dp_shard_size": 2, "fsdp_config": {"fsdp_version": 2}}, 4,
+         False),
+    ],
+)  # fmt: skip
+def test_sizes_of_axes_divide_the_processes(said: dict[str, Any], procs: int, right: bool) -> None:
+    found = imported(Axolotl(), {**BASE, **said}, procs=procs)
+    assert (found.recipe is not None) == right, left_out(found)
+    assert right or all("does not divide" in why for why in left_out(found).values())
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        (["full_shard", "auto_wrap"], {}),
+        ("full_shard auto_wrap offload", {"cpu_offload": True}),
+        (["shard_grad_op", "auto_wrap"], {"sharding": "shard_grad_op"}),
+    ],
+)
+def test_words_of_fsdp(words: Any, fields: dict[str, Any]) -> None:
+    found = made(fsdp=words)
+    assert left_out(found) == {}
+    assert slot(found, "wrap") == {"use": "wrap.fsdp", **fields}
+    assert made(fsdp=["full_shard", "xla"]).recipe is None

@@ -163,7 +163,9 @@ def test_a_published_recipe_for_preferences_is_refused() -> None:
 
 
 def test_what_a_recipe_leaves_out_is_as_in_llama_factory() -> None:
-    found = imported(LlamaFactory(), {"cutoff_len": 1000, "dataset": "identity"}, FILE, procs=1)
+    found = imported(
+        LlamaFactory(), {"template": None, "cutoff_len": 1000, "dataset": "identity"}, FILE, procs=1
+    )
     assert slot(found, "adapter") == {
         "use": "adapter.lora", "rank": 8, "alpha": 16.0, "dropout": 0.0, "targets": "all-linear",
     }  # fmt: skip

@@ -264,7 +264,6 @@ def test_what_no_recipe_does_without(said: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("said", "key"),
     [
-        ({"optimizer": {"_component_": "torch.optim.SGD", "lr": 1}}, "optimizer._component_"),
         ({"lr_scheduler": {"_component_": "torch.optim.lr_scheduler.StepLR"}},
          "lr_scheduler._component_"),
         ({"resume_from_checkpoint": True}, "resume_from_checkpoint"),
@@ -351,3 +350,9 @@ def test_references_that_end_nowhere_are_refused() -> None:
     assert found.recipe is not None
     assert found.recipe["name"] == "recipe"
     assert left_out(found)["output_dir"] == "refers to something outside the file"
+
+
+def test_the_rate_of_another_optimizer_is_not_kept() -> None:
+    found = made(optimizer={"_component_": "torch.optim.SGD", "lr": 1})
+    assert list(left_out(found)) == ["optimizer._component_", "optimizer.lr"]
+    assert "lr" not in slot(found, "optimizer")

@@ -414,7 +414,7 @@ def test_files_that_arguments_name(tmp_path: Path) -> None:
     assert slot(off, "wrap") == {"use": "wrap.ddp"}
     assert outcome(off, "fsdp_config").why == "is not read: fsdp is not set"
     old = named(tmp_path, fsdp="full_shard auto_wrap offload")
-    assert outcome(old, "fsdp").hint == "set fsdp_config, and fsdp: true"
+    assert slot(old, "wrap") == {"use": "wrap.fsdp", "cpu_offload": True}
     missing = named(tmp_path, deepspeed="none.json")
     assert missing.recipe is None
     assert left_out(missing) == {"deepspeed": "names another file"}
@@ -430,7 +430,9 @@ def test_files_that_arguments_name(tmp_path: Path) -> None:
         ({"fp16": True, "fsdp_config": {"fsdp_version": 2}}, None),
         ({"fsdp": True, "fsdp_config": {"fsdp_version": 2}}, "transformers TrainingArguments"),
         ({"gradient_accumulation_steps": 4}, None),
-        ({"gradient_accumulation_steps": 4, "seed": 1}, "transformers TrainingArguments"),
+        ({"gradient_accumulation_steps": 4, "seed": 1}, None),  # files of many tools have these
+        ({"learning_rate": 1e-4, "weight_decay": 0.1, "max_steps": 5, "seed": 1}, None),
+        ({"gradient_accumulation_steps": 4, "optim": "x"}, "transformers TrainingArguments"),
         ({"gradient_accumulation_steps": 4, "bf16": {"enabled": True}}, "DeepSpeed configuration"),
     ],
 )
