@@ -133,13 +133,10 @@ class Reader:
         """Refuse a file that asks for one of `others`, switches such as `do_predict`, and for no
         training."""
         asked = [key for key in others if not rules.is_off(content.get(key))]
-        trains = content.get("do_train")
-        off = trains is not None and rules.is_off(trains)
-        if off or (asked and trains is None):
+        if asked and rules.is_off(content.get("do_train")):
             why = "asks for something else than training, which is all that a recipe does"
             hint = "set do_train: true, or evaluate with a slot evaluate: {use: evaluate.lm}"
-            result = refused(why, hint, blocks=True)
-            self.refuse(file, content, asked[0] if asked else "do_train", result)
+            self.refuse(file, content, asked[0], refused(why, hint, blocks=True))
 
     def _accelerate(self, file: ConfigFile, content: dict[str, Any]) -> None:
         kind = str(content.get("distributed_type", "NO")).upper()
@@ -159,7 +156,10 @@ class Reader:
             given |= {"bf16"} if content.get("fp16") else set()
             left = {key: value for key, value in SFT_DEFAULTS.items() if key not in given}
             self.defaults(left, TRAINER_ALL, "TRL's default")
-        self.purpose(file, content, "do_predict", "predict_with_generate")
+        # Scripts of TRL train without `do_train`, and with `do_eval`, which `eval_strategy` sets.
+        evaluates = "do_train" in content and rules.is_off(content.get("eval_strategy"))
+        others = ("do_predict", "predict_with_generate", *(["do_eval"] if evaluates else []))
+        self.purpose(file, content, *others)
         for key in ("run_name", "output_dir"):
             if OTHER_METHOD.search(str(content.get(key, "")).lower()):
                 why = "names a training on preferences or rewards, and recipes train on text"

@@ -144,7 +144,7 @@ NAMED = {"model_name_or_path": "a/b", "learning_rate": 5e-7, "num_train_epochs":
         ({"output_dir": "x", "run_name": "KTO run 3"}, "run_name"),
         ({"output_dir": "x", "loss_type": "sigmoid"}, "loss_type"),
         ({"output_dir": "x", "do_predict": True}, "do_predict"),
-        ({"output_dir": "x", "do_train": False, "do_eval": True}, "do_train"),
+        ({"output_dir": "x", "do_train": False, "do_eval": True}, "do_eval"),
         ({"output_dir": "x", "predict_with_generate": True}, "predict_with_generate"),
         ({"output_dir": "x", "dataset_mixture": {"datasets": [{"columns": ["chosen"]}]}},
          "dataset_mixture"),
@@ -161,7 +161,8 @@ def test_what_is_no_training_on_text_is_not_made_one(said: dict[str, Any], key: 
     [
         {"output_dir": "adopt"}, {"output_dir": "runs/sft-for-grpo"}, {"output_dir": "input"},
         {"output_dir": "x", "do_train": True, "do_predict": True},
-        {"output_dir": "x", "do_eval": True},
+        {"output_dir": "x", "do_eval": True}, {"output_dir": "x", "do_train": False},
+        {"output_dir": "x", "do_train": False, "do_eval": True, "eval_strategy": "steps"},
     ],
 )  # fmt: skip
 def test_what_is_one_stays_one(said: dict[str, Any]) -> None:

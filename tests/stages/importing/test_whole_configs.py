@@ -42,13 +42,13 @@ class Case(NamedTuple):
 
 
 CHAT = (
-    "chat_template", "dataset_mixture", "eval_strategy", "push_to_hub", "torch_dtype",
+    "chat_template", "dataset_mixture", "push_to_hub", "torch_dtype",
 )  # fmt: skip
 NO_TRACKERS = ("track_tensorboard=null", "track_mlflow=null")
 NO_EPOCHS = ("train.epochs=null",)
 SDPA = ("model.attention=sdpa",)
 """Overrides instead of flash_attention_2, which needs a GPU."""
-CHAT_ADAPTED = NO_EPOCHS + SDPA + NO_TRACKERS
+CHAT_ADAPTED = (*NO_EPOCHS, *SDPA, *NO_TRACKERS, "data.heldout_fraction=0.2")
 CASES = {
     "basic": Case(("launch/basic.json",)),
     "ddp": Case(("launch/ddp.yaml",)),
@@ -112,7 +112,10 @@ def imported(case: Case, files: Path, model: Path, folder: Path) -> tuple[str, l
     text.write_text("a b c a b b c a\n" * 40, encoding="utf-8")
     arguments = ["import", *(str(files / file) for file in case.files), "-o", str(recipe)]
     said = CliRunner().invoke(main, [*arguments, "--model", str(model), "--data", str(text)])
-    assert said.exit_code == (3 if case.left_out else 0), said.output
+    unfinished = any(
+        line.startswith(("fill in ", "pipe check: ")) for line in said.stderr.split("\n")
+    )
+    assert said.exit_code == (3 if case.left_out or unfinished else 0), said.output
     adapted = [*ADAPTED, f"data.cache={folder}", *case.adapted]
     return str(recipe), adapted if case in EXPORTED else [*adapted, *TRAINED_ONLY], str(run)
 
