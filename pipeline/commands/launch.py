@@ -44,7 +44,10 @@ DEFAULTS = {"grace": 300, "tasks": "node"}
 @click.option("--gpus", type=click.IntRange(0), help="GPUs of each node (default: launch.procs).")
 @click.option("--gpu-kind", "kind", help="Kind of GPU, as the target calls it, such as H100.")
 @click.option("--image", help="Container image with this program (Slurm: through pyxis).")
-@click.option("--setup", help="Command that installs this program, where no image has it.")
+@click.option(
+    "--setup",
+    help="Command that installs this program, where no image has it (Slurm: that finds it).",
+)
 @click.option(
     "--mount",
     "mounts",
@@ -96,9 +99,11 @@ def launch(
         own = str(most) if few == most else f"{{min: {few}, max: {most}}}"
         overrides = (*overrides, f"launch.nodes={own}")
     plan = plan_file(recipe, overrides, forecast=True)
-    arguments = ["run", str(recipe), *overrides, "--run-dir", str(run_dir)]
+    around = _surroundings(target, kind, plan, run_dir, given["mounts"])
+    place = _place(recipe, kind, image=bool(given["image"]))
+    arguments = ["run", place, *overrides, "--run-dir", str(run_dir)]
     arguments += trust.given()
-    job = _job(plan, arguments, gpus, given)
+    job = _job(plan, arguments, gpus, {**given, **around})
     lacking = next((n for n in kind.needs_with_gpus if job.gpus and not getattr(job, n)), None)
     if lacking is not None:
         raise UsageError(f"{target} needs {OPTIONS[lacking]} for a job on GPUs")
@@ -117,7 +122,7 @@ def _require_options(target: str, kind: Target, given: dict[str, Any]) -> None:
             raise UsageError(f"{flag} means nothing to {target}", hint="leave it out")
         if not given[name] and name in kind.needs:
             raise UsageError(f"{target} needs {flag}")
-    if "setup" in kind.uses and not (given["image"] or given["setup"]):
+    if kind.fresh and not (given["image"] or given["setup"]):
         raise UsageError(
             f"{target} needs --image, or --setup",
             hint="which say how this program gets onto its machines",
@@ -150,6 +155,44 @@ def _require_kept(target: str, kind: Target, run_dir: Path, mounts: Sequence[str
             f"{target}'s container",
             hint="--mount SOURCE:TARGET, and a --run-dir in TARGET",
         )
+
+
+def _place(recipe: Path, kind: Target, *, image: bool) -> str:
+    """Return where the command finds the recipe: as it was given, but in a container at the same
+    absolute place, and in a folder that goes along at the same one in there."""
+    here, folder = recipe.absolute(), Path.cwd()
+    if kind.takes_folder:
+        return str(here.relative_to(folder) if here.is_relative_to(folder) else here)
+    return str(here if image or kind.forgets else recipe)
+
+
+def _surroundings(
+    target: str, kind: Target, plan: Plan, run_dir: Path, mounts: Sequence[str]
+) -> dict[str, Any]:
+    """Return the fields of a job about what is here, and say what the script does not bring."""
+    from pipeline.launch.targets.surroundings import activation, named_paths, within
+
+    matches = (kind.mount[0].fullmatch(mount) for mount in mounts)
+    targets = [match["target"] for match in matches if match]
+    paths, missing = named_paths(plan.recipe)
+    if kind.takes_folder:
+        written = "".join(path.read_text("utf-8") for path in plan.recipe.source_files)
+        inside = [path for path in paths if within(path, [str(Path.cwd())])]
+        paths = [path for path in paths if path not in inside or (path in written)]
+    paths = [path for path in paths if not within(path, targets)]
+    ours = {str(path.absolute()) for path in plan.recipe.source_files}
+    left = [path for path in missing if not within(path, targets)]
+    if not kind.brings:
+        left += [path for path in paths if path not in ours or target == "kubeflow"]
+    for path in left:
+        click.echo(f"warning: {path} is named by the recipe, and {target} has to find it", err=True)
+    return {
+        "paths": paths,
+        "files": [path for path in paths if path in ours],
+        "folder": str(Path.cwd()),
+        "run_dir": "" if within(str(run_dir), targets) else str(run_dir),
+        "activation": activation(),
+    }
 
 
 def _job(plan: Plan, arguments: Sequence[str], gpus: int | None, given: dict[str, Any]) -> Job:

@@ -16,7 +16,8 @@ def write(job: Job) -> str:
 def _lines(job: Job) -> Iterator[str]:
     yield comment(
         f"{job.name}: written by `pipe launch`; run it with bash. The same script goes on with the "
-        "run that is in its folder, which must lie in a mounted folder.",
+        "run that is in its folder, which must lie in a mounted folder. What the recipe names on "
+        "this machine, and the recipe itself, are mounted where they are.",
         "`docker stop` asks the run to save and stop; it gets as long as --stop-timeout says.",
     )
     yield "set -u\n\n"
@@ -28,6 +29,9 @@ def _lines(job: Job) -> Iterator[str]:
     options += ["--ipc", "host"]
     for mount in job.mounts:
         options += ["--volume", mount]
+    for path in job.paths:
+        options += ["--volume", f"{path}:{path}"]
+    options += ["--workdir", job.folder]
     for name in job.env:
         options += ["--env", name]
     options += [*job.extra, job.image, "pipe", *job.arguments]
@@ -41,6 +45,7 @@ TARGET = Target(
     carries_out=True,
     mount=MOUNT_WITH_OPTIONS,
     forms={"extra": FLAG},
+    brings=True,
     forgets=True,
     uses=frozenset({"image", "mounts", "grace", "extra"}),
     needs=frozenset({"image"}),

@@ -16,8 +16,8 @@ def write(job: Job) -> str:
 def _parts(job: Job) -> Iterator[str]:
     yield comment(
         f"{job.name}: written by `pipe launch`; submit it with dstack apply -f.",
-        "The recipe and the run's folder must lie on a volume, or the recipe in the image; the "
-        "same task goes on with the run that is in its folder.",
+        "The run's folder must lie on a volume, and so must data and model, or be in the image; "
+        "the same task goes on with the run that is in its folder.",
     )
     yield block("type", "task")
     yield block("name", label(job.name, 41))
@@ -26,6 +26,9 @@ def _parts(job: Job) -> Iterator[str]:
         yield block("image", job.image)
     else:
         yield block("python", "3.12")
+    if job.files:
+        pairs = [f"{path}:{path}" for path in job.files]
+        yield block("files", pairs, "The recipe goes with the task.")
     if job.env:
         yield block("env", list(job.env), "Their values come from your environment.")
     setup = [job.setup] if job.setup else []
@@ -51,6 +54,7 @@ TARGET = Target(
     write=write,
     submit=("dstack", "apply", "--yes", "--file", "{file}"),
     client="dstack",
+    fresh=True,
     forgets=True,
     uses=frozenset({"image", "setup", "mounts", "kind"}),
 )

@@ -48,6 +48,16 @@ class Job:
     """Seconds before the time limit at which the run is asked to save and stop."""
     tasks: str
     """`node`: one process a node starts the others; `gpu`: the scheduler starts each rank."""
+    paths: Sequence[str]
+    """Absolute paths that the recipe names, its own files too, and that no mount brings."""
+    files: Sequence[str]
+    """The recipe's own files of these."""
+    folder: str
+    """Folder in which the command was given."""
+    run_dir: str
+    """The run's folder; empty if a mount brings it."""
+    activation: Sequence[str]
+    """Shell lines that give the environment of Python in which the command was given."""
     env: Sequence[str]
     """Names of the environment variables that the recipe reads."""
     extra: Sequence[str]
@@ -80,6 +90,12 @@ class Target:
     """The look of a mount."""
     forms: Mapping[str, Form] = field(default_factory=dict)
     """The same for other fields."""
+    fresh: bool = False
+    """Whether its machines come without this program, so that an image or a command brings it."""
+    takes_folder: bool = False
+    """Whether the current folder goes to its machines, and is the current folder there."""
+    brings: bool = False
+    """Whether its script brings what the recipe names on this machine."""
     forgets: bool = False
     """Whether what is not in a mounted folder is gone with the container."""
     env_option: str = ""

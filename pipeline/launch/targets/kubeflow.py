@@ -8,8 +8,9 @@ from typing import Any
 
 from pipeline.launch.targets.job import Form, Job, Target, block, comment, label
 
+SHARED = "shared-memory"
 CLAIM: Form = (
-    re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?:/[^:]*"),
+    re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?:(?P<target>/[^:]*)"),
     "CLAIM:TARGET with an absolute TARGET",
 )
 """A claim's name is a DNS subdomain
@@ -24,7 +25,8 @@ def write(job: Job) -> str:
 def _parts(job: Job) -> Iterator[str]:
     yield comment(
         f"{job.name}: written by `pipe launch`; submit it with kubectl create -f.",
-        "Recipe and run folder must lie on a volume that all nodes mount. A node's process learns "
+        "Recipe, data, model and run folder must lie on a volume that all nodes mount. Processes "
+        "of a pod exchange data in /dev/shm, which is its memory. A node's process learns "
         "its place from PET_* variables, which the trainer's torch runtimes set.",
         "A pod that is asked to leave gets SIGTERM: the run saves and ends with exit code 75. "
         "Whether it is started again is said by the runtime (its JobSet's failurePolicy, its jobs' "
@@ -67,16 +69,17 @@ def _trainer(job: Job) -> dict[str, Any]:
 
 
 def _patch(job: Job) -> dict[str, Any]:
-    """Changes of the runtime's pods: volumes, and time to save before they are killed."""
+    """Changes of the runtime's pods: volumes, shared memory, of which a container has 64 MB, and
+    time to save before they are killed."""
     pod: dict[str, Any] = {"terminationGracePeriodSeconds": job.grace}
-    if job.mounts:
-        pairs = [(f"volume-{n}", *mount.rpartition(":")) for n, mount in enumerate(job.mounts)]
-        pod["volumes"] = [
-            {"name": name, "persistentVolumeClaim": {"claimName": claim}}
-            for name, claim, *_ in pairs
-        ]
-        mounts = [{"name": name, "mountPath": target} for name, *_, target in pairs]
-        pod["containers"] = [{"name": "node", "volumeMounts": mounts}]
+    pairs = [(f"volume-{n}", *mount.rpartition(":")) for n, mount in enumerate(job.mounts)]
+    claims = [
+        {"name": name, "persistentVolumeClaim": {"claimName": claim}} for name, claim, *_ in pairs
+    ]
+    mounts = [{"name": name, "mountPath": target} for name, *_, target in pairs]
+    pod["volumes"] = [*claims, {"name": SHARED, "emptyDir": {"medium": "Memory"}}]
+    shared = {"name": SHARED, "mountPath": "/dev/shm"}
+    pod["containers"] = [{"name": "node", "volumeMounts": [*mounts, shared]}]
     node = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
     jobs = {"template": {"spec": {"replicatedJobs": [node]}}}
     return {"manager": "pipetrain/pipe-launch", "trainingRuntimeSpec": jobs}

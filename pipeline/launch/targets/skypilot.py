@@ -34,11 +34,14 @@ def _parts(job: Job) -> Iterator[str]:
         "The folder from which the job is submitted goes with it: a relative path of the recipe is "
         "one in there.",
     )  # fmt: skip
-    if job.mounts:
-        pairs = (mount.rpartition(":") for mount in job.mounts)
+    pairs = [mount.rpartition(":") for mount in job.mounts]
+    mounts = {target: _mounted(source) for source, _, target in pairs}
+    mounts |= {path: path for path in job.paths}
+    if mounts:
         yield block(
-            "file_mounts", {target: _mounted(source) for source, _, target in pairs},
-            "A bucket that is only named is copied once, and nothing goes back; so it is mounted.",
+            "file_mounts", mounts,
+            "A bucket that is only named is copied once, and nothing goes back; so it is mounted. "
+            "What the recipe names elsewhere on this machine is copied to the same place.",
         )  # fmt: skip
     if job.env:
         flags = " ".join(f"--secret {name}" for name in job.env)
@@ -61,6 +64,9 @@ TARGET = Target(
     submit=("sky", "jobs", "launch", "--yes", "{env}", "{file}"),
     client="sky",
     env_option="--secret",
+    fresh=True,
+    takes_folder=True,
+    brings=True,
     uses=frozenset({"image", "setup", "mounts", "kind"}),
     needs_with_gpus=frozenset({"kind"}),
 )

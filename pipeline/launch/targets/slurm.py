@@ -39,6 +39,9 @@ def _options(job: Job) -> Iterator[str]:
         "asks for more."
     )
     yield _option("cpus-per-task", str(1 if job.tasks == "gpu" else ranks))
+    if not any(line.startswith("--mem") for line in job.extra):
+        yield comment("All memory of each node; --extra=--mem=200G asks for a part of it.")
+        yield _option("mem", "0")
     if job.gpus:
         yield _option("gpus-per-node", f"{job.kind}:{job.gpus}" if job.kind else str(job.gpus))
     if job.time_limit:
@@ -76,13 +79,22 @@ def _body(job: Job) -> Iterator[str]:
     if job.most_nodes > 1 and job.tasks == "node":
         yield comment("Nodes take part that know this secret, which is another one in each start.")
         yield f"{TOKEN}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')\nexport {TOKEN}\n"
+    if job.setup:
+        yield comment("What `pipe` needs on a node.") + f"{job.setup}\n"
+    elif job.activation and not job.image:
+        yield comment("The environment in which `pipe launch` was called; --setup gives another.")
+        yield "".join(f"{line}\n" for line in job.activation)
     yield comment("Since Slurm 22.05 srun does not take the number of cores from the job.")
     yield 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"\n'
     options = ["srun", "--kill-on-bad-exit=0", f"--wait={wait}"]
     if job.image:
         options.append(f"--container-image={job.image}")
-        if job.mounts:
-            options.append(f"--container-mounts={','.join(job.mounts)}")
+        mounts = [*job.mounts, *(f"{path}:{path}" for path in job.paths)]
+        if job.run_dir:
+            yield comment("The run's folder and what the recipe names are mounted where they are.")
+            yield f"mkdir -p {shlex.quote(job.run_dir)}\n"
+            mounts.append(f"{job.run_dir}:{job.run_dir}")
+        options.append(f"--container-mounts={','.join(mounts)}")
     yield f"{shlex.join(options)} \\\n  {job.command}\ncode=$?\n\n"
     yield comment(f"{STOPPED}: it was asked to stop, and all that was done is saved.")
     yield (
@@ -100,5 +112,6 @@ TARGET = Target(
     client="sbatch",
     mount=MOUNT_WITH_OPTIONS,
     forms={"time_limit": TIME, "extra": FLAG},
-    uses=frozenset({"image", "mounts", "time_limit", "grace", "tasks", "extra", "kind"}),
+    brings=True,
+    uses=frozenset({"image", "setup", "mounts", "time_limit", "grace", "tasks", "extra", "kind"}),
 )

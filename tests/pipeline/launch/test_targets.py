@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from pipeline.commands.launch import TARGETS as NAMES
 from pipeline.launch.targets import TARGETS
 from pipeline.launch.targets.job import Job
 from pipeline.utils.trust import TRUST_CODE, TRUST_PICKLE
+from tests.support.models import tiny_llama_config
 from tests.support.tier import examples
 
 RECIPE = str(Path(__file__).parents[3] / "recipes" / "llama8b_fsdp.yaml")
@@ -55,7 +57,8 @@ def job(**fields: Any) -> Job:
     known: dict[str, Any] = {
         "name": "a", "arguments": ("run", "r.yaml"), "fewest_nodes": 1, "most_nodes": 1, "procs": 8,
         "gpus": 8, "kind": "H100", "image": "img", "setup": "", "mounts": (), "time_limit": "",
-        "grace": 300, "tasks": "node", "env": (), "extra": (),
+        "grace": 300, "tasks": "node", "env": (), "extra": (), "paths": (), "files": (),
+        "folder": "/work", "run_dir": "", "activation": (),
     }  # fmt: skip
     return Job(**(known | fields))
 
@@ -76,6 +79,7 @@ def test_slurm_script() -> None:
         "#SBATCH --nodes=2-4",
         "#SBATCH --ntasks-per-node=1",
         "#SBATCH --cpus-per-task=8",
+        "#SBATCH --mem=0",
         "#SBATCH --gpus-per-node=h100:8",
         "#SBATCH --time=8:00:00",
         "#SBATCH --signal=USR1@120",
@@ -84,10 +88,11 @@ def test_slurm_script() -> None:
         "#SBATCH --output=llama8b_fsdp-%j.out",
         "#SBATCH --partition=big",
     ]
-    assert (
-        "srun --kill-on-bad-exit=0 --wait=0 '--container-image=a#b' --container-mounts=/x:/y \\"
-        in text
-    )
+    folder = Path(RECIPE).parent
+    own = [RECIPE, f"{folder}/llama8b_ddp.yaml", f"{folder}/data/chat.jsonl", "/shared/run"]
+    mounts = ",".join(["/x:/y", *(f"{path}:{path}" for path in own)])
+    call = f"srun --kill-on-bad-exit=0 --wait=0 '--container-image=a#b' --container-mounts={mounts}"
+    assert f"mkdir -p /shared/run\n{call} \\\n" in text
     assert f"  pipe run {RECIPE} 'launch.nodes={{min: 2, max: 4}}' --run-dir /shared/run\n" in text
     assert "--trust" not in text
     both = ("--trust-pickle", "--trust-remote-code")
@@ -132,8 +137,14 @@ def test_kubeflow_job() -> None:
     node = found["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]
     pod = node["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == 300
-    assert pod["volumes"][0]["persistentVolumeClaim"] == {"claimName": "claim"}
-    assert pod["containers"][0]["volumeMounts"] == [{"name": "volume-0", "mountPath": "/shared"}]
+    assert pod["volumes"] == [
+        {"name": "volume-0", "persistentVolumeClaim": {"claimName": "claim"}},
+        {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+    ]
+    assert pod["containers"][0]["volumeMounts"] == [
+        {"name": "volume-0", "mountPath": "/shared"},
+        {"name": "shared-memory", "mountPath": "/dev/shm"},
+    ]
 
 
 @pytest.mark.parametrize("target", NAMES)
@@ -198,6 +209,107 @@ def test_any_recipe_name_becomes_a_label(name: str) -> None:
     assert re.fullmatch("[a-z][a-z0-9-]{0,48}[a-z0-9]", written)
 
 
+@pytest.fixture
+def named(tmp_path: Path) -> Path:
+    """A recipe that names a base, a model whose files are links, and files of data."""
+    blobs, model, data = (tmp_path / name for name in ("blobs", "hub/model", "data"))
+    for folder in (blobs, model, data):
+        folder.mkdir(parents=True)
+    (blobs / "abc").write_text(json.dumps(tiny_llama_config()))
+    (model / "config.json").symlink_to(blobs / "abc")
+    (data / "a.jsonl").write_text('{"messages": []}\n')
+    (tmp_path / "base.yaml").write_text(f"extends: {RECIPE}\n")
+    recipe = tmp_path / "r.yaml"
+    fields = {
+        "model": {"path": str(model), "init": "random", "revision": None,
+                  "attention": "sdpa"},
+        "data": {"files": f"{data}/*.jsonl"},
+        "checkpoint": {"folder": f"{tmp_path}/kept"},
+    }  # fmt: skip
+    head = {"extends": "./base.yaml", "name": "named", "stages": fields}
+    recipe.write_text(yaml.safe_dump(head))
+    return recipe
+
+
+def brought(recipe: Path) -> list[str]:
+    """The paths that a container needs of it."""
+    base, folder = Path(RECIPE).with_name("llama8b_ddp.yaml"), recipe.parent
+    found = [recipe, folder / "base.yaml", RECIPE, base, folder / "hub/model", folder / "data"]
+    return [str(path) for path in (*found, folder / "blobs")]
+
+
+def printed_of(recipe: Path, target: str, *options: str) -> Result:
+    result = launch(target, "--print", *NEEDED[target], *options, recipe=str(recipe))
+    assert result.exit_code == 0, result.stderr
+    return result
+
+
+def test_docker_brings_what_the_recipe_names(named: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(named.parent)
+    result = printed_of(Path("r.yaml"), "docker")
+    words = shlex.split(result.stdout.splitlines()[-1])
+    volumes = [words[n + 1] for n, word in enumerate(words) if word == "--volume"]
+    assert sorted(volumes) == sorted(["/data:/shared", *(f"{p}:{p}" for p in brought(named))])
+    assert words[words.index("--workdir") + 1] == str(named.parent)
+    assert words[-4:] == ["run", str(named), "--run-dir", "/shared/run"]
+    assert f"warning: {named.parent}/kept is named by the recipe, and docker" in result.stderr
+    covered = printed_of(named, "docker", "--mount", f"{named.parent}:{named.parent}")
+    assert str(named.parent / "data") not in covered.stdout
+    assert covered.stderr == ""
+
+
+def test_a_container_of_slurm_sees_the_run_and_what_the_recipe_names(named: Path) -> None:
+    text = printed_of(named, "slurm", "--image", "a").stdout
+    (mounts,) = re.findall(r"--container-mounts=(\S+)", text)
+    assert sorted(mounts.split(",")) == sorted(
+        f"{path}:{path}" for path in (*brought(named), "/shared/run")
+    )
+    kept = printed_of(named, "slurm", "--image", "a", "--mount", "/fs:/shared").stdout
+    assert "/shared/run:" not in kept
+    assert "mkdir" not in kept
+
+
+def test_machines_of_clouds_get_the_recipe(named: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(named.parent)
+    found = yaml.safe_load(printed_of(named, "skypilot").stdout)
+    written = {path for path in brought(named) if path in named.read_text()}
+    shipped = {path for path in brought(named) if not path.startswith(str(named.parent))}
+    # The current folder goes along; what the recipe names there by an absolute path does not.
+    assert found["file_mounts"] == {path: path for path in written | shipped}
+    assert found["run"].startswith("pipe run r.yaml ")
+    task = yaml.safe_load(printed_of(named, "dstack").stdout)
+    assert task["files"] == [f"{path}:{path}" for path in brought(named) if path.endswith(".yaml")]
+    said = printed_of(named, "dstack").stderr
+    assert f"warning: {named.parent}/data is named by the recipe, and dstack has to find it" in said
+
+
+def test_slurm_activates_the_environment_and_asks_for_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    venv = tmp_path / "my env"
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin" / "activate").write_text("export FOUND=yes\n")
+    monkeypatch.setattr(sys, "prefix", str(venv))
+    text = printed("slurm")
+    assert f". '{venv}/bin/activate'\n" in text
+    stand_in = "srun() { echo $FOUND; }; SLURM_CPUS_PER_TASK=1\n"
+    done = subprocess.run(["bash", "-c", stand_in + text], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "yes\n")
+    assert "activate" not in printed("slurm", "--image", "a")
+    own = printed("slurm", "--setup", "module load cuda", "--extra=--mem=64G")
+    assert "activate" not in own
+    assert "\nmodule load cuda\n" in own
+    assert re.findall(r"^#SBATCH (--mem.*)$", own, re.MULTILINE) == ["--mem=64G"]
+    monkeypatch.setattr(sys, "prefix", sys.base_prefix)
+    monkeypatch.setenv("CONDA_PREFIX", sys.base_prefix)
+    monkeypatch.setenv("CONDA_EXE", "/opt/conda/bin/conda")
+    conda = printed("slurm")
+    assert 'eval "$(/opt/conda/bin/conda shell.posix hook)"\n' in conda
+    assert f"conda activate {sys.base_prefix}\n" in conda
+    monkeypatch.delenv("CONDA_PREFIX")
+    assert "activate" not in printed("slurm")
+
+
 def test_buckets_of_skypilot_are_mounted() -> None:
     text = printed("skypilot", "--mount", "s3://bucket/runs:/shared", "--mount", "./data:/data")
     assert yaml.safe_load(text)["file_mounts"] == {
@@ -246,7 +358,7 @@ def _run(script: str) -> list[str]:
         ("skypilot", ["--print", "--image", "a"], "skypilot needs --gpu-kind for a job on GPUs"),
         ("skypilot", ["--print", "--gpu-kind", "A"], "skypilot needs --image, or --setup"),
         ("dstack", ["--print"], "dstack needs --image, or --setup"),
-        ("slurm", ["--print", "--setup", "a"], "--setup means nothing to slurm"),
+        ("docker", ["--print", *DOCKER, "--setup", "a"], "--setup means nothing to docker"),
         ("docker", ["--print"], "docker needs --image"),
         ("docker", ["--print", *DOCKER, "--nodes", "2"], "docker runs on one machine"),
         ("docker", ["--print", "--image", "a"], "--run-dir /shared/run is in none of the mounted"),

@@ -239,7 +239,7 @@ def drawn(values: Mapping[str, tuple[Any, ...]]) -> st.SearchStrategy[dict[str, 
 
 @pytest.mark.parametrize("tool", ["script", "axolotl", "LLaMA-Factory", "torchtune"])
 @settings(
-    max_examples=times(quick=60, full=1500),
+    max_examples=times(quick=40, full=1500),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

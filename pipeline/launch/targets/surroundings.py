@@ -1,0 +1,77 @@
+"""What a run finds where its command is given, and has to find again where it runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.recipe.load import Recipe
+
+_GLOB = re.compile(r"[*?\[]")
+_MACHINE = ("/dev", "/proc", "/sys")
+
+
+def named_paths(recipe: Recipe) -> tuple[list[str], list[str]]:
+    """Return the absolute paths that a recipe names and that are here, its own files first, without
+    those that lie in others; and the ones that are not here. Those of an environment variable are
+    not written down."""
+    texts = _texts(recipe.public().get("stages", {}))
+    named = [_folder(Path(text)) for text in texts if text.startswith("/") and "://" not in text]
+    named = [path for path in named if path != Path("/") and not str(path).startswith(_MACHINE)]
+    here = [path.absolute() for path in recipe.source_files]
+    here += [path for path in named if path.exists()]
+    here += [folder for path in here for folder in _linked(path)]
+    outermost = [path for path in dict.fromkeys(here) if not any(p in here for p in path.parents)]
+    missing = dict.fromkeys(str(path) for path in named if not path.exists())
+    return [str(path) for path in outermost], list(missing)
+
+
+def within(path: str, folders: Sequence[str]) -> bool:
+    """Return whether a path is one of these folders, or lies in one."""
+    return any(Path(path).is_relative_to(folder) for folder in folders)
+
+
+def activation() -> list[str]:
+    """Return the lines of a shell that give it this process's environment of Python; none for the
+    system's own."""
+    conda = os.environ.get("CONDA_PREFIX")
+    if sys.prefix != sys.base_prefix:
+        return [f". {shlex.quote(str(Path(sys.prefix, 'bin', 'activate')))}"]
+    if conda and Path(conda) == Path(sys.prefix):
+        program = os.environ.get("CONDA_EXE") or str(Path(conda, "bin", "conda"))
+        return [
+            f'eval "$({shlex.quote(program)} shell.posix hook)"',
+            f"conda activate {shlex.quote(conda)}",
+        ]
+    return []
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for child in value.values():
+            yield from _texts(child)
+    elif isinstance(value, Sequence):
+        for child in value:
+            yield from _texts(child)
+
+
+def _folder(path: Path) -> Path:
+    """Return the folder before the first part with a wildcard; the path itself without one."""
+    for number, part in enumerate(path.parts):
+        if _GLOB.search(part):
+            return Path(*path.parts[:number])
+    return path
+
+
+def _linked(path: Path) -> Iterator[Path]:
+    """Yield the folders of the files that a folder's links name, as in the hub's cache."""
+    if path.is_dir():
+        links = (each for each in path.iterdir() if each.is_symlink() and each.exists())
+        yield from {each.resolve().parent for each in links}
