@@ -46,7 +46,7 @@ DEFAULTS = {"grace": 300, "tasks": "node"}
 @click.option("--image", help="Container image with this program (Slurm: through pyxis).")
 @click.option(
     "--setup",
-    help="Command that installs this program, where no image has it (Slurm: that finds it).",
+    help="Command that installs this program, or on Slurm that finds it.",
 )
 @click.option(
     "--mount",
