@@ -10,10 +10,10 @@ from stages.importing.engines import (
     DEEPSPEED,
     FSDP_PREFIXED,
     PARALLELISM,
-    fsdp_strategy,
     max_norm,
     optimizer_rule,
 )
+from stages.importing.fsdp_words import fsdp_strategy
 from stages.importing.periods import steps_or_share
 from stages.importing.rules import Table, allowed, sets, when_on
 from stages.importing.trackers import TRAINER_TRACKERS, WANDB_PREFIXED

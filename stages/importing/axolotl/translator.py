@@ -10,7 +10,7 @@ from stages.importing import rules
 from stages.importing.axolotl import rows
 from stages.importing.axolotl.harmless import ASIDE
 from stages.importing.axolotl.keys import ADAPTER, DATA, MODEL, SWITCHES, TRACKING, TRAINING
-from stages.importing.engines import set_words
+from stages.importing.fsdp_words import set_words
 from stages.importing.parallelism import AUTO, CONTEXT, RING, TENSOR
 from stages.importing.reader import Reader
 from stages.importing.recipe_translator import RecipeTranslator
