@@ -41,16 +41,24 @@ def hook_states(model: DistributedDataParallel) -> list[object]:
 def prime_buckets(model: DistributedDataParallel) -> None:
     """Make torch lay out its final buckets now (collective).
 
-    It lays them out again after the first backward, in the order in which gradients arrived. On
-    three or more ranks the layout decides the order of summation, so a resumed run's first step
-    would differ in the last bits from an undisturbed run's. A backward of zeros before any step
-    makes both runs alike.
+    It lays them out again in the first forward after the first backward, in the order in which
+    gradients arrived. On three or more ranks the layout decides the order of summation, so a
+    resumed run's first step would differ in the last bits from an undisturbed run's. A backward of
+    zeros before any step makes both runs alike. Gradients must not be views of the first buckets
+    then, or both layouts are held until the first step has ended: one more copy of all gradients.
     """
+    _reduce_zeros(model)
+    model.zero_grad(set_to_none=True)
+    if model.reducer._rebuild_buckets() and sums_in_buckets(model):
+        _reduce_zeros(model)  # gradients become views of the new buckets
+        model.zero_grad(set_to_none=False)
+
+
+def _reduce_zeros(model: DistributedDataParallel) -> None:
     nothing: Any = sum(p.sum() * 0.0 for p in model.parameters() if p.requires_grad)
     # As in its forward: parameters that are unreachable from here count as ready.
     model.reducer.prepare_for_backward([nothing] if model.find_unused_parameters else [])
     nothing.backward()
-    model.zero_grad(set_to_none=not sums_in_buckets(model))
 
 
 def sums_in_buckets(model: DistributedDataParallel) -> bool:
