@@ -11,7 +11,7 @@ from pipeline import PlanView, Problem, StageError, UsageError
 from pipeline.utils import did_you_mean, require_code_trust, require_trust
 from stages.model.chat_template import read_template
 from stages.model.compat import causal_types
-from stages.model.config_checks import wrong_size
+from stages.model.config_checks import sees_later_tokens, wrong_size
 from stages.model.files import (
     COMMIT,
     HUB_ID,
@@ -23,6 +23,7 @@ from stages.model.files import (
     read_json,
     safetensors_files,
 )
+from stages.model.rotary_config import other_angles
 
 if TYPE_CHECKING:
     from stages.model.hf import HfModel
@@ -110,7 +111,10 @@ def _config(stage: HfModel, config: Mapping[str, Any], key: str) -> Found:
     if wrong:
         yield key, wrong, ""
     elif stage.trust_remote_code and "auto_map" in config:
-        return  # code that comes with a model can be of any architecture
+        # Code that comes with a model can be of any architecture.
+        unsuited = other_angles(config, of_transformers=False)
+        if unsuited:
+            yield key, *unsuited
     elif not isinstance(kind, str):
         yield key, "`model_type` is missing", "for example `model_type: llama`"
     elif known and kind not in known:
@@ -118,6 +122,10 @@ def _config(stage: HfModel, config: Mapping[str, Any], key: str) -> Found:
         if isinstance(config.get("text_config"), Mapping) or "vision_config" in config:
             hint = "it is a model of text and more; only models of text alone are trained"
         yield key, f"transformers has no causal language model of type {kind!r}", hint
+    else:
+        for unsuited in (sees_later_tokens(config), other_angles(config, of_transformers=True)):
+            if unsuited:
+                yield key, *unsuited
 
 
 def _path(stage: HfModel, path: str) -> Found:

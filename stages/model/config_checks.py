@@ -119,6 +119,29 @@ def has_experts(config: Mapping[str, Any]) -> bool:
     return any(part.get(key) for part in (config, *parts) for key in EXPERTS)
 
 
+_DECODERS = """bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert
+    reformer rembert roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl
+    xmod"""
+SEE_LATER_TOKENS = dict.fromkeys(_DECODERS.split(), "is_decoder") | {
+    "cpmant": None, "xlm": "causal", "xlnet": None,
+}  # fmt: skip
+"""Types whose tokens see those after them -> the key of their config that prevents it; None where
+nothing does. transformers has them as causal language models, as they can be used as parts of
+others."""
+
+
+def sees_later_tokens(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Message and hint about a model whose tokens see the tokens that they are to predict, and the
+    padding after them; None for a causal one."""
+    kind = str(config.get("model_type"))
+    key = SEE_LATER_TOKENS.get(kind)
+    if kind not in SEE_LATER_TOKENS or (key is not None and config.get(key) is True):
+        return None
+    hint = "train another architecture" if key is None else f"set `{key}: true` in its config"
+    message = f"each token of a {kind} sees those after it, which it would be trained to predict"
+    return message, hint
+
+
 MOST = 2**31 - 1
 """The largest size of anything; a larger one is a slip, and no memory could hold it."""
 MOST_BLOCKS = 1024

@@ -82,11 +82,13 @@ class HfModel:
 
     def run(self, ctx: Context) -> ModelSource:
         from stages.model.checks import foreign_code
-        from stages.model.source import open_source
+        from stages.model.source import open_source, require_causal
 
         for _, origin in foreign_code(self):
             require_code_trust(origin)
-        return open_source(self, ctx)
+        source = open_source(self, ctx)
+        require_causal(source)
+        return source
 
 
 @dataclass(frozen=True, kw_only=True)

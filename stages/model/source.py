@@ -18,7 +18,7 @@ from stages.data.sources import file_digests
 from stages.model import assets, compat
 from stages.model.block_changes import CHANGES, change_blocks
 from stages.model.chat_template import read_template, unknown_tokens
-from stages.model.config_checks import table_of_positions
+from stages.model.config_checks import sees_later_tokens, table_of_positions
 from stages.model.declared import outline, ties
 from stages.model.files import (
     COMMIT,
@@ -34,6 +34,7 @@ from stages.model.files import (
 from stages.model.gguf import open_gguf, quick_gguf
 from stages.model.random_reader import RandomReader
 from stages.model.reconcile import Allowed, fit
+from stages.model.rotary_compat import choose_by_document
 from stages.weights.converted import ConvertedReader
 from stages.weights.safetensors import SafetensorsReader
 from stages.weights.torch_files import TorchFilesReader
@@ -65,6 +66,13 @@ def open_source(stage: HfModel, ctx: Context) -> HfSource:
     if stage.vocab_size is not None:
         config.get_text_config().vocab_size = stage.vocab_size
     return HfSource(stage, config, files, tokenizer, seed=ctx.seed, log=ctx.log)
+
+
+def require_causal(source: HfSource) -> None:
+    """Raise StageError for a model whose tokens see those that they are to predict."""
+    found = sees_later_tokens(source.config.to_dict())
+    if found is not None:
+        raise StageError(found[0], hint=found[1])
 
 
 class HfSource(ModelSource):
@@ -112,6 +120,7 @@ class HfSource(ModelSource):
             reason = f"{kind}{': ' * bool(kind)}{error}"
             raise StageError(f"{self.name} cannot be built: {reason}") from error
         model.tie_weights()
+        choose_by_document(model)
         change_blocks(self._stage, model, self.blocks(model))
         return cast("nn.Module", model)
 
