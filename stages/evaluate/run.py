@@ -23,6 +23,7 @@ from stages.evaluate.lm import FILE, WINDOW, EvaluatedModel, EvaluateLm
 from stages.export.proof import loading
 from stages.model import compat
 from stages.model.declared import outline
+from stages.model.files import read_json
 from stages.model.rotary_compat import choose_by_document, depends_on_length, placed
 from stages.train.batches import collate
 from stages.train.loss import SummedLoss
@@ -69,12 +70,13 @@ def _shown(numbers: Mapping[str, Any]) -> str:
 
 def _load(folder: Path, source: ModelSource, *, on_gpu: bool) -> Any:
     """The export as a user loads it, in eval mode."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
+    auto = getattr(transformers, compat.auto_class(read_json(folder / "config.json")))
     trusted = compat.is_remote_code(outline(source.export_view))
     places = {"device_map": "auto"} if on_gpu else {}
     with loading(f"transformers cannot load {folder}"):
-        model = AutoModelForCausalLM.from_pretrained(
+        model = auto.from_pretrained(
             folder, dtype="auto", local_files_only=True, trust_remote_code=trusted, **places
         )
     choose_by_document(model)

@@ -1,9 +1,9 @@
 """Rotary angles that depend on how long a text is, as functions of that text alone.
 
-Two kinds of rotary tables do (`rotary_config.LENGTHWISE`). transformers chooses them by the longest row of a
-micro-batch, and for dynamic NTK keeps what the longest row so far asked for in the module. Here
-each token gets the angles that transformers gives its document when it is the only one, at
-inference say: its own function computes them, for one length after another.
+Two kinds of rotary tables do (`rotary_config.LENGTHWISE`). transformers chooses them by the
+longest row of a micro-batch, and for dynamic NTK keeps in the module what the longest row so far
+asked for. Here each token gets the angles that transformers gives its document when it is the only
+one, at inference say: its own function computes them, for one length after another.
 """
 
 from __future__ import annotations
