@@ -143,9 +143,10 @@ def multimodal_notes(stage: HfModel) -> Iterator[Problem]:
     """Warn of a model of more than text of which the language model is trained."""
     config = config_at_hand(stage) or {}
     foreign = stage.trust_remote_code and "auto_map" in config
-    if is_multimodal(config) and not foreign and not list(_multimodal(stage, "", "")):
+    kind = str(config.get("model_type"))
+    if is_multimodal(config) and not foreign and not list(_multimodal(stage, kind, "")):
         yield Problem(
-            message=f"a {config['model_type']} is a model of more than text: its language model is "
+            message=f"a {kind} is a model of more than text: its language model is "
             "trained, all else stays in its files and is passed through to the export",
             warning=True,
         )
