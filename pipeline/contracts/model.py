@@ -122,6 +122,11 @@ class ModelSource(ABC):
         """The tensors of `export_view`, computed from those of a checkpoint of this model."""
         return trained
 
+    def passed_through(self) -> TensorReader | None:
+        """Open the tensors of the source's files that are no part of the module, and that an export
+        holds as they are, under their names there; None if there are none."""
+        return None
+
     @abstractmethod
     def save_assets(self, folder: Path, *, dtype: str) -> None:
         """Write everything but the weights that `transformers` needs to load the model: config with

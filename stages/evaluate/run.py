@@ -23,6 +23,8 @@ from stages.evaluate.lm import FILE, WINDOW, EvaluatedModel, EvaluateLm
 from stages.export.proof import loading
 from stages.model import compat
 from stages.model.declared import outline
+from stages.model.files import read_json
+from stages.model.rotary_compat import choose_by_document, depends_on_length, placed
 from stages.train.batches import collate
 from stages.train.loss import SummedLoss
 
@@ -68,14 +70,16 @@ def _shown(numbers: Mapping[str, Any]) -> str:
 
 def _load(folder: Path, source: ModelSource, *, on_gpu: bool) -> Any:
     """The export as a user loads it, in eval mode."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
+    auto = getattr(transformers, compat.auto_class(read_json(folder / "config.json")))
     trusted = compat.is_remote_code(outline(source.export_view))
     places = {"device_map": "auto"} if on_gpu else {}
     with loading(f"transformers cannot load {folder}"):
-        model = AutoModelForCausalLM.from_pretrained(
+        model = auto.from_pretrained(
             folder, dtype="auto", local_files_only=True, trust_remote_code=trusted, **places
         )
+    choose_by_document(model)
     return model.eval()
 
 
@@ -114,8 +118,10 @@ def run_tasks(config: EvaluateLm, model: Any, tokenizer: Any) -> dict[str, Any]:
     for name in config.tasks:
         if name not in known:
             raise StageError(f"lm_eval knows no task `{name}`", hint="lm_eval ls tasks lists them")
+    # lm_eval does not say where padding begins, on which the angles of a row would depend.
+    size = 1 if depends_on_length(model) else config.batch_size
     found = lm_eval.simple_evaluate(
-        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=config.batch_size),
+        model=HFLM(pretrained=model, tokenizer=tokenizer, batch_size=size),
         tasks=list(config.tasks),
         num_fewshot=config.num_fewshot,
         limit=config.limit,
@@ -158,7 +164,7 @@ def measure(
     device = model.get_input_embeddings().weight.device
     while batch := list(itertools.islice(left, config.batch_size)):
         with torch.no_grad():
-            nats += float(objective(model, collate(batch, 0, device)))
+            nats += float(objective(model, placed(model, collate(batch, 0, device))))
         totals["tokens"] += sum(int((sample.labels != NO_TARGET).sum()) for sample in batch)
     if not totals["tokens"]:
         raise StageError("no document has two tokens", hint="set prepend_bos: true")

@@ -7,7 +7,7 @@ import functools
 import gc
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -21,6 +21,7 @@ from stages.export.weight_files import Shard
 from stages.model import compat
 from stages.model.assets import save_tokenizer
 from stages.model.declared import outline
+from stages.model.files import read_json
 from stages.weights.converted import ConvertedReader
 from stages.weights.views import CastReader, JoinedReader
 
@@ -34,15 +35,17 @@ class ModelContents:
 
     writer: ClassVar = "export.safetensors"
     library: ClassVar = "transformers"
-    usage: ClassVar = (
-        "from transformers import AutoModelForCausalLM\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("path/to/this/folder", dtype="auto")'
-    )
     source: ModelSource
     trained: Weights
     prompt: str
     dtype: str
     max_shard_size: int
+
+    def usage(self, folder: Path) -> str:
+        """Python that loads the model in `folder`."""
+        auto = compat.auto_class(read_json(folder / "config.json"))
+        load = f'model = {auto}.from_pretrained("path/to/this/folder", dtype="auto")'
+        return f"from transformers import {auto}\n\n{load}"
 
     @functools.cached_property
     def weights(self) -> Weights:
@@ -64,7 +67,8 @@ class ModelContents:
         if self.weights is not self.trained:
             merged = logits(reference(self.source.export_view, self.weights), ids)
             compare(merged, trained_logits(self.source, self.trained, ids), MERGED_TOLERANCE)
-        with loaded(folder, trust_remote_code=compat.is_remote_code(plan.outline)) as model:
+        trusted = compat.is_remote_code(plan.outline)
+        with loaded(folder, plan.passed, trust_remote_code=trusted) as model:
             name, trained = type(model).__name__, type(plan.outline).__name__
             if name != trained:
                 raise ExportError(f"the export loads as {name}, trained was {trained}")
@@ -93,8 +97,7 @@ class AdapterContents:
     prompt: str
     dtype: str
 
-    @property
-    def usage(self) -> str:
+    def usage(self, folder: Path) -> str:
         """Python that loads the adapter."""
         imports, options = "from peft import AutoPeftModelForCausalLM\n", 'dtype="auto"'
         if self.source.quantize is not None:
@@ -106,6 +109,13 @@ class AdapterContents:
             load = 'PeftModel.from_pretrained(base, "path/to/this/folder")'
             base = f"base = ...  # {self.source.name}, loaded with {options}"
             return f"{imports}\n{base}\nmodel = {load}"
+        config: Any = outline(self.source.export_view).config
+        auto = compat.auto_class(config.to_dict())
+        if auto != "AutoModelForCausalLM":
+            base = f'{auto}.from_pretrained("{self.source.location}", {options})'
+            load = 'PeftModel.from_pretrained(base, "path/to/this/folder")'
+            imports = imports.replace("AutoPeftModelForCausalLM", "PeftModel")
+            return f"{imports}from transformers import {auto}\n\nbase = {base}\nmodel = {load}"
         load = f'AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder", {options})'
         return f"{imports}\nmodel = {load}"
 

@@ -74,6 +74,8 @@ class Manifest(_Frozen):
     """Finished weight files."""
     others: dict[str, str] = {}
     """Every other file -> its checksum (XXH3, 64 bits, hexadecimal)."""
+    passed: list[str] = []
+    """Names of the tensors that are those of the model's source, byte for byte."""
     facts: dict[str, str | int] = {}
     """Origin of the model, for people."""
     proof: Proof | None = None

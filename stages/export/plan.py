@@ -32,7 +32,7 @@ from stages.model import compat
 from stages.model.declared import misfit, outline, refuse_differences, ties
 from stages.weights.change import renamed
 from stages.weights.converted import ConvertedReader
-from stages.weights.views import CastReader
+from stages.weights.views import CastReader, JoinedReader
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -57,6 +57,8 @@ class ExportPlan:
     """Dtype of most of the weights, as in a recipe."""
     digest: str
     """Equal for plans that write the same bytes."""
+    passed: Sequence[str] = ()
+    """Names in the files of tensors that are the source's, byte for byte."""
 
     @property
     def total(self) -> int:
@@ -74,7 +76,13 @@ def make_plan(
     names = names_to_read(model, weights)
     chosen = ConvertedReader(weights, [renamed(found, kept) for kept, found in names.items()])
     tensors = CastReader(chosen, _dtypes(dtype, source, model))
-    files = ConvertedReader(tensors, compat.changes_on_save(model, tensors.names()))
+    files: TensorReader = ConvertedReader(tensors, compat.changes_on_save(model, tensors.names()))
+    own, passed = files.names(), source.passed_through()
+    if passed is not None:
+        twice = sorted(set(own) & set(passed.names()))
+        if twice:
+            raise StageError(f"{twice[0]} is a tensor of the model, and of the rest of its source")
+        files = JoinedReader(files, passed)
     specs = {name: files.spec(name) for name in files.names()}
     for name, spec in specs.items():
         if spec.dtype not in CODES:
@@ -85,8 +93,9 @@ def make_plan(
         tensors=tensors,
         files=files,
         parts=parts,
-        dtype=_most_common(specs.values()),
+        dtype=_most_common(specs[name] for name in own),
         digest=digest(parts, weights.identity, beside),
+        passed=[] if passed is None else sorted(passed.names()),
     )
 
 
@@ -175,10 +184,13 @@ def resource_need(stage: ExportSafetensors, ctx: Context, source: ModelSource) -
 
     kinds = compat.block_classes(model)
     blocks = [size(module) for module in model.modules() if type(module).__name__ in kinds]
-    folder = target_of(stage.folder, ctx)
+    folder, passed = target_of(stage.folder, ctx), source.export_view.passed_through()
+    if passed is not None:
+        passed.close()
+    others = [] if passed is None else [passed.spec(name).nbytes for name in passed.names()]
     return ResourceNeed(
         what=f"the export in {folder.name}",
-        disk=size(model),
+        disk=size(model) + sum(others),
         folder=folder,
         memory=size(model) - sum(blocks) + max(blocks, default=0) + BUFFERS,
     )

@@ -29,6 +29,7 @@ from stages.export.manifest import BLOCK, CARD, Manifest, Position, Proof, names
 from stages.export.weight_files import Shard, prove_files
 from stages.model import compat
 from stages.model.declared import outline, refuse_differences, ties
+from stages.model.files import read_json
 
 ROOM = 2 << 30
 """Bytes that must stay free beside a model that is loaded whole."""
@@ -57,19 +58,20 @@ def loading(failed: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def loaded(folder: Path, *, trust_remote_code: bool) -> Iterator[nn.Module]:
+def loaded(folder: Path, passed: Sequence[str], *, trust_remote_code: bool) -> Iterator[nn.Module]:
     """The model in a folder, as a user loads it; unless it fits into memory, its weights stay on
     disk and are read when they are used. Raises ExportError when transformers cannot load it, or
-    finds tensors missing or too many."""
-    from transformers import AutoModelForCausalLM
+    finds tensors missing, or others too many than those `passed` through."""
+    import transformers
 
+    auto = getattr(transformers, compat.auto_class(read_json(folder / "config.json")))
     with contextlib.ExitStack() as stack:
         options: dict[str, Any] = {}
         if not _fits(folder):
             scratch = tempfile.TemporaryDirectory(prefix=".offload-", dir=folder.parent)
             options = {"device_map": ON_DISK, "offload_folder": stack.enter_context(scratch)}
         with loading("transformers cannot load the export"):
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = auto.from_pretrained(
                 folder,
                 dtype="auto",
                 local_files_only=True,
@@ -78,7 +80,8 @@ def loaded(folder: Path, *, trust_remote_code: bool) -> Iterator[nn.Module]:
                 **options,
             )
             refuse_differences(
-                str(folder), model, info["missing_keys"], info["unexpected_keys"],
+                str(folder), model, info["missing_keys"],
+                sorted(set(info["unexpected_keys"]) - set(passed)),
                 [str(key[0]) for key in info["mismatched_keys"]],
             )  # fmt: skip
         yield model
@@ -236,7 +239,7 @@ def verify(folder: Path, report: Callable[[str], object], *, trust_remote_code: 
         return
     with (
         activity("loading and running the model"),
-        loaded(folder, trust_remote_code=trust_remote_code) as model,
+        loaded(folder, found.passed, trust_remote_code=trust_remote_code) as model,
     ):
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)

@@ -40,9 +40,10 @@ def export(
 
 
 def _require_same_base(ctx: Context, contents: Contents, trained: TrainedRun) -> None:
-    """Raise ExportError when the model's frozen weights are not those that were trained on."""
+    """Raise ExportError when weights that come from the model's source are not those that were
+    trained on."""
     model, then = contents.source, trained.progress.lineage.get("weights")
-    if not model.frozen_base or then is None or "weights" in ctx.accept:
+    if not _needs_source(contents) or then is None or "weights" in ctx.accept:
         return
     if model.contents != then:
         raise ExportError(
@@ -50,6 +51,14 @@ def _require_same_base(ctx: Context, contents: Contents, trained: TrainedRun) ->
             f"{then[:12]}, is {str(model.contents)[:12]}",
             hint="put back the files, or if that is intended: --accept weights",
         )
+
+
+def _needs_source(contents: Contents) -> bool:
+    """Whether tensors of the model's source are exported or merged."""
+    passed = contents.source.export_view.passed_through()
+    if passed is not None:
+        passed.close()
+    return passed is not None or bool(contents.source.frozen_base)
 
 
 def _digest_beside(ctx: Context, contents: Contents) -> str:
@@ -63,7 +72,7 @@ def _digest_beside(ctx: Context, contents: Contents) -> str:
                 contents.prompt,
                 Manifest(plan="").beside(Path(scratch)),
             ]
-            if contents.source.frozen_base:
+            if _needs_source(contents):
                 facts.append(contents.source.contents)
             text = json.dumps(facts, sort_keys=True)
     return ctx.dist.broadcast_str(text)
@@ -143,13 +152,15 @@ def _finish(
         replace_text(partial / INDEX, json.dumps(index(plan.parts), indent=2) + "\n")
     contents.save_beside(partial, dtype=plan.dtype)
     facts = facts_of(ctx, contents.source, plan, trained)
-    write_card(partial, facts, contents.library, contents.usage)
+    write_card(partial, facts, contents.library, contents.usage(partial))
     with activity("proving that the export loads and computes the same"):
         proof = contents.prove(partial, plan)
     ctx.log.info(
         "the export loads and computes the same (largest difference %.2g)", proof.difference
     )
-    update = {"facts": facts, "proof": proof, "writer": contents.writer}
+    update = {
+        "facts": facts, "proof": proof, "writer": contents.writer, "passed": list(plan.passed),
+    }  # fmt: skip
     done = written.model_copy(update={"others": written.beside(partial), **update})
     target.put_in_place(folder, done)
     return done

@@ -48,6 +48,21 @@ def save_generation_config(config: Any, source: Path | None, folder: Path) -> No
     GenerationConfig.from_model_config(config).save_pretrained(folder)
 
 
+PROCESSOR = (
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+    "image_processor_config.json", "feature_extractor_config.json",
+)  # fmt: skip
+"""Files by which transformers prepares what is not text."""
+
+
+def copy_processor(source: Path | None, folder: Path) -> None:
+    """Copy the files by which a model of more than text prepares the rest, as far as there are."""
+    for name in PROCESSOR if source is not None else ():
+        assert source is not None
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
 def save_tokenizer(tokenizer: Any, folder: Path) -> None:
     """Write the tokenizer and its chat template."""
     tokenizer.save_pretrained(folder)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from pipeline import PlanView, Problem, StageError, UsageError
 from pipeline.utils import did_you_mean, require_code_trust, require_trust
 from stages.model.chat_template import read_template
-from stages.model.compat import causal_types
-from stages.model.config_checks import wrong_size
+from stages.model.compat import causal_types, is_multimodal
+from stages.model.config_checks import NOT_BY_TEXT, sees_later_tokens, wrong_size
 from stages.model.files import (
     COMMIT,
     HUB_ID,
@@ -23,6 +23,8 @@ from stages.model.files import (
     read_json,
     safetensors_files,
 )
+from stages.model.read import config_at_hand
+from stages.model.rotary_config import other_angles
 
 if TYPE_CHECKING:
     from stages.model.hf import HfModel
@@ -110,14 +112,44 @@ def _config(stage: HfModel, config: Mapping[str, Any], key: str) -> Found:
     if wrong:
         yield key, wrong, ""
     elif stage.trust_remote_code and "auto_map" in config:
-        return  # code that comes with a model can be of any architecture
+        # Code that comes with a model can be of any architecture.
+        unsuited = other_angles(config, of_transformers=False)
+        if unsuited:
+            yield key, *unsuited
     elif not isinstance(kind, str):
         yield key, "`model_type` is missing", "for example `model_type: llama`"
+    elif is_multimodal(config):
+        yield from _multimodal(stage, str(kind), key)
     elif known and kind not in known:
         hint = did_you_mean(kind, known)
-        if isinstance(config.get("text_config"), Mapping) or "vision_config" in config:
-            hint = "it is a model of text and more; only models of text alone are trained"
         yield key, f"transformers has no causal language model of type {kind!r}", hint
+    else:
+        for unsuited in (sees_later_tokens(config), other_angles(config, of_transformers=True)):
+            if unsuited:
+                yield key, *unsuited
+
+
+def _multimodal(stage: HfModel, kind: str, key: str) -> Found:
+    """A model of more than text that cannot be trained on text, or not as declared."""
+    why = NOT_BY_TEXT.get(kind)
+    if why:
+        yield key, f"a {kind} is a model of more than text, and {why}", "train a language model"
+    elif stage.path is None or stage.init == "random":
+        message = f"a {kind} is a model of more than text, and an export needs weights of the rest"
+        yield key, message, "start from its pretrained weights, or declare a language model"
+
+
+def multimodal_notes(stage: HfModel) -> Iterator[Problem]:
+    """Warn of a model of more than text of which the language model is trained."""
+    config = config_at_hand(stage) or {}
+    foreign = stage.trust_remote_code and "auto_map" in config
+    kind = str(config.get("model_type"))
+    if is_multimodal(config) and not foreign and not list(_multimodal(stage, kind, "")):
+        yield Problem(
+            message=f"a {kind} is a model of more than text: its language model is "
+            "trained, all else stays in its files and is passed through to the export",
+            warning=True,
+        )
 
 
 def _path(stage: HfModel, path: str) -> Found:

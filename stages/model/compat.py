@@ -196,15 +196,10 @@ def block_classes(model: nn.Module) -> Collection[str]:
     return set(getattr(model, "_no_split_modules", None) or ())
 
 
-def ignorable(model: nn.Module) -> tuple[list[re.Pattern[str]], list[re.Pattern[str]]]:
-    """Patterns of names that files may lack, and of superfluous names that they may have.
-
-    Beside the architecture's own: rotary tables and position indices, which old releases stored.
-    """
+def may_lack(model: nn.Module) -> list[re.Pattern[str]]:
+    """Patterns of names that files may lack, as the architecture has them."""
     missing = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
-    unexpected = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    always = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-    return [re.compile(one) for one in missing], [re.compile(one) for one in (*unexpected, *always)]
+    return [re.compile(one) for one in missing]
 
 
 def nearest_model(model: nn.Module, name: str) -> nn.Module:
@@ -223,22 +218,45 @@ def is_remote_code(model: nn.Module) -> bool:
     return type(model).__module__.startswith("transformers_modules.")
 
 
-TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict("
+def causal_types() -> Mapping[str, str]:
+    """`model_type` of each causal language model of transformers -> its class."""
+    return _table("MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+
+
+def image_text_types() -> Mapping[str, str]:
+    """`model_type` of each model of transformers that writes text about images -> its class."""
+    return _table("MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES")
 
 
 @functools.cache
-def causal_types() -> Collection[str]:
-    """The `model_type`s of transformers' table; empty if that is not found. It is parsed, as to
-    import it would import torch, which takes seconds."""
+def _table(name: str) -> Mapping[str, str]:
+    """A table of transformers; empty if it is not found. It is parsed, as to import it would import
+    torch, which takes seconds."""
     found = importlib.util.find_spec("transformers")
     if found is None or not found.submodule_search_locations:
-        return ()
+        return {}
     file = Path(found.submodule_search_locations[0]) / "models/auto/modeling_auto.py"
     try:
-        pairs = file.read_text("utf-8").split(TABLE)[1].split("\n)\n")[0]
-        return frozenset(name for name, _ in ast.literal_eval(pairs.strip()))
+        pairs = file.read_text("utf-8").split(f"{name} = OrderedDict(")[1].split("\n)\n")[0]
+        return dict(ast.literal_eval(pairs.strip()))
     except (OSError, IndexError, ValueError, SyntaxError):
-        return ()
+        return {}
+
+
+def is_multimodal(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a model of more than text, and not of its language model, which
+    some have as a class of its own."""
+    kind, stated = config.get("model_type"), config.get("architectures")
+    whole, causal = (table().get(str(kind)) for table in (image_text_types, causal_types))
+    if whole is None:
+        return False
+    chosen = stated[0] if isinstance(stated, list) and stated else causal or whole
+    return whole == causal or chosen != causal
+
+
+def auto_class(config: Mapping[str, Any]) -> str:
+    """Name of the class of transformers that loads a model with this config.json."""
+    return "AutoModelForImageTextToText" if is_multimodal(config) else "AutoModelForCausalLM"
 
 
 @contextlib.contextmanager

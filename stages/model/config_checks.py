@@ -119,6 +119,51 @@ def has_experts(config: Mapping[str, Any]) -> bool:
     return any(part.get(key) for part in (config, *parts) for key in EXPERTS)
 
 
+_DECODERS = """bert bert-generation big_bird camembert data2vec-text electra ernie megatron-bert
+    reformer rembert roberta roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl
+    xmod"""
+SEE_LATER_TOKENS = dict.fromkeys(_DECODERS.split(), "is_decoder") | {
+    "cpmant": None, "xlm": "causal", "xlnet": None,
+}  # fmt: skip
+"""Types whose tokens see those after them -> the key of their config that prevents it; None where
+nothing does. transformers has them as causal language models, as they can be used as parts of
+others."""
+
+
+SEE_PADDING = ("prophetnet",)
+"""Types whose rows have other losses when they are padded."""
+
+
+def sees_later_tokens(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Message and hint about a model whose tokens see the tokens that they are to predict, or the
+    padding after them; None for a causal one."""
+    kind = str(config.get("model_type"))
+    if kind in SEE_PADDING:
+        return f"the loss of a row of a {kind} depends on its padding", "train another architecture"
+    key = SEE_LATER_TOKENS.get(kind)
+    if kind not in SEE_LATER_TOKENS or (key is not None and config.get(key) is True):
+        return None
+    hint = "train another architecture" if key is None else f"set `{key}: true` in its config"
+    message = f"each token of a {kind} sees those after it, which it would be trained to predict"
+    return message, hint
+
+
+_NEED_IMAGES = (
+    "blip", "blip-2", "instructblip", "instructblipvideo", "pi0", "vision-encoder-decoder",
+)  # fmt: skip
+_ENCODE = ["florence2", "pix2struct", "pp_formulanet", "t5gemma2", "udop"]
+NOT_BY_TEXT = {
+    **dict.fromkeys(_NEED_IMAGES, "reads an image in every pass"),
+    **dict.fromkeys(_ENCODE, "encodes its input"),
+    "diffusion_gemma": "does not write token after token",
+    "evolla": "transformers has no class that loads it",
+    "git": "its language model holds the part that reads images",
+    "idefics": "its language model holds the part that reads images",
+    "molmo2": "asks in training which tokens are of images",
+}  # fmt: skip
+"""Types of models of more than text that cannot be trained on text -> why."""
+
+
 MOST = 2**31 - 1
 """The largest size of anything; a larger one is a slip, and no memory could hold it."""
 MOST_BLOCKS = 1024

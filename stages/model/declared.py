@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 
 
 SHOWN = 10
-WAYS_OUT = "declare intended differences in the model slot: new_weights, unused_weights, vocab_size"
+WAYS_OUT = (
+    "declare intended differences in the model slot: new_weights, unused_weights (a pattern, and "
+    "pass_through or drop), vocab_size"
+)
 
 
 def ties(model: nn.Module) -> dict[str, str]:
@@ -51,18 +55,20 @@ def refuse_differences(
     where: str,
     model: nn.Module,
     missing: Iterable[str],
-    unexpected: Iterable[str],
+    unexpected: Collection[str] | str,
     misshapen: Collection[str] = (),
 ) -> None:
-    """Raise StageError that lists the differences, except those that the architecture tolerates.
+    """Raise StageError that lists the differences, except missing ones that the architecture
+    tolerates.
 
-    `misshapen` are sentences of `misfit`.
+    `misshapen` are sentences of `misfit`, `unexpected` names or sentences about several.
     """
-    may_lack, may_have = compat.ignorable(model)
-    lacking = _without(missing, may_lack)
-    extra = _without(unexpected, may_have)
-    found = {"missing": lacking, "unexpected": extra, "of another shape": misshapen}
+    lacking = _without(missing, compat.may_lack(model))
+    found = {"missing": lacking, "of another shape": misshapen}
     parts = [f"{kind} {listed(names)}" for kind, names in found.items() if names]
+    extra = unexpected if isinstance(unexpected, str) else listed(list(unexpected))
+    if unexpected:
+        parts.insert(bool(lacking), f"unexpected {extra}")
     if parts:
         raise StageError(
             f"the weights in {where} do not fit {type(model).__name__}: {'; '.join(parts)}",
@@ -87,11 +93,17 @@ def _without(names: Iterable[str], patterns: Sequence[re.Pattern[str]]) -> list[
     return [name for name in names if not any(pattern.search(name) for pattern in patterns)]
 
 
-def outline(source: ModelSource) -> nn.Module:
-    """The source's module: parameters on the meta device, real buffers, weights tied."""
+def empty() -> AbstractContextManager[None]:
+    """Build modules in the body with parameters on the meta device and real buffers."""
     from accelerate import init_empty_weights
 
-    with init_empty_weights(include_buffers=False):
+    made: AbstractContextManager[None] = init_empty_weights(include_buffers=False)
+    return made
+
+
+def outline(source: ModelSource) -> nn.Module:
+    """The source's module: parameters on the meta device, real buffers, weights tied."""
+    with empty():
         model = source.build()
     source.tie(model)
     return model
@@ -171,6 +183,9 @@ class DerivedSource(ModelSource):
 
     def merge_trained(self, trained: Weights) -> Weights:
         return self.base.merge_trained(trained)
+
+    def passed_through(self) -> TensorReader | None:
+        return self.base.passed_through()
 
     def save_assets(self, folder: Path, *, dtype: str) -> None:
         self.base.save_assets(folder, dtype=dtype)

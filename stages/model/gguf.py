@@ -16,7 +16,7 @@ from pipeline.checkpoint import CHUNK
 from pipeline.utils import optional
 from stages.model import compat
 from stages.model.read import gguf_header
-from stages.weights.change import Change
+from stages.weights.change import Change, renamed
 from stages.weights.converted import ConvertedReader
 
 if TYPE_CHECKING:
@@ -52,20 +52,22 @@ def quick_gguf(file: str | None) -> AbstractContextManager[None]:
     return read_quickly()
 
 
-def open_gguf(file: Path, model: nn.Module) -> TensorReader:
-    """The file's tensors in fp32 under the names of `model`; unknown ones are left out, as by
-    transformers. Raises StageError for an architecture that it does not know."""
+def open_gguf(file: Path, model: nn.Module) -> ConvertedReader:
+    """The file's tensors in fp32 under the names of `model`, unknown ones under their own. Raises
+    StageError for an architecture that it does not know."""
     tensors = GgufTensors(file)
     try:
         processor, names = compat.gguf_names(tensors.architecture, model)
     except (ValueError, KeyError, NotImplementedError, IndexError) as error:
         raise StageError(f"{file} cannot be read: {error}") from error
-    groups: dict[str, list[str]] = {}
+    groups, unknown = dict[str, list[str]](), list[Change]()
     for name in tensors.names():
         target = names.get(name) or names.get(name.removesuffix(".weight"))
-        if target is not None:
+        if target is None:
+            unknown.append(renamed(name, name))
+        else:
             groups.setdefault(target, []).append(name)
-    changes = [_change(sources, processor, names) for sources in groups.values()]
+    changes = [*unknown, *(_change(sources, processor, names) for sources in groups.values())]
     return ConvertedReader(tensors, changes)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Gt
 
 from pipeline import Context, ModelSource, PlanView, Problem
 from pipeline.utils import require_code_trust
+
+Fate = Literal["pass_through", "drop"]
+"""What becomes of a tensor that is not read."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +55,11 @@ class HfModel:
     new_weights: tuple[str, ...] = ()
     """Patterns (`lm_head.*`) of tensors to be initialised from the run's seed instead of loaded: a
     head that `path` lacks, or has for another purpose."""
-    unused_weights: tuple[str, ...] = ()
-    """Patterns of tensors in `path` that this model does not use."""
+    unused_weights: Mapping[str, Fate] = field(default_factory=dict)
+    """Tensors in `path` that this model does not read, by patterns (`mtp.*: pass_through`), and
+    what becomes of them: `pass_through` to the export, byte for byte, or `drop`. Others that are
+    not read are an error, except for the parts of a model of more than text that text does not use,
+    which are passed through."""
     attention: str = "sdpa"
     """Attention implementation of transformers: `sdpa`, `eager`, `flex_attention`,
     `flash_attention_2` (or 3, 4), or a kernel of the hub (`kernels-community/flash-attn2`),
@@ -73,20 +79,23 @@ class HfModel:
     itself: `--trust-remote-code` on the command line does."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        from stages.model.checks import problems, speed_problems
+        from stages.model.checks import multimodal_notes, problems, speed_problems
         from stages.model.config_checks import too_long
 
         yield from problems(self)
         yield from speed_problems(self, plan)
         yield from too_long(self, plan)
+        yield from multimodal_notes(self)
 
     def run(self, ctx: Context) -> ModelSource:
         from stages.model.checks import foreign_code
-        from stages.model.source import open_source
+        from stages.model.source import open_source, require_causal
 
         for _, origin in foreign_code(self):
             require_code_trust(origin)
-        return open_source(self, ctx)
+        source = open_source(self, ctx)
+        require_causal(source)
+        return source
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -11,12 +11,15 @@ import torch
 
 from pipeline import StageError, TensorReader, TensorSpec
 from stages.model.declared import listed, misfit, refuse_differences
+from stages.model.unread import sized, sort_out
 from stages.weights.views import ExtendedReader, Origin
 
 if TYPE_CHECKING:
     from logging import Logger
 
     from torch import nn
+
+    from stages.model.hf import Fate
 
 SAMPLE = 1 << 18
 """Elements of a sample of a tensor."""
@@ -28,10 +31,12 @@ class Allowed:
 
     new: Sequence[str] = ()
     """Patterns of names that are initialised, also where the source has them."""
-    unused: Sequence[str] = ()
-    """Patterns of names in the source that the module does not use."""
+    unused: Mapping[str, Fate] = field(default_factory=dict)
+    """Patterns of names in the source that the module does not read -> what becomes of them."""
     vocabulary: Collection[str] = ()
     """Names of the tensors with a row per token, which may have more or fewer rows."""
+    towers: Collection[str] = ()
+    """Names of the tensors that text does not use: the source has to have them, but no module."""
 
 
 def fit(
@@ -51,7 +56,8 @@ def fit(
     """
     declared = {n: TensorSpec(tuple(t.shape), t.dtype) for n, t in model.state_dict().items()}
     wanted = {name: spec.shape for name, spec in declared.items()}
-    given = [name for name in held.names() if not _matches(name, allowed.unused)]
+    unread = sort_out(held.names(), wanted, allowed.towers, allowed.unused)
+    given = set(held.names()) - {*unread.passed, *unread.dropped}
     _refuse_idle(where, allowed, wanted, held.names())
     origins: dict[str, Origin] = {}
     misshapen: dict[str, str] = {}
@@ -69,8 +75,9 @@ def fit(
             else:
                 misshapen[name] = misfit(name, spec.shape, shape)
     missing = wanted.keys() - origins.keys() - misshapen.keys()
-    extra = {name for name in given if name not in wanted}
-    refuse_differences(where, model, missing, extra, misshapen.values())
+    extra = sized(unread.undeclared, held) if unread.undeclared else ""
+    lost = set(allowed.towers) - set(unread.passed)
+    refuse_differences(where, model, missing | lost, extra, misshapen.values())
     if missing:
         log.info("not in %s, so initialised: %s", where, listed(missing))
     origins |= {name: Origin(name, 0, declared[name]) for name in missing}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,8 +19,8 @@ from stages.data.sources import file_digests
 from stages.model import assets, compat
 from stages.model.block_changes import CHANGES, change_blocks
 from stages.model.chat_template import read_template, unknown_tokens
-from stages.model.config_checks import table_of_positions
-from stages.model.declared import outline, ties
+from stages.model.config_checks import sees_later_tokens, table_of_positions
+from stages.model.declared import empty, outline, ties
 from stages.model.files import (
     COMMIT,
     Files,
@@ -34,6 +35,10 @@ from stages.model.files import (
 from stages.model.gguf import open_gguf, quick_gguf
 from stages.model.random_reader import RandomReader
 from stages.model.reconcile import Allowed, fit
+from stages.model.rotary_compat import choose_by_document
+from stages.model.towers_compat import leave_out_towers
+from stages.model.unread import Unread, sort_out
+from stages.weights.change import renamed
 from stages.weights.converted import ConvertedReader
 from stages.weights.safetensors import SafetensorsReader
 from stages.weights.torch_files import TorchFilesReader
@@ -67,6 +72,19 @@ def open_source(stage: HfModel, ctx: Context) -> HfSource:
     return HfSource(stage, config, files, tokenizer, seed=ctx.seed, log=ctx.log)
 
 
+def require_causal(source: HfSource) -> None:
+    """Raise StageError for a model whose tokens see those that they are to predict."""
+    found = sees_later_tokens(source.config.to_dict())
+    if found is not None:
+        raise StageError(found[0], hint=found[1])
+
+
+def _open_files(files: Sequence[Path]) -> TensorReader:
+    """Tensors under their names in the files."""
+    safe = bool(safetensors_files(files[0].parent))
+    return SafetensorsReader(files) if safe else TorchFilesReader(files)
+
+
 class HfSource(ModelSource):
     """The model of a `model.hf` slot. Its weights are those of `files`, or random; declared new
     weights, and new rows of a resized vocabulary, are drawn from the seed."""
@@ -90,10 +108,28 @@ class HfSource(ModelSource):
         self._log = log
         self._random = stage.config is not None or stage.init == "random"
         self._resized = stage.vocab_size is not None
+        self._told: list[Unread] = []
+        """What was logged as not read, by this source or by a view of it."""
         self._draws = self._random or self._resized or bool(stage.new_weights)
 
+    @property
+    def _multimodal(self) -> bool:
+        """Whether it is a model of more than text, whose other parts are left out."""
+        config = self.config.to_dict()
+        foreign = self._stage.trust_remote_code and "auto_map" in config
+        return not foreign and compat.is_multimodal(config)
+
     def build(self) -> nn.Module:
-        from transformers import AutoModelForCausalLM
+        model = self._built()
+        if self._multimodal:
+            leave_out_towers(model)
+        choose_by_document(model)
+        change_blocks(self._stage, model, self.blocks(model))
+        return model
+
+    def _built(self) -> nn.Module:
+        """The architecture with all of its parts."""
+        import transformers
 
         config = copy.deepcopy(self.config)
         # Training never reads a key-value cache; `self.config` keeps the value to be exported.
@@ -101,7 +137,8 @@ class HfSource(ModelSource):
         try:
             config.get_text_config().use_cache = False
             with compat.quiet(), compat.without_init():
-                model = AutoModelForCausalLM.from_config(
+                auto = "AutoModelForImageTextToText" if self._multimodal else "AutoModelForCausalLM"
+                model = getattr(transformers, auto).from_config(
                     config,
                     dtype=torch.float32,
                     attn_implementation=self._stage.attention,
@@ -112,7 +149,6 @@ class HfSource(ModelSource):
             reason = f"{kind}{': ' * bool(kind)}{error}"
             raise StageError(f"{self.name} cannot be built: {reason}") from error
         model.tie_weights()
-        change_blocks(self._stage, model, self.blocks(model))
         return cast("nn.Module", model)
 
     @property
@@ -131,10 +167,28 @@ class HfSource(ModelSource):
         return outline(self.inference_view)
 
     @functools.cached_property
+    def _whole(self) -> nn.Module:
+        """The module with all of its parts, by whose names files are read; without memory."""
+        if not self._multimodal:
+            return self._outline
+        with empty():
+            return self._built()
+
+    @functools.cached_property
+    def _towers(self) -> Collection[str]:
+        """Names of the tensors of the parts that text does not use."""
+        return self._whole.state_dict().keys() - self._outline.state_dict().keys()
+
+    @functools.cached_property
     def _allowed(self) -> Allowed:
         tables = compat.vocabulary(self._outline) if self._resized else ()
         stage = self._stage
-        return Allowed(new=stage.new_weights, unused=stage.unused_weights, vocabulary=tables)
+        return Allowed(
+            new=stage.new_weights,
+            unused=stage.unused_weights,
+            vocabulary=tables,
+            towers=self._towers,
+        )
 
     @functools.cached_property
     def _ties(self) -> Mapping[str, str]:
@@ -145,10 +199,14 @@ class HfSource(ModelSource):
             return self._initialised()
         held = self._stored()
         try:
-            return fit(
+            fitted = fit(
                 str(self._files), held, self._outline, self._ties, self._allowed,
                 self._initialised, self._log,
             )  # fmt: skip
+            if not self._told:
+                self._told.append(self._unread(held))
+                self._told[0].log(self._log, str(self._files), held)
+            return fitted
         except BaseException:
             held.close()
             raise
@@ -157,14 +215,34 @@ class HfSource(ModelSource):
         model = self._outline
         return RandomReader(model, self.blocks(model), self._ties, seed=self._seed)
 
-    def _stored(self) -> TensorReader:
+    def _stored(self) -> ConvertedReader:
         """Tensors of the files, under the names of the module as far as they are known."""
         files = self._weight_files
         if files[0].suffix.lower() == ".gguf":
             return open_gguf(files[0], self._outline)
-        safe = bool(safetensors_files(files[0].parent))
-        base = SafetensorsReader(files) if safe else TorchFilesReader(files)
-        return ConvertedReader(base, compat.changes_on_load(self._outline, base.names()))
+        base = _open_files(files)
+        return ConvertedReader(base, compat.changes_on_load(self._whole, base.names()))
+
+    def _unread(self, held: TensorReader) -> Unread:
+        """The tensors of the files that the module does not read."""
+        wanted = self._outline.state_dict().keys()
+        return sort_out(held.names(), wanted, self._towers, self._stage.unused_weights)
+
+    def passed_through(self) -> TensorReader | None:
+        if self._random:
+            return None
+        with contextlib.closing(self._stored()) as held:
+            passed = self._unread(held).passed
+            names = {source for name in passed for source in held.sources(name)}
+        if not names:
+            return None
+        files = self._weight_files
+        if files[0].suffix.lower() == ".gguf":
+            raise StageError(
+                f"tensors of {files[0]} cannot be passed through to an export, which has others",
+                hint="set `drop` in unused_weights",
+            )
+        return ConvertedReader(_open_files(files), [renamed(one, one) for one in sorted(names)])
 
     @property
     def _weight_files(self) -> Sequence[Path]:
@@ -282,5 +360,7 @@ class HfSource(ModelSource):
             assets.save_generation_config(self.config, origin, folder)
             if self._has_tokenizer:
                 assets.save_tokenizer(self.tokenizer(), folder)
+        if self._multimodal:
+            assets.copy_processor(origin, folder)
         if compat.is_remote_code(model):
             assets.copy_code(origin, folder)

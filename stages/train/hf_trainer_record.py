@@ -26,6 +26,7 @@ from pipeline import (
 )
 from pipeline.utils import sync, sync_tree
 from stages.formats.stored import PROGRESS
+from stages.model.rotary_compat import placed
 from stages.train.batches import BatchStats, Feed
 from stages.train.evaluation import heldout, heldout_targets, record_evaluation
 from stages.train.hf_trainer import HfTrainer
@@ -135,7 +136,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         model.eval()
         with torch.no_grad():
             for batch in heldout(self.data, axis, dist.device, size):
-                summed += objective(model, batch)
+                summed += objective(model, placed(model, batch))
         model.train()
         if axis.count > 1:
             torch.distributed.all_reduce(summed)

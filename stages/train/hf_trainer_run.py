@@ -30,6 +30,7 @@ from pipeline import (
     TrainedRun,
 )
 from stages.formats.stored import PROGRESS, read_json
+from stages.model.rotary_compat import placed
 from stages.train.batches import BatchStats, Feed, collate, microbatches
 from stages.train.hf_trainer import HfTrainer
 from stages.train.hf_trainer_record import Recorder, complete_checkpoints, root
@@ -203,5 +204,5 @@ class _RecipeTrainer(Trainer):  # type: ignore[misc]
         """The sum over this micro-batch's target tokens, over the mean number of a rank's targets
         in the step: averaged over ranks, the mean over all target tokens of the step."""
         batch = MicroBatch(**{name: one for name, one in inputs.items() if name != "scale"})
-        loss: Tensor = SummedLoss()(model, batch) * inputs["scale"]
+        loss: Tensor = SummedLoss()(model, placed(model, batch)) * inputs["scale"]
         return loss

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -68,6 +68,10 @@ class ConvertedReader(ReaderView):
 
     def spec(self, name: str) -> TensorSpec:
         return self._results[named(self._owner, name)][name]
+
+    def sources(self, name: str) -> Sequence[str]:
+        """Names in the base of the tensors that a result is made of."""
+        return named(self._owner, name).sources
 
     def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
         runs = self._runs_of(name)

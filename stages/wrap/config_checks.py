@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeline import PlanView, Problem
+from stages.model.compat import is_multimodal
 from stages.model.config_checks import BLOCKS, EXPERTS, has_experts
 from stages.model.hf import HfModel
 from stages.model.read import config_at_hand
@@ -24,7 +25,8 @@ def config_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
     part = config.get("text_config")
     text = part if isinstance(part, Mapping) else config
     yield from _head_problems(axis_sizes(stage), _count(text, HEADS))
-    yield from _block_problems(stage, text, tied=config.get("tie_word_embeddings") is True)
+    tied = config.get("tie_word_embeddings") is True
+    yield from _block_problems(stage, text, tied=tied, more_than_text=is_multimodal(config))
     yield from _expert_problems(stage, config, _count(text, EXPERTS))
 
 
@@ -45,10 +47,18 @@ def _head_problems(sizes: Mapping[str, int], heads: int) -> Iterator[Problem]:
             return
 
 
-def _block_problems(stage: Any, config: Mapping[str, Any], *, tied: bool) -> Iterator[Problem]:
+def _block_problems(
+    stage: Any, config: Mapping[str, Any], *, tied: bool, more_than_text: bool
+) -> Iterator[Problem]:
     field, blocks = getattr(stage, "pipeline_parallel", None), _count(config, BLOCKS)
     if field is None:
         return
+    if more_than_text:
+        yield Problem(
+            key="pipeline_parallel",
+            message="the language model of a model of more than text is not divided into stages",
+            hint="leave it out",
+        )
     if 0 < blocks < field.size * field.per_rank:
         stages = f"{field.size * field.per_rank} pipeline stages"
         yield Problem(

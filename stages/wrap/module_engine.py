@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 
 from pipeline import DistContext, Engine, MicroBatch, Objective
 from stages.model.documents_compat import known_documents
+from stages.model.rotary_compat import depends_on_length, with_positions
 from stages.wrap.axes import Axes
 from stages.wrap.context.attention import own_tokens
+from stages.wrap.padding import padded
 
 T = TypeVar("T")
 
@@ -89,8 +92,15 @@ class ModuleEngine(Engine):
             self.model.train()
         return self._part(total)
 
+    @functools.cached_property
+    def _by_length(self) -> bool:
+        """Whether the model has to be told how long each document is."""
+        return any(map(depends_on_length, self.modules))
+
     def _own(self, batch: MicroBatch) -> MicroBatch:
         """This rank's part of a micro-batch: all of it, or its slice of the tokens."""
+        if self._by_length:
+            batch = with_positions(padded(batch, self._axes.context * self._axes.tensor))
         return own_tokens(batch, self._axes, self._here.context)
 
     def _part(self, total: Tensor) -> Tensor:

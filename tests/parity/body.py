@@ -23,13 +23,16 @@ ADAMW = AdamW(lr=LR, weight_decay=DECAY, warmup_steps=WARMUP, max_grad_norm=CLIP
 
 
 def tiny_source(ctx: Any, lora: Any = None, fields: Any = None, **overrides: Any) -> Any:
-    """Return the tiny random model of the parity tests, or one of another architecture; `fields`
-    are the fields of model.hf."""
+    """Return the tiny random model of the parity tests, or one of another architecture, or that at
+    the `path` among `fields`, which are the fields of model.hf."""
     from stages.adapter.lora import Lora
     from stages.model.hf import HfModel
 
     config = overrides if "model_type" in overrides else {**TINY, **overrides}
-    source = HfModel(config=config, init="random", **(fields or {})).run(ctx)
+    given: Any = {"config": config, "init": "random", **(fields or {})}
+    if "path" in given:
+        given = fields
+    source = HfModel(**given).run(ctx)
     return source if lora is None else Lora(**lora).run(ctx, source)
 
 

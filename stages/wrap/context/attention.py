@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 
 from pipeline import MicroBatch, StageError
 from stages.model.documents_compat import flash_documents
+from stages.model.rotary_compat import document_angles, document_lengths
 from stages.wrap.axes import Axes
 from stages.wrap.context import compat
 from stages.wrap.context.ulysses import gather_sequence, scatter_sequence
@@ -96,6 +97,8 @@ class ContextParallel:
         name = f"ulysses_{group.group_name}_{self._base}"
         compat.register(name, self._attend, self._whole_mask)
         compat.choose(model, name)
+        for angles in document_angles(model):
+            angles.lengths = self._lengths
         # Stages of a pipeline call this one, not the model around it.
         model.base_model.register_forward_pre_hook(self._give_slice, with_kwargs=True)
 
@@ -112,6 +115,12 @@ class ContextParallel:
         seen = torch.ones_like(whole, dtype=torch.bool)
         passed = {**kwargs, "position_ids": own, "attention_mask": seen}
         return args, passed | flash_documents(model, whole)
+
+    def _lengths(self, own: Tensor) -> Tensor:
+        """Length of each token's document, for this rank's slice of the positions."""
+        assert self._positions is not None
+        size = own.shape[-1]
+        return document_lengths(self._positions)[..., self._index * size : (self._index + 1) * size]
 
     def _whole_mask(
         self,

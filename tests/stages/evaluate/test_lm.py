@@ -32,11 +32,20 @@ DOCUMENTS = ["a b c a b", "c", "b b a c c c a a b a c b a"]
 IDS = {"a": 3, "b": 4, "c": 5}
 
 
+LONG = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4,
+    "short_factor": [1.0] * 3, "long_factor": [4.0, 5.0, 6.0],
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[HfModel, Path, Any]:
     """Return a source with a tokenizer, its export in fp32, and the module."""
-    folder = tmp_path_factory.mktemp("model")
-    made = filled(random_source(tiny_llama_config(), folder))
+    return exported(tmp_path_factory.mktemp("model"), tiny_llama_config())
+
+
+def exported(folder: Path, config: dict[str, Any]) -> tuple[HfModel, Path, Any]:
+    made = filled(random_source(config, folder))
     made.save_pretrained(folder / "source")
     save_tokenizer(folder / "source")
     stage = HfModel(path=str(folder / "source"))
@@ -97,6 +106,14 @@ def test_perplexity_is_that_of_a_plain_computation(
     assert told["loss"] == pytest.approx(total / count, rel=1e-5)
     assert told["perplexity"] == pytest.approx(math.exp(total / count), rel=1e-5)
     assert "bits_per_byte" not in told
+
+
+def test_angles_do_not_depend_on_other_windows(files: str, tmp_path: Path) -> None:
+    made = exported(tmp_path, tiny_llama_config(rope_parameters=LONG, initializer_range=0.5))
+    alone, together = (
+        evaluated(made, tmp_path, files=files, batch_size=size)[0]["loss"] for size in (1, 3)
+    )
+    assert together == pytest.approx(alone, rel=1e-6)
 
 
 def test_with_a_start_token_every_token_is_scored(model: Any, files: str, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.contracts.stage import PlanView
 from pipeline.utils.trust import TRUST_CODE
-from stages.model.compat import causal_types
+from stages.model.compat import causal_types, image_text_types
 from stages.model.hf import HfModel
 from tests.support.models import save_tokenizer, tiny_llama_config
 
@@ -85,16 +85,16 @@ def test_no_mistake(fields: dict[str, Any]) -> None:
 
 
 def test_the_table_of_architectures_is_transformers_own() -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto as tables
 
-    assert causal_types() == MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys()
+    assert causal_types() == tables.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    assert image_text_types() == tables.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 
 @pytest.mark.parametrize(
     ("config", "hint"),
     [
-        ({"model_type": "qwen2_vl", "vision_config": {}}, "it is a model of text and more"),
-        ({"model_type": "llava", "text_config": {}}, "it is a model of text and more"),
+        ({"model_type": "mistrral"}, "did you mean `mistral`?"),
         ({"model_type": "llamma"}, "did you mean `llama`?"),
     ],
 )
@@ -154,3 +154,26 @@ def test_checking_imports_nothing_heavy() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+LATER = "sees those after it, which it would be trained to predict"
+PADDING = "the loss of a row of a prophetnet depends on its padding"
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "roberta"}, [f"each token of a roberta {LATER}"]),
+        ({"model_type": "xlm", "is_decoder": True}, [f"each token of a xlm {LATER}"]),
+        ({"model_type": "xlnet"}, [f"each token of a xlnet {LATER}"]),
+        (
+            {"model_type": "prophetnet"},
+            ["the loss of a row of a prophetnet depends on its padding"],
+        ),
+        ({"model_type": "roberta", "is_decoder": True}, []),
+        ({"model_type": "xlm", "causal": True}, []),
+    ],
+)
+def test_rows_that_see_what_they_should_not(config: dict[str, Any], said: list[str]) -> None:
+    problems = [one.removeprefix("config: ").split(" (")[0] for one in found(config=config)]
+    assert problems == said

@@ -105,7 +105,7 @@ def test_missing_and_unexpected_names_are_listed(tmp_path: Path) -> None:
     with pytest.raises(StageError) as error:
         opened(tmp_path).weights()
     assert "LlamaForCausalLM: missing 1 tensor (model.norm.weight)" in str(error.value)
-    assert "unexpected 1 tensor (stray.weight)" in str(error.value)
+    assert "unexpected 1 tensor, 144 B (stray.weight)" in str(error.value)
 
 
 def test_long_lists_are_cut(tmp_path: Path) -> None:

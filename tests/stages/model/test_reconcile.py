@@ -149,15 +149,15 @@ def test_tensors_without_use_are_refused_unless_it_is_said(tmp_path: Path) -> No
     state = saved(tmp_path)
     extra = {"value_head.weight": torch.ones(1, 36), "value_head.bias": torch.ones(1)}
     edit(tmp_path, lambda t: t.update(extra))
-    assert "unexpected 2 tensors (value_head.bias, value_head.weight)" in refused(tmp_path)
-    reader = opened(tmp_path, unused_weights=["value_head.*"]).weights()
+    assert "unexpected 2 tensors, 148 B (value_head.bias, value_head.weight)" in refused(tmp_path)
+    reader = opened(tmp_path, unused_weights={"value_head.*": "drop"}).weights()
     require_equal(reader, state)
     assert reader.bytes_read == sum(tensor.nbytes for tensor in state.values())
 
 
 def test_a_tensor_that_is_used_can_not_be_left_out(tmp_path: Path) -> None:
     saved(tmp_path)
-    said = refused(tmp_path, unused_weights=["*.norm.weight"])
+    said = refused(tmp_path, unused_weights={"*.norm.weight": "drop"})
     assert "missing 1 tensor (model.norm.weight)" in said
 
 
@@ -167,8 +167,8 @@ def test_one_of_two_tied_tensors_can_be_unused(tmp_path: Path) -> None:
     other = {HEAD: state[TABLE] + 1}
     edit(tmp_path, lambda t: t.update(other))
     assert "shares one tensor" in refused(tmp_path)
-    require_equal(opened(tmp_path, unused_weights=[HEAD]).weights(), state)
-    theirs = opened(tmp_path, unused_weights=[TABLE]).weights()
+    require_equal(opened(tmp_path, unused_weights={HEAD: "drop"}).weights(), state)
+    theirs = opened(tmp_path, unused_weights={TABLE: "drop"}).weights()
     require_equal(theirs, state | dict.fromkeys((HEAD, TABLE), other[HEAD]))
 
 
@@ -302,7 +302,10 @@ def test_new_parts_are_the_same_on_every_world_size(wrap: str, ranks: int, tmp_p
 def test_a_pattern_that_matches_nothing(key: str, pattern: str, tmp_path: Path) -> None:
     saved(tmp_path)
     whose = "the model" if key == "new_weights" else str(tmp_path)
-    said = refused(tmp_path, **{key: ["lm_head.*" if key == "new_weights" else "*", pattern]})
+    given = (
+        ["lm_head.*", pattern] if key == "new_weights" else dict.fromkeys((HEAD, pattern), "drop")
+    )
+    said = refused(tmp_path, **{key: given})
     assert said.startswith(f"{key}: {pattern!r} matches no tensor of {whose} (they are called ")
     assert "model.norm.weight" in said
 
@@ -320,7 +323,7 @@ def test_every_difference_is_in_one_error(tmp_path: Path) -> None:
     assert refused(tmp_path).startswith(
         f"the weights in {tmp_path} do not fit LlamaForCausalLM: "
         "missing 2 tensors (model.layers.0.mlp.up_proj.weight, model.norm.weight); "
-        "unexpected 2 tensors (astray, stray); "
+        "unexpected 2 tensors, 7.8 KB (astray, stray); "
         f"of another shape 2 tensors ({HEAD} scalar instead of 131x36, "
         "model.layers.1.mlp.up_proj.weight 52x36 instead of 53x36) (declare intended differences "
     )
@@ -330,10 +333,10 @@ def test_every_difference_is_in_one_error(tmp_path: Path) -> None:
     ("fields", "expected"),
     [
         ({"new_weights": ["a"]}, ["new_weights: `new_weights` needs weights that are loaded"]),
-        ({"unused_weights": ["a"]}, ["unused_weights: `unused_weights` needs weights that are"]),
+        ({"unused_weights": {"a": "drop"}}, ["unused_weights: `unused_weights` needs weights"]),
         ({"vocab_size": 3}, ["vocab_size: `config` sets it already"]),
         (
-            {"new_weights": ["a"], "unused_weights": ["b"], "vocab_size": 3},
+            {"new_weights": ["a"], "unused_weights": {"b": "drop"}, "vocab_size": 3},
             ["new_weights: ", "unused_weights: ", "vocab_size: "],
         ),
     ],
@@ -352,7 +355,8 @@ def problems_of(**fields: Any) -> list[str]:
 
 def test_a_folder_s_weights_may_differ_unless_they_are_random(tmp_path: Path) -> None:
     saved(tmp_path)
-    fields = {"path": str(tmp_path), "vocab_size": 3, "new_weights": ["a"], "unused_weights": ["b"]}
+    other: dict[str, Any] = {"new_weights": ["a"], "unused_weights": {"b": "drop"}}
+    fields = {"path": str(tmp_path), "vocab_size": 3, **other}
     assert problems_of(**fields) == []
     assert problems_of(**fields, init="random") == [
         f"{key}: `{key}` needs weights that are loaded" for key in ("new_weights", "unused_weights")

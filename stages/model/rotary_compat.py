@@ -1,0 +1,177 @@
+"""Rotary angles that depend on how long a text is, as functions of that text alone.
+
+Two kinds of rotary tables do (`rotary_config.LENGTHWISE`). transformers chooses them by the
+longest row of a micro-batch, and for dynamic NTK keeps in the module what the longest row so far
+asked for. Here each token gets the angles that transformers gives its document when it is the only
+one, at inference say: its own function computes them, for one length after another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pipeline import MicroBatch, StageError
+from pipeline.utils import has_values
+from stages.model.compat import is_remote_code
+from stages.model.rotary_config import LENGTHWISE, other_angles
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def choose_by_document(model: nn.Module) -> None:
+    """Have the rotary tables of `model`, one of transformers, depend on each document's own length.
+    Raises StageError where they would still depend on others."""
+    for module in model.modules():
+        if set(_kinds(module)) & set(LENGTHWISE):
+            module.forward = DocumentAngles(module)
+    config: Any = model.config
+    unsuited = other_angles(config.to_dict(), of_transformers=not is_remote_code(model))
+    if unsuited is not None:
+        raise StageError(f"{type(model).__name__}: {unsuited[0]}", hint=unsuited[1])
+
+
+def depends_on_length(model: nn.Module) -> bool:
+    """Whether the model has rotary tables that depend on the length of a text."""
+    return any(True for _ in document_angles(model))
+
+
+def document_angles(model: nn.Module) -> Iterator[DocumentAngles]:
+    """What `choose_by_document` has put into `model`, or into the one that it wraps."""
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, DocumentAngles):
+            yield forward
+
+
+def with_positions(batch: MicroBatch) -> MicroBatch:
+    """The micro-batch with positions that show each document's length: padding, which begins anew
+    at 0, belongs to none. Masks take a row for one document still; causal ones need no more."""
+    import torch
+
+    if batch.positions is not None:
+        return batch
+    rows, length = batch.input_ids.shape
+    places = torch.arange(length, device=batch.input_ids.device).expand(rows, -1)
+    if batch.real is not None:
+        places = torch.where(batch.real, places, places - batch.real.sum(-1, keepdim=True))
+    return replace(batch, positions=places, documents=[[length]] * rows)
+
+
+def placed(model: nn.Module, batch: MicroBatch) -> MicroBatch:
+    """The micro-batch as `model` has to be given it: `with_positions` if it depends on lengths."""
+    return with_positions(batch) if depends_on_length(model) else batch
+
+
+def document_lengths(positions: Tensor) -> Tensor:
+    """The number of tokens of each token's document, of the shape of `positions`, (..., length). A
+    document is a run of ascending positions; it is as long as the last of them says."""
+    import torch
+
+    flat = positions.reshape(-1, positions.shape[-1])
+    number = (torch.diff(flat, prepend=flat[:, :1] - 1, dim=-1) <= 0).cumsum(-1)
+    lengths = torch.zeros_like(flat).scatter_reduce(-1, number, flat + 1, "amax")
+    return lengths.gather(-1, number).view(positions.shape)
+
+
+def _kinds(module: nn.Module) -> Sequence[Any]:
+    """Kinds of a rotary module's tables; none for another module."""
+    kind = getattr(module, "rope_type", None)
+    return list(kind.values()) if isinstance(kind, Mapping) else [kind]
+
+
+class DocumentAngles:
+    """Forward method of a rotary module: that of transformers, for documents of one length after
+    another, after each of which the module is as it was."""
+
+    lengths: Callable[[Tensor], Tensor] = staticmethod(document_lengths)
+    """Gives the length of each token's document for the positions that the module is called with.
+    Whoever calls it with a part of them replaces this."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module: Any = module
+        self._forward = module.forward
+
+    def __call__(
+        self, x: Tensor, position_ids: Tensor, layer_type: str | None = None, **rest: Any
+    ) -> Any:
+        if layer_type is not None:
+            rest["layer_type"] = layer_type
+        kind, limit = self._kind(layer_type)
+        lengths = self.lengths(position_ids)
+        if kind not in LENGTHWISE:
+            return self._forward(x, position_ids, **rest)
+        result = self._of_length(limit, x, position_ids.clamp(max=limit - 1), rest)
+        for length in [limit + 1] if kind == "longrope" else _beyond(lengths, limit):
+            own = position_ids if kind == "longrope" else position_ids.clamp(max=length - 1)
+            result = _where(lengths >= length, self._of_length(length, x, own, rest), result)
+        return result
+
+    def _kind(self, layer_type: str | None) -> tuple[Any, int]:
+        """Kind of the tables, and the most tokens of a text that the first of them is for."""
+        module = self._module
+        kind, stated = module.rope_type, module.config.rope_parameters
+        if layer_type is not None:
+            kind, stated = kind[layer_type], stated[layer_type]
+        if kind == "longrope":
+            return kind, int(stated["original_max_position_embeddings"])
+        return kind, int(module.original_max_seq_len)
+
+    def _of_length(self, length: int, x: Tensor, positions: Tensor, rest: dict[str, Any]) -> Any:
+        """The angles at `positions` of a document of `length` tokens or, if positions go on, more:
+        its last position is put after them, as transformers looks for the largest, and its angles
+        are dropped."""
+        import torch
+
+        last = torch.full_like(positions[..., :1], length - 1)
+        with _unchanged(self._module):
+            found = self._forward(x, torch.cat([positions, last], dim=-1), **rest)
+        return _each(found, lambda one: one[..., :-1, :])
+
+
+def _beyond(lengths: Tensor, limit: int) -> list[int]:
+    """Distinct lengths beyond `limit`, ascending; waits for the device. Without values the tokens
+    are one document."""
+    if not has_values(lengths):
+        return [lengths.shape[-1]] if lengths.shape[-1] > limit else []
+    import torch
+
+    found: list[int] = torch.unique(lengths[lengths > limit]).tolist()
+    return found
+
+
+@contextlib.contextmanager
+def _unchanged(module: Any) -> Iterator[None]:
+    """Put back what the body changes of a module's attributes and buffers."""
+    attributes, buffers = dict(vars(module)), dict(module._buffers)
+    for name, buffer in buffers.items():
+        module._buffers[name] = None if buffer is None else buffer.clone()
+    try:
+        yield
+    finally:
+        made = module._buffers
+        vars(module).clear()
+        vars(module).update(attributes)
+        made.clear()
+        made.update(buffers)
+
+
+def _each(found: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Angles, or cosines and sines, each changed."""
+    return tuple(map(change, found)) if isinstance(found, tuple) else change(found)
+
+
+def _where(chosen: Tensor, some: Any, others: Any) -> Any:
+    """Angles of `some` where `chosen`, of the shape of positions, says so."""
+    import torch
+
+    def merged(one: Tensor, other: Tensor) -> Tensor:
+        which = chosen if chosen.ndim < one.ndim else chosen[0]  # text has the same on every axis
+        return torch.where(which[..., None], one, other)
+
+    if isinstance(some, tuple):
+        return tuple(merged(one, other) for one, other in zip(some, others, strict=True))
+    return merged(some, others)
