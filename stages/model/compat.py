@@ -243,6 +243,24 @@ def _table(name: str) -> Mapping[str, str]:
         return {}
 
 
+def attentions(kind: str) -> tuple[str, ...]:
+    """Attention implementations that a `model_type` has in transformers, the fastest that any
+    device has first; empty if that is not found. Read from the text of its file, as `_table`."""
+    found = importlib.util.find_spec("transformers")
+    if found is None or not found.submodule_search_locations:
+        return ()
+    name = kind.replace("-", "_")
+    file = Path(found.submodule_search_locations[0], "models", name, f"modeling_{name}.py")
+    try:
+        text = file.read_text("utf-8")
+    except OSError:
+        return ()
+    if "(PreTrainedModel)" not in text:
+        return ()  # its base class, which says it, is in another file
+    known = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}
+    return (*(one for one, flag in known.items() if f"{flag} = True" in text), "eager")
+
+
 def is_multimodal(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a model of more than text, and not of its language model, which
     some have as a class of its own."""

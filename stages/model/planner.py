@@ -46,6 +46,11 @@ class HfPlanner(Planner[HfModel]):
         from stages.model.source import open_source
 
         left_out: dict[str, Any] = dict.fromkeys([*LEFT_OUT, "tokenizer"])
+        if self.stage.attention not in ("sdpa", "eager"):  # kernels that are not on every machine
+            from stages.model import planned_attention
+
+            planned_attention.register()
+            left_out["attention"] = planned_attention.NAME
         if self.stage.compile is not None:
             left_out["compile"] = Compile(backend=traced_backend(), dynamic=False)
         stage = dataclasses.replace(self.stage, init="random", **left_out)
