@@ -8,6 +8,7 @@ from pipeline.utils.lazy import lazily
 
 if TYPE_CHECKING:
     from pipeline.utils.activities import BYTES, activity
+    from pipeline.utils.addresses import address_problems, open_address
     from pipeline.utils.dtensors import local_part, own_chunk
     from pipeline.utils.fake_tensors import has_values, with_values
     from pipeline.utils.files import (

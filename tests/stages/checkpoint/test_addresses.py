@@ -24,7 +24,7 @@ def no_google(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("address", "told"),
     [
-        ("foo://x/y", "fsspec knows no foo://"),
+        ("foo://x/y", "foo:// is not opened"),
         ("gs://bucket/x", "gs:// needs a package"),
         ("memory://x", None),
         ("runs/here", None),
@@ -39,4 +39,4 @@ def test_addresses(key: str, address: str | None, told: str | None) -> None:
 
 def test_the_full_checkpoint_starts_from_the_same() -> None:
     (problem,) = FullCheckpoint(start_from="foo://x").check(PLAN)
-    assert (problem.key, problem.message) == ("start_from", "fsspec knows no foo://")
+    assert (problem.key, problem.message) == ("start_from", "foo:// is not opened")
