@@ -70,8 +70,8 @@ class EvaluateLm:
     tasks: tuple[str, ...] = ()
     """Names of lm-eval tasks (EleutherAI's lm-evaluation-harness), which fetches their data."""
     task_folder: str | None = None
-    """Folder with definitions of further tasks, in lm-eval's YAML. That is code: lm-eval imports its
-    `!function`s and classes, and its Jinja templates are not in a sandbox. So it takes
+    """Folder with definitions of further tasks, in lm-eval's YAML. That is code: it imports the
+    functions that it names, and its templates are not in a sandbox. So it takes
     --trust-remote-code."""
     num_fewshot: Annotated[int, Ge(0)] | None = None
     """Examples in the prompt of a task; null takes each task's own number."""

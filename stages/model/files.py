@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -161,6 +161,17 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise StageError(f"{file} is not a JSON object")
     return content
+
+
+def kernels_named(config: Mapping[str, Any]) -> Iterator[str]:
+    """The hub's kernels that a config makes transformers fetch and run: its attention, or that of a
+    part, can name one (`owner/name`)."""
+    for key, value in config.items():
+        inner = value if isinstance(value, Mapping) else {"": value}
+        if key.endswith("_implementation") or key.endswith("_implementation_internal"):
+            yield from (each for each in inner.values() if isinstance(each, str) and "/" in each)
+        elif isinstance(value, Mapping):
+            yield from kernels_named(value)
 
 
 EDGE = 1 << 20
