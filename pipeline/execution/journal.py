@@ -20,9 +20,12 @@ from typing import Any
 
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
-from pipeline.errors import JournalDamaged
+from pipeline.errors import JournalDamaged, in_words
 from pipeline.utils.files import opened
+from pipeline.utils.foreign import read_whole
 
+MOST = 1 << 28
+"""Most bytes of a journal, which has a few lines a start."""
 IN_RUN = "in run"
 """Key of an object that stands for a path inside the run's folder, and has no other key."""
 _SUM = re.compile(rb', "xxh3": "([0-9a-f]{16})"\}')
@@ -91,7 +94,7 @@ class Journal:
         return bool(events) and events[-1]["event"] == "run finished"
 
     def _read(self) -> Iterator[dict[str, Any]]:
-        content = self.path.read_bytes() if self.path.exists() else b""
+        content = self._content()
         lines = _whole_lines(content).split(b"\n")[:-1]
         digest, good, summed = xxh3_64(), 0, False
         for number, line in enumerate(lines, start=1):
@@ -112,6 +115,17 @@ class Journal:
             if event is None or not _is_event(event):
                 raise self._damaged(number, number)
             yield event
+
+    def _content(self) -> bytes:
+        try:
+            if not self.path.exists():
+                return b""
+            return read_whole(self.path, most=MOST, within=self._folder)
+        except PermissionError:
+            raise
+        except OSError as error:
+            hint = "bring the journal that the run has written"
+            raise JournalDamaged(in_words(error), hint=hint) from error
 
     def _damaged(self, first: int, last: int) -> JournalDamaged:
         where = f"line {first}" if first == last else f"one of lines {first} to {last}"

@@ -33,8 +33,9 @@ from typing import IO, Any
 
 from pipeline.checkpoint import location
 from pipeline.contracts.stage import ENVIRONMENT_FILE
-from pipeline.errors import RunLocked, UsageError, in_words, system_errors_as
+from pipeline.errors import RunLocked, UsageError, in_words, kind_of, system_errors_as
 from pipeline.utils.files import GROUP_FOLDER, naming, opened, replace_text
+from pipeline.utils.foreign import read_json
 from pipeline.utils.terminal import shown
 from pipeline.utils.versions import versions
 
@@ -89,7 +90,7 @@ def _made(folder: Path, *, exist_ok: bool) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=exist_ok, mode=0o700)
     except OSError as error:
-        raise UsageError(f"cannot create {folder}: {error.strerror}") from error
+        raise kind_of(error)(f"cannot create {folder}: {error.strerror}") from error
     return folder
 
 
@@ -148,7 +149,7 @@ def locked(folder: Path) -> Iterator[None]:
         require_safe(folder)
         file = opened(folder / LOCK, "a+")
     except OSError as error:
-        raise UsageError(f"cannot write in {folder}: {in_words(error)}") from error
+        raise kind_of(error)(f"cannot write in {folder}: {in_words(error)}") from error
     with file:
         if not _acquired(file):
             file.seek(0)
@@ -209,7 +210,7 @@ def write_environment(folder: Path, facts: Mapping[str, Any]) -> list[str]:
     file = folder / ENVIRONMENT_FILE
     before: Any = {}
     with contextlib.suppress(OSError, ValueError):
-        before = json.loads(file.read_text("utf-8"))
+        before = read_json(file, within=folder)
     replace_text(file, json.dumps(facts, indent=1) + "\n")
     then, now = _versions_in(before), _versions_in(facts)
     return [

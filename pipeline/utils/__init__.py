@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         sync_tree,
         write_at,
     )
+    from pipeline.utils.foreign import open_regular, parse_json, read_whole, require_regular
     from pipeline.utils.host_copy import HostCopy
     from pipeline.utils.jsonl import append_line, read_lines
     from pipeline.utils.lazy import lazily

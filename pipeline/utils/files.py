@@ -38,15 +38,18 @@ def open_to_group(folder: Path) -> bool:
 def opened(path: str | Path, mode: str, *, permissions: int = 0o600) -> IO[Any]:
     """A file to write, which only its owner can read if it is new, and the group of a folder that
     is open to one. Raises OSError for a link: in a folder that came from elsewhere it leads to any
-    file of ours."""
+    file of ours; and for a pipe or a device."""
 
     def opener(name: str, flags: int) -> int:
         try:
-            descriptor = os.open(name, flags | os.O_NOFOLLOW, permissions)
+            descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, permissions)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
             raise _is_link(path) from None
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.ENXIO, "is a pipe or a device, not a file", str(path))
         if permissions == 0o600 and flags & os.O_CREAT:
             let_group_read(descriptor, Path(name).parent)
         return descriptor

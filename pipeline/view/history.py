@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pipeline.execution import failures, rundir
 from pipeline.execution.journal import Journal
 from pipeline.execution.metrics import records
 from pipeline.recipe import Recipe, read_recipe
+from pipeline.utils.foreign import read_json
 from pipeline.view.chain import ENDS, Chain
 
 PLAN_FILE = "plan.json"
@@ -138,7 +138,7 @@ def best_of(metrics: list[dict[str, Any]]) -> dict[str, Any] | None:
 def json_in(file: Path) -> dict[str, Any]:
     """Return the JSON object in a file; an empty one where there is none."""
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads(file.read_text("utf-8"))
+        found = read_json(file, within=file.parent)
         if isinstance(found, dict):
             return found
     return {}

@@ -23,7 +23,7 @@ from pipeline import (
     StageError,
     UsageError,
 )
-from pipeline.utils import replace_text, require_code_trust
+from pipeline.utils import parse_json, read_whole, replace_text, require_code_trust
 from stages.data.sources import file_problems
 
 Count = Annotated[int, Gt(0)]
@@ -154,7 +154,7 @@ def _sum(results: Mapping[str, Any]) -> str:
 def _read(file: Path) -> dict[str, Any]:
     """The results in a file by slot; empty if it cannot be read."""
     try:
-        known = json.loads(file.read_text("utf-8"))
+        known = parse_json(read_whole(file))
     except (OSError, ValueError):
         return {}
     return known if isinstance(known, dict) else {}

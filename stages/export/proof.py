@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from xxhash import xxh3_64_hexdigest
 
 from pipeline import DistContext, ExportError, ModelSource, StageError, TensorReader, TensorSpec
 from pipeline.checkpoint import DTYPES
@@ -268,7 +267,7 @@ def prove_bytes(folder: Path, *, strict: bool) -> tuple[Manifest, Proof]:
             continue
         if not (folder / name).is_file():
             raise ExportError(f"{folder / name}: missing")
-        if xxh3_64_hexdigest((folder / name).read_bytes()) != expected:
+        if manifest.content_sum(folder / name) != expected:
             raise ExportError(f"{folder / name}: is not as it was written")
     parts = []
     for name, entry in found.weights.items():
