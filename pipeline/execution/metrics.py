@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import NoneType
@@ -11,6 +12,7 @@ from typing import Any
 
 from pipeline.utils import jsonl
 from pipeline.utils.files import opened, replace_text
+from pipeline.utils.foreign import LINE, open_regular
 
 
 class Metrics:
@@ -36,12 +38,15 @@ class Metrics:
 
     def _keep_foreign(self, ours: int) -> None:
         assert self.path is not None
-        lines = self.path.read_bytes().splitlines(keepends=True)
-        foreign = len(lines) - ours - (not lines[-1].endswith(b"\n") if lines else 0)
+        aside = self.path.with_name(f"{self.path.name}.damaged")
+        with open_regular(self.path, within=self.path.parent) as file:
+            foreign = sum(part.endswith(b"\n") for part in iter(lambda: file.readline(LINE), b""))
+            foreign -= ours
+            if foreign > 0:
+                file.seek(0)
+                with opened(aside, "wb") as kept:
+                    shutil.copyfileobj(file, kept)
         if foreign > 0:
-            aside = self.path.with_name(f"{self.path.name}.damaged")
-            with opened(aside, "wb") as file:
-                file.writelines(lines)
             logging.getLogger("pipe").warning(
                 "%s: %d lines are no metrics; left out, kept in %s", self.path, foreign, aside
             )

@@ -35,7 +35,7 @@ from pipeline.checkpoint import location
 from pipeline.contracts.stage import ENVIRONMENT_FILE
 from pipeline.errors import RunLocked, UsageError, in_words, kind_of, system_errors_as
 from pipeline.utils.files import GROUP_FOLDER, naming, opened, replace_text
-from pipeline.utils.foreign import read_json
+from pipeline.utils.foreign import open_regular, read_json
 from pipeline.utils.terminal import shown
 from pipeline.utils.versions import versions
 
@@ -172,7 +172,12 @@ def _acquired(file: IO[str]) -> bool:
                 return False
             time.sleep(0.05)
         except OSError as error:
-            raise UsageError(f"cannot lock {file.name}: {error.strerror}") from error
+            raise UsageError(
+                f"{file.name} cannot be locked ({error.strerror}), so that two processes could "
+                "write into one run",
+                hint="mount the file system with locks (Lustre: -o flock), or keep runs elsewhere "
+                "(--runs); their checkpoints can stay (`folder` in the checkpoint slot)",
+            ) from error
         else:
             return True
 
@@ -183,12 +188,14 @@ def is_locked(folder: Path) -> bool:
     if not path.exists():
         return False
     with system_errors_as(UsageError):
-        file = path.open("r", encoding="utf-8")
+        file = open_regular(path, within=folder)
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
+        except OSError:  # without locks no run can be here
+            return False
     return False
 
 

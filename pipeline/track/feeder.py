@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import time
 import traceback
@@ -19,7 +18,7 @@ from pipeline.execution import rundir
 from pipeline.execution.metrics import is_record, kind_of
 from pipeline.recipe import Recipe
 from pipeline.track.contract import Outcome, RunFacts, Tracker, TrackerStage
-from pipeline.utils.files import opened, private_folder, replace_text
+from pipeline.utils.files import opened, private_folder, replace_text, wait_for_lock
 from pipeline.utils.foreign import read_json
 from pipeline.utils.terminal import shown
 from pipeline.view.tail import Tail
@@ -82,7 +81,7 @@ class Feeder:
     def alone(self) -> Iterator[None]:
         """Wait until no other process feeds this run's tracker, and keep others waiting."""
         with opened(self._file.with_suffix(".lock"), "a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            wait_for_lock(file)
             yield
 
     def open(self, run: RunFacts) -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         replace_text,
         sync,
         sync_tree,
+        wait_for_lock,
         write_at,
     )
     from pipeline.utils.foreign import open_regular, parse_json, read_whole, require_regular

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import stat
@@ -104,6 +105,16 @@ def replace_text(path: Path, text: str) -> None:
     with naming(temporary), opened(temporary, "x") as file:
         file.write(text)
     temporary.replace(path)
+
+
+def wait_for_lock(file: IO[Any]) -> None:
+    """Hold the lock of an open file until it is closed; the system frees that of a killed process.
+    Where the file system has no locks, nobody waits for anybody."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
 
 
 def anonymous_file(purpose: str) -> int:

@@ -41,10 +41,9 @@ def read_whole(path: str | Path, *, most: int = WHOLE, within: Path | None = Non
     """The content of a file. Raises OSError as `open_regular` does, and for more than `most`
     bytes."""
     with open_regular(path, within=within) as file:
-        if os.fstat(file.fileno()).st_size <= most:
-            content = file.read(most + 1)
-            if len(content) <= most:
-                return content
+        size = os.fstat(file.fileno()).st_size
+        if size <= most:
+            return file.read(size)
     raise OSError(errno.EFBIG, f"holds more than {most:,} bytes, which it never should", str(path))
 
 
