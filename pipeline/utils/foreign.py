@@ -10,13 +10,14 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 WHOLE = 16 << 20
 """Most bytes of a file that is read as a whole, unless its reader says otherwise. JSON takes up to
 thirty times as much as objects."""
+BLOCK = 1 << 20
 LINE = 16 << 20
 """Most bytes of a line."""
 
@@ -61,6 +62,21 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("nested too deep") from error
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number that fits a float; true and false are none."""
+    return type(value) in (int, float) and abs(value) < 1e300
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value is text."""
+    return isinstance(value, str)
+
+
+def fitting(found: Mapping[str, Any], kinds: Mapping[str, Callable[[Any], bool]]) -> dict[str, Any]:
+    """The entries of a JSON object without those of `kinds` that are of another kind."""
+    return {key: value for key, value in found.items() if key not in kinds or kinds[key](value)}
+
+
 def lines_of(file: BinaryIO, most: int = LINE) -> Iterator[bytes]:
     """Lines of an open file from its position on, with their ends. Longer ones than `most` bytes
     are left out, and take no more memory than that."""
@@ -68,8 +84,11 @@ def lines_of(file: BinaryIO, most: int = LINE) -> Iterator[bytes]:
         if len(line) < most or line.endswith(b"\n"):
             yield line
             continue
-        while (rest := file.readline(most)) and not rest.endswith(b"\n"):
-            pass
+        while block := file.read(BLOCK):
+            end = block.find(b"\n")
+            if end >= 0:
+                file.seek(end + 1 - len(block), os.SEEK_CUR)
+                break
 
 
 def require_regular(path: str | Path) -> None:

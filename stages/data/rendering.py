@@ -13,6 +13,7 @@ from typing import Any
 from pipeline import DataError
 from stages.data.messages import Conversation
 from stages.data.refusals import refusal
+from stages.data.template_limits import Limited
 
 _DIRECTIVES = "aAbBcCdDeFgGhHIjmMnpRStTuUVwWxXyYzZ"
 _UNPADDED = "deHIjmMSUWy"
@@ -51,6 +52,7 @@ class Renderer:
 
     def __init__(self, tokenizer: Any, today: str) -> None:
         self._tokenizer, self._today = tokenizer, today
+        self._apply = Limited(tokenizer.apply_chat_template, tokenizer.name_or_path)
         self._ahead: dict[tuple[int, int, bool], tuple[Conversation, str]] = {}
 
     def template(self, chat: Conversation) -> str:
@@ -65,7 +67,7 @@ class Renderer:
 
     def apply(self, chat: Conversation, messages: Sequence[Any], **arguments: Any) -> Any:
         """Call the tokenizer's `apply_chat_template` for messages of a conversation."""
-        return self._tokenizer.apply_chat_template(
+        return self._apply(
             list(messages),
             chat_template=with_date(self.template(chat), self._today),
             **arguments,
