@@ -33,7 +33,7 @@ from typing import IO, Any
 
 from pipeline.checkpoint import location
 from pipeline.contracts.stage import ENVIRONMENT_FILE
-from pipeline.errors import RunLocked, UsageError, in_words, kind_of, system_errors_as
+from pipeline.errors import RunFailed, RunLocked, UsageError, in_words, kind_of, system_errors_as
 from pipeline.utils.files import GROUP_FOLDER, naming, opened, replace_text
 from pipeline.utils.foreign import open_regular, read_json
 from pipeline.utils.terminal import shown
@@ -101,6 +101,15 @@ def existing(folder: Path) -> Path:
             f"{folder} is not a run folder: it holds no {RECIPE}", hint="pipe ls shows runs"
         )
     return folder
+
+
+def require_kept(folder: Path) -> None:
+    """Raise RunFailed if the folder of the run that is under way has been deleted or moved."""
+    if not (folder / RECIPE).exists():
+        raise RunFailed(
+            f"{folder} is gone: it was deleted or moved while the run went on, which cannot be "
+            "continued there; bring it back and resume it, or start a new run"
+        )
 
 
 def newest(root: Path) -> Path:

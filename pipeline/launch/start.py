@@ -240,6 +240,8 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        if not recipe.exists():  # nobody can go on with a folder that was deleted meanwhile
+            raise
         with contextlib.suppress(OSError):  # a full disk may be what ended the run
             _journal_end(journal, folder, error)
             if before is not None and failures.refused(folder):

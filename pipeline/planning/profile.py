@@ -206,6 +206,7 @@ def profile_of(job: Job) -> Profile:
             with activity("running the model's layers without memory"):
                 _made[key] = profile(job)
             with contextlib.suppress(OSError):  # a folder that cannot be written
+                file.parent.parent.mkdir(parents=True, exist_ok=True)
                 private_folder(file.parent)
                 replace_text(file, ADAPTER.dump_json(_made[key]).decode() + "\n")
     return _made[key]

@@ -68,10 +68,9 @@ def let_group_read(descriptor: int, folder: Path) -> None:
 
 def private_folder(path: Path) -> Path:
     """`path` as a folder of its owner's, and of the group that the folder above is open to, made if
-    need be. Raises OSError for a link."""
+    need be. Raises OSError for a link, and where that folder is gone."""
     if path.is_symlink():
         raise _is_link(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(exist_ok=True, mode=0o700)
     let_group_enter(path)
     return path

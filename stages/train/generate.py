@@ -38,7 +38,7 @@ class Writer:
         and for a prompt that the template refuses, without tokens, or with more than leave room for
         a text."""
         self._settings, self._seed, self._most = settings, seed, source.most_positions
-        self._tokenizer, self._model = source.tokenizer(), source.name
+        self._tokenizer, self._source = source.tokenizer(), source
         if settings.chat and not self._tokenizer.chat_template:
             raise StageError(
                 f"generate: the tokenizer of {source.name} has no chat template",
@@ -54,7 +54,7 @@ class Writer:
             return list(self._tokenizer(prompt)["input_ids"])
         messages = [{"role": "user", "content": prompt}]
         try:
-            render = Limited(self._tokenizer.apply_chat_template, self._model)
+            render = Limited(self._tokenizer.apply_chat_template, self._source.name)
             encoded = render(messages, add_generation_prompt=True, return_dict=True)
         except Exception as error:  # a template is a program of its own and may raise anything
             raise StageError(

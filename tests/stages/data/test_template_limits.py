@@ -32,7 +32,7 @@ HOSTILE = {
     "times": "{{ 'a' * 10 ** 10 }}",
     "doubled": DOUBLED + "ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
     "added": DOUBLED + "ns.x + ns.x %}{% endfor %}{{ ns.x }}",
-    "power": "{% set x = 10 ** 10 ** 9 %}{{ x }}",
+    "power": "{% set x = 10 ** (10 ** 10) %}{{ x }}",
     "centred": "{{ 'a'|center(9999999999) }}",
     "formatted": "{{ '%9999999999d' % 1 }}",
     "method": "{{ '{:>9999999999}'.format(1) }}",
