@@ -24,11 +24,12 @@ import jinja2
 
 from pipeline.utils import die_with
 
-SECONDS = 5
-"""Most seconds of a processor that a call takes: a thousand times what a long conversation does."""
+SECONDS = 10
+"""Most seconds of a processor that a call takes. A long conversation takes some milliseconds, and
+a call renders parts of up to 64 of them; where that is too much, each is rendered by itself."""
 MEMORY = 1 << 30
 """Most bytes that a call adds to the memory of this process."""
-ANSWER = 1 << 26
+ANSWER = 1 << 28
 """Most bytes of what a call returns."""
 WAIT = 600.0
 """Seconds after which a process that does not even compute is taken for dead."""

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jinja2
@@ -14,7 +15,11 @@ from click.testing import CliRunner
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from pipeline.cli import main
+from pipeline.errors import StageError
 from stages.data import template_limits
+from stages.data.messages import Conversation
+from stages.data.rendering import Renderer
+from stages.data.rows import Row
 from stages.data.template_limits import Limited, TemplateLimitError
 from tests.support.models import random_source, save_tokenizer, tiny_llama_config
 from tests.support.tier import spread
@@ -40,7 +45,7 @@ HOSTILE = {
     "batches": "{{ [1]|batch(10 ** 10, 0)|list|length }}",
     "filters": "{{ range(99999)|map('center', 99999)|join|length }}",
     "words": "{{ lipsum(n=10 ** 8) }}",
-    "output": "{{ 'a' * 10 ** 8 }}",
+    "output": "{{ 'a' * (3 * 10 ** 8) }}",
     "indented": "{{ ('\n' * 10 ** 7)|indent(10 ** 4, blank=true) }}",
 }
 
@@ -123,6 +128,22 @@ def test_show_names_the_template(name: str, tmp_path: Path, limited: Limited) ->
     (tmp_path / "recipe.yaml").write_text(RECIPE)
     result = CliRunner().invoke(main, ["show", str(tmp_path / "recipe.yaml"), "--data", "1"])
     assert result.exit_code == 1, result.output
-    assert "chats.jsonl:1: the chat template refuses it" in result.output
-    assert f"rendering by the template of {tmp_path}/" in result.output
+    assert "chats.jsonl:1: rendering by the template of " in result.output
+    assert f"{tmp_path}/" in result.output.split("template of ")[1]
     assert "a bug in pipe" not in result.output
+
+
+def test_a_template_is_not_asked_again_once_it_has_taken_too_much(limited: Limited) -> None:
+    def apply(messages: Any, **_: Any) -> str:
+        return render(messages, HOSTILE["times"])
+
+    tokenizer = SimpleNamespace(
+        apply_chat_template=apply, name_or_path="the model", chat_template=PLAIN,
+        get_chat_template=lambda *_: PLAIN,
+    )  # fmt: skip
+    renderer = Renderer(tokenizer, "2026-01-01")
+    chat = Conversation(row=Row(file="x.jsonl", number=3, value={}), messages=CHAT)
+    for _ in range(2):
+        with pytest.raises(StageError, match=r"^x\.jsonl:3: rendering by the template of the mod"):
+            renderer.of(chat, CHAT)
+        renderer._apply = None  # type: ignore[assignment]
