@@ -9,7 +9,7 @@ import pytest
 from pipeline.contracts.stage import PlanView
 from stages.checkpoint.sharded import FullCheckpoint, ShardedCheckpoint
 
-PLAN: PlanView = None  # type: ignore[assignment]
+PLAN = PlanView(name="r", seed=0, procs=1, device="cpu", slots={})
 
 
 @pytest.fixture(autouse=True)
