@@ -206,8 +206,21 @@ class JournalDamaged(UsageError):
 
 _OF_THE_MACHINE = {
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.ELOOP,
-    errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT,
+    errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ETIMEDOUT, errno.EISDIR, errno.ENOTDIR,
+    errno.ENXIO, errno.ENOLCK, errno.EOPNOTSUPP,
 }  # fmt: skip
+
+
+_LATER_IT_MAY_GO = {
+    errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
+    errno.ETIMEDOUT,
+}  # fmt: skip
+
+
+def kind_of(error: OSError) -> type[PipeError]:
+    """The error for a command that could not read or write: of the machine, such as a full disk,
+    after which the same command can succeed, or of the command."""
+    return StageError if error.errno in _LATER_IT_MAY_GO else UsageError
 
 
 def is_expected(error: BaseException) -> bool:
@@ -234,8 +247,9 @@ def first_mistake(error: ValidationError) -> str:
 
 @contextlib.contextmanager
 def system_errors_as(kind: type[PipeError]) -> Iterator[None]:
-    """Raise an OSError of the body as an error of this kind."""
+    """Raise an OSError of the body as an error of this kind; one of the machine, such as a full
+    disk, is no UsageError."""
     try:
         yield
     except OSError as error:
-        raise kind(in_words(error)) from error
+        raise (kind_of(error) if kind is UsageError else kind)(in_words(error)) from error

@@ -26,6 +26,7 @@ from pipeline.utils.files import (
     sync,
     write_at,
 )
+from pipeline.utils.foreign import open_regular, read_whole
 
 _LEFTOVER = re.compile(r"step-\d{8,}\.(tmp|deleted)-.+")
 _ASIDE = re.compile(r"step-\d{8,}\.damaged-\d+")
@@ -34,6 +35,8 @@ _REFUSED = _UNSUPPORTED | {errno.ENOMEM}
 """Errors of a direct write that say nothing of one through the cache. A driver in user space may
 have no memory for a large one."""
 
+MOST = 1 << 30
+"""Most bytes of a manifest, and of other files that are read as a whole."""
 LEAST_DIRECT = 1 << 14
 """Bytes of whole pages from which on the way past the system's cache pays."""
 DIRECT = 1 << 24
@@ -89,7 +92,7 @@ class LocalStore(Store):
             return None
 
     def get(self, name: str, file: str) -> bytes:
-        return (self._root / name / file).read_bytes()
+        return read_whole(self._root / name / file, most=MOST)
 
     def put(self, name: str, file: str, data: bytes) -> None:
         path = self._root / name / file
@@ -108,7 +111,7 @@ class LocalStore(Store):
         (self._root / name / file).unlink()
 
     def read(self, name: str, file: str, ranges: Iterable[tuple[int, memoryview]]) -> int:
-        with (self._root / name / file).open("rb", buffering=0) as stream:
+        with open_regular(self._root / name / file) as stream:
             return sum(read_at(stream.fileno(), offset, into) for offset, into in ranges)
 
     def quarantine(self, name: str) -> str:

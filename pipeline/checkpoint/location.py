@@ -20,6 +20,7 @@ from pipeline.errors import (
     system_errors_as,
 )
 from pipeline.utils.files import replace_text
+from pipeline.utils.foreign import read_whole
 
 if TYPE_CHECKING:
     from pipeline.distributed.process_group import DistContext
@@ -51,10 +52,10 @@ def known(run_dir: Path) -> str | None:
     the run's folder they move with it. Raises CheckpointError for a file that names no place."""
     file = run_dir / ADDRESS_FILE
     try:
-        text = file.read_text("utf-8") if file.exists() else ""
-    except ValueError as error:
+        text = read_whole(file, most=1 << 16).decode("utf-8") if file.exists() else ""
+    except (OSError, ValueError) as error:
         hint = "write the place of the checkpoints into it"
-        raise CheckpointError(f"{file}: damaged: {error}", hint=hint) from error
+        raise CheckpointError(f"{file}: damaged: {in_words(error)}", hint=hint) from error
     return default(run_dir) if text == DEFAULT else text or None
 
 
@@ -63,7 +64,7 @@ def remember(run_dir: Path, address: str) -> None:
     text = DEFAULT if address == default(run_dir) else address
     file = run_dir / ADDRESS_FILE
     try:
-        if not file.exists() or file.read_bytes() != text.encode():
+        if not file.exists() or read_whole(file) != text.encode():
             replace_text(file, text)
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror}") from error

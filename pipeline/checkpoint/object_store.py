@@ -17,20 +17,20 @@ from typing import Any
 
 from pipeline.checkpoint.manifest import MANIFEST
 from pipeline.checkpoint.store import Sink, Store, Transaction, steps_in_order
+from pipeline.errors import PipeError
+from pipeline.utils.addresses import open_address
 
 _ASIDE = re.compile(r"damaged-\d+-" + re.escape(MANIFEST))
 
 
 class ObjectStore(Store):
-    """An fsspec address. Nothing here needs rename, append, or writing at an offset."""
+    """An address that fsspec opens. Nothing here needs rename, append, or writing at an offset."""
 
     def __init__(self, address: str) -> None:
-        from fsspec.core import url_to_fs
-
         self._address = address.rstrip("/")
         with _as_os_error(self._address):
             # Files that other processes write must be seen.
-            fs, root = url_to_fs(address, use_listings_cache=False)
+            fs, root = open_address(address, use_listings_cache=False)
         self.requests = _Requests(fs)
         self._root = root.rstrip("/")
         self._committing: set[Transaction] = set()
@@ -183,7 +183,7 @@ def _as_os_error(where: str) -> Iterator[None]:
     """
     try:
         yield
-    except FileNotFoundError:
+    except (FileNotFoundError, PipeError):
         raise
     except OSError as error:
         number = None if error.errno == errno.EIO else error.errno

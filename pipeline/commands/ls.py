@@ -36,13 +36,27 @@ def ls(runs: Path, as_json: bool) -> None:
 
 
 def _runs(root: Path) -> Iterator[dict[str, Any]]:
-    from pipeline.errors import UsageError
     from pipeline.execution import rundir
 
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
-        with contextlib.suppress(PermissionError, UsageError):  # other people's runs are theirs
+        with contextlib.suppress(PermissionError):  # other people's runs are theirs
             if (folder / rundir.RECIPE).is_file():
-                yield _describe(folder)
+                yield _described(folder)
+
+
+def _described(folder: Path) -> dict[str, Any]:
+    """Describe a run. One that cannot be read is no reason to list no other."""
+    from pipeline.errors import in_words
+
+    try:
+        return _describe(folder)
+    except PermissionError:
+        raise
+    except Exception as error:
+        nothing = dict.fromkeys(("slot", "step", "loss", "best"))
+        started = folder.stat().st_mtime
+        said = {"state": "damaged", "damage": in_words(error), "started": started}
+        return {"folder": str(folder), **said, **nothing}
 
 
 def _describe(folder: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from collections import deque
@@ -100,6 +101,7 @@ def logs(run: Path | None, rank: int, follow: bool, lines: int | None) -> None:
     """Print the log of a rank of RUN (by default the newest in ./runs)."""
     from pipeline.errors import UsageError, system_errors_as
     from pipeline.execution import rundir
+    from pipeline.utils.foreign import open_regular
     from pipeline.utils.text import did_you_mean
 
     folder = rundir.existing(run or rundir.newest(Path("runs")))
@@ -108,7 +110,8 @@ def logs(run: Path | None, rank: int, follow: bool, lines: int | None) -> None:
         ranks = sorted(str(int(one.stem[5:])) for one in (folder / "logs").glob("rank-*.log"))
         raise UsageError(f"{folder} has no log of rank {rank}", hint=did_you_mean("", ranks))
     with system_errors_as(UsageError):
-        log = file.open("r", encoding="utf-8", errors="replace")
+        opened = open_regular(file, within=folder)
+        log = io.TextIOWrapper(opened, encoding="utf-8", errors="replace")
     with log:
         newest = deque(log, maxlen=lines)
         click.echo("".join(newest), nl=False)

@@ -18,8 +18,8 @@ OPTIONS = {
     ),
     "--trust-remote-code": (
         TRUST_CODE,
-        "Run code that comes with a model, or is a kernel of the hub, where the recipe asks for "
-        "it.",
+        "Run code that comes with a model or a folder of tasks, or is a kernel of the hub, where "
+        "the recipe asks for it.",
     ),
 }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from pathlib import Path
 
 import click
@@ -50,10 +49,11 @@ def _writer(folder: Path) -> str:
     """The stage that wrote an export, by its manifest."""
     from pipeline.contracts.export import EXPORT_MANIFEST
     from pipeline.errors import UsageError
+    from pipeline.utils.foreign import read_json
 
     content = None
     with contextlib.suppress(OSError, ValueError):
-        content = json.loads((folder / EXPORT_MANIFEST).read_text("utf-8"))
+        content = read_json(folder / EXPORT_MANIFEST, most=1 << 28)
     writer = content.get("writer") if isinstance(content, dict) else None
     if not isinstance(writer, str):
         raise UsageError(

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 
 from pipeline.errors import UsageError, system_errors_as
+from pipeline.utils.foreign import read_whole
 
 MOST_HOSTS = 65_536
 _LINE = re.compile(r"(\S+)\s+slots\s*=\s*(\d+)\s*")
@@ -83,7 +84,7 @@ def read_hostfile(file: Path) -> list[HostLine]:
     """Hosts of DeepSpeed's hostfile: lines of `HOST slots=N`, comments after #. All have the same
     number of slots. Raises UsageError with file and line."""
     with system_errors_as(UsageError):
-        text = file.read_text("utf-8", errors="replace")
+        text = read_whole(file).decode("utf-8", errors="replace")
     hosts: list[HostLine] = []
     for number, line in enumerate(text.splitlines(), start=1):
         content = line.partition("#")[0].strip()

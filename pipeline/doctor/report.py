@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from pipeline.errors import UsageError, first_mistake, system_errors_as
+from pipeline.utils.foreign import read_whole
 
 SCHEMA_VERSION: Final = 1
 Severity = Literal["error", "warning", "note"]
@@ -214,7 +215,7 @@ class Finding(Record):
 def read_machine(path: Path) -> MachineReport:
     """The report in a file that `pipe doctor --out` wrote. Raises UsageError for any other file."""
     with system_errors_as(UsageError):
-        content = path.read_bytes()
+        content = read_whole(path)
     try:
         return MachineReport.model_validate_json(content)
     except ValidationError as error:

@@ -28,6 +28,7 @@ from pipeline.errors import (
     is_expected,
 )
 from pipeline.utils.files import private_folder, replace_text
+from pipeline.utils.foreign import parse_json, read_whole
 from pipeline.utils.terminal import shown
 
 FOLDER = "failures"
@@ -163,14 +164,30 @@ def refused(run_dir: Path) -> bool:
 
 def _reports(run_dir: Path) -> list[dict[str, Any]]:
     """Reports of ranks, earliest first, without incomplete ones."""
-    texts = [path.read_text("utf-8") for path in (run_dir / FOLDER).glob("rank-*.json")]
+    texts: list[str | bytes] = []
+    for path in (run_dir / FOLDER).glob("rank-*.json"):
+        with contextlib.suppress(OSError):
+            texts.append(read_whole(path, within=run_dir))
     if SPARE in os.environ:
         texts += Path(os.environ[SPARE]).read_text("utf-8").splitlines()
     reports = []
     for text in texts:
         with contextlib.suppress(ValueError):
-            reports.append(json.loads(text))
+            report = parse_json(text)
+            if _is_report(report):
+                reports.append(report)
     return sorted(reports, key=lambda report: (report["time"], report["rank"]))
+
+
+def _is_report(report: Any) -> bool:
+    """Whether it has what its readers use; a folder that came from elsewhere can hold anything."""
+    kinds: Mapping[str, Any] = {
+        "time": (int, float), "rank": int, "slot": str, "message": str, "expected": bool,
+        "refused": bool, "restart": str, "memory": str, "place": str,
+    }  # fmt: skip
+    return isinstance(report, dict) and all(
+        isinstance(report.get(key), kind) for key, kind in kinds.items()
+    )
 
 
 def _died(run_dir: Path, end: Exit, slot: str | None, oom: bool) -> RunFailed:

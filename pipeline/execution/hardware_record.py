@@ -18,6 +18,7 @@ from typing import Any
 from pipeline.execution import rundir
 from pipeline.hardware.telemetry import GpuReading, Telemetry
 from pipeline.utils.files import replace_text
+from pipeline.utils.foreign import is_number, is_text
 from pipeline.utils.jsonl import append_line, read_lines, read_tail
 
 FILE = "hardware.jsonl"
@@ -76,5 +77,18 @@ class HardwareRecord:
 def hardware_records(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of the run in `folder`; none of a run without GPUs."""
     for record in read_lines(folder / FILE):
-        if isinstance(record.get("gpus"), list) and isinstance(record.get("step"), int):
+        gpus, step = record.get("gpus"), record.get("step")
+        if isinstance(gpus, list) and is_number(step) and all(map(_is_reading, gpus)):
             yield record
+
+
+def _is_reading(gpu: Any) -> bool:
+    if not isinstance(gpu, dict) or type(gpu.get("index")) is not int:
+        return False
+    others = (value for key, value in gpu.items() if key not in ("index", "throttled"))
+    reasons = gpu.get("throttled")
+    return (
+        isinstance(reasons, list)
+        and all(map(is_text, reasons))
+        and all(value is None or is_text(value) or is_number(value) for value in others)
+    )

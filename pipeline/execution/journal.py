@@ -20,11 +20,19 @@ from typing import Any
 
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
-from pipeline.errors import JournalDamaged
+from pipeline.errors import JournalDamaged, in_words
 from pipeline.utils.files import opened
+from pipeline.utils.foreign import is_number, read_whole
 
+MOST = 1 << 28
+"""Most bytes of a journal, which has a few lines a start."""
 IN_RUN = "in run"
 """Key of an object that stands for a path inside the run's folder, and has no other key."""
+OPTIONAL: Mapping[str, Any] = {
+    "slot": str, "seconds": (int, float), "procs": int, "device": str, "problem": str,
+    "environment": dict,
+}  # fmt: skip
+"""Keys that not every event has -> their kind."""
 _SUM = re.compile(rb', "xxh3": "([0-9a-f]{16})"\}')
 _SUM_BYTES = len(b', "xxh3": "0123456789abcdef"}')
 
@@ -91,7 +99,7 @@ class Journal:
         return bool(events) and events[-1]["event"] == "run finished"
 
     def _read(self) -> Iterator[dict[str, Any]]:
-        content = self.path.read_bytes() if self.path.exists() else b""
+        content = self._content()
         lines = _whole_lines(content).split(b"\n")[:-1]
         digest, good, summed = xxh3_64(), 0, False
         for number, line in enumerate(lines, start=1):
@@ -109,9 +117,20 @@ class Journal:
             event = _parsed(line, self._folder)
             if event is None and number < len(lines):
                 continue  # earlier versions left what a crash had cut short, and went on behind it
-            if event is None or not _is_event(event):
+            if event is None or not is_event(event):
                 raise self._damaged(number, number)
             yield event
+
+    def _content(self) -> bytes:
+        try:
+            if not self.path.exists():
+                return b""
+            return read_whole(self.path, most=MOST, within=self._folder)
+        except PermissionError:
+            raise
+        except OSError as error:
+            hint = "bring the journal that the run has written"
+            raise JournalDamaged(in_words(error), hint=hint) from error
 
     def _damaged(self, first: int, last: int) -> JournalDamaged:
         where = f"line {first}" if first == last else f"one of lines {first} to {last}"
@@ -145,14 +164,16 @@ def _parsed(line: bytes, folder: Path) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else None
 
 
-def _is_event(record: Mapping[str, Any]) -> bool:
-    """Whether it has the keys that its readers use."""
+def is_event(record: Mapping[str, Any]) -> bool:
+    """Whether it has the keys that its readers use, and those are of the right kind."""
     kinds: dict[str, Any] = {"time": (int, float), "event": str}
+    kinds |= {key: kind for key, kind in OPTIONAL.items() if record.get(key) is not None}
     if record.get("event") in ("slot started", "slot finished", "slot set aside"):
         kinds["slot"] = str
     if record.get("event") == "slot finished":
         kinds |= {"digest": str, "record": (dict, type(None))}
-    return all(key in record and isinstance(record[key], kind) for key, kind in kinds.items())
+    fit = all(key in record and isinstance(record[key], kind) for key, kind in kinds.items())
+    return fit and is_number(record["time"]) and is_number(record.get("seconds") or 0)
 
 
 def _relative(value: Any, folder: str) -> Any:

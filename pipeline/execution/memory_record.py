@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, Validat
 
 from pipeline.errors import UsageError, first_mistake, in_words
 from pipeline.utils.files import replace_text
+from pipeline.utils.foreign import read_whole
 
 if TYPE_CHECKING:
     from pipeline.contracts.stage import Context
@@ -56,7 +57,7 @@ def read_record(place: Path) -> MemoryRecord:
     """The record in a run's folder, or in a file. Raises UsageError where there is none."""
     file = place / FILE if place.is_dir() else place
     try:
-        return MemoryRecord.model_validate_json(file.read_bytes())
+        return MemoryRecord.model_validate_json(read_whole(file))
     except OSError as error:
         hint = f"a run writes {FILE} in its folder when it has trained on GPUs"
         raise UsageError(f"{file} cannot be read: {in_words(error)}", hint=hint) from error

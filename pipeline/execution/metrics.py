@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from pipeline.utils import jsonl
 from pipeline.utils.files import opened, replace_text
+from pipeline.utils.foreign import BLOCK, is_number, is_text, open_regular
 
 
 class Metrics:
@@ -36,12 +37,15 @@ class Metrics:
 
     def _keep_foreign(self, ours: int) -> None:
         assert self.path is not None
-        lines = self.path.read_bytes().splitlines(keepends=True)
-        foreign = len(lines) - ours - (not lines[-1].endswith(b"\n") if lines else 0)
+        aside = self.path.with_name(f"{self.path.name}.damaged")
+        with open_regular(self.path, within=self.path.parent) as file:
+            foreign = sum(part.count(b"\n") for part in iter(lambda: file.read(BLOCK), b""))
+            foreign -= ours
+            if foreign > 0:
+                file.seek(0)
+                with opened(aside, "wb") as kept:
+                    shutil.copyfileobj(file, kept)
         if foreign > 0:
-            aside = self.path.with_name(f"{self.path.name}.damaged")
-            with opened(aside, "wb") as file:
-                file.writelines(lines)
             logging.getLogger("pipe").warning(
                 "%s: %d lines are no metrics; left out, kept in %s", self.path, foreign, aside
             )
@@ -53,15 +57,30 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def is_record(record: dict[str, Any]) -> bool:
-    """Whether it has a step, and that and its losses are numbers."""
-    losses = (record.get(name, 0) for name in ("loss", "eval_loss", "best_eval_loss"))
+    """Whether it has a step, and what its readers use is of the kind that they expect."""
+    steps = (record.get("step"), record.get("best_step", 0) or 0)
     return (
-        type(record.get("step")) is int
-        and type(record.get("best_step")) in (int, NoneType)
-        and all(type(value) in (int, float, NoneType) for value in losses)
+        all(type(value) is int and is_number(value) for value in steps)
+        and all(record.get(name) is None or is_number(record[name]) for name in NUMBERS)
+        and all(type(value) is not int or is_number(value) for value in record.values())
+        and _are_texts(record.get("generated", []))
     )
 
 
+def _are_texts(generated: Any) -> bool:
+    return isinstance(generated, list) and all(
+        isinstance(one, dict) and is_text(one.get("prompt")) and is_text(one.get("text"))
+        for one in generated
+    )
+
+
+NUMBERS = (
+    "loss", "eval_loss", "best_eval_loss", "grad_norm", "lr", "tokens", "samples", "time",
+    "total_steps", "step_seconds", "tokens_per_second", "mfu", "data_wait_share",
+    "communication_share", "peak_memory_bytes", "peak_host_memory_bytes", "checkpoint_seconds",
+    "checkpoint_stall_seconds", "checkpoint_user_seconds", "checkpoint_system_seconds",
+)  # fmt: skip
+"""Fields that are numbers, or null."""
 KINDS = {
     "anomaly": "anomaly",
     "straggler": "straggler",

@@ -12,6 +12,7 @@ from pathlib import Path
 from pipeline.execution import rundir
 from pipeline.recipe import Recipe
 from pipeline.utils.files import replace_text
+from pipeline.utils.foreign import read_json
 
 FILE = "origins.json"
 
@@ -32,7 +33,7 @@ def origins(folder: Path) -> dict[str, str]:
     """Return dotted path -> `file:line:column` or the override that has set the value; empty for a
     run of an earlier version."""
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads((folder / FILE).read_text("utf-8"))
+        found = read_json(folder / FILE, within=folder)
         if isinstance(found, dict):
             return {str(path): str(origin) for path, origin in found.items()}
     return {}

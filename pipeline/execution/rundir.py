@@ -33,8 +33,9 @@ from typing import IO, Any
 
 from pipeline.checkpoint import location
 from pipeline.contracts.stage import ENVIRONMENT_FILE
-from pipeline.errors import RunLocked, UsageError, in_words, system_errors_as
+from pipeline.errors import RunFailed, RunLocked, UsageError, in_words, kind_of, system_errors_as
 from pipeline.utils.files import GROUP_FOLDER, naming, opened, replace_text
+from pipeline.utils.foreign import open_regular, read_json
 from pipeline.utils.terminal import shown
 from pipeline.utils.versions import versions
 
@@ -89,7 +90,7 @@ def _made(folder: Path, *, exist_ok: bool) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=exist_ok, mode=0o700)
     except OSError as error:
-        raise UsageError(f"cannot create {folder}: {error.strerror}") from error
+        raise kind_of(error)(f"cannot create {folder}: {error.strerror}") from error
     return folder
 
 
@@ -100,6 +101,15 @@ def existing(folder: Path) -> Path:
             f"{folder} is not a run folder: it holds no {RECIPE}", hint="pipe ls shows runs"
         )
     return folder
+
+
+def require_kept(folder: Path) -> None:
+    """Raise RunFailed if the folder of the run that is under way has been deleted or moved."""
+    if not (folder / RECIPE).exists():
+        raise RunFailed(
+            f"{folder} is gone: it was deleted or moved while the run went on, which cannot be "
+            "continued there; bring it back and resume it, or start a new run"
+        )
 
 
 def newest(root: Path) -> Path:
@@ -148,7 +158,7 @@ def locked(folder: Path) -> Iterator[None]:
         require_safe(folder)
         file = opened(folder / LOCK, "a+")
     except OSError as error:
-        raise UsageError(f"cannot write in {folder}: {in_words(error)}") from error
+        raise kind_of(error)(f"cannot write in {folder}: {in_words(error)}") from error
     with file:
         if not _acquired(file):
             file.seek(0)
@@ -171,7 +181,12 @@ def _acquired(file: IO[str]) -> bool:
                 return False
             time.sleep(0.05)
         except OSError as error:
-            raise UsageError(f"cannot lock {file.name}: {error.strerror}") from error
+            raise UsageError(
+                f"{file.name} cannot be locked ({error.strerror}), so that two processes could "
+                "write into one run",
+                hint="mount the file system with locks (Lustre: -o flock), or keep runs elsewhere "
+                "(--runs); their checkpoints can stay (`folder` in the checkpoint slot)",
+            ) from error
         else:
             return True
 
@@ -182,12 +197,14 @@ def is_locked(folder: Path) -> bool:
     if not path.exists():
         return False
     with system_errors_as(UsageError):
-        file = path.open("r", encoding="utf-8")
+        file = open_regular(path, within=folder)
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
+        except OSError:  # without locks no run can be here
+            return False
     return False
 
 
@@ -209,7 +226,7 @@ def write_environment(folder: Path, facts: Mapping[str, Any]) -> list[str]:
     file = folder / ENVIRONMENT_FILE
     before: Any = {}
     with contextlib.suppress(OSError, ValueError):
-        before = json.loads(file.read_text("utf-8"))
+        before = read_json(file, within=folder)
     replace_text(file, json.dumps(facts, indent=1) + "\n")
     then, now = _versions_in(before), _versions_in(facts)
     return [

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.errors import PlanDrift, UsageError, first_mistake, in_words
 from pipeline.recipe.field_docs import plain_value
+from pipeline.utils.foreign import read_whole
 
 VERSION: Final = 3
 Count = Annotated[int, Field(ge=1)]
@@ -84,7 +85,7 @@ def require_planned(plan: Plan, per_node: int | None, file: Path) -> None:
 
 def _read(file: Path) -> Identity:
     try:
-        return SavedPlan.model_validate_json(file.read_bytes()).identity
+        return SavedPlan.model_validate_json(read_whole(file)).identity
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {in_words(error)}") from error
     except ValidationError as error:

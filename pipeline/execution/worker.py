@@ -114,9 +114,10 @@ def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str]
             failures.record(run_dir, rank, current[0].slot if current else "", error)
             log.debug("failed", exc_info=True)
             if worker_world_size() is not None:
-                faulthandler.dump_traceback_later(
-                    CLEANUP_SECONDS, exit=True, file=open_log(run_dir, rank)
-                )
+                with contextlib.suppress(StageError):  # the folder may be gone
+                    faulthandler.dump_traceback_later(
+                        CLEANUP_SECONDS, exit=True, file=open_log(run_dir, rank)
+                    )
             raise
 
 

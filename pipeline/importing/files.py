@@ -12,12 +12,13 @@ from pipeline.errors import Location, RecipeError, UsageError
 from pipeline.importing.translator import ConfigFile
 from pipeline.recipe.nodes import plain
 from pipeline.recipe.parse import parse
+from pipeline.utils.foreign import read_whole
 
 
 def read_config(path: Path) -> ConfigFile:
     """Return the file's content. Raises UsageError, and RecipeError for mistakes in YAML."""
     try:
-        text = path.read_text("utf-8-sig")
+        text = read_whole(path).decode("utf-8-sig")
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

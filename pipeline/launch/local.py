@@ -52,6 +52,7 @@ def launch(plan: Plan, run_dir: Path, accept: Sequence[str], screen: Screen) -> 
                 finally:
                     done = landmarks(ranks.heartbeats, len(ranks.places))
         except RunFailed as error:
+            rundir.require_kept(run_dir)
             wait = attempts.wait_after(error, progressed=done > 0)
             if wait is None or error.stopping:
                 raise

@@ -88,6 +88,8 @@ def _lead(
     """Take part as node 0, and record restarts while no rank runs here."""
 
     def record() -> None:
+        if coordinator.notes:
+            rundir.require_kept(folder)
         while coordinator.notes:
             note = coordinator.notes.pop(0)
             restarted(folder, plan, note.text, note.number, note.seconds)

@@ -40,6 +40,7 @@ from pipeline.execution.rank_logging import say
 from pipeline.execution.resume import plan_resume, results
 from pipeline.execution.selection import Selection, cut, ends_early
 from pipeline.utils.files import replace_text
+from pipeline.utils.foreign import read_whole
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import align, duration
 from pipeline.view.screen import Display
@@ -219,7 +220,7 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
     """
     journal, recipe = Journal(folder / rundir.JOURNAL), folder / rundir.RECIPE
     with system_errors_as(UsageError):
-        before = recipe.read_text("utf-8") if recipe.exists() else None
+        before = read_whole(recipe).decode("utf-8") if recipe.exists() else None
         write_origins(folder, plan.recipe)
         replace_text(recipe, plan.recipe.dump())
         here = rundir.environment()
@@ -239,6 +240,8 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
+        if not recipe.exists():  # nobody can go on with a folder that was deleted meanwhile
+            raise
         with contextlib.suppress(OSError):  # a full disk may be what ended the run
             _journal_end(journal, folder, error)
             if before is not None and failures.refused(folder):

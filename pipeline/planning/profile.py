@@ -31,6 +31,7 @@ from pipeline.planning.planner import Job, Planner
 from pipeline.planning.shapes import ModelShape
 from pipeline.utils.activities import activity
 from pipeline.utils.files import cache_folder, private_folder, replace_text
+from pipeline.utils.foreign import read_whole
 from pipeline.utils.versions import versions
 
 DECIDE = (ModelSource, Precision, TrainedRun)
@@ -198,13 +199,14 @@ def profile_of(job: Job) -> Profile:
     file = (Path(given) if given else cache_folder() / "profiles") / f"{key}.json"
     if key not in _made:
         try:
-            _made[key] = ADAPTER.validate_json(file.read_bytes())
+            _made[key] = ADAPTER.validate_json(read_whole(file))
         except (OSError, ValueError):  # missing, or damaged
             from pipeline.planning.trace.profiling import profile
 
             with activity("running the model's layers without memory"):
                 _made[key] = profile(job)
             with contextlib.suppress(OSError):  # a folder that cannot be written
+                file.parent.parent.mkdir(parents=True, exist_ok=True)
                 private_folder(file.parent)
                 replace_text(file, ADAPTER.dump_json(_made[key]).decode() + "\n")
     return _made[key]

@@ -11,6 +11,7 @@ from pipeline.errors import Location, Problem
 from pipeline.recipe.merge import merge
 from pipeline.recipe.nodes import Node
 from pipeline.recipe.parse import parse
+from pipeline.utils.foreign import open_regular
 
 MAX_BYTES = 1_000_000
 MAX_FILES = 100
@@ -100,7 +101,7 @@ class Sources:
 
     def _text(self, path: Path, asked: Location) -> str | None:
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 data = file.read(MAX_BYTES + 1)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error

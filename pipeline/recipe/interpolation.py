@@ -22,6 +22,10 @@ MAX_EXPANSIONS = 1000
 """Limit on interpolations resolved in one recipe, each counted as often as it is reached."""
 
 
+MAX_IN_TEXT = 50
+"""Limit on those of one text: the time to parse nested ones grows with a power of their number."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Call:
     """One `${name:args}`."""
@@ -46,6 +50,8 @@ def read(text: str) -> Text:
     from omegaconf.errors import GrammarParseError
     from omegaconf.grammar_parser import parse
 
+    if text.count("${") > MAX_IN_TEXT:
+        return Text(fault=f"more than {MAX_IN_TEXT} interpolations in one text")
     try:
         tree = parse(text)
         calls, references = tuple(_calls(tree)), tuple(_references(tree))

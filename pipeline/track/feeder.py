@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import time
 import traceback
@@ -19,7 +18,8 @@ from pipeline.execution import rundir
 from pipeline.execution.metrics import is_record, kind_of
 from pipeline.recipe import Recipe
 from pipeline.track.contract import Outcome, RunFacts, Tracker, TrackerStage
-from pipeline.utils.files import opened, private_folder, replace_text
+from pipeline.utils.files import opened, private_folder, replace_text, wait_for_lock
+from pipeline.utils.foreign import read_json
 from pipeline.utils.terminal import shown
 from pipeline.view.tail import Tail
 
@@ -81,14 +81,14 @@ class Feeder:
     def alone(self) -> Iterator[None]:
         """Wait until no other process feeds this run's tracker, and keep others waiting."""
         with opened(self._file.with_suffix(".lock"), "a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            wait_for_lock(file)
             yield
 
     def open(self, run: RunFacts) -> None:
         """Begin, or go on where an earlier process has ended."""
         kept: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
-            kept = json.loads(self._file.read_text("utf-8"))
+            kept = read_json(self._file)
         self.sent = Sent(**kept.get("sent", {}))
         self._state = self.tracker.open(run, kept.get("state", {}))
         self._keep()
@@ -152,7 +152,7 @@ def facts_of(folder: Path, recipe: Recipe) -> RunFacts:
     """Return the facts of the run of a recipe in `folder`, as others may see them."""
     environment: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
-        environment = json.loads((folder / ENVIRONMENT_FILE).read_text("utf-8"))
+        environment = read_json(folder / ENVIRONMENT_FILE, within=folder)
     return RunFacts(
         name=folder.resolve().name,
         recipe={key: _shown(value) for key, value in recipe.public().items()},

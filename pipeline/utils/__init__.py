@@ -8,6 +8,7 @@ from pipeline.utils.lazy import lazily
 
 if TYPE_CHECKING:
     from pipeline.utils.activities import BYTES, activity
+    from pipeline.utils.addresses import address_problems, open_address
     from pipeline.utils.dtensors import local_part, own_chunk
     from pipeline.utils.fake_tensors import has_values, with_values
     from pipeline.utils.files import (
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
         replace_text,
         sync,
         sync_tree,
+        wait_for_lock,
         write_at,
     )
+    from pipeline.utils.foreign import open_regular, parse_json, read_whole, require_regular
     from pipeline.utils.host_copy import HostCopy
     from pipeline.utils.jsonl import append_line, read_lines
     from pipeline.utils.lazy import lazily

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import stat
@@ -38,15 +39,18 @@ def open_to_group(folder: Path) -> bool:
 def opened(path: str | Path, mode: str, *, permissions: int = 0o600) -> IO[Any]:
     """A file to write, which only its owner can read if it is new, and the group of a folder that
     is open to one. Raises OSError for a link: in a folder that came from elsewhere it leads to any
-    file of ours."""
+    file of ours; and for a pipe or a device."""
 
     def opener(name: str, flags: int) -> int:
         try:
-            descriptor = os.open(name, flags | os.O_NOFOLLOW, permissions)
+            descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, permissions)
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
             raise _is_link(path) from None
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.ENXIO, "is a pipe or a device, not a file", str(path))
         if permissions == 0o600 and flags & os.O_CREAT:
             let_group_read(descriptor, Path(name).parent)
         return descriptor
@@ -64,10 +68,9 @@ def let_group_read(descriptor: int, folder: Path) -> None:
 
 def private_folder(path: Path) -> Path:
     """`path` as a folder of its owner's, and of the group that the folder above is open to, made if
-    need be. Raises OSError for a link."""
+    need be. Raises OSError for a link, and where that folder is gone."""
     if path.is_symlink():
         raise _is_link(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(exist_ok=True, mode=0o700)
     let_group_enter(path)
     return path
@@ -101,6 +104,16 @@ def replace_text(path: Path, text: str) -> None:
     with naming(temporary), opened(temporary, "x") as file:
         file.write(text)
     temporary.replace(path)
+
+
+def wait_for_lock(file: IO[Any]) -> None:
+    """Hold the lock of an open file until it is closed; the system frees that of a killed process.
+    Where the file system has no locks, nobody waits for anybody."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
 
 
 def anonymous_file(purpose: str) -> int:

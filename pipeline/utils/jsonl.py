@@ -6,9 +6,10 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pipeline.utils.files import naming, opened
+from pipeline.utils.foreign import lines_of, open_regular, parse_json
 
 TAIL_BYTES = 1 << 16
 
@@ -28,9 +29,10 @@ def append_line(path: Path, record: Mapping[str, Any], *, sync: bool = False) ->
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The records in order; none if there is no file. A line that is not whole is passed over."""
+    """The records in order; none if there is no file. A line that is not whole, or longer than
+    16 MiB, is passed over. Raises OSError for anything else than a file in its folder."""
     if path.exists():
-        with path.open("rb") as file:
+        with open_regular(path, within=path.parent) as file:
             yield from _parsed(file)
 
 
@@ -38,7 +40,7 @@ def read_tail(path: Path) -> list[dict[str, Any]]:
     """The records of the file's last 64 KiB, which takes no longer for a long file."""
     if not path.exists():
         return []
-    with path.open("rb") as file:
+    with open_regular(path, within=path.parent) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - TAIL_BYTES))
         return list(_parsed(file))
@@ -51,10 +53,10 @@ def _ends_in_midline(file: Any) -> bool:
     return bool(file.read(1) != b"\n")
 
 
-def _parsed(lines: Any) -> Iterator[dict[str, Any]]:
-    for line in lines:
+def _parsed(file: BinaryIO) -> Iterator[dict[str, Any]]:
+    for line in lines_of(file):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError:  # not JSON, or not UTF-8
             continue
         if isinstance(record, dict):

@@ -31,6 +31,6 @@ def require_trust(file: Path | str) -> None:
 
 
 def require_code_trust(origin: str) -> None:
-    """Raise UsageError unless code from `origin`, a model or the hub, may be run."""
+    """Raise UsageError unless code from `origin`, such as a model, may be run."""
     if not trusted(TRUST_CODE):
         raise UsageError(f"code of {origin} would run", hint=CODE_HINT)

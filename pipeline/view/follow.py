@@ -12,9 +12,10 @@ from typing import Any
 
 from pipeline.execution import rundir
 from pipeline.execution.activity_record import FILE as ACTIVITY
+from pipeline.execution.journal import is_event
 from pipeline.execution.metrics import is_record
 from pipeline.view.chain import Chain
-from pipeline.view.history import PLAN_FILE, RunState, json_in, state_of
+from pipeline.view.history import DOING, PLAN_FILE, PLANNED, RunState, json_in, state_of
 from pipeline.view.tail import Tail
 
 KEPT = 1000
@@ -66,7 +67,7 @@ class Follower:
 
     def look(self) -> Found:
         """Read what is new, and take note of it."""
-        events = [event for event in self._journal.read() if "event" in event and "time" in event]
+        events = [event for event in self._journal.read() if is_event(event)]
         self.chain.update(events)
         self._newest = events[-1:] or self._newest
         first = not self._metrics.began
@@ -83,12 +84,15 @@ class Follower:
     def activity(self) -> dict[str, Any]:
         """Return what rank 0 is doing: `name`, `done`, `total`, `unit`, `seconds`; empty if it has
         not said so, or if the run is not under way: a killed rank leaves its file behind."""
-        return json_in(self.folder / ACTIVITY) if self.state == "running" else {}
+        if self.state != "running":
+            return {}
+        found = json_in(self.folder / ACTIVITY, DOING)
+        return found if found.keys() >= DOING.keys() else {}
 
     @property
     def planned_bytes(self) -> int | None:
         """Bytes of a GPU that the run's plan expects; None without a plan."""
-        return json_in(self.folder / PLAN_FILE).get("needed_bytes")
+        return json_in(self.folder / PLAN_FILE, PLANNED).get("needed_bytes")
 
     @property
     def state(self) -> RunState:
@@ -129,5 +133,5 @@ class Follower:
             self.evaluation = record
         if record.get("communication_share") is not None:
             self.communication = record
-        if "checkpoint_stall_seconds" in record:
+        if "checkpoint_stall_seconds" in record and record.get("time") is not None:
             self.saved = record

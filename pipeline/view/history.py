@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from pipeline.execution import failures, rundir
 from pipeline.execution.journal import Journal
 from pipeline.execution.metrics import records
 from pipeline.recipe import Recipe, read_recipe
+from pipeline.utils.foreign import fitting, is_number, is_text, read_json
 from pipeline.view.chain import ENDS, Chain
 
 PLAN_FILE = "plan.json"
@@ -83,8 +83,8 @@ def read_history(folder: Path, *, ended: bool = False) -> History:
         events=events,
         metrics=metrics,
         chain=chain,
-        environment=json_in(folder / ENVIRONMENT_FILE),
-        engine=json_in(folder / ENGINE_FILE),
+        environment=json_in(folder / ENVIRONMENT_FILE, SURROUNDINGS),
+        engine=json_in(folder / ENGINE_FILE, {}),
     )
 
 
@@ -135,10 +135,26 @@ def best_of(metrics: list[dict[str, Any]]) -> dict[str, Any] | None:
     return best and {"step": best["best_step"], "eval_loss": best["best_eval_loss"]}
 
 
-def json_in(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; an empty one where there is none."""
+Kinds = Mapping[str, Callable[[Any], bool]]
+SURROUNDINGS: Kinds = {
+    "command": lambda value: isinstance(value, list),
+    "packages": lambda value: isinstance(value, dict),
+}
+PLANNED: Kinds = {"needed_bytes": is_number, "lines": lambda value: isinstance(value, list)}
+DOING: Kinds = {
+    "name": is_text,
+    "unit": is_text,
+    "done": is_number,
+    "seconds": is_number,
+    "total": lambda value: value is None or is_number(value),
+}
+
+
+def json_in(file: Path, kinds: Kinds) -> dict[str, Any]:
+    """Return the JSON object in a file, without entries of `kinds` that are of another kind; an
+    empty one where there is none."""
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads(file.read_text("utf-8"))
+        found = read_json(file, within=file.parent)
         if isinstance(found, dict):
-            return found
+            return fitting(found, kinds)
     return {}

@@ -105,7 +105,7 @@ def _slot(slot: SlotState, marks: Marks) -> Text:
 
 def _activity(doing: dict[str, Any], width: int) -> RenderableType:
     """Return a bar, or the amount alone where the whole is not known."""
-    name, unit = shown(str(doing["name"])), shown(str(doing["unit"]))
+    name, unit = shown(doing["name"]), shown(doing["unit"])
     done = float(doing["done"])
     amount = human if unit == BYTES else lambda value: counted(value, unit)
     if not doing["total"]:

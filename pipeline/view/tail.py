@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from pipeline.utils.foreign import lines_of, open_regular, parse_json
 
 
 @dataclass
@@ -37,17 +39,20 @@ class Tail:
         OSError."""
         self.replaced = False
         try:
-            with self.path.open("rb") as file:
-                facts = os.fstat(file.fileno())
-                self._follow(facts)
+            with open_regular(self.path, within=self.path.parent) as file:
+                self._follow(os.fstat(file.fileno()))
                 file.seek(self._offset)
-                lines = file.read().splitlines(keepends=True)
+                return list(self._records(file))
         except FileNotFoundError:
             return []
-        if lines and not lines[-1].endswith(b"\n"):
-            lines.pop()
-        self._offset += sum(map(len, lines))
-        return [record for line in lines if (record := _parsed(line)) is not None]
+
+    def _records(self, file: BinaryIO) -> Iterator[dict[str, Any]]:
+        for line in lines_of(file):
+            if line.endswith(b"\n"):
+                self._offset = file.tell()
+                record = _parsed(line)
+                if record is not None:
+                    yield record
 
     def _follow(self, facts: os.stat_result) -> None:
         """Begin anew where another file, or a shorter one, has taken the path."""
@@ -60,7 +65,7 @@ class Tail:
 
 def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:  # not JSON, or not UTF-8
         return None
     return record if isinstance(record, dict) else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Gt, Lt
 
 from pipeline import Context, Engine, ModelSource, PlanView, Problem
+from pipeline.utils import parse_json, read_whole
 from stages.model.declared import DerivedSource
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def differences(stage: Lora, folder: Path) -> Iterator[tuple[str, str]]:
         yield f"no {' and no '.join(missing)} in {folder}", ""
         return
     try:
-        saved: Any = json.loads((folder / CONFIG).read_text("utf-8"))
+        saved: Any = parse_json(read_whole(folder / CONFIG))
     except (OSError, ValueError) as error:
         yield f"{folder / CONFIG} cannot be read: {error}", ""
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, ClassVar
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from annotated_types import Ge, Gt
 
 from pipeline import Checkpoints, Context, Engine, ModelSource, PlanView, Problem
+from pipeline.utils import address_problems
 from stages.periods import Period, epoch_problems
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class CheckpointSettings:
     ignored once the run has its own."""
 
     folder: str | None = None
-    """Path, or for checkpoint.sharded an fsspec address (`s3://bucket/folder`), to which the run's
+    """Path, or for checkpoint.sharded an address (`s3://bucket/folder`), to which the run's
     name is added: a run of the same name goes on from there. null: the run's own folder."""
 
     @property
@@ -58,7 +58,7 @@ class CheckpointSettings:
         return Retention(last=self.keep, every=self.keep_every, best=self.keep_best)
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        yield from unknown_address("start_from", self.start_from)
+        yield from address_problems("start_from", self.start_from)
         yield from epoch_problems(plan, every=self.every)
         if self.keep_every is not None and isinstance(self.every, str):
             message = f"counts steps, and `every` counts epochs ({self.every}): they rarely meet"
@@ -93,22 +93,3 @@ class CheckpointSettings:
             ctx.on_exit(made.discard)
         ctx.dist.barrier()
         return made
-
-
-def unknown_address(key: str, address: str | None) -> Iterator[Problem]:
-    """The mistake, if no installed package knows the address; imports no store's library."""
-    protocol, mark, _ = (address or "").partition("://")
-    if not mark:
-        return
-    from fsspec.registry import known_implementations
-
-    known = known_implementations.get(protocol)
-    if known is None:
-        yield Problem(
-            key=key,
-            message=f"fsspec knows no {protocol}://",
-            hint="a path, or an address such as s3://bucket/folder",
-        )
-    elif importlib.util.find_spec(known["class"].partition(".")[0]) is None:
-        hint = known.get("err", "")
-        yield Problem(key=key, message=f"{protocol}:// needs a package", hint=hint)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pipeline import PlanView, Problem
-from stages.checkpoint.settings import CheckpointSettings, unknown_address
+from pipeline.utils import address_problems
+from stages.checkpoint.settings import CheckpointSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class ShardedCheckpoint(CheckpointSettings):
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from super().check(plan)
-        yield from unknown_address("folder", self.folder)
+        yield from address_problems("folder", self.folder)
 
 
 @dataclass(frozen=True, kw_only=True)

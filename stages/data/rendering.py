@@ -10,9 +10,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pipeline import DataError
+from pipeline import DataError, StageError
 from stages.data.messages import Conversation
 from stages.data.refusals import refusal
+from stages.data.template_limits import Limited, TemplateLimitError
 
 _DIRECTIVES = "aAbBcCdDeFgGhHIjmMnpRStTuUVwWxXyYzZ"
 _UNPADDED = "deHIjmMSUWy"
@@ -51,6 +52,8 @@ class Renderer:
 
     def __init__(self, tokenizer: Any, today: str) -> None:
         self._tokenizer, self._today = tokenizer, today
+        self._apply = Limited(tokenizer.apply_chat_template, tokenizer.name_or_path)
+        self._broken: StageError | None = None
         self._ahead: dict[tuple[int, int, bool], tuple[Conversation, str]] = {}
 
     def template(self, chat: Conversation) -> str:
@@ -65,7 +68,9 @@ class Renderer:
 
     def apply(self, chat: Conversation, messages: Sequence[Any], **arguments: Any) -> Any:
         """Call the tokenizer's `apply_chat_template` for messages of a conversation."""
-        return self._tokenizer.apply_chat_template(
+        if self._broken is not None:
+            raise self._broken
+        return self._apply(
             list(messages),
             chat_template=with_date(self.template(chat), self._today),
             **arguments,
@@ -101,9 +106,15 @@ class Renderer:
 
     def of(self, chat: Conversation, messages: Sequence[Any], *, prompt: bool = False) -> str:
         """Return the text of some messages, rendered with the conversation's arguments. Raises
-        Refused if the template does not lay them out."""
+        Refused if the template does not lay them out, and StageError once it has taken more time or
+        memory than it may: other rows, and other forms of this one, would take as much."""
         try:
             text = self.apply(chat, messages, tokenize=False, add_generation_prompt=prompt)
+        except TemplateLimitError as error:
+            self._broken = StageError(f"{chat.row.file}:{chat.row.number}: {error}")
+            raise self._broken from error
+        except StageError:
+            raise
         except Exception as error:  # a template is a program of its own and may raise anything
             raise Refused(messages, prompt) from error
         return str(text)

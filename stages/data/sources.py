@@ -6,6 +6,7 @@ import contextlib
 import functools
 import glob
 import hashlib
+import itertools
 import json
 import os
 import time
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from stages.data.fields import Source
 
 Patterns = str | tuple[str, ...]
+MOST_FILES = 100_000
+"""Most files of a pattern."""
 
 
 def each_pattern(patterns: Patterns) -> tuple[str, ...]:
@@ -43,8 +46,16 @@ def _matches(pattern: str) -> list[Path]:
     expanded = os.path.expanduser(pattern)  # noqa: PTH111 (a pattern is not a path)
     if Path(expanded).is_file():
         return [Path(expanded)]
-    names = sorted(glob.glob(expanded, recursive=True))  # noqa: PTH207 (absolute patterns)
-    return [Path(name) for name in names if Path(name).is_file()]
+    if _is_everything(expanded):
+        return []
+    found = glob.iglob(expanded, recursive=True)  # noqa: PTH207 (absolute patterns)
+    names = (name for name in found if Path(name).is_file())
+    return [Path(name) for name in sorted(itertools.islice(names, MOST_FILES + 1))]
+
+
+def _is_everything(pattern: str) -> bool:
+    """Whether a pattern looks through all folders of the machine."""
+    return pattern.startswith("/") and "**" in pattern.split("/")[:2]
 
 
 def file_problems(key: str, patterns: Patterns) -> Iterator[Problem]:
@@ -54,7 +65,14 @@ def file_problems(key: str, patterns: Patterns) -> Iterator[Problem]:
     seen: set[Path] = set()
     for pattern in each_pattern(patterns):
         matches = _matches(pattern)
-        if not matches:
+        if _is_everything(pattern):
+            hint = "name the folder that holds the files, as in /data/**/*.jsonl"
+            yield Problem(message=f"{pattern} looks through the whole machine", key=key, hint=hint)
+        elif len(matches) > MOST_FILES:
+            message = f"{pattern} matches more than {MOST_FILES:,} files"
+            yield Problem(message=message, key=key, hint="pack rows into larger files")
+            continue
+        elif not matches:
             hint = f"paths are relative to the working directory, {Path.cwd()}"
             absolute = Path(pattern).is_absolute()
             yield Problem(

@@ -9,6 +9,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from pipeline import Context, Data, ModelSource, PlanView, Problem, TrainedRun
+from pipeline.utils import address_problems
 from stages.data.fields import DocumentSettings
 from stages.data.sources import each_pattern, file_problems, find_files
 from stages.model.config_checks import tokenizer_problems
@@ -29,8 +30,8 @@ class StreamData(DocumentSettings):
     """Whether it is known how many samples an epoch has."""
 
     shards: str | tuple[str, ...]
-    """Files, as in `data.text`: paths or glob patterns, or addresses that fsspec knows, such as
-    `s3://bucket/corpus/*.jsonl.gz`."""
+    """Files, as in `data.text`: paths or glob patterns, or addresses of files in object stores
+    or on web servers, such as `s3://bucket/corpus/*.jsonl.gz`."""
     window: Annotated[int, Field(ge=1)] = 8
     """Shards whose blocks are mixed. Each node needs room for the tokens of (`ahead` + 2) windows,
     and for one shard itself if shards are not local files."""
@@ -52,6 +53,9 @@ class StreamData(DocumentSettings):
         local = tuple(each for each in each_pattern(self.shards) if "://" not in each)
         if local or not self.shards:
             yield from file_problems("shards", local)
+        for index, each in enumerate(each_pattern(self.shards)):
+            key = "shards" if isinstance(self.shards, str) else f"shards.{index}"
+            yield from address_problems(key, each)
         if self.heldout_files:
             yield from file_problems("heldout_files", self.heldout_files)
         known = {path.resolve() for path in find_files(local)}

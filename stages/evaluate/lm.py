@@ -13,8 +13,17 @@ from annotated_types import Ge, Gt
 from pydantic import Field
 from xxhash import xxh3_64_hexdigest
 
-from pipeline import Context, Durable, ExportedModel, ModelSource, PlanView, Problem, StageError
-from pipeline.utils import replace_text
+from pipeline import (
+    Context,
+    Durable,
+    ExportedModel,
+    ModelSource,
+    PlanView,
+    Problem,
+    StageError,
+    UsageError,
+)
+from pipeline.utils import parse_json, read_whole, replace_text, require_code_trust
 from stages.data.sources import file_problems
 
 Count = Annotated[int, Gt(0)]
@@ -61,7 +70,9 @@ class EvaluateLm:
     tasks: tuple[str, ...] = ()
     """Names of lm-eval tasks (EleutherAI's lm-evaluation-harness), which fetches their data."""
     task_folder: str | None = None
-    """Folder with definitions of further tasks, in lm-eval's YAML."""
+    """Folder with definitions of further tasks, in lm-eval's YAML. That is code: it imports the
+    functions that it names, and its templates are not in a sandbox. So it takes
+    --trust-remote-code."""
     num_fewshot: Annotated[int, Ge(0)] | None = None
     """Examples in the prompt of a task; null takes each task's own number."""
     limit: Count | None = None
@@ -81,6 +92,11 @@ class EvaluateLm:
             yield Problem(key="tasks", message=message, hint="pip install 'pipetrain[evaluate]'")
         if self.task_folder is not None and not Path(self.task_folder).expanduser().is_dir():
             yield Problem(key="task_folder", message=f"no such folder: {self.task_folder}")
+        elif self.task_folder is not None:
+            try:
+                self._require_trust()
+            except UsageError as error:
+                yield Problem(key="task_folder", message=str(error))
         for key in ("task_folder", "num_fewshot", "limit"):
             if not self.tasks and getattr(self, key) is not None:
                 yield Problem(key=key, message="has no effect without tasks")
@@ -88,12 +104,18 @@ class EvaluateLm:
     def run(self, ctx: Context, exported: ExportedModel, model: ModelSource) -> EvaluatedModel:
         from stages.evaluate.run import evaluate
 
+        self._require_trust()
         return evaluate(self, ctx, exported, model, briefly=False)
 
     def run_dry(self, ctx: Context, exported: ExportedModel, model: ModelSource) -> EvaluatedModel:
         from stages.evaluate.run import evaluate
 
         return evaluate(self, ctx, exported, model, briefly=True)
+
+    def _require_trust(self) -> None:
+        """Raise UsageError unless what the task folder makes lm-eval run may run."""
+        if self.task_folder is not None:
+            require_code_trust(f"the tasks in {self.task_folder}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +154,7 @@ def _sum(results: Mapping[str, Any]) -> str:
 def _read(file: Path) -> dict[str, Any]:
     """The results in a file by slot; empty if it cannot be read."""
     try:
-        known = json.loads(file.read_text("utf-8"))
+        known = parse_json(read_whole(file))
     except (OSError, ValueError):
         return {}
     return known if isinstance(known, dict) else {}

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from xxhash import xxh3_64_hexdigest
+from xxhash import xxh3_64
 
-from pipeline import ENGINE_FILE, EXPORT_MANIFEST, Context, ExportError, ModelSource, TrainedRun
-from pipeline.utils import human, replace_text
+from pipeline import (
+    ENGINE_FILE,
+    EXPORT_MANIFEST,
+    Context,
+    ExportError,
+    ModelSource,
+    TrainedRun,
+    in_words,
+)
+from pipeline.utils import human, open_regular, parse_json, read_whole, replace_text
+from stages.model.files import is_plain
 
 if TYPE_CHECKING:
     from stages.export.plan import ExportPlan
@@ -25,6 +33,10 @@ WRITERS = ("export.safetensors", "export.adapter")
 """The stages that write such exports."""
 BLOCK = 1 << 24
 """Bytes of a tensor that are written, checksummed and read back as one."""
+
+
+MOST = 1 << 28
+"""Most bytes of a manifest: a checksum for every 16 MiB of the weights, and a name a tensor."""
 
 
 class _Frozen(BaseModel):
@@ -88,7 +100,7 @@ class Manifest(_Frozen):
     def beside(self, folder: Path) -> dict[str, str]:
         """Checksums of the files in `folder` beside the weights and the manifest."""
         names = names_in(folder) - {NAME, *self.weights}
-        return {name: xxh3_64_hexdigest((folder / name).read_bytes()) for name in sorted(names)}
+        return {name: content_sum(folder / name) for name in sorted(names)}
 
     def save(self, folder: Path) -> None:
         """Write it, whole or not at all."""
@@ -98,16 +110,34 @@ class Manifest(_Frozen):
 def load(folder: Path) -> Manifest | None:
     """The manifest of an export, finished or not; None for any other folder. Raises ExportError
     when it is damaged."""
+    file = folder / NAME
     try:
-        content = json.loads((folder / NAME).read_text("utf-8"))
-    except (OSError, ValueError):
+        content = parse_json(read_whole(file, most=MOST))
+    except FileNotFoundError:
         return None
+    except OSError as error:
+        raise ExportError(in_words(error)) from error
+    except ValueError as error:
+        raise ExportError(f"{file} is damaged: {error}") from error
     if not isinstance(content, dict) or content.get("writer") not in WRITERS:
         return None
     try:
-        return Manifest.model_validate(content)
+        found = Manifest.model_validate(content)
     except ValidationError as error:
-        raise ExportError(f"{folder / NAME} is damaged: {error.error_count()} fields") from error
+        raise ExportError(f"{file} is damaged: {error.error_count()} fields") from error
+    outside = next((name for name in found.files if not is_plain(name)), None)
+    if outside is not None:
+        raise ExportError(f"{file} is damaged: it names a file elsewhere, {outside!r}")
+    return found
+
+
+def content_sum(file: Path) -> str:
+    """Checksum of a file beside the weights. Raises OSError for a pipe or a device."""
+    digest = xxh3_64()
+    with open_regular(file) as stream:
+        while piece := stream.read(BLOCK):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def names_in(folder: Path) -> set[str]:

@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from xxhash import xxh3_64_hexdigest
 
 from pipeline import DistContext, ExportError, ModelSource, StageError, TensorReader, TensorSpec
 from pipeline.checkpoint import DTYPES
 from pipeline.hardware import free_memory
-from pipeline.utils import activity, plural
+from pipeline.utils import activity, plural, require_code_trust
 from stages.adapter.compat import (
     CONFIG,
     import_peft,
@@ -29,7 +28,7 @@ from stages.export.manifest import BLOCK, CARD, Manifest, Position, Proof, names
 from stages.export.weight_files import Shard, prove_files
 from stages.model import compat
 from stages.model.declared import outline, refuse_differences, ties
-from stages.model.files import read_json
+from stages.model.files import kernels_named, read_json
 
 ROOM = 2 << 30
 """Bytes that must stay free beside a model that is loaded whole."""
@@ -64,7 +63,11 @@ def loaded(folder: Path, passed: Sequence[str], *, trust_remote_code: bool) -> I
     finds tensors missing, or others too many than those `passed` through."""
     import transformers
 
-    auto = getattr(transformers, compat.auto_class(read_json(folder / "config.json")))
+    config = read_json(folder / "config.json")
+    if not trust_remote_code:
+        for kernel in kernels_named(config):
+            require_code_trust(f"the hub's kernel {kernel}")
+    auto = getattr(transformers, compat.auto_class(config))
     with contextlib.ExitStack() as stack:
         options: dict[str, Any] = {}
         if not _fits(folder):
@@ -264,7 +267,7 @@ def prove_bytes(folder: Path, *, strict: bool) -> tuple[Manifest, Proof]:
             continue
         if not (folder / name).is_file():
             raise ExportError(f"{folder / name}: missing")
-        if xxh3_64_hexdigest((folder / name).read_bytes()) != expected:
+        if manifest.content_sum(folder / name) != expected:
             raise ExportError(f"{folder / name}: is not as it was written")
     parts = []
     for name, entry in found.weights.items():

@@ -90,7 +90,7 @@ def _exported(
 ) -> Manifest:
     partial = target.partial_of(folder)
     with contextlib.ExitStack() as held:
-        begun = _from_main(ctx, lambda: target.claim(folder, plan.digest, held))
+        begun = _from_main(ctx, lambda: target.claim(folder, plan.digest, held, ctx.log))
         assert begun is not None
         if ctx.dist.is_main:
             files = plural(len(plan.parts), "file")

@@ -33,7 +33,7 @@ class ExportSettings:
     tokenizer, fixed token ids are used."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        from stages.export.target import PARTIAL, foreign
+        from stages.export.target import PARTIAL, changed, foreign
 
         if not self.prompt.strip():
             yield Problem(message="must not be empty", key="prompt")
@@ -46,6 +46,10 @@ class ExportSettings:
         reason = None if folder is None else foreign(folder)
         if reason:
             yield Problem(message=reason, key="folder", hint="name a new folder")
+        damage = None if folder is None or reason else changed(folder)
+        if damage:
+            hint = "the export in it will be kept aside under another name"
+            yield Problem(message=f"{folder}: {damage}", key="folder", hint=hint, warning=True)
 
     def verify_result(self, exported: ExportedModel) -> None:
         """Raise ExportError unless every file has the checksum that it was written with."""

@@ -1,18 +1,21 @@
 """The folder an export goes to: claim it, fill a partial one beside it, swap.
 
-Only files that an earlier export wrote, by its manifest, are ever replaced.
+Only files that an earlier export wrote, by its manifest, are ever replaced. An earlier export that
+is damaged, or was changed by hand, is kept aside.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
+import logging
 import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
 
-from pipeline import Context, ExportError, StageError
+from pipeline import Context, ExportError, StageError, in_words
 from pipeline.utils import sync, sync_tree
 from stages.export import manifest
 from stages.export.manifest import Manifest
@@ -22,8 +25,8 @@ PARTIAL = ".partial"
 
 
 def foreign(folder: Path) -> str | None:
-    """The reason why `folder` must not be replaced; None for an unchanged export, one that
-    had just begun, or nothing."""
+    """The reason why nothing may take the place of `folder`; None for an export, one that had just
+    begun, or nothing."""
     if not folder.exists():
         return None
     if not folder.is_dir():
@@ -34,17 +37,31 @@ def foreign(folder: Path) -> str | None:
         return None
     try:
         written = manifest.load(folder)
-    except ExportError as error:
-        return str(error)
+    except ExportError:
+        return None  # it is kept aside
     if written is None:
         return f"{folder} holds other files than an export by pipe"
-    if written.proof is not None:
-        found = manifest.names_in(folder) - set(written.files)
-        found = found or {n for n, _ in written.beside(folder).items() - written.others.items()}
-        if found:
-            names = ", ".join(sorted(found)[:10])
-            return f"{folder} holds files that were added or changed after its export: {names}"
+    added = manifest.names_in(folder) - set(written.files) if written.proof is not None else ()
+    if added:
+        return f"{folder} holds files that were added after its export: {_names(added)}"
     return None
+
+
+def changed(folder: Path) -> str | None:
+    """What of an export is no longer as it was written, in words; None if nothing is, or if there
+    is none. Weights are not looked at: a new export replaces them."""
+    try:
+        written = manifest.load(folder)
+        if written is None or written.proof is None:
+            return None
+        found = written.beside(folder).items() - written.others.items()
+    except (ExportError, OSError) as error:
+        return in_words(error)
+    return f"changed after it was written: {_names(dict(found))}" if found else None
+
+
+def _names(files: Collection[str]) -> str:
+    return ", ".join(sorted(files)[:10])
 
 
 def target_of(name: str | None, ctx: Context) -> Path:
@@ -65,14 +82,16 @@ def _previous_of(folder: Path) -> Path:
 
 def finished(folder: Path, plan: str) -> Manifest | None:
     """The manifest of the export `plan`, if `folder` holds that and nothing else."""
-    found = manifest.load(folder) if foreign(folder) is None else None
+    if foreign(folder) is not None or changed(folder) is not None:
+        return None
+    found = manifest.load(folder)
     if found is None or found.proof is None or found.plan != plan:
         return None
     whole = all((folder / name).is_file() for name in found.weights)
     return found if whole and found.others == found.beside(folder) else None
 
 
-def claim(folder: Path, plan: str, held: contextlib.ExitStack) -> Manifest:
+def claim(folder: Path, plan: str, held: contextlib.ExitStack, log: logging.Logger) -> Manifest:
     """Make the partial folder of `folder`, which no other process can claim until `held` ends;
     returns the manifest of what it holds of the export `plan`. Raises StageError if another process
     has claimed it, and if a folder must not be replaced."""
@@ -84,6 +103,9 @@ def claim(folder: Path, plan: str, held: contextlib.ExitStack) -> Manifest:
         reason = foreign(place)
         if reason:
             raise StageError(reason, hint="name another folder in the export slot, or move it away")
+        damage = changed(place)
+        if damage:
+            log.warning("%s: %s; it is kept as %s", place, damage, _aside(place))
     shutil.rmtree(previous, ignore_errors=True)
     partial.mkdir(parents=True, exist_ok=True)
     _lock(partial, held)
@@ -93,6 +115,14 @@ def claim(folder: Path, plan: str, held: contextlib.ExitStack) -> Manifest:
         begun = Manifest(plan=plan)
         begun.save(partial)
     return begun
+
+
+def _aside(folder: Path) -> Path:
+    """Rename a folder, so that nothing in it is lost; its new place."""
+    places = (folder.with_name(f"{folder.name}.changed-{count}") for count in itertools.count(1))
+    place = next(each for each in places if not each.exists())
+    folder.rename(place)
+    return place
 
 
 def _lock(partial: Path, held: contextlib.ExitStack) -> None:

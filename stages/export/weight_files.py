@@ -13,7 +13,7 @@ from xxhash import xxh3_64
 
 from pipeline import DistContext, ExportError, TensorReader, TensorSpec
 from pipeline.checkpoint import CODES, Entry, as_bytes, header
-from pipeline.utils import opened, page_aligned, read_at, write_at
+from pipeline.utils import open_regular, opened, page_aligned, read_at, write_at
 from stages.export.manifest import BLOCK
 from stages.model.declared import listed
 
@@ -133,7 +133,7 @@ def prove_files(
     for part in parts:
         file, head = folder / part.file, part.header()
         try:
-            with file.open("rb") as stream:
+            with open_regular(file) as stream:
                 planned = stream.read(len(head)) == head and file.stat().st_size == part.total
         except OSError as error:
             raise ExportError(f"{file} cannot be read back: {error}") from error
@@ -153,7 +153,7 @@ def check(file: Path, part: Shard, sums: Sums, dist: DistContext) -> list[str]:
     mine = share(list(part.blocks()), (dist.rank + 1) % dist.world_size, dist.world_size)
     buffer = page_aligned(PIECE)
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             wrong = {b.name for b in mine if _differs(stream.fileno(), b, sums, buffer)}
     except OSError:
         wrong = {block.name for block in mine}

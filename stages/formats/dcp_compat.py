@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from pipeline import CheckpointError
 from pipeline.checkpoint import StateSource
-from pipeline.utils import require_trust
+from pipeline.utils import open_regular, require_trust
 from stages.formats.stored import Box, Shape, append, assembled, explained, require_checksums
 
 _FILE = re.compile(r"(?!\.)[\w.-]+", re.ASCII)
@@ -131,7 +131,7 @@ def read_metadata(folder: Path) -> Metadata:
     file = folder / ".metadata"
     require_trust(file)
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             found = _Unpickler(stream).load()
         if not isinstance(found, Metadata):
             raise TypeError("not the metadata of torch.distributed.checkpoint")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pipeline import CheckpointError
 from pipeline.checkpoint import Reading, StateFormat, StateSource
+from pipeline.utils import read_whole
 
 POINTERS = ("latest", "latest_universal")
 """Files that name the sub-folder of the newest state."""
@@ -51,7 +52,7 @@ def _state_folder(folder: Path) -> Path:
     """The sub-folder that a pointer names, or the folder itself if there is no pointer."""
     for pointer in (folder / name for name in POINTERS):
         if pointer.is_file():
-            tag = pointer.read_bytes()[:1000].decode("utf-8", "replace").strip()
+            tag = read_whole(pointer, most=1000).decode("utf-8", "replace").strip()
             named = re.fullmatch(r"(?!\.)[\w.-]{1,200}", tag, re.ASCII)
             if not named or not (folder / tag).is_dir():
                 raise CheckpointError(f"{pointer}: names no folder beside it: {tag[:100]!r}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import math
 import pickle
 import re
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from pipeline import WEIGHT, CheckpointError, EngineState
 from pipeline.checkpoint import CHUNK, CODES, DTYPES, StateSource, TensorEntry, as_bytes
-from pipeline.utils import require_trust
+from pipeline.utils import parse_json, read_whole, require_regular, require_trust
 
 PROGRESS = "progress.json"
 """Name of the file with the progress of a pipetrain run, in a checkpoint of a foreign format."""
@@ -38,6 +37,7 @@ def load(file: Path, admitted: Sequence[tuple[type, str]] = (), *, verify: bool 
     where pickles are not trusted."""
     require_trust(file)
     try:
+        require_regular(file)
         if verify:
             with zipfile.ZipFile(file) as archive:
                 require_checksums(archive)
@@ -96,8 +96,8 @@ def append(value: Any, stream: IO[bytes]) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises CheckpointError when it is missing or damaged."""
     try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        value = parse_json(read_whole(path))
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: not a JSON object")

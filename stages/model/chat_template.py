@@ -48,6 +48,8 @@ def _require_syntax(file: Path, text: str) -> None:
         Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_MARKERS.sub("", text))
     except TemplateSyntaxError as error:
         raise StageError(f"{file}:{error.lineno}: no chat template: {error.message}") from error
+    except RecursionError as error:
+        raise StageError(f"{file}: no chat template: nested too deep") from error
 
 
 def unknown_tokens(template: str, tokenizer: Any) -> list[str]:

@@ -19,6 +19,7 @@ from stages.model.files import (
     is_gguf,
     is_local,
     is_plain,
+    kernels_named,
     local,
     read_json,
     safetensors_files,
@@ -51,10 +52,7 @@ def foreign_code(stage: HfModel) -> Iterator[tuple[str, str]]:
 def _problems(stage: HfModel) -> Found:
     yield from _exclusive(stage)
     for key, origin in foreign_code(stage):
-        try:
-            require_code_trust(origin)
-        except UsageError as error:
-            yield key, str(error), ""
+        yield from _untrusted(key, origin)
     if isinstance(stage.config, str):
         yield from _config_file(stage, local(stage.config), "config")
     elif stage.config is not None:
@@ -70,6 +68,13 @@ def _problems(stage: HfModel) -> Found:
             read_template(stage.chat_template)
         except StageError as error:
             yield "chat_template", str(error), ""
+
+
+def _untrusted(key: str, origin: str) -> Found:
+    try:
+        require_code_trust(origin)
+    except UsageError as error:
+        yield key, str(error), ""
 
 
 def _exclusive(stage: HfModel) -> Found:
@@ -107,6 +112,8 @@ def _config_file(stage: HfModel, file: Path, key: str) -> Found:
 
 
 def _config(stage: HfModel, config: Mapping[str, Any], key: str) -> Found:
+    for kernel in kernels_named(config):
+        yield from _untrusted(key, f"the hub's kernel {kernel}")
     kind, known = config.get("model_type"), causal_types()
     wrong = wrong_size(config)
     if wrong:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import StageError, system_errors_as
+from pipeline import StageError, in_words, system_errors_as
+from pipeline.utils import open_regular, parse_json, read_whole
 
 if TYPE_CHECKING:
     from stages.model.hf import HfModel
@@ -152,15 +153,30 @@ def _indexed(folder: Path, index: str, single: str) -> list[Path]:
     return [folder / name for name in names]
 
 
+MOST = 1 << 28
+"""Most bytes of a JSON file of a model. An index of weights is the largest."""
+
+
 def read_json(file: Path) -> dict[str, Any]:
     """The mapping in a JSON file. Raises StageError for anything else."""
     try:
-        content = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise StageError(f"{file} cannot be read: {error}") from error
+        content = parse_json(read_whole(file, most=MOST))
+    except (OSError, ValueError) as error:
+        raise StageError(f"{file} cannot be read: {in_words(error)}") from error
     if not isinstance(content, dict):
         raise StageError(f"{file} is not a JSON object")
     return content
+
+
+def kernels_named(config: Mapping[str, Any]) -> Iterator[str]:
+    """The hub's kernels that a config makes transformers fetch and run: its attention, or that of a
+    part, can name one (`owner/name`)."""
+    for key, value in config.items():
+        inner = value if isinstance(value, Mapping) else {"": value}
+        if key.endswith("_implementation") or key.endswith("_implementation_internal"):
+            yield from (each for each in inner.values() if isinstance(each, str) and "/" in each)
+        elif isinstance(value, Mapping):
+            yield from kernels_named(value)
 
 
 EDGE = 1 << 20
@@ -187,7 +203,7 @@ def source_fingerprint(
 
 
 def _edges(file: Path) -> bytes:
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         first = stream.read(EDGE)
         stream.seek(max(0, file.stat().st_size - EDGE))
         return first + stream.read(EDGE)

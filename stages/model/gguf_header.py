@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+from pipeline.utils import open_regular
+
 T = TypeVar("T")
 
 MAGIC = b"GGUF"
@@ -39,7 +41,7 @@ def read_header(file: Path) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, 
 def _read(
     file: Path, _inode: int, _size: int, _changed: int
 ) -> tuple[Mapping[str, Any], Mapping[str, tuple[int, ...]]]:
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         header = _Header(stream, file.stat().st_size)
         if header.bytes(len(MAGIC)) != MAGIC:
             raise ValueError("it is no GGUF file")

@@ -37,7 +37,8 @@ class TensorboardTracker(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         # In the run's folder the place is not kept: that folder may be moved.
-        given = state.get("folder")
+        # It is a path, also in a folder that came from elsewhere: TensorBoard opens any address.
+        given = state.get("folder") and str(Path(state["folder"]))
         if self.parent and not given:
             given = str(_new_folder(Path(self.parent), run.name))
         self._writer = SummaryWriter(given or str(run.folder / "tensorboard"))

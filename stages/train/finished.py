@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline import CheckpointError, Context, PlanView, Problem, Progress, TrainedRun
-from stages.checkpoint.settings import unknown_address
+from pipeline.utils import address_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class FinishedTraining:
     """The checkpoint's folder, or its address (`s3://bucket/run/step-00000100`)."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        yield from unknown_address("checkpoint", self.checkpoint)
+        yield from address_problems("checkpoint", self.checkpoint)
         if "://" not in self.checkpoint and not Path(self.checkpoint).expanduser().is_dir():
             yield Problem(key="checkpoint", message=f"no such folder: {self.checkpoint}")
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeline import NO_TARGET, DistContext, Engine, Heartbeat, MicroBatch, ModelSource, StageError
 from pipeline.utils import local_part
+from stages.data.template_limits import Limited
 from stages.train.loss import model_output
 from stages.train.settings import Generation
 from stages.train.vocabulary import VocabularyShard
@@ -37,7 +38,7 @@ class Writer:
         and for a prompt that the template refuses, without tokens, or with more than leave room for
         a text."""
         self._settings, self._seed, self._most = settings, seed, source.most_positions
-        self._tokenizer = source.tokenizer()
+        self._tokenizer, self._source = source.tokenizer(), source
         if settings.chat and not self._tokenizer.chat_template:
             raise StageError(
                 f"generate: the tokenizer of {source.name} has no chat template",
@@ -53,9 +54,8 @@ class Writer:
             return list(self._tokenizer(prompt)["input_ids"])
         messages = [{"role": "user", "content": prompt}]
         try:
-            encoded = self._tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, return_dict=True
-            )
+            render = Limited(self._tokenizer.apply_chat_template, self._source.name)
+            encoded = render(messages, add_generation_prompt=True, return_dict=True)
         except Exception as error:  # a template is a program of its own and may raise anything
             raise StageError(
                 f"generate: the chat template refuses prompt {_begin(prompt)!r}: {error}"

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipeline import StageError, TensorReader, TensorSpec
 from pipeline.checkpoint import CHUNK, DTYPES, Placed, as_bytes, table
-from pipeline.utils import read_at
+from pipeline.utils import open_regular, read_at
 from stages.weights.torch_files import named
 
 LONGEST_HEADER = 100_000_000
@@ -94,7 +94,7 @@ class SafetensorsReader(TensorReader):
 def places(file: Path) -> dict[str, _Place]:
     """Place of each tensor of a file. Raises StageError unless the file holds all their bytes."""
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             head = stream.read(8)
             length = int.from_bytes(head, "little")
             head += stream.read(min(length, LONGEST_HEADER))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 import signal
 import sys
 import time
@@ -33,6 +34,8 @@ Fault = Literal[
     "cleanup",
     "full",
     "leak",
+    "vanish",
+    "vanish and raise",
 ]
 
 SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "term": signal.SIGTERM}
@@ -184,15 +187,28 @@ def misbehave(fault: Fault, ctx: Context) -> None:
     if fault == "leak":
         leak(ctx)
     if fault == "full":
-        with (ctx.run_dir / "fill").open("wb", buffering=0) as file:
-            while True:
-                file.write(bytes(4096))
+        fill(ctx)
     if fault == "child":
         start_child(ctx)
         raise ValueError("boom")
+    if fault.startswith("vanish"):
+        vanish(fault, ctx)
     if fault == "hang":
         (ctx.run_dir / "hanging").touch()
         time.sleep(600)
+
+
+def fill(ctx: Context) -> None:
+    """Write until the disk is full."""
+    with (ctx.run_dir / "fill").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def vanish(fault: Fault, ctx: Context) -> None:
+    """Delete the run's folder, and fail."""
+    shutil.rmtree(ctx.run_dir)
+    misbehave("raise" if fault.endswith("raise") else "kill", ctx)
 
 
 def leak(ctx: Context) -> None:

@@ -39,6 +39,19 @@ def test_a_raising_rank(pipe: Pipe) -> None:
     assert failed["time"] - started["time"] < 15
 
 
+@pytest.mark.parametrize("fault", ["vanish", "vanish and raise"])
+def test_a_run_folder_that_is_deleted_meanwhile(pipe: Pipe, fault: str) -> None:
+    """No other start is made in vain, nothing is made anew, and no resume is advised."""
+    recipe = pipe.recipe(train={"fault": fault}, launch={"restarts": {"limit": 3}})
+    result = pipe.run(recipe)
+    assert result.code == 1, result.stderr
+    (said,) = (line for line in result.stderr.splitlines() if line.startswith("error: "))
+    assert said.startswith(f"error: {pipe.run_dir} is gone: it was deleted or moved while the run")
+    assert "starting again" not in result.stderr
+    assert "pipe resume" not in result.stderr
+    assert not pipe.run_dir.exists()
+
+
 @pytest.mark.parametrize("fault", DIED)
 def test_a_dying_rank(pipe: Pipe, fault: str) -> None:
     recipe = pipe.recipe(procs=2, train={"fault": fault, "rank": 1, "peers": "collective"})

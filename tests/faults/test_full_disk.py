@@ -32,7 +32,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_run(pipe: Pipe, tmp_path: Path) 
     path = Path(sys.executable).parent
     subprocess.run(command, check=True, env=pipe.environment | {"PATH": f"{path}:/usr/bin:/bin"})
     said = {name: (tmp_path / name).read_text() for name in ("1", "2", "3", "ls")}
-    assert (tmp_path / "codes").read_text().split() == ["1", "2", "0", "0"]
+    assert (tmp_path / "codes").read_text().split() == ["1", "1", "0", "0"]
     assert re.search(
         "\nerror: rank [01] failed in slot `export`: No space left on device\n"
         f"  continue with: pipe resume {disk}/run\n$",

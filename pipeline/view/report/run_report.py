@@ -16,7 +16,7 @@ from pipeline.utils.files import replace_text
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import duration
 from pipeline.utils.versions import versions
-from pipeline.view.history import PLAN_FILE, History, json_in, read_history
+from pipeline.view.history import PLAN_FILE, PLANNED, History, json_in, read_history
 from pipeline.view.report import facts
 from pipeline.view.report.curves import MOST_POINTS, curve
 from pipeline.view.report.gpus import gpu_plots, gpu_rows
@@ -39,7 +39,7 @@ def write_report(folder: Path, to: Path | None = None, *, ended: bool = False) -
 
 def run_page(history: History) -> str:
     """Return the report as HTML."""
-    plan = json_in(history.folder / PLAN_FILE)
+    plan = json_in(history.folder / PLAN_FILE, PLANNED)
     marks, gpus = facts.marks(history), list(hardware_records(history.folder))
     rows = list(_recipe_rows(history))
     starts = [event for event in history.events if event["event"] == "run started"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import shutil
 import tempfile
@@ -16,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pipeline import StageError, in_words
-from pipeline.utils import append_line, read_lines
+from pipeline.utils import append_line, open_address, read_lines, wait_for_lock
 from stages.data import tokenize
 from stages.data.cache import Counts, cache_errors, digest, prepare_locally
 from stages.data.documents import Documents, formatted
@@ -82,10 +81,8 @@ def _matches(pattern: str) -> Iterator[Shard]:
 
 def _file_system(address: str) -> tuple[Any, str]:
     """Return the file system of an address, and its place there."""
-    from fsspec.core import url_to_fs
-
     with _access_errors(f"{address} cannot be opened"):
-        system, place = url_to_fs(address)
+        system, place = open_address(address)
     return system, place
 
 
@@ -269,5 +266,5 @@ class ShardStore:
         with cache_errors(self.folder):
             file = (self.folder / f"{key}.lock").open("w")
         with file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            wait_for_lock(file)
             yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import logging
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from pipeline import StageError
-from pipeline.utils import activity, cache_folder
+from pipeline.utils import activity, cache_folder, wait_for_lock
 
 LOG = logging.getLogger("pipe.operators")
 
@@ -41,7 +40,7 @@ def keep_operators() -> None:
         library = root / builder.name / f"{builder.name}.so"
         library.parent.mkdir(parents=True, exist_ok=True)
         with library.with_suffix(".lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)  # freed by the system when its holder is killed
+            wait_for_lock(file)
             # torch's own lock is not freed then; while this one is held, nobody else holds torch's.
             (library.parent / "lock").unlink(missing_ok=True)
             if not library.exists():

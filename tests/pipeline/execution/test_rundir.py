@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import multiprocessing
 import os
 import stat
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -139,3 +142,29 @@ def test_a_lock_that_is_a_link_is_refused(tmp_path: Path) -> None:
         with rundir.locked(tmp_path):
             raise AssertionError("entered")
     assert (tmp_path / "target").read_text() == "kept"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_a_file_system_without_locks(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lustre without `-o flock`: no run is possible there, but looking at one is."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with (
+        pytest.raises(UsageError, match=r"lock cannot be locked .*Lustre: -o flock"),
+        rundir.locked(tmp_path),
+    ):
+        pass
+    assert not rundir.is_locked(tmp_path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
+def test_a_lock_that_is_no_file(make: Callable[[Path], object], tmp_path: Path) -> None:
+    make(tmp_path / "lock")
+    for look in (lambda: rundir.is_locked(tmp_path), lambda: rundir.locked(tmp_path).__enter__()):
+        with pytest.raises(UsageError):
+            look()

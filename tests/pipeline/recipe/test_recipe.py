@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import string
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pipeline.errors import RecipeError
-from pipeline.recipe import Launch, SlotSpec, load_recipe
+from pipeline.recipe import Launch, SlotSpec, load_recipe, read_recipe
 from pipeline.recipe.dump import render
 from tests.support.tier import times
 
@@ -273,3 +275,27 @@ def test_garbage_is_refused_not_crashed_on(tmp_path: Path, text: str, override: 
         return
     assert problems
     assert all(problem.location is not None for problem in problems)
+
+
+@pytest.mark.parametrize(
+    "text", ["${" * 2000 + "a" + "}" * 2000, "${oc.env:X," * 2000 + "a" + "}" * 2000, "${a}" * 2000]
+)
+def test_thousands_of_interpolations_in_a_text_are_not_parsed(text: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(f"name: '{text}'\nstages: {{}}\n")
+    began = time.process_time()
+    _, problems = read_recipe(tmp_path / "recipe.yaml")
+    assert any("more than 50 interpolations in one text" in str(each) for each in problems)
+    assert time.process_time() - began < 2
+
+
+@pytest.mark.parametrize("place", ["recipe.yaml", "base.yaml"])
+def test_a_pipe_or_a_device_is_no_recipe(place: str, tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("name: x\nextends: base.yaml\nstages: {}\n")
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir):
+        path = tmp_path / place
+        if path.is_file():
+            path.unlink()
+        make(path)
+        _, problems = read_recipe(tmp_path / "recipe.yaml")
+        assert [("not a file" in str(each)) for each in problems] == [True]
+        path.rmdir() if path.is_dir() else path.unlink()

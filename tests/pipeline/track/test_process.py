@@ -174,7 +174,10 @@ def test_a_rank_that_a_launcher_stops_after_a_failure_has_failed(
 ) -> None:
     feeder = start(working, LONG)
     assert is_open(feeder)
-    report = {"rank": 1, "time": 1.0, "error": "too bad", "refused": False}
+    report = {
+        "rank": 1, "time": 1.0, "slot": "train", "message": "too bad", "expected": True,
+        "refused": False, "memory": "", "restart": "never", "place": "",
+    }  # fmt: skip
     (private_folder(feeder.ctx.run_dir / "failures") / "rank-1.json").write_text(json.dumps(report))
     try:
         raise Interrupted(signal.SIGTERM)

@@ -9,7 +9,7 @@ import pytest
 from pipeline.contracts.stage import PlanView
 from stages.checkpoint.sharded import FullCheckpoint, ShardedCheckpoint
 
-PLAN: PlanView = None  # type: ignore[assignment]
+PLAN = PlanView(name="r", seed=0, procs=1, device="cpu", slots={})
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def no_google(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("address", "told"),
     [
-        ("foo://x/y", "fsspec knows no foo://"),
+        ("foo://x/y", "foo:// is not opened"),
         ("gs://bucket/x", "gs:// needs a package"),
         ("memory://x", None),
         ("runs/here", None),
@@ -39,4 +39,4 @@ def test_addresses(key: str, address: str | None, told: str | None) -> None:
 
 def test_the_full_checkpoint_starts_from_the_same() -> None:
     (problem,) = FullCheckpoint(start_from="foo://x").check(PLAN)
-    assert (problem.key, problem.message) == ("start_from", "fsspec knows no foo://")
+    assert (problem.key, problem.message) == ("start_from", "foo:// is not opened")

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from pipeline.contracts.data import NO_TARGET
 from pipeline.contracts.export import ExportedModel
 from pipeline.distributed.process_group import DistContext
-from pipeline.errors import StageError
+from pipeline.errors import StageError, UsageError
 from pipeline.testing import problems
 from stages.evaluate.lm import EvaluatedModel, EvaluateLm
 from stages.evaluate.run import windows
@@ -186,3 +186,21 @@ def test_windows_score_every_token_but_the_first_once(
             assert sample.labels[own][0] - sample.input_ids[0] - 1 >= window - stride
         scored += sample.labels[own].tolist()
     assert scored == list(range(101, 100 + length))
+
+
+def test_a_folder_of_tasks_is_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Any
+) -> None:
+    """lm-eval imports what its YAML names, and renders templates without a sandbox."""
+    (tmp_path / "x.yaml").write_text("task: x\ndoc_to_text: !function run.it\n")
+    fields = {"tasks": ["x"], "task_folder": str(tmp_path)}
+    stage = EvaluateLm(tasks=("x",), task_folder=str(tmp_path))
+    monkeypatch.setenv("PIPE_TRUST_REMOTE_CODE", "0")
+    told = f"code of the tasks in {tmp_path} would run (--trust-remote-code allows it; read the"
+    (found,) = (each for each in problems(EvaluateLm, fields) if each.key == "task_folder")
+    assert found.message.startswith(told)
+    exported = ExportedModel(folder=model[1], files=[], total_bytes=0)
+    with pytest.raises(UsageError, match="would run"):
+        stage.run(context(tmp_path), exported, model[0].run(context(tmp_path)))
+    monkeypatch.setenv("PIPE_TRUST_REMOTE_CODE", "1")
+    assert not [each for each in problems(EvaluateLm, fields) if each.key == "task_folder"]

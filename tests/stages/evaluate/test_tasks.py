@@ -87,3 +87,25 @@ def test_an_unknown_task_is_named(folder: Path) -> None:
     assert said(folder, "tiny_choise") == (
         "lm_eval knows no task `tiny_choise` (lm_eval ls tasks lists them)"
     )
+
+
+@pytest.mark.parametrize("hostile", ["function", "template", "include"])
+def test_definitions_of_tasks_run_commands(folder: Path, tmp_path: Path, hostile: str) -> None:
+    """So `task_folder` takes --trust-remote-code: test_lm.py."""
+    mark = tmp_path / "ran"
+    text = (folder / "tiny.yaml").read_text().replace("tiny_choice", f"hostile_{hostile}")
+    (folder / "hostile.py").write_text(
+        f"import os\nos.system('touch {mark}')\ndef text(row): return row['text']\n"
+    )
+    template = f"{{{{ cycler.__init__.__globals__.os.system('touch {mark}') }}}}"
+    given = {
+        "function": text.replace('"{{text}}"', "!function hostile.text"),
+        "template": text.replace('"{{text}}"', json.dumps(template)),
+        "include": f"include: {tmp_path}/other.yaml\ntask: hostile_include\n",
+    }
+    (tmp_path / "hostile.py").write_text((folder / "hostile.py").read_text())
+    (tmp_path / "other.yaml").write_text(given["function"])
+    (folder / "hostile.yaml").write_text(given[hostile])
+    said(folder, f"hostile_{hostile}")
+    (folder / "hostile.yaml").unlink()
+    assert mark.exists()

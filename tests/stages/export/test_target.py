@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 
 from pipeline.errors import ExportError, StageError
 from stages.export import contents
+from stages.export.proof import verify
 from stages.export.safetensors import ExportSafetensors
 from tests.support.exports import Run, stored
 from tests.support.models import filled
@@ -44,7 +47,7 @@ def test_another_model_s_folder_is_left_alone(llama: Run) -> None:
 def test_file_added_to_an_export_is_left_alone(llama: Run) -> None:
     llama.export()
     (llama.folder / "eval.json").write_text("{}")
-    with pytest.raises(StageError, match=r"added or changed after its export: eval.json"):
+    with pytest.raises(StageError, match=r"added after its export: eval.json"):
         llama.export()
     assert (llama.folder / "eval.json").is_file()
 
@@ -89,14 +92,49 @@ def test_write_error(llama: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         llama.export()
 
 
-@pytest.mark.parametrize("name", ["README.md", "generation_config.json"])
-def test_an_earlier_export_with_a_changed_file_is_not_replaced(name: str, llama: Run) -> None:
+@pytest.mark.parametrize("name", ["README.md", "generation_config.json", "config.json"])
+def test_an_earlier_export_with_a_changed_file_is_kept_aside(
+    name: str, llama: Run, caplog: pytest.LogCaptureFixture
+) -> None:
     llama.export(dtype="fp32")
-    written = (llama.folder / name).read_text()
     (llama.folder / name).write_text("mine")
-    with pytest.raises(StageError, match=rf"added or changed after its export: {name} \(name an"):
-        llama.export(dtype="bf16")
-    assert (llama.folder / name).read_text() == "mine"
-    (llama.folder / name).write_text(written)
+    (problem,) = ExportSafetensors(folder=str(llama.folder)).check(None)  # type: ignore[arg-type]
+    assert problem.warning
+    assert f"changed after it was written: {name}" in problem.message
     llama.export(dtype="bf16")
-    assert [place.name for place in llama.folder.parent.iterdir()] == ["export"]
+    aside = llama.folder.with_name("export.changed-1")
+    assert (aside / name).read_text() == "mine"
+    assert f"changed after it was written: {name}; it is kept as {aside}" in caplog.text
+    assert (llama.folder / name).read_text() != "mine"
+    assert len(list(llama.folder.parent.iterdir())) == 2
+
+
+def fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def huge(file: Path) -> None:
+    os.truncate(file, 1 << 32)
+
+
+def elsewhere(file: Path) -> None:
+    file.write_text(file.read_text().replace('"config.json"', '"../config.json"'))
+
+
+@pytest.mark.parametrize(
+    "damage", [fifo, folder, huge, elsewhere, lambda file: file.write_text("[" * 100_000)]
+)
+def test_an_export_whose_manifest_is_damaged_is_made_anew(
+    damage: Callable[[Path], object], llama: Run
+) -> None:
+    llama.export()
+    damage(llama.folder / "export.json")
+    llama.export()
+    assert (llama.folder.with_name("export.changed-1") / "config.json").is_file()
+    verify(llama.folder, print, trust_remote_code=False)

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from xxhash import xxh3_64_hexdigest
 
-from pipeline.errors import ExportError
+from pipeline.errors import ExportError, UsageError
 from stages.export import proof as running
 from stages.export.proof import verify
 from stages.export.safetensors import ExportSafetensors
@@ -111,6 +112,19 @@ def test_other_computation_is_found(llama: Run) -> None:
     file.write_text(json.dumps(content))
     with pytest.raises(ExportError, match=r"computes something else .* up to 0.01"):
         told(done.folder)
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+def test_a_kernel_of_the_hub_is_not_run_unasked(key: str, llama: Run) -> None:
+    """A config can name one, which transformers would fetch; every checksum agrees."""
+    folder = llama.export().folder
+    config = json.loads((folder / "config.json").read_text()) | {key: "any/kernel"}
+    (folder / "config.json").write_text(json.dumps(config))
+    content = json.loads((folder / "export.json").read_text())
+    content["others"]["config.json"] = xxh3_64_hexdigest((folder / "config.json").read_bytes())
+    (folder / "export.json").write_text(json.dumps(content))
+    with pytest.raises(UsageError, match="code of the hub's kernel any/kernel would run"):
+        told(folder)
 
 
 def test_a_foreign_or_unfinished_folder(llama: Run, tmp_path: Path) -> None:

@@ -25,6 +25,19 @@ def found(**fields: Any) -> list[str]:
     return [str(problem) for problem in HfModel(**fields).check(PLAN)]
 
 
+@pytest.mark.parametrize("place", ["top", "part"])
+def test_a_kernel_that_a_config_names(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(TRUST_CODE, raising=False)
+    named = {"_attn_implementation": "any/kernel"}
+    config = {"model_type": "llama"} | (named if place == "top" else {"text_config": named})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    said = "code of the hub's kernel any/kernel would run (--trust-remote-code"
+    for fields in ({"config": str(tmp_path / "config.json")}, {"path": str(tmp_path)}):
+        assert any(said in each for each in found(**fields))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 
 from pipeline.testing import problems
@@ -85,6 +86,15 @@ def test_tensorboard_of_two_runs_whose_folders_have_the_same_name(tmp_path: Path
     for project in ("a", "b"):
         tracked(TrackTensorboard(folder=str(tmp_path / "all")), tmp_path / project)
     assert sorted(path.name for path in (tmp_path / "all").iterdir()) == ["my-run", "my-run-2"]
+
+
+def test_tensorboard_opens_no_address_of_a_state_that_came_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    opened(TrackTensorboard(), tmp_path / "run", {"folder": "memory://elsewhere"})
+    assert not fsspec.filesystem("memory").exists("/elsewhere")
+    assert list((tmp_path / "memory:/elsewhere").iterdir())
 
 
 def opened(stage: TrackerStage, folder: Path, state: Mapping[str, Any]) -> Mapping[str, Any]:

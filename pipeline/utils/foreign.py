@@ -1,0 +1,103 @@
+"""Files that others may have made: regular ones alone, and no more of them than there should be.
+
+A folder that somebody has sent can hold a FIFO or a device in place of a file, which would be read
+for ever, a link to any file of ours, and files of any size that take no room on the disk.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+WHOLE = 16 << 20
+"""Most bytes of a file that is read as a whole, unless its reader says otherwise. JSON takes up to
+thirty times as much as objects."""
+BLOCK = 1 << 20
+LINE = 16 << 20
+"""Most bytes of a line."""
+
+
+def open_regular(path: str | Path, *, within: Path | None = None) -> BinaryIO:
+    """A file to read. Raises OSError for anything else than a regular file, and for one that is not
+    in the folder `within` when its links are followed."""
+    require_regular(path)  # opening a device can do something already
+    if within is not None and not Path(path).resolve().is_relative_to(within.resolve()):
+        raise OSError(errno.ELOOP, f"leads out of {within}", str(path))
+    # A FIFO that has taken the place meanwhile must not make us wait for its writer.
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    try:
+        _require_regular(path, os.fstat(file.fileno()).st_mode)
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def read_whole(path: str | Path, *, most: int = WHOLE, within: Path | None = None) -> bytes:
+    """The content of a file. Raises OSError as `open_regular` does, and for more than `most`
+    bytes."""
+    with open_regular(path, within=within) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size <= most:
+            return file.read(size)
+    raise OSError(errno.EFBIG, f"holds more than {most:,} bytes, which it never should", str(path))
+
+
+def read_json(path: str | Path, *, most: int = WHOLE, within: Path | None = None) -> Any:
+    """The value in a JSON file. Raises OSError as `read_whole` does, and ValueError for what is not
+    JSON."""
+    return parse_json(read_whole(path, most=most, within=within))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises ValueError, also where it is nested too deep to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number that fits a float; true and false are none."""
+    return type(value) in (int, float) and abs(value) < 1e300
+
+
+def is_text(value: Any) -> bool:
+    """Whether a value is text."""
+    return isinstance(value, str)
+
+
+def fitting(found: Mapping[str, Any], kinds: Mapping[str, Callable[[Any], bool]]) -> dict[str, Any]:
+    """The entries of a JSON object without those of `kinds` that are of another kind."""
+    return {key: value for key, value in found.items() if key not in kinds or kinds[key](value)}
+
+
+def lines_of(file: BinaryIO, most: int = LINE) -> Iterator[bytes]:
+    """Lines of an open file from its position on, with their ends. Longer ones than `most` bytes
+    are left out, and take no more memory than that."""
+    while line := file.readline(most):
+        if len(line) < most or line.endswith(b"\n"):
+            yield line
+            continue
+        while block := file.read(BLOCK):
+            end = block.find(b"\n")
+            if end >= 0:
+                file.seek(end + 1 - len(block), os.SEEK_CUR)
+                break
+
+
+def require_regular(path: str | Path) -> None:
+    """Raise OSError for anything else than a regular file, which a library would read for ever."""
+    _require_regular(path, Path(path).stat().st_mode)
+
+
+def _require_regular(path: str | Path, mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "is a folder, not a file", str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.ENXIO, "is a pipe or a device, not a file", str(path))

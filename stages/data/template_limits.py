@@ -1,0 +1,174 @@
+"""Chat templates rendered within bounds of time and memory.
+
+A template is a program that comes with a model. transformers runs it in Jinja's sandbox, which lets
+it touch nothing, but go on for ever and ask for any amount of memory. So it runs in a process of
+its own, forked at the first use, whose limits the system enforces; one that breaks them is killed,
+and the next call starts another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import resource
+import select
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import jinja2
+
+from pipeline.utils import die_with
+
+SECONDS = 10
+"""Most seconds of a processor that a call takes. A long conversation takes some milliseconds, and
+a call renders parts of up to 64 of them; where that is too much, each is rendered by itself."""
+MEMORY = 1 << 30
+"""Most bytes that a call adds to the memory of this process."""
+ANSWER = 1 << 28
+"""Most bytes of what a call returns."""
+WAIT = 600.0
+"""Seconds after which a process that does not even compute is taken for dead."""
+
+
+class TemplateLimitError(Exception):
+    """A template took more than it may."""
+
+
+class Limited:
+    """A function of plain values that runs in a process of its own; calls are as its own. What it
+    returns comes as JSON has it; an error of it is raised as one of Jinja's or a RuntimeError.
+
+    Copies in forked processes start processes of their own.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str) -> None:
+        """`name` says whose templates the function renders."""
+        self._function, self._name = function, name
+        self._guard = threading.Lock()
+        self._owner = self._child = 0
+        self._streams: tuple[BinaryIO, BinaryIO] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function. Raises TemplateLimitError, and what the function raises."""
+        if self._owner not in (0, os.getpid()):  # a copy, whose lock another thread may have held
+            self._end()
+            self._guard = threading.Lock()
+        with self._guard:
+            requests, answers = self._streams or self._start()
+            try:
+                _send(requests, pickle.dumps((args, kwargs)))
+                content = _received(answers)
+            except OSError:
+                content = b""
+            if not content:
+                self._end()
+                raise self._broken(f"{SECONDS} s of a processor or {MEMORY >> 30} GiB of memory")
+        answer = json.loads(content)
+        if "failed" in answer:
+            raise _as_it_was(*answer["failed"])
+        if "limit" in answer:
+            raise self._broken(answer["limit"])
+        return answer["returned"]
+
+    def _broken(self, limit: str) -> TemplateLimitError:
+        return TemplateLimitError(f"rendering by the template of {self._name} takes over {limit}")
+
+    def __del__(self) -> None:
+        self._end()
+
+    def _start(self) -> tuple[BinaryIO, BinaryIO]:
+        requests, answers = os.pipe(), os.pipe()
+        parent = os.getpid()
+        child = os.fork()
+        if child == 0:
+            try:
+                die_with(parent)
+                _serve(self._function, requests[0], answers[1])
+            finally:
+                os._exit(0)
+        os.close(requests[0])
+        os.close(answers[1])
+        self._streams = os.fdopen(requests[1], "wb"), os.fdopen(answers[0], "rb")
+        self._owner, self._child = parent, child
+        return self._streams
+
+    def _end(self) -> None:
+        """End the process, if it is ours."""
+        for stream in self._streams or ():
+            with contextlib.suppress(OSError):
+                stream.close()
+        if self._owner == os.getpid():
+            with contextlib.suppress(OSError):
+                os.kill(self._child, signal.SIGKILL)
+                os.waitpid(self._child, 0)
+        self._owner, self._streams = 0, None
+
+
+def _received(answers: BinaryIO) -> bytes:
+    """The answer; empty if the process was killed instead."""
+    ready, _, _ = select.select([answers], [], [], WAIT)
+    return _receive(answers) if ready else b""
+
+
+def _send(stream: BinaryIO, content: bytes) -> None:
+    stream.write(len(content).to_bytes(8, "little") + content)
+    stream.flush()
+
+
+def _receive(stream: BinaryIO) -> bytes:
+    """A message; empty where there is none, or not all of one."""
+    size = int.from_bytes(stream.read(8), "little")
+    content = stream.read(size)
+    return content if len(content) == size else b""
+
+
+def _serve(function: Callable[..., Any], requests: int, answers: int) -> None:
+    """Answer until the other end is closed, in the child."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGXCPU):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads are the parent's
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - locks, sockets, GPUs
+        if int(name) not in (0, 1, 2, requests, answers):
+            with contextlib.suppress(OSError):
+                os.close(int(name))
+    with os.fdopen(requests, "rb") as incoming, os.fdopen(answers, "wb") as outgoing:
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
+        most = pages * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        while request := _receive(incoming):
+            _send(outgoing, _answer(function, request))
+
+
+def _answer(function: Callable[..., Any], request: bytes) -> bytes:
+    args, kwargs = pickle.loads(request)  # noqa: S301 - the parent's own
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    limit = int(used.ru_utime + used.ru_stime) + 1 + SECONDS
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+    try:
+        content = json.dumps({"returned": _plain(function(*args, **kwargs))}).encode()
+        if len(content) <= ANSWER:
+            return content
+        return json.dumps({"limit": f"{ANSWER >> 20} MiB of text"}).encode()
+    except MemoryError:
+        return json.dumps({"limit": f"{MEMORY >> 30} GiB of memory"}).encode()
+    except Exception as error:
+        return json.dumps({"failed": [type(error).__name__, str(error)[:10_000]]}).encode()
+
+
+def _plain(value: Any) -> Any:
+    """Mappings of transformers as JSON knows them."""
+    return dict(value) if hasattr(value, "keys") else value
+
+
+def _as_it_was(name: str, text: str) -> Exception:
+    kind = getattr(jinja2, name, RuntimeError)
+    known = isinstance(kind, type) and issubclass(kind, jinja2.TemplateError)
+    return jinja2.TemplateError(text) if known else RuntimeError(text)

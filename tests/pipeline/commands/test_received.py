@@ -1,0 +1,150 @@
+"""Folders that somebody has sent: whatever is in them, every command ends in time, within a bound
+of memory, and with a sentence."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from pipeline.cli import main
+from tests.fuzz.hostile import bounded
+from tests.pipeline.conftest import TinyRun
+
+SPARSE = 3 << 30
+"""Bytes of a file that takes no room on the disk."""
+
+
+def fifo(file: Path) -> None:
+    os.mkfifo(file)
+
+
+def device(file: Path) -> None:
+    file.symlink_to("/dev/zero")
+
+
+def folder(file: Path) -> None:
+    file.mkdir()
+
+
+def dangling(file: Path) -> None:
+    file.symlink_to("/nowhere/at/all")
+
+
+def outside(file: Path) -> None:
+    file.symlink_to(file.parents[2] / "secret.txt")
+
+
+def sparse(file: Path) -> None:
+    file.touch()
+    os.truncate(file, SPARSE)
+
+
+def text(content: str) -> Callable[[Path], None]:
+    return lambda file: file.write_text(content) and None  # type: ignore[func-returns-value]
+
+
+def retyped(value: Any) -> Callable[[Path, str], None]:
+    """Return what puts `value` in place of every value of the JSON objects in a file."""
+
+    def change(file: Path, before: str) -> None:
+        changed = []
+        for line in before.splitlines() if file.suffix == ".jsonl" else [before]:
+            try:
+                found = json.loads(line)
+            except ValueError:
+                found = {}
+            kept = ("event", "step") if isinstance(found, dict) else ()
+            known = found if isinstance(found, dict) else {}
+            changed.append(json.dumps({key: known[key] if key in kept else value for key in known}))
+        file.write_text("\n".join(changed) + "\n")
+
+    return change
+
+
+KINDS: dict[str, Any] = {
+    "fifo": fifo, "device": device, "folder": folder, "dangling": dangling, "outside": outside,
+    "sparse": sparse, "deep": text("[" * 200_000), "empty": text(""), "list": text("[1]\n"),
+    "binary": lambda file: file.write_bytes(bytes(range(256)) * 9),
+    "texts": retyped("x"), "lists": retyped([[]]), "objects": retyped({"a": {"b": 1}}),
+    "large": retyped(10**400), "negative": retyped(-1), "true": retyped(True),
+    "null": retyped(None),
+}  # fmt: skip
+FILES = (
+    "recipe.yaml", "journal.jsonl", "metrics.jsonl", "environment.json", "engine.json",
+    "origins.json", "activity.json", "plan.json", "hardware.jsonl", "memory.json", "lock",
+    "checkpoints.at",
+    "logs/rank-00000.log", "failures/rank-00000.json", "export/export.json", "export/config.json",
+    "export/model.safetensors", "export/tokenizer_config.json", "evaluation.json",
+    "checkpoints/step-00000008/manifest.json", "logs", "failures", "checkpoints", "export",
+)  # fmt: skip
+COMMANDS = (
+    "ls runs", "ls runs --json", "status RUN", "status RUN --json", "logs RUN", "report RUN",
+    "compare RUN RUN", "inspect RUN", "inspect RUN --verify", "verify RUN", "clean RUN",
+    "track RUN", "check RUN/recipe.yaml", "show RUN/recipe.yaml", "dag RUN/recipe.yaml",
+    "plan RUN/recipe.yaml",
+    "verify RUN/export", "inspect RUN/checkpoints/step-00000008",
+    "convert RUN/checkpoints/step-00000008 out --to full",
+)  # fmt: skip
+WALK = [*itertools.product(FILES, KINDS, COMMANDS)]
+SECRET = "the content of a file that was not sent"
+
+
+@pytest.fixture
+def received(tiny_run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder of runs: one to be damaged, and a whole one."""
+    (tmp_path / "secret.txt").write_text(SECRET)
+    for name in ("sent", "whole"):
+        shutil.copytree(tiny_run.folder, tmp_path / "runs" / name)
+    for name, content in (("activity.json", "{}"), ("plan.json", "{}"), ("memory.json", "{}")):
+        file = tmp_path / "runs" / "sent" / name
+        if not file.exists():
+            file.write_text(content)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs" / "sent"
+
+
+def damage(file: Path, kind: str) -> None:
+    """Put something of a kind in place of a file."""
+    before = file.read_text("utf-8", errors="replace") if file.is_file() else ""
+    if file.is_dir():
+        shutil.rmtree(file)
+    else:
+        file.unlink(missing_ok=True)
+    file.parent.mkdir(exist_ok=True)
+    change = KINDS[kind]
+    if change.__name__ == "change":
+        change(file, before)
+    else:
+        change(file)
+
+
+def ends_with_a_sentence(received: Path, command: str) -> str:
+    """Return what a command says."""
+    words = command.replace("RUN", str(received)).split()
+    with bounded(received.parent, may_leave=True):
+        result = CliRunner().invoke(main, words)
+    said = result.output + str(result.exception or "")
+    assert "a bug in pipe" not in said, (command, said)
+    assert "Traceback" not in said, (command, said)
+    assert SECRET not in said, (command, said)
+    assert result.exit_code in (0, 1, 2, 3), (command, said)
+    return result.output
+
+
+@pytest.mark.parametrize(
+    ("file", "kind", "command"),
+    WALK[int(os.environ.get("S", "0")) :: int(os.environ.get("K", "61"))],
+)
+def test_a_damaged_folder(received: Path, file: str, kind: str, command: str) -> None:
+    damage(received / file, kind)
+    said = ends_with_a_sentence(received, command)
+    if command == "ls runs":
+        assert "runs/whole" in said
