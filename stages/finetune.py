@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from stages.model.compat import suited_attention
+from stages.model.hf import HfModel
+from stages.model.read import config_at_hand
+
 if TYPE_CHECKING:
     from pipeline.planning import AdviceRequest
 
@@ -21,7 +25,7 @@ def finetune(request: AdviceRequest) -> Mapping[str, Mapping[str, Any]]:
     low_rank = {"adapter": {"use": "adapter.lora", "rank": 16, "alpha": 32}}
     rates = {"lr": 1e-4, "weight_decay": 0.0} if request.lora else {"lr": 1e-5, "weight_decay": 0.1}
     return {
-        "model": {"use": "model.hf", **request.model},
+        "model": {"use": "model.hf", **_attention(request), **request.model},
         **(low_rank if request.lora else {}),
         "precision": {"use": "precision.policy", "compute": request.compute},
         "data": {
@@ -42,3 +46,11 @@ def finetune(request: AdviceRequest) -> Mapping[str, Mapping[str, Any]]:
         "consolidate": {"use": "consolidate.stream"},
         "export": {"use": "export.safetensors", "dtype": "bf16"},
     }
+
+
+def _attention(request: AdviceRequest) -> Mapping[str, str]:
+    """The attention that the architecture has, where it is not the default."""
+    config = config_at_hand(HfModel(**request.model)) or {}
+    device = "cuda" if request.on_gpus else "cpu"
+    best = suited_attention(str(config.get("model_type")), device)
+    return {} if best == HfModel.attention else {"attention": best}

@@ -15,6 +15,8 @@ from stages.data.rendering import Refused, Renderer
 from stages.data.token_sizes import Span
 
 _PLAIN = {"role", "content"}
+_TELLING = 8
+"""Characters of a content that are not in a text by chance."""
 
 
 @dataclass(frozen=True)
@@ -110,10 +112,11 @@ class Turns:
             plain = message["role"] != "tool" and message.keys() == _PLAIN
             if not plain or not isinstance(content, str) or "</think>" in content:
                 return False
-            place = self.text.find(content.strip(), place)
-            if place < 0:
+            said = content.strip()
+            place = self.text.find(said, place)
+            if place < 0 or 0 < len(said) < _TELLING:
                 return False
-            place += len(content.strip())
+            place += len(said)
         return True
 
     def _opening(self, end: int) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import PlanView, Problem, StageError, UsageError
 from pipeline.utils import did_you_mean, require_code_trust, require_trust
 from stages.model.chat_template import read_template
-from stages.model.compat import causal_types, is_multimodal
+from stages.model.compat import attentions, causal_types, is_multimodal, suited_attention
 from stages.model.config_checks import NOT_BY_TEXT, sees_later_tokens, wrong_size
 from stages.model.files import (
     COMMIT,
@@ -240,6 +240,12 @@ def _attention(stage: HfModel, plan: PlanView) -> Found:
         yield from _needs(plan, "attention", name, package, package)
     elif name == "flex_attention" and plan.device == "cpu":
         yield "attention", "flex_attention computes no gradients on a CPU", "use sdpa"
+    elif name == "sdpa":
+        kind = str((config_at_hand(stage) or {}).get("model_type"))
+        known = attentions(kind)
+        if known and "sdpa" not in known and not stage.trust_remote_code:
+            best = suited_attention(kind, plan.device)
+            yield "attention", f"transformers has no sdpa for a {kind}", f"set attention: {best}"
     if stage.kernels is not None:
         yield from _needs(plan, "kernels", "Liger", "liger_kernel", "liger-kernel")
 

@@ -261,6 +261,13 @@ def attentions(kind: str) -> tuple[str, ...]:
     return (*(one for one, flag in known.items() if f"{flag} = True" in text), "eager")
 
 
+def suited_attention(kind: str, device: str) -> str:
+    """Return the fastest attention implementation that a `model_type` has and that needs no further
+    package; `device`: cuda or cpu, where flex_attention computes no gradients."""
+    known = [one for one in attentions(kind) if one != "flex_attention" or device != "cpu"]
+    return known[0] if known else "sdpa"
+
+
 def is_multimodal(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a model of more than text, and not of its language model, which
     some have as a class of its own."""

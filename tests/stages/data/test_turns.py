@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pipeline import NO_TARGET, DataError
@@ -100,6 +100,7 @@ def test_turns_of_templates_that_render_a_turn_by_its_place(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
+@example(contents=["<", "<"], template=PARTS)  # which is in any text
 @given(
     contents=st.lists(st.text("<[t>\né🎉 a", max_size=6).filter(str.strip), min_size=2, max_size=6),
     template=st.sampled_from([LAST_BLOCK, OPENS, CLOSES, PARTS, PLAIN]),
