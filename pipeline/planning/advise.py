@@ -15,7 +15,7 @@ from pipeline.planning.hardware import HardwareOptions, Margins, resolve_topolog
 from pipeline.planning.memory_plan import MemoryPlan
 from pipeline.planning.planner import Tier
 from pipeline.planning.presets import Strategy, in_order
-from pipeline.planning.report import memory
+from pipeline.planning.report import memory, spare
 from pipeline.planning.search import Candidate, Changes, SearchBase, best, overrides
 from pipeline.planning.topology import Topology
 from pipeline.recipe.dump import render
@@ -137,6 +137,7 @@ def _explained(chosen: Candidate, tried: Sequence[Candidate]) -> Iterator[str]:
     """The choice, and each of its savings with what the recipe would need without it."""
     yield f"chosen: {chosen.strategy}"
     yield f"  {_numbers(chosen.memory_plan)}"
+    yield from (f"  {line}" for line in spare(chosen.memory_plan))
     if chosen.strategy.axes:
         yield f"  {_reason(chosen, tried)}"
     for one in chosen.saved:

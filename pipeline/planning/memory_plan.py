@@ -55,6 +55,21 @@ class MemoryPlan:
         return self.margins.of(self.estimate.peak)
 
     @property
+    def left(self) -> int | None:
+        """Bytes of a device that are free at the peak, with margins; None if its memory is not
+        known."""
+        known = None if self.topology.device == "cpu" else self.hardware.device_memory
+        return None if known is None else known - self.needed
+
+    @property
+    def roomy(self) -> bool:
+        """Whether it fits, and leaves the share of a device's memory that advice leaves."""
+        if self.short or self.left is None:
+            return not self.short
+        assert self.hardware.device_memory is not None
+        return self.left >= self.margins.headroom * self.hardware.device_memory
+
+    @property
     def idle(self) -> int:
         """Ranks without a sample in any step."""
         data = self.topology.data_ranks

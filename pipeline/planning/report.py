@@ -20,6 +20,7 @@ def lines(memory_plan: MemoryPlan) -> Iterator[str]:
     verdict = f"does not fit ({short})" if short else "fits"
     fits = f"{verdict}: {memory(memory_plan)}"
     yield "whether it fits: say --gpu or --memory" if memory_plan.fits is None else fits
+    yield from spare(memory_plan)
     yield from _head(memory_plan)
     yield ""
     if memory_plan.topology.device != "cpu":
@@ -53,6 +54,19 @@ def memory(memory_plan: MemoryPlan) -> str:
         return on_host
     there = f" of {gib(hardware.device_memory)}" if hardware.device_memory else ""
     return f"{gib(memory_plan.needed)} GiB{there} a GPU, {on_host}"
+
+
+def spare(memory_plan: MemoryPlan) -> Iterator[str]:
+    """What is left of a GPU, if it fits; a warning where that is little."""
+    left, known = memory_plan.left, memory_plan.hardware.device_memory
+    if memory_plan.short or left is None or known is None:
+        return
+    free = f"{gib(left)} GiB of a GPU are left, {left / known:.0%}"
+    if memory_plan.roomy:
+        yield free
+    else:
+        share = memory_plan.margins.headroom
+        yield f"{free}: it may not fit, as one training in three took over {share:.0%} more"
 
 
 def _head(memory_plan: MemoryPlan) -> Iterator[str]:

@@ -115,6 +115,11 @@ class Candidate:
         return not self.memory_plan.short
 
     @property
+    def roomy(self) -> bool:
+        """Whether it fits with the head-room that advice leaves."""
+        return self.memory_plan.roomy
+
+    @property
     def narrow(self) -> int:
         """Largest order of the savings that change numerics; 0 without one."""
         return max((one.order for one in self.saved if one.order > AWAY), default=0)
@@ -159,23 +164,34 @@ def most_saving(
 
 
 def relaxed(candidate: Candidate) -> Candidate:
-    """Remove each saving without which the candidate still fits; one that does not fit stays."""
+    """Remove each saving without which the candidate still fits with head-room; one without that
+    keeps all that only cost time."""
     for one in reversed(candidate.saved if candidate.fits else ()):
         less = candidate.without(one)
-        candidate = less if less.fits else candidate
+        optional = less.roomy if candidate.roomy or one.order < AWAY else less.fits
+        candidate = less if optional else candidate
     return candidate
 
 
 def best(found: Sequence[Candidate]) -> Candidate | None:
     """A candidate that fits, or None: one of those that change numerics the least, then of those
-    whose expected step is within `LONGER` of the shortest (if all are known), then the one with the
-    fewest savings; among equals, the first."""
+    with head-room, then of those that no other is faster and smaller than, and whose expected step
+    is within `LONGER` of the shortest (if all are known), then the one with the fewest savings;
+    among equals, the first."""
     able = [one for one in found if one.fits]
     able = [one for one in able if one.narrow == min(other.narrow for other in able)]
+    able = [one for one in able if one.roomy] or able
     if able and not any(one.memory_plan.time.unknown for one in able):
+        able = [one for one in able if not any(_beats(other, one) for other in able)]
         longest = LONGER * min(one.memory_plan.time.expected for one in able)
         able = [one for one in able if one.memory_plan.time.expected <= longest]
     return min(able, key=lambda one: len(one.saved), default=None)
+
+
+def _beats(one: Candidate, other: Candidate) -> bool:
+    """Whether a candidate is as fast as another, and smaller."""
+    mine, its = one.memory_plan, other.memory_plan
+    return mine.time.expected <= its.time.expected and mine.needed < its.needed
 
 
 def _possible(candidate: Candidate) -> Candidate:

@@ -30,7 +30,8 @@ from pipeline.planning.search import (
 from pipeline.planning.step_time import StepTime
 from pipeline.planning.topology import Topology
 
-ROOM = 10
+ROOM, ROOMY = 10, 9
+"""GiB of a GPU, and what advice uses of them if it can."""
 SAVED = {"again": 5, "chunk": 3, "moments": 4, "frozen": 6}
 """GiB that a field saves; each halving of micro-batches saves 2."""
 KINDS = (planner.RECOMPUTE, planner.CHUNK, planner.NARROW_MOMENTS, planner.NARROW_FROZEN)
@@ -93,6 +94,8 @@ def plan_of(device: float, *, seconds: float = 4.0, unknown: Sequence[str] = ())
     parts = {"compute": seconds}
     return SimpleNamespace(
         short=["memory"] if device > ROOM else [],
+        roomy=device <= ROOMY,
+        needed=device,
         time=StepTime(parts=parts, reached=parts, unknown=unknown, overlaps=True),
         idle=0,
     )
@@ -115,12 +118,15 @@ def test_what_is_saved_is_needed(needs: int, saves: Mapping[str, int]) -> None:
     if not found.fits:
         assert too_much > max(saves["moments"], saves["frozen"])
         return
-    assert not any(found.without(one).fits for one in found.saved)
     fields = [one.what for one in found.saved]
     narrowed = [saves[name] for name in ("moments", "frozen") if name in fields]
     assert len(narrowed) == (too_much > 0)
+    if not found.roomy:  # nothing that only costs time is left out
+        assert {"again", "chunk", "smaller"} <= {*fields}
+        return
+    assert not any(found.without(one).roomy for one in found.saved)
     # The most expensive saving is used only where all others are not enough.
-    assert ("again" in fields) is (needs - ROOM - sum(narrowed) > saves["chunk"] + 4)
+    assert ("again" in fields) is (needs - ROOMY - sum(narrowed) > saves["chunk"] + 4)
 
 
 @pytest.mark.parametrize(
@@ -129,9 +135,11 @@ def test_what_is_saved_is_needed(needs: int, saves: Mapping[str, int]) -> None:
         (9, {}, ""),
         (12, {}, "chunk"),
         (16, {}, "chunk smaller"),
-        (18, {}, "chunk again"),
+        (10, {}, "chunk"),  # it fits without, and leaves nothing
+        (17, {}, "chunk again"),
+        (18, {}, "chunk smaller again"),
         (25, {}, "chunk smaller again moments"),
-        (28, {}, "chunk smaller again frozen"),  # instead of moments, which are not enough
+        (28, {}, "chunk smaller smaller again frozen"),  # instead of moments, which are not enough
         (18, {"lacks": ["chunk"]}, "smaller again"),
         (18, {"refuses": ["chunk"]}, "smaller again"),
     ],
@@ -158,6 +166,9 @@ def way(device: float, *saved: str, **how: Any) -> Candidate:
         ([way(9, seconds=4.3), way(9, "again")], 0),
         ([way(9, seconds=4.5), way(9, "again")], 1),
         ([way(9, "again", seconds=9), way(9, "moments")], 0),
+        ([way(10), way(9, "again", "chunk", seconds=9)], 1),  # head-room before time
+        ([way(9), way(8, "again")], 1),  # as fast, and smaller
+        ([way(9), way(8, "again", seconds=4.2)], 0),
         ([way(9, "frozen"), way(9, "chunk", "moments")], 1),
         ([way(9, seconds=9, unknown=["network"]), way(9, "chunk")], 0),
     ],

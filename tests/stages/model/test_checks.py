@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from pipeline.contracts.stage import PlanView
 from pipeline.utils.trust import TRUST_CODE
-from stages.model.compat import causal_types, image_text_types
+from stages.model.compat import attentions, causal_types, image_text_types, suited_attention
 from stages.model.hf import HfModel
 from tests.support.models import save_tokenizer, tiny_llama_config
+from tests.support.tier import spread
 
 PLAN = PlanView(name="r", seed=0, procs=1, device="cpu", slots={})
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -188,5 +190,24 @@ PADDING = "the loss of a row of a prophetnet depends on its padding"
     ],
 )
 def test_rows_that_see_what_they_should_not(config: dict[str, Any], said: list[str]) -> None:
-    problems = [one.removeprefix("config: ").split(" (")[0] for one in found(config=config)]
-    assert problems == said
+    problems = found(config=config, attention="eager")
+    assert [one.removeprefix("config: ").split(" (")[0] for one in problems] == said
+
+
+def test_an_attention_that_the_architecture_lacks() -> None:
+    (problem,) = found(config={"model_type": "gemma2"})
+    assert problem == "attention: transformers has no sdpa for a gemma2 (set attention: eager)"
+    assert found(config={"model_type": "gemma2"}, attention="eager") == []
+    assert suited_attention("gemma2", "cuda") == "flex_attention"
+    assert suited_attention("bloom", "cuda") == "eager"
+    assert suited_attention("llama", "cpu") == suited_attention("nobody", "cpu") == "sdpa"
+
+
+@pytest.mark.parametrize("kind", spread(sorted(causal_types()), 24))
+def test_attentions_are_those_of_the_class(kind: str) -> None:
+    known = attentions(kind)
+    built = getattr(transformers, causal_types()[kind], None)
+    if known and built is not None:
+        assert ("sdpa" in known) is bool(built._supports_sdpa)
+        if "sdpa" not in known:
+            assert ("flex_attention" in known) is bool(built._supports_flex_attn)
