@@ -63,6 +63,34 @@ def test_a_block_that_is_computed_again_keeps_its_input(tmp_path: Path) -> None:
     assert found.part("backward", 3).again.at(1) == again
 
 
+@pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
+def test_fused_attention_is_planned_as_one_kernel(attention: str, tmp_path: Path) -> None:
+    """It needs packages, or a GPU and values, to be run."""
+    plain, fused = (
+        profiled(tmp_path, model={**own(**llama()), "attention": one})
+        for one in ("sdpa", attention)
+    )
+    for moment in ("forward", "backward"):
+        assert fused.part(moment, 3).kept == plain.part(moment, 3).kept
+    assert fused.total("attention") == plain.total("attention")
+
+
+def test_fused_attention_of_an_architecture_without_sdpa(tmp_path: Path) -> None:
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4, "head_dim": 16,
+        "num_key_value_heads": 2, "num_hidden_layers": 2, "num_local_experts": 4, "vocab_size": 64,
+    }  # fmt: skip
+    config = {"model_type": "gpt_oss", **sizes}
+    scores = 2 * 4 * TOKENS**2
+    kept = [
+        profiled(tmp_path, model={"use": "model.hf", "config": config, "attention": one})
+        .part("forward", 1)
+        .kept.each
+        for one in ("eager", "flex_attention")
+    ]
+    assert kept[0] - kept[1] > scores
+
+
 def test_a_compiled_block_keeps_what_its_partition_keeps(tmp_path: Path) -> None:
     """Gate and up of the MLP, and what norms read, give the rest again: nearly a third less is
     kept, and much less is written, by the same products."""
