@@ -5,6 +5,7 @@ A measurement that fails or reaches its time limit costs no other.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import time
@@ -22,7 +23,7 @@ from pipeline.doctor.report import Device, Failure, Folder, MachineReport, Matmu
 from pipeline.doctor.software import gpu_uuids, operators, software, topology
 from pipeline.errors import UsageError
 from pipeline.hardware.gpus import gpu_count
-from pipeline.hardware.host import free_memory, total_memory, usable_cores
+from pipeline.hardware.host import cores_each, free_memory, total_memory, usable_cores
 from pipeline.utils.text import plural
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -156,6 +157,7 @@ class Session:
 def examine(runs: Path, *, procs: int | None, quick: bool) -> MachineReport:
     """Inspect and measure this machine with `procs` processes (None: one per GPU, or two). Progress
     is printed to standard error. Raises UsageError if there are fewer GPUs than `procs`."""
+    load = _load()  # before anything of this program adds to it
     places = folders(runs)
     budget = QUICK if quick else FULL
     session = Session(budget=budget, gpus=gpu_count() > 0)
@@ -172,6 +174,7 @@ def examine(runs: Path, *, procs: int | None, quick: bool) -> MachineReport:
         taken=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         host_memory_bytes=total_memory(),
         host=host(),
+        load=load,
         topology=topology({each.number for each in devices if each.number is not None}),
         network=network(),
         software=software(torch),
@@ -181,6 +184,13 @@ def examine(runs: Path, *, procs: int | None, quick: bool) -> MachineReport:
         environment=environment(os.environ),
         failures=tuple(session.failures),
     )
+
+
+def _load() -> float | None:
+    """Processes that ran or waited in the last minute, for each core, without this one."""
+    with contextlib.suppress(OSError):
+        return max(os.getloadavg()[0] - 1, 0.0) / cores_each(1)
+    return None
 
 
 def _devices(found: Sequence[Mapping[str, Any]], uuids: Mapping[int, str]) -> tuple[Device, ...]:

@@ -185,6 +185,8 @@ class MachineReport(Record):
     device: Literal["cpu", "cuda"] = "cpu"
     taken: str | None = None
     host: Host = Host()
+    load: Annotated[float, Field(ge=0)] | None = None
+    """Processes of others that ran or waited in the minute before, for each core."""
     topology: Topology = Topology()
     network: Network = Network()
     software: Software = Software()

@@ -25,6 +25,7 @@ FATAL = {"torch", "matmul", "collectives"}  # fail only if no run can train
 CHECKPOINT = 7e9 * 12  # bytes of a 7B model's weights and AdamW's two moments in fp32
 SLOW_DISK = 200e6  # bytes per second
 SHARED = LOCKED = 1 << 30  # bytes; NVIDIA recommends --shm-size=1g for containers
+BUSY = 0.5  # processes for each core
 LOW = 0.1  # share of host memory
 FEW = 4096  # open files, or processes and threads
 HARMLESS = {"", "0", "OFF", "INFO"}
@@ -152,7 +153,7 @@ def _pairs(links: Sequence[Link]) -> str:
 
 def _failures(machine: MachineReport) -> Findings:
     for failure in machine.failures:
-        if failure.measurement == "torch" and failure.late:
+        if failure.measurement == "torch" and failure.late and not _is_busy(machine):
             yield _finding("slow-import", f"importing torch was {failure.reason}")
         else:
             fatal = failure.measurement in FATAL and not failure.late
@@ -160,9 +161,18 @@ def _failures(machine: MachineReport) -> Findings:
             yield _finding("failed", f"{failure.measurement}: {failure.reason}", **other)
 
 
+def _is_busy(machine: MachineReport) -> bool:
+    return machine.load is not None and machine.load >= BUSY
+
+
+def _load(machine: MachineReport) -> Findings:
+    if _is_busy(machine):
+        yield _finding("busy", f"{machine.load:.1f} processes for each core ran or waited before")
+
+
 def _disk(machine: MachineReport) -> Findings:
     rate = machine.disk_write_bytes_per_s
-    if _below(rate, SLOW_DISK):
+    if _below(rate, SLOW_DISK) and not _is_busy(machine):
         size, minutes = human(CHECKPOINT), CHECKPOINT / rate / 60
         why = f"the checkpoint of a 7B model with its AdamW, {size}, takes {minutes:.0f} min"
         yield _finding("slow-disk", f"{human(rate)}/s are written", why=why)
@@ -234,6 +244,6 @@ def _folders(machine: MachineReport) -> Findings:
 
 
 RULES: tuple[Callable[[MachineReport], Findings], ...] = (
-    _torch, _unusable_gpus, _companions, _compilers, _gpus, _links, _failures, _disk,
-    _shared_and_locked_memory, _host_memory, _cores, _limits, _switches, _folders,
+    _torch, _unusable_gpus, _companions, _compilers, _gpus, _links, _load, _failures,
+    _disk, _shared_and_locked_memory, _host_memory, _cores, _limits, _switches, _folders,
 )  # fmt: skip

@@ -237,6 +237,7 @@ def test_a_late_import_is_no_fault_of_the_driver(
         return RankResults(records=((),), failure=f"given up after {seconds:.0f} s", late=True)
 
     monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setattr(module, "gpu_count", lambda: 2)
     monkeypatch.setattr("pipeline.doctor.software.gpu_count", lambda: 2)
     monkeypatch.setattr(module, "measure", measure)

@@ -246,6 +246,16 @@ def test_a_slow_disk_in_minutes(healthy: MachineReport) -> None:
     assert finding.why == "the checkpoint of a 7B model with its AdamW, 84.0 GB, takes 28 min"
 
 
+def test_a_busy_machine_is_not_blamed_on_its_disk(healthy: MachineReport) -> None:
+    late = Failure(measurement="torch", reason="not done within 40 s", late=True)
+    slow = {"disk_write_bytes_per_s": 50e6, "failures": (late,)}
+    assert {each.name for each in findings(changed(healthy, **slow))} >= {"slow-disk"}
+    busy = [each.name for each in findings(changed(healthy, **slow, load=0.5))]
+    assert "busy" in busy
+    assert not {"slow-disk", "slow-import"} & {*busy}
+    assert findings(changed(healthy, load=0.4)) == findings(healthy)
+
+
 def test_shared_memory(healthy: MachineReport) -> None:
     docker = {"shared_memory_bytes": 64 << 20, "shared_memory_free_bytes": 64 << 20}
     machine = changed(healthy, "kernel", **docker)
