@@ -109,7 +109,7 @@ def combine(
         copies=replace(copies, up=copies.up + waiting, down=copies.down + waiting),
         step=step,
         work=_work(profile, share, step),
-        caveats=caveats,
+        caveats=(*caveats, *share.caveats),
     )
 
 

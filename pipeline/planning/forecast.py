@@ -168,6 +168,8 @@ class StrategyMemory(ABC):
 
     ranks: int
     """Data-parallel ranks."""
+    caveats: tuple[str, ...] = ()
+    """Effects that the forecast leaves out, as sentences that continue "not counted:"."""
     averaged: int = 0
     """Bytes of averages of each trained element, which are saved beside moments."""
     masters: tuple[int, Place]

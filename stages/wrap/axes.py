@@ -115,6 +115,23 @@ class ExpertParallel:
     """Ranks that share a layer's experts. It divides the ranks that share the other parameters."""
 
 
+def caveats(stage: Any) -> tuple[str, ...]:
+    """Effects of a stage's axes that a plan of its time leaves out."""
+    found = []
+    if getattr(stage, "context_parallel", None) is not None:
+        found.append(
+            "waiting for attention's exchanges: trainings with context parallelism that others "
+            "published took 1.3 to 2 times as long as is expected of them"
+        )
+    pipeline = getattr(stage, "pipeline_parallel", None)
+    if pipeline is not None and pipeline.per_rank > 1:
+        found.append(
+            f"what each pass of {pipeline.schedule} costs beside its arithmetic: where others "
+            "measured both, 1F1B was as fast or faster"
+        )
+    return tuple(found)
+
+
 FIELDS = {
     "pipeline": "pipeline_parallel",
     "context": "context_parallel",

@@ -25,6 +25,7 @@ from pipeline.planning import (
     Traffic,
     Weight,
 )
+from stages.wrap.axes import caveats
 from stages.wrap.ddp import Ddp
 from stages.wrap.model_parts import model_parts
 from stages.wrap.torch_planner import ROOT, TorchMemory, UnitAmounts
@@ -129,7 +130,9 @@ class DdpPlanner(Planner[Ddp]):
     ) -> Replicated:
         views, keeps = self.stage.gradient_as_bucket_view, self.stage.sums_in_buckets
         sizes = Sizes.by(precision)
-        return Replicated(topology.ranks, profile, optimizer, sizes, views=views, keeps=keeps)
+        share = Replicated(topology.ranks, profile, optimizer, sizes, views=views, keeps=keeps)
+        share.caveats = caveats(self.stage)
+        return share
 
     def trace(
         self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan

@@ -21,7 +21,7 @@ from pipeline.planning import (
     Tier,
     Topology,
 )
-from stages.wrap.axes import required
+from stages.wrap.axes import caveats, required
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.fsdp_memory import Sharded
 from stages.wrap.model_parts import model_parts
@@ -105,8 +105,13 @@ class FsdpPlanner(Planner[Fsdp]):
         if topology.stages > 1 and samples is not None:
             from stages.wrap.fsdp_stages import PipelinedShards
 
-            return PipelinedShards(topology, profile, optimizer, sizes, samples, config=self.stage)
-        return Sharded(topology, profile.model, optimizer, sizes, config=self.stage)
+            share: StrategyMemory = PipelinedShards(
+                topology, profile, optimizer, sizes, samples, config=self.stage
+            )
+        else:
+            share = Sharded(topology, profile.model, optimizer, sizes, config=self.stage)
+        share.caveats = caveats(self.stage)
+        return share
 
     def trace(
         self, ctx: Context, topology: Topology, model: ModelSource, precision: Precision,

@@ -25,7 +25,7 @@ from pipeline.planning import (
     Topology,
     Traffic,
 )
-from stages.wrap.axes import required
+from stages.wrap.axes import caveats, required
 from stages.wrap.model_parts import model_parts
 from stages.wrap.zero.memory import SUMMED, Amounts, ZeroMemory
 from stages.wrap.zero.stage import Zero
@@ -203,4 +203,6 @@ class ZeroPlanner(Planner[Zero]):
         share = Stage3Memory if self.stage.stage == 3 else ZeroMemory
         tensor = required(self.stage, topology.ranks).tensor
         groups = {"ranks": topology.ranks // tensor, "apart": tensor}
-        return share(self.stage, profile.model, precision, optimizer, **groups)
+        memory = share(self.stage, profile.model, precision, optimizer, **groups)
+        memory.caveats = caveats(self.stage)
+        return memory
