@@ -20,7 +20,6 @@ def lines(memory_plan: MemoryPlan) -> Iterator[str]:
     verdict = f"does not fit ({short})" if short else "fits"
     fits = f"{verdict}: {memory(memory_plan)}"
     yield "whether it fits: say --gpu or --memory" if memory_plan.fits is None else fits
-    yield from spare(memory_plan)
     yield from _head(memory_plan)
     yield ""
     if memory_plan.topology.device != "cpu":
@@ -29,6 +28,7 @@ def lines(memory_plan: MemoryPlan) -> Iterator[str]:
             f"with {margins.fragmentation:.0%} lost between tensors and {gib(margins.overhead)} GiB"
             f" beside them ({margins.source}): {gib(memory_plan.needed)} GiB"
         )
+        yield from spare(memory_plan)
         yield ""
     yield from _memory("host memory per node, GiB", estimate.host)
     yield ""

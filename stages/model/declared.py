@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from typing import TYPE_CHECKING, Any
 
 from pipeline import ModelSource, StageError, TensorReader, Weights
 from stages.model import compat
+
+if TYPE_CHECKING:
+    from torch import nn
+
 
 SHOWN = 10
 WAYS_OUT = (
@@ -103,32 +103,15 @@ def empty() -> AbstractContextManager[None]:
 
 def outline(source: ModelSource) -> nn.Module:
     """The source's module: parameters on the meta device, real buffers, weights tied."""
-    with _NoValues(), empty():
+    from stages.model.no_values import NoValues, beside_parameters
+
+    with NoValues(), empty():
         model = source.build()
-    if any(tensor.is_meta for tensor in _tensors_beside_parameters(model)):
+    if any(tensor.is_meta for tensor in beside_parameters(model)):
         with empty():  # tensors that are filled later
             model = source.build()
     source.tie(model)
     return model
-
-
-class _NoValues(TorchFunctionMode):
-    """Make tensors without values on the meta device: `empty` moves parameters there only once they
-    are made, and one of them may be larger than this machine's memory."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        given = dict(kwargs or {})
-        if func is torch.empty and given.get("device") is None and given.get("out") is None:
-            given["device"] = torch.device("meta")
-        return func(*args, **given)
-
-
-def _tensors_beside_parameters(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.buffers()
-    for module in model.modules():
-        yield from (each for each in vars(module).values() if isinstance(each, Tensor))
 
 
 class DerivedSource(ModelSource):
