@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -111,7 +113,7 @@ def launch(
         raise UsageError(f"docker runs on one machine, and this is for {job.most_nodes} nodes")
     text = kind.write(job)
     _require_shown(text)
-    click.echo(text, nl=False) if shows else _submit(target, kind, text, job.env)
+    click.echo(text, nl=False) if shows else _submit(target, kind, text, job)
 
 
 def _require_options(target: str, kind: Target, given: dict[str, Any]) -> None:
@@ -243,8 +245,9 @@ def _require_shown(text: str) -> None:
         )
 
 
-def _submit(target: str, kind: Target, text: str, env: Sequence[str]) -> None:
-    """Hand the text to the target's client."""
+def _submit(target: str, kind: Target, text: str, job: Job) -> None:
+    """Hand the text to the target's client, with a secret that the nodes share."""
+    from pipeline.distributed.environment import TOKEN
     from pipeline.errors import UsageError
 
     if which(kind.client) is None:
@@ -252,14 +255,22 @@ def _submit(target: str, kind: Target, text: str, env: Sequence[str]) -> None:
             f"--submit needs {kind.client}, which is not installed here",
             hint=f"--print writes what {target} wants",
         )
+    environment = {TOKEN: secrets.token_hex(16)} if job.needs_token else {}
+    environment |= os.environ
+    before = kind.prepare(job)
+    if before:
+        done = subprocess.run(["sh", "-c", before], env=environment, check=False)
+        if done.returncode:
+            raise UsageError(f"exit code {done.returncode} of: {before}")
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(text)
         file.flush()
-        by_name = [word for name in env for word in (kind.env_option, name) if kind.env_option]
+        names = job.variables if kind.env_option else []
+        by_name = [word for name in names for word in (kind.env_option, name)]
         values = {"{file}": [file.name], "{env}": by_name}
         command = [word for part in kind.submit for word in values.get(part, [part])]
         whole = None if "{file}" in kind.submit else text
-        done = subprocess.run(command, input=whole, text=True, check=False)
+        done = subprocess.run(command, input=whole, text=True, env=environment, check=False)
     if kind.carries_out:
         sys.exit(done.returncode)
     if done.returncode:

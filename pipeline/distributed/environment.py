@@ -15,7 +15,7 @@ JOB = "PIPE_JOB"
 """Environment variable: identity of the scheduler's job. Ranks of another one, whose port happens
 to be the same, do not meet those of this one."""
 TOKEN = "PIPE_RDZV_TOKEN"
-"""Environment variable: a secret that all nodes must have, if one has it."""
+"""Environment variable: a secret that all nodes must have, unless all are on this machine."""
 FINISHED = 76
 """Exit code of a rank whose stages have all run. A library that calls exit(0) inside a rank ends it
 too, so 0 does not prove that."""

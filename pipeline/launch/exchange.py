@@ -38,10 +38,10 @@ class Server:
     """Answers beats at one address, and lets the coordinator look at the clock."""
 
     def __init__(self, coordinator: Coordinator, host: str, port: int) -> None:
-        """Raises UsageError if nothing can listen there, or the secret is empty."""
+        """Raises UsageError if nothing can listen there, and as `wire.token` does."""
         self._coordinator, self._lock = coordinator, threading.Lock()
         self._closed = threading.Event()
-        handler = type("_Handler", (_Handler,), {"answer": self._answer, "secret": token()})
+        handler = type("_Handler", (_Handler,), {"answer": self._answer, "secret": token(host)})
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             self._http = BoundedServer(address, family, handler)
@@ -113,14 +113,14 @@ class Link:
     and an address that does not answer keep nobody waiting."""
 
     def __init__(self, host: str, port: int, beat: Beat) -> None:
-        """Raises UsageError if the secret is empty."""
+        """Raises UsageError as `wire.token` does."""
         self.beat = beat
         self.reply: Reply | None = None
         self.refused = ""
         """Why the last answer was no reply to this node; empty if it was one."""
         self.address = ""
         """This node's address on the way to the coordinator."""
-        self._host, self._port, self._secret = host, port, token()
+        self._host, self._port, self._secret = host, port, token(host)
         self._contact = time.monotonic()
         self._wake, self._closed = threading.Event(), threading.Event()
         threading.Thread(target=self._run, name="pipe-beats", daemon=True).start()

@@ -19,6 +19,7 @@ from pipeline.launch.exchange import Server
 from pipeline.launch.local import restarted
 from pipeline.launch.messages import MOST_TEXT, Over
 from pipeline.launch.start import is_done, opened
+from pipeline.launch.wire import token
 from pipeline.view.screen import Screen
 
 if TYPE_CHECKING:
@@ -31,7 +32,9 @@ ARRIVAL_SECONDS = 30.0
 
 
 def start_node(job: Job, found: NodePlacement) -> None:
-    """Take part in the run as this node. Raises RunFailed, RunStopped, and what the job raises."""
+    """Take part in the run as this node. Raises RunFailed, RunStopped, UsageError where others could
+    take part in it, and what the job raises."""
+    token(found.host)  # first, while nothing has been started
     plan = job.plan(Started(per_node=found.procs, nodes=found.max_nodes))
     if found.node_rank > 0:
         _join(plan, found)

@@ -11,6 +11,7 @@ import socket
 import time
 from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pipeline.distributed.environment import TOKEN
@@ -26,18 +27,38 @@ MOST_BYTES = 1 << 17
 """Size limit of a message."""
 MOST_HEAD = 1 << 14
 """Size limit of what precedes a message."""
+MAKE_TOKEN = (
+    "make a secret once, with python3 -c 'import secrets; print(secrets.token_hex())', and set "
+    f"{TOKEN} to it on every node; scripts of `pipe launch` do so"
+)
 MOST_CONNECTIONS = 512
 MOST_OF_ONE = 16
 """Connections of one address at a time; a node has one."""
 
 
-def token() -> bytes:
-    """The secret, without spaces around it; empty if there is none. Raises UsageError if the
+def token(host: str) -> bytes:
+    """The secret of messages to and from `host`, without spaces around it; empty if there is none,
+    which only the loopback interface allows. Raises UsageError if there must be one, and if the
     variable is there and holds nothing, as it does when the file that was to fill it is missing."""
     value = os.environb.get(TOKEN.encode())
     if value is not None and not value.strip():
-        raise UsageError(f"{TOKEN} is set, but empty", hint="give it a secret, or unset it")
+        raise UsageError(f"{TOKEN} is set, but empty", hint=MAKE_TOKEN)
+    if value is None and not _is_loopback(host):
+        raise UsageError(
+            f"{TOKEN} is not set, so whoever reaches node 0 at {host} could end the run or take "
+            "part in it",
+            hint=MAKE_TOKEN,
+        )
     return (value or b"").strip()
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether all addresses of a host are this machine's own, which no other machine reaches."""
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    except (OSError, UnicodeError):
+        return False
+    return all(ip_address(address.partition("%")[0]).is_loopback for address in found)
 
 
 def packed(message: DataclassInstance) -> bytes:

@@ -109,3 +109,17 @@ def test_a_folder_that_everybody_can_write_in_is_run_by_no_node(pipe: Pipe, tmp_
     assert found.code == 1, found
     assert f"everybody can write in {pipe.run_dir}" in found.stderr
     assert not (pipe.run_dir / "logs").exists()
+
+
+def test_nodes_without_a_secret_listen_to_nobody(pipe: Pipe, tmp_path: Path) -> None:
+    """Node 0 refuses before it makes a folder, the other before it waits for node 0."""
+    recipe = tiny(pipe)
+    for node, host in enumerate(("0.0.0.0", "192.0.2.1")):
+        where = ("--nodes", "2", "--rdzv", f"{host}:{free_port()}", "--node-rank", str(node))
+        found = pipe("run", str(recipe), "--run-dir", str(pipe.run_dir), *where)
+        assert found.code == 2, found
+        assert f"error: PIPE_RDZV_TOKEN is not set, so whoever reaches node 0 at {host}" in (
+            found.stderr
+        )
+        assert "set PIPE_RDZV_TOKEN to it on every node" in found.stderr
+    assert not pipe.run_dir.exists()

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.distributed.environment import TOKEN
 from pipeline.execution.metrics import records
 from tests.support.network import Host, network
 from tests.support.tiny_recipe import EXPORT, training
@@ -64,7 +65,7 @@ class Cluster:
     ) -> None:
         self.hosts, self.recipe, self.nodes = hosts, recipe, nodes
         self.run_dir = recipe.parent / "run"
-        self.environment = environment | {"READ_SECONDS": "0.05"}
+        self.environment = environment | {"READ_SECONDS": "0.05", TOKEN: "of this cluster"}
         self.disturbed = 0.0
         self.agents: list[subprocess.Popen[str]] = [self.start(n) for n in range(len(hosts))]
 

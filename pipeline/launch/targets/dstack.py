@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.launch.targets.job import Job, Target, block, comment, label
+from pipeline.launch.targets.job import Job, Target, block, comment, label, token_made_here
 
 
 def write(job: Job) -> str:
@@ -29,8 +29,10 @@ def _parts(job: Job) -> Iterator[str]:
     if job.files:
         pairs = [f"{path}:{path}" for path in job.files]
         yield block("files", pairs, "The recipe goes with the task.")
-    if job.env:
-        yield block("env", list(job.env), "Their values come from your environment.")
+    if job.needs_token:
+        yield token_made_here()
+    if job.variables:
+        yield block("env", job.variables, "Their values come from your environment.")
     setup = [job.setup] if job.setup else []
     yield block(
         "commands", [*setup, job.command],

@@ -11,6 +11,8 @@ from typing import Any
 
 import yaml
 
+from pipeline.distributed.environment import TOKEN
+
 WIDTH = 100
 Form = tuple[re.Pattern[str], str]
 """The look of an option's value, and that in words."""
@@ -19,6 +21,8 @@ MOUNT: Form = (re.compile(_PAIR), "SOURCE:TARGET with an absolute TARGET")
 MOUNT_WITH_OPTIONS: Form = (re.compile(rf"{_PAIR}(:[a-z,]+)?"), MOUNT[1])
 FLAG: Form = (re.compile(r"-.+"), "an option, as in --extra=--partition=a")
 LINE: Form = (re.compile(r".+"), "one line")
+NEW_TOKEN = "$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')"
+"""A secret, for a POSIX shell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +68,16 @@ class Job:
     """Lines or options of the target's own."""
 
     @property
+    def needs_token(self) -> bool:
+        """Whether nodes meet that must share a secret."""
+        return self.most_nodes > 1 and self.tasks == "node"
+
+    @property
+    def variables(self) -> list[str]:
+        """Names of the variables that the nodes get from here: the recipe's, and the secret."""
+        return list(dict.fromkeys([*self.env, *([TOKEN] if self.needs_token else [])]))
+
+    @property
     def command(self) -> str:
         """The command line of `pipe`, for a POSIX shell."""
         return shlex.join(["pipe", *self.arguments])
@@ -77,7 +91,7 @@ class Target:
     """Makes the text of the script or file."""
     submit: Sequence[str]
     """Command that takes the text on standard input, or in the file that stands for `{file}`;
-    `{env}` stands for the recipe's variables, by name."""
+    `{env}` stands for the variables that the nodes get from here, by name."""
     client: str
     """Program that must be installed for that."""
     uses: frozenset[str]
@@ -100,6 +114,8 @@ class Target:
     """Whether what is not in a mounted folder is gone with the container."""
     env_option: str = ""
     """Option that `{env}` puts before each name."""
+    prepare: Callable[[Job], str] = lambda job: ""
+    """Shell command before that one; empty for none."""
     carries_out: bool = False
     """Whether the client carries out the run itself, and ends with its exit code."""
 
@@ -118,6 +134,19 @@ def comment(*paragraphs: str) -> str:
     for paragraph in paragraphs:
         lines += textwrap.wrap(paragraph, WIDTH - 2, break_long_words=False, break_on_hyphens=False)
     return "".join(f"# {line}\n" for line in lines)
+
+
+def command_line(command: str) -> str:
+    """A command in a comment, as it can be copied."""
+    return f"#   {command}\n"
+
+
+def token_made_here() -> str:
+    """The comment on the nodes' secret of a job that takes it from the environment."""
+    return comment(
+        f"Nodes take part that know {TOKEN}, a secret. `pipe launch --submit` makes one; otherwise "
+        "make it before you submit this:"
+    ) + command_line(f"export {TOKEN}={NEW_TOKEN}")
 
 
 def block(key: str, value: Any, *words: str) -> str:

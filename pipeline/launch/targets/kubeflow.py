@@ -6,7 +6,17 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.launch.targets.job import Form, Job, Target, block, comment, label
+from pipeline.distributed.environment import TOKEN
+from pipeline.launch.targets.job import (
+    Form,
+    Job,
+    Target,
+    block,
+    command_line,
+    comment,
+    label,
+    token_made_here,
+)
 
 SHARED = "shared-memory"
 CLAIM: Form = (
@@ -45,7 +55,19 @@ def _parts(job: Job) -> Iterator[str]:
             f"Variables that the recipe reads come from the secret {_secret(job)}: kubectl create "
             f"secret generic {_secret(job)} --from-literal=NAME=VALUE"
         )
+    if job.needs_token:
+        yield token_made_here() + command_line(_prepare(job))
     yield block("spec", spec)
+
+
+def _prepare(job: Job) -> str:
+    """Make the secret of the nodes from the environment; one of an earlier start is as good."""
+    if not job.needs_token:
+        return ""
+    return (
+        f"kubectl get secret {_token(job)} >/dev/null 2>&1 || printenv {TOKEN} | kubectl create secret generic "
+        f"{_token(job)} --from-file={TOKEN}=/dev/stdin"
+    )
 
 
 def _trainer(job: Job) -> dict[str, Any]:
@@ -60,10 +82,13 @@ def _trainer(job: Job) -> dict[str, Any]:
     if job.gpus:
         gpus = {"nvidia.com/gpu": str(job.gpus)}
         found["resourcesPerNode"] = {"limits": gpus, "requests": gpus}
-    if job.env:
+    secrets = {name: _secret(job) for name in job.env}
+    if job.needs_token:
+        secrets[TOKEN] = _token(job)
+    if secrets:
         found["env"] = [
-            {"name": name, "valueFrom": {"secretKeyRef": {"name": _secret(job), "key": name}}}
-            for name in job.env
+            {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": name}}}
+            for name, secret in secrets.items()
         ]
     return found
 
@@ -94,10 +119,15 @@ def _secret(job: Job) -> str:
     return f"{_name(job)}-env"
 
 
+def _token(job: Job) -> str:
+    return f"{_name(job)}-rendezvous"
+
+
 TARGET = Target(
     write=write,
     submit=("kubectl", "create", "-f", "{file}"),
     client="kubectl",
+    prepare=_prepare,
     uses=frozenset({"image", "mounts", "grace"}),
     needs=frozenset({"image"}),
     mount=CLAIM,

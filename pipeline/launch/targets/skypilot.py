@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline.launch.targets.job import Job, Target, block, comment
+from pipeline.launch.targets.job import Job, Target, block, comment, token_made_here
 
 
 def write(job: Job) -> str:
@@ -43,10 +43,12 @@ def _parts(job: Job) -> Iterator[str]:
             "A bucket that is only named is copied once, and nothing goes back; so it is mounted. "
             "What the recipe names elsewhere on this machine is copied to the same place.",
         )  # fmt: skip
-    if job.env:
-        flags = " ".join(f"--secret {name}" for name in job.env)
+    if job.needs_token:
+        yield token_made_here()
+    if job.variables:
+        flags = " ".join(f"--secret {name}" for name in job.variables)
         yield block(
-            "secrets", dict.fromkeys(job.env, None),
+            "secrets", dict.fromkeys(job.variables, None),
             f"Their values come from your environment: sky jobs launch {flags} FILE",
         )  # fmt: skip
     if job.setup:

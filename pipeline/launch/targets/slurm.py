@@ -8,7 +8,15 @@ from collections.abc import Iterator
 
 from pipeline.distributed.environment import TOKEN
 from pipeline.errors import RunStopped
-from pipeline.launch.targets.job import FLAG, MOUNT_WITH_OPTIONS, Form, Job, Target, comment
+from pipeline.launch.targets.job import (
+    FLAG,
+    MOUNT_WITH_OPTIONS,
+    NEW_TOKEN,
+    Form,
+    Job,
+    Target,
+    comment,
+)
 
 STOPPED = RunStopped.exit_code
 TIME: Form = (re.compile(r"(\d+-)?\d+(:\d+){0,2}"), "[DAYS-]HOURS:MINUTES:SECONDS")
@@ -76,9 +84,9 @@ def _body(job: Job) -> Iterator[str]:
             "Where the nodes meet follows from the job's nodes and its number."
         )
         wait = 0
-    if job.most_nodes > 1 and job.tasks == "node":
+    if job.needs_token:
         yield comment("Nodes take part that know this secret, which is another one in each start.")
-        yield f"{TOKEN}=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')\nexport {TOKEN}\n"
+        yield f"{TOKEN}={NEW_TOKEN}\nexport {TOKEN}\n"
     if job.setup:
         yield comment("What `pipe` needs on a node.") + f"{job.setup}\n"
     elif job.activation and not job.image:

@@ -109,6 +109,75 @@ def test_nodes_of_a_slurm_job_share_a_secret() -> None:
     assert secrets[0] != secrets[1]
 
 
+KEEPS = f"""#!{sys.executable}
+import os, sys
+with open(os.path.join(os.path.dirname(__file__), "calls"), "a") as calls:
+    words = sys.argv[1:]
+    given = sys.stdin.read() if words[:2] == ["create", "secret"] else ""
+    print(words, given.strip(), os.environ.get("PIPE_RDZV_TOKEN"), file=calls, sep="|")
+kept = os.path.join(os.path.dirname(__file__), "kept")
+if words[:2] == ["create", "secret"]:
+    open(kept, "w").close()
+sys.exit(words[:2] == ["get", "secret"] and not os.path.exists(kept))
+"""
+"""A client that writes down its words, what it reads and the secret, and keeps one secret."""
+
+
+def submitted(target: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Submit a job of two nodes; return the calls of the client: words, input, secret."""
+    client = folder / str(TARGETS[target].client)
+    client.write_text(KEEPS)
+    client.chmod(0o755)
+    (folder / "calls").unlink(missing_ok=True)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    done = launch(target, "--submit", "--nodes", "2", *NEEDED[target])
+    assert done.exit_code == 0, done.stderr
+    return [line.split("|") for line in (folder / "calls").read_text().splitlines()]
+
+
+def test_kubeflows_secret_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PIPE_RDZV_TOKEN", raising=False)
+    text = printed("kubeflow", "--nodes", "2")
+    (variable,) = yaml.safe_load(text)["spec"]["trainer"]["env"]
+    place = {"name": "llama8b-fsdp-rendezvous", "key": "PIPE_RDZV_TOKEN"}
+    assert variable == {"name": "PIPE_RDZV_TOKEN", "valueFrom": {"secretKeyRef": place}}
+    got, made, job_ = submitted("kubeflow", tmp_path, monkeypatch)
+    assert got[0] == "['get', 'secret', 'llama8b-fsdp-rendezvous']"
+    assert re.fullmatch(r"[0-9a-f]{32}", made[1])
+    assert made[1] not in made[0]  # the words of a command are there for all to read
+    assert job_[0].startswith("['create', '-f', ")
+    again = submitted("kubeflow", tmp_path, monkeypatch)
+    assert [call[0] for call in again][:1] == [got[0]]
+    assert len(again) == 2
+
+
+@pytest.mark.parametrize("target", ["skypilot", "dstack"])
+def test_clouds_get_a_secret_of_the_environment(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PIPE_RDZV_TOKEN", raising=False)
+    ((words, _, first),) = submitted(target, tmp_path, monkeypatch)
+    ((_, _, second),) = submitted(target, tmp_path, monkeypatch)
+    assert all(re.fullmatch(r"[0-9a-f]{32}", secret) for secret in (first, second))
+    assert first != second
+    assert first not in words
+    assert ("'--secret', 'PIPE_RDZV_TOKEN'" in words) == (target == "skypilot")
+    monkeypatch.setenv("PIPE_RDZV_TOKEN", "one of my own")
+    assert submitted(target, tmp_path, monkeypatch)[0][2] == "one of my own"
+    found = yaml.safe_load(printed(target, "--nodes", "2"))
+    assert list(found["secrets" if target == "skypilot" else "env"]) == ["PIPE_RDZV_TOKEN"]
+
+
+@pytest.mark.parametrize("target", ["kubeflow", "skypilot", "dstack"])
+def test_the_printed_line_makes_the_secret(target: str) -> None:
+    text = printed(target, "--nodes", "2")
+    (line,) = re.findall(r"^#   (export PIPE_RDZV_TOKEN=.*)$", text, re.MULTILINE)
+    script = f'{line}; sh -c "echo \\$PIPE_RDZV_TOKEN"'
+    secret = subprocess.check_output(["sh", "-c", script], text=True)
+    assert re.fullmatch(r"[0-9a-f]{32}\n", secret)
+    assert "PIPE_RDZV_TOKEN" not in printed(target)
+
+
 def test_a_task_for_each_gpu() -> None:
     text = printed("slurm", "--nodes", "2", "--tasks", "gpu")
     assert "#SBATCH --ntasks-per-node=8\n" in text
@@ -513,4 +582,3 @@ def test_the_targets_own_parser(
     done = subprocess.run(
         [str(python), "-c", program, str(file)], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr

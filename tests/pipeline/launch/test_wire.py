@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
@@ -86,6 +88,44 @@ def test_an_empty_secret_is_a_mistake(monkeypatch: pytest.MonkeyPatch, value: st
         Server(coordinator(), "127.0.0.1", 0)
     with pytest.raises(UsageError, match="PIPE_RDZV_TOKEN is set, but empty"):
         Link("127.0.0.1", 9, BEAT)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.1", "no-such-host.invalid"])
+def test_beyond_the_loopback_there_must_be_a_secret(
+    monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    monkeypatch.delenv(TOKEN, raising=False)
+    words = "PIPE_RDZV_TOKEN is not set, .*make a secret once, with python3 -c .* on every node"
+    with pytest.raises(UsageError, match=words):
+        Server(coordinator(), host, 0)
+    with pytest.raises(UsageError, match=words):
+        Link(host, 9, BEAT)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.3.2.1", "::1"])
+def test_on_the_loopback_none_is_needed(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+    monkeypatch.delenv(TOKEN, raising=False)
+    assert wire.token(host) == b""
+    monkeypatch.setenv(TOKEN, SECRET)
+    assert wire.token(host) == SECRET.encode()
+
+
+def test_a_forged_message_ends_nothing(serve: Callable[..., int]) -> None:
+    """A stop in the name of a node that takes part, signed without the secret."""
+    port = serve()
+    with Link("127.0.0.1", port, BEAT) as link:
+        assert becomes(lambda: link.reply and link.reply.place)
+        forged = wire.packed(replace(BEAT, stopping="SIGTERM"))
+        for secret in (b"", b"another"):
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+            signed = wire.signature(secret, "beat", "n", forged)
+            connection.request("POST", "/", forged, {wire.NONCE: "n", wire.SIGNATURE: signed})
+            assert connection.getresponse().status == http.HTTPStatus.FORBIDDEN
+            connection.close()
+        link.reply = None
+        assert becomes(lambda: link.reply)
+        assert link.reply is not None
+        assert (link.reply.stop, link.reply.over) == (False, None)
 
 
 def test_who_stands_in_for_node_0_learns_nothing_and_is_not_obeyed(
