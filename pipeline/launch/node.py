@@ -32,8 +32,8 @@ ARRIVAL_SECONDS = 30.0
 
 
 def start_node(job: Job, found: NodePlacement) -> None:
-    """Take part in the run as this node. Raises RunFailed, RunStopped, UsageError where others could
-    take part in it, and what the job raises."""
+    """Take part in the run as this node. Raises RunFailed, RunStopped, UsageError where strangers
+    could take part too, and what the job raises."""
     token(found.host)  # first, while nothing has been started
     plan = job.plan(Started(per_node=found.procs, nodes=found.max_nodes))
     if found.node_rank > 0:

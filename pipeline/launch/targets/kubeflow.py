@@ -65,8 +65,8 @@ def _prepare(job: Job) -> str:
     if not job.needs_token:
         return ""
     return (
-        f"kubectl get secret {_token(job)} >/dev/null 2>&1 || printenv {TOKEN} | kubectl create secret generic "
-        f"{_token(job)} --from-file={TOKEN}=/dev/stdin"
+        f"kubectl get secret {_token(job)} >/dev/null 2>&1 || printenv {TOKEN} | "
+        f"kubectl create secret generic {_token(job)} --from-file={TOKEN}=/dev/stdin"
     )
 
 

@@ -550,8 +550,9 @@ kept = TrainerV1alpha1TrainJob.from_dict(given).to_dict()
 assert json.dumps(kept, sort_keys=True) == json.dumps(given, sort_keys=True), (kept, given)
 """),
     "skypilot": ("skypilot>=0.14", """
-import sys, sky
-task = sky.Task.from_yaml(sys.argv[1])
+import sys, sky, yaml
+given = yaml.safe_load(open(sys.argv[1]))
+task = sky.Task.from_yaml_config(given, secrets_overrides=[("PIPE_RDZV_TOKEN", "x")])
 assert task.num_nodes == 2 and task.run.startswith("pipe run "), task
 assert "H100" in str(task.resources), task.resources
 (place, storage), = task.storage_mounts.items()
@@ -582,3 +583,4 @@ def test_the_targets_own_parser(
     done = subprocess.run(
         [str(python), "-c", program, str(file)], capture_output=True, text=True, check=False
     )
+    assert done.returncode == 0, done.stderr
