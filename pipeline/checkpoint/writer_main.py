@@ -31,7 +31,7 @@ from pipeline.distributed.signals import ignore_signals
 from pipeline.errors import CheckpointError, in_words
 from pipeline.utils.files import read_all
 from pipeline.utils.process_tree import die_with
-from pipeline.utils.terminal import guard
+from pipeline.utils.terminal import guard, hide_environment
 
 NICENESS = 10
 """Training on the same processors keeps nine tenths of one while a writer is at work, and a writer
@@ -44,6 +44,7 @@ def main(argv: Sequence[str]) -> None:
     """Write until standard input ends."""
     die_with(int(argv[2]))
     guard()
+    hide_environment()
     os.nice(NICENESS)
     # terminals and schedulers send these to all processes of a run; the rank decides what they mean
     ignore_signals()

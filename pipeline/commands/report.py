@@ -21,8 +21,10 @@ def report(run: Path, out: Path | None) -> None:
     of every value, and the environment. A run writes it at its end; this works at any time.
     """
     from pipeline.errors import UsageError, system_errors_as
+    from pipeline.utils.terminal import hide_environment
     from pipeline.view.report.run_report import write_report
 
+    hide_environment()
     with system_errors_as(UsageError):
         click.echo(write_report(run, out))
 
@@ -40,12 +42,14 @@ def compare(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
 
     from pipeline.errors import UsageError, system_errors_as
     from pipeline.utils.files import replace_text
+    from pipeline.utils.terminal import hide_environment
     from pipeline.utils.text import align
     from pipeline.view.history import read_history
     from pipeline.view.report import compare as comparison
 
     if len(runs) < 2:
         raise click.UsageError("name two runs or more")
+    hide_environment()
     histories = [read_history(run) for run in runs]
     tables = {
         "results": comparison.results(histories),

@@ -39,7 +39,7 @@ from pipeline.utils.activities import show_in
 from pipeline.utils.files import cache_folder
 from pipeline.utils.garbage import collect_as_usual, collect_rarely
 from pipeline.utils.process_tree import die_with
-from pipeline.utils.terminal import guard
+from pipeline.utils.terminal import guard, hide_environment
 
 if TYPE_CHECKING:
     import logging
@@ -58,6 +58,7 @@ def main(argv: list[str]) -> int:
     die_with(launcher)
     default_signals()
     guard()
+    hide_environment()
     if STACKS in os.environ:
         stacks = os.open(os.environ[STACKS], os.O_WRONLY | os.O_APPEND)
         faulthandler.register(DUMP, stacks)

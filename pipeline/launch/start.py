@@ -41,7 +41,7 @@ from pipeline.execution.resume import plan_resume, results
 from pipeline.execution.selection import Selection, cut, ends_early
 from pipeline.utils.files import replace_text
 from pipeline.utils.foreign import read_whole
-from pipeline.utils.terminal import shown
+from pipeline.utils.terminal import hide_environment, shown
 from pipeline.utils.text import align, duration
 from pipeline.view.screen import Display
 
@@ -84,6 +84,7 @@ def start(job: Job, options: NodeOptions | None = None) -> None:
     Raises what the job's parts raise, RunLocked, RunFailed, RunStopped, and UsageError where the
     environment or the options contradict themselves.
     """
+    hide_environment()
     job.selection.announce()
     found = combined(options or NodeOptions(), placement(os.environ))
     if isinstance(found, RankPlacement):

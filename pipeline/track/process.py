@@ -22,7 +22,7 @@ from pipeline.recipe import load_recipe
 from pipeline.track.contract import Outcome
 from pipeline.track.feeder import Feeder, facts_of, failure, feeders
 from pipeline.utils.process_tree import GRACE
-from pipeline.utils.terminal import guard
+from pipeline.utils.terminal import guard, hide_environment
 
 LOOK_SECONDS = 1.0
 """Seconds between two looks at the run's folder."""
@@ -37,6 +37,7 @@ def main(folder: Path, slot: str, seconds: float) -> int:
     os.environ.pop(GRACE, None)  # processes of the tracker's own end with this one
     said = _only_ours()
     guard()
+    hide_environment()
     ending = listen(seconds)
     try:
         plan = make_plan(load_recipe(folder / rundir.RECIPE), ran=True)

@@ -13,6 +13,8 @@ import sys
 from typing import Any, TextIO
 from urllib.parse import quote
 
+from pipeline.utils.variables import is_harmless, says_secret
+
 UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters but tabs and line breaks
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # writing direction
@@ -22,12 +24,17 @@ _COLOUR = re.compile("\x1b\\[[0-9;]*m")
 _NO_SECRET = re.compile(r"\d{1,7}|.{0,4}|[a-z]{5,7}", re.DOTALL)
 """Values that stay: short numbers, and words, which would hide half of what is said and break JSON
 (`false`, `train`)."""
-
-_SECRET_NAME = re.compile(
-    "TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|CONNECTION_?STRING|"
-    "(?:API|ACCESS|PRIVATE|ACCOUNT)_?KEY|_KEY$",
-    re.IGNORECASE,
+_NO_SECRET_IF_UNNAMED = re.compile(
+    r"[A-Za-z][a-z]{4,11}|[A-Z]{5,12}"
+    r"|v?\d{1,7}([.,:/ -]{1,2}\d{1,7})+"
+    r"|(?!http)[a-z][a-z0-9+.-]*://[^\s?]+|https?://[^\s/?]+/?"
 )
+"""More of them where the variable's name does not say that it is secret: longer words; versions,
+network addresses, dates and lists of numbers; addresses of buckets and servers, of which user and
+password are not shown. A path on a web server may be a secret: that of a webhook is."""
+LINE_OF_SECRET = 16
+"""Characters of a line of a secret of several (a private key) that is hidden by itself."""
+
 _USERINFO = re.compile(r"(?<=://)[^/@\s\"']+@")
 """User name and password in an address."""
 _SIGNED = re.compile(
@@ -43,21 +50,41 @@ _hidden: dict[str, str] = {}
 def hide(value: str, name: str) -> None:
     """Show `name` instead of `value`, as it is, in JSON and in an address, from now on in this
     process."""
-    if not _NO_SECRET.fullmatch(value):
-        for form in (value, json.dumps(value)[1:-1], quote(value, safe="", errors="replace")):
-            _hidden[form] = name
+    lines = [line for line in value.splitlines()[:-1] if len(line) >= LINE_OF_SECRET]
+    for part in (value, *lines, value.rpartition("\n")[2]):
+        if not _NO_SECRET.fullmatch(part):
+            for form in (part, json.dumps(part)[1:-1], quote(part, safe="", errors="replace")):
+                _hidden[form] = name
 
 
 def hide_secrets() -> None:
     """Hide the values of environment variables whose names say that they are secret."""
     for name, value in os.environ.items():
-        if _SECRET_NAME.search(name) and not _is_file_name(value):
+        if says_secret(name) and not _is_file_name(value):
+            hide(value, f"${name}")
+
+
+def hide_environment() -> None:
+    """Hide the value of every environment variable that is not known to be harmless, in a process
+    that records or shows a run: its folder is passed on."""
+    hide_secrets()
+    for name, value in os.environ.items():
+        if not (is_harmless(name) or _NO_SECRET_IF_UNNAMED.fullmatch(value) or _is_place(value)):
             hide(value, f"${name}")
 
 
 def _is_file_name(value: str) -> bool:
     # pathlib raises for a name that is too long, and for a user who has no home
     return os.path.exists(os.path.expanduser(value))  # noqa: PTH110, PTH111
+
+
+def _is_place(value: str) -> bool:
+    """Whether the value is the name of a file that exists, or could be made where it is, or a list
+    of files that exist."""
+    above = os.path.dirname(value.rstrip("/"))  # noqa: PTH120
+    new = value.startswith("/") and above != "/" and os.path.isdir(above)  # noqa: PTH112
+    several = [part for part in value.split(os.pathsep) if part]
+    return _is_file_name(value) or new or all(map(_is_file_name, several))
 
 
 def shown(text: str) -> str:
@@ -106,7 +133,7 @@ class Guarded:
 
 def guard() -> None:
     """Put this process's standard output and error behind a `Guarded` stream, once, and hide the
-    environment's secrets."""
+    environment's secrets. See `hide_environment` for processes of a run."""
     hide_secrets()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

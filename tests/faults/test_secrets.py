@@ -16,7 +16,20 @@ SECRETS = {
     "DB_PASSWORD": "canary 04 with spaces",
     "MY_SETTING": "s3://user05:canary05@bucket/x",
 }
-CANARIES = ("hf_canary", "canary+", "wandbcanary", "canary 04", "user05", "canary05")
+UNNAMED = {
+    "GITHUB_PAT": "ghp_canaryCanary06",
+    "WEBHOOK": "https://hooks.example/services/T0/canary07",
+    "PGPASS": "canary08",
+    "DB_PW": "canary-09",
+    "PROXY_AUTHORIZATION": "Basic Y2FuYXJ5MTA=",
+    "MY_MYSTERY": "canary11canary",
+    "SOME_LICENCE": "-----BEGIN-----\ncanary12canary12canary12\n-----END-----\n",
+}
+"""Secrets whose variables say so in words of their own, or not at all."""
+CANARIES = (
+    "hf_canary", "canary+", "wandbcanary", "canary 04", "user05", "canary05", "ghp_canary",
+    "canary07", "canary08", "canary-09", "Y2FuYXJ5", "canary11", "canary12",
+)  # fmt: skip
 
 
 def leaks(place: Path) -> list[str]:
@@ -28,6 +41,21 @@ def leaks(place: Path) -> list[str]:
         for canary in CANARIES
         if canary.encode() in text
     ]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_values_that_are_not_known_to_be_harmless(pipe: Pipe, rank: int) -> None:
+    recipe = pipe.recipe(procs=2, train={"fault": "leak", "rank": rank})
+    harmless = {"NCCL_IB_HCA": "harmless=mlx5", "SLURM_JOB_NAME": "harmless-9"}
+    environment = UNNAMED | harmless | {"LEAK": " ".join([*UNNAMED, *harmless])}
+    result = pipe.run(recipe, **environment)
+    assert result.code == 1
+    for canary in CANARIES:
+        assert canary not in result.stdout + result.stderr
+    assert leaks(pipe.run_dir) == []
+    told = "ValueError: $GITHUB_PAT and $WEBHOOK and $PGPASS and $DB_PW and $PROXY_AUTHORIZATION "
+    assert told + "and $MY_MYSTERY and" in result.stderr
+    assert "harmless=mlx5 and harmless-9" in result.stderr
 
 
 @pytest.mark.parametrize("rank", [0, 1])

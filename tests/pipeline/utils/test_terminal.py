@@ -162,3 +162,57 @@ def test_signatures_in_addresses_are_not_said() -> None:
     assert terminal.shown(address) == (
         "https://s3/x?X-Amz-Date=2&X-Amz-Signature=***&X-Amz-Credential=***&part=1 'a?sig=***'"
     )
+
+
+UNNAMED = [
+    "a-b-c-d",
+    "s3cr3t",
+    "sk live 1",
+    "0x1f2e3d4c",
+    "correcthorsebattery",
+    "/absent/x9",
+    "é-word",
+]
+PLAIN = {
+    "MODE": "production", "LEVEL": "WARNING", "NAME": "Debian", "RELEASE": "3.11.14",
+    "PEERS": "10.0.0.1 53122 10.0.0.2 22", "DATE": "2026-01-02", "GPUS": "0,1,2,3",
+    "SWITCH": "false",
+    "BUCKET": "s3://bucket/runs", "SERVER": "https://tracker.example:5000/",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("value", UNNAMED)
+def test_any_value_may_be_secret(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("ANYTHING", value)
+    terminal.hide_secrets()
+    assert terminal.shown(f"is {value}.") == f"is {value}."  # where no run is recorded
+    terminal.hide_environment()
+    assert terminal.shown(f"is {value}.") == "is $ANYTHING."
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_words_and_what_numbers_make_up_stay(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(f"ANY_{name}", PLAIN[name])
+    terminal.hide_environment()
+    assert terminal.shown(PLAIN[name]) == PLAIN[name]
+
+
+def test_places_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values = [str(tmp_path), f"{tmp_path}/new", f"{tmp_path}:{Path.home()}:", "~"]
+    for number, value in enumerate(values):
+        monkeypatch.setenv(f"ANY_{number}", value)
+    terminal.hide_environment()
+    assert terminal.shown(" ".join(values)) == " ".join(values)
+
+
+def test_each_line_of_a_key_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        "-----BEGIN KEY-----",
+        "MIIEvQIBADANBgkqhkiG9w0BAQEF",
+        "AASCBKcwggSjAgEAAoIBAQ",
+        "last7x",
+    ]
+    monkeypatch.setenv("SIGNING", "\n".join(lines))
+    terminal.hide_environment()
+    for line in lines:
+        assert terminal.shown(f"'{line}'") == "'$SIGNING'"
