@@ -259,9 +259,9 @@ def _submit(target: str, kind: Target, text: str, job: Job) -> None:
     environment |= os.environ
     before = kind.prepare(job)
     if before:
-        done = subprocess.run(["sh", "-c", before], env=environment, check=False)
-        if done.returncode:
-            raise UsageError(f"exit code {done.returncode} of: {before}")
+        code = subprocess.run(["sh", "-c", before], env=environment, check=False).returncode
+        if code:
+            raise UsageError(f"exit code {code} of: {before}")
     with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
         file.write(text)
         file.flush()

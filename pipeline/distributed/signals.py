@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pipeline.errors import CommandStopped
 
@@ -112,6 +112,7 @@ def interruptible(*, force_after: float | None) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    _came_again.clear()
     before = {number: signal.getsignal(number) for number in ENDING}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:
@@ -122,6 +123,58 @@ def interruptible(*, force_after: float | None) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class LastWords:
+    """What a process does that an ending signal has stopped: first what it must, then what nobody
+    waits for.
+
+    A context manager. Ending signals end what nobody waits for, also those that came since the
+    first one; in the other part they do nothing.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        """`seconds` are the most that what nobody waits for may take."""
+        self._seconds = seconds
+        self._number: int | None = None
+        self._raises = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> LastWords:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {n: signal.getsignal(n) for n in (*ENDING, signal.SIGALRM)}
+            for number in self._before:
+                signal.signal(number, self._hear)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextlib.contextmanager
+    def unawaited(self) -> Iterator[None]:
+        """Raise Interrupted in the body at an ending signal, and when its time is over."""
+        if not self._before:
+            yield
+            return
+        self._raises = True
+        try:
+            if self._number is not None or _came_again:
+                raise Interrupted(self._number or _came_again[-1])
+            signal.setitimer(signal.ITIMER_REAL, self._seconds)
+            yield
+        finally:
+            self._raises = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if not self._raises:
+            self._number = number
+            return
+        self._raises = False
+        if number == signal.SIGALRM:
+            raise Interrupted(told=f"it took longer than {self._seconds:g} s")
+        raise Interrupted(number)
 
 
 @contextlib.contextmanager
@@ -154,21 +207,31 @@ def _forced_end(seconds: float | None) -> Iterator[None]:
 
 def _is_ours(number: int) -> bool:
     """Whether the signal asks this process to end: a stage may have a handler of its own for it."""
-    return number in ENDING and signal.getsignal(number) in (_raise, signal.SIG_DFL, signal.SIG_IGN)
+    return number in ENDING and signal.getsignal(number) in (
+        _raise, _note, signal.SIG_DFL, signal.SIG_IGN,
+    )  # fmt: skip
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
     for other in ENDING:
         if signal.getsignal(other) is _raise:
-            signal.signal(other, signal.SIG_IGN)
+            signal.signal(other, _note)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     raise Interrupted(number)
+
+
+_came_again: list[int] = []
+"""Ending signals that this process got while the first one was winding it up."""
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    _came_again.append(number)
 
 
 def _in_forked_child() -> None:
     """End by a signal at once, without waking the parent's watching thread through the pipe that
     both share."""
-    ours = [number for number in ENDING if signal.getsignal(number) is _raise]
+    ours = [number for number in ENDING if signal.getsignal(number) in (_raise, _note)]
     for number in ours:
         signal.signal(number, signal.SIG_DFL)
     if ours:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +25,7 @@ from pipeline.distributed.placement import (
     RankPlacement,
     combined,
 )
-from pipeline.distributed.signals import Interrupted, default_signals, stoppable
+from pipeline.distributed.signals import Interrupted, LastWords, default_signals, stoppable
 from pipeline.errors import (
     CommandStopped,
     PipeError,
@@ -75,6 +76,10 @@ class Job:
 
 FOLDER_KEY = "pipe/folder"
 """Key under which rank 0 publishes the run's folder; an empty text when there is nothing to do."""
+
+
+REPORT_SECONDS = 5.0
+"""Seconds that the report of a stopped run may take: who has stopped it waits for the exit code."""
 
 
 def start(job: Job, options: NodeOptions | None = None) -> None:
@@ -243,13 +248,13 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
     except BaseException as error:
         if not recipe.exists():  # nobody can go on with a folder that was deleted meanwhile
             raise
-        with contextlib.suppress(OSError):  # a full disk may be what ended the run
-            _journal_end(journal, folder, error)
-            if before is not None and failures.refused(folder):
-                replace_text(recipe, before)
-        report(folder)
         if isinstance(error, Interrupted):
+            with LastWords(REPORT_SECONDS) as words:
+                _journal_end(journal, folder, error, before)
+                report(folder, words)
             raise RunStopped(f"stopped by {error}\n{failures.continuation(folder)}") from None
+        _journal_end(journal, folder, error, before)
+        report(folder)
         raise
     early = ends_early(plan)
     if early is None:
@@ -262,21 +267,32 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
     _show_results(plan, folder)
 
 
-def report(folder: Path) -> None:
-    """Write the report of a run whose end is recorded; whatever goes wrong here changes nothing."""
-    from pipeline.view.report.run_report import FILE, write_report
-
+def report(folder: Path, words: LastWords | None = None) -> None:
+    """Write the report of a run whose end is recorded; whatever goes wrong here changes nothing.
+    `words` are those of a stopped run."""
     try:
-        write_report(folder, ended=True)
-    except Exception as error:
-        click.echo(f"{folder / FILE} could not be written: {in_words(error)}", err=True)
+        with words.unawaited() if words else nullcontext():
+            from pipeline.view.report.run_report import write_report
+
+            write_report(folder, ended=True)
+    except (Exception, Interrupted) as error:
+        if isinstance(error, Interrupted) and words is None:
+            raise
+        why = str(error) if isinstance(error, Interrupted) else in_words(error)
+        how = f"pipe report {shlex.quote(str(folder))}"
+        click.echo(f"{folder}/report.html could not be written: {why} (later: {how})", err=True)
 
 
-def _journal_end(journal: Journal, folder: Path, error: BaseException) -> None:
-    if isinstance(error, PipeError):
-        journal.write("run failed", problem=shown(str(error)))
-    elif failures.first_rank(folder) is not None:
-        # torchrun stops rank 0 when another rank has failed, which has reported why
-        journal.write("run failed", problem=shown(str(failures.first(folder, []))))
-    else:
-        journal.write("run stopped", problem=str(error) or type(error).__name__)
+def _journal_end(journal: Journal, folder: Path, error: BaseException, before: str | None) -> None:
+    """Record how the run has ended, and put back its recipe `before` if it has refused the new one.
+    A full disk may be what has ended it."""
+    with contextlib.suppress(OSError):
+        if isinstance(error, PipeError):
+            journal.write("run failed", problem=shown(str(error)))
+        elif failures.first_rank(folder) is not None:
+            # torchrun stops rank 0 when another rank has failed, which has reported why
+            journal.write("run failed", problem=shown(str(failures.first(folder, []))))
+        else:
+            journal.write("run stopped", problem=str(error) or type(error).__name__)
+        if before is not None and failures.refused(folder):
+            replace_text(folder / rundir.RECIPE, before)

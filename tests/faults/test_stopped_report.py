@@ -1,0 +1,69 @@
+"""The end of a stopped run is recorded before its report, which keeps nobody waiting."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.pipe import Pipe
+
+SLOW = """
+import sys, time
+
+def look(event, arguments):
+    if event == "open" and str(arguments[0]).endswith("report.html.tmp"):
+        time.sleep(600)
+
+sys.addaudithook(look)
+"""
+"""Has a process write reports as to a disk that does not answer."""
+
+
+@pytest.fixture
+def waiting(pipe: Pipe, tmp_path: Path) -> subprocess.Popen[str]:
+    """Return a run whose report takes forever, while it is in its training."""
+    hooks = tmp_path / "hooks"
+    hooks.mkdir()
+    (hooks / "sitecustomize.py").write_text(SLOW)
+    path = os.pathsep.join([str(hooks), pipe.environment["PYTHONPATH"]])
+    recipe = pipe.recipe(train={"fault": "hang"})
+    command = ("-m", "pipetrain", "run", str(recipe), "--run-dir", str(pipe.run_dir))
+    process = pipe.start(*command, PYTHONPATH=path)
+    pipe.wait_for(lambda: (pipe.run_dir / "calls.txt").exists() and "train" in pipe.calls())
+    return process
+
+
+def recorded(pipe: Pipe) -> bool:
+    """Return whether the end of the run is in its journal."""
+    return bool(pipe.events()[-1]["event"] == "run stopped")
+
+
+def test_the_report_of_a_stopped_run_has_a_limit(
+    pipe: Pipe, waiting: subprocess.Popen[str]
+) -> None:
+    waiting.send_signal(signal.SIGTERM)
+    pipe.wait_for(lambda: recorded(pipe))
+    result = pipe.end(waiting, limit=60)
+    assert result.code == 75, result
+    assert "report.html could not be written: it took longer than 5 s (later: pipe report " in (
+        result.stderr
+    )
+    assert "stopped by SIGTERM\n  continue with: pipe resume" in result.stderr
+    assert not list(pipe.run_dir.glob("report.html*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_asks_twice_waits_for_no_report(
+    pipe: Pipe, waiting: subprocess.Popen[str], number: int
+) -> None:
+    waiting.send_signal(signal.SIGTERM)
+    pipe.wait_for(lambda: recorded(pipe))
+    waiting.send_signal(number)
+    result = pipe.end(waiting, limit=60)
+    assert result.code == 75, result
+    assert "stopped by SIGTERM\n" in result.stderr
+    assert f"could not be written: {signal.Signals(number).name} (later: " in result.stderr
