@@ -116,10 +116,10 @@ def _output(*command: str) -> str:
 def operators() -> Operators:
     """The tools that compile DeepSpeed's operators, found as torch and DeepSpeed find them."""
     chosen = os.environ.get("CXX", "c++").split()
-    scripts = sysconfig.get_path("scripts")
+    scripts = sysconfig.get_path("scripts")  # pip's is called there, whatever comes first on PATH
     return Operators(
         compiler=shutil.which(chosen[0]) if chosen else None,
-        ninja=shutil.which("ninja") or shutil.which("ninja", path=scripts),
+        ninja=shutil.which("ninja", path=scripts) or shutil.which("ninja"),
         cuda_home=_cuda_home(),
         libaio=_has_libaio(),
     )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from pipeline.utils.jsonl import append_line, read_lines
     from pipeline.utils.lazy import lazily
     from pipeline.utils.packages import optional, unheard
-    from pipeline.utils.process_tree import die_with
+    from pipeline.utils.process_tree import die_with, ended_with_this
     from pipeline.utils.terminal import hidden_in, shown
     from pipeline.utils.text import align, closest, counted, did_you_mean, duration, human, plural
     from pipeline.utils.trust import require_code_trust, require_trust

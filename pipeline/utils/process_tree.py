@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -26,13 +26,24 @@ def own_module(module: str, *arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", "pipetrain", "-m", module, *arguments]
 
 
+def ended_with_this(command: Sequence[str]) -> list[str]:
+    """The command so that it ends with this process, however that ends, and with it everything that
+    it has started. It should be in a session of its own, and be asked to end by SIGTERM."""
+    return own_module("pipeline.utils.ended_with", str(os.getpid()), *command)
+
+
 def die_with(parent: int) -> None:
     """Ask Linux to kill this process when its parent, process `parent`, dies; exit if it has.
 
     The parent may have died before the request, so it is looked for afterwards.
     """
+    signal_with(parent, signal.SIGKILL)
+
+
+def signal_with(parent: int, number: int) -> None:
+    """As `die_with`, by another signal, which this process handles."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
         if os.getppid() != parent:
             os._exit(1)
 

@@ -6,16 +6,17 @@ import functools
 import hashlib
 import logging
 import os
-import shutil
-import sysconfig
+import subprocess
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils import cpp_extension
 
 from pipeline import StageError
-from pipeline.utils import activity, cache_folder, wait_for_lock
+from pipeline.utils import activity, cache_folder, ended_with_this, wait_for_lock
 
 LOG = logging.getLogger("pipe.operators")
 
@@ -28,8 +29,7 @@ def keep_operators() -> None:
     import cpuinfo
     from deepspeed.ops.op_builder.builder import OpBuilder
 
-    if shutil.which("ninja") is None:  # pip's, where `pipe` is called by its path
-        os.environ["PATH"] = f"{os.environ.get('PATH', '')}:{sysconfig.get_path('scripts')}"
+    cpp_extension.subprocess = _Subprocess()  # type: ignore[assignment, attr-defined]
     # It takes a second, and DeepSpeed calls it twice for some operators.
     cpuinfo.get_cpu_info = functools.cache(_original(cpuinfo.get_cpu_info))
     compiling = _original(OpBuilder.jit_load)
@@ -59,6 +59,49 @@ def keep_operators() -> None:
     OpBuilder.jit_load = jit_load
 
 
+class _Subprocess:
+    """`subprocess` for torch's building of extensions, which calls another ninja.
+
+    It is these packages' own: another version does not read its log, and builds everything anew.
+    And it ends with this process, with the compilers that it has started.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+    def check_output(self, command: Any, **options: Any) -> Any:
+        """Return what a command prints."""
+        if command == ["ninja", "--version"]:
+            command = [ninja(), "--version"]
+        return subprocess.check_output(command, **options)
+
+    def run(self, command: Any, **options: Any) -> Any:
+        """Run a command, ninja in a session of its own: what kills this one's group would leave
+        the compilers. Whoever ends it asks it to, so that it can end them."""
+        if command[:1] != ["ninja"]:
+            return subprocess.run(command, **options)
+        own = ended_with_this([ninja(), *command[1:]])
+        check = options.pop("check")
+        with subprocess.Popen(own, start_new_session=True, **options) as process:
+            try:
+                output, _ = process.communicate()
+            except BaseException:
+                process.terminate()
+                raise
+        if check and process.returncode:
+            raise subprocess.CalledProcessError(process.returncode, command, output)
+        return subprocess.CompletedProcess(command, process.returncode, output)
+
+
+@functools.cache
+def ninja() -> str:
+    """The path of these packages' ninja; the system's, if theirs has none."""
+    found = metadata.distribution("ninja")
+    paths = (str(found.locate_file(file)) for file in found.files or () if file.name == "ninja")
+    own = next((path for path in paths if os.access(path, os.X_OK) and Path(path).is_file()), None)
+    return own or "ninja"
+
+
 def _original(function: Any) -> Any:
     return getattr(function, "__wrapped__", function)
 
@@ -68,7 +111,7 @@ def _folder() -> str:
     import deepspeed
 
     packages = [(package.__file__, package.__version__) for package in (torch, deepspeed)]
-    facts = repr((packages, _cpu_features(), os.environ.get("CXX")))
+    facts = repr((packages, metadata.version("ninja"), _cpu_features(), os.environ.get("CXX")))
     key = hashlib.sha256(facts.encode()).hexdigest()[:16]
     return str(cache_folder() / "operators" / key)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import deepspeed
+import psutil
 import pytest
 import torch
 from deepspeed.ops.op_builder.builder import OpBuilder
@@ -20,6 +21,7 @@ from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from stages.wrap.zero import operators_compat
 from stages.wrap.zero.compat import point_at_device
+from tests.support.waiting import becomes
 
 SOURCE = """
 #include <Python.h>
@@ -107,6 +109,58 @@ def test_each_installation_has_a_folder(monkeypatch: pytest.MonkeyPatch) -> None
             assert operators_compat._folder() != plain
 
 
+def test_another_ninja_first_on_the_path_builds_nothing_anew(
+    tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of another version would: it does not read the log of this one."""
+    library = Path(str(Number(tmp_path / "one").jit_load().__file__))
+    compiled = library.stat().st_mtime_ns
+    log = (kept / "number" / ".ninja_log").read_bytes()
+    bin_ = tmp_path / "bin"
+    bin_.mkdir()
+    (bin_ / "ninja").write_text('#!/bin/sh\necho "ninja log version 1" > .ninja_log\nexit 1\n')
+    (bin_ / "ninja").chmod(0o755)
+    monkeypatch.setenv("PATH", str(bin_), prepend=os.pathsep)
+    assert Number(tmp_path / "one").jit_load().number == 7
+    assert library.stat().st_mtime_ns == compiled
+    assert (kept / "number" / ".ninja_log").read_bytes() == log
+    assert Number(tmp_path / "two", number=8).jit_load().number == 8  # it compiles there too
+
+
+def test_each_version_of_ninja_has_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = operators_compat._folder()
+    monkeypatch.setattr(operators_compat.metadata, "version", lambda name: f"{name} 9")
+    assert operators_compat._folder() != plain
+
+
+def children(process: int) -> list[psutil.Process]:
+    return psutil.Process(process).children(recursive=True)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGKILL,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.full),
+        pytest.param(signal.SIGINT, marks=pytest.mark.full),
+    ],
+)
+def test_compilers_end_with_the_process_that_compiles(
+    tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """They are in process groups of their own; Ctrl-C raises in the process that waits."""
+    monkeypatch.setenv("CXX", compiler(tmp_path, first="touch $0.started; sleep 600"))
+    command = [sys.executable, "-c", LOAD, str(tmp_path / "one")]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+    assert becomes((tmp_path / "g++.started").exists)
+    started = children(process.pid)
+    assert any("sleep" in child.name() for child in started)
+    assert len({os.getpgid(child.pid) for child in started}) > 1
+    process.send_signal(number)
+    process.wait(30)
+    assert becomes(lambda: not any(child.is_running() for child in started), 15), started
+
+
 def test_a_killed_compilation_leaves_nothing_to_wait_for(
     tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,13 +170,11 @@ def test_a_killed_compilation_leaves_nothing_to_wait_for(
     while not (tmp_path / "g++.started").exists():
         assert killed.poll() is None
         time.sleep(0.02)
-    # Only this process is killed; its children continue, as after a kill for lack of memory.
     killed.kill()
     killed.wait()
     assert (kept / "number" / "lock").exists()
     compiler(tmp_path)
     assert Number(tmp_path / "one").jit_load().number == 7
-    os.killpg(killed.pid, signal.SIGKILL)
 
 
 def test_no_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
