@@ -21,7 +21,7 @@ from typing import Any
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from pipeline.errors import JournalDamaged, in_words
-from pipeline.utils.files import opened
+from pipeline.utils.files import naming, opened
 from pipeline.utils.foreign import is_number, read_whole
 
 MOST = 1 << 28
@@ -55,10 +55,11 @@ class Journal:
         """Warnings come from any thread."""
 
     def write(self, event: str, **facts: Any) -> None:
-        """Append an event and force it to disk. A line that a crash cut short is removed first."""
+        """Append an event and force it to disk. A line that a crash cut short is removed first.
+        Raises OSError, which names the file."""
         record = _relative({"time": time.time(), "event": event, **facts}, str(self._folder))
         body = json.dumps(record, allow_nan=False).encode().removesuffix(b"}")
-        with self._lock, opened(self.path, "ab+") as file:
+        with self._lock, naming(self.path), opened(self.path, "ab+") as file:
             file.seek(0)
             content = file.read()
             before = _whole_lines(content)

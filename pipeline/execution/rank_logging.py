@@ -9,13 +9,13 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import click
 
 from pipeline.errors import StageError, system_errors_as
 from pipeline.utils.files import opened, private_folder
-from pipeline.utils.terminal import ShownFormatter, bare
+from pipeline.utils.terminal import ShownFormatter, bare, shown
 
 SCREEN = "PIPE_SCREEN"
 """Environment variable: what shows the run (`live`, `lines`, `quiet` or `json`), and `verbose`
@@ -44,7 +44,11 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
     log.setLevel(logging.DEBUG)
     log.propagate = False
     with contextlib.ExitStack() as stack:
-        to_file = logging.StreamHandler(stack.enter_context(open_log(run_dir, rank)))
+        file = open_log(run_dir, rank)
+        stack.callback(_close, file)
+        screen = os.dup(2)  # what is printed elsewhere may go to the same file
+        stack.callback(os.close, screen)
+        to_file = _LineHandler(file, file.name, screen)
         to_file.setFormatter(ShownFormatter("%(asctime)s %(levelname)s %(message)s"))
         stack.enter_context(_attached(log, to_file))
         for aside in map(logging.getLogger, ASIDES):
@@ -54,10 +58,10 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
         stack.callback(logging.captureWarnings, False)
         logging.captureWarnings(True)
         if rank == 0:
-            screen = bare(sys.stdout)
-            if isinstance(screen, io.TextIOWrapper):
-                screen.reconfigure(line_buffering=True)  # where a display shows it, it is a pipe
-            stack.enter_context(_attached(log, _screen_handler(os.environ.get(SCREEN, ""))))
+            stdout = bare(sys.stdout)
+            if isinstance(stdout, io.TextIOWrapper):
+                stdout.reconfigure(line_buffering=True)  # where a display shows it, it is a pipe
+            stack.enter_context(_attached(log, _screen_handler(os.environ.get(SCREEN, ""), screen)))
         else:
             stack.enter_context(_output_to(to_file.stream))
         yield log
@@ -80,10 +84,37 @@ def compilers_aside(log: logging.Logger) -> Iterator[None]:
         yield
 
 
-def _screen_handler(screen: str) -> logging.Handler:
+class _LineHandler(logging.StreamHandler[Any]):
+    """Writes records to a stream. When that takes no more, it says so once, and goes on trying:
+    `logging` would print two stacks for each record."""
+
+    def __init__(self, stream: Any, name: str, screen: int) -> None:
+        """`name` is that of the stream; `screen` the descriptor where its failure is told."""
+        super().__init__(stream)
+        self._stream_name, self._screen, self._told = name, screen, False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Say why a record cannot be written, if the system is the reason."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            text = shown(f"{self._stream_name} lacks lines from here on: {error.strerror or error}")
+            with contextlib.suppress(OSError):
+                os.write(self._screen, f"{text}\n".encode())
+
+
+def _close(file: IO[str]) -> None:
+    """Close a log. What its disk does not take has been told, and is no failure of the run."""
+    with contextlib.suppress(OSError):
+        file.close()
+
+
+def _screen_handler(wanted: str, screen: int) -> logging.Handler:
     """Return the handler that writes to the screen what is wanted there (SCREEN)."""
-    handler = logging.StreamHandler(sys.stdout)
-    words = screen.split()
+    handler = _LineHandler(sys.stdout, "standard output", screen)
+    words = wanted.split()
     quiet = logging.WARNING if "quiet" in words else logging.INFO
     handler.setLevel(logging.DEBUG if "verbose" in words else quiet)
     if "live" in words:
@@ -128,7 +159,8 @@ def _output_to(file: IO[str]) -> Iterator[None]:
 
 
 def _point_output_at(stdout: int, stderr: int) -> None:
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a full disk
+            stream.flush()
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import shutil
@@ -33,6 +34,7 @@ Fault = Literal[
     "child",
     "cleanup",
     "full",
+    "chatty",
     "leak",
     "vanish",
     "vanish and raise",
@@ -170,7 +172,7 @@ def wait_for_journal(ctx: Context) -> None:
         time.sleep(0.01)
 
 
-def misbehave(fault: Fault, ctx: Context) -> None:
+def misbehave(fault: Fault, ctx: Context) -> None:  # noqa: C901
     """Misbehave in this process as requested."""
     if fault == "raise":
         raise ValueError("boom")
@@ -188,6 +190,8 @@ def misbehave(fault: Fault, ctx: Context) -> None:
         leak(ctx)
     if fault == "full":
         fill(ctx)
+    if fault == "chatty":
+        chat(ctx)
     if fault == "child":
         start_child(ctx)
         raise ValueError("boom")
@@ -223,6 +227,19 @@ def leak(ctx: Context) -> None:
         print(f"printed {secret}", file=sys.stderr)
         warnings.warn(f"warned of {secret}", stacklevel=1)
     raise ValueError(" and ".join(secrets))
+
+
+def chat(ctx: Context) -> None:
+    """Log to a full disk; then there is room again, unless the environment says otherwise."""
+    with contextlib.suppress(OSError):
+        fill(ctx)
+    ctx.dist.barrier()
+    for number in range(300):
+        ctx.log.info("line %d of many words that are not kept", number)
+    ctx.dist.barrier()
+    if os.environ.get("STAYS_FULL") != "1":
+        (ctx.run_dir / "fill").unlink(missing_ok=True)
+    ctx.dist.barrier()
 
 
 def start_child(ctx: Context) -> None:
