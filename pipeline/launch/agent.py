@@ -16,7 +16,7 @@ from pipeline.distributed.placement import NodePlacement
 from pipeline.distributed.signals import Interrupted
 from pipeline.errors import RunFailed, UsageError, in_words
 from pipeline.execution import rundir
-from pipeline.launch.exchange import BEAT_SECONDS, Link
+from pipeline.launch.exchange import BEAT_SECONDS, Link, OwnLink, Server
 from pipeline.launch.local import for_gpus, set_threads, supervise
 from pipeline.launch.messages import MOST_TEXT, Beat, Over, Place, Reply, Report
 from pipeline.launch.ranks import LocalRanks
@@ -24,9 +24,9 @@ from pipeline.launch.watch import landmarks
 from pipeline.utils.process_tree import none_left
 from pipeline.view.screen import Screen
 
-SILENCE_SECONDS = 12.0
-"""Seconds without an answer after which this node ends its ranks: the others have gone on without
-it."""
+SILENCE = 1.2
+"""Part of `timeouts.node` without an answer after which this node ends its ranks: by then the
+others go on without it."""
 
 
 class _RoundOverError(Exception):
@@ -37,9 +37,16 @@ class Agent:
     """This node's agent."""
 
     def __init__(
-        self, plan: Plan, found: NodePlacement, between: Callable[[], None], screen: Screen
+        self,
+        plan: Plan,
+        found: NodePlacement,
+        between: Callable[[], None],
+        screen: Screen,
+        server: Server | None = None,
     ) -> None:
-        """`between` is called now and then while no rank runs here."""
+        """`between` is called now and then while no rank runs here. `server` is that of node 0, in
+        its process."""
+        self._server = server
         self._screen = screen
         self._plan, self._settings = plan, plan.recipe.launch
         self._host, self._port = found.host, found.port
@@ -57,7 +64,7 @@ class Agent:
             procs=self._plan.per_node,
             port=_free_port(),
         )
-        with Link(self._host, self._port, beat) as link:
+        with self._link(beat) as link:
             while True:
                 reply = self._wait_for_round(link)
                 if reply.over is not None:
@@ -68,6 +75,11 @@ class Agent:
                 link.tell(report=report)
                 self._wait_until_over(link, reply.round)
                 link.tell(round=0, report=None, landmarks=0, port=_free_port())
+
+    def _link(self, beat: Beat) -> Link:
+        if self._server is not None:
+            return OwnLink(self._server, self._host, self._port, beat)
+        return Link(self._host, self._port, beat)
 
     def _wait_for_round(self, link: Link) -> Reply:
         """The reply that gives this node a place, or ends the run."""
@@ -165,9 +177,13 @@ class Agent:
             link.tell(landmarks=done)
         reply = link.reply
         assert reply is not None
-        if link.silent_for() > SILENCE_SECONDS:
+        limit = SILENCE * self._settings.timeouts.node
+        if link.silent_for() > limit:
             where = f"{self._host}:{self._port}"
-            raise _RoundOverError(f"node {self._node} has lost its link to node 0 at {where}")
+            raise _RoundOverError(
+                f"node {self._node} has lost its link to node 0 at {where}: no answer for "
+                f"{limit:g} s (launch.timeouts.node)"
+            )
         if reply.over or reply.place is None or reply.round != begun.round:
             raise _RoundOverError("the round has ended")
         if reply.stop and interrupted is None:

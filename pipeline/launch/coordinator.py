@@ -15,10 +15,10 @@ from typing import Literal, NamedTuple
 from pipeline.errors import RunFailed
 from pipeline.launch.messages import Beat, Over, Place, Reply, Report
 from pipeline.launch.restarts import Attempts
-from pipeline.recipe.launch import Restarts
+from pipeline.recipe.launch import Restarts, Timeouts
 
-LOST_SECONDS = 10.0
-"""Seconds without a beat after which a node counts as lost."""
+LOST_SECONDS = Timeouts().node
+"""Seconds without a beat after which a node counts as lost, unless the recipe has others."""
 SUSPENDED_SECONDS = 5.0
 """Seconds without a look at the clock after which this process must have been suspended."""
 FIRST_CALL_SECONDS = 60.0
@@ -58,6 +58,7 @@ class Coordinator:
     most: int
     restarts: Restarts
     rendezvous_seconds: float
+    lost_seconds: float = LOST_SECONDS
     notes: list[Restarted] = field(default_factory=list)
     """Restarts that nobody has recorded yet."""
     run: str = ""
@@ -65,6 +66,8 @@ class Coordinator:
     port."""
     folder: str = ""
     accept: tuple[str, ...] = ()
+    own: str = field(default="", init=False)
+    """The agent in this process, which cannot be lost: who would notice is gone with it."""
     over: Over | None = field(default=None, init=False)
     _nodes: dict[str, _Node] = field(default_factory=dict, init=False)
     """By the agents' identities."""
@@ -156,7 +159,7 @@ class Coordinator:
 
     def _alive(self) -> list[str]:
         """Agents that beat, in the order of their nodes."""
-        alive = [n for n, node in self._nodes.items() if self._ticked - node.seen < LOST_SECONDS]
+        alive = [agent for agent in self._nodes if not self._is_lost(agent, self._ticked)]
         return sorted(alive, key=lambda agent: self._nodes[agent].beat.node)
 
     def _gather(self, now: float) -> None:
@@ -207,10 +210,13 @@ class Coordinator:
     def _report(self, agent: str, now: float) -> Report | None:
         """How a member's part in this round has ended; None while it goes on."""
         node = self._nodes[agent]
-        if now - node.seen >= LOST_SECONDS:
-            text = f"{self._name(agent)} gave no sign of life for {LOST_SECONDS:.0f} s"
+        if self._is_lost(agent, now):
+            text = f"{self._name(agent)} gave no sign of life for {self.lost_seconds:g} s"
             return Report(kind="lost", text=text, restart="always")
         return node.beat.report if node.beat.round == self.round else None
+
+    def _is_lost(self, agent: str, now: float) -> bool:
+        return agent != self.own and now - self._nodes[agent].seen >= self.lost_seconds
 
     def _others_wait(self) -> bool:
         """Whether a node that is not a member could become one."""

@@ -54,7 +54,7 @@ def start_node(job: Job, found: NodePlacement) -> None:
                 job.beside(plan, folder),
                 job.display.shown(plan, folder) as screen,
             ):
-                _lead(coordinator, plan, folder, found, screen)
+                _lead(server, coordinator, plan, folder, found, screen)
 
 
 def _coordinator(job: Job, plan: Plan, folder: Path, found: NodePlacement) -> Coordinator:
@@ -64,6 +64,7 @@ def _coordinator(job: Job, plan: Plan, folder: Path, found: NodePlacement) -> Co
         most=found.max_nodes,
         restarts=launch.restarts,
         rendezvous_seconds=launch.timeouts.rendezvous,
+        lost_seconds=launch.timeouts.node,
         run=run_name(plan, found),
         folder=str(folder),
         accept=tuple(job.accept),
@@ -86,7 +87,12 @@ def _served(coordinator: Coordinator, found: NodePlacement) -> Iterator[Server]:
 
 
 def _lead(
-    coordinator: Coordinator, plan: Plan, folder: Path, found: NodePlacement, screen: Screen
+    server: Server,
+    coordinator: Coordinator,
+    plan: Plan,
+    folder: Path,
+    found: NodePlacement,
+    screen: Screen,
 ) -> None:
     """Take part as node 0, and record restarts while no rank runs here."""
 
@@ -97,7 +103,7 @@ def _lead(
             note = coordinator.notes.pop(0)
             restarted(folder, plan, note.text, note.number, note.seconds)
 
-    _conclude(Agent(plan, found, record, screen).run())
+    _conclude(Agent(plan, found, record, screen, server).run())
 
 
 def _join(plan: Plan, found: NodePlacement) -> None:

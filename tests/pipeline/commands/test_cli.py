@@ -97,6 +97,7 @@ launch:
     max_backoff: 300.0
   timeouts:
     rendezvous: 600.0
+    node: 10.0
     collectives: 1800.0
     step: 1800.0
     save: 1800.0

@@ -312,3 +312,27 @@ def test_whatever_happens_ranks_are_never_in_two_worlds(events: list[tuple[str, 
         nodes.say(node, silent=False)
     nodes.run(200)
     assert nodes.over is not None or all(nodes.places())
+
+
+def test_the_limit_of_a_lost_node_is_the_recipes() -> None:
+    nodes = Nodes()
+    nodes.coordinator.lost_seconds = 40
+    nodes.start(0, 1)
+    nodes.run(2)
+    nodes.say(1, silent=True)
+    nodes.run(39)
+    assert nodes.replies[0].place is not None
+    nodes.run(5)
+    assert nodes.coordinator.notes[0].text == "node 1 (h1, 10.0.0.1) gave no sign of life for 40 s"
+
+
+def test_node_0_is_not_lost_to_itself() -> None:
+    """Its beats come late on a loaded machine, where its coordinator lives too."""
+    nodes = Nodes()
+    nodes.start(0, 1)
+    nodes.coordinator.own = nodes.states[0]["agent"]
+    nodes.run(2)
+    nodes.say(0, silent=True)
+    nodes.run(5 * LOST_SECONDS)
+    assert nodes.replies[1].place is not None
+    assert nodes.coordinator.notes == []

@@ -18,7 +18,7 @@ from pipeline.distributed.environment import TOKEN
 from pipeline.errors import UsageError
 from pipeline.launch import wire
 from pipeline.launch.coordinator import Coordinator
-from pipeline.launch.exchange import Link, Server
+from pipeline.launch.exchange import Link, OwnLink, Server
 from pipeline.launch.messages import Beat, Over
 from pipeline.recipe.launch import Restarts
 from tests.support.waiting import becomes
@@ -218,3 +218,23 @@ def test_a_failure_of_any_length_and_bytes_is_told(serve: Callable[..., int]) ->
             assert becomes(lambda: link.reply)
             assert link.reply is not None
             assert link.reply.over == Over(kind="failed", text="?\x00" * 4000)
+
+
+def test_node_0_needs_no_network_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its link holds where nothing can connect, and has its address on the way to itself."""
+    monkeypatch.delenv(TOKEN, raising=False)
+    with Server(coordinator(fewest=2, most=2), "127.0.0.1", 0) as server:
+        port = int(server._http.server_address[1])
+        with Link("127.0.0.1", port, replace(BEAT, agent="y", node=1)) as other:
+            assert becomes(lambda: other.reply)
+            monkeypatch.setattr(http.client.HTTPConnection, "connect", _refused)
+            with OwnLink(server, "127.0.0.1", port, BEAT) as link:
+                assert becomes(lambda: link.reply and link.reply.place)
+                assert link.reply is not None
+                assert link.reply.place is not None
+                assert (link.reply.place.master, link.address) == ("127.0.0.1", "127.0.0.1")
+                assert link.silent_for() == 0.0
+
+
+def _refused(connection: http.client.HTTPConnection) -> None:
+    raise ConnectionRefusedError
