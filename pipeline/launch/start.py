@@ -103,6 +103,9 @@ def start(job: Job, options: NodeOptions | None = None) -> None:
             _start(job, found)
     except CommandStopped as stopped:  # before there was anything to go on with
         raise RunStopped(str(stopped)) from None
+    finally:
+        if is_worker():  # libraries may hang in native code at the end, where Python handles none
+            default_signals()
 
 
 def _start(job: Job, found: Placement | None) -> None:
