@@ -41,6 +41,7 @@ from stages.model.unread import Unread, sort_out
 from stages.weights.change import renamed
 from stages.weights.converted import ConvertedReader
 from stages.weights.safetensors import SafetensorsReader
+from stages.weights.sampled import sampled
 from stages.weights.torch_files import TorchFilesReader
 
 if TYPE_CHECKING:
@@ -244,7 +245,7 @@ class HfSource(ModelSource):
             )
         return ConvertedReader(_open_files(files), [renamed(one, one) for one in sorted(names)])
 
-    @property
+    @functools.cached_property
     def _weight_files(self) -> Sequence[Path]:
         """Files that weights are read from; none for random weights."""
         if self._random:
@@ -329,6 +330,10 @@ class HfSource(ModelSource):
             seed=self._seed if self._draws else None,
             new=self._stage.new_weights,
         )
+
+    @functools.cached_property
+    def sampled_contents(self) -> str | None:
+        return sampled(self._weight_files) if self._weight_files else None
 
     @functools.cached_property
     def contents(self) -> str | None:
