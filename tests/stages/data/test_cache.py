@@ -247,6 +247,8 @@ def first_rank_of_a_machine(dist: Any, machines: str) -> Any:
     try:
         return stage.run(ctx, FakeSource()).train[0].labels.tolist()
     except StageError as error:
+        if dist.is_main:
+            return str(error)
         dist.barrier()  # the other waits for the entry
         with contextlib.suppress(StageError):  # and compares it
             dist.require_same("tokenised data", {})
