@@ -59,15 +59,17 @@ def unread_results(links: Sequence[SlotType], places: SourceMap) -> list[Problem
     nobody: they are what a run is for."""
     if any(link.kind is None for link in links):
         return []
-    read = {slot for index in range(len(links)) for slot in inputs(links, index).values()}
+    taken = [set(inputs(links, index).values()) for index in range(len(links))]
+    read = {slot for slots in taken for slot in slots}
     leads = any(_lasts(link) for link in links)
     problems = []
-    for link in links:
+    for link, own in zip(links, taken, strict=True):
         if link.gives is None or _lasts(link) or link.slot in read:
             continue
         alike = [o for o in links if o is not link and _alike(o.gives, link.gives)]
         other = next((o for o in alike if o.slot in read), None)
-        if other is not None or leads:
+        # a chain may end, unfinished, with a slot that changes what it takes
+        if leads or (other is not None and other.slot not in own):
             problems.append(_unread(link, link.gives, other, places))
     return problems
 
@@ -81,7 +83,10 @@ def _unread(link: SlotType, gives: type, other: SlotType | None, places: SourceM
     if other is not None and other.gives is not None:
         place = places.value(("stages", other.slot, "use"))
         message += f": slot `{other.slot}` ({other.use}, {place}) gives {other.gives.__name__} too"
-        hint = f"remove one of the two: `{link.slot}: null` or `{other.slot}: null`"
+        hint = (
+            f"remove one of the two (`{link.slot}: null` or `{other.slot}: null`), or have it "
+            "stand before the slot that is to read it"
+        )
     location = places.value(("stages", link.slot, "use"))
     return Problem(
         message=message, key=f"{link.slot}.use", hint=hint, location=location, warning=other is None

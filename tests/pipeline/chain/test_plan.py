@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from pipeline.chain import plan as plan_module
 from pipeline.chain.plan import Plan, PlannedSlot, Started, make_plan
-from pipeline.chain.registry import Registry
+from pipeline.chain.registry import Entry, Registry
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import Context
 from pipeline.errors import RecipeError
@@ -104,6 +104,33 @@ def test_a_slot_behind_its_reader(planned: Callable[..., Plan]) -> None:
     text = RECIPE + "  late: {use: optimizer.adam}\n"
     with pytest.raises(RecipeError, match=r"late\.use: no slot reads the OptimizerPlan that it"):
         planned(text=text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Average:
+    """Takes an engine and gives one, of a package of its own."""
+
+    def run(self, ctx: Context, engine: Engine) -> Engine:
+        raise AssertionError("never run")
+
+
+def test_a_stage_of_a_third_party_that_changes_what_it_takes(
+    fake_entry: Callable[..., Entry], registry: Registry, tmp_path: Path
+) -> None:
+    import fake_stages
+
+    fake_stages.Average = Average
+    entry = fake_entry("average.mine", "Average", "somebody")
+    known = Registry([*registry.entries(), entry])
+
+    def plan(text: str) -> Plan:
+        (tmp_path / "r.yaml").write_text(text, encoding="utf-8")
+        return make_plan(load_recipe(tmp_path / "r.yaml"), registry=known)
+
+    average = "  average: {use: average.mine}\n"
+    assert plan(RECIPE.replace("  train:", f"{average}  train:")).warnings == ()
+    with pytest.raises(RecipeError, match=r"average.*no slot reads the Engine.*slot `wrap`"):
+        plan(RECIPE + average)
 
 
 def test_a_result_that_nobody_reads_and_nobody_else_gives(planned: Callable[..., Plan]) -> None:
