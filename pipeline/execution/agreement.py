@@ -55,7 +55,7 @@ def require_same_artifact(artifact: Any, ctx: Context) -> None:
     else:
         return
     if ctx.dist.world_size > 1:
-        ctx.log.info("all %d ranks have the same: %s", ctx.dist.world_size, compared)
+        ctx.log.debug("all %d ranks have the same: %s", ctx.dist.world_size, compared)
 
 
 def _settings(plan: Plan) -> Iterator[Fact]:
