@@ -9,23 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transformers
 import torch
+import transformers
 from safetensors.torch import save_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.contracts.stage import PlanView
 from pipeline.errors import Problem
 from pipeline.utils.trust import TRUST_CODE
-from stages.model.compat import attentions, causal_types, image_text_types, suited_attention
-from stages.model.hf import HfModel
-from tests.support.models import save_tokenizer, tiny_llama_config
-from tests.support.tier import spread
 from stages.adapter.lora import Lora
 from stages.model.checks import beside_problems
-from stages.model.compat import causal_types, image_text_types
+from stages.model.compat import attentions, causal_types, image_text_types, suited_attention
 from stages.model.hf import HfModel
 from tests.support.models import context, save_tokenizer, tiny_llama_config
+from tests.support.tier import spread
 
 PLAN = PlanView(name="r", seed=0, procs=1, device="cpu", slots={})
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -220,8 +217,6 @@ def test_attentions_are_those_of_the_class(kind: str) -> None:
         assert ("sdpa" in known) is bool(built._supports_sdpa)
         if "sdpa" not in known:
             assert ("flex_attention" in known) is bool(built._supports_flex_attn)
-    problems = [one.removeprefix("config: ").split(" (")[0] for one in found(config=config)]
-    assert problems == said
 
 
 def _folder(folder: Path) -> Path:
