@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from pydantic import ValidationError
 
 
+COMMAND_LINE = "command line, "
+"""Begins the place of what was given on the command line."""
+
+
 @dataclass(frozen=True, kw_only=True, order=True)
 class Location:
     """A place in a file a person wrote. `line` and `column` count from 1; 0 means the whole
@@ -21,6 +25,11 @@ class Location:
     file: str
     line: int = 0
     column: int = 0
+
+    @property
+    def on_command_line(self) -> bool:
+        """Whether this is no file."""
+        return self.file.startswith(COMMAND_LINE)
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}:{self.column}" if self.line else self.file

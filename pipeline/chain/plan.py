@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.chain.common_fields import common_fields
 from pipeline.chain.registry import Registry
-from pipeline.chain.wiring import SlotType, inputs, missing_inputs
+from pipeline.chain.wiring import SlotType, inputs, missing_inputs, unread_results
 from pipeline.contracts.signature import needs
 from pipeline.contracts.stage import Checked, PlanView
 from pipeline.errors import Location, PluginError, Problem, RecipeError
@@ -108,10 +109,10 @@ def plan_file(
 ) -> Plan:
     """`load_recipe` and `make_plan` in one, so that the problems of both come together; `forecast`
     leaves out what only a run needs."""
-    recipe, problems = read_recipe(path, overrides)
+    known = registry or Registry.installed()
+    recipe, problems = read_recipe(path, overrides, common_fields(known))
     if recipe is None:
         raise RecipeError(in_order(problems))
-    known = registry or Registry.installed()
     given = started or Started()
     plan, more = _draft(recipe, known, here=here, forecast=forecast, ran=ran, started=given)
     problems += unless_reported(more, problems)
@@ -150,6 +151,9 @@ def _draft(
 ) -> tuple[Plan, list[Problem]]:
     links, stages, problems = load_slots(recipe, registry)
     problems += missing_inputs(links, registry, recipe.places)
+    if not problems:
+        problems += unread_results(links, recipe.places)
+    problems += recipe.replaced
     view = _view(recipe, stages, started, forecast)
     for slot, stage in stages.items() if not ran else ():
         problems += _checked(slot, stage, view, recipe.places)

@@ -53,6 +53,46 @@ def missing_inputs(
     return problems
 
 
+def unread_results(links: Sequence[SlotType], places: SourceMap) -> list[Problem]:
+    """A mistake for every result that no slot reads though another slot gives such a result too,
+    and otherwise a warning, in a chain that leads to a result that lasts. Those may be read by
+    nobody: they are what a run is for."""
+    if any(link.kind is None for link in links):
+        return []
+    taken = [set(inputs(links, index).values()) for index in range(len(links))]
+    read = {slot for slots in taken for slot in slots}
+    leads = any(_lasts(link) for link in links)
+    problems = []
+    for link, own in zip(links, taken, strict=True):
+        if link.gives is None or _lasts(link) or link.slot in read:
+            continue
+        alike = [o for o in links if o is not link and _alike(o.gives, link.gives)]
+        other = next((o for o in alike if o.slot in read), None)
+        # a chain may end, unfinished, with a slot that changes what it takes
+        if leads or (other is not None and other.slot not in own):
+            problems.append(_unread(link, link.gives, other, places))
+    return problems
+
+
+def _lasts(link: SlotType) -> bool:
+    return link.gives is not None and issubclass(link.gives, Durable)
+
+
+def _unread(link: SlotType, gives: type, other: SlotType | None, places: SourceMap) -> Problem:
+    message, hint = f"no slot reads the {gives.__name__} that it gives", "remove the slot"
+    if other is not None and other.gives is not None:
+        place = places.value(("stages", other.slot, "use"))
+        message += f": slot `{other.slot}` ({other.use}, {place}) gives {other.gives.__name__} too"
+        hint = (
+            f"remove one of the two (`{link.slot}: null` or `{other.slot}: null`), or have it "
+            "stand before the slot that is to read it"
+        )
+    location = places.value(("stages", link.slot, "use"))
+    return Problem(
+        message=message, key=f"{link.slot}.use", hint=hint, location=location, warning=other is None
+    )
+
+
 def _producer(need: Need, earlier: Sequence[SlotType]) -> str | None:
     return next((link.slot for link in reversed(earlier) if _meets(link.gives, need)), None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence, Set
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeline.checkpoint import rng_state
-from pipeline.checkpoint.manifest import Damaged
+from pipeline.checkpoint.manifest import MANIFEST, Damaged
 from pipeline.checkpoint.reader import CheckpointReader
 from pipeline.checkpoint.retention import best_of
 from pipeline.checkpoint.store import Store
@@ -48,6 +49,11 @@ class Restoration:
 
     def named(self, name: str, validate: Callable[[Progress], None]) -> Progress:
         """Load this checkpoint. Raises CheckpointError, and moves nothing, if that fails."""
+        with system_errors_as(CheckpointError):
+            manifest = self._store.get(name, MANIFEST) or b""
+        # which holds the sums of all that is read
+        facts = {"manifest": hashlib.sha256(manifest).hexdigest()}
+        self._ctx.dist.require_same(f"checkpoint {self._store.locate(name)}", facts)
         progress = self._load(name, validate)
         self._ctx.dist.barrier()
         self._engine.sync_compute_weights()

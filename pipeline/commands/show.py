@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 
+from pipeline.chain.common_fields import common_fields
 from pipeline.chain.plan import Plan, in_order, load_slots, plan_file
 from pipeline.chain.registry import Registry
 from pipeline.commands.completion import OVERRIDE, RECIPE
@@ -72,7 +73,7 @@ def show(
 def _resolved(
     file: Path, overrides: tuple[str, ...], registry: Registry
 ) -> tuple[Recipe, dict[str, Any]]:
-    recipe, problems = read_recipe(file, overrides)
+    recipe, problems = read_recipe(file, overrides, common_fields(registry))
     if recipe is None:
         raise RecipeError(in_order(problems))
     _, stages, more = load_slots(recipe, registry)

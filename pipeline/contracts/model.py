@@ -79,6 +79,12 @@ class ModelSource(ABC):
         it need not look at every byte."""
 
     @property
+    def sampled_contents(self) -> str | None:
+        """Hex digest of pieces of the files that `weights` reads, by which all ranks are compared;
+        None when it reads none. Quick, but more than `fingerprint` looks at."""
+        return None
+
+    @property
     def contents(self) -> str | None:
         """Hex digest of all bytes of the files that `weights` reads; None when it reads none. The
         first call on a machine takes as long as reading them."""

@@ -11,10 +11,11 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from pipeline.distributed.agreement import differences, in_one
 from pipeline.distributed.environment import (
     JOB,
     LOOPBACK,
@@ -26,7 +27,7 @@ from pipeline.distributed.environment import (
 )
 from pipeline.distributed.heartbeat import Heartbeat, own_heartbeat
 from pipeline.distributed.signals import StopRequest
-from pipeline.errors import RunFailed, UsageError
+from pipeline.errors import RunFailed, StageError, UsageError
 
 if TYPE_CHECKING:
     import torch
@@ -130,6 +131,17 @@ class DistContext:
         flags = torch.tensor([int(flag)])
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         return bool(flags.item())
+
+    def require_same(self, what: str, facts: Mapping[str, Any]) -> None:
+        """Raise StageError on every rank if any fact, a JSON value, is not the same on all ranks:
+        it names those that differ, their values, and on which ranks and machines (collective).
+        Nodes that differ would train a mixture, and nothing else would notice."""
+        found = differences(self, facts)
+        if found:
+            raise StageError(
+                f"the ranks of this run do not have the same {what}: {in_one(found)}",
+                hint="give every machine the same files, or a folder that all of them share",
+            )
 
     def collect(self, value: bytes) -> list[bytes]:
         """Every rank's bytes, in rank order, on rank 0; nothing on the others (collective)."""

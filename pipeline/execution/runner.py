@@ -13,6 +13,7 @@ from pipeline.contracts.stage import Context, Durable
 from pipeline.contracts.training import TrainedRun
 from pipeline.distributed.heartbeat import Phase
 from pipeline.errors import StageError
+from pipeline.execution.agreement import require_same_artifact
 from pipeline.execution.journal import Journal
 from pipeline.execution.memory_record import record_memory
 from pipeline.execution.preflight import look_ahead, run_dry
@@ -98,6 +99,7 @@ class Runner:
             raise StageError(
                 f"{step.use} gave {type(artifact).__name__} instead of {step.gives.__name__}"
             )
+        require_same_artifact(artifact, self.ctx)
         if step.gives is not None:
             self.artifacts[step.slot] = artifact
         if not isinstance(artifact, Durable):

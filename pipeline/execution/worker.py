@@ -27,6 +27,7 @@ from pipeline.distributed.signals import Interrupted, default_signals
 from pipeline.errors import StageError
 from pipeline.execution import failures, rundir
 from pipeline.execution.activity_record import ActivityRecord
+from pipeline.execution.agreement import require_same_recipe
 from pipeline.execution.journal import Journal
 from pipeline.execution.metrics import Metrics
 from pipeline.execution.rank_logging import compilers_aside, open_log, rank_log
@@ -105,6 +106,7 @@ def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str]
             stack.enter_context(show_in(record))
             timeouts = plan.recipe.launch.timeouts
             stack.enter_context(watched(run_dir, dist, timeouts))
+            require_same_recipe(plan, ctx)
             runner = Runner(plan, ctx, journal)
             stack.callback(runner.close)
             runner.run()

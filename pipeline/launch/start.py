@@ -236,9 +236,13 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
         changes = rundir.write_environment(folder, here)
         failures.clear(folder)
         activity_record.clear(folder)
+        replaced = [str(note) for note in plan.recipe.replaced]
         journal.write(
-            "run started", procs=plan.view.procs, device=plan.view.device, environment=here
-        )
+            "run started", procs=plan.view.procs, device=plan.view.device, environment=here,
+            **({"replaced": replaced} if replaced else {}),
+        )  # fmt: skip
+    for note in replaced:
+        click.echo(f"warning: {note}", err=True)
     if changes:
         click.echo(
             f"other versions than when this run was last started: {', '.join(changes)}; results "

@@ -20,6 +20,7 @@ from pipeline.recipe.launch import Launch
 from pipeline.recipe.merge import drop_removed
 from pipeline.recipe.nodes import KeyPath, Node, SourceMap, places_of, plain
 from pipeline.recipe.overrides import apply
+from pipeline.recipe.replaced import Common, lost
 from pipeline.utils.text import did_you_mean
 
 SLOT = re.compile(r"[a-z][a-z0-9_]*")
@@ -64,6 +65,8 @@ class Recipe(Header):
     places: SourceMap = field(compare=False, repr=False)
     source_files: tuple[Path, ...] = field(compare=False)
     tree: Node = field(compare=False, repr=False)
+    replaced: tuple[Problem, ...] = field(default=(), compare=False, repr=False)
+    """Warnings of slots that were given another `use`: fields that stayed, and that were lost."""
 
     def origin(self, path: KeyPath) -> str:
         """`file:line:column` or the override that set the value at `path`; `default` if nothing."""
@@ -89,17 +92,19 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def read_recipe(
-    path: str | Path, overrides: Sequence[str] = ()
+    path: str | Path, overrides: Sequence[str] = (), common: Common = lambda first, second: ()
 ) -> tuple[Recipe | None, list[Problem]]:
     """Read, merge and resolve as far as possible; return the recipe and all problems.
 
-    The recipe is None when a file cannot be read at all. Parts with problems hold defaults.
+    `common` gives the fields that stay where an override names another `use` for a slot. The recipe
+    is None when a file cannot be read at all. Parts with problems hold defaults.
     """
     sources = Sources(TOP_LEVEL)
     tree = sources.read(Path(path))
     if tree is None:
         return None, sources.problems
-    tree, wrong_overrides = apply(tree, overrides)
+    from_files = list(lost(tree, common))
+    tree, wrong_overrides, stayed = apply(tree, overrides, common)
     tree, unknown = _known(drop_removed(tree))
     data, unresolved = resolve(tree)
     places = places_of(tree)
@@ -112,6 +117,7 @@ def read_recipe(
         places=places,
         source_files=tuple(sources.files),
         tree=tree,
+        replaced=(*from_files, *stayed),
     )
     known = [*sources.problems, *wrong_overrides, *unknown, *unresolved]
     return recipe, known + unless_reported(wrong_header + wrong_slots, known)

@@ -8,6 +8,8 @@ last if none does. Works on nodes, so every value keeps the place it was written
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pipeline.recipe.nodes import Node
 
 
@@ -40,7 +42,7 @@ def _merge_maps(base: Node, overlay: Node) -> Node:
             entries[key] = _merge_maps(entries[key], child)
         else:
             entries[key], keys[key] = child, overlay.keys[key]
-    return Node(value=entries, at=base.at, keys=keys)
+    return Node(value=entries, at=base.at, keys=keys, replaced=base.replaced)
 
 
 def _merge_slots(base: Node, overlay: Node) -> Node:
@@ -54,7 +56,7 @@ def _merge_slots(base: Node, overlay: Node) -> Node:
         if theirs.value is None and ours is not None:
             del entries[slot], keys[slot]
         elif ours is None or _other_stage(ours, theirs):
-            entries[slot], keys[slot] = theirs, overlay.keys[slot]
+            entries[slot], keys[slot] = replace(theirs, replaced=ours), overlay.keys[slot]
         else:
             entries[slot] = _merge_maps(ours, theirs) if _are_maps(ours, theirs) else theirs
     in_order = {slot: entries[slot] for slot in order if slot in entries}

@@ -62,6 +62,8 @@ class Node:
     at: Location
     keys: dict[str, Location] = field(default_factory=dict)
     """A mapping's keys and where they stand."""
+    replaced: Node | None = None
+    """A slot's node as it was, with another `use`, before this one took its place."""
 
     def entries(self) -> dict[str, Node]:
         """A mapping's entries; empty for anything else."""

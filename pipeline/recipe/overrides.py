@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.errors import Location, Problem
+from pipeline.errors import COMMAND_LINE, Location, Problem
 from pipeline.recipe.merge import merge
 from pipeline.recipe.nodes import Node, dotted
 from pipeline.recipe.parse import parse
+from pipeline.recipe.replaced import Common, stays
 from pipeline.utils.text import did_you_mean
 
 TOP_LEVEL = ("name", "seed", "launch", "env", "dry_run")
@@ -26,11 +27,15 @@ class _RefusedError(Exception):
         self.hint = hint
 
 
-def apply(root: Node, overrides: Sequence[str]) -> tuple[Node, list[Problem]]:
-    """The tree with the overrides laid over in order, and the problems of those that are wrong."""
+def apply(
+    root: Node, overrides: Sequence[str], common: Common
+) -> tuple[Node, list[Problem], list[Problem]]:
+    """The tree with the overrides laid over in order, the problems of those that are wrong, and
+    warnings of slots that got another `use`, in which fields of `common` stay."""
     problems: list[Problem] = []
+    notes: list[Problem] = []
     for number, override in enumerate(overrides, start=1):
-        place = Location(file=f"command line, override {number}")
+        place = Location(file=f"{COMMAND_LINE}override {number}")
         try:
             overlay, found = _overlay(root, override, place)
         except _RefusedError as error:
@@ -38,8 +43,10 @@ def apply(root: Node, overrides: Sequence[str]) -> tuple[Node, list[Problem]]:
             problems.append(Problem(message=message, hint=error.hint, location=place))
             continue
         problems.extend(found)
-        root = root if found else merge(root, overlay)
-    return root, problems
+        if not found:
+            root, said = stays(root, merge(root, overlay), common)
+            notes += said
+    return root, problems, notes
 
 
 def _overlay(root: Node, override: str, place: Location) -> tuple[Node, list[Problem]]:

@@ -29,7 +29,16 @@ if TYPE_CHECKING:
     from pipeline.utils.packages import optional, unheard
     from pipeline.utils.process_tree import die_with, ended_with_this
     from pipeline.utils.terminal import hidden_in, shown
-    from pipeline.utils.text import align, closest, counted, did_you_mean, duration, human, plural
+    from pipeline.utils.text import (
+        align,
+        closest,
+        counted,
+        did_you_mean,
+        duration,
+        human,
+        in_short,
+        plural,
+    )
     from pipeline.utils.trust import require_code_trust, require_trust
 else:
     __getattr__ = lazily(__name__, __file__)

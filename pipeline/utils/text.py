@@ -6,6 +6,10 @@ import difflib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+DIGEST_SHOWN = 12
+"""Characters of a digest in a message."""
 
 
 def closest(word: str, options: Iterable[str]) -> str | None:
@@ -57,6 +61,13 @@ def counted(count: float, nouns: str) -> str:
     """`1 row`, `5,000 rows`: a number of what a plural names; the number alone without a name."""
     number = f"{count:,.0f}"
     return f"{number} {nouns.removesuffix('s') if number == '1' else nouns}".rstrip()
+
+
+def in_short(value: Any) -> str:
+    """A value as text; of a hex digest the first characters."""
+    text = str(value)
+    digest = len(text) >= 32 and set(text) <= set("0123456789abcdef")
+    return text[:DIGEST_SHOWN] if digest else text
 
 
 def align(rows: Sequence[Sequence[str]], *, left: int = 1) -> Iterator[str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import fnmatch
 import importlib.util
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -17,6 +19,7 @@ from stages.model.declared import DerivedSource
 
 if TYPE_CHECKING:
     from stages.adapter.source import AdaptedSource
+    from stages.model.hf import HfModel
     from stages.weights.change import Change
 
 QuantType = Literal["nf4", "fp4"]
@@ -99,6 +102,7 @@ class Lora:
             yield from _skipped_experts(self, plan)
         if self.targets == () and not self.target_parameters:
             yield Problem(key="targets", message="names no layer", hint="write all-linear")
+        yield from _frozen_random(self, plan)
         if self.start_from is not None:
             for message, hint in differences(self, Path(self.start_from).expanduser()):
                 yield Problem(key="start_from", message=message, hint=hint)
@@ -122,6 +126,65 @@ class Lora:
 
         base = model if self.quantize is None else PackedSource(model, self.quantize)
         return AdaptedSource(self, base, seed=seed)
+
+
+TABLES = {
+    "embedding": ("embed", "wte", "word_embeddings"),
+    "head": ("head", "embed_out", "output"),
+}
+"""Parts of the names of a model's two tables, by which patterns of `train_also` are known."""
+
+
+def _frozen_random(stage: Lora, plan: PlanView) -> Iterator[Problem]:
+    """Yield a mistake for weights that are drawn at random, that the data train on, and that stay
+    frozen: rows of the vocabulary for new tokens, and `new_weights`."""
+    from stages.model.hf import HfModel
+
+    model = plan.find(HfModel)
+    if model is None:
+        return
+    for new in model.new_weights:
+        if not any(new == also or fnmatch.fnmatchcase(new, also) for also in stage.train_also):
+            message = f"{new}, which the model slot's new_weights draw at random, stay frozen"
+            yield Problem(key="train_also", message=message, hint=f"add {new}")
+    rows = _new_rows(model)
+    lacking = [name for name in _tables(model) if not _names(stage.train_also, name)]
+    if rows and lacking:
+        yield Problem(
+            key="train_also",
+            message=f"{rows} rows of the vocabulary are new and random, and stay frozen while the "
+            f"tokenizer uses them: train_also names no {' and no '.join(lacking)}",
+            hint="train_also: ['*embed_tokens.weight', 'lm_head.weight'] trains these tables as a "
+            "whole, in most models",
+        )
+
+
+def _names(patterns: Sequence[str], table: str) -> bool:
+    return any(part in pattern or pattern == "*" for pattern in patterns for part in TABLES[table])
+
+
+def _tables(model: HfModel) -> list[str]:
+    from stages.model.read import config_at_hand
+
+    tied = (config_at_hand(model) or {}).get("tie_word_embeddings")
+    return ["embedding"] if tied else list(TABLES)
+
+
+def _new_rows(model: HfModel) -> int:
+    """Rows that the slot's `vocab_size` adds and that the tokenizer, if its files are here, has
+    tokens for."""
+    from stages.model.files import largest_id
+    from stages.model.read import config_at_hand
+
+    config = config_at_hand(dataclasses.replace(model, vocab_size=None)) or {}
+    config = config.get("text_config") or config
+    known = config.get("vocab_size")
+    if model.vocab_size is None or not isinstance(known, int) or model.init == "random":
+        return 0
+    place = model.tokenizer or model.path
+    largest = largest_id(Path(place).expanduser()) if place else None
+    used = model.vocab_size if largest is None else min(model.vocab_size, largest + 1)
+    return max(0, used - known)
 
 
 def _skipped_experts(stage: Lora, plan: PlanView) -> Iterator[Problem]:

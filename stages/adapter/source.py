@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from pipeline import ModelSource, StageError, TensorReader, Weights
 from pipeline.utils import plural
+from stages.adapter.compat import CONFIG, WEIGHTS
 from stages.adapter.experts import updated_modules
 from stages.adapter.injection import inject, layers
 from stages.adapter.layers import Layer
@@ -24,6 +25,7 @@ from stages.adapter.updates import InitialValues, MergedWeights
 from stages.model.declared import outline, ties
 from stages.weights.change import Change, renamed
 from stages.weights.converted import ConvertedReader
+from stages.weights.sampled import sampled
 from stages.weights.views import JoinedReader
 
 if TYPE_CHECKING:
@@ -139,6 +141,16 @@ class AdaptedSource(AdaptedModel):
         settings = json.dumps(fields, sort_keys=True)
         facts = f"{self.base.fingerprint} lora {settings} {self._seed}"
         return hashlib.sha256(facts.encode()).hexdigest()
+
+    @functools.cached_property
+    def sampled_contents(self) -> str | None:
+        base = self.base.sampled_contents
+        if self.stage.start_from is None:
+            return base
+        # what the updates begin with is no part of the fingerprint, which old runs know
+        folder = Path(self.stage.start_from).expanduser()
+        own = sampled([folder / WEIGHTS, folder / CONFIG])
+        return hashlib.sha256(f"{base} {own}".encode()).hexdigest()
 
     def merge_trained(self, trained: Weights) -> Weights:
         merged = MergedWeights(

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from xxhash import xxh3_64_intdigest
 
 from pipeline import Context, StageError, utils
+from pipeline.utils import in_short
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -45,6 +47,14 @@ class Entry:
     folder: Path
     key: str
     counts: Counts
+
+    @property
+    def contents(self) -> str:
+        """Hex digest of the entry's counts and checksums, which are those of all its arrays."""
+        found = hashlib.sha256(json.dumps(self.counts, sort_keys=True).encode())
+        for path in sorted(self.folder.glob(f"*{SUMS}")):
+            found.update(path.name.encode() + path.read_bytes())
+        return found.hexdigest()
 
     def array(self, name: str, dtype: str) -> VerifiedArray:
         """Open one of the entry's arrays."""
@@ -76,13 +86,17 @@ def prepare(ctx: Context, folder: Path, make_key: Callable[[], str], build: Buil
     """Return the entry of a key, and build it if it is absent (collective).
 
     Rank 0 computes the key and builds. Then one process of every node that does not see rank 0's
-    folder builds the node's own. Raises StageError if that node computes another key.
+    folder builds the node's own. Raises StageError if that node computes another key, or if the
+    entries of two nodes differ.
     """
 
     def build_same(partial: Path) -> Counts:
-        if make_key() != key:
+        found = make_key()
+        if found != key:
             raise StageError(
-                "this machine's data or tokenizer are not those of the first machine",
+                f"the files of this machine ({socket.gethostname()}, rank {ctx.dist.rank}) differ "
+                f"from those of rank 0: their digest is {in_short(found)}, that is "
+                f"{in_short(key)}",
                 hint="copy the same files to every machine, or share them",
             )
         return build(partial)
@@ -96,7 +110,9 @@ def prepare(ctx: Context, folder: Path, make_key: Callable[[], str], build: Buil
     if not main and ctx.dist.local_rank == 0:
         prepare_locally(folder, key, build_same)
     ctx.dist.barrier()
-    return prepare_locally(folder, key, build_same)
+    entry = prepare_locally(folder, key, build_same)
+    ctx.dist.require_same("tokenised data", {f"entry {in_short(key)}": entry.contents})
+    return entry
 
 
 def prepare_locally(folder: Path, key: str, build: Build) -> Entry:

@@ -122,6 +122,7 @@ class Documents:
         self.settings, self.workers, self.ctx, self.model = settings, workers, ctx, model
         self.tokenizer = model.tokenizer()
         self.tokenizer_identity = tokenize.identity(self.tokenizer)
+        ctx.dist.require_same("tokenizer", {"tokenizer": self.tokenizer_identity})
         self._cut = cutter(self.tokenizer)
         self.dtype = tokenize.id_dtype(self.tokenizer)
         self.start = tokenize.start_ids(self.tokenizer, settings.prepend_bos)

@@ -167,7 +167,9 @@ class Rows:
                 hint="data.chat needs a tokenizer with a tokenizer.json",
             )
         identity = tokenize.identity(self.tokenizer)
-        self.tokenizer_identity = digest([identity, self.tokenizer.chat_template])
+        template = self.tokenizer.chat_template
+        self.tokenizer_identity = digest([identity, template])
+        ctx.dist.require_same("tokenizer", {"tokenizer": identity, "template": digest(template)})
         self.dtype = tokenize.id_dtype(self.tokenizer, model.vocab_size)
         self.start = tokenize.start_ids(self.tokenizer, stage.prepend_bos)
         """Ids that texts begin with."""

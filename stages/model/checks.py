@@ -13,8 +13,10 @@ from stages.model.chat_template import read_template
 from stages.model.compat import attentions, causal_types, is_multimodal, suited_attention
 from stages.model.config_checks import NOT_BY_TEXT, sees_later_tokens, wrong_size
 from stages.model.files import (
+    ADAPTER,
     COMMIT,
     HUB_ID,
+    beside_weights,
     has_tokenizer,
     is_gguf,
     is_local,
@@ -39,6 +41,26 @@ def problems(stage: HfModel) -> Iterator[Problem]:
     """Every mistake in the fields about files, config and tokenizer."""
     for key, message, hint in _problems(stage):
         yield Problem(key=key, message=message, hint=hint)
+
+
+def beside_problems(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
+    """What lies beside the weights of a local folder: a mistake for an adapter, which transformers
+    would apply, unless an adapter slot starts from it; a warning for a file that is not read."""
+    if stage.path is None or not is_local(stage.path) or is_gguf(stage.path):
+        return
+    if stage.init == "random" or stage.gguf_file is not None:
+        return
+    folder = local(stage.path)
+    for remark in beside_weights(folder):
+        adapter = remark.startswith(str(folder / ADAPTER))
+        named = [getattr(other, "start_from", None) or "" for other in plan.slots.values()]
+        if adapter and any(name and local(name).resolve() == folder.resolve() for name in named):
+            continue
+        hint = f"name it in an adapter slot (`start_from: {stage.path}`), or move it away"
+        yield Problem(
+            key="path", message=remark, hint=hint if adapter else "remove the one that is stale",
+            warning=not adapter,
+        )  # fmt: skip
 
 
 def foreign_code(stage: HfModel) -> Iterator[tuple[str, str]]:

@@ -162,6 +162,10 @@ class DerivedSource(ModelSource):
         return self.base.fingerprint
 
     @property
+    def sampled_contents(self) -> str | None:
+        return self.base.sampled_contents
+
+    @property
     def contents(self) -> str | None:
         return self.base.contents
 

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
+ADAPTER = "adapter_config.json"
+"""File of peft beside which from_pretrained would apply an adapter."""
+SAFE = "model.safetensors.index.json", "model.safetensors"
+TORCH = "pytorch_model.bin.index.json", "pytorch_model.bin"
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt",
     "spiece.model",
@@ -59,6 +63,19 @@ def is_plain(name: str) -> bool:
 def has_tokenizer(folder: Path) -> bool:
     """Whether the folder holds any file of a tokenizer."""
     return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
+def largest_id(folder: Path) -> int | None:
+    """The largest id that the files of a tokenizer name; None if they name none."""
+    ids: list[int] = []
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if (folder / name).is_file():
+            content = read_json(folder / name)
+            vocabulary = (content.get("model") or {}).get("vocab")
+            ids += vocabulary.values() if isinstance(vocabulary, dict) else ()
+            ids += [token["id"] for token in content.get("added_tokens") or ()]
+            ids += map(int, content.get("added_tokens_decoder") or ())
+    return max(ids, default=None)
 
 
 def find_files(stage: HfModel) -> Files | None:
@@ -117,13 +134,13 @@ def _snapshot(repo: str, revision: str | None, patterns: list[str]) -> Path:
 
 def safetensors_files(folder: Path) -> list[Path]:
     """The safetensors files of the folder, in order; empty when it has none."""
-    return _indexed(folder, "model.safetensors.index.json", "model.safetensors")
+    return _indexed(folder, *SAFE)
 
 
 def weight_files(folder: Path, gguf: str | None) -> list[Path]:
     """The files that the weights are read from. Raises StageError when there are none."""
     files = [folder / gguf] if gguf else safetensors_files(folder)
-    files = files or _indexed(folder, "pytorch_model.bin.index.json", "pytorch_model.bin")
+    files = files or _indexed(folder, *TORCH)
     if not files:
         raise StageError(
             f"no weights in {folder}",
@@ -134,6 +151,15 @@ def weight_files(folder: Path, gguf: str | None) -> list[Path]:
     if missing is not None:
         raise StageError(f"a weight file is missing: {missing}")
     return files
+
+
+def beside_weights(folder: Path) -> Iterator[str]:
+    """Yield what lies beside the weights of a folder and is not read."""
+    if (folder / ADAPTER).is_file():
+        yield f"{folder / ADAPTER}: the adapter beside the weights is not applied"
+    for index, single in SAFE, TORCH:
+        if (folder / single).is_file() and (folder / index).is_file():
+            yield f"{folder} has {single} and, in shards, {index}: the single file is read"
 
 
 def _indexed(folder: Path, index: str, single: str) -> list[Path]:

@@ -79,10 +79,16 @@ class HfModel:
     itself: `--trust-remote-code` on the command line does."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        from stages.model.checks import multimodal_notes, problems, speed_problems
+        from stages.model.checks import (
+            beside_problems,
+            multimodal_notes,
+            problems,
+            speed_problems,
+        )
         from stages.model.config_checks import too_long
 
         yield from problems(self)
+        yield from beside_problems(self, plan)
         yield from speed_problems(self, plan)
         yield from too_long(self, plan)
         yield from multimodal_notes(self)

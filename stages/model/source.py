@@ -24,6 +24,7 @@ from stages.model.declared import empty, outline, ties
 from stages.model.files import (
     COMMIT,
     Files,
+    beside_weights,
     find_files,
     find_tokenizer,
     has_tokenizer,
@@ -36,11 +37,13 @@ from stages.model.gguf import open_gguf, quick_gguf
 from stages.model.random_reader import RandomReader
 from stages.model.reconcile import Allowed, fit
 from stages.model.rotary_compat import choose_by_document
+from stages.model.special_ids import align
 from stages.model.towers_compat import leave_out_towers
 from stages.model.unread import Unread, sort_out
 from stages.weights.change import renamed
 from stages.weights.converted import ConvertedReader
 from stages.weights.safetensors import SafetensorsReader
+from stages.weights.sampled import sampled
 from stages.weights.torch_files import TorchFilesReader
 
 if TYPE_CHECKING:
@@ -62,6 +65,9 @@ def open_source(stage: HfModel, ctx: Context) -> HfSource:
     with ctx.dist.rank0_first():
         files = find_files(stage)
         tokenizer = files if stage.tokenizer is None else find_tokenizer(stage.tokenizer)
+    if files is not None and not is_local(stage.path or ""):  # others are looked at in `check`
+        for remark in beside_weights(files.folder):
+            ctx.log.warning("%s: %s", stage.path, remark)
     if stage.config is not None:
         config = assets.config_of_recipe(stage.config)
     else:
@@ -110,6 +116,7 @@ class HfSource(ModelSource):
         self._resized = stage.vocab_size is not None
         self._told: list[Unread] = []
         """What was logged as not read, by this source or by a view of it."""
+        self._said: set[str] = set()
         self._draws = self._random or self._resized or bool(stage.new_weights)
 
     @property
@@ -244,7 +251,7 @@ class HfSource(ModelSource):
             )
         return ConvertedReader(_open_files(files), [renamed(one, one) for one in sorted(names)])
 
-    @property
+    @functools.cached_property
     def _weight_files(self) -> Sequence[Path]:
         """Files that weights are read from; none for random weights."""
         if self._random:
@@ -331,6 +338,10 @@ class HfSource(ModelSource):
         )
 
     @functools.cached_property
+    def sampled_contents(self) -> str | None:
+        return sampled(self._weight_files) if self._weight_files else None
+
+    @functools.cached_property
     def contents(self) -> str | None:
         if self._random:
             return None
@@ -349,6 +360,15 @@ class HfSource(ModelSource):
         commit = self._files.folder.name  # of the hub's cache
         return commit if COMMIT.fullmatch(commit) else None
 
+    def _align(self, folder: Path) -> None:
+        changes = "; ".join(align(folder, self.tokenizer(), self.vocab_size))
+        if changes and changes not in self._said:
+            self._said.add(changes)  # an export saves twice
+            self._log.warning(
+                "the exported model begins, ends and pads as tokenizer and chat template do: %s",
+                changes,
+            )
+
     def save_assets(self, folder: Path, *, dtype: str) -> None:
         model = self._outline
         torch_name = str(torch_dtype(cast("DtypeName", dtype))).removeprefix("torch.")
@@ -360,6 +380,7 @@ class HfSource(ModelSource):
             assets.save_generation_config(self.config, origin, folder)
             if self._has_tokenizer:
                 assets.save_tokenizer(self.tokenizer(), folder)
+                self._align(folder)
         if self._multimodal:
             assets.copy_processor(origin, folder)
         if compat.is_remote_code(model):

@@ -26,6 +26,8 @@ SCHEDULE_OF: Mapping[str, Schedule] = {
     "power": "polynomial",
 }
 """Fields of one schedule alone."""
+INVERSE_SQRT_STEPS = 10_000
+"""Steps after which inverse_sqrt begins if there is no warm-up, as in transformers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +82,12 @@ class OptimizerSettings:
     schedule: Schedule = "cosine"
     """How the learning rate moves after warm-up: it stays (constant), falls to `final_lr_ratio`
     along a line, a cosine or a power of a line (polynomial), falls with the inverse root of the
-    step (inverse_sqrt), or stays and falls at the end (wsd: warm-up, stable, decay)."""
+    step (inverse_sqrt; without warm-up, as after 10,000 steps), or stays and falls at the end (wsd:
+    warm-up, stable, decay)."""
 
     warmup_steps: Annotated[int, Ge(0)] = 0
-    """Steps of linear warm-up. Excludes `warmup_ratio`."""
+    """Steps of linear warm-up, from 0, or with schedule wsd from `final_lr_ratio`. Excludes
+    `warmup_ratio`."""
 
     warmup_ratio: Fraction = 0.0
     """Warm-up as a fraction of all steps, rounded up. Excludes `warmup_steps`."""
@@ -163,11 +167,13 @@ class OptimizerSettings:
         Hägele et al. 2024 (sqrt)."""
         warmup = self._warmup(total)
         if step < warmup:
-            return step / warmup
+            rises_from = self.final_lr_ratio if self.schedule == "wsd" else 0.0
+            return rises_from + (1.0 - rises_from) * step / warmup
         if self.schedule == "constant":
             return 1.0
         if self.schedule == "inverse_sqrt":
-            return math.sqrt(warmup / step) if warmup else 1.0 / math.sqrt(step + 1)
+            scale = warmup or INVERSE_SQRT_STEPS
+            return math.sqrt(scale / (step - warmup + scale))
         begin = warmup
         if self.schedule == "wsd":
             decay = self.decay_steps or steps_in(self.decay_ratio or 0.1, total)
@@ -185,8 +191,9 @@ class OptimizerSettings:
         """A warning if warm-up takes all of `total` steps."""
         warmup = self._warmup(total)
         if warmup >= total:
+            begin = "" if self.lr_scale(0, total) else "begins with a learning rate of 0 and "
             yield (
-                f"warm-up begins with a learning rate of 0 and takes {warmup} steps, and the "
+                f"warm-up {begin}takes {warmup} steps, and the "
                 f"training {total}; set a lower warmup_steps or warmup_ratio"
             )
 

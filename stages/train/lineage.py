@@ -6,10 +6,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from pipeline import Context, Data, ModelSource, Progress, ResumeRefused
+from pipeline.utils import in_short
 from stages.train.settings import BatchPlan
-
-SHOWN = 12
-"""Characters of a digest in a message."""
 
 
 def lineage(config: BatchPlan, ctx: Context, data: Data, model: ModelSource) -> dict[str, Any]:
@@ -19,9 +17,11 @@ def lineage(config: BatchPlan, ctx: Context, data: Data, model: ModelSource) -> 
     # machine are consecutive.
     reads = bool(model.frozen_base) and ctx.dist.local_rank == 0
     read = ctx.dist.gather(model.contents if reads else None)
+    weights = read[ctx.dist.rank - ctx.dist.local_rank]
+    ctx.dist.require_same("model", {"weights that are not trained": weights})
     return {
         "model": model.fingerprint,
-        "weights": read[ctx.dist.rank - ctx.dist.local_rank],
+        "weights": weights,
         "tokenizer": identity.pop("tokenizer", None),
         "data": identity,
         "seed": ctx.seed,
@@ -54,12 +54,6 @@ def _differences(part: str, then: Mapping[str, Any], now: Mapping[str, Any]) -> 
     if isinstance(before, Mapping) and isinstance(after, Mapping):
         for key in sorted({*before, *after}):
             if before.get(key) != after.get(key):
-                yield f"{part}.{key} was {_shown(before.get(key))}, is {_shown(after.get(key))}"
+                yield f"{part}.{key} was {in_short(before.get(key))}, is {in_short(after.get(key))}"
     else:
-        yield f"{part} was {_shown(before)}, is {_shown(after)}"
-
-
-def _shown(value: Any) -> str:
-    text = str(value)
-    digest = len(text) >= 32 and set(text) <= set("0123456789abcdef")
-    return text[:SHOWN] if digest else text
+        yield f"{part} was {in_short(before)}, is {in_short(after)}"

@@ -30,7 +30,9 @@ def build(
 ) -> TorchEngine:
     """Build the model, load its weights, and let accelerate wrap it with its optimizer."""
     path = Path(config.config).expanduser()
-    sharded = is_sharded(read_config(path).content)
+    content = read_config(path).content
+    ctx.dist.require_same("accelerate configuration", content)
+    sharded = is_sharded(content)
     # Sharding moves each rank's part to the device; a replica lives there from the start.
     module = build_module(ctx, model, precision, home=torch.device("cpu") if sharded else None)
     optimizer = make_optimizer(plan, module)

@@ -20,7 +20,14 @@ from stages.data.documents import Documents
 from stages.data.fields import Source
 from stages.data.prepare import source_entries
 from stages.data.samples import CountedSamples
-from stages.data.streaming.shards import Shard, ShardIndex, ShardStore, list_shards, read_index
+from stages.data.streaming.shards import (
+    Shard,
+    ShardIndex,
+    ShardStore,
+    edges,
+    list_shards,
+    read_index,
+)
 
 if TYPE_CHECKING:
     from stages.data.stream import StreamData
@@ -175,6 +182,7 @@ def stream_data(stage: StreamData, ctx: Context, model: ModelSource) -> Data:
     main = ctx.dist.is_main
     text = json.dumps([asdict(shard) for shard in list_shards(stage.shards)]) if main else None
     shards = [Shard(**each) for each in json.loads(ctx.dist.broadcast_str(text))]
+    ctx.dist.require_same("shards", {"their sizes, beginnings and ends": edges(shards)})
     store = _store(stage, ctx, documents, shards)
     ctx.on_exit(store.close)
     ctx.log.info("stream: %d shards, %d bytes", len(shards), sum(each.size for each in shards))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
 from pipeline.chain import plan as plan_module
 from pipeline.chain.plan import Plan, PlannedSlot, Started, make_plan
-from pipeline.chain.registry import Registry
+from pipeline.chain.registry import Entry, Registry
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import Context
 from pipeline.errors import RecipeError
@@ -65,9 +65,78 @@ def test_inputs_come_from_the_slots_that_give_them(planned: Callable[..., Plan])
 
 
 def test_the_latest_earlier_slot_wins(planned: Callable[..., Plan]) -> None:
-    text = RECIPE.replace("  data:", "  adapter: {use: model.fake}\n  data:")
+    text = RECIPE.replace("  optimizer:", "  adapter: {use: model.fake}\n  optimizer:")
     inputs = {step.slot: step.inputs for step in planned(text=text).steps}
-    assert inputs["wrap"]["model"] == "adapter"
+    assert (inputs["data"]["model"], inputs["wrap"]["model"]) == ("model", "adapter")
+
+
+SECOND = {
+    "model": ("  data:", "  base: {use: model.fake}\n  data:"),
+    "data": ("  optimizer:", "  more: {use: data.text, files: [c.txt]}\n  optimizer:"),
+    "optimizer": ("  wrap:", "  again: {use: optimizer.adam}\n  wrap:"),
+    "wrap": ("  checkpoint:", "  zero: {use: wrap.red}\n  checkpoint:"),
+    "checkpoint": ("  train:", "  other: {use: checkpoint.red}\n  train:"),
+}
+"""A second slot of each kind, behind the first, which then nobody reads."""
+
+
+@pytest.mark.parametrize("slot", list(SECOND))
+def test_two_slots_that_give_the_same(planned: Callable[..., Plan], slot: str) -> None:
+    first, second = SECOND[slot]
+    text = RECIPE.replace(first, second)
+    other = second.split(":")[0].strip()
+    with pytest.raises(RecipeError) as refused:
+        planned(text=text)
+    [problem] = refused.value.problems
+    lines = text.splitlines()
+    places = [
+        next(at for at, line in enumerate(lines, 1) if line.startswith(f"  {name}: "))
+        for name in (slot, other)
+    ]
+    assert (problem.key, problem.location and problem.location.line) == (f"{slot}.use", places[0])
+    assert problem.message.startswith("no slot reads the ")
+    assert f"slot `{other}` (" in problem.message
+    assert f"r.yaml:{places[1]}:" in problem.message
+    assert f"`{slot}: null` or `{other}: null`" in problem.hint
+
+
+def test_a_slot_behind_its_reader(planned: Callable[..., Plan]) -> None:
+    text = RECIPE + "  late: {use: optimizer.adam}\n"
+    with pytest.raises(RecipeError, match=r"late\.use: no slot reads the OptimizerPlan that it"):
+        planned(text=text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Average:
+    """Takes an engine and gives one, of a package of its own."""
+
+    def run(self, ctx: Context, engine: Engine) -> Engine:
+        raise AssertionError("never run")
+
+
+def test_a_stage_of_a_third_party_that_changes_what_it_takes(
+    fake_entry: Callable[..., Entry], registry: Registry, tmp_path: Path
+) -> None:
+    import fake_stages
+
+    fake_stages.Average = Average
+    entry = fake_entry("average.mine", "Average", "somebody")
+    known = Registry([*registry.entries(), entry])
+
+    def plan(text: str) -> Plan:
+        (tmp_path / "r.yaml").write_text(text, encoding="utf-8")
+        return make_plan(load_recipe(tmp_path / "r.yaml"), registry=known)
+
+    average = "  average: {use: average.mine}\n"
+    assert plan(RECIPE.replace("  train:", f"{average}  train:")).warnings == ()
+    with pytest.raises(RecipeError, match=r"average.*no slot reads the Engine.*slot `wrap`"):
+        plan(RECIPE + average)
+
+
+def test_a_result_that_nobody_reads_and_nobody_else_gives(planned: Callable[..., Plan]) -> None:
+    assert planned().warnings == ()
+    found = planned("train=null").warnings
+    assert found == ()  # the chain leads nowhere yet
 
 
 def test_an_optional_need_may_stay_open(planned: Callable[..., Plan]) -> None:

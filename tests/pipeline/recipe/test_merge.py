@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import RecipeError
-from pipeline.recipe import Recipe, SlotSpec, load_recipe
+from pipeline.recipe import Recipe, SlotSpec, load_recipe, read_recipe
 
 BASE = """\
 name: base
@@ -140,6 +140,48 @@ def test_overrides_apply_in_order_and_may_replace_a_slot() -> None:
     assert recipe.stages["wrap"] == SlotSpec(use="wrap.y", fields={"bucket": 1})
     assert (recipe.seed, recipe.launch.procs) == (5, 8)
     assert "train" not in recipe.stages
+
+
+def test_fields_of_both_stages_stay_where_an_override_replaces_a_stage(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(
+        "name: r\nstages:\n  optimizer: {use: o.a, lr: 0.3, betas: [1], note: x}\n"
+    )
+
+    def read(*overrides: str) -> tuple[SlotSpec, list[str]]:
+        file = tmp_path / "r.yaml"
+        recipe, problems = read_recipe(file, overrides, lambda first, second: ("lr", "note"))
+        assert recipe is not None
+        assert problems == []
+        return recipe.stages["optimizer"], [str(note) for note in recipe.replaced]
+
+    slot, [note] = read("optimizer.use=o.b")
+    assert slot == SlotSpec(use="o.b", fields={"lr": 0.3, "note": "x"})
+    assert note == (
+        "command line, override 1: optimizer: o.a became o.b: lr, note stay; betas of "
+        "r.yaml:3:14 do not, o.b has none like that"
+    )
+    slot, [note] = read("optimizer.use=o.b", "optimizer.lr=1", "optimizer.k=2")
+    assert slot == SlotSpec(use="o.b", fields={"lr": 1, "note": "x", "k": 2})
+    slot, [note] = read("optimizer.betas=[2]", "optimizer.use=o.b")
+    assert slot.fields == {"lr": 0.3, "betas": [2], "note": "x"}  # the command line says so
+    assert read("optimizer.use=o.a", "optimizer.lr=1")[1] == []
+
+
+def test_a_file_that_replaces_a_stage_is_told_which_fields_it_lost(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text("name: r\nstages:\n  o: {use: o.a, lr: 0.3, note: x}\n")
+
+    def notes(slot: str) -> list[str]:
+        (tmp_path / "r.yaml").write_text(f"extends: base.yaml\nstages:\n  o: {slot}\n")
+        recipe, _ = read_recipe(tmp_path / "r.yaml", (), lambda first, second: ("lr",))
+        assert recipe is not None
+        assert recipe.stages["o"].fields.get("note") is None
+        return [str(note) for note in recipe.replaced]
+
+    assert notes("{use: o.b}") == [
+        "r.yaml:3:12: o: replaces o.a of base.yaml:3:6 with its lr, which "
+        "has its default now (set lr here too)"
+    ]
+    assert notes("{use: o.b, lr: 1}") == []
 
 
 def test_an_override_of_extends_is_refused() -> None:

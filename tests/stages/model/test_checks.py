@@ -9,13 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers
+from safetensors.torch import save_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.contracts.stage import PlanView
+from pipeline.errors import Problem
 from pipeline.utils.trust import TRUST_CODE
+from stages.adapter.lora import Lora
+from stages.model.checks import beside_problems
 from stages.model.compat import attentions, causal_types, image_text_types, suited_attention
 from stages.model.hf import HfModel
-from tests.support.models import save_tokenizer, tiny_llama_config
+from tests.support.models import context, save_tokenizer, tiny_llama_config
 from tests.support.tier import spread
 
 PLAN = PlanView(name="r", seed=0, procs=1, device="cpu", slots={})
@@ -211,3 +217,54 @@ def test_attentions_are_those_of_the_class(kind: str) -> None:
         assert ("sdpa" in known) is bool(built._supports_sdpa)
         if "sdpa" not in known:
             assert ("flex_attention" in known) is bool(built._supports_flex_attn)
+
+
+def _folder(folder: Path) -> Path:
+    """Write a model's folder as far as a check looks at it."""
+    (folder / "config.json").write_text('{"model_type": "llama", "vocab_size": 300}')
+    (folder / "model.safetensors").write_bytes(b"")
+    return folder
+
+
+def _beside(folder: Path, **slots: Any) -> list[Problem]:
+    stage = HfModel(path=str(folder))
+    view = PlanView(name="r", seed=0, procs=1, device="cpu", slots={"model": stage, **slots})
+    return list(beside_problems(stage, view))
+
+
+def test_an_adapter_beside_the_weights(tmp_path: Path) -> None:
+    _folder(tmp_path)
+    assert _beside(tmp_path) == []
+    (tmp_path / "adapter_config.json").write_text("{}")
+    [problem] = _beside(tmp_path)
+    assert (problem.key, problem.warning) == ("path", False)
+    assert "is not applied" in problem.message
+    assert f"start_from: {tmp_path}" in problem.hint
+    assert _beside(tmp_path, adapter=Lora(start_from=f"{tmp_path}/")) == []
+    assert len(_beside(tmp_path, adapter=Lora(start_from=str(tmp_path.parent)))) == 1
+    assert list(beside_problems(HfModel(path=str(tmp_path), init="random"), PLAN)) == []
+
+
+@pytest.mark.parametrize("single", ["model.safetensors", "pytorch_model.bin"])
+def test_a_single_file_beside_shards(tmp_path: Path, single: str) -> None:
+    _folder(tmp_path)
+    (tmp_path / single).write_bytes(b"")
+    (tmp_path / f"{single}.index.json").write_text("{}")
+    [problem] = _beside(tmp_path)
+    assert problem.warning
+    assert problem.message.endswith(f"has {single} and, in shards, {single}.index.json: the single "
+                                    "file is read")  # fmt: skip
+
+
+def test_transformers_reads_the_single_file_too(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(**tiny_llama_config())
+    models = [AutoModelForCausalLM.from_config(config) for _ in range(2)]
+    models[0].save_pretrained(tmp_path, max_shard_size="50KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    save_model(models[1], str(tmp_path / "model.safetensors"), {"format": "pt"})
+    found = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert torch.equal(found["model.norm.weight"], models[1].state_dict()["model.norm.weight"])
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(found[name], models[1].state_dict()[name])
+    source = HfModel(path=str(tmp_path)).run(context(tmp_path))
+    assert torch.equal(source.weights().read(name), found[name])

@@ -38,50 +38,68 @@ def test_schedules_at_known_points() -> None:
         [0.0, 0.5, 1.0, 0.2 + 0.8 * quarter, 0.6, 0.2 + 0.8 * (1 - quarter)]
     )
     assert values("polynomial", power=2.0) == pytest.approx([0.0, 0.5, 1.0, 0.65, 0.4, 0.25])
-    assert values("wsd", decay_steps=2) == pytest.approx([0.0, 0.5, 1.0, 1.0, 1.0, 0.6])
+    assert values("wsd", decay_steps=2) == pytest.approx([0.2, 0.6, 1.0, 1.0, 1.0, 0.6])
     assert values("inverse_sqrt") == pytest.approx(
         [0.0, 0.5, 1.0, *(math.sqrt(2 / step) for step in (3, 4, 5))]
     )
 
 
-OURS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
-    "linear": ("linear", {}, {}),
-    "cosine": ("cosine", {}, {}),
-    "constant_with_warmup": ("constant", {}, {}),
-    "inverse_sqrt": ("inverse_sqrt", {}, {}),
-    "cosine_with_min_lr": ("cosine", {"final_lr_ratio": 0.2}, {"min_lr_rate": 0.2}),
-    "polynomial": (
-        "polynomial", {"final_lr_ratio": 0.2, "power": 3.0}, {"lr_end": 0.2, "power": 3.0},
-    ),
-    **{
-        f"warmup_stable_decay {theirs}": (
-            "wsd",
-            {"decay_steps": 10, "decay_shape": ours},
-            {"num_decay_steps": 10, "decay_type": theirs},
-        )
-        for theirs, ours in (("linear", "linear"), ("cosine", "cosine"), ("1-sqrt", "sqrt"))
-    },
-}  # fmt: skip
-"""transformers' name -> our schedule and fields, and transformers' fields."""
-
-
-@pytest.mark.parametrize("warmup", [0, 1, 5])
-@pytest.mark.parametrize("name", OURS)
-def test_every_update_has_the_rate_that_transformers_gives_it(name: str, warmup: int) -> None:
-    schedule, ours, theirs = OURS[name]
-    if (schedule, warmup) == ("inverse_sqrt", 0):
-        return  # transformers' schedule begins as after 10,000 steps
+def theirs(name: str, total: int, warmup: int, **fields: Any) -> list[float]:
+    """Return the rate of each step under transformers' schedule."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    scheduler = optimization.get_scheduler(
-        name.split()[0], optimizer, warmup, 40, scheduler_specific_kwargs=theirs
+    made: Any = optimization.get_scheduler(
+        name, optimizer, warmup, total, scheduler_specific_kwargs=fields
     )
-    rates = []
-    for _ in range(40):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    found = values(schedule, total=40, warmup=warmup, **{"final_lr_ratio": 0.0, **ours})
-    assert found == pytest.approx(rates)
+    return [made.lr_lambdas[0](step) for step in range(total)]
+
+
+SHAPES = {"linear": "linear", "cosine": "cosine", "sqrt": "1-sqrt"}
+"""Our shape of a fall -> transformers'."""
+
+
+@given(data=st.data(), total=st.integers(1, 400), final=st.floats(0, 1), power=st.floats(0.1, 5))
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_update_has_the_rate_that_transformers_gives_it(
+    schedule: Any, data: Any, total: int, final: float, power: float
+) -> None:
+    warmup = data.draw(st.integers(0, total - 1))  # it divides by the steps that are left
+    decay = data.draw(st.integers(1, total - warmup))
+    shape = data.draw(st.sampled_from(get_args(Shape)))
+    name, ours, fields = {
+        "constant": ("constant_with_warmup", {}, {}),
+        "linear": ("linear", {"final_lr_ratio": 0.0}, {}),
+        "cosine": ("cosine_with_min_lr", {}, {"min_lr_rate": final}),
+        "polynomial": ("polynomial", {"power": power}, {"lr_end": final, "power": power}),
+        "inverse_sqrt": ("inverse_sqrt", {}, {}),
+        "wsd": (
+            "warmup_stable_decay",
+            {"decay_steps": decay, "decay_shape": shape},
+            {"num_decay_steps": decay, "decay_type": SHAPES[shape], "min_lr_ratio": final},
+        ),
+    }[schedule]
+    if schedule == "polynomial" and final == 1:
+        return  # transformers refuses an end that is not lower
+    found = values(schedule, total, warmup, **{"final_lr_ratio": final, **ours})
+    assert found == pytest.approx(theirs(name, total, warmup, **fields), abs=1e-12)
+
+
+@given(total=st.integers(1, 400), warmup=st.integers(0, 399))
+def test_cosine_to_zero_is_the_plain_one(total: int, warmup: int) -> None:
+    found = values("cosine", total, warmup, final_lr_ratio=0.0)
+    assert found == pytest.approx(theirs("cosine", total, warmup), abs=1e-12)
+
+
+def test_where_schedules_differ_from_transformers() -> None:
+    """docs/optimizers.md lists these."""
+    linear = values("linear", 4, 0, final_lr_ratio=0.2)
+    assert linear == pytest.approx([1.0, 0.8, 0.6, 0.4])
+    assert values("polynomial", 2, 0, final_lr_ratio=0.0) == pytest.approx([1.0, 0.25])
+    assert theirs("polynomial", 2, 0) == pytest.approx([1.0, 0.5])
+    long = {"final_lr_ratio": 0.0, "decay_steps": 4}
+    assert values("wsd", 4, 2, **long) == pytest.approx([0.0, 0.5, 1.0, 0.5])
+    found = theirs("warmup_stable_decay", 4, 2, num_decay_steps=4, decay_type="linear")
+    assert found == pytest.approx([0.0, 0.5, 0.5, 0.25])
+    assert (steps_in(0.07, 100), math.ceil(0.07 * 100)) == (7, 8)
 
 
 @given(

@@ -1,0 +1,116 @@
+"""Ids of begin, end and padding in an exported model."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import GenerationConfig
+from transformers.trainer_utils import align_special_tokens
+
+from stages.model.hf import HfModel
+from stages.model.special_ids import align, aligned, turn_end
+from tests.stages.data.fakes import MARKED, PLAIN, FakeSource
+from tests.support.models import context, tiny_llama_config
+
+IDS = st.none() | st.integers(0, 5) | st.lists(st.integers(0, 5), min_size=1, unique=True)
+
+
+class _Part:
+    """A config, as far as transformers' alignment looks at it."""
+
+    def __init__(self, **ids: Any) -> None:
+        self.__dict__.update(ids)
+
+    def get_text_config(self) -> _Part:
+        return self
+
+
+class _Model:
+    def __init__(self, config: _Part, generation_config: Any) -> None:
+        self.config, self.generation_config = config, generation_config
+
+
+@given(config=IDS, generation=IDS, eos=st.integers(0, 5))
+def test_ends_are_those_of_transformers(config: Any, generation: Any, eos: int) -> None:
+    """Where both have the tokenizer's end, or neither; Trainer also moves the end of one config to
+    the front where only the other lacks it."""
+    model = _Model(
+        _Part(eos_token_id=copy.copy(config), bos_token_id=None, pad_token_id=None),
+        GenerationConfig(eos_token_id=copy.copy(generation)),
+    )
+    tokenizer = _Part(eos_token_id=eos, bos_token_id=None, pad_token_id=None)
+    align_special_tokens(model, tokenizer)
+
+    def those(value: Any) -> set[int]:
+        return set(value) if isinstance(value, list) else {value}
+
+    ours = aligned(config, [eos], several=isinstance(config, list))
+    assert those(ours) == those(model.config.eos_token_id)  # type: ignore[attr-defined]
+    found = aligned(generation, [eos], several=True)
+    assert those(found) == those(model.generation_config.eos_token_id)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_the_end_of_a_turn(template: str) -> None:
+    assert turn_end(FakeSource(template).fast) == 258
+
+
+@pytest.mark.parametrize(
+    "template", [None, "{{ messages[0].content }}", "{{ raise_exception('no') }}", "answer"]
+)
+def test_a_turn_that_no_special_token_ends(template: str | None) -> None:
+    assert turn_end(FakeSource(template).fast) is None
+
+
+def exported(folder: Path, source: FakeSource, **fields: Any) -> dict[str, dict[str, Any]]:
+    """Return both configs of an export of a random model with a tokenizer."""
+    source.fast.save_pretrained(folder / "tokenizer")
+    config = tiny_llama_config(**{"vocab_size": 300, "pad_token_id": None, **fields})
+    stage = HfModel(config=config, tokenizer=str(folder / "tokenizer"))
+    out = folder / "out"
+    out.mkdir()
+    stage.run(context(folder)).save_assets(out, dtype="fp32")
+    return {
+        name: json.loads((out / f"{name}.json").read_text())
+        for name in ("config", "generation_config")
+    }
+
+
+def test_an_export_stops_at_the_tokenizer_s_end_and_at_the_end_of_a_turn(tmp_path: Path) -> None:
+    found = exported(tmp_path, FakeSource())
+    assert found["config"]["eos_token_id"] == 256
+    assert found["generation_config"]["eos_token_id"] == [256, 258, 2]
+    assert "_from_model_config" not in found["generation_config"]
+
+
+def test_what_agrees_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    found = exported(tmp_path, FakeSource(None), eos_token_id=[2, 256])
+    assert found["config"]["eos_token_id"] == [2, 256]
+    assert "begins, ends and pads" not in caplog.text
+
+
+def test_changes_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    exported(tmp_path, FakeSource())
+    assert caplog.text.count("eos_token_id 2 became 256; generation_config.json: eos_token_id") == 1
+
+
+def test_an_id_that_is_no_row_is_left_out(tmp_path: Path) -> None:
+    found = exported(tmp_path, FakeSource(), vocab_size=257)
+    assert found["generation_config"]["eos_token_id"] == [256, 2]
+
+
+def test_ids_of_the_text_part_of_a_config(tmp_path: Path) -> None:
+    config = {"model_type": "more", "text_config": {"eos_token_id": [2]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text("{}")
+    said = list(align(tmp_path, FakeSource(None).fast, 300))
+    found = json.loads((tmp_path / "config.json").read_text())
+    assert found["text_config"]["eos_token_id"] == [256, 2]
+    assert json.loads((tmp_path / "generation_config.json").read_text()) == {"eos_token_id": 256}
+    assert len(said) == 2
