@@ -84,7 +84,8 @@ def test_events_as_json(tmp_path: Path) -> None:
     out = io.StringIO()
     screen = JsonScreen(Follower(folder, SLOTS), out)
     add(folder, [step(1), {"step": 1, "eval_loss": 2.0}, {"step": 2, "anomaly": "a spike"}])
-    (folder / "activity.json").write_text('{"name": "exporting", "done": 1}')
+    doing = {"name": "exporting", "done": 1, "total": None, "unit": "files", "seconds": 0.5}
+    (folder / "activity.json").write_text(json.dumps(doing))
     with locked(folder):
         screen.close()
     events = [json.loads(line) for line in out.getvalue().splitlines()]
@@ -136,7 +137,8 @@ def test_what_is_read_together_is_in_order_of_time(tmp_path: Path) -> None:
     screen = JsonScreen(Follower(folder, SLOTS), out)
     told(screen, out)
     add(folder, [step(1), {"step": 1, "eval_loss": 2.0}, step(3)])
-    made(folder, [{"event": "slot finished", "time": 1002.0, "slot": "train"}])
+    done = {"event": "slot finished", "slot": "train", "digest": "d", "record": None}
+    made(folder, [{**done, "time": 1002.0}])
     assert told(screen, out) == [
         ("step", 1), ("evaluation", 1), ("slot finished", None), ("step", 3),
     ]  # fmt: skip
