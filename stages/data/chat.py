@@ -90,13 +90,14 @@ class ChatData(Selection):
     """Treatment of rows that cannot be read or laid out: an error that shows the first of them and
     counts their kinds, or leave them out and say so. A file that cannot be read to its end is
     always an error."""
-    sequence_length: Annotated[int, Field(ge=1)] = 1024
-    """Largest number of tokens per sample."""
+    sequence_length: Annotated[int, Field(ge=2)] = 1024
+    """Largest number of tokens per sample, as the tokenizer counts them: the last one is only
+    predicted, so the model is given one less."""
     too_long: Literal["truncate", "drop", "error"] = "truncate"
     """Treatment of a longer row. A row that is truncated before its first target is dropped."""
     packing: bool = False
-    """Put several rows in one sample of at most `sequence_length` tokens, by best fit. No row is
-    cut for it, and none sees another or predicts its beginning."""
+    """Put several rows in one sample, of which the model is given at most `sequence_length` tokens,
+    by best fit. No row is cut for it, and none sees another or predicts its beginning."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         """Yield mistakes in the date, the files, the sources and the tokenizer that show without

@@ -35,6 +35,8 @@ class Encoded:
     trained: NDArray[np.bool_]
     long: bool = False
     """Whether the row was longer than a sample and has been truncated."""
+    kept_more: bool = False
+    """Whether earlier versions, which cut rows to one token more, had another sample."""
     nulls: str = ""
     """Place of a null that was removed, as in Row."""
     notes: tuple[str, ...] = ()
@@ -47,6 +49,8 @@ class Dropped:
 
     why: str
     long: bool = False
+    kept_more: bool = False
+    """As in Encoded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,16 +197,16 @@ class RowEncoder:
         )
 
     def _cut(self, row: Row, encoded: Encoded | Dropped) -> Encoded | Dropped:
-        """Return at most `sequence_length` + 1 tokens, in the dtype of the cache; Dropped if none
-        of them is trained on."""
+        """Return at most `sequence_length` tokens, in the dtype of the cache; Dropped if none of
+        them is trained on."""
         result = self._truncated(row, encoded)
         if isinstance(result, Dropped):
             return result
         return dataclasses.replace(result, ids=result.ids.astype(self.dtype))
 
     def _truncated(self, row: Row, encoded: Encoded | Dropped) -> Encoded | Dropped:
-        """Return at most `sequence_length` + 1 tokens; Dropped if none of them is trained on."""
-        stage, room = self.stage, self.stage.sequence_length + 1
+        """Return at most `sequence_length` tokens; Dropped if none of them is trained on."""
+        stage, room = self.stage, self.stage.sequence_length
         if isinstance(encoded, Dropped):
             return encoded
         if not encoded.trained[1:].any():  # nothing predicts the first token
@@ -210,12 +214,18 @@ class RowEncoder:
         if len(encoded.ids) <= room:
             return encoded
         if stage.too_long == "error":
-            tokens = len(encoded.ids) - 1
-            raise row.error(f"{tokens} tokens, but `sequence_length` is {stage.sequence_length}")
+            raise row.error(f"{len(encoded.ids)} tokens, but `sequence_length` is {room}")
+        one_more = len(encoded.ids) == room + 1
         if stage.too_long == "drop":
-            return Dropped(why="longer than `sequence_length`", long=True)
+            return Dropped(why="longer than `sequence_length`", long=True, kept_more=one_more)
+        one_more |= bool(encoded.trained[1 : room + 1].any())
         if not encoded.trained[1:room].any():
-            return Dropped(why="whose trained tokens lie behind `sequence_length`", long=True)
+            why = "whose trained tokens lie behind `sequence_length`"
+            return Dropped(why=why, long=True, kept_more=one_more)
         return dataclasses.replace(
-            encoded, ids=encoded.ids[:room], trained=encoded.trained[:room], long=True
+            encoded,
+            ids=encoded.ids[:room],
+            trained=encoded.trained[:room],
+            long=True,
+            kept_more=one_more,
         )

@@ -94,7 +94,8 @@ class DocumentSettings:
     text: an error that shows the first of them and counts their kinds, or leave them out and say
     so. A file that cannot be read to its end is always an error."""
     sequence_length: Annotated[int, Field(ge=1)] = 1024
-    """Tokens per sample. The last one of the stream may be shorter."""
+    """Tokens per sample that the model is given, each of which predicts the next: the last one
+    predicts the first of the next sample. The last sample of the stream may be shorter."""
     append_eos: bool = True
     """Put the tokenizer's end token behind every document."""
     prepend_bos: bool | None = None

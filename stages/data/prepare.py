@@ -20,7 +20,7 @@ from stages.data.encodings import TextTokenizer
 from stages.data.forms import rows_with_forms
 from stages.data.mistakes import Mistakes, together
 from stages.data.notes import read_notes
-from stages.data.samples import BAD, CHANGED, FORM, NULLS, MaskedSamples, write_samples
+from stages.data.samples import BAD, CHANGED, CUT, FORM, NULLS, MaskedSamples, write_samples
 from stages.data.sources import OpenedSource, open_source
 from stages.data.views import PackedSamples, pack_key, train_and_heldout, write_packs
 
@@ -38,6 +38,8 @@ _SETTINGS = (
 """Fields of `data.chat` that decide which tokens a row becomes."""
 _ADDED = {"turns": "together", "unrendered": "error", "empty": "train"}
 """Fields of the same kind with the values that older runs had."""
+SHORTER = "sequence_length tokens; earlier versions kept one more"
+"""What the identity of data with truncated rows says of them."""
 _SEPARATOR = "-"
 """Between the parts of a cache key: digests of the contents, and of the ids that texts begin with;
 and `bad_rows`, since an entry without its bad rows says nothing of them."""
@@ -93,8 +95,8 @@ def _entry(
 
 def _in_words(counts: Counts) -> Iterator[str]:
     for name, count in counts.items():
-        if name in (NULLS, CHANGED):
-            continue  # notes say it
+        if name in (NULLS, CHANGED, CUT):
+            continue  # notes and `long` say it
         if name == "largest":
             yield f"largest id {count:,}"
         elif name.startswith(FORM) and count:
@@ -149,6 +151,7 @@ def chat_data(stage: ChatData, ctx: Context, model: ModelSource) -> Data:
         "packing": stage.packing,
         "tokenizer": work.tokenizer_identity,
         **({"prepend_bos": True} if any(map(work.has_start, entries)) else {}),
+        **({"rows_cut_to": SHORTER} if any(entry.counts[CUT] for entry in entries) else {}),
         **work.settings,
     }
     return _data(stage, work, entries, stage.packing, identity)

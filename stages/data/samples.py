@@ -28,9 +28,10 @@ TOKENS, STARTS = "tokens.bin", "starts.bin"
 _TRAINED, _OFFSETS, _TARGETS = "trained.bin", "offsets.bin", "targets.bin"
 FORM = "form "
 """Prefix of the counts of an entry's rows by form."""
-BAD, NULLS, CHANGED = "bad rows", "nulls", "encoded otherwise"
+BAD, NULLS, CHANGED, CUT = "bad rows", "nulls", "encoded otherwise", "cut shorter"
 """Counts of an entry: rows with a mistake, which were dropped; rows of JSON files of which nulls
-were removed, and rows with notes, which earlier versions encoded otherwise."""
+were removed; rows with notes, which earlier versions encoded otherwise; and rows of which earlier
+versions kept a token more."""
 _CHANGED = (ENDED, LAID_OUT, FORMATTED)
 """Notes on rows that earlier versions encoded otherwise."""
 Result = Sequence[Encoded | Dropped] | Mistake
@@ -88,12 +89,12 @@ def write_samples(
 ) -> Counts:
     """Write batches of rows with their tokens as the files of MaskedSamples, and notes on what was
     dropped and changed. Returns `rows`, `samples`, `tokens`, `targets`, `largest` (id), `long`
-    (rows that were truncated or dropped), `dropped`, BAD, NULLS, CHANGED, and the rows of each
+    (rows that were truncated or dropped), `dropped`, BAD, NULLS, CHANGED, CUT, and the rows of each
     form. Raises the error of `mistakes`, which is given those of the batches, and StageError if
     every row is dropped.
     """
     names = ("rows", "samples", "tokens", "targets", "largest", "long", "dropped")
-    counts, noted = dict.fromkeys((*names, BAD, NULLS, CHANGED), 0), _Noted(mistakes)
+    counts, noted = dict.fromkeys((*names, BAD, NULLS, CHANGED, CUT), 0), _Noted(mistakes)
     offsets, targets = array("q", [0]), array("i")
     with (
         (folder / TOKENS).open("wb") as tokens,
@@ -107,6 +108,7 @@ def write_samples(
                     continue
                 counts["rows"] += 1
                 counts["long"] += any(each.long for each in found)
+                counts[CUT] += any(each.kept_more for each in found)
                 counts[FORM + form] = counts.get(FORM + form, 0) + 1
                 kept = [each for each in found if isinstance(each, Encoded)]
                 for sample in kept:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from pipeline.contracts.stage import Context
 from pipeline.errors import DataError, StageError
 from pipeline.testing import plan_view
 from stages.data.chat import ChatData
+from stages.data.encode import Dropped, Encoded, RowEncoder
 from stages.data.rendering import with_date
 from tests.stages.data.fakes import MARKED, PLAIN, SPECIAL, FakeSource, ids
 from tests.support.tier import examples, times
@@ -147,17 +149,64 @@ def test_text_without_a_template(ctx: Context, chat: Any) -> None:
 def test_too_long(ctx: Context, chat: Any, caplog: pytest.LogCaptureFixture) -> None:
     source = FakeSource()
     long, behind = {"messages": TWO_TURNS}, {"messages": [message("user", "x" * 50), HELLO[1]]}
-    data = chat(long, behind, sequence_length=21).run(ctx, source)
+    data = chat(long, behind, sequence_length=22).run(ctx, source)
     assert len(data.train) == 1
     assert len(data.train[0].input_ids) == 21
+    assert str(data.identity["rows_cut_to"]).startswith("sequence_length tokens")
     assert trained(data.train[0]) == [*ids("b"), STOP]
     assert "dropped 1 row whose trained tokens lie behind `sequence_length`" in caplog.text
     assert "rows.jsonl:2" in caplog.text
-    with pytest.raises(DataError, match=r"rows\.jsonl:1: 45 tokens, but `sequence_length` is 21"):
-        chat(long, sequence_length=21, too_long="error").run(ctx, source)
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: 46 tokens, but `sequence_length` is 22"):
+        chat(long, sequence_length=22, too_long="error").run(ctx, source)
     data = chat(long, {"messages": HELLO}, sequence_length=30, too_long="drop").run(ctx, source)
     assert len(data.train) == 1
     assert trained(data.train[0]) == [*ids("b"), STOP]
+
+
+@pytest.mark.parametrize("treatment", ["truncate", "drop", "error"])
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_row_of_as_many_tokens_as_a_sample_may_have(
+    ctx: Context, chat: Any, treatment: str, packing: bool
+) -> None:
+    stage = chat({"messages": TWO_TURNS}, too_long=treatment, packing=packing, sequence_length=46)
+    data = stage.run(ctx, FakeSource())
+    assert len(data.train[0].input_ids) == 45  # the last token is only predicted
+    assert "rows_cut_to" not in data.identity  # as in earlier versions
+
+
+def truncated(row: Encoded, length: int) -> Encoded | Dropped:
+    stage = ChatData(files="unused", sequence_length=length)
+    nothing: Any = None
+    encoder = RowEncoder(
+        stage=stage,
+        names=stage.names(),
+        tokens=nothing,
+        vocab_size=99,
+        start=[],
+        dtype="<u2",
+    )
+    return encoder._truncated(nothing, row)
+
+
+@given(length=st.integers(2, 60), count=st.integers(2, 60))
+@examples(30)
+def test_a_row_is_cut_to_the_tokens_that_the_field_says(length: int, count: int) -> None:
+    """TRL's `max_length` counts in the same way."""
+    whole = Encoded(ids=np.arange(count), trained=np.ones(count, bool))
+    found = truncated(whole, length)
+    assert isinstance(found, Encoded)
+    assert found.ids.tolist() == list(range(min(length, count)))
+    assert found.long == found.kept_more == (count > length)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "answer", "same"),
+    [(9, 6, False), (10, 6, False), (10, 8, False), (10, 9, True), (8, 6, True)],
+)
+def test_rows_that_earlier_versions_treated_otherwise(tokens: int, answer: int, same: bool) -> None:
+    """They kept rows of `sequence_length` + 1 tokens; one that is trained on from `answer` on."""
+    row = Encoded(ids=np.arange(tokens), trained=np.arange(tokens) >= answer)
+    assert truncated(row, 8).kept_more is not same
 
 
 def test_the_first_of_many_dropped_rows_is_named(

@@ -227,7 +227,7 @@ CHAT = {
     ),
     "too long": Case(
         [GOOD],
-        "a.jsonl:1: 22 tokens, but `sequence_length` is 8",
+        "a.jsonl:1: 23 tokens, but `sequence_length` is 8",
         fields={"sequence_length": 8, "too_long": "error"},
     ),
     "ids beyond the vocabulary": Case(
