@@ -10,11 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pipeline.contracts.data import MicroBatch
 from pipeline.errors import StageError
 from pipeline.testing import plan_view
 from stages.model.block_changes import checkpoint_blocks
 from stages.model.hf import ActivationCheckpointing, HfModel
 from stages.train.causal_lm import TrainCausalLm
+from stages.train.loss import SummedLoss, WithRouterLoss
 from stages.train.router_loss import RouterLoss
 from tests.support.moe import MOE
 from tests.support.runs import TINY
@@ -85,6 +87,29 @@ def test_one_batch_has_the_loss_of_transformers(kind: str, padded: bool) -> None
     assert any("experts" not in name and "mlp" in name for name in grads)
     for name, grad in grads.items():
         torch.testing.assert_close(ours_grads[name], grad, rtol=1e-4, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("kind", spread(KINDS, 2))
+def test_the_last_token_of_a_row_has_no_part_in_it(kind: str) -> None:
+    """It is only predicted, so it is not given to the model. transformers' forward pass with labels
+    computes it, and counts its experts, which is all that its loss differs by."""
+    model = moe(kind)
+    ids = torch.tensor([[5, 17, 3, 88, 41, 7, 11], [9, 2, 64, 33, 8, 0, 0]])
+    labels = torch.tensor([[5, 17, 3, 88, 41, 7, 11], [9, 2, 64, 33, 8, -100, -100]])
+    rows = torch.tensor([[1] * 7, [1] * 5 + [0] * 2])
+    inputs = torch.tensor([[1] * 6 + [0], [1] * 4 + [0] * 3])
+    batch = MicroBatch(input_ids=ids[:, :-1], labels=labels[:, 1:], real=inputs[:, :-1].bool())
+    objective = WithRouterLoss(SummedLoss(), "config")
+    found = objective(model, batch) / int((batch.labels != -100).sum())
+    passes = dict(input_ids=ids, labels=labels, output_router_logits=True, use_cache=False)
+    expected = model(**passes, attention_mask=inputs).loss
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+    ours_grads, grads = gradients(model, found), gradients(model, expected)
+    norms = [torch.cat([one.flatten() for one in each.values()]).norm().item()
+             for each in (ours_grads, grads)]  # fmt: skip
+    assert norms[0] == pytest.approx(norms[1], rel=1e-6)
+    with_last = model(**passes, attention_mask=rows).loss
+    assert abs((found - with_last).item()) > 1e-4
 
 
 def test_padding_has_no_part_in_it() -> None:
