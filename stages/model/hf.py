@@ -86,9 +86,11 @@ class HfModel:
             speed_problems,
         )
         from stages.model.config_checks import too_long
+        from stages.model.head_checks import head_problems
 
         yield from problems(self)
         yield from beside_problems(self, plan)
+        yield from head_problems(self)
         yield from speed_problems(self, plan)
         yield from too_long(self, plan)
         yield from multimodal_notes(self)

@@ -56,6 +56,14 @@ class Absent(nn.Module):
         return args[0] if args else next(iter(kwargs.values()))
 
 
+class AbsentTable(Absent):
+    """In the place of an embedding that another stage holds, such as that of positions: returns
+    zeros, shape (..., 1), to be added to hidden states that are discarded."""
+
+    def forward(self, numbers: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return numbers.new_zeros(*numbers.shape, 1)
+
+
 class StageInput(nn.Module):
     """In the place of the layer before a stage's first: returns what that layer returned on the
     stage before. Whatever the model computed before it is discarded."""
@@ -85,8 +93,10 @@ def keep_layers(model: Any, layers: range) -> None:
         every[layers.start - 1] = StageInput()
         kept = model.get_input_embeddings() if last and is_tied(model) else None
         for part in before:
-            if getattr(base, part) is not kept:
-                setattr(base, part, Absent())
+            held = getattr(base, part)
+            if held is not kept:
+                table = isinstance(held, nn.Embedding)
+                setattr(base, part, AbsentTable() if table else Absent())
     if not last:
         for part in after:
             setattr(base, part, Absent())

@@ -44,7 +44,8 @@ def shared_heads(model: nn.Module, styles: Mapping[str, str], size: int) -> dict
 
 def heads_of(model: nn.Module, name: str) -> int | None:
     """Number of attention heads that a layer computes; None for other layers."""
-    parent = model.get_submodule(name.rpartition(".")[0])
+    owner, _, leaf = name.rpartition(".")
+    parent = model.get_submodule(owner)
     width = next((getattr(parent, key) for key in HEAD_SIZES if hasattr(parent, key)), None)
-    outputs = getattr(model.get_submodule(name), "out_features", None)
+    outputs = getattr(getattr(parent, leaf), "out_features", None)  # a parameter has none
     return None if width is None or outputs is None else int(outputs) // int(width)

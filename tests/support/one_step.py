@@ -1,0 +1,46 @@
+"""One step of any type of model under any layout, on each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pipeline.contracts.data import MicroBatch
+from pipeline.distributed.process_group import DistContext
+from stages.model.hf import HfModel
+from stages.optimizer.adamw import AdamW
+from stages.precision.policy import PrecisionPolicy
+from stages.train.loss import SummedLoss
+from tests.support.runs import context
+from tests.support.strategies import Strategy
+
+ROWS, LENGTH = 2, 16
+
+
+def one_step(
+    dist: DistContext, folder: str, model: dict[str, Any], use: str, fields: dict[str, Any]
+) -> list[float]:
+    """Train a step of two rows; return the mean loss before it and after it, and the gradient norm.
+
+    `model` has the fields of model.hf.
+    """
+    ctx = context(dist, folder)
+    precision = PrecisionPolicy(compute="fp32", reduce="fp32").run(ctx)
+    plan = AdamW(lr=1e-3, max_grad_norm=None).run(ctx)
+    source = HfModel(**model).run(ctx)
+    engine = Strategy(use=use, fields=fields).stage().run(ctx, source, precision, plan)
+    axis = engine.data_axis
+    own = [_row(number) for number in range(ROWS) if number % axis.count == axis.index]
+    targets, objective = ROWS * LENGTH, SummedLoss()
+    before = engine.total(engine.accumulate(own, objective, scale=1 / targets))
+    report = engine.step(lr_scale=1.0)
+    with torch.no_grad():
+        after = engine.total(engine.evaluate(own, objective))
+    engine.close()
+    return [float(before) / targets, float(after) / targets, float(report.grad_norm)]
+
+
+def _row(number: int) -> MicroBatch:
+    ids = (torch.arange(LENGTH + 1)[None] * 37 + 11 * number) % 900 + 50
+    return MicroBatch(input_ids=ids[:, :-1], labels=ids[:, 1:].contiguous())
