@@ -277,14 +277,26 @@ def tied_names(kind: str) -> tuple[str, str] | None:
     return (keys[1], keys[2]) if keys else None
 
 
-@functools.cache
 def ties_by_default(kind: str) -> bool | None:
     """Whether head and embedding share their weight where a config does not say it; None if the
     source of the type does not say either."""
+    stated = _default(kind, "tie_word_embeddings")
+    return {"True": True, "False": False}.get(stated)
+
+
+def size_by_default(kind: str, name: str) -> int | None:
+    """A size where a config does not state it; None if the source of the type states none."""
+    stated = _default(kind, name)
+    return int(stated) if re.fullmatch(r"\d[\d_]*", stated) else None
+
+
+@functools.cache
+def _default(kind: str, name: str) -> str:
+    """The default of a field in the source of a type's config; empty if it is not found."""
     classes = re.findall(r"^class \w+\(.*?(?=^class |\Z)", _code(kind, "configuration"), _BODY)
     own = next((one for one in classes if f'model_type = "{kind}"' in one), "")
-    stated = re.search(r"^    tie_word_embeddings: bool = (True|False)$", own, re.MULTILINE)
-    return None if stated is None else stated[1] == "True"
+    stated = re.search(rf"^    {name}: .*?= (\w+)$", own, re.MULTILINE)
+    return "" if stated is None else stated[1]
 
 
 _BODY = re.MULTILINE | re.DOTALL

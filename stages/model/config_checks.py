@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import PlanView, Problem, StageError
+from stages.model.compat import size_by_default
 from stages.model.files import has_tokenizer, is_gguf, is_local, local, read_json
 from stages.model.hf import HfModel
 from stages.model.read import config_at_hand, gguf_header
@@ -74,8 +75,10 @@ def too_long(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
     """The problem of each slot whose samples may be longer than the model's positions: a mistake if
     positions are rows of a table, else a warning."""
     config = config_at_hand(stage) or {}
+    part = config.get("text_config")
+    config = part if isinstance(part, Mapping) else config
     kind = config.get("model_type")
-    context = stated_context(config) or TABLES.get(str(kind))
+    context = stated_context(config)
     if context is None:
         return
     for slot, other in plan.slots.items():
@@ -91,13 +94,17 @@ def too_long(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
 
 def table_of_positions(config: Mapping[str, Any]) -> int | None:
     """Rows of the table in which a model looks positions up; None if it computes them."""
-    rows = TABLES.get(str(config.get("model_type")))
-    return rows and (stated_context(config) or rows)
+    return stated_context(config) if str(config.get("model_type")) in TABLES else None
 
 
 def stated_context(config: Mapping[str, Any]) -> int | None:
-    """Positions that a config states, including those that scaling its rotary angles adds."""
-    stated = config.get("max_position_embeddings", config.get("n_positions"))
+    """Positions that a config states, or its type by default, including those that scaling its
+    rotary angles adds; None if it states none."""
+    names, kind = ("max_position_embeddings", "n_positions"), str(config.get("model_type"))
+    default = TABLES.get(kind) or next(
+        filter(None, (size_by_default(kind, n) for n in names)), None
+    )
+    stated = next((config[name] for name in names if name in config), default)
     if type(stated) is not int or stated < 1:
         return None
     scaling = config.get("rope_parameters") or config.get("rope_scaling")

@@ -10,20 +10,22 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pipeline.cli import main
+from stages.model.compat import causal_types
+from stages.model.config_checks import stated_context
 
 GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 50}
 LLAMA = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2}
 YARN = {"factor": 2.0, "rope_type": "yarn"}
 
 
-def checked(folder: Path, config: dict[str, Any], *options: str) -> Result:
-    """Run `pipe check` on a recipe with samples of 512 tokens."""
+def checked(folder: Path, config: dict[str, Any], *options: str, length: int = 512) -> Result:
+    """Run `pipe check` on a recipe with samples of `length` tokens."""
     (folder / "text.txt").write_text("a text")
     (folder / "tokenizer.json").touch()
     file = folder / "recipe.yaml"
     stages = {
         "model": {"use": "model.hf", "config": config, "tokenizer": str(folder)},
-        "data": {"use": "data.text", "files": "./text.txt", "sequence_length": 512},
+        "data": {"use": "data.text", "files": "./text.txt", "sequence_length": length},
     }
     file.write_text(json.dumps({"name": "r", "stages": stages}))
     return CliRunner().invoke(main, ["check", str(file), *options])
@@ -48,6 +50,44 @@ def test_a_table_of_positions_that_is_too_short_is_a_mistake(
             f"model: samples of slot `data` may have 512 tokens, and the model has {positions} "
             f"positions (set data.sequence_length to {positions} or less)"
         ) in result.output
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        (LLAMA, 2048),
+        ({"model_type": "gemma2", "hidden_size": 8, "num_attention_heads": 2}, 8192),
+        ({"model_type": "qwen3", "hidden_size": 8, "num_attention_heads": 2}, 32768),
+        ({"model_type": "mamba", "hidden_size": 8}, None),
+    ],
+)
+def test_positions_that_the_config_leaves_to_its_type(
+    config: dict[str, Any], positions: int | None, tmp_path: Path
+) -> None:
+    result = checked(tmp_path, config, length=10**9)
+    assert result.exit_code == 0, result.output
+    told = f"may have 1000000000 tokens, and the model has {positions} positions"
+    assert (told in result.stderr) == (positions is not None)
+    if positions is not None:
+        assert "positions" not in checked(tmp_path, config, length=positions).stderr
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    from transformers import CONFIG_MAPPING
+
+    known = 0
+    for kind in causal_types():
+        stated = stated_context({"model_type": kind})
+        try:
+            config = CONFIG_MAPPING[kind]().get_text_config()
+        except Exception:  # of a type that refuses its own default, or has several texts
+            continue
+        live = getattr(config, "max_position_embeddings", getattr(config, "n_positions", None))
+        if stated is not None and config.model_type == kind:
+            scaled = stated_context(config.to_dict())
+            assert stated in (live, scaled), kind
+            known += 1
+    assert known > 100
 
 
 @pytest.mark.parametrize(
