@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from pipeline import StageError
+from pipeline.utils import closest
 from stages.adapter.compat import ADAPTER, import_peft, quiet, targets_as_named, uninitialised
 from stages.adapter.experts import LowRank, add_updates, stacked_weights, updated_experts
 from stages.adapter.layers import Layer
@@ -147,15 +148,17 @@ def _refuse_unmatched_targets(stage: Lora, model: nn.Module, found: Sequence[Lay
         if not any(_ends_in(layer.name, target) for layer in found if layer.experts is None):
             raise StageError(
                 f"adapter.lora: no linear layer's name ends in {target!r}",
-                hint=_linear_hint(model),
+                hint=_linear_hint(model, target),
             )
 
 
-def _linear_hint(model: nn.Module) -> str:
+def _linear_hint(model: nn.Module, target: str = "") -> str:
     """A hint with the last parts of linear layers' names, also of layers that have updates."""
     ends = {
         name.removesuffix(".base_layer").rpartition(".")[2]
         for name, module in model.named_modules()
         if is_linear(module) and "lora_" not in name
     }
-    return "linear layers are called " + ", ".join(sorted(ends)[:SHOWN])
+    near = closest(target.rpartition(".")[2], ends)
+    asked = f"did you mean `{near}`? " if near else ""
+    return f"{asked}linear layers are called " + ", ".join(sorted(ends)[:SHOWN])

@@ -86,6 +86,8 @@ class Lora:
     these settings, and should have been trained on weights in the same precision."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
+        from stages.adapter.target_checks import unmatched_targets
+
         if importlib.util.find_spec("peft") is None:
             yield Problem(message="needs peft", hint="pip install 'pipetrain[adapter]'")
         builder = plan.before(self, Engine)
@@ -100,6 +102,7 @@ class Lora:
             yield Problem(key="target_parameters", message=message, hint="set dora: false")
         if self.misses_experts and not any("expert" in name for name in self.train_also):
             yield from _skipped_experts(self, plan)
+        yield from unmatched_targets(self, plan)
         if self.targets == () and not self.target_parameters:
             yield Problem(key="targets", message="names no layer", hint="write all-linear")
         yield from _frozen_random(self, plan)

@@ -299,6 +299,21 @@ def _default(kind: str, name: str) -> str:
     return "" if stated is None else stated[1]
 
 
+@functools.cache
+def linear_names(kind: str) -> Sequence[str]:
+    """Names that the source of a type gives linear layers, without those that contain them."""
+    assigned = r"self\.(\w+) = (?:nn\.Linear|Conv1D|\w+Linear)\("
+    return sorted(set(re.findall(assigned, _code(kind))) - {"lm_head"})
+
+
+@functools.cache
+def lacks_name(kind: str, name: str) -> bool:
+    """Whether no module or parameter of a type's models can have `name`, which is the case if their
+    source does not have the word. False where models are made by other files than the type's."""
+    code = _code(kind)
+    return bool(code) and "AutoModel" not in code and not re.search(rf"\b{re.escape(name)}\b", code)
+
+
 _BODY = re.MULTILINE | re.DOTALL
 
 

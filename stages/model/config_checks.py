@@ -74,9 +74,9 @@ TABLES = {
 def too_long(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
     """The problem of each slot whose samples may be longer than the model's positions: a mistake if
     positions are rows of a table, else a warning."""
-    config = config_at_hand(stage) or {}
-    part = config.get("text_config")
-    config = part if isinstance(part, Mapping) else config
+    whole = config_at_hand(stage) or {}
+    part = whole.get("text_config")
+    config: Mapping[str, Any] = part if isinstance(part, Mapping) else whole
     kind = config.get("model_type")
     context = stated_context(config)
     if context is None:

@@ -36,8 +36,10 @@ class Stored(NamedTuple):
 def head_problems(stage: HfModel) -> Iterator[Problem]:
     """The problem of a model whose head its files do not have, or have as a second matrix though it
     shares that of the embedding. What cannot be read here, loading reports."""
-    config = None if stage.init == "random" or stage.path is None else config_at_hand(stage)
-    if config is None or stage.trust_remote_code or is_multimodal(config):
+    if stage.path is None or stage.init == "random" or stage.trust_remote_code:
+        return
+    config = config_at_hand(stage)
+    if config is None or is_multimodal(config):
         return
     names = tied_names(str(config.get("model_type")))
     tied = config.get("tie_word_embeddings", ties_by_default(str(config.get("model_type"))))

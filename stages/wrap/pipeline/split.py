@@ -45,7 +45,7 @@ def stages_of(rank: int, ranks: int, per_rank: int, *, folded: bool) -> list[int
     return [n * ranks + rank for n in rounds]
 
 
-_TUPLES = re.compile(r"hidden_states = \w+\[0\]")
+_TUPLES = re.compile(r"hidden_states = \w+\[0\]|hidden_states, attn_weights = ")
 """How a model of transformers goes on with the first of what its block returns."""
 
 
@@ -54,6 +54,29 @@ class Absent(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return args[0] if args else next(iter(kwargs.values()))
+
+
+class AbsentBlock(Absent):
+    """In the place of a block of another stage. It has what the model reads of a block, and returns
+    its first argument as the block does, by itself or as the first of several."""
+
+    def __init__(self, block: nn.Module, *, several: bool) -> None:
+        super().__init__()
+        self._several = several
+        _copy_facts(block, self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().forward(*args, **kwargs)
+        return (found, None) if self._several else found
+
+
+def _copy_facts(block: nn.Module, to: nn.Module) -> None:
+    """Copy numbers and words, such as the kind of a block's attention."""
+    kinds = [kind for kind in type(block).__mro__ if kind not in nn.Module.__mro__]
+    for place in (*reversed(kinds), block):
+        for name, value in vars(place).items():
+            if isinstance(value, str | int | float) and not name.startswith("_"):
+                setattr(to, name, value)
 
 
 class AbsentTable(Absent):
@@ -70,9 +93,15 @@ class StageInput(nn.Module):
 
     received: Tensor | None = None
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def __init__(self, block: nn.Module, *, several: bool) -> None:
+        """As AbsentBlock."""
+        super().__init__()
+        self._several = several
+        _copy_facts(block, self)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         assert self.received is not None
-        return self.received
+        return (self.received, None) if self._several else self.received
 
 
 def keep_layers(model: Any, layers: range) -> None:
@@ -86,11 +115,13 @@ def keep_layers(model: Any, layers: range) -> None:
     base = model.base_model
     every = getattr(base, name)
     first, last = layers.start == 0, layers.stop == len(every)
-    for number in range(len(every)):
-        if number not in layers:
-            every[number] = Absent()
+    several = _TUPLES.search(_source(type(base).forward)) is not None
+    for number, block in enumerate(every):
+        if number == layers.start - 1:
+            every[number] = StageInput(block, several=several)
+        elif number not in layers:
+            every[number] = AbsentBlock(block, several=several)
     if not first:
-        every[layers.start - 1] = StageInput()
         kept = model.get_input_embeddings() if last and is_tied(model) else None
         for part in before:
             held = getattr(base, part)
@@ -121,11 +152,6 @@ def layer_list(model: Any) -> tuple[list[str], str, list[str]]:
     if len(lists) != 1 or base is model or model.get_output_embeddings() is None:
         raise StageError(
             f"pipeline_parallel: {type(model).__name__} does not say how it divides into stages"
-        )
-    if _TUPLES.search(_source(type(base).forward)):
-        raise StageError(
-            f"pipeline_parallel: blocks of {type(model).__name__} return tuples, which are not "
-            "passed between stages"
         )
     place = parts.index(lists[0])
     return parts[:place], lists[0], parts[place + 1 :]

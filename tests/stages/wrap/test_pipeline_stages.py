@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from pipeline.errors import StageError
 from pipeline.planning.trace.torch_compat import silent_group
 from stages.wrap.gradients import total_norm
 from stages.wrap.pipeline.schedule import Pipeline, PipelinePlan, Stage
-from stages.wrap.pipeline.split import layer_list
+from stages.wrap.pipeline.split import keep_layers, layer_list
 from tests.support.processes import run_ranks
 
 
@@ -53,16 +54,29 @@ def test_flash_attention_is_told_of_documents_on_every_stage() -> None:
 TINY = {"vocab_size": 11, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 2}
 
 
-@pytest.mark.parametrize(
-    ("kind", "goes"), [("llama", True), ("gpt_neox", True), ("falcon", False), ("bloom", False)]
-)
-def test_models_whose_blocks_return_tuples_are_refused(kind: str, goes: bool) -> None:
+@pytest.mark.parametrize("kind", ["llama", "gpt_neox", "falcon", "bloom", "gpt2"])
+def test_what_stands_for_other_stages_returns_what_they_would(kind: str) -> None:
+    """A block of Falcon and Bloom returns a tuple; GPT-2 looks positions up on each stage."""
+    torch.manual_seed(0)
+    whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY)).eval()
+    first, last = copy.deepcopy(whole), copy.deepcopy(whole)
+    keep_layers(first, range(1))
+    keep_layers(last, range(1, 2))
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    parts = [
+        Stage(one, first=one is first, last=False, dtype=torch.float32, beat=lambda: None)
+        for one in (first, last)
+    ]
+    with torch.no_grad():
+        expected = whole.base_model(ids, use_cache=False).last_hidden_state
+        hidden = parts[1]._forward(parts[0]._forward(ids, labels=ids), labels=ids)
+    torch.testing.assert_close(hidden, expected, rtol=0, atol=0)
+
+
+def test_a_model_without_one_list_of_blocks_is_refused() -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **TINY))
-    if goes:
-        assert layer_list(model)[1] in ("layers", "h")
-        return
-    with pytest.raises(StageError, match="return tuples, which are not passed between stages"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("opt", **TINY))
+    with pytest.raises(StageError, match="does not say how it divides into stages"):
         layer_list(model)
 
 

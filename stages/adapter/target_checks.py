@@ -1,0 +1,46 @@
+"""Targets of an adapter that match nothing in the recipe's model, as far as its architecture's
+source says so. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from pipeline import PlanView, Problem
+from pipeline.utils import closest
+from stages.model.compat import is_multimodal, lacks_name, linear_names
+from stages.model.hf import HfModel
+from stages.model.read import config_at_hand
+
+if TYPE_CHECKING:
+    from stages.adapter.lora import Lora
+
+
+def unmatched_targets(stage: Lora, plan: PlanView) -> Iterator[Problem]:
+    """The problem of each target with a name that the model's source does not have. A name that it
+    has can still be that of no linear layer, which the run finds when it builds the model."""
+    model = plan.find(HfModel)
+    config = None if model is None or model.trust_remote_code else config_at_hand(model)
+    if config is None or is_multimodal(config):
+        return
+    kind = str(config.get("model_type"))
+    linear = () if isinstance(stage.targets, str) else stage.targets
+    for key, targets in (("targets", linear), ("target_parameters", stage.target_parameters or ())):
+        for target in targets:
+            unknown = [part for part in target.split(".") if lacks_name(kind, part)]
+            if [part for part in unknown if part.isidentifier()]:
+                yield Problem(
+                    key=key, message=_message(kind, key, target), hint=_hint(kind, target)
+                )
+
+
+def _message(kind: str, key: str, target: str) -> str:
+    what = "linear layer" if key == "targets" else "weight"
+    return f"no {what} of a {kind} has a name that ends in {target!r}"
+
+
+def _hint(kind: str, target: str) -> str:
+    names = linear_names(kind)
+    near = closest(target.rpartition(".")[2], names)
+    asked = f"did you mean `{near}`? " if near else ""
+    return f"{asked}linear layers are called {', '.join(names)}" if names else ""
