@@ -50,12 +50,6 @@ def _tensor_problems(block: TensorParallel | None, plan: PlanView) -> Iterator[P
         if getattr(model, "quantize", None) is not None:
             message = "packed weights of 4 bits are not divided by rows and columns"
             yield Problem(key="tensor_parallel", message=message, hint="leave out quantize")
-        recomputed = getattr(model, "activation_checkpointing", None) is not None
-        if recomputed and getattr(model, "compile", None) is not None:
-            # torch 2.13 takes the mesh for one of the tensors that it keeps for backward.
-            message = "torch does not compile blocks that are divided by it and recomputed"
-            hint = "leave out compile or activation_checkpointing in the model slot"
-            yield Problem(key="tensor_parallel", message=message, hint=hint)
 
 
 def _expert_problems(block: ExpertParallel | None) -> Iterator[Problem]:

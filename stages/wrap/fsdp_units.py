@@ -60,7 +60,8 @@ class UnitDivider:
         """Divide a model, or a stage of it."""
         config, blocks = self._config, kept(self._model.blocks(module))
         if config.tensor_parallel is not None and config.tensor_parallel.size > 1:
-            divide_layers(config.tensor_parallel, module, blocks, self._mesh["tensor"])
+            compiled = kept(self._model.compiled_modules(module))
+            divide_layers(config.tensor_parallel, module, blocks, self._mesh["tensor"], compiled)
         experts: list[nn.Module] = []
         if self._experts is not None:
             experts = divide_experts(module, self._experts["expert"], self._mesh["tensor"])

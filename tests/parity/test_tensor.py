@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pipeline.distributed.process_group import DistContext
+from stages.model.hf import ActivationCheckpointing, Compile
 from tests.parity.body import BATCH, SEED, STEPS, tiny_source, train_case
 from tests.parity.numbers import assert_same_numbers
 from tests.parity.reference import reference
@@ -19,7 +20,11 @@ from tests.support.runs import context, toy_data
 from tests.support.tensor import FAMILIES, GPT2_PLAN, sized
 from tests.support.tier import spread
 
+RECOMPUTED = {
+    "compile": Compile(backend="aot_eager"), "activation_checkpointing": ActivationCheckpointing(),
+}  # fmt: skip
 FEW_KEYS = sized("llama", num_key_value_heads=2)
+COMPILED = ", compiled and recomputed"
 CASES: dict[str, tuple[int, dict[str, Any], bool]] = {
     **{
         name: (2, config, number % 2 == 0) for number, (name, config) in enumerate(FAMILIES.items())
@@ -27,6 +32,9 @@ CASES: dict[str, tuple[int, dict[str, Any], bool]] = {
     "qwen3, whole sequences": (2, FAMILIES["qwen3"], False),
     "gpt2, whole sequences": (2, FAMILIES["gpt2"], False),
     "fewer key heads than ranks": (4, FEW_KEYS, True),
+    **{f"{name}{COMPILED}": (2, FAMILIES[name], name != "gpt2") for name in ("gpt2", "mixtral")},
+    f"fewer key heads than ranks{COMPILED}": (4, FEW_KEYS, True),
+    f"qwen3{COMPILED}": (2, FAMILIES["qwen3"], True),
 }
 """Ranks of a group, the model, and whether activations are divided along the sequence."""
 
@@ -53,7 +61,7 @@ def test_the_numbers_of_a_plain_loop(name: str, tmp_path: Path) -> None:
         "fields": {"tensor_parallel": {"size": ranks, "sequence": sequence, "plan": plan}},
         "batching": {"micro_batch_size": 2},
         "model": config,
-        "hf": fields_of(config),
+        "hf": {**fields_of(config), **(RECOMPUTED if name.endswith(COMPILED) else {})},
     }
     expected = plain_loop(name)
     result = run_ranks(train_case, ranks, str(tmp_path), case, limit=300)[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,10 @@ from stages.wrap.tensor.placements import place_parameters
 from stages.wrap.tensor.plan import Region, TensorPlan, resolve
 from stages.wrap.tensor.random_streams import Streams, has_dropout
 from stages.wrap.tensor.styles import (
+    Locals,
     change_input,
     change_output,
+    find_ahead,
     install_columns,
     install_embedding,
     install_experts,
@@ -33,11 +35,15 @@ from stages.wrap.tensor.styles import (
 
 
 def divide_layers(
-    config: TensorParallel, model: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh
+    config: TensorParallel,
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    compiled: Sequence[nn.Module] = (),
 ) -> None:
-    """Divide `model`, on the meta device, as a recipe asks for it. Raises StageError for a model
-    that does not divide so."""
-    parallelize(model, mesh, resolve_plan(config, model, blocks))
+    """Divide `model`, on the meta device, as a recipe asks for it; `compiled` modules have compiled
+    forward methods. Raises StageError for a model that does not divide so."""
+    parallelize(model, mesh, resolve_plan(config, model, blocks), compiled)
 
 
 def resolve_plan(
@@ -48,7 +54,9 @@ def resolve_plan(
     return resolve(model, blocks, size=config.size, patterns=config.plan, sequence=config.sequence)
 
 
-def parallelize(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
+def parallelize(
+    model: nn.Module, mesh: DeviceMesh, plan: TensorPlan, compiled: Sequence[nn.Module] = ()
+) -> None:
     """Divide `model`, whose parameters are on the meta device, over the one axis `mesh`, in place.
 
     Every parameter becomes a DTensor on `mesh`, tied ones stay one object; its elements are not
@@ -62,7 +70,9 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
     if mesh.size() != plan.size:
         raise ValueError(f"a plan for {plan.size} ranks on a mesh of {mesh.size()}")
     place_parameters(model, mesh, plan.placements)
-    _Installer(model, mesh, plan).install()
+    installer = _Installer(model, mesh, plan)
+    installer.install()
+    installer.find_ahead(compiled)
 
 
 class _Installer:
@@ -75,6 +85,7 @@ class _Installer:
         self.group = mesh.get_group()
         self.streams = Streams(mesh.get_local_rank(), mesh.size())
         self.modules = dict(model.named_modules())
+        self.locals: dict[nn.Module, Locals] = {}
 
     def install(self) -> None:
         for name, module in self.modules.items():
@@ -101,7 +112,12 @@ class _Installer:
             self._share_keys(entry)
         elif "bias" in own and self.plan.styles.get(entry) in ROWS:
             hidden = {"bias": _no_bias}
-        use_local_parameters(module, self.group, summed, hidden)
+        self.locals[module] = use_local_parameters(module, self.group, summed, hidden)
+
+    def find_ahead(self, compiled: Sequence[nn.Module]) -> None:
+        for block in compiled:
+            within = {one: self.locals[one] for one in block.modules() if one in self.locals}
+            find_ahead(block, within)
 
     def _share_keys(self, name: str) -> None:
         attention: Any = self.modules[name.rpartition(".")[0]]
@@ -150,7 +166,9 @@ class _Installer:
             if owner._parameters.get("bias") is not None:
                 full = f"{name}.{owner_name}.bias" if owner_name else f"{name}.bias"
                 summed = frozenset({"bias"} if full in self.plan.summed else ())
-                bias = functools.partial(local, owner, "bias", self.group, summed)
+                find = functools.partial(local, owner, "bias", self.group, summed)
+                self.locals[owner] = _also(self.locals[owner], find)
+                bias = functools.partial(_added, owner, find)
         splits = style.endswith(("split_input", "rep"))
         install_rows(module, self.group, splits=splits, scatters=scatters, bias=bias)
         if splits and has_dropout(module) and not self._divides(name):
@@ -234,6 +252,22 @@ def _within(module: nn.Module, context: Any) -> None:
             return forward(*args, **kwargs)
 
     replace_forward(module, around)
+
+
+ADDED = "bias_added_later"
+"""Name under which a layer has the bias that is added after its outputs are summed, if that was
+found ahead."""
+
+
+def _also(find: Locals, bias: Callable[[], Tensor]) -> Locals:
+    return lambda: {**find(), ADDED: bias()}
+
+
+def _added(owner: nn.Module, find: Callable[[], Tensor]) -> Tensor:
+    if ADDED in owner.__dict__:
+        found: Tensor = owner.__dict__[ADDED]
+        return found
+    return find()
 
 
 def _no_bias(module: nn.Module) -> Tensor | None:

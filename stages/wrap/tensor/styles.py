@@ -30,22 +30,30 @@ from stages.wrap.tensor.collectives import (
 Forward = Callable[..., Any]
 
 
+Locals = Callable[[], dict[str, Tensor]]
+"""The local tensors of a module's parameters by name, without those that it finds already."""
+
+
 def use_local_parameters(
     module: nn.Module, group: ProcessGroup, summed: frozenset[str], hidden: Mapping[str, Any]
-) -> None:
-    """Let `module` find local tensors under its parameters' names while its forward runs.
+) -> Locals:
+    """Let `module` find local tensors under its parameters' names while its forward runs; returns
+    what finds them.
 
     Gradients of those in `summed` are added up over the ranks, in fp32. Gradients in `hidden` are
     replaced by values that leave them out.
     """
     names = [name for name, one in module._parameters.items() if one is not None]
 
-    def localized(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        found = {
+    def find() -> dict[str, Tensor]:
+        return {
             name: hidden[name](module) if name in hidden else local(module, name, group, summed)
             for name in names
             if name not in module.__dict__
         }
+
+    def localized(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        found = find()
         # Attributes are looked up here before they are in `_parameters`.
         module.__dict__.update(found)
         try:
@@ -56,6 +64,26 @@ def use_local_parameters(
 
     if names:
         replace_forward(module, localized)
+    return find
+
+
+def find_ahead(block: nn.Module, within: Mapping[nn.Module, Locals]) -> None:
+    """Let all modules `within` a compiled block find local tensors before it runs: torch 2.13 fails
+    to compile what is recomputed if it begins with DTensors, whose mesh it takes for one of the
+    tensors that it keeps for backward."""
+
+    def around(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        found = {module: find() for module, find in within.items()}
+        for module, tensors in found.items():
+            module.__dict__.update(tensors)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for module, tensors in found.items():
+                for name in tensors:
+                    del module.__dict__[name]
+
+    replace_forward(block, around)
 
 
 def local(
