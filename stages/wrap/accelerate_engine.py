@@ -12,13 +12,13 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from pipeline import Context, ModelSource, OptimizerPlan, Precision
+from pipeline import Context, ModelSource, OptimizerPlan, Precision, StepGuard, StepReport
 from pipeline.importing import read_config
 from stages.wrap import accelerate_compat as compat
 from stages.wrap.accelerate import is_sharded
 from stages.wrap.build import build_module, declared_facts, verify_engine
 from stages.wrap.optimizer_groups import make_optimizer
-from stages.wrap.torch_compat import reshard, sharding_facts
+from stages.wrap.torch_compat import require_reduced, reshard, sharding_facts
 from stages.wrap.torch_engine import TorchEngine
 
 if TYPE_CHECKING:
@@ -69,6 +69,10 @@ class AcceleratedEngine(TorchEngine):
             return nullcontext()
         waiting: AbstractContextManager[None] = self._accelerator.no_sync(self.model)
         return waiting
+
+    def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
+        require_reduced(self.model)
+        return super().step(lr_scale=lr_scale, should_step=should_step)
 
     def to_sharded(self) -> None:
         reshard(self.model)

@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pipeline import PlanView, Problem
+from pipeline import ModelSource, PlanView, Problem
 from stages.model.compat import is_multimodal
 from stages.model.config_checks import BLOCKS, EXPERTS, has_experts
 from stages.model.hf import HfModel
 from stages.model.read import config_at_hand
 from stages.wrap.axes import FIELDS, FOLDED, axis_sizes
+from stages.wrap.types_compat import NO_BLOCKS, NO_PLAN, REFUSED, SINKS, WITHOUT_GRADIENT
 
 HEADS = ("num_attention_heads", "n_head", "n_heads")
 
@@ -20,14 +21,62 @@ def config_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
     """Axes that do not divide the model of the recipe."""
     model = plan.find(HfModel)
     config = None if model is None else config_at_hand(model)
-    if config is None:
+    if model is None or config is None:
         return
     part = config.get("text_config")
     text = part if isinstance(part, Mapping) else config
+    if not (model.trust_remote_code and "auto_map" in config):
+        yield from _type_problems(stage, _types(config), model.attention)
     yield from _head_problems(axis_sizes(stage), _count(text, HEADS))
     tied = config.get("tie_word_embeddings") is True
     yield from _block_problems(stage, text, tied=tied, more_than_text=is_multimodal(config))
     yield from _expert_problems(stage, config, _count(text, EXPERTS))
+
+
+def _types(config: Mapping[str, Any]) -> set[str]:
+    """The types of the model and of its language model, which may be a part of it."""
+    kind, part = str(config.get("model_type")), config.get("text_config")
+    return (
+        {kind, str(part.get("model_type", f"{kind}_text"))} if isinstance(part, Mapping) else {kind}
+    )
+
+
+def _type_problems(stage: Any, kinds: set[str], attention: str) -> Iterator[Problem]:
+    """Axes that do not divide models of these types, whatever their sizes."""
+    for field, reasons in REFUSED.items():
+        asked = getattr(stage, field, None)
+        for kind in kinds & reasons.keys() if asked is not None and asked.size > 1 else ():
+            yield Problem(key=field, message=f"a {kind} {reasons[kind]}", hint="leave it out")
+    sequence = getattr(stage, "context_parallel", None)
+    eager = sequence is not None and sequence.size > 1 and attention == "eager"
+    for kind in kinds & SINKS if eager else ():
+        message = f"a {kind} has attention sinks, which its eager attention does not divide"
+        hint = "set another attention in the model slot, or leave it out"
+        yield Problem(key="context_parallel", message=message, hint=hint)
+    tensor = getattr(stage, "tensor_parallel", None)
+    unplanned = tensor is not None and tensor.size > 1 and not tensor.plan
+    for kind in kinds & NO_PLAN if unplanned else ():
+        message = f"transformers has no plan that divides the layers of a {kind}"
+        hint = "name its layers in tensor_parallel.plan"
+        yield Problem(key="tensor_parallel", message=message, hint=hint)
+    for kind in kinds & NO_BLOCKS if getattr(stage, "units", None) == "block" else ():
+        message = f"transformers does not say which modules of a {kind} are its blocks"
+        yield Problem(key="units", message=message, hint="name their classes")
+
+
+def gradient_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
+    """A replica of a model with parameters that get no gradient, for which torch waits."""
+    model = plan.find(HfModel)
+    config = None if model is None else config_at_hand(model)
+    adapted = any(hasattr(one, "train_also") for one in plan.giving(ModelSource))
+    if config is None or adapted or stage.static_graph or stage.find_unused_parameters:
+        return
+    for kind in WITHOUT_GRADIENT & _types(config):
+        yield Problem(
+            message=f"some parameters of a {kind} get no gradient from text, and those of their "
+            "buckets are not averaged then",
+            hint="set static_graph: true",
+        )
 
 
 def _count(config: Mapping[str, Any], names: Sequence[str]) -> int:

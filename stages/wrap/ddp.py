@@ -12,6 +12,7 @@ from pipeline import Context, Engine, ModelSource, OptimizerPlan, PlanView, Prec
 from stages.wrap import axes
 from stages.wrap.axes import ContextParallel
 from stages.wrap.axis_checks import axis_problems
+from stages.wrap.config_checks import gradient_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,7 @@ class Ddp:
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from axis_problems(self, plan)
+        yield from gradient_problems(self, plan)
 
     @property
     def sums_in_buckets(self) -> bool:

@@ -34,6 +34,7 @@ from stages.wrap.torch_compat import (
     hook_states,
     no_buffer_sync,
     prime_buckets,
+    require_reduced,
     sums_in_buckets,
 )
 from stages.wrap.torch_engine import TorchEngine
@@ -104,6 +105,7 @@ class DdpEngine(TorchEngine):
         return contextlib.nullcontext() if reduce else self.model.no_sync()
 
     def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
+        require_reduced(self.model)
         self._remember_places()
         return super().step(lr_scale=lr_scale, should_step=should_step)
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from pipeline import StageError
 from stages.wrap import experts_compat as compat
+from stages.wrap.types_compat import refuse_type
 
 
 def divide_experts(model: Any, mesh: DeviceMesh, tensor: DeviceMesh) -> list[nn.Module]:
@@ -20,6 +21,7 @@ def divide_experts(model: Any, mesh: DeviceMesh, tensor: DeviceMesh) -> list[nn.
     and gets their results back, so an expert's gradient is of the tokens of all ranks of `mesh`.
     Raises StageError for a model without such a plan, or whose experts do not divide.
     """
+    refuse_type("expert_parallel", model.config)
     plan = compat.plan_of(model)
     if not plan:
         raise StageError(f"expert_parallel: {type(model).__name__} has no experts that divide")

@@ -4,6 +4,7 @@ and optimizers."""
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,7 +20,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from pipeline import dtype_name
+from pipeline import StageError, dtype_name
+from pipeline.utils import plural
+
+SHOWN = 3
 
 
 def no_buffer_sync() -> dict[str, Any]:
@@ -74,6 +78,30 @@ def sums_in_buckets(model: DistributedDataParallel) -> bool:
         and not model.find_unused_parameters
         and not model.static_graph
     )
+
+
+_WITHOUT = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
+"""Where torch's message numbers the parameters that got no gradient."""
+
+
+def require_reduced(model: nn.Module) -> None:
+    """Raise StageError if a backward left parameters without a gradient: torch has then not
+    averaged the others of their buckets, and says so in the next forward, after a wrong update."""
+    if not isinstance(model, DistributedDataParallel):
+        return
+    try:
+        model._check_reducer_finalized()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        numbers = _WITHOUT.search(str(error))
+        trained = [name for name, one in model.module.named_parameters() if one.requires_grad]
+        names = [trained[int(one)] for one in numbers[1].split()] if numbers else []
+        shown = ", ".join(names[:SHOWN]) + ", ..." * (len(names) > SHOWN)
+        raise StageError(
+            f"{plural(len(names), 'parameter')} got no gradient ({shown}), so the gradients of "
+            "others were not averaged over the ranks",
+            hint="set static_graph: true in the wrap slot if they never get one, or else "
+            "find_unused_parameters: true",
+        ) from error
 
 
 def buckets(parameters: Iterable[nn.Parameter], cap: int) -> list[list[nn.Parameter]]:

@@ -41,6 +41,7 @@ NEEDED = (
 """Sizes for configs whose default is None, with which no model can be built."""
 
 OWN: dict[str, dict[str, Any]] = {
+    "longcat_flash": {"zero_expert_num": 2},
     "zaya": {"num_experts_per_tok": 1},
     "codegen": {"rotary_dim": 16},
     "gptj": {"rotary_dim": 16},
@@ -56,18 +57,18 @@ def every() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def small(kind: str) -> dict[str, Any]:
-    """Return the default config of a type, with small sizes."""
+def small(kind: str, *, dropout: bool = True) -> dict[str, Any]:
+    """Return the default config of a type, with small sizes; without `dropout`, with none."""
     from transformers import CONFIG_MAPPING
 
     try:
-        found = _small(CONFIG_MAPPING[kind]().to_dict())
+        found = _small(CONFIG_MAPPING[kind]().to_dict(), dropout=dropout)
     except Exception as error:  # of a type that does not accept its own default config
         raise StageError(f"the default config cannot be made: {error}") from error
     return {"model_type": kind, **found, **OWN.get(kind, {})}
 
 
-def _small(default: dict[str, Any]) -> dict[str, Any]:
+def _small(default: dict[str, Any], *, dropout: bool) -> dict[str, Any]:
     found = {
         name: size
         for name, size in SIZES.items()
@@ -82,5 +83,11 @@ def _small(default: dict[str, Any]) -> dict[str, Any]:
         if isinstance(value, list) and count and len(value) == count
     }
     if isinstance(default.get("text_config"), dict):
-        found["text_config"] = _small(default["text_config"])
+        found["text_config"] = _small(default["text_config"], dropout=dropout)
+    if not dropout:
+        found |= {
+            name: 0.0
+            for name, value in default.items()
+            if "drop" in name and isinstance(value, float)
+        }
     return found

@@ -24,6 +24,7 @@ from stages.wrap.context import compat
 from stages.wrap.context.ulysses import gather_sequence, scatter_sequence
 from stages.wrap.mesh import context_group
 from stages.wrap.padding import padded
+from stages.wrap.types_compat import refuse_type
 
 
 def sequence_slice(batch: MicroBatch, index: int, count: int) -> MicroBatch:
@@ -64,6 +65,7 @@ def divide_sequence(model: nn.Module, axes: Axes, device: str) -> None:
 def require_divisible(model: Any, ranks: int, tensor: int) -> None:
     """Raise StageError unless attention of `model`, a transformers model, can be divided among
     context-parallel `ranks`, each of which may have the heads of one of `tensor` ranks."""
+    refuse_type("context_parallel", model.config)
     reason = compat.reason_not_divisible(model)
     implementation = compat.implementation(model)
     heads = model.config.get_text_config().num_attention_heads

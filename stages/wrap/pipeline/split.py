@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeline import StageError
+from stages.wrap.types_compat import refuse_type
 
 
 def layer_ranges(layers: int, stages: int, head: int = 0, layer: int = 1) -> list[range]:
@@ -147,6 +148,7 @@ def layer_list(model: Any) -> tuple[list[str], str, list[str]]:
     comes after them: by the architecture's plan, or else in the order of its parts. Raises
     StageError where there is no one list of layers."""
     base = model.base_model
+    refuse_type("pipeline_parallel", model.config)
     parts = list(model.config.get_text_config().base_model_pp_plan or _parts(base))
     lists = [part for part in parts if isinstance(getattr(base, part, None), nn.ModuleList)]
     if len(lists) != 1 or base is model or model.get_output_embeddings() is None:

@@ -32,6 +32,7 @@ from stages.wrap.tensor.styles import (
     share_heads,
     use_local_parameters,
 )
+from stages.wrap.types_compat import refuse_type
 
 
 def divide_layers(
@@ -51,6 +52,7 @@ def resolve_plan(
 ) -> TensorPlan:
     """The plan of a model for what a recipe asks. Raises StageError for a model that does not
     divide so."""
+    refuse_type("tensor_parallel", model.config)
     return resolve(model, blocks, size=config.size, patterns=config.plan, sequence=config.sequence)
 
 
@@ -70,15 +72,16 @@ def parallelize(
     if mesh.size() != plan.size:
         raise ValueError(f"a plan for {plan.size} ranks on a mesh of {mesh.size()}")
     place_parameters(model, mesh, plan.placements)
-    installer = _Installer(model, mesh, plan)
-    installer.install()
-    installer.find_ahead(compiled)
+    _Installer(model, mesh, plan, compiled).install()
 
 
 class _Installer:
     """Replaces forward methods, from the innermost change to the outermost."""
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, plan: TensorPlan) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: DeviceMesh, plan: TensorPlan, compiled: Sequence[nn.Module]
+    ) -> None:
+        self.compiled = compiled
         self.model = model
         self.mesh = mesh
         self.plan = plan
@@ -97,6 +100,8 @@ class _Installer:
             self._install_region(region, number)
         for name in self.plan.blocks:
             self._install_random_block(self.modules[name])
+        for block in self.compiled:
+            self._find_ahead(block)
         if self.plan.sequence:
             self._install_ends()
 
@@ -114,10 +119,8 @@ class _Installer:
             hidden = {"bias": _no_bias}
         self.locals[module] = use_local_parameters(module, self.group, summed, hidden)
 
-    def find_ahead(self, compiled: Sequence[nn.Module]) -> None:
-        for block in compiled:
-            within = {one: self.locals[one] for one in block.modules() if one in self.locals}
-            find_ahead(block, within)
+    def _find_ahead(self, module: nn.Module) -> None:
+        find_ahead(module, {one: self.locals[one] for one in module.modules()})
 
     def _share_keys(self, name: str) -> None:
         attention: Any = self.modules[name.rpartition(".")[0]]
@@ -180,6 +183,8 @@ class _Installer:
 
     def _install_region(self, region: Region, number: int) -> None:
         module = self.modules[region.name]
+        if self.modules[region.block] not in self.compiled:
+            self._find_ahead(module)
         if has_dropout(module):
             self._install_region_streams(module, region, number)
         if self.plan.styles.get(region.name) in ROWS:

@@ -28,6 +28,7 @@ class Region:
     """A child of a block between whose input and output activations may be sharded by features."""
 
     name: str
+    block: str
     plain: bool
     """Whether all that reads its input is sharded by columns, so that the gradient of the input is
     a summand; otherwise each such layer sums the gradient of its own input."""
@@ -152,7 +153,7 @@ def _regions(
             bare = any(owners[n].entry == n for n in parameters if n in owners)
             whole = all(n in owners for n in parameters)
             plain = divides and not special and not bare and whole and _paired(model, inside)
-            yield Region(name=name, plain=plain)
+            yield Region(name=name, block=block, plain=plain)
 
 
 def _paired(model: nn.Module, inside: Mapping[str, str]) -> bool:

@@ -67,23 +67,24 @@ def use_local_parameters(
     return find
 
 
-def find_ahead(block: nn.Module, within: Mapping[nn.Module, Locals]) -> None:
-    """Let all modules `within` a compiled block find local tensors before it runs: torch 2.13 fails
-    to compile what is recomputed if it begins with DTensors, whose mesh it takes for one of the
-    tensors that it keeps for backward."""
+def find_ahead(module: nn.Module, within: Mapping[nn.Module, Locals]) -> None:
+    """Let all modules `within` one find local tensors before it runs, as it may read weights of
+    modules that it does not call. A compiled block needs that too: torch 2.13 fails to compile what
+    is recomputed if it begins with DTensors, whose mesh it takes for one of the tensors that it
+    keeps for backward."""
 
     def around(forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        found = {module: find() for module, find in within.items()}
-        for module, tensors in found.items():
-            module.__dict__.update(tensors)
+        found = {one: find() for one, find in within.items()}
+        for one, tensors in found.items():
+            one.__dict__.update(tensors)
         try:
             return forward(*args, **kwargs)
         finally:
-            for module, tensors in found.items():
+            for one, tensors in found.items():
                 for name in tensors:
-                    del module.__dict__[name]
+                    del one.__dict__[name]
 
-    replace_forward(block, around)
+    replace_forward(module, around)
 
 
 def local(

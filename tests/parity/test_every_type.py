@@ -1,0 +1,155 @@
+"""Every causal language model of transformers trains a step under every layout with the numbers of
+one process, or `pipe check` refuses it with a sentence.
+
+The quick tier has one or two types a layout; the full tier, all.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import StageError
+from pipeline.testing import plan_view
+from stages.model.declared import outline
+from stages.model.hf import HfModel
+from stages.model.source import open_source
+from stages.wrap.axes import TensorParallel
+from stages.wrap.context.attention import require_divisible
+from stages.wrap.pipeline.split import keep_layers
+from stages.wrap.tensor.divide import resolve_plan
+from tests.support.every_family import every, small
+from tests.support.models import context
+from tests.support.one_step import one_step
+from tests.support.processes import run_ranks
+from tests.support.strategies import Strategy
+from tests.support.tier import spread
+
+UNBUILT = {
+    "apertus", "bailing_hybrid", "blt", "cohere_compass_text", "dbrx", "dots3_note", "gemma3n_text",
+    "gemma4_assistant", "gemma4_unified_assistant", "hunyuan_v1_dense", "hunyuan_v1_moe",
+    "kimi_linear", "lfm2_moe", "mamba2", "ministral", "moss_transcribe_diarize", "musicgen",
+    "musicgen_melody", "phi4_multimodal", "qwen4_exp", "qwen4_exp_text", "zamba",
+}  # fmt: skip
+"""Types whose shrunk config cannot be built with random weights, or computes for minutes."""
+ONLY_EAGER = {
+    "big_bird", "bigbird_pegasus", "bloom", "codegen", "deepseek_v4", "falcon_mamba", "flint",
+    "gemma2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa",
+    "hy_v4", "inkling2_text", "mamba", "mimo_v2_flash", "mpt", "mvp", "openai-gpt", "rwkv", "trocr",
+    "vaultgemma", "xglm", "xlstm",
+}  # fmt: skip
+"""Types without sdpa."""
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "pipeline": ("wrap.fsdp", {"pipeline_parallel": {"size": 2}}),
+    "context": ("wrap.fsdp", {"context_parallel": {"size": 2}}),
+    "tensor": ("wrap.fsdp", {"tensor_parallel": {"size": 2}}),
+    "expert": ("wrap.fsdp", {"expert_parallel": {"size": 2}}),
+    "ddp": ("wrap.ddp", {}),
+    "fsdp": ("wrap.fsdp", {}),
+    "zero2": ("wrap.zero", {"stage": 2}),
+    "zero3": ("wrap.zero", {"stage": 3}),
+}
+ALONE = ("wrap.ddp", {"static_graph": True})
+
+
+def fields(kind: str) -> dict[str, Any]:
+    """Return the fields of model.hf for a small model without dropout."""
+    attention = "eager" if kind in ONLY_EAGER else "sdpa"
+    return {"config": small(kind, dropout=False), "attention": attention}
+
+
+def refusals(model: dict[str, Any], use: str, wrap: dict[str, Any]) -> list[str]:
+    """Return what `pipe check` says against a model under a layout."""
+    stage = Strategy(use=use, fields=wrap).stage()
+    slots = {"model": HfModel(**model), "wrap": stage}
+    plan = plan_view(slots, procs=2)
+    return [str(one) for slot in slots.values() for one in slot.check(plan) if not one.warning]
+
+
+@functools.cache
+def known() -> list[str]:
+    """Return the types that can be trained on one process."""
+    found = [kind for kind in every() if kind not in UNBUILT]
+    return [kind for kind in found if not refusals(fields(kind), *ALONE)]
+
+
+@functools.cache
+def numbers(kind: str, layout: str) -> list[float]:
+    (use, wrap), ranks = (ALONE, 1) if layout == "alone" else (LAYOUTS[layout], 2)
+    with tempfile.TemporaryDirectory() as folder:
+        every_rank = run_ranks(one_step, ranks, folder, fields(kind), use, wrap, limit=120)
+    found: list[float] = every_rank[0]
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("layout", "kind"),
+    [
+        ("pipeline", "gpt2"),
+        ("pipeline", "falcon"),
+        ("tensor", "qwen3_next"),
+        ("context", "gemma3_text"),
+        ("expert", "mixtral"),
+        ("zero3", "gptj"),
+    ],
+)
+def test_the_numbers_of_one_process(layout: str, kind: str) -> None:
+    require_numbers(layout, kind)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [kind for kind in every() if kind not in UNBUILT])
+def test_the_numbers_of_one_process_for_every_type(kind: str) -> None:
+    if kind not in known():
+        pytest.skip("is refused without any axis")
+    for layout, (use, wrap) in LAYOUTS.items():
+        if not refusals(fields(kind), use, wrap):
+            require_numbers(layout, kind)
+
+
+def require_numbers(layout: str, kind: str) -> None:
+    assert refusals(fields(kind), *LAYOUTS[layout]) == []
+    found, expected = numbers(kind, layout), numbers(kind, "alone")
+    assert found[:2] == pytest.approx(expected[:2], rel=1e-5), layout
+    assert found[2] == pytest.approx(expected[2], rel=1e-4), layout
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", spread([kind for kind in every() if kind not in UNBUILT], 12))
+def test_check_refuses_what_would_be_refused_later(kind: str, tmp_path: Path) -> None:
+    if kind not in known():
+        pytest.skip("is refused without any axis")
+    model = fields(kind)
+    source = open_source(HfModel(**model), context(tmp_path))
+    module: Any = outline(source)
+
+    def divide() -> None:
+        resolve_plan(TensorParallel(size=2), module, source.blocks(module))
+
+    tries = {
+        "tensor": divide,
+        "context": lambda: require_divisible(module, 2, 1),
+        "pipeline": lambda: keep_layers(module, range(2, 4)),
+    }
+    for layout, attempt in tries.items():
+        said = refusals(model, *LAYOUTS[layout])
+        if said:
+            assert kind in said[0] or "heads" in said[0]
+            with pytest.raises(StageError):
+                attempt()
+        else:
+            attempt()
+
+
+def test_a_replica_without_some_gradients_is_not_updated(tmp_path: Path) -> None:
+    """torch says so in the next forward, after a wrong update."""
+    (said,) = refusals(fields("bart"), "wrap.ddp", {})
+    assert "some parameters of a bart get no gradient from text" in said
+    with pytest.raises(AssertionError, match="40 parameters got no gradient"):
+        run_ranks(one_step, 2, str(tmp_path), fields("bart"), "wrap.ddp", {})
