@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from pipeline import PlanView, Problem
 from pipeline.utils import closest
-from stages.model.compat import is_multimodal, lacks_name, linear_names
+from stages.model.compat import is_multimodal
 from stages.model.hf import HfModel
 from stages.model.read import config_at_hand
+from stages.model.source_text_compat import lacks_name, linear_names
 
 if TYPE_CHECKING:
     from stages.adapter.lora import Lora

@@ -268,69 +268,6 @@ def suited_attention(kind: str, device: str) -> str:
     return known[0] if known else "sdpa"
 
 
-@functools.cache
-def tied_names(kind: str) -> tuple[str, str] | None:
-    """Names of the head's weight and of the embedding's, which causal language models of a type
-    share if their config says so; None if the source of the type does not say."""
-    made = re.search(rf"^class {causal_types().get(kind)}\(.*?(?=^class |\Z)", _code(kind), _BODY)
-    keys = made and re.search(r'_tied_weights_keys = {"(\S+\.weight)": "(\S+\.weight)"}', made[0])
-    return (keys[1], keys[2]) if keys else None
-
-
-def ties_by_default(kind: str) -> bool | None:
-    """Whether head and embedding share their weight where a config does not say it; None if the
-    source of the type does not say either."""
-    stated = _default(kind, "tie_word_embeddings")
-    return {"True": True, "False": False}.get(stated)
-
-
-def size_by_default(kind: str, name: str) -> int | None:
-    """A size where a config does not state it; None if the source of the type states none."""
-    stated = _default(kind, name)
-    return int(stated) if re.fullmatch(r"\d[\d_]*", stated) else None
-
-
-@functools.cache
-def _default(kind: str, name: str) -> str:
-    """The default of a field in the source of a type's config; empty if it is not found."""
-    classes = re.findall(r"^class \w+\(.*?(?=^class |\Z)", _code(kind, "configuration"), _BODY)
-    own = next((one for one in classes if f'model_type = "{kind}"' in one), "")
-    stated = re.search(rf"^    {name}: .*?= (\w+)$", own, re.MULTILINE)
-    return "" if stated is None else stated[1]
-
-
-@functools.cache
-def linear_names(kind: str) -> Sequence[str]:
-    """Names that the source of a type gives linear layers, without those that contain them."""
-    assigned = r"self\.(\w+) = (?:nn\.Linear|Conv1D|\w+Linear)\("
-    return sorted(set(re.findall(assigned, _code(kind))) - {"lm_head"})
-
-
-@functools.cache
-def lacks_name(kind: str, name: str) -> bool:
-    """Whether no module or parameter of a type's models can have `name`, which is the case if their
-    source does not have the word. False where models are made by other files than the type's."""
-    code = _code(kind)
-    return bool(code) and "AutoModel" not in code and not re.search(rf"\b{re.escape(name)}\b", code)
-
-
-_BODY = re.MULTILINE | re.DOTALL
-
-
-@functools.cache
-def _code(kind: str, what: str = "modeling") -> str:
-    """The source of a type's models or configs, which is not imported; empty if it is not found."""
-    found = importlib.util.find_spec("transformers")
-    if found is None or not found.submodule_search_locations:
-        return ""
-    whole = kind.replace("-", "_")
-    for name in (whole, whole.removesuffix("_text")):
-        file = Path(found.submodule_search_locations[0], "models", name, f"{what}_{name}.py")
-        if file.is_file():
-            return file.read_text("utf-8")
-    return ""
-
-
 def is_multimodal(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a model of more than text, and not of its language model, which
     some have as a class of its own."""

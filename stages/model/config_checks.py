@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import PlanView, Problem, StageError
-from stages.model.compat import size_by_default
 from stages.model.files import has_tokenizer, is_gguf, is_local, local, read_json
 from stages.model.hf import HfModel
 from stages.model.read import config_at_hand, gguf_header
+from stages.model.source_text_compat import size_by_default
 
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeline import Problem, StageError
 from pipeline.checkpoint import Placed, table
-from stages.model.compat import is_multimodal, tied_names, ties_by_default
+from stages.model.compat import is_multimodal
 from stages.model.files import is_gguf, is_local, local, safetensors_files
 from stages.model.read import config_at_hand
+from stages.model.source_text_compat import tied_names, ties_by_default
 
 if TYPE_CHECKING:
     from stages.model.hf import HfModel

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from pipeline.contracts.stage import PlanView
 from pipeline.errors import StageError
-from stages.model.compat import causal_types, tied_names, ties_by_default
+from stages.model.compat import causal_types
 from stages.model.hf import HfModel
+from stages.model.source_text_compat import tied_names, ties_by_default
 from tests.support.models import FAMILIES, context, filled, random_source
 
 PLAN = PlanView(name="r", seed=0, procs=1, device="cpu", slots={})
