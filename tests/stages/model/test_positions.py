@@ -24,7 +24,12 @@ def checked(folder: Path, config: dict[str, Any], *options: str, length: int = 5
     (folder / "tokenizer.json").touch()
     file = folder / "recipe.yaml"
     stages = {
-        "model": {"use": "model.hf", "config": config, "tokenizer": str(folder)},
+        "model": {
+            "use": "model.hf",
+            "config": config,
+            "tokenizer": str(folder),
+            "attention": "eager",
+        },
         "data": {"use": "data.text", "files": "./text.txt", "sequence_length": length},
     }
     file.write_text(json.dumps({"name": "r", "stages": stages}))

@@ -76,7 +76,7 @@ def test_what_stands_for_other_stages_returns_what_they_would(kind: str) -> None
 def test_a_model_without_one_list_of_blocks_is_refused() -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model("opt", **TINY))
-    with pytest.raises(StageError, match="does not say how it divides into stages"):
+    with pytest.raises(StageError, match="a opt has no one list of blocks"):
         layer_list(model)
 
 
