@@ -40,7 +40,6 @@ REFUSED = {
     *((name, strategy)
       for name in (
           "DoRA", "QLoRA", "DoRA, checkpointing", "QLoRA, DoRA, checkpointing, compiled",
-          "packing, checkpointing, compiled, chunks",
       )
       for strategy in ("FSDP, tensor 2", "ZeRO-3, tensor 2")),
 }  # fmt: skip
