@@ -36,14 +36,17 @@ RANK, SUPERVISED = "pipeline.execution.worker", "pipeline.commands.supervised"
 class OwnPackages:
     """A finder of `pipeline` and `stages` that knows one place."""
 
-    @staticmethod
-    def find_spec(
-        name: str, path: Sequence[str] | None = None, target: object = None
-    ) -> ModuleSpec | None:
-        """Return the spec of one of the two packages; None for any other module."""
+    def __init__(self) -> None:
+        # Before this is asked for modules itself: it would be asked for this one.
         from importlib.machinery import PathFinder
 
-        return PathFinder.find_spec(name, [HOME]) if name in OWN else None
+        self._finder = PathFinder
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: object = None
+    ) -> ModuleSpec | None:
+        """Return the spec of one of the two packages; None for any other module."""
+        return self._finder.find_spec(name, [HOME]) if name in OWN else None
 
 
 def main() -> None:
@@ -53,7 +56,7 @@ def main() -> None:
     give_back = end_with_a_code(command) if command != "-m" else lambda: None
     if words[:2] == ["-m", RANK]:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the rank sees to its signals
-    sys.meta_path.insert(0, OwnPackages)
+    sys.meta_path.insert(0, OwnPackages())
     if sys.argv[1:2] == ["-m"]:
         import runpy
 

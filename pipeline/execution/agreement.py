@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -80,6 +81,11 @@ def _leaves(name: str, value: Any, written: Any) -> Iterator[Fact]:
         below = written if isinstance(written, Mapping) else {}
         for key, part in value.items():
             yield from _leaves(f"{name}.{key}", part, below.get(key))
+    elif isinstance(value, list | tuple) and value:
+        every = written if isinstance(written, list | tuple) else []
+        pairs = itertools.zip_longest(value, every[: len(value)])
+        for number, (part, one) in enumerate(pairs):
+            yield from _leaves(f"{name}.{number}", part, one)
     else:
         yield name, value
 

@@ -30,6 +30,7 @@ def stays(root: Node, merged: Node, common: Common) -> tuple[Node, list[Problem]
             key: value
             for key, value in old.entries().items()
             if key in both or (key != "use" and value.at.on_command_line)
+            if key not in node.entries()
         }
         places = {key: old.keys[key] for key in kept}
         entries[slot] = replace(

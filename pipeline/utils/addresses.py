@@ -14,7 +14,8 @@ from typing import Any
 from pipeline.errors import Problem, UsageError
 
 PROTOCOLS = (
-    "s3", "s3a", "gs", "gcs", "az", "abfs", "hdfs", "hf", "http", "https", "file", "memory",
+    "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "hdfs", "hf", "http", "https",
+    "file", "memory",
 )  # fmt: skip
 """What an address can begin with: object stores, HDFS, the Hugging Face hub, web servers, local
 files, and the memory of one process, which is for tests."""

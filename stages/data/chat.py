@@ -76,7 +76,7 @@ class ChatData(Selection):
     thoughts out of earlier turns need `each` (or `loss: last`) to train on all thoughts."""
     unrendered: Literal["error", "drop", "allow"] = "error"
     """Treatment of a row of which the template leaves something out: a content, a call or its
-    arguments, thoughts of a turn that is trained on, or `tools`. `allow` trains on what is left."""
+    arguments, or thoughts of a turn that is trained on. `allow` trains on what is left."""
     empty: Literal["error", "drop", "train"] = "train"
     """Treatment of a row with an answer that says nothing: `train` trains on its end of turn."""
     special_tokens: Literal["error", "drop", "allow"] = "error"
@@ -107,6 +107,9 @@ class ChatData(Selection):
         except ValueError:
             message = f"{self.today!r} is not a date"
             yield Problem(message=message, key="today", hint="write it as YYYY-MM-DD")
+        if self.turns == "each" and self.loss == "all":
+            message = "trains each answer on what comes before it, and `loss: all` on every token"
+            yield Problem(message=message, key="turns", hint="leave out one of them")
         yield from problems(self)
         yield from self._name_problems()
         plain = "`template: false` for pairs of texts" if self._needs_template() else None

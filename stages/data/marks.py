@@ -7,6 +7,7 @@ each thing that is said: where a rendering has the mark, it has what was said, i
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 CALLS = ("tool_calls", "function_call")
 THOUGHTS = "thoughts"
 ARGUMENTS = "arguments of "
-_FIRST = 0xF0000
+_FIRST, _LAST = 0xF0000, 0x10FFFE
 _MARK = re.compile("[\U000f0000-\U0010fffd]")
 _THOUGHTS_END = "</think>"
 
@@ -69,8 +70,8 @@ class _Marking:
 
     def __init__(self, messages: Sequence[Mapping[str, Any]], keys: bool) -> None:
         self._keys = keys
-        own = max(_MARK.findall(repr(messages)), default="")
-        self._next = ord(own) + 1 if own else _FIRST
+        own = set(_MARK.findall(json.dumps(messages, ensure_ascii=False, default=str)))
+        self._free = (each for each in map(chr, range(_FIRST, _LAST)) if each not in own)
         self.marks: list[Mark] = []
 
     def message(self, index: int, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,9 +98,11 @@ class _Marking:
         return text[:end] + self._mark(said) + text[end:]
 
     def _mark(self, said: str, *, number: bool = False) -> str:
-        mark = Mark(str(self._next**2) if number else chr(self._next), self._index, said)
+        character = next(self._free, None)
+        if character is None:  # of more than any row says
+            return "0" if number else ""
+        mark = Mark(str(ord(character) ** 2) if number else character, self._index, said)
         self.marks.append(mark)
-        self._next += 1
         return mark.character
 
     def _content(self, content: Any) -> Any:

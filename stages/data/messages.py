@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeline.utils import did_you_mean
+from stages.data.marks import REASONING
 from stages.data.names import CALL, ROLES, Names
 from stages.data.rows import Row, kind, parsed_json, require, require_text
 
@@ -134,8 +135,9 @@ def _message(row: Row, message: Any, where: str, names: Names) -> dict[str, Any]
         given["tool_calls"] = [
             _call(row, call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)
         ]
-        if "content" not in given:
-            return given
+    says = ("tool_calls", "function_call", *REASONING)
+    if "content" not in given and role == "assistant" and any(given.get(key) for key in says):
+        return given
     given["content"] = _content(row, given.get("content"), f"{where}.content")
     return given
 
@@ -191,7 +193,9 @@ def _call(row: Row, call: Any, where: str) -> dict[str, Any]:
     if isinstance(call.get("function"), dict):
         return {**call, "function": _call(row, call["function"], f"{where}.function")}
     require_text(row, call.get("name"), f"`{where}.name`")
-    arguments = _parsed(row, call.get("arguments", {}), f"{where}.arguments")
+    given = call.get("arguments", {})
+    # APIs write an empty text where a function takes none.
+    arguments = {} if given == "" else _parsed(row, given, f"{where}.arguments")
     return {**call, "arguments": require(row, arguments, dict, f"`{where}.arguments`")}
 
 

@@ -15,6 +15,10 @@ from stages.data.rendering import Refused, Renderer
 from stages.data.token_sizes import Span
 
 _PLAIN = {"role", "content"}
+_CUT = re.compile(r"(?:[<\[({]\S*|\w+)\Z")
+"""The end of a text in the middle of a tag or of a word."""
+_OPENED = re.compile(r"(?:<[^<>|｜]*>\s*)+\Z")
+"""A thought that a generation prompt opens at its end, which a text need not have."""
 _TELLING = 8
 """Characters of a content that are not in a text by chance."""
 
@@ -31,8 +35,12 @@ class MarkedText:
     @functools.cached_property
     def ends(self) -> Mapping[Mark, int]:
         """The place after each mark that is in the text."""
-        places = {mark: self.text.find(mark.character) + 1 for mark in self.marks}
-        return {mark: place for mark, place in places.items() if place}
+        known = {mark.character: mark for mark in self.marks}
+        found = re.finditer("|".join(known) or "(?!)", self.text)
+        places: dict[Mark, int] = {}
+        for match in found:
+            places.setdefault(known[match.group()], match.end())
+        return places
 
     def last(self, before: int) -> Mark | None:
         """Return the last mark in the text of the messages with an index below `before`."""
@@ -125,10 +133,14 @@ class Turns:
         user = [{"role": "user", "content": "x"}]
         with contextlib.suppress(Refused):
             asked = self.rendered.of(self.chat, user)
-            prompt = self.rendered.of(self.chat, user, prompt=True).removeprefix(asked)
-            place = self.text.find(prompt, 0, end)
-            if prompt and place >= 0:
-                return place + len(prompt)
+            asking = self.rendered.of(self.chat, user, prompt=True)
+            common = _common(asked, asking)
+            common = common if common == len(asked) else self._complete(asking, common)
+            prompt = asking[common:]
+            for header in (prompt, _OPENED.sub("", prompt)):
+                place = self.text.find(header, 0, end)
+                if header and place >= 0:
+                    return place + len(header)
         raise self.chat.row.error(
             "begins with an assistant's message, whose beginning cannot be located: the chat "
             "template lays it out otherwise than its generation prompt",
@@ -173,10 +185,14 @@ class Turns:
         rest = part.text[there:]
         common = _common(rest, whole.text[here : here + len(rest)])
         if common < len(rest):
-            tokens = (match.end() for match in self.special.finditer(rest))
-            complete = [end for end in tokens if end <= common]
-            common = max(*complete, rest.rfind("\n", 0, common) + 1, 0)
+            common = self._complete(rest, common)
         return here + common
+
+    def _complete(self, text: str, end: int) -> int:
+        """Return the end of a beginning of a text, without a token, a tag or a word that is cut."""
+        tokens = [match.end() for match in self.special.finditer(text) if match.end() <= end]
+        start = max(tokens, default=0)
+        return start + len(_CUT.sub("", text[start:end]))
 
     @functools.cached_property
     def _whole(self) -> MarkedText | None:

@@ -40,7 +40,9 @@ def put_period(draft: Draft, event: str, key: str) -> bool:
     if asked == "epoch":
         draft.put(key, "1 epoch", strategy)
     elif asked == "steps":
-        found = report.value(steps) or report.value("train.log_every", 500)
+        # Evaluations come as often as records by default, and saves every 500 steps.
+        default = 500 if event == "save" else report.value("train.log_every", 500)
+        found = report.value(steps) or default
         draft.put(key, _period(draft, found), strategy, steps)
     return asked in ("steps", "epoch")
 

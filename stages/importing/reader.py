@@ -162,7 +162,7 @@ class Reader:
         others = ("do_predict", "predict_with_generate", *(["do_eval"] if evaluates else []))
         self.purpose(file, content, *others)
         for key in ("run_name", "output_dir"):
-            if OTHER_METHOD.search(str(content.get(key, "")).lower()):
+            if OTHER_METHOD.search(Path(str(content.get(key, ""))).name.lower()):
                 why = "names a training on preferences or rewards, and recipes train on text"
                 hint = f"if it is one on text, import it under another {key}"
                 self.refuse(file, content, key, refused(why, hint, blocks=True))

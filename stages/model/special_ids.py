@@ -60,7 +60,14 @@ def align(folder: Path, tokenizer: Any, rows: int) -> Iterator[str]:
     yield what was changed, in words."""
     wanted = wanted_ids(tokenizer, rows)
     for name in ("config.json", "generation_config.json"):
-        content = json.loads((folder / name).read_text("utf-8"))
+        try:
+            content = json.loads((folder / name).read_text("utf-8"))
+        except ValueError as error:  # the source's own, which is copied
+            yield f"{name} is left as it is, and not aligned: {error}"
+            continue
+        if not isinstance(content, dict):
+            yield f"{name} is left as it is, and not aligned: it is no object"
+            continue
         # a model of text and more has the ids of its text in a part
         text = content.get("text_config")
         part, changes = text if isinstance(text, dict) else content, {}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline import NO_TARGET, DataError
 from pipeline.contracts.stage import Context
+from pipeline.testing import plan_view
 from stages.data.chat import ChatData
 from tests.stages.data.fakes import MARKED, PLAIN, FakeSource
 from tests.support.tier import times
@@ -252,3 +253,48 @@ def test_a_begin_and_an_end_that_a_text_has_already(
         shown.append(source.fast.decode([*sample.input_ids.tolist(), sample.labels.tolist()[-1]]))
     assert shown == ["<|s|>a<|end|>", "<|s|>a<|end|>\n", "<|s|>a<|end|>", "<|s|>a<|end|>"]
     assert "3 rows with a begin or end token of their own, which got no second one" in caplog.text
+
+
+def test_characters_that_marks_are_made_of(trained: Any) -> None:
+    """Fonts with icons use the private planes of Unicode."""
+    icons = "".join(map(chr, range(0xF0000, 0xF0009)))
+    lost = [said("user", icons), said("assistant", "", tool_calls=[call()])]
+    with pytest.raises(DataError, match="leaves out call 1"):
+        trained(PLAIN.replace("m.content", "m.content or ''"), lost)
+    kept = [
+        said("user", icons),
+        said("assistant", "b"),
+        said("user", icons),
+        said("assistant", "d"),
+    ]
+    assert trained(LAST_BLOCK, kept) == [["b<|e|>", "[]d<|e|>"]]
+
+
+def test_a_header_without_a_special_token(trained: Any) -> None:
+    template = "{% for m in messages %}{{ m.role | upper }}: {{ m.content }}<|e|> {% endfor %}"
+    template += "{% if add_generation_prompt %}ASSISTANT: <think>\n{% endif %}"
+    assert trained(template, CHAT) == [["b<|e|>", "d<|e|>"]]
+    assert trained(template, CHAT[1:]) == [["b<|e|>", "d<|e|>"]]
+
+
+@pytest.mark.parametrize("template", [PLAIN, OPENS, CLOSES])
+def test_an_assistant_that_begins(trained: Any, template: str) -> None:
+    (runs,) = trained(template, CHAT[1:])
+    assert [run.removesuffix("\n<|end|>") for run in runs] == ["b<|e|>", "d<|e|>"]
+
+
+def test_calls_as_openai_writes_them(trained: Any) -> None:
+    alone = {"role": "assistant", "content": None, "tool_calls": [call(arguments="")]}
+    assert trained(CALLS, [CHAT[0], alone]) == [["[f{}]<|e|>"]]
+    older = {
+        "role": "assistant",
+        "content": None,
+        "function_call": {"name": "f", "arguments": "{}"},
+    }
+    with pytest.raises(DataError, match=r"leaves out call \('f'\)"):
+        trained(PLAIN.replace("m.content", "m.content or ''"), [CHAT[0], older])
+
+
+def test_each_turn_and_every_token_exclude_each_other() -> None:
+    found = [str(each) for each in ChatData(files="x", turns="each", loss="all").check(plan_view())]
+    assert any(each.startswith("turns: trains each answer") for each in found)
