@@ -56,7 +56,7 @@ def make_engine(ctx: Any, setting: Setting, plan: OptimizerPlan | None = None) -
         loss_scaling=setting.loss_scaling,
     )  # fmt: skip
     plan = plan or setting.optimizer.run(ctx)
-    wrap = WRAPS[setting.wrap] if setting.wrap in WRAPS else nvme_wrap(setting.nvme)
+    wrap = nvme_wrap(setting.nvme) if setting.wrap == "zero3 nvme" else WRAPS[setting.wrap]
     return wrap.run(ctx, source(ctx, setting), precision, plan)
 
 

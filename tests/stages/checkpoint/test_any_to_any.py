@@ -17,6 +17,7 @@ from stages.formats.deepspeed import DeepSpeed
 from tests.support.processes import run_ranks
 from tests.support.runs import context
 from tests.support.state import (
+    WRAPS,
     Setting,
     checkpoint_stage,
     hashed,
@@ -55,6 +56,7 @@ CHAINS = [
         ("zero3", 3),
     ],
 ]
+CHAINS = [[one for one in chain if one[0] in WRAPS] for chain in CHAINS]  # of this tier
 LISTED = {wrap for chain in CHAINS for wrap, _ in chain}
 OTHERS = {wrap: one for wrap, one in having("resumes").items() if wrap not in LISTED}
 REST = [("ddp", 1), *((wrap, max(one.group, 2)) for wrap, one in OTHERS.items()), ("zero3", 2)]
