@@ -24,7 +24,8 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
             "llama4_text marian mbart mllama moss_transcribe_diarize mvp openai-gpt opt pegasus "
             "plbart trocr whisper",
         "gives its blocks inputs of the tokens' numbers": "gemma3n_text gemma4_text",
-        "passes more than hidden states from block to block": "deepseek_v4 glm_moe_dsa hy_v4",
+        "passes more than hidden states from block to block":
+            "deepseek_v4 glm_moe_dsa hy_v4 rwkv xlstm zaya",
         "keeps hidden states in another shape inside": "inkling2_text",
         "reads a layer of the embedding on each stage": "modernbert-decoder",
     }),

@@ -41,7 +41,6 @@ NEEDED = (
 """Sizes for configs whose default is None, with which no model can be built."""
 
 OWN: dict[str, dict[str, Any]] = {
-    "longcat_flash": {"zero_expert_num": 2},
     "zaya": {"num_experts_per_tok": 1},
     "codegen": {"rotary_dim": 16},
     "gptj": {"rotary_dim": 16},
