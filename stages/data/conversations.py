@@ -45,11 +45,18 @@ class Unrendered(DataError):
 
 @dataclass(frozen=True)
 class LaidOut:
-    """A conversation in the form that its template takes, and its text."""
+    """A conversation in the form that its template takes, with its text and turns."""
 
-    chat: Conversation
-    text: str
+    turns: Turns
     notes: tuple[str, ...] = ()
+
+    @property
+    def chat(self) -> Conversation:
+        return self.turns.chat
+
+    @property
+    def text(self) -> str:
+        return self.turns.text
 
 
 @dataclass(frozen=True)
@@ -104,13 +111,14 @@ class ConversationEncoder:
             except Refused as error:
                 refused = refused or error
                 continue
-            lost = self._turns(form, text).lost(trained)
+            turns = Turns(self._rendered, form, text, self.tokens.spelled)
+            lost = turns.lost(trained)
             if prints_python(messages, text):
                 lost.append((-1, "the JSON of arguments, which it prints as Python does"))
             if best is None or len(lost) < len(best[1]):
-                said = require_text(chat.row, text, "the text of the conversation")
+                require_text(chat.row, text, "the text of the conversation")
                 notes = (*([] if same else [LAID_OUT]), *([UNSHOWN] if unshown else []))
-                best = LaidOut(form, said, notes), lost
+                best = LaidOut(turns, notes), lost
             if not lost:
                 break
         if best is None:
@@ -125,8 +133,8 @@ class ConversationEncoder:
     def targets(self, laid_out: LaidOut, tokens: TextTokens) -> Targets:
         """Return which tokens of its text are trained on. Raises DataError if its turns cannot be
         located."""
-        chat, text = laid_out.chat, laid_out.text
-        turns, located = self._turns(chat, text), self._located(chat)
+        chat, text, turns = laid_out.chat, laid_out.text, laid_out.turns
+        located = self._located(chat)
         if self.stage.loss == "all":
             silent = [turns.span(index, prompt=prompt) for index, prompt in located]
             return Targets(~tokens.inside(silent))
@@ -155,9 +163,6 @@ class ConversationEncoder:
     @functools.cached_property
     def _rendered(self) -> Renderer:
         return Renderer(self.tokens.tokenizer, self.stage.today)
-
-    def _turns(self, chat: Conversation, text: str) -> Turns:
-        return Turns(self._rendered, chat, text, self.tokens.spelled)
 
     def _has_markers(self, chat: Conversation) -> bool:
         return bool(_MARKERS.search(self._rendered.template(chat)))

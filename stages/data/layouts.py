@@ -22,9 +22,9 @@ def layouts(messages: Messages) -> Iterator[Messages]:
     yield messages
     calls = any(message.get(key) for message in messages for key in CALLS)
     silent = any(_silent_call(message) for message in messages)
-    forms = itertools.product((False, True) if calls else (), ("as is", "", None))
-    for as_text, empty in itertools.islice(forms, 1, 6 if silent else None):
-        if silent or empty == "as is":
+    empties = ("as is", "", None) if silent else ("as is",)
+    for as_text, empty in itertools.product((False, True) if calls else (), empties):
+        if as_text or empty != "as is":
             yield [_with_calls(message, as_text=as_text, empty=empty) for message in messages]
     for key in REASONING if any(_reasoning(message) for message in messages) else ():
         yield [_with_reasoning(message, key) for message in messages]
@@ -48,15 +48,16 @@ def _with_calls(message: Mapping[str, Any], *, as_text: bool, empty: str | None)
     if _silent_call(message) and empty != "as is":
         copy["content"] = empty
     if as_text and message.get("tool_calls"):
-        copy["tool_calls"] = [_as_text(call) for call in message["tool_calls"]]
+        copy["tool_calls"] = [with_text_arguments(call) for call in message["tool_calls"]]
     if as_text and isinstance(message.get("function_call"), Mapping):
-        copy["function_call"] = _as_text(message["function_call"])
+        copy["function_call"] = with_text_arguments(message["function_call"])
     return copy
 
 
-def _as_text(call: Mapping[str, Any]) -> dict[str, Any]:
+def with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call with its arguments as JSON text."""
     if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _as_text(call["function"])}
+        return {**call, "function": with_text_arguments(call["function"])}
     if not isinstance(call.get("arguments"), Mapping):
         return dict(call)
     return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}

@@ -50,7 +50,9 @@ class Mistakes:
     """The mistakes of a source."""
 
     def __init__(self, parts: Sequence[Part], treatment: Treatment) -> None:
-        self._names = [str(part.name) for part in parts]
+        self._numbers: dict[str, int] = {}
+        for number, part in enumerate(parts):
+            self._numbers.setdefault(str(part.name), number)
         self._treatment = treatment
         self._first: dict[str, DataError] = {}
         """First mistake of each kind."""
@@ -97,7 +99,7 @@ class Mistakes:
 
     def part(self, file: str | Path) -> int:
         """Return the number of the part of a name, from 0."""
-        return self._names.index(str(file))
+        return self._numbers[str(file)]
 
     def check(self, rows: int) -> None:
         """Raise the DataError of the only mistake, or BadRows; nothing where rows are dropped.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from stages.data.layouts import with_text_arguments
+
 Renders = Callable[[Sequence[Mapping[str, Any]], Mapping[str, Any]], bool]
 """Whether the template lays out these messages with these further arguments."""
 _WORDS = 300
@@ -70,7 +72,7 @@ def _changes(
         yield "has an empty content", [filled]
     if calls:
         plain = {key: value for key, value in filled.items() if key != "tool_calls"}
-        as_text = [_with_text(call) for call in calls]
+        as_text = [with_text_arguments(call) for call in calls]
         yield "has tool calls with arguments as an object", [{**last, "tool_calls": as_text}]
         if len(calls) > 1:
             yield "has several tool calls", [{**last, "tool_calls": calls[:1]}]
@@ -91,10 +93,3 @@ def _changes(
 def _text(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message of text alone."""
     return {"role": message["role"], "content": message.get("content") or "x"}
-
-
-def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool call with its arguments as text."""
-    if isinstance(call.get("function"), dict):
-        return {**call, "function": {**call["function"], "arguments": "{}"}}
-    return {**call, "arguments": "{}"}

@@ -198,11 +198,13 @@ class Turns:
     def _whole(self) -> MarkedText | None:
         """The whole text with marks: in all messages, or in the assistant's where the template
         looks at the others' contents; None if it refuses those."""
-        count = len(self.chat.messages)
-        choices = [range(count), self.chat.assistant_turns()]
-        texts = [each for each in (self._marked(count, False, which) for which in choices) if each]
-        same = (each for each in texts if without_marks(each.text, each.marks) == self.text)
-        return next(same, texts[0] if texts else None)
+        count, first = len(self.chat.messages), None
+        for which in (range(count), self.chat.assistant_turns()):
+            found = self._marked(count, False, which)
+            if found and without_marks(found.text, found.marks) == self.text:
+                return found
+            first = first or found
+        return first
 
     def _marked(
         self,

@@ -57,6 +57,7 @@ TARGET = Target(
     submit=("dstack", "apply", "--yes", "--file", "{file}"),
     client="dstack",
     fresh=True,
+    takes_recipe=True,
     forgets=True,
     uses=frozenset({"image", "setup", "mounts", "kind"}),
 )

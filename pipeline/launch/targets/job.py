@@ -108,6 +108,8 @@ class Target:
     """Whether its machines come without this program, so that an image or a command brings it."""
     takes_folder: bool = False
     """Whether the current folder goes to its machines, and is the current folder there."""
+    takes_recipe: bool = False
+    """Whether the recipe's own files go along with the script, whatever else does."""
     brings: bool = False
     """Whether its script brings what the recipe names on this machine."""
     forgets: bool = False
