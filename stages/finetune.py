@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from stages.model.compat import suited_attention
 from stages.model.hf import HfModel
 from stages.model.read import config_at_hand
+from stages.model.source_text_compat import suited_attention
 
 if TYPE_CHECKING:
     from pipeline.planning import AdviceRequest

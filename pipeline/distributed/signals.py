@@ -126,8 +126,8 @@ def interruptible(*, force_after: float | None) -> Iterator[None]:
 
 
 class LastWords:
-    """What a process does that an ending signal has stopped: first what it must, then what nobody
-    waits for.
+    """The last work of a process that an ending signal has stopped: first the part that it must do,
+    then the part that nobody waits for.
 
     A context manager. Ending signals end what nobody waits for, also those that came since the
     first one; in the other part they do nothing.

@@ -1,4 +1,4 @@
-"""What all ranks of a run must have in common: the recipe, and what its slots declare."""
+"""Facts that all ranks of a run must share: the recipe, and the model and data of its slots."""
 
 from __future__ import annotations
 

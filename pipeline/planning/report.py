@@ -57,7 +57,7 @@ def memory(memory_plan: MemoryPlan) -> str:
 
 
 def spare(memory_plan: MemoryPlan) -> Iterator[str]:
-    """What is left of a GPU, if it fits; a warning where that is little."""
+    """Yield the free memory of a GPU, if the plan fits; with a warning where it is little."""
     left, known = memory_plan.left, memory_plan.hardware.device_memory
     if memory_plan.short or left is None or known is None:
         return

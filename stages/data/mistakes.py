@@ -26,12 +26,12 @@ _LINE = 400
 _VARIES = re.compile(
     r"""(?<!\w)(['"])(?:\\.|(?!\1).)*\1(?!\w)|(?<=\[)\d+(?=\])|\b\d[\d,.]*\b""", re.DOTALL
 )
-"""What differs between mistakes of one kind: quoted values, indices and numbers."""
+"""Parts that differ between mistakes of one kind: quoted values, indices and numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mistake:
-    """What is wrong with a row, as another process has found it."""
+    """A mistake in a row, found by another process."""
 
     message: str
     hint: str

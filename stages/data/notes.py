@@ -14,7 +14,7 @@ _FILE = "notes.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """What was done with some rows of a source."""
+    """A change to some rows of a source."""
 
     text: str
     part: int

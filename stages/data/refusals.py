@@ -1,4 +1,4 @@
-"""What a chat template refuses of a conversation: found by rendering it with one thing changed."""
+"""Reasons why a chat template refuses a conversation: it is rendered with one thing changed."""
 
 from __future__ import annotations
 

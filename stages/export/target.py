@@ -48,7 +48,7 @@ def foreign(folder: Path) -> str | None:
 
 
 def changed(folder: Path) -> str | None:
-    """What of an export is no longer as it was written, in words; None if nothing is, or if there
+    """Return the changes of an export since it was written, in words; None without any, or if there
     is none. Weights are not looked at: a new export replaces them."""
     try:
         written = manifest.load(folder)

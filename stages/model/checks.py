@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline import PlanView, Problem, StageError, UsageError
 from pipeline.utils import did_you_mean, require_code_trust, require_trust
 from stages.model.chat_template import read_template
-from stages.model.compat import attentions, causal_types, is_multimodal, suited_attention
+from stages.model.compat import causal_types, is_multimodal
 from stages.model.config_checks import NOT_BY_TEXT, sees_later_tokens, wrong_size
 from stages.model.files import (
     ADAPTER,
@@ -28,6 +28,7 @@ from stages.model.files import (
 )
 from stages.model.read import config_at_hand
 from stages.model.rotary_config import other_angles
+from stages.model.source_text_compat import attentions, suited_attention
 
 if TYPE_CHECKING:
     from stages.model.hf import HfModel
@@ -44,8 +45,9 @@ def problems(stage: HfModel) -> Iterator[Problem]:
 
 
 def beside_problems(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
-    """What lies beside the weights of a local folder: a mistake for an adapter, which transformers
-    would apply, unless an adapter slot starts from it; a warning for a file that is not read."""
+    """Yield the files next to the weights of a local folder that matter: a mistake for an adapter,
+    which transformers would apply, unless an adapter slot starts from it; a warning for a file that
+    is not read."""
     if stage.path is None or not is_local(stage.path) or is_gguf(stage.path):
         return
     if stage.init == "random" or stage.gguf_file is not None:

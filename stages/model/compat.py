@@ -232,40 +232,23 @@ def image_text_types() -> Mapping[str, str]:
 def _table(name: str) -> Mapping[str, str]:
     """A table of transformers; empty if it is not found. It is parsed, as to import it would import
     torch, which takes seconds."""
-    found = importlib.util.find_spec("transformers")
-    if found is None or not found.submodule_search_locations:
-        return {}
-    file = Path(found.submodule_search_locations[0]) / "models/auto/modeling_auto.py"
     try:
-        pairs = file.read_text("utf-8").split(f"{name} = OrderedDict(")[1].split("\n)\n")[0]
-        return dict(ast.literal_eval(pairs.strip()))
-    except (OSError, IndexError, ValueError, SyntaxError):
+        rest = source_text("auto/modeling_auto.py").split(f"{name} = OrderedDict(")[1]
+        return dict(ast.literal_eval(rest.split("\n)\n")[0].strip()))
+    except (IndexError, ValueError, SyntaxError):
         return {}
 
 
-def attentions(kind: str) -> tuple[str, ...]:
-    """Attention implementations that a `model_type` has in transformers, the fastest that any
-    device has first; empty if that is not found. Read from the text of its file, as `_table`."""
+def source_text(name: str) -> str:
+    """Text of a file among transformers' models, which is not imported; empty if it is not
+    found."""
     found = importlib.util.find_spec("transformers")
     if found is None or not found.submodule_search_locations:
-        return ()
-    name = kind.replace("-", "_")
-    file = Path(found.submodule_search_locations[0], "models", name, f"modeling_{name}.py")
+        return ""
     try:
-        text = file.read_text("utf-8")
+        return Path(found.submodule_search_locations[0], "models", name).read_text("utf-8")
     except OSError:
-        return ()
-    if "(PreTrainedModel)" not in text:
-        return ()  # its base class, which says it, is in another file
-    known = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}
-    return (*(one for one, flag in known.items() if f"{flag} = True" in text), "eager")
-
-
-def suited_attention(kind: str, device: str) -> str:
-    """Return the fastest attention implementation that a `model_type` has and that needs no further
-    package; `device`: cuda or cpu, where flex_attention computes no gradients."""
-    known = [one for one in attentions(kind) if one != "flex_attention" or device != "cpu"]
-    return known[0] if known else "sdpa"
+        return ""
 
 
 def is_multimodal(config: Mapping[str, Any]) -> bool:

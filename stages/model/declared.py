@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,23 +92,23 @@ def _without(names: Iterable[str], patterns: Sequence[re.Pattern[str]]) -> list[
     return [name for name in names if not any(pattern.search(name) for pattern in patterns)]
 
 
-def empty() -> AbstractContextManager[None]:
-    """Build modules in the body with parameters on the meta device and real buffers."""
+def without_memory(build: Callable[[], nn.Module]) -> nn.Module:
+    """A module that `build` makes, with parameters on the meta device and real buffers."""
     from accelerate import init_empty_weights
 
-    made: AbstractContextManager[None] = init_empty_weights(include_buffers=False)
-    return made
+    from stages.model.no_values import NoValues, beside_parameters
+
+    with NoValues(), init_empty_weights(include_buffers=False):
+        model = build()
+    if any(tensor.is_meta for tensor in beside_parameters(model)):
+        with init_empty_weights(include_buffers=False):  # tensors that are filled later
+            model = build()
+    return model
 
 
 def outline(source: ModelSource) -> nn.Module:
     """The source's module: parameters on the meta device, real buffers, weights tied."""
-    from stages.model.no_values import NoValues, beside_parameters
-
-    with NoValues(), empty():
-        model = source.build()
-    if any(tensor.is_meta for tensor in beside_parameters(model)):
-        with empty():  # tensors that are filled later
-            model = source.build()
+    model = without_memory(source.build)
     source.tie(model)
     return model
 

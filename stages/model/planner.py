@@ -8,12 +8,11 @@ from typing import Any
 
 from pipeline import Context, ModelSource, StageError
 from pipeline.planning import AWAY, RECOMPUTE, Planner, Saving, Topology, TraceScope, traced_backend
+from stages.model.config_checks import has_experts
 from stages.model.files import is_local
 from stages.model.hf import Compile, HfModel
 from stages.model.read import read_config
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Keys of a config with the number of experts of a layer."""
 LEFT_OUT = {
     "fp8": "copies of weights and activations in 8 bits are not counted",
     "kernels": "fused kernels keep less for backward than is counted here",
@@ -34,9 +33,7 @@ class HfPlanner(Planner[HfModel]):
 
     def forecast(self, topology: Topology) -> tuple[str, ...]:
         found = [LEFT_OUT[name] for name in LEFT_OUT if getattr(self.stage, name) is not None]
-        config = read_config(self.stage)
-        text = config.get("text_config") or config
-        if any(key in text for key in EXPERTS):
+        if has_experts(read_config(self.stage)):
             found.append(
                 "fused kernels for experts: transformers' own code takes longer, and that is what "
                 "is expected here"

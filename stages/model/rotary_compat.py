@@ -40,7 +40,7 @@ def depends_on_length(model: nn.Module) -> bool:
 
 
 def document_angles(model: nn.Module) -> Iterator[DocumentAngles]:
-    """What `choose_by_document` has put into `model`, or into the one that it wraps."""
+    """Yield the objects that `choose_by_document` has put into `model`, or the one it wraps."""
     for module in model.modules():
         forward = module.__dict__.get("forward")
         if isinstance(forward, DocumentAngles):

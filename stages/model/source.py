@@ -18,9 +18,8 @@ from pipeline import DtypeName, ModelSource, StageError, TensorReader, torch_dty
 from stages.data.sources import file_digests
 from stages.model import assets, compat
 from stages.model.block_changes import CHANGES, change_blocks
-from stages.model.chat_template import read_template, unknown_tokens
 from stages.model.config_checks import sees_later_tokens, table_of_positions
-from stages.model.declared import empty, outline, ties
+from stages.model.declared import outline, ties, without_memory
 from stages.model.files import (
     COMMIT,
     Files,
@@ -33,11 +32,12 @@ from stages.model.files import (
     source_fingerprint,
     weight_files,
 )
-from stages.model.gguf import open_gguf, quick_gguf
+from stages.model.gguf import open_gguf
 from stages.model.random_reader import RandomReader
 from stages.model.reconcile import Allowed, fit
 from stages.model.rotary_compat import choose_by_document
 from stages.model.special_ids import align
+from stages.model.tokenizer import open_tokenizer
 from stages.model.towers_compat import leave_out_towers
 from stages.model.unread import Unread, sort_out
 from stages.weights.change import renamed
@@ -178,8 +178,7 @@ class HfSource(ModelSource):
         """The module with all of its parts, by whose names files are read; without memory."""
         if not self._multimodal:
             return self._outline
-        with empty():
-            return self._built()
+        return without_memory(self._built)
 
     @functools.cached_property
     def _towers(self) -> Collection[str]:
@@ -288,33 +287,13 @@ class HfSource(ModelSource):
 
     @functools.cached_property
     def _tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
-
         files = self._tokenizer_files
         if files is None or not self._has_tokenizer:
             raise StageError(
                 f"{self.name} comes without a tokenizer",
                 hint="set `tokenizer` in the model's slot to a folder that has one",
             )
-        try:
-            with compat.quiet(), quick_gguf(files.gguf):
-                tokenizer = AutoTokenizer.from_pretrained(
-                    files.folder,
-                    gguf_file=files.gguf,
-                    trust_remote_code=self._stage.trust_remote_code,
-                    local_files_only=True,
-                )
-        except (OSError, ValueError, ImportError, KeyError, IndexError) as error:
-            raise StageError(f"the tokenizer in {files} cannot be loaded: {error}") from error
-        if self._stage.chat_template is not None:
-            tokenizer.chat_template = read_template(self._stage.chat_template)
-            for token in unknown_tokens(tokenizer.chat_template, tokenizer):
-                self._log.warning(
-                    "the chat template writes %s, which is no token of the tokenizer: it becomes "
-                    "several tokens, and generation does not stop at it",
-                    token,
-                )
-        return tokenizer
+        return open_tokenizer(files, self._stage, self._log)
 
     def tokenizer(self) -> Any:
         return self._tokenizer

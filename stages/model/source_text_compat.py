@@ -1,14 +1,12 @@
-"""What the source of a transformers type says, without importing it: its text is searched."""
+"""Facts in the source of a transformers type, whose text is searched and not imported."""
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
-from stages.model.compat import causal_types
+from stages.model.compat import causal_types, source_text
 
 _BODY = re.MULTILINE | re.DOTALL
 
@@ -44,6 +42,23 @@ def _default(kind: str, name: str) -> str:
     return "" if stated is None else stated[1]
 
 
+def attentions(kind: str) -> tuple[str, ...]:
+    """Attention implementations that a type has, the fastest that any device has first; empty if
+    its source does not say."""
+    code = _code(kind)
+    if "(PreTrainedModel)" not in code:
+        return ()  # its base class, which says it, is in another file
+    known = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}
+    return (*(one for one, flag in known.items() if f"{flag} = True" in code), "eager")
+
+
+def suited_attention(kind: str, device: str) -> str:
+    """Return the fastest attention implementation that a type has and that needs no further
+    package; `device`: cuda or cpu, where flex_attention computes no gradients."""
+    known = [one for one in attentions(kind) if one != "flex_attention" or device != "cpu"]
+    return known[0] if known else "sdpa"
+
+
 @functools.cache
 def linear_names(kind: str) -> Sequence[str]:
     """Names that the source of a type gives linear layers, without those that contain them."""
@@ -62,12 +77,6 @@ def lacks_name(kind: str, name: str) -> bool:
 @functools.cache
 def _code(kind: str, what: str = "modeling") -> str:
     """The source of a type's models or configs, which is not imported; empty if it is not found."""
-    found = importlib.util.find_spec("transformers")
-    if found is None or not found.submodule_search_locations:
-        return ""
     whole = kind.replace("-", "_")
-    for name in (whole, whole.removesuffix("_text")):
-        file = Path(found.submodule_search_locations[0], "models", name, f"{what}_{name}.py")
-        if file.is_file():
-            return file.read_text("utf-8")
-    return ""
+    names = (whole, whole.removesuffix("_text"))
+    return next(filter(None, (source_text(f"{name}/{what}_{name}.py") for name in names)), "")

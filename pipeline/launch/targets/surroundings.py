@@ -1,4 +1,4 @@
-"""What a run finds where its command is given, and has to find again where it runs."""
+"""Files and environment of the place where a command is given, which its run needs elsewhere."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from pipeline.errors import PipeError
 from pipeline.planning.estimate import ask_planners, combine
 from pipeline.planning.trace.profiling import profile
 from pipeline.planning.trace.run import run
-from stages.model.compat import attentions
+from stages.model.source_text_compat import attentions
 from tests.support.every_family import every, small
 from tests.support.tier import spread
 

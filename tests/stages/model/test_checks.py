@@ -19,8 +19,9 @@ from pipeline.errors import Problem
 from pipeline.utils.trust import TRUST_CODE
 from stages.adapter.lora import Lora
 from stages.model.checks import beside_problems
-from stages.model.compat import attentions, causal_types, image_text_types, suited_attention
+from stages.model.compat import causal_types, image_text_types
 from stages.model.hf import HfModel
+from stages.model.source_text_compat import attentions, suited_attention
 from tests.support.models import context, save_tokenizer, tiny_llama_config
 from tests.support.tier import spread
 
