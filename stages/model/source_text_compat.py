@@ -42,10 +42,12 @@ def _default(kind: str, name: str) -> str:
     return "" if stated is None else stated[1]
 
 
+@functools.cache
 def attentions(kind: str) -> tuple[str, ...]:
     """Attention implementations that a type has, the fastest that any device has first; empty if
     its source does not say."""
-    code = _code(kind)
+    name = kind.replace("-", "_")
+    code = source_text(f"{name}/modeling_{name}.py")  # models of text and more have others
     if "(PreTrainedModel)" not in code:
         return ()  # its base class, which says it, is in another file
     known = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}
