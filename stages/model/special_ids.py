@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from stages.data.template_limits import Limited
+
 _ANSWER = "answer"
 
 
@@ -20,7 +22,8 @@ def turn_end(tokenizer: Any) -> int | None:
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
     text = ""
     with contextlib.suppress(Exception):  # a template is a program, and may refuse this chat
-        text = str(tokenizer.apply_chat_template(turns, tokenize=False))
+        render = Limited(tokenizer.apply_chat_template, tokenizer.name_or_path)
+        text = str(render(turns, tokenize=False))
     _, found, tail = text.rpartition(_ANSWER)
     if not found:
         return None

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from transformers import GenerationConfig
 from transformers.trainer_utils import align_special_tokens
 
+from stages.data import template_limits
 from stages.model.hf import HfModel
 from stages.model.special_ids import align, aligned, turn_end
 from tests.stages.data.fakes import MARKED, PLAIN, FakeSource
@@ -114,3 +115,10 @@ def test_ids_of_the_text_part_of_a_config(tmp_path: Path) -> None:
     assert found["text_config"]["eos_token_id"] == [256, 2]
     assert json.loads((tmp_path / "generation_config.json").read_text()) == {"eos_token_id": 256}
     assert len(said) == 2
+
+
+def test_a_template_without_end_has_no_end_of_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_limits, "SECONDS", 1)
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    assert turn_end(FakeSource(loops + PLAIN).fast) is None
+    assert turn_end(FakeSource(PLAIN).fast) == 258
