@@ -42,7 +42,8 @@ SHORTER = "sequence_length tokens; earlier versions kept one more"
 """What the identity of data with truncated rows says of them."""
 _SEPARATOR = "-"
 """Between the parts of a cache key: digests of the contents, and of the ids that texts begin with;
-and `bad_rows`, since an entry without its bad rows says nothing of them."""
+`bad_rows`, since an entry without its bad rows says nothing of them; and, where they are dropped,
+the size of the vocabulary, which decides which `input_ids` are bad."""
 
 
 def source_entries(
@@ -207,7 +208,8 @@ class Rows:
             settings.append([names.columns, names.role_names])
         content = digest(["chat", KEYS, opened.digest, self.tokenizer_identity, settings])
         start = digest(self.start)[:16] if self.start else ""
-        return _SEPARATOR.join([content, start, self.stage.bad_rows])
+        dropped = [str(self.model.vocab_size)] if self.stage.bad_rows == "drop" else []
+        return _SEPARATOR.join([content, start, self.stage.bad_rows, *dropped])
 
     def build(self, opened: OpenedSource, folder: Path) -> Counts:
         names = self.stage.names(opened.source)

@@ -141,6 +141,21 @@ def test_dropped_rows_are_said_at_each_start(
     assert "3 of 5 rows" in told(tmp_path, chat(tmp_path, files=str(moved)), ctx, source)
 
 
+def test_ids_that_another_vocabulary_has(ctx: Context, source: FakeSource, tmp_path: Path) -> None:
+    lines = [json.dumps({"input_ids": [1, last]}) for last in (2, 300, 280)]
+    stage = chat(tmp_path, *lines, bad_rows="drop")
+    prints = set()
+    for rows, kept in [(259, [2]), (301, [2, 300, 280]), (290, [2, 280]), (259, [2])]:
+        source.rows = rows
+        data = stage.run(ctx, source)
+        found = [data.train[index].labels.tolist() for index in range(len(data.train))]
+        assert found == [[last] for last in kept]
+        prints.add(data.fingerprint)
+    assert len(prints) == 3
+    source.rows = 310  # the same rows
+    assert stage.run(ctx, source).fingerprint in prints
+
+
 def test_rows_without_mistakes_are_the_same_data_under_either(
     ctx: Context, source: FakeSource, tmp_path: Path
 ) -> None:
