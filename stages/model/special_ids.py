@@ -1,42 +1,68 @@
 """Ids of begin, end and padding in an exported model: those of its tokenizer, as transformers'
-Trainer aligns them, and the token that ends a turn under its chat template."""
+Trainer aligns them, and the tokens that end a turn under its chat template."""
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from stages.data.template_limits import Limited
+from stages.data.layouts import layouts
+from stages.data.template_limits import Limited, TemplateLimitError
 
 _ANSWER = "answer"
+_TURNS = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
 
 
-def turn_end(tokenizer: Any) -> int | None:
-    """Return the special token with which the chat template ends the turn of an assistant; None if
-    there is no template, or no such token."""
+def turn_ends(tokenizer: Any) -> list[int]:
+    """Return the special tokens with which an assistant's turn ends under the chat template: its
+    own end, the same before a user's message if it has the same there; or else those with which a
+    user's and a tool's message begin. Empty if there is no template, or no such token."""
     if not getattr(tokenizer, "chat_template", None):
-        return None
-    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": _ANSWER}]
-    text = ""
-    with contextlib.suppress(Exception):  # a template is a program, and may refuse this chat
-        render = Limited(tokenizer.apply_chat_template, tokenizer.name_or_path)
-        text = str(render(turns, tokenize=False))
-    _, found, tail = text.rpartition(_ANSWER)
-    if not found:
-        return None
+        return []
+    render = Limited(tokenizer.apply_chat_template, tokenizer.name_or_path)
+    try:
+        last, user, tool = (_after_answer(render, *more) for more in ((), ("user",), ("tool",)))
+    except TemplateLimitError:
+        return []
     special = {id_ for id_, token in tokenizer.added_tokens_decoder.items() if token.special}
-    ids = tokenizer(tail, add_special_tokens=False)["input_ids"]
-    return next((id_ for id_ in ids if id_ in special), None)
+
+    def ids(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    own = [id_ for id_ in ids(last) if id_ in special]
+    if own:
+        pairs = zip(ids(last), ids(user), strict=False)
+        both = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+        same = [id_ for id_, _ in both if id_ in special]
+        return [*same[-1:], *own][:1]
+    begins = [id_ for text in (user, tool) for id_ in ids(text.removeprefix(last))[:1]]
+    return [id_ for id_ in begins if id_ in special and id_ != tokenizer.bos_token_id]
+
+
+def _after_answer(render: Limited, *roles: str) -> str:
+    """Return the text after an answer that is followed by messages of some roles; empty if the
+    template lays it out in no form. Raises TemplateLimitError."""
+    for turns in layouts([*_TURNS, *({"role": role, "content": "."} for role in roles)]):
+        try:
+            text = str(render(list(turns), tokenize=False))
+        except TemplateLimitError:
+            raise
+        except Exception:  # a template is a program, and may refuse this chat
+            continue
+        _, found, after = text.rpartition(_ANSWER)
+        if found:
+            return after
+    return ""
 
 
 def wanted_ids(tokenizer: Any, rows: int) -> Mapping[str, list[int]]:
     """Key of the configs -> ids that it must have, the tokenizer's own first; ids that are no rows
     of the embedding are left out."""
     found = {
-        "eos_token_id": [tokenizer.eos_token_id, turn_end(tokenizer)],
+        "eos_token_id": [tokenizer.eos_token_id, *turn_ends(tokenizer)],
         "bos_token_id": [tokenizer.bos_token_id],
         "pad_token_id": [tokenizer.pad_token_id],
     }

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from stages.model.special_ids import turn_ends
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 
@@ -39,3 +41,12 @@ def test_chats_without_thoughts_or_calls_are_trained_under_every_template(progra
                 assert len(sample) == len(answers), name
                 assert all(a in s for a, s in zip(answers, sample, strict=True)), name
     assert refused == {("gemma", 7)}
+
+
+def test_an_export_stops_where_training_ends_a_turn(program: Any) -> None:
+    for name, (text, _) in program.templates().items():
+        tokenizer = program.tokenizer(text)
+        ((turn,),) = program.trained(tokenizer, program.CHATS["one turn"])
+        ids = tokenizer(turn, add_special_tokens=False)["input_ids"]
+        last = [id_ for id_ in ids if id_ in tokenizer.all_special_ids][-1:]
+        assert set(last) <= {tokenizer.eos_token_id, *turn_ends(tokenizer)}, name

@@ -15,7 +15,7 @@ from transformers.trainer_utils import align_special_tokens
 
 from stages.data import template_limits
 from stages.model.hf import HfModel
-from stages.model.special_ids import align, aligned, turn_end
+from stages.model.special_ids import align, aligned, turn_ends
 from tests.stages.data.fakes import MARKED, PLAIN, FakeSource
 from tests.support.models import context, tiny_llama_config
 
@@ -57,16 +57,45 @@ def test_ends_are_those_of_transformers(config: Any, generation: Any, eos: int) 
     assert those(found) == those(model.generation_config.eos_token_id)
 
 
-@pytest.mark.parametrize("template", [PLAIN, MARKED])
-def test_the_end_of_a_turn(template: str) -> None:
-    assert turn_end(FakeSource(template).fast) == 258
+PARTS = PLAIN.replace("{{ m.content }}", "{% for p in m.content %}{{ p.text }}{% endfor %}")
+CLOSES = "{% if not add_generation_prompt %}<|end|>{% endif %}"
+"""What Phi-3's and Phi-4-mini's put after the last message."""
+RETURNS = PLAIN.replace("<|e|>", "{{ '<|end|>' if loop.last else '<|e|>' }}")
+"""Ends the last message otherwise than those before it, as gpt-oss's."""
+CLOSED_TWICE = PLAIN.replace("<|e|>", "{{ '<|end|>' if m.role == 'assistant' }}<|e|>")
+"""Closes an answer within its turn, as Cohere 2's."""
+ROLES = {"user": "<|s|>", "assistant": "<|end|>", "tool": "<|e|>"}
+ENDLESS = f"{{% set roles = {ROLES} %}}"
+ENDLESS += "{% for m in messages %}{{ roles[m.role] }}\n{{ m.content }}{% endfor %}"
+"""Ends a turn with the token that begins the next, as GLM's."""
+
+
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        (PLAIN, [258]),
+        (MARKED, [258]),
+        (PARTS, [258]),
+        (PLAIN + CLOSES, [258]),
+        (PLAIN.replace("<|e|>\n", "<|e|>") + CLOSES, [258]),
+        (RETURNS, [256]),
+        (CLOSED_TWICE, [258]),
+        (ENDLESS, [257, 258]),
+    ],
+)
+def test_the_end_of_a_turn(template: str, ends: list[int]) -> None:
+    assert turn_ends(FakeSource(template).fast) == ends
+
+
+def test_a_begin_token_ends_no_turn() -> None:
+    assert turn_ends(FakeSource(ENDLESS, bos="<|s|>").fast) == [258]
 
 
 @pytest.mark.parametrize(
     "template", [None, "{{ messages[0].content }}", "{{ raise_exception('no') }}", "answer"]
 )
 def test_a_turn_that_no_special_token_ends(template: str | None) -> None:
-    assert turn_end(FakeSource(template).fast) is None
+    assert turn_ends(FakeSource(template).fast) == []
 
 
 def exported(folder: Path, source: FakeSource, **fields: Any) -> dict[str, dict[str, Any]]:
@@ -120,5 +149,5 @@ def test_ids_of_the_text_part_of_a_config(tmp_path: Path) -> None:
 def test_a_template_without_end_has_no_end_of_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_limits, "SECONDS", 1)
     loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    assert turn_end(FakeSource(loops + PLAIN).fast) is None
-    assert turn_end(FakeSource(PLAIN).fast) == 258
+    assert turn_ends(FakeSource(loops + PLAIN).fast) == []
+    assert turn_ends(FakeSource(PLAIN).fast) == [258]
