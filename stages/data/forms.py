@@ -113,20 +113,19 @@ def first_form(path: Path, names: Names) -> Form | None:
 
 
 def _form(row: Row, given: Form | None, names: Names) -> Form:
-    keys = {key for key, value in row.value.items() if value is not None}
-    fits = [form for form, needed in KEYS.items() if keys.issuperset(map(names.of, needed))]
+    keys = {key for key, value in names.renamed(row.value).items() if value is not None}
+    fits = [form for form, needed in KEYS.items() if keys.issuperset(needed)]
     if given in fits or (given is None and len(fits) == 1):
         return given or fits[0]
     if fits and given is None:
         raise row.error(f"could be of form {' or '.join(map(repr, fits))}", hint="set `form`")
-    wanted = "; ".join(
-        " and ".join(f"`{names.of(key)}`" for key in KEYS[form])
-        for form in (KEYS if given is None else [given])
-    )
-    hint = f"a row has one of: {wanted}"
+    forms = KEYS if given is None else [given]
+    wanted = [" and ".join(f"`{names.of(key)}`" for key in KEYS[form]) for form in forms]
+    hint = f"a row has one of: {'; '.join(dict.fromkeys(wanted))}"
     if not names.columns:
         hint += "; `columns` says what they are called here"
-    raise row.error(f"has {sorted(keys)}", hint=hint)
+    there = sorted(key for key, value in row.value.items() if value is not None)
+    raise row.error(f"has {there}", hint=hint)
 
 
 def read(row: Row, form: Form, *, template: bool, names: Names, vocab_size: int) -> Example:

@@ -42,7 +42,7 @@ class Names:
 
     def row(self, row: Row) -> Row:
         """Return a row with the keys that are read, without the nulls inside of its values."""
-        value = _renamed(row.value, {k: v for k, v in self.columns.items() if k in ROW})
+        value = self.renamed(row.value)
         plain = {key: _without_nulls(each) for key, each in value.items()}
         found = (
             ""
@@ -50,6 +50,10 @@ class Names:
             else next(_nulls(value, {self.of("content"), self.of("value")}), "")
         )
         return dataclasses.replace(row, value=plain, nulls=found)
+
+    def renamed(self, value: dict[str, Any]) -> dict[str, Any]:
+        """Return a row's value with the keys that are read."""
+        return _renamed(value, {k: v for k, v in self.columns.items() if k in ROW})
 
     def message(self, message: dict[str, Any]) -> dict[str, Any]:
         """Return a message with the keys that are read."""
