@@ -102,14 +102,14 @@ class ConversationEncoder:
         template, trained = self._rendered.template(chat), self.trained_turns(chat)
         unshown = any(chat.extra.get(key) and key not in template for key in ("tools", "documents"))
         best: tuple[LaidOut, list[tuple[int, str]]] | None = None
-        refused: Refused | None = None
+        refused = list[Refused]()
         for messages in layouts(chat.messages):
             same = messages is chat.messages
             form = chat if same else dataclasses.replace(chat, messages=messages)
             try:
                 text = self._rendered.text(form, len(messages))
             except Refused as error:
-                refused = refused or error
+                refused.append(error)
                 continue
             turns = Turns(self._rendered, form, text, self.tokens.spelled)
             lost = turns.lost(trained)
@@ -122,8 +122,7 @@ class ConversationEncoder:
             if not lost:
                 break
         if best is None:
-            assert refused is not None
-            raise self._rendered.explained(chat, refused)
+            raise self._rendered.explained(chat, *refused)
         if not best[1]:
             return best[0]
         if self.stage.unrendered != "allow":

@@ -27,7 +27,7 @@ def refusal(
         rest = {name: value for name, value in extra.items() if name != key}
         if renders(messages, rest):
             return f"the row has `{key}`, which the chat template does not lay out: {words}"
-    last = _last(messages, extra, renders)
+    last = last_message(messages, extra, renders)
     what = next(
         (
             what
@@ -43,7 +43,9 @@ def refusal(
     return f"{where} {what}, which the chat template does not lay out: {words}"
 
 
-def _last(messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any], renders: Renders) -> int:
+def last_message(
+    messages: Sequence[Mapping[str, Any]], extra: Mapping[str, Any], renders: Renders
+) -> int:
     """Return a number of messages that the template refuses while it takes one less, or refuses
     all."""
     taken, refused = 0, len(messages)

@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline import DataError, StageError
 from stages.data.messages import Conversation
-from stages.data.refusals import refusal
+from stages.data.refusals import last_message, refusal
 from stages.data.template_limits import Limited, TemplateLimitError
 
 _DIRECTIVES = "aAbBcCdDeFgGhHIjmMnpRStTuUVwWxXyYzZ"
@@ -119,13 +119,16 @@ class Renderer:
             raise Refused(messages, prompt) from error
         return str(text)
 
-    def explained(self, chat: Conversation, refused: Refused) -> DataError:
-        """Return what a template refuses of a conversation, for people."""
-        error = refused.__cause__
+    def explained(self, chat: Conversation, *refused: Refused) -> DataError:
+        """Return what a template refuses of a conversation, for people: of the first of its forms
+        of which it takes the most messages."""
+        renders = functools.partial(self._renders, chat, refused[0].prompt)
+        furthest = max(
+            refused, key=lambda each: last_message(each.messages, chat.extra, renders)
+        )
+        error = furthest.__cause__
         assert isinstance(error, Exception)
-        renders = functools.partial(self._renders, chat, refused.prompt)
-        why = refusal(refused.messages, chat.extra, error, renders)
-        return chat.row.error(why)
+        return chat.row.error(refusal(furthest.messages, chat.extra, error, renders))
 
     def _renders(
         self,

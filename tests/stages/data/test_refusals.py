@@ -28,6 +28,8 @@ def each(condition: str) -> str:
     return "{% for m in messages %}" + raising(condition) + "{% endfor %}" + TEXT
 
 
+PARTS = PLAIN.replace("{{ m.content }}", "{{ m.content[0]['text'] + '' }}")
+"""Takes contents as parts, as SmolVLM's."""
 SAYS = each("m.tool_calls and not m.content")
 ALTERNATE = each("(m.role == 'user') != (loop.index0 % 2 == 0)")
 
@@ -57,6 +59,16 @@ ALTERNATE = each("(m.role == 'user') != (loop.index0 % 2 == 0)")
         ),
         (ALTERNATE, [BOT, USER, BOT], "messages[0] is of role 'assistant' and the first"),
         (raising("tools") + PLAIN, [USER, BOT], "the row has `tools`"),
+        (
+            "{% for m in messages %}" + raising("m.role == 'tool'") + "{% endfor %}" + PARTS,
+            [USER, BOT, TOOL, BOT],
+            "messages[2] is of role 'tool'",
+        ),
+        (
+            "{% for m in messages %}" + raising("m.name") + "{% endfor %}" + PARTS,
+            [USER, {**BOT, "name": "x"}],
+            "messages[1] has `name`",
+        ),
     ],
 )
 def test_message_and_cause(
