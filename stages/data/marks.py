@@ -56,9 +56,11 @@ def without_marks(text: str, marks: Sequence[Mark]) -> str:
 
 
 def says_nothing(message: Mapping[str, Any]) -> bool:
-    """Whether a message has neither content nor calls nor thoughts."""
-    keys = ("content", *CALLS, *REASONING)
-    return not any(_text_of(message.get(key)).strip() for key in keys)
+    """Whether a message has neither content, as text or in parts, nor calls nor thoughts."""
+    content = message.get("content") or ""
+    texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+    texts += [_text_of(message.get(key)) for key in (*CALLS, *REASONING)]
+    return not any(text.strip() for text in texts)
 
 
 def _text_of(value: Any) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from stages.data.layouts import Messages
-from stages.data.marks import ARGUMENTS, CALLS, THOUGHTS, Mark, marked, without_marks
+from stages.data.marks import ARGUMENTS, CALLS, THOUGHTS, Mark, marked, says_nothing, without_marks
 from stages.data.messages import Conversation
 from stages.data.rendering import Refused, Renderer
 from stages.data.token_sizes import Span
@@ -165,7 +165,9 @@ class Turns:
         if index:
             start = self._parting(whole, self._marked(index, prompt, whole.which), index)
         if not self._is_last(index):
-            end = self._parting(whole, self._marked(index + 1, False, whole.which), index + 1)
+            part = self._marked(index + 1, False, whole.which)
+            content = not says_nothing(self.chat.messages[index + 1])
+            end = self._parting(whole, part, index + 1, other_end=content)
         said = [place for mark, place in whole.ends.items() if mark.message == index]
         if not all(start < place <= end for place in said) or not 0 <= start <= end:
             return None
@@ -174,10 +176,13 @@ class Turns:
     def _is_last(self, index: int) -> bool:
         return index + 1 == len(self.chat.messages)
 
-    def _parting(self, whole: MarkedText, part: MarkedText | None, before: int) -> int:
+    def _parting(
+        self, whole: MarkedText, part: MarkedText | None, before: int, *, other_end: bool = False
+    ) -> int:
         """Return the place in `whole` where it parts from `part`, from the last mark that `part`
         has of the messages before an index; at the end of a token or line, unless it is the end of
-        `part`. -1 if the two cannot be compared."""
+        `part`. With `other_end` it is after the token that ends the message in `whole`, if `part`
+        ends it otherwise. -1 if the two cannot be compared."""
         anchor = part.last(before) if part else None
         if part is None or (anchor is not None and anchor not in whole.ends):
             return -1
@@ -186,7 +191,15 @@ class Turns:
         common = _common(rest, whole.text[here : here + len(rest)])
         if common < len(rest):
             common = self._complete(rest, common)
+            if other_end and self.special.search(rest, common):
+                common += self._end_token(whole.text[here + common :])
         return here + common
+
+    def _end_token(self, text: str) -> int:
+        """Return the length of the token at the beginning of a text that ends a message: another
+        one follows, which begins the next. 0 if there is none."""
+        found = self.special.match(text)
+        return found.end() if found and self.special.match(text[found.end() :].lstrip()) else 0
 
     def _complete(self, text: str, end: int) -> int:
         """Return the end of a beginning of a text, without a token, a tag or a word that is cut."""

@@ -28,6 +28,9 @@ CLOSES = PLAIN + "{% if not add_generation_prompt %}<|end|>{% endif %}"
 THINKS = HEAD + "{% if loop.last and m.reasoning_content %}[{{ m.reasoning_content }}]{% endif %}"
 THINKS += "{{ m.content }}" + TAIL
 """Leaves out the thoughts of earlier turns."""
+RETURNED = "{{ '<|end|>' if loop.last and not add_generation_prompt else '<|e|>' }}"
+RETURNS = PLAIN.replace("<|e|>", RETURNED)
+"""Ends the last message otherwise than those before it, as gpt-oss's."""
 ENDLESS = "{% for m in messages %}<|s|>{{ m.role }}\n{{ m.content }}{% endfor %}"
 ENDLESS += "{% if add_generation_prompt %}<|s|>assistant\n{% endif %}"
 """Ends a turn with the token that begins the next, as GLM's."""
@@ -224,6 +227,35 @@ def test_empty_answers(trained: Any, caplog: pytest.LogCaptureFixture) -> None:
         trained(PLAIN, empty, CHAT, empty="error")
     unseen = [CHAT[0], said("assistant", "", train=False), *CHAT[2:]]
     assert trained(PLAIN, unseen, empty="error") == [["d<|e|>"]]
+
+
+def test_empty_answers_in_parts(trained: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """As SmolVLM's template takes them."""
+    assert trained(PARTS, [*CHAT[:3], said("assistant", "")]) == [["b<|e|>", "<|e|>"]]
+    assert "1 row with an empty answer, which is trained as the end of a turn" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("template", "contents", "turns"),
+    [
+        (RETURNS, ["b", "d"], ["b<|e|>", "d<|end|>"]),
+        (RETURNS, ["", "d"], ["<|e|>", "d<|end|>"]),
+        (LAST_BLOCK, ["", "d"], ["<|e|>", "[]d<|e|>"]),
+        (CLOSES, ["", "d"], ["<|e|>", "d<|e|>\n<|end|>"]),
+        (CLOSES.replace("<|e|>\n", "<|e|>"), ["", ""], ["<|e|>", "<|e|><|end|>"]),
+    ],
+)
+def test_a_turn_that_ends_otherwise_where_it_is_the_last(
+    trained: Any,
+    caplog: pytest.LogCaptureFixture,
+    template: str,
+    contents: list[str],
+    turns: list[str],
+) -> None:
+    first, last = (said("assistant", content) for content in contents)
+    assert trained(template, [CHAT[0], first, CHAT[2], last]) == [turns]
+    assert "the token that begins the next message" not in caplog.text
+    assert "no special token ends" not in caplog.text
 
 
 def test_tools_that_are_not_shown(trained: Any, caplog: pytest.LogCaptureFixture) -> None:
