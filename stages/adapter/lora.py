@@ -131,13 +131,6 @@ class Lora:
         return AdaptedSource(self, base, seed=seed)
 
 
-TABLES = {
-    "embedding": ("embed", "wte", "word_embeddings"),
-    "head": ("head", "embed_out", "output"),
-}
-"""Parts of the names of a model's two tables, by which patterns of `train_also` are known."""
-
-
 def _frozen_random(stage: Lora, plan: PlanView) -> Iterator[Problem]:
     """Yield a mistake for weights that are drawn at random, that the data train on, and that stay
     frozen: rows of the vocabulary for new tokens, and `new_weights`."""
@@ -147,30 +140,42 @@ def _frozen_random(stage: Lora, plan: PlanView) -> Iterator[Problem]:
     if model is None:
         return
     for new in model.new_weights:
-        if not any(new == also or fnmatch.fnmatchcase(new, also) for also in stage.train_also):
+        if not _is_named(new, stage.train_also):
             message = f"{new}, which the model slot's new_weights draw at random, stay frozen"
             yield Problem(key="train_also", message=message, hint=f"add {new}")
-    rows = _new_rows(model)
-    lacking = [name for name in _tables(model) if not _names(stage.train_also, name)]
+    rows, tables = _new_rows(model), _tables(model)
+    lacking = [table for table, name in tables.items() if not _is_named(name, stage.train_also)]
     if rows and lacking:
+        names = [name for name in tables.values() if name]
         yield Problem(
             key="train_also",
             message=f"{rows} rows of the vocabulary are new and random, and stay frozen while the "
             f"tokenizer uses them: train_also names no {' and no '.join(lacking)}",
-            hint="train_also: ['*embed_tokens.weight', 'lm_head.weight'] trains these tables as a "
-            "whole, in most models",
+            hint=f"train_also: {names} trains {'them' if len(names) > 1 else 'it'} as a whole"
+            if names
+            else "",
         )
 
 
-def _names(patterns: Sequence[str], table: str) -> bool:
-    return any(part in pattern or pattern == "*" for pattern in patterns for part in TABLES[table])
+def _is_named(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a pattern names a weight; any may name one whose name is not known (empty)."""
+    return any(not name or name == each or fnmatch.fnmatchcase(name, each) for each in patterns)
 
 
-def _tables(model: HfModel) -> list[str]:
+def _tables(model: HfModel) -> dict[str, str]:
+    """The tables of a model with a row for each token -> their names, empty where the source of its
+    type does not say them. Tied ones are one."""
+    from stages.model.compat import is_multimodal
     from stages.model.read import config_at_hand
+    from stages.model.source_text_compat import tied_names, ties_by_default
 
-    tied = (config_at_hand(model) or {}).get("tie_word_embeddings")
-    return ["embedding"] if tied else list(TABLES)
+    config = config_at_hand(model) or {}
+    kind, text = str(config.get("model_type")), config.get("text_config") or {}
+    other_class = model.trust_remote_code or is_multimodal(config)
+    head, embedding = (None if other_class else tied_names(kind)) or ("", "")
+    stated = (part.get("tie_word_embeddings") for part in (config, text))
+    tied = next((each for each in stated if each is not None), ties_by_default(kind))
+    return {"embedding": embedding} | ({} if tied else {"head": head})
 
 
 def _new_rows(model: HfModel) -> int:

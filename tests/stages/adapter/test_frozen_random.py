@@ -25,9 +25,12 @@ def problems(model: HfModel, **fields: object) -> list[str]:
     return [p.message for p in stage.check(view) if p.key == "train_also"]
 
 
-def model(folder: Path, rows: int, *, tied: bool = False, **fields: object) -> HfModel:
+def model(
+    folder: Path, rows: int, *, kind: str = "llama", tied: bool | None = False, **fields: object
+) -> HfModel:
     """Return a slot of a model with `rows` rows, whose tokenizer has ids up to 258."""
-    config = {"model_type": "llama", "vocab_size": rows, "tie_word_embeddings": tied}
+    config = {"model_type": kind, "vocab_size": rows, "tie_word_embeddings": tied}
+    config = {key: value for key, value in config.items() if value is not None}
     (folder / "config.json").write_text(json.dumps(config))
     FakeSource().fast.save_pretrained(folder)
     return HfModel(path=str(folder), **fields)  # type: ignore[arg-type]
@@ -55,6 +58,32 @@ def test_a_tied_table_is_trained_once(tmp_path: Path) -> None:
     grown = model(tmp_path, 257, tied=True, vocab_size=320)
     assert "names no embedding" in problems(grown)[0]
     assert problems(grown, train_also=BOTH[:1]) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "tied", "also", "lacking"),
+    [
+        ("gpt_neox", None, ("embed_out.weight",), ["embedding", "head"]),  # of older releases
+        ("gpt_neox", None, ("gpt_neox.embed_in.weight",), ["head"]),
+        ("gpt_neox", None, ("*.embed_in.*", "lm_head.*"), []),
+        ("gpt2", None, ("transformer.wte.weight",), []),
+        ("gpt2", None, ("lm_head.weight",), ["embedding"]),
+        ("gpt2", False, ("*wte*",), ["head"]),
+        ("gemma", None, ("model.embed_tokens.weight",), []),
+        ("gemma", None, ("embed_tokens",), ["embedding"]),  # which matches no whole name
+        ("opt", None, ("model.decoder.embed_tokens.weight",), []),
+        ("rwkv", False, ("rwkv.embeddings.*", "head.weight"), []),
+        ("llama", False, ("model.layers.0.*", "*overhead*"), ["embedding", "head"]),
+        ("xlstm", None, (), ["embedding", "head"]),  # whose source does not name them
+        ("xlstm", None, ("backbone.embeddings.weight",), []),
+    ],
+)
+def test_the_names_of_tables_are_those_of_the_type(
+    tmp_path: Path, kind: str, tied: bool | None, also: tuple[str, ...], lacking: list[str]
+) -> None:
+    grown = model(tmp_path, 257, kind=kind, tied=tied, vocab_size=320)
+    told = [f"names no {' and no '.join(lacking)}"] if lacking else []
+    assert [found.rpartition("train_also ")[2] for found in problems(grown, train_also=also)] == told
 
 
 def test_a_new_head(tmp_path: Path) -> None:
