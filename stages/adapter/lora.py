@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from pipeline import Context, Engine, ModelSource, PlanView, Problem
+from pipeline import Context, Engine, ModelSource, PlanView, Problem, StageError
 from pipeline.utils import parse_json, read_whole
 from stages.model.declared import DerivedSource
 
@@ -143,7 +143,11 @@ def _frozen_random(stage: Lora, plan: PlanView) -> Iterator[Problem]:
         if not _is_named(new, stage.train_also):
             message = f"{new}, which the model slot's new_weights draw at random, stay frozen"
             yield Problem(key="train_also", message=message, hint=f"add {new}")
-    rows, tables = _new_rows(model), _tables(model)
+    try:
+        rows, tables = _new_rows(model), _tables(model)
+    except StageError as error:  # of the tokenizer's files
+        yield Problem(message=str(error))
+        return
     lacking = [table for table, name in tables.items() if not _is_named(name, stage.train_also)]
     if rows and lacking:
         names = [name for name in tables.values() if name]
@@ -180,7 +184,7 @@ def _tables(model: HfModel) -> dict[str, str]:
 
 def _new_rows(model: HfModel) -> int:
     """Rows that the slot's `vocab_size` adds and that the tokenizer, if its files are here, has
-    tokens for."""
+    tokens for. Raises StageError for files of it that are damaged."""
     from stages.model.files import largest_id
     from stages.model.read import config_at_hand
 

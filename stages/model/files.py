@@ -66,15 +66,20 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def largest_id(folder: Path) -> int | None:
-    """The largest id that the files of a tokenizer name; None if they name none."""
+    """The largest id that the files of a tokenizer name; None if they name none. Raises StageError
+    for a file that is damaged."""
     ids: list[int] = []
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if (folder / name).is_file():
-            content = read_json(folder / name)
-            vocabulary = (content.get("model") or {}).get("vocab")
-            ids += vocabulary.values() if isinstance(vocabulary, dict) else ()
-            ids += [token["id"] for token in content.get("added_tokens") or ()]
-            ids += map(int, content.get("added_tokens_decoder") or ())
+    for file in (folder / "tokenizer.json", folder / "tokenizer_config.json"):
+        if file.is_file():
+            content = read_json(file)
+            try:
+                vocabulary = (content.get("model") or {}).get("vocab")
+                ids += map(int, vocabulary.values() if isinstance(vocabulary, dict) else ())
+                ids += [int(token["id"]) for token in content.get("added_tokens") or ()]
+                ids += map(int, content.get("added_tokens_decoder") or ())
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                message = f"{file} is damaged: a token has no id, or none that is a number"
+                raise StageError(message) from error
     return max(ids, default=None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -93,3 +94,28 @@ def test_a_new_head(tmp_path: Path) -> None:
     ]
     for also in ("lm_head.*", "lm_*"):
         assert problems(new, train_also=(also,)) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (lambda text: text[: len(text) // 2], "tokenizer.json cannot be read: "),
+        (lambda text: text.replace('"id": 258', '"it": 258'), "tokenizer.json is damaged: a token"),
+        (lambda text: text.replace('"id": 258', '"id": null'), "tokenizer.json is damaged: a tok"),
+        (lambda text: text.replace('"id": 258', '"id": "x"'), "tokenizer.json is damaged: a tok"),
+        (lambda text: "[]", "tokenizer.json is not a JSON object"),
+        (lambda text: '{"model": [1]}', "tokenizer.json is damaged: a token"),
+    ],
+)
+def test_a_damaged_tokenizer_is_a_sentence(
+    tmp_path: Path, damage: Callable[[str], str], told: str
+) -> None:
+    grown = model(tmp_path, 257, vocab_size=320)
+    file = tmp_path / "tokenizer.json"
+    before = file.read_text("utf-8")
+    file.write_text(damage(before), "utf-8")
+    assert file.read_text("utf-8") != before
+    slots = {"model": grown, "adapter": Lora()}
+    view = PlanView(name="r", seed=0, procs=1, device="cpu", slots=slots)
+    (message,) = [p.message for p in Lora().check(view) if not p.warning]
+    assert message.startswith(f"{tmp_path}/{told}")
