@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +30,25 @@ _BATCH = 256
 """Pieces of documents per call of the tokenizer."""
 _LARGEST_CALL = 1_000_000
 """Characters per call of the tokenizer, unless one piece has more."""
-Piece = tuple[str, bool, bool]
-"""A part of a document's text, and whether the document begins and ends with it."""
+
+
+class Document(NamedTuple):
+    """A text, the file that has it, and the number of its row, from 1; 0 for a whole file."""
+
+    text: str
+    file: str | Path
+    row: int
+
+
+class Piece(NamedTuple):
+    """A part of a document's text, whether the document begins and ends with it, and its file and
+    row."""
+
+    text: str
+    first: bool
+    last: bool
+    file: str | Path
+    row: int
 
 
 def read_documents(
@@ -41,7 +58,7 @@ def read_documents(
     unit: Unit,
     blank: bool = False,
     mistakes: Mistakes | None = None,
-) -> Iterator[str]:
+) -> Iterator[Document]:
     """Yield every document that is not blank, in the order of parts and rows.
 
     `unit` is the extent of a document in a plain text file. `mistakes` is given a DataError for
@@ -52,10 +69,10 @@ def read_documents(
     for part in parts:
         found, before = False, mistakes.count if mistakes else 0
         try:
-            for text in _texts(part, text_key, unit, report):
-                if text.strip():
+            for document in _documents(part, text_key, unit, report):
+                if document.text.strip():
                     found = True
-                    yield text
+                    yield document
             if not (found or blank or (mistakes and mistakes.count > before)):
                 raise DataError("no text in this file", file=part.name)
         except Enough:
@@ -64,7 +81,7 @@ def read_documents(
             report_file(error)
 
 
-def _texts(part: Part, key: str, unit: Unit, report: Report) -> Iterator[str]:
+def _documents(part: Part, key: str, unit: Unit, report: Report) -> Iterator[Document]:
     if not str(part.name).endswith(TEXT):
         for row in part.rows([key], report):
             try:
@@ -75,26 +92,26 @@ def _texts(part: Part, key: str, unit: Unit, report: Report) -> Iterator[str]:
             except DataError as error:
                 report(error)
             else:
-                yield text
+                yield Document(text, row.file, row.number)
     elif unit == "line":
         for row in part.rows(report=report):
-            yield row.value["text"]
+            yield Document(row.value["text"], row.file, row.number)
     else:
-        yield read_text(Path(part.name)).replace("\r\n", "\n")
+        yield Document(read_text(Path(part.name)).replace("\r\n", "\n"), part.name, 0)
 
 
-def _pieces(documents: Iterable[str], cut: Callable[[str], list[str]]) -> Iterator[Piece]:
-    for document in documents:
-        pieces = cut(document)
+def _pieces(documents: Iterable[Document], cut: Callable[[str], list[str]]) -> Iterator[Piece]:
+    for text, file, row in documents:
+        pieces = cut(text)
         for number, piece in enumerate(pieces, 1):
-            yield piece, number == 1, number == len(pieces)
+            yield Piece(piece, number == 1, number == len(pieces), file, row)
 
 
 def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     batch: list[Piece] = []
     size = 0
     for piece in pieces:
-        length = len(piece[0])
+        length = len(piece.text)
         size += length
         if batch and (len(batch) == _BATCH or size > _LARGEST_CALL):
             yield batch
@@ -104,12 +121,13 @@ def _batches(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def formatted(counts: Counts) -> list[Note]:
-    """Return a note on the documents that had a begin or end token of their own."""
-    if CHANGED not in counts:
+def formatted(counts: Counts, first: Piece | None, mistakes: Mistakes) -> list[Note]:
+    """Return a note on the documents that had a begin or end token of their own, the `first` of
+    which is given by a piece."""
+    if first is None:
         return []
     said = f"{counted(counts[CHANGED], 'documents')} {tokenize.FORMATTED}"
-    return [Note(text=said, part=0, row=0)]
+    return [Note(text=said, part=mistakes.part(first.file), row=first.row)]
 
 
 class Documents:
@@ -163,11 +181,11 @@ class Documents:
         """Tokenise a source into a folder. Raises the error of its mistakes, and DataError if it
         has no target."""
         mistakes = Mistakes(opened.parts, self.settings.bad_rows)
-        counts = self.write(folder, self.read(opened.parts, mistakes))
+        counts, first = self.write(folder, self.read(opened.parts, mistakes))
         mistakes.check(counts["documents"] + mistakes.count)
         if counts["tokens"] < 2:
             raise DataError("fewer than two tokens of text", file=str(opened.source))
-        write_notes(folder, [*mistakes.notes(), *formatted(counts)])
+        write_notes(folder, [*mistakes.notes(), *formatted(counts, first, mistakes)])
         return counts | ({BAD: mistakes.count} if mistakes.count else {})
 
     def samples(self, entry: Entry, first: int = 0, count: int | None = None) -> TokenBlocks:
@@ -182,19 +200,22 @@ class Documents:
 
     def read(
         self, parts: Iterable[Part], mistakes: Mistakes, *, blank: bool = False
-    ) -> Iterator[str]:
+    ) -> Iterator[Document]:
         """Yield the documents of a source's parts, as `read_documents` does."""
         key, unit = self.settings.text_key, self.settings.documents
         return read_documents(parts, text_key=key, unit=unit, blank=blank, mistakes=mistakes)
 
-    def write(self, folder: Path, documents: Iterable[str]) -> Counts:
+    def write(self, folder: Path, documents: Iterable[Document]) -> tuple[Counts, Piece | None]:
         """Write the ids of all documents as one stream, and the place of the first token of each
         document that has one. Returns `documents`, `tokens`, `largest` (id), and as CHANGED the
-        documents that had a begin or end token of their own, if any did.
+        documents that had a begin or end token of their own, if any did; and a piece of the first
+        of those.
 
         The memory needed is bounded by the longest documents.
         """
         counts = {"documents": 0, "tokens": 0, "largest": 0}
+        first: Piece | None = None
+        changed = False
         batches = _batches(_pieces(documents, self._cut))
         waiting = np.empty(0, np.int64)
         """Place of a document that has no token yet."""
@@ -203,7 +224,7 @@ class Documents:
             (folder / STARTS).open("wb") as starts,
             activity(tokenize.TOKENISING, unit="documents") as doing,
         ):
-            for _, (ids, begins, changed) in tokenize.map_batches(
+            for batch, (ids, begins, own) in tokenize.map_batches(
                 self._encode, batches, self.workers
             ):
                 ids.tofile(tokens)
@@ -212,21 +233,24 @@ class Documents:
                 waiting = places[places == counts["tokens"]]
                 places[places < counts["tokens"]].astype("<i8").tofile(starts)
                 counts["documents"] += len(begins)
-                if changed:
-                    counts[CHANGED] = counts.get(CHANGED, 0) + changed
+                for piece, has in zip(batch, own, strict=True):
+                    changed = has or (changed and not piece.first)
+                    if changed and piece.last:
+                        counts[CHANGED] = counts.get(CHANGED, 0) + 1
+                        first = first or piece
                 counts["largest"] = max(counts["largest"], int(ids.max(initial=0)))
                 self.ctx.dist.heartbeat.beat()
                 doing.advance(len(begins))
-        return counts
+        return counts, first
 
-    def _encode(self, batch: list[Piece]) -> tuple[NDArray[Any], NDArray[np.int64], int]:
+    def _encode(self, batch: list[Piece]) -> tuple[NDArray[Any], NDArray[np.int64], list[bool]]:
         """Return the ids of all pieces, one after another, and where in these documents begin;
-        shapes (tokens,) and (documents that begin here,); and the number of begin and end tokens
-        that documents had already."""
-        ids, begins, changed = list[int](), list[int](), 0
+        shapes (tokens,) and (documents that begin here,); and whether each piece has the begin or
+        the end token of its document already."""
+        ids, begins, own = list[int](), list[int](), list[bool]()
         end_token = self.tokenizer.eos_token
-        found = plain_ids(self.tokenizer, [text for text, _, _ in batch])
-        for (text, first, last), inside in zip(batch, found, strict=True):
+        found = plain_ids(self.tokenizer, [piece.text for piece in batch])
+        for (text, first, last, *_), inside in zip(batch, found, strict=True):
             begun = first and bool(self.start) and tokenize.begins_with(inside, self.start)
             ended = last and bool(self.end) and tokenize.ends_with(text, end_token)
             if first:
@@ -235,5 +259,5 @@ class Documents:
             ids += inside
             if last:
                 ids += [] if ended else self.end
-            changed += begun or ended
-        return np.array(ids, self.dtype), np.array(begins, np.int64), changed
+            own.append(begun or ended)
+        return np.array(ids, self.dtype), np.array(begins, np.int64), own

@@ -123,9 +123,7 @@ class Renderer:
         """Return what a template refuses of a conversation, for people: of the first of its forms
         of which it takes the most messages."""
         renders = functools.partial(self._renders, chat, refused[0].prompt)
-        furthest = max(
-            refused, key=lambda each: last_message(each.messages, chat.extra, renders)
-        )
+        furthest = max(refused, key=lambda each: last_message(each.messages, chat.extra, renders))
         error = furthest.__cause__
         assert isinstance(error, Exception)
         return chat.row.error(refusal(furthest.messages, chat.extra, error, renders))

@@ -103,7 +103,7 @@ def _text(config: EvaluateLm, model: Any, source: ModelSource, most: int | None)
 
     opened = open_source(Source(files=config.files))
     documents = read_documents(opened.parts, text_key=config.text_key, unit=config.documents)
-    return measure(config, model, documents, encode, window, most)
+    return measure(config, model, (each.text for each in documents), encode, window, most)
 
 
 def run_tasks(config: EvaluateLm, model: Any, tokenizer: Any) -> dict[str, Any]:

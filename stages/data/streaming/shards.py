@@ -20,7 +20,7 @@ from pipeline import StageError, in_words
 from pipeline.utils import append_line, open_address, read_lines, wait_for_lock
 from stages.data import tokenize
 from stages.data.cache import Counts, cache_errors, digest, prepare_locally
-from stages.data.documents import Documents, formatted
+from stages.data.documents import Document, Documents, formatted
 from stages.data.mistakes import Mistakes
 from stages.data.samples import TokenBlocks, block_count
 from stages.data.sources import (
@@ -255,15 +255,15 @@ class ShardStore:
             part = LocalFile(path)
             mistakes = Mistakes([part], self.documents.settings.bad_rows)
             documents = self.documents.read([part], mistakes, blank=True)
-            counts = self.documents.write(folder, self._until_closed(documents))
+            counts, first = self.documents.write(folder, self._until_closed(documents))
             mistakes.check(counts["documents"] + mistakes.count)
-        for note in [*mistakes.notes(), *formatted(counts)]:
+        for note in [*mistakes.notes(), *formatted(counts, first, mistakes)]:
             self.documents.ctx.log.warning("stream: %s", note.told([shard.address]))
         if not counts["documents"]:
             self.documents.ctx.log.warning("stream: %s has no text", shard.address)
         return counts
 
-    def _until_closed(self, documents: Iterable[str]) -> Iterator[str]:
+    def _until_closed(self, documents: Iterable[Document]) -> Iterator[Document]:
         for document in documents:
             if self._closed:
                 raise StageError("the run ends")

@@ -264,7 +264,8 @@ def test_documents_are_the_same_in_pieces(
         patch.setattr(pieces, "PIECE", 1)
         patch.setattr(documents, "_BATCH", batch)
         stage = TextData(files="unused", append_eos=end)
-        counts = documents.Documents(stage, 1, ctx, source).write(folder, texts)
+        given = [documents.Document(text, "unused", 0) for text in texts]
+        counts, _ = documents.Documents(stage, 1, ctx, source).write(folder, given)
     assert np.fromfile(folder / TOKENS, "<u2").tolist() == [each for s in streams for each in s]
     wanted = [int(b) for b, stream in zip(begins, streams, strict=True) if stream]
     assert np.fromfile(folder / STARTS, "<i8").tolist() == wanted

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pipeline.contracts.data import Data, Samples
 from pipeline.contracts.stage import Context
 from pipeline.errors import DataError, StageError
+from stages.data import documents, pieces
 from stages.data.text import TextData
 from tests.stages.data.fakes import SPECIAL, FakeSource, ids
 from tests.support.tier import times
@@ -196,3 +197,31 @@ def test_one_token_is_too_little(
 ) -> None:
     with pytest.raises(DataError, match="fewer than two tokens"):
         text(write(tmp_path / "a.txt", "x"), append_eos=False).run(ctx, source)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 256])
+def test_texts_with_a_begin_or_end_of_their_own_are_counted_once(
+    ctx: Context,
+    text: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    batch: int,
+) -> None:
+    """The long one is tokenised in pieces."""
+    monkeypatch.setattr(pieces, "PIECE", 4)
+    monkeypatch.setattr(documents, "_BATCH", batch)
+    both = "<|s|>a b c d e f g h<|end|>"
+    rows = ["x y z w", both, "a b c d e<|end|>", "u v w x y z", "<|s|>b"]
+    plain = write(tmp_path / "a.txt", "plain")
+    other = write(tmp_path / "b.jsonl", "".join(json.dumps({"text": row}) + "\n" for row in rows))
+    text((str(plain), str(other))).run(ctx, FakeSource(bos="<|s|>"))
+    assert "3 documents with a begin or end token of their own, which got no second one" in (
+        caplog.text
+    )
+    assert f"the first: {other}:2" in caplog.text
+    caplog.clear()
+    whole = write(tmp_path / "c.txt", both)
+    text((str(plain), str(whole))).run(ctx, FakeSource(bos="<|s|>"))
+    assert "1 document with a begin or end token of their own" in caplog.text
+    assert f", the first: {whole}\n" in caplog.text
