@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pipeline import StageError, in_words
-from pipeline.utils import append_line, open_address, read_lines, wait_for_lock
+from pipeline.utils import append_line, counted, open_address, read_lines, wait_for_lock
 from stages.data import tokenize
 from stages.data.cache import Counts, cache_errors, digest, prepare_locally
 from stages.data.documents import Document, Documents, formatted
@@ -152,13 +152,21 @@ class ShardIndex:
         return known[1] if known else None
 
     def record(self, shard: Shard, sha256: str, tokens: int) -> None:
-        """Record a shard. Raises StageError if an earlier reading found another content."""
+        """Record a shard. Raises StageError if an earlier reading found another content, or made
+        another number of tokens of it."""
         known = [sha256, tokens]
         before = self._known.setdefault(shard.address, known)
-        if before != known:
+        if before[0] != sha256:
             raise StageError(
                 f"{shard.address} is not the file that this run has read before",
                 hint="restore it, or start a new run",
+            )
+        if before != known:
+            raise StageError(
+                f"{shard.address} has {counted(tokens, 'tokens')} now, and had {before[1]:,} when "
+                "this run read it first: earlier versions gave a second begin or end to texts "
+                "that have their own",
+                hint="go on with the version that began this run, or start a new one",
             )
         if before is known and self._file is not None:
             line = {"making": self._settings, "address": shard.address, "sha256": sha256}

@@ -84,7 +84,8 @@ def test_the_names_of_tables_are_those_of_the_type(
 ) -> None:
     grown = model(tmp_path, 257, kind=kind, tied=tied, vocab_size=320)
     told = [f"names no {' and no '.join(lacking)}"] if lacking else []
-    assert [found.rpartition("train_also ")[2] for found in problems(grown, train_also=also)] == told
+    found = problems(grown, train_also=also)
+    assert [each.rpartition("train_also ")[2] for each in found] == told
 
 
 def test_a_new_head(tmp_path: Path) -> None:

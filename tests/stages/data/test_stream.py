@@ -316,6 +316,30 @@ def test_a_shard_that_has_changed(ctx: Context, folder: Path) -> None:
         taken(again, 0, 70)
 
 
+def test_a_shard_that_an_earlier_version_read(ctx: Context, folder: Path) -> None:
+    """It gave a text that ends with the end token another one."""
+    (folder / "3.jsonl.gz").write_bytes(gzip.compress(b'{"text": "ab<|end|>"}\n'))
+    data, closes = opened(stream(folder), ctx)
+    wanted = taken(data, 0, 70)
+    for close in closes:
+        close()
+    index = ctx.run_dir / "stream.jsonl"
+    lines = [json.loads(line) for line in index.read_text().splitlines()]
+    for line in lines:
+        line["tokens"] += line["address"].endswith("/3.jsonl.gz")
+    index.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    again, closes = opened(stream(folder), ctx)
+    with pytest.raises(StageError) as caught:
+        taken(again, 0, 70)
+    assert str(caught.value).startswith(
+        f"{folder}/3.jsonl.gz has 3 tokens now, and had 4 when this run read it first: earlier "
+    )
+    for close in closes:
+        close()
+    index.unlink()
+    assert taken(opened(stream(folder), ctx)[0], 0, 70) == wanted
+
+
 def test_the_first_step_reads_no_more_than_its_window(
     ctx: Context, folder: Path, built: list[str]
 ) -> None:
