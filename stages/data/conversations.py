@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,6 +21,7 @@ from stages.data.rendering import Refused, Renderer
 from stages.data.rows import require_text
 from stages.data.token_sizes import Span, TextTokens
 from stages.data.turns import Turns
+from stages.model.chat_template import MARKERS
 
 if TYPE_CHECKING:
     from stages.data.chat import ChatData
@@ -36,7 +36,6 @@ EMPTY = "with an empty answer, which is trained as the end of a turn"
 UNSHOWN = "with `tools` or `documents` that the chat template does not show"
 UNRENDERED = "whose chat template leaves out something that is said"
 """Notes on rows: they continue a sentence that begins with "rows"."""
-_MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class Unrendered(DataError):
@@ -164,7 +163,7 @@ class ConversationEncoder:
         return Renderer(self.tokens.tokenizer, self.stage.today)
 
     def _has_markers(self, chat: Conversation) -> bool:
-        return bool(_MARKERS.search(self._rendered.template(chat)))
+        return bool(MARKERS.search(self._rendered.template(chat)))
 
     def _located(self, chat: Conversation) -> list[tuple[int, bool]]:
         """Return the messages whose characters are looked for, and whether to look behind their

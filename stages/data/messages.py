@@ -135,11 +135,22 @@ def _message(row: Row, message: Any, where: str, names: Names) -> dict[str, Any]
         given["tool_calls"] = [
             _call(row, call, f"{where}.tool_calls[{index}]") for index, call in enumerate(calls)
         ]
+    if role == "assistant":
+        _require_one_key_of_thoughts(row, given, where)
     says = ("tool_calls", "function_call", *REASONING)
     if "content" not in given and role == "assistant" and any(given.get(key) for key in says):
         return given
     given["content"] = _content(row, given.get("content"), f"{where}.content")
     return given
+
+
+def _require_one_key_of_thoughts(row: Row, message: Mapping[str, Any], where: str) -> None:
+    """Raise DataError for a message with other thoughts under another key: templates read one."""
+    texts = {key: message[key].strip() for key in REASONING if isinstance(message.get(key), str)}
+    keys = [key for key, text in texts.items() if text]
+    if len({texts[key] for key in keys}) > 1:
+        named = " and ".join(f"`{key}`" for key in keys)
+        raise row.error(f"`{where}` has different thoughts under {named}", hint="leave one of them")
 
 
 def _from_sharegpt(row: Row, entry: Any, where: str, names: Names) -> Any:

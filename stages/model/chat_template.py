@@ -12,7 +12,8 @@ from stages.model.files import is_local, local
 
 _FOLDER = Path(__file__).parent / "templates"
 _TOKEN = re.compile(r"<[|｜][^\s<>{}]+?[|｜]>|<(?:start|end)_of_turn>")
-_MARKERS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+MARKERS = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
+"""Beginning and end of what a template marks as the assistant's."""
 _LARGEST = 1 << 20
 """Bytes."""
 
@@ -45,7 +46,7 @@ def _require_syntax(file: Path, text: str) -> None:
     from jinja2 import Environment, TemplateSyntaxError
 
     try:
-        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_MARKERS.sub("", text))
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(MARKERS.sub("", text))
     except TemplateSyntaxError as error:
         raise StageError(f"{file}:{error.lineno}: no chat template: {error.message}") from error
     except RecursionError as error:

@@ -197,6 +197,18 @@ def test_thoughts_under_the_key_that_the_template_reads(trained: Any) -> None:
     assert trained(template, chat) == [["[why]b<|e|>"]]
 
 
+@pytest.mark.parametrize("keys", [("reasoning_content", "thinking"), ("reasoning", "thinking")])
+def test_thoughts_under_two_keys(trained: Any, keys: tuple[str, str]) -> None:
+    template = THINKS.replace("m.reasoning_content", "m.thinking")
+    same, other = (said("assistant", "b", **dict(zip(keys, texts, strict=True)))
+                   for texts in (("why", "why\n"), ("why", "how")))  # fmt: skip
+    assert trained(template, [CHAT[0], same]) == [["[why\n]b<|e|>"]]
+    named = " and ".join(f"`{key}`" for key in keys)
+    with pytest.raises(DataError, match=rf"`messages\[1\]` has different thoughts under {named}"):
+        trained(template, [CHAT[0], other])
+    assert trained(template, CHAT, [CHAT[0], other], bad_rows="drop") == [["b<|e|>", "d<|e|>"]]
+
+
 def test_each_turn_as_a_sample(trained: Any) -> None:
     with pytest.raises(DataError, match=r"leaves out thoughts of messages\[1\] .*`turns: each`"):
         trained(THINKS, THOUGHTS)
