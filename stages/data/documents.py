@@ -198,6 +198,10 @@ class Documents:
         """Return the number of blocks of an entry."""
         return len(self.samples(entry))
 
+    def cut(self, entry: Entry, count: int) -> int:
+        """Return `count`: blocks are parted anywhere."""
+        return count
+
     def read(
         self, parts: Iterable[Part], mistakes: Mistakes, *, blank: bool = False
     ) -> Iterator[Document]:

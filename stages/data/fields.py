@@ -56,7 +56,8 @@ class Selection:
     """Instead of `heldout_files`: several sources to evaluate on, one after the other."""
     heldout_fraction: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     """Fraction of each source to hold out for evaluation, at least one row: the last rows in file
-    order, set aside before any shuffling. Instead of `heldout_files` and `heldout_sources`."""
+    order, set aside before any shuffling; with `turns: each`, whole conversations. Instead of
+    `heldout_files` and `heldout_sources`."""
     cache: str | None = None
     """Folder for tokenised data. Default: `pipetrain` in $XDG_CACHE_HOME or ~/.cache."""
     workers: Annotated[int, Field(ge=1)] | None = None

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pipeline import BadRows, Context, Data, DataError, ModelSource, Samples, StageError
 from pipeline.utils import counted
 from stages.data import tokenize
@@ -20,7 +22,16 @@ from stages.data.encodings import TextTokenizer
 from stages.data.forms import rows_with_forms
 from stages.data.mistakes import Mistakes, together
 from stages.data.notes import read_notes
-from stages.data.samples import BAD, CHANGED, CUT, FORM, NULLS, MaskedSamples, write_samples
+from stages.data.samples import (
+    BAD,
+    CHANGED,
+    CUT,
+    FORM,
+    NULLS,
+    MaskedSamples,
+    row_starts,
+    write_samples,
+)
 from stages.data.sources import OpenedSource, open_source
 from stages.data.views import PackedSamples, pack_key, train_and_heldout, write_packs
 
@@ -119,7 +130,7 @@ def _data(
     identity: Mapping[str, Any],
 ) -> Data:
     """Return the data in the entries of a stage's sources (collective)."""
-    train, heldout = train_and_heldout(stage, entries, work.size, work.samples)
+    train, heldout = train_and_heldout(stage, entries, work.size, work.samples, work.cut)
     return Data(
         train=train,
         heldout=heldout,
@@ -185,6 +196,19 @@ class Rows:
     def size(self, entry: Entry) -> int:
         """Return the number of an entry's samples, unpacked."""
         return entry.counts["samples"]
+
+    def cut(self, entry: Entry, count: int) -> int:
+        """Return the number of first samples nearest to `count` after which a row ends: of a
+        conversation whose turns are samples, none is held out while others are trained on."""
+        starts = row_starts(entry)
+        if starts is None or count == self.size(entry):
+            return count
+        if len(starts) == 1:
+            raise StageError(
+                "holding out a part of one conversation leaves none to train on",
+                hint="use more data or `heldout_files`",
+            )
+        return int(starts[1:][np.abs(starts[1:] - count).argmin()])
 
     def has_start(self, entry: Entry) -> bool:
         """Whether any row of an entry begins with `start`."""

@@ -26,6 +26,7 @@ from stages.data.tokenize import FORMATTED, TOKENISING
 
 TOKENS, STARTS = "tokens.bin", "starts.bin"
 _TRAINED, _OFFSETS, _TARGETS = "trained.bin", "offsets.bin", "targets.bin"
+_ROWS = "rows.bin"
 FORM = "form "
 """Prefix of the counts of an entry's rows by form."""
 BAD, NULLS, CHANGED, CUT = "bad rows", "nulls", "encoded otherwise", "cut shorter"
@@ -80,6 +81,14 @@ class MaskedSamples(CountedSamples):
         return int(self.target_counts[require_within(indices, len(self))].sum())
 
 
+def row_starts(entry: Entry) -> NDArray[np.int64] | None:
+    """Return the index of the first sample of each row, ascending from 0; None if each row is one
+    sample."""
+    if not (entry.folder / _ROWS).exists():
+        return None
+    return np.asarray(entry.array(_ROWS, "<i8")[:], np.int64)
+
+
 def write_samples(
     folder: Path,
     batches: Iterable[tuple[Sequence[tuple[Form, Row]], Sequence[Result]]],
@@ -87,15 +96,16 @@ def write_samples(
     ctx: Context,
     mistakes: Mistakes,
 ) -> Counts:
-    """Write batches of rows with their tokens as the files of MaskedSamples, and notes on what was
-    dropped and changed. Returns `rows`, `samples`, `tokens`, `targets`, `largest` (id), `long`
-    (rows that were truncated or dropped), `dropped`, BAD, NULLS, CHANGED, CUT, and the rows of each
-    form. Raises the error of `mistakes`, which is given those of the batches, and StageError if
-    every row is dropped.
+    """Write batches of rows with their tokens as the files of MaskedSamples, that of `row_starts`
+    if a row has several samples, and notes on what was dropped and changed.
+
+    Returns `rows`, `samples`, `tokens`, `targets`, `largest` (id), `long` (rows that were truncated
+    or dropped), `dropped`, BAD, NULLS, CHANGED, CUT, and the rows of each form. Raises the error of
+    `mistakes`, which is given those of the batches, and StageError if every row is dropped.
     """
     names = ("rows", "samples", "tokens", "targets", "largest", "long", "dropped")
     counts, noted = dict.fromkeys((*names, BAD, NULLS, CHANGED, CUT), 0), _Noted(mistakes)
-    offsets, targets = array("q", [0]), array("i")
+    offsets, targets, starts = array("q", [0]), array("i"), array("q")
     with (
         (folder / TOKENS).open("wb") as tokens,
         (folder / _TRAINED).open("wb") as trained,
@@ -111,6 +121,8 @@ def write_samples(
                 counts[CUT] += any(each.kept_more for each in found)
                 counts[FORM + form] = counts.get(FORM + form, 0) + 1
                 kept = [each for each in found if isinstance(each, Encoded)]
+                if kept:
+                    starts.append(len(targets))
                 for sample in kept:
                     tokens.write(sample.ids.astype(dtype).tobytes())
                     trained.write(sample.trained.astype("u1").tobytes())
@@ -124,6 +136,8 @@ def write_samples(
             doing.advance(len(batch))
     np.array(offsets, "<i8").tofile(folder / _OFFSETS)
     np.array(targets, "<i4").tofile(folder / _TARGETS)
+    if len(starts) < len(targets):
+        np.array(starts, "<i8").tofile(folder / _ROWS)
     counts["rows"] += mistakes.count
     mistakes.check(counts["rows"])
     counts |= {"samples": len(targets), "targets": sum(targets), BAD: mistakes.count}

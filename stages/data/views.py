@@ -146,15 +146,18 @@ def train_and_heldout(
     entries: Sequence[Entry],
     size: Callable[[Entry], int],
     samples: Callable[[Entry, int, int], Samples],
+    cut: Callable[[Entry, int], int],
 ) -> tuple[Samples, Samples | None]:
     """Return the samples to train and to evaluate on (collective if `samples` is).
 
     `entries` are those of the sources to train on and, after them, to evaluate on. `size` counts
-    the samples of an entry; `samples(entry, first, count)` opens a part of them. Raises StageError
-    if `heldout_fraction` leaves none to train on.
+    the samples of an entry; `samples(entry, first, count)` opens a part of them; `cut(entry,
+    count)` gives the number of first samples, near `count`, that may be parted from the rest.
+    Raises StageError if `heldout_fraction` leaves none to train on.
     """
     weights = [source.weight for source in stage.trained_on()]
-    cuts = [_train_count(size(each), stage.heldout_fraction) for each in entries[: len(weights)]]
+    wanted = [_train_count(size(each), stage.heldout_fraction) for each in entries[: len(weights)]]
+    cuts = [cut(entry, count) for entry, count in zip(entries, wanted, strict=False)]
     train = [samples(entry, 0, cut) for entry, cut in zip(entries, cuts, strict=False)]
     if stage.heldout_fraction:
         held = list(zip(entries, cuts, strict=True))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from pipeline import NO_TARGET, DataError
+from pipeline import NO_TARGET, DataError, StageError
 from pipeline.contracts.stage import Context
 from pipeline.testing import plan_view
 from stages.data.chat import ChatData
@@ -218,6 +218,48 @@ def test_each_turn_as_a_sample(trained: Any) -> None:
     silent = [THOUGHTS[0], {**THOUGHTS[1], "train": False}, *THOUGHTS[2:]]
     assert trained(THINKS, silent, turns="each") == [["d<|e|>"]]
     assert trained(THINKS, silent) == [["d<|e|>"]]
+
+
+@pytest.mark.parametrize(
+    ("fraction", "answers", "held"),
+    [
+        (0.1, "bcccdd", 2),
+        (0.5, "bcccdd", 2),
+        (0.5, "bbbc", 1),
+        (0.25, "bbcccc", 4),
+        (0.5, "bc", 1),
+    ],
+)
+@pytest.mark.parametrize("packing", [False, True])
+def test_turns_of_a_conversation_are_held_out_together(
+    ctx: Context, tmp_path: Path, fraction: float, answers: str, held: int, packing: bool
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    counts = {letter: answers.count(letter) for letter in answers}
+    rows = [[CHAT[0], said("assistant", letter)] * count for letter, count in counts.items()]
+    file.write_text("\n".join(json.dumps({"messages": row}) for row in rows), "utf-8")
+    stage = ChatData(
+        files=str(file),
+        cache=str(tmp_path / "cache"),
+        turns="each",
+        heldout_fraction=fraction,
+        packing=packing,
+        sequence_length=128,
+    )
+    source = FakeSource()
+
+    def found(samples: Any) -> str:
+        labels = [token for at in range(len(samples)) for token in samples[at].labels.tolist()]
+        text = source.fast.decode([each for each in labels if each != NO_TARGET])
+        return "".join(sorted(text.replace("<|e|>", "")))
+
+    data = stage.run(ctx, source)
+    assert (found(data.train), found(data.heldout)) == (answers[:-held], answers[-held:])
+
+
+def test_one_conversation_has_nothing_to_hold_out(trained: Any) -> None:
+    with pytest.raises(StageError, match="leaves none to train on"):
+        trained(PLAIN, CHAT, turns="each", heldout_fraction=0.5)
 
 
 def test_a_turn_that_nothing_ends(trained: Any, caplog: pytest.LogCaptureFixture) -> None:
