@@ -13,16 +13,16 @@ from stages.model.chat_template import read_template
 from stages.model.compat import causal_types, is_multimodal
 from stages.model.config_checks import NOT_BY_TEXT, sees_later_tokens, wrong_size
 from stages.model.files import (
-    ADAPTER,
     COMMIT,
     HUB_ID,
-    beside_weights,
+    adapter_beside,
     has_tokenizer,
     is_gguf,
     is_local,
     is_plain,
     kernels_named,
     local,
+    other_weights,
     read_json,
     safetensors_files,
 )
@@ -53,16 +53,18 @@ def beside_problems(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
     if stage.init == "random" or stage.gguf_file is not None:
         return
     folder = local(stage.path)
-    for remark in beside_weights(folder):
-        adapter = remark.startswith(str(folder / ADAPTER))
-        named = [getattr(other, "start_from", None) or "" for other in plan.slots.values()]
-        if adapter and any(name and local(name).resolve() == folder.resolve() for name in named):
-            continue
+    adapter, others = adapter_beside(folder), other_weights(folder)
+    if adapter and not _starts_from(folder, plan):
         hint = f"name it in an adapter slot (`start_from: {stage.path}`), or move it away"
-        yield Problem(
-            key="path", message=remark, hint=hint if adapter else "remove the one that is stale",
-            warning=not adapter,
-        )  # fmt: skip
+        yield Problem(key="path", message=adapter, hint=hint)
+    if others:
+        yield Problem(key="path", message=others, hint="remove the one that is stale", warning=True)
+
+
+def _starts_from(folder: Path, plan: PlanView) -> bool:
+    """Whether an adapter slot starts from a folder."""
+    named = [getattr(other, "start_from", None) for other in plan.slots.values()]
+    return any(name and local(name).resolve() == folder.resolve() for name in named)
 
 
 def foreign_code(stage: HfModel) -> Iterator[tuple[str, str]]:

@@ -158,13 +158,20 @@ def weight_files(folder: Path, gguf: str | None) -> list[Path]:
     return files
 
 
-def beside_weights(folder: Path) -> Iterator[str]:
-    """Yield what lies beside the weights of a folder and is not read."""
-    if (folder / ADAPTER).is_file():
-        yield f"{folder / ADAPTER}: the adapter beside the weights is not applied"
-    for index, single in SAFE, TORCH:
-        if (folder / single).is_file() and (folder / index).is_file():
-            yield f"{folder} has {single} and, in shards, {index}: the single file is read"
+def adapter_beside(folder: Path) -> str | None:
+    """What is wrong with an adapter next to the weights of a folder; None without one."""
+    file = folder / ADAPTER
+    return f"{file}: the adapter beside the weights is not applied" if file.is_file() else None
+
+
+def other_weights(folder: Path) -> str | None:
+    """What is to be said of a folder with the same weights in shards and as a single file; None of
+    others."""
+    forms = (SAFE, TORCH)
+    there = [name for form in forms for name in reversed(form) if (folder / name).is_file()]
+    if not any(set(form) <= set(there) for form in forms):
+        return None
+    return f"{folder} has {', '.join(there[:-1])} and {there[-1]}: {there[0]} is read"
 
 
 def _indexed(folder: Path, index: str, single: str) -> list[Path]:

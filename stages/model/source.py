@@ -21,13 +21,15 @@ from stages.model.block_changes import CHANGES, change_blocks
 from stages.model.config_checks import sees_later_tokens, table_of_positions
 from stages.model.declared import outline, ties, without_memory
 from stages.model.files import (
+    ADAPTER,
     COMMIT,
     Files,
-    beside_weights,
+    adapter_beside,
     find_files,
     find_tokenizer,
     has_tokenizer,
     is_local,
+    other_weights,
     safetensors_files,
     source_fingerprint,
     weight_files,
@@ -66,8 +68,7 @@ def open_source(stage: HfModel, ctx: Context) -> HfSource:
         files = find_files(stage)
         tokenizer = files if stage.tokenizer is None else find_tokenizer(stage.tokenizer)
     if files is not None and not is_local(stage.path or ""):  # others are looked at in `check`
-        for remark in beside_weights(files.folder):
-            ctx.log.warning("%s: %s", stage.path, remark)
+        _look_beside(stage, files, ctx.log)
     if stage.config is not None:
         config = assets.config_of_recipe(stage.config)
     else:
@@ -76,6 +77,22 @@ def open_source(stage: HfModel, ctx: Context) -> HfSource:
     if stage.vocab_size is not None:
         config.get_text_config().vocab_size = stage.vocab_size
     return HfSource(stage, config, files, tokenizer, seed=ctx.seed, log=ctx.log)
+
+
+def _look_beside(stage: HfModel, files: Files, log: Logger) -> None:
+    """Raise StageError for an adapter next to a hub model's weights, which transformers would
+    apply, and warn of weights that are not read."""
+    if stage.init == "random" or stage.gguf_file is not None:
+        return
+    adapter, others = adapter_beside(files.folder), other_weights(files.folder)
+    if adapter:
+        raise StageError(
+            f"{stage.path}: {adapter}",
+            hint="download it and name the folder in `path` and in an adapter slot "
+            f"(`start_from`), or only in `path` and without {ADAPTER}",
+        )
+    if others:
+        log.warning("%s: %s", stage.path, others)
 
 
 def require_causal(source: HfSource) -> None:

@@ -20,6 +20,7 @@ from pipeline.utils.trust import TRUST_CODE
 from stages.adapter.lora import Lora
 from stages.model.checks import beside_problems
 from stages.model.compat import causal_types, image_text_types
+from stages.model.files import weight_files
 from stages.model.hf import HfModel
 from stages.model.source_text_compat import attentions, suited_attention
 from tests.support.models import context, save_tokenizer, tiny_llama_config
@@ -246,15 +247,34 @@ def test_an_adapter_beside_the_weights(tmp_path: Path) -> None:
     assert list(beside_problems(HfModel(path=str(tmp_path), init="random"), PLAN)) == []
 
 
-@pytest.mark.parametrize("single", ["model.safetensors", "pytorch_model.bin"])
-def test_a_single_file_beside_shards(tmp_path: Path, single: str) -> None:
+SINGLE, SHARDS = "model.safetensors", "model.safetensors.index.json"
+OTHER, OTHER_SHARDS = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+
+@pytest.mark.parametrize(
+    ("there", "told"),
+    [
+        ([SINGLE], None),
+        ([SINGLE, OTHER], None),  # of which all libraries read the first
+        ([SHARDS, OTHER_SHARDS], None),
+        ([SINGLE, SHARDS], f"{SINGLE} and {SHARDS}: {SINGLE}"),
+        ([OTHER, OTHER_SHARDS], f"{OTHER} and {OTHER_SHARDS}: {OTHER}"),
+        ([SINGLE, OTHER, OTHER_SHARDS], f"{SINGLE}, {OTHER} and {OTHER_SHARDS}: {SINGLE}"),
+        ([SHARDS, OTHER, OTHER_SHARDS], f"{SHARDS}, {OTHER} and {OTHER_SHARDS}: {SHARDS}"),
+    ],
+)
+def test_weights_in_several_forms(tmp_path: Path, there: list[str], told: str | None) -> None:
     _folder(tmp_path)
-    (tmp_path / single).write_bytes(b"")
-    (tmp_path / f"{single}.index.json").write_text("{}")
-    [problem] = _beside(tmp_path)
-    assert problem.warning
-    assert problem.message.endswith(f"has {single} and, in shards, {single}.index.json: the single "
-                                    "file is read")  # fmt: skip
+    (tmp_path / SINGLE).unlink()
+    for name in there:
+        shard = f"{name.removesuffix('.index.json')}.1"
+        (tmp_path / name).write_text(json.dumps({"weight_map": {"a": shard}}))
+        (tmp_path / shard).touch()
+    found = _beside(tmp_path)
+    assert [each.message for each in found] == ([f"{tmp_path} has {told} is read"] if told else [])
+    assert all(each.warning for each in found)
+    read = weight_files(tmp_path, None)[0].name.removesuffix(".1")
+    assert told is None or told.removesuffix(".index.json").endswith(f": {read}")
 
 
 def test_transformers_reads_the_single_file_too(tmp_path: Path) -> None:

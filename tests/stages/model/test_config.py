@@ -81,6 +81,20 @@ def test_hub_model(hub: Hub, tmp_path: Path) -> None:
     assert "*.bin" not in hub.calls[0][2]
 
 
+def test_an_adapter_beside_the_weights_of_a_hub_model(
+    hub: Hub, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    filled(random_source(FAMILIES["llama"], tmp_path)).save_pretrained(hub.folder)
+    (hub.folder / "model.safetensors.index.json").write_text("{}")
+    model = HfModel(path="owner/name", revision=COMMIT)
+    model.run(context(tmp_path))
+    assert "model.safetensors is read" in caplog.text
+    (hub.folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(StageError, match=r"owner/name: .*the adapter beside the weights is not"):
+        model.run(context(tmp_path))
+    HfModel(path="owner/name", revision=COMMIT, init="random").run(context(tmp_path))
+
+
 def test_hub_model_with_random_weights_downloads_none(hub: Hub, tmp_path: Path) -> None:
     filled(random_source(FAMILIES["llama"], tmp_path)).save_pretrained(hub.folder)
     HfModel(path="owner/name", revision=COMMIT, init="random").run(context(tmp_path))
