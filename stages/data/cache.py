@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-FORMAT = 7
+FORMAT = 8
 """Version of the files of an entry; entries of another version are built again."""
 KEYS = 3
 """Version of the keys. Checkpoints compare keys to recognise their data, so it stays the same."""

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from stages.data.chat import ChatData
 
 
+EMPTY_ANSWER = "with an empty answer"
+"""Why a row is dropped."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Encoded:
     """Token ids and, for each, whether it is trained on (bool); shapes (length,)."""
@@ -112,7 +116,7 @@ class RowEncoder:
             row, form, template=stage.template, names=self.names, vocab_size=self.vocab_size
         )
         if isinstance(example, Conversation) and self._is_empty(example):
-            return Dropped(why="with an empty answer")
+            return Dropped(why=EMPTY_ANSWER)
         if isinstance(example, Tokens) or stage.special_tokens == "allow":
             return example
         spelled = self.tokens.spelled_in(example.texts())

@@ -26,6 +26,7 @@ from stages.data.samples import (
     BAD,
     CHANGED,
     CUT,
+    DROPPED,
     FORM,
     NULLS,
     MaskedSamples,
@@ -47,14 +48,16 @@ _SETTINGS = (
     "form", "template", "today", "loss", "special_tokens", "sequence_length", "too_long"
 )  # fmt: skip
 """Fields of `data.chat` that decide which tokens a row becomes."""
-_ADDED = {"turns": "together", "unrendered": "error", "empty": "train"}
-"""Fields of the same kind with the values that older runs had."""
+_TREATMENTS = {"unrendered": "error", "empty": "train"}
+"""Fields of `data.chat` that decide which rows are dropped, with the values that older runs had.
+They matter to the identity of data only where rows are."""
 SHORTER = "sequence_length tokens; earlier versions kept one more"
 """What the identity of data with truncated rows says of them."""
 _SEPARATOR = "-"
 """Between the parts of a cache key: digests of the contents, and of the ids that texts begin with;
-`bad_rows`, since an entry without its bad rows says nothing of them; and, where they are dropped,
-the size of the vocabulary, which decides which `input_ids` are bad."""
+and what decides which rows are dropped, since an entry without them says nothing of them. That is
+`bad_rows`, with the size of the vocabulary, which decides which `input_ids` are bad; and others of
+_TREATMENTS than older runs had."""
 
 
 def source_entries(
@@ -107,7 +110,7 @@ def _entry(
 
 def _in_words(counts: Counts) -> Iterator[str]:
     for name, count in counts.items():
-        if name in (NULLS, CHANGED, CUT):
+        if name in (NULLS, CHANGED, CUT, *DROPPED.values()):
             continue  # notes and `long` say it
         if name == "largest":
             yield f"largest id {count:,}"
@@ -189,9 +192,8 @@ class Rows:
         self.start = tokenize.start_ids(self.tokenizer, stage.prepend_bos)
         """Ids that texts begin with."""
         self.settings = {name: getattr(stage, name) for name in _SETTINGS}
-        for name, old in _ADDED.items():
-            if getattr(stage, name) != old:
-                self.settings[name] = getattr(stage, name)
+        if stage.turns != "together":  # as in older runs
+            self.settings["turns"] = stage.turns
 
     def size(self, entry: Entry) -> int:
         """Return the number of an entry's samples, unpacked."""
@@ -221,7 +223,7 @@ class Rows:
         rows that earlier versions refused, gave nulls to the template, or encoded otherwise."""
         content, start, *_ = entry.key.split(_SEPARATOR)
         more = [start] if self.has_start(entry) else []
-        counts = {name: entry.counts[name] for name in (BAD, NULLS, CHANGED)}
+        counts = {name: entry.counts[name] for name in (BAD, NULLS, CHANGED, *DROPPED.values())}
         more += [f"{name}:{count}" for name, count in counts.items() if count]
         return _SEPARATOR.join([content, *more])
 
@@ -232,8 +234,12 @@ class Rows:
             settings.append([names.columns, names.role_names])
         content = digest(["chat", KEYS, opened.digest, self.tokenizer_identity, settings])
         start = digest(self.start)[:16] if self.start else ""
-        dropped = [str(self.model.vocab_size)] if self.stage.bad_rows == "drop" else []
-        return _SEPARATOR.join([content, start, self.stage.bad_rows, *dropped])
+        dropped: list[str] = [self.stage.bad_rows]
+        dropped += [str(self.model.vocab_size)] if self.stage.bad_rows == "drop" else []
+        for name, old in _TREATMENTS.items():
+            value = getattr(self.stage, name)
+            dropped += [f"{name}_{value}"] if value != old else []
+        return _SEPARATOR.join([content, start, *dropped])
 
     def build(self, opened: OpenedSource, folder: Path) -> Counts:
         names = self.stage.names(opened.source)

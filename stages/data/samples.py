@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from pipeline import NO_TARGET, Context, Sample, Samples, StageError
 from pipeline.utils import activity, counted
 from stages.data.cache import Counts, Entry, VerifiedArray
-from stages.data.conversations import ENDED, LAID_OUT
-from stages.data.encode import Dropped, Encoded
+from stages.data.conversations import ENDED, LAID_OUT, UNRENDERED
+from stages.data.encode import EMPTY_ANSWER, Dropped, Encoded
 from stages.data.forms import Form
 from stages.data.mistakes import Mistake, Mistakes
 from stages.data.notes import Note, write_notes
@@ -33,6 +33,8 @@ BAD, NULLS, CHANGED, CUT = "bad rows", "nulls", "encoded otherwise", "cut shorte
 """Counts of an entry: rows with a mistake, which were dropped; rows of JSON files of which nulls
 were removed; rows with notes, which earlier versions encoded otherwise; and rows of which earlier
 versions kept a token more."""
+DROPPED = {UNRENDERED: "dropped as unrendered", EMPTY_ANSWER: "dropped as empty"}
+"""Reasons why `data.chat` drops turns that it may train on, and the counts of the rows."""
 _CHANGED = (ENDED, LAID_OUT, FORMATTED)
 """Notes on rows that earlier versions encoded otherwise."""
 Result = Sequence[Encoded | Dropped] | Mistake
@@ -100,11 +102,13 @@ def write_samples(
     if a row has several samples, and notes on what was dropped and changed.
 
     Returns `rows`, `samples`, `tokens`, `targets`, `largest` (id), `long` (rows that were truncated
-    or dropped), `dropped`, BAD, NULLS, CHANGED, CUT, and the rows of each form. Raises the error of
-    `mistakes`, which is given those of the batches, and StageError if every row is dropped.
+    or dropped), `dropped`, BAD, NULLS, CHANGED, CUT, those of DROPPED, and the rows of each form.
+    Raises the error of `mistakes`, which is given those of the batches, and StageError if every row
+    is dropped.
     """
-    names = ("rows", "samples", "tokens", "targets", "largest", "long", "dropped")
-    counts, noted = dict.fromkeys((*names, BAD, NULLS, CHANGED, CUT), 0), _Noted(mistakes)
+    names = ["rows", "samples", "tokens", "targets", "largest", "long", "dropped"]
+    names += [BAD, NULLS, CHANGED, CUT, *DROPPED.values()]
+    counts, noted = dict.fromkeys(names, 0), _Noted(mistakes)
     offsets, targets, starts = array("q", [0]), array("i"), array("q")
     with (
         (folder / TOKENS).open("wb") as tokens,
@@ -166,6 +170,8 @@ class _Noted:
         kept = [each for each in found if isinstance(each, Encoded)]
         for why in dict.fromkeys(each.why for each in found if isinstance(each, Dropped)):
             self._add(f"dropped {'turns of ' if kept else ''}{{}} {why}", row)
+            if why in DROPPED:
+                counts[DROPPED[why]] += 1
         notes = dict.fromkeys(note for each in kept for note in each.notes)
         for note in notes:
             self._add(f"{{}} {note}", row)

@@ -169,6 +169,35 @@ def test_rows_without_mistakes_are_the_same_data_under_either(
     assert dropped.fingerprint != either[0].fingerprint
 
 
+THINKS = json.dumps({"messages": [USER, {**BOT, "thinking": "why"}]})
+SILENT = json.dumps({"messages": [USER, {**BOT, "content": ""}]})
+
+
+def test_treatments_matter_where_rows_are_treated(
+    ctx: Context, source: FakeSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that an earlier version began, which trained such rows as `allow` and `train` do, goes
+    on under these."""
+    fields = [{}, *({"unrendered": each} for each in ("drop", "allow")),
+              *({"empty": each} for each in ("error", "drop"))]  # fmt: skip
+    plain = [chat(tmp_path, GOOD, **each).run(ctx, source) for each in fields]
+    assert all(data.identity == plain[0].identity for data in plain)
+
+    prints = [
+        chat(tmp_path, GOOD, THINKS, SILENT, **each).run(ctx, source).identity
+        for each in (
+            {"unrendered": "allow"},
+            {"unrendered": "drop"},
+            {"unrendered": "allow", "empty": "drop"},
+            {"unrendered": "drop", "empty": "drop"},
+        )
+    ]
+    assert len({str(each) for each in prints}) == 4
+    monkeypatch.setattr("stages.data.turns.Turns.lost", lambda *given: [])
+    before = chat(tmp_path, cache=str(tmp_path / "other")).run(ctx, source)
+    assert before.identity == prints[0]
+
+
 def test_a_damaged_file_is_no_row(ctx: Context, source: FakeSource, tmp_path: Path) -> None:
     cut = gzip.compress(f"{GOOD}\n{USR}\n".encode() * 9)[:-9]
     (tmp_path / "z.jsonl.gz").write_bytes(cut)
