@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,6 +57,31 @@ class Dropped:
     """As in Encoded."""
 
 
+_Found = Example | LaidOut | Dropped | Mistake
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _tried(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | Mistake:
+    """Call a function, and return the mistake of a row that it finds."""
+    try:
+        return function(*args, **kwargs)
+    except DataError as error:
+        return Mistake(message=error.message, hint=error.hint)
+
+
+def _together(
+    samples: Sequence[Encoded | Dropped | Mistake],
+) -> list[Encoded | Dropped] | Mistake:
+    """Return the samples of a row, or the first mistake among them."""
+    kept = list[Encoded | Dropped]()
+    for each in samples:
+        if isinstance(each, Mistake):
+            return each
+        kept.append(each)
+    return kept
+
+
 @dataclass(frozen=True, kw_only=True)
 class RowEncoder:
     """Encodes rows by the fields of `data.chat`; a pure function of each row."""
@@ -72,39 +97,26 @@ class RowEncoder:
     """Type of the ids, which holds all of them."""
 
     def batch(self, rows: Sequence[tuple[Form, Row]]) -> list[list[Encoded | Dropped] | Mistake]:
-        """Encode rows in order, each as a sample or as several; a Mistake stands for each that
-        cannot be used."""
-        try:
-            return [*self._together(rows)]
-        except DataError:  # of any row: each step is done for all rows
-            return [self._alone(row) for row in rows]
-
-    def _alone(self, row: tuple[Form, Row]) -> list[Encoded | Dropped] | Mistake:
-        try:
-            return self._together([row])[0]
-        except DataError as error:
-            return Mistake(message=error.message, hint=error.hint)
-
-    def _together(self, rows: Sequence[tuple[Form, Row]]) -> list[list[Encoded | Dropped]]:
-        """Encode rows with one call of the tokenizer."""
+        """Encode rows in order, with one call of the tokenizer, each as a sample or as several; a
+        Mistake stands for each that cannot be used."""
         examples = [self._examples(form, row) for form, row in rows]
         flat = [example for each in examples for example in each]
         self._conversation.ahead([each for each in flat if isinstance(each, Conversation)])
-        laid_out = [self._laid_out(example) for example in flat]
+        laid_out = [_tried(self._laid_out, example) for example in flat]
         texts = [self._text(example) for example in laid_out]
         found = iter(self.tokens([text for text in texts if text is not None]))
         results = iter([
-            self._encoded(example, next(found)) if text is not None else self._given(example)
+            self._given(example) if text is None else _tried(self._encoded, example, next(found))
             for example, text in zip(laid_out, texts, strict=True)
         ])  # fmt: skip
         return [
-            [self._cut(row, next(results)) for _ in each]
+            _together([_tried(self._cut, row, next(results)) for _ in each])
             for (_, row), each in zip(rows, examples, strict=True)
         ]
 
-    def _examples(self, form: Form, row: Row) -> list[Example | Dropped]:
+    def _examples(self, form: Form, row: Row) -> Sequence[Example | Dropped | Mistake]:
         """Return a row as one example, or as one for each turn."""
-        example = self._example(form, row)
+        example = _tried(self._example, form, row)
         if self.stage.turns == "together" or not isinstance(example, Conversation):
             return [example]
         turns = self._conversation.trained_turns(example)
@@ -143,7 +155,7 @@ class RowEncoder:
             )
         return bool(empty) and self.stage.empty == "drop"
 
-    def _laid_out(self, example: Example | Dropped) -> Example | LaidOut | Dropped:
+    def _laid_out(self, example: Example | Dropped | Mistake) -> _Found:
         if not isinstance(example, Conversation):
             return example
         try:
@@ -153,20 +165,20 @@ class RowEncoder:
                 raise
             return Dropped(why=UNRENDERED)
 
-    def _text(self, example: Example | LaidOut | Dropped) -> str | None:
+    def _text(self, example: _Found) -> str | None:
         """Return the text to tokenise, if there is one."""
         if isinstance(example, Completion):
             return example.prompt + example.completion
         return example.text if isinstance(example, LaidOut) else None
 
-    def _given(self, example: Example | LaidOut | Dropped) -> Encoded | Dropped:
+    def _given(self, example: _Found) -> Encoded | Dropped | Mistake:
         """Return the result of an example without a text."""
-        if isinstance(example, Dropped):
+        if isinstance(example, Dropped | Mistake):
             return example
         assert isinstance(example, Tokens)
         return Encoded(ids=np.array(example.ids, np.int64), trained=np.array(example.trained, bool))
 
-    def _encoded(self, example: Example | LaidOut | Dropped, tokens: TextTokens) -> Encoded:
+    def _encoded(self, example: _Found, tokens: TextTokens) -> Encoded:
         if isinstance(example, Completion):
             return self._completion(example, tokens)
         assert isinstance(example, LaidOut)
@@ -200,11 +212,11 @@ class RowEncoder:
             notes=(tokenize.FORMATTED,) if ended or (begun and self.start) else (),
         )
 
-    def _cut(self, row: Row, encoded: Encoded | Dropped) -> Encoded | Dropped:
+    def _cut(self, row: Row, encoded: Encoded | Dropped | Mistake) -> Encoded | Dropped | Mistake:
         """Return at most `sequence_length` tokens, in the dtype of the cache; Dropped if none of
         them is trained on."""
-        result = self._truncated(row, encoded)
-        if isinstance(result, Dropped):
+        result = encoded if isinstance(encoded, Mistake) else self._truncated(row, encoded)
+        if not isinstance(result, Encoded):
             return result
         return dataclasses.replace(result, ids=result.ids.astype(self.dtype))
 

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -79,15 +80,15 @@ class Renderer:
 
     def ahead(self, parts: Iterable[tuple[Conversation, int, bool]]) -> None:
         """Render parts of conversations, as `text` is asked for them, together: that saves much of
-        the time. Parts of conversations with arguments of their own are left to `text`, and where
-        the template refuses one, all of its kind: whole conversations, beginnings, or those with a
-        generation prompt. Forgets what was rendered before."""
+        the time. Where the template refuses one, all of its kind are left to `text`: whole
+        conversations, beginnings, or those with a generation prompt, with the same arguments.
+        Forgets what was rendered before."""
         self._ahead.clear()
         kinds = defaultdict(list)
         for chat, count, prompt in parts:
-            if not chat.extra:
-                kinds[prompt, count == len(chat.messages)].append((chat, count))
-        for (prompt, _), these in kinds.items():
+            kind = prompt, count == len(chat.messages), pickle.dumps(chat.extra)
+            kinds[kind].append((chat, count))
+        for (prompt, *_), these in kinds.items():
             messages = [chat.messages[:count] for chat, count in these]
             with contextlib.suppress(Exception):  # which `text` explains
                 texts = self.apply(

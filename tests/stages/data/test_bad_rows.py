@@ -23,7 +23,9 @@ from pipeline.view.history import read_history
 from pipeline.view.report.facts import marks
 from stages.data import mistakes
 from stages.data.chat import ChatData, ChatSource
+from stages.data.encodings import TextTokenizer
 from stages.data.mistakes import kind_of
+from stages.data.rendering import Renderer
 from stages.data.stream import StreamData
 from stages.data.text import TextData
 from tests.stages.data.fakes import PLAIN, FakeSource, ids
@@ -167,6 +169,34 @@ def test_rows_without_mistakes_are_the_same_data_under_either(
     dropped = chat(tmp_path, GOOD, GOOD, USR, bad_rows="drop").run(ctx, source)
     assert dropped.train[1].input_ids.tolist() == either[0].train[1].input_ids.tolist()
     assert dropped.fingerprint != either[0].fingerprint
+
+
+def test_the_rows_of_a_batch_are_encoded_together(
+    ctx: Context, source: FakeSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is wrong with some of them, and whatever arguments of the template they have."""
+    sizes, rendered = list[int](), list[int]()
+    encode, apply = TextTokenizer.__call__, Renderer.apply
+    monkeypatch.setattr(
+        TextTokenizer,
+        "__call__",
+        lambda self, texts: sizes.append(len(texts)) or encode(self, texts),
+    )
+
+    def counted(self: Renderer, chat: Any, messages: Any, **more: Any) -> Any:
+        rendered.append(len(messages))
+        return apply(self, chat, messages, **more)
+
+    monkeypatch.setattr(Renderer, "apply", counted)
+    says = {"user": "What is it?", "assistant": "It is that."}
+    plain = {"messages": [{"role": role, "content": text} for role, text in says.items()] * 2}
+    tools = [{**plain, "tools": [{"name": name}]} for name in "fg"]
+    lines = [json.dumps(each) for each in [plain, *tools] * 8]
+    data = chat(tmp_path, *lines, *[USR, BOOT] * 4, bad_rows="drop").run(ctx, source)
+    assert len(data.train) == 24
+    assert sizes == [24]
+    # whole, up to a generation prompt (twice) and up to an answer; of each list of tools
+    assert sorted(rendered) == [8, 8, 8, 8, 8, 8, 16, 16, 16]
 
 
 THINKS = json.dumps({"messages": [USER, {**BOT, "thinking": "why"}]})
