@@ -91,8 +91,9 @@ def in_place() -> None:
     distributed: Any = torch.distributed
     distributed.all_reduce = _settled(distributed.all_reduce)
     distributed.broadcast = _settled(distributed.broadcast)
-    distributed.all_gather_into_tensor = _all_gather
-    distributed.reduce_scatter_tensor = _reduce_scatter
+    # The second names are torch 2.13's.
+    distributed.all_gather_into_tensor = distributed.all_gather_single = _all_gather
+    distributed.reduce_scatter_tensor = distributed.reduce_scatter_single = _reduce_scatter
 
 
 def _settled(collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,7 +123,8 @@ def _all_gather(
 ) -> Any:
     parts = output_tensor.view(-1).chunk(torch.distributed.get_world_size(group))
     parts[torch.distributed.get_rank(group)].copy_(input_tensor.view(-1))
-    for rank, part in enumerate(parts):
+    ranks = torch.distributed.get_process_group_ranks(group)
+    for rank, part in zip(ranks, parts, strict=True):
         torch.distributed.broadcast(part, src=rank, group=group)
     return _Done() if async_op else None
 

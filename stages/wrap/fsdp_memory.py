@@ -185,7 +185,9 @@ class Sharded(TorchMemory):
         own = trained[place] if through and not added else 0
         own += trained[EMBEDDINGS] if through and place == ROOT else 0
         head = backward and moment.unit != "head" and not (through and place < 0)
-        return r * waits + c * (own + self._head * head)
+        # Those that wait are cast one by one, and each is freed then.
+        size = max(c, r) if several and moment.first else c
+        return r * waits + size * own + c * self._head * head
 
     def _reduced(self, moment: Moment) -> int:
         if moment.event == "step" or not (moment.first or self._late):
