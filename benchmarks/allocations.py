@@ -226,10 +226,14 @@ def compared(case: Case, ranks: Sequence[dict[str, Any]]) -> Iterator[Row]:
         loading = row("load", "load")
         if "quantize" in (case.adapter or {}):
             loading = loading._replace(
-                measured=max(loading.measured - QUANTIZING, loading.predicted)
+                measured=min(
+                    loading.measured, max(loading.measured - QUANTIZING, loading.predicted)
+                )
             )
         yield loading
-    for turn in range(case.accumulation):
+    # of fewer micro-batches, all are reduced by the last
+    late = case.strategy.get("reduce_every_microbatch") is False
+    for turn in range(case.accumulation - 1 if late else 0, case.accumulation):
         again = f" {turn + 1}" if turn else ""
         yield row(f"forward{again}", f"{last}/{turn}/forward")
         yield row(f"backward{again}", f"{last}/{turn}/backward")

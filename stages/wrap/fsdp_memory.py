@@ -185,9 +185,7 @@ class Sharded(TorchMemory):
         own = trained[place] if through and not added else 0
         own += trained[EMBEDDINGS] if through and place == ROOT else 0
         head = backward and moment.unit != "head" and not (through and place < 0)
-        # Those that wait are cast one by one, and each is freed then.
-        size = max(c, r) if several and moment.first else c
-        return r * waits + size * own + c * self._head * head
+        return r * waits + c * (own + self._head * head)
 
     def _reduced(self, moment: Moment) -> int:
         if moment.event == "step" or not (moment.first or self._late):
@@ -197,7 +195,8 @@ class Sharded(TorchMemory):
 
     def gradients(self, moment: Moment) -> Gradients:
         c = self._sizes.compute
-        added = self._late and not moment.first
+        # Autograd adds to those that wait, unless they wait in another dtype.
+        added = self._late and not moment.first and self._sizes.reduce == c
         # The second gradient of a tied weight is added to the first, which gives a third tensor.
         sums = self._model.tied and moment.unit == "embeddings"
         kept = 0 if added else c
