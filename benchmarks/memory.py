@@ -1,11 +1,11 @@
-"""Compare `pipe plan`'s memory with a trace, with real tensors and with DeepSpeed.
+"""Compare `pipe plan`'s memory with a trace, and a trace with real tensors.
 
-    python benchmarks/memory.py [--drawn 40] [--seed 0] [--only profiles|tensors|deepspeed]
+    python benchmarks/memory.py [--drawn 40] [--seed 0] [--only profiles|tensors]
 
-Prints three tables of a training step's peak on one rank: profiles (`pipe plan`) beside the trace
-(`pipe plan --trace`), for well-known models and random ones; the trace beside a run of the same
-engine on real tensors on the CPU, for small models; and profiles beside DeepSpeed's allocations.
-Exits 1 when an error is larger than 3 %, 0.5 % or 5 %.
+Prints two tables of a training step's peak on one rank: profiles (`pipe plan`) next to the trace
+(`pipe plan --trace`), for well-known models and random ones; and the trace next to a run of the
+same engine on real tensors on the CPU, for small models. Exits 1 when an error is larger than 3 %
+or 0.5 %.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 
 import click
-import zero_memory
 from memories.cases import SMALL, WELL_KNOWN, Case, drawn
 from memories.compare import Pair, profile_and_trace, summary, trace_and_tensors
 from tables import markdown, mib
 
 PROFILES, TENSORS = 0.03, 0.005
-TABLES = ("profiles", "tensors", "deepspeed")
+TABLES = ("profiles", "tensors")
 
 
 @click.command()
@@ -38,12 +37,6 @@ def main(count: int, seed: int, only: str | None) -> None:
     if "tensors" in tables:
         pairs = _pairs(SMALL, trace_and_tensors)
         worst.append(_tell(("trace", "real tensors"), pairs) > TENSORS)
-    if "deepspeed" in tables:
-        found = zero_memory.every_configuration()
-        click.echo(zero_memory.table(found))
-        errors = [abs(row.error) for rows in found.values() for row in rows]
-        click.echo(f"\nerror of {len(errors)} phases: at most {max(errors):.3%}\n")
-        worst.append(max(errors) > zero_memory.LIMIT)
     sys.exit(any(worst))
 
 

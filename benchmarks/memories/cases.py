@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ class Case:
     master: str = "fp32"
     compute: str = "bf16"
     reduce: str = "fp32"
+    precision: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of `precision.policy`."""
     optimizer: Mapping[str, Any] = field(default_factory=dict)
     """Fields of `optimizer.adamw`."""
     length: int = 1024
@@ -41,11 +44,16 @@ class Case:
     adapter: Mapping[str, Any] | None = None
     packed: bool = False
 
-    def plan(self, folder: Path, *, device: str = "cuda") -> Plan:
-        """Write the case as a recipe in the folder and check it."""
+    def plan(
+        self, folder: Path, *, device: str = "cuda", model: Mapping[str, Any] | None = None
+    ) -> Plan:
+        """Write the case, or with other fields of the model, as a recipe in the folder and check
+        it."""
+        folder.mkdir(exist_ok=True)
+        given = self if model is None else dataclasses.replace(self, model=model)
         text, recipe = folder / "text.txt", folder / "recipe.yaml"
         text.write_text("text\n", "utf-8")
-        recipe.write_text(yaml.safe_dump(self._recipe(text, device), sort_keys=False), "utf-8")
+        recipe.write_text(yaml.safe_dump(given._recipe(text, device), sort_keys=False), "utf-8")
         return plan_file(recipe, forecast=True)
 
     def topology(self, device: str = "cuda") -> Topology:
@@ -62,6 +70,7 @@ class Case:
                 "master": self.master,
                 "compute": self.compute,
                 "reduce": self.reduce,
+                **self.precision,
             },
             "data": {
                 "use": "data.text",

@@ -22,8 +22,8 @@ BLOCK = 64
 """Elements that share a scale: the paper's block size, and bitsandbytes' default."""
 SCALE = 4
 """Bytes of a scale, in fp32."""
-STEP = CHUNK // torch.float32.itemsize // BLOCK * BLOCK
-"""Elements that are quantized at a time: whole blocks."""
+STEP = CHUNK // 4 // torch.float32.itemsize // BLOCK * BLOCK
+"""Elements that are quantized at a time: whole blocks, of which copies are made."""
 
 
 def code_bytes(elements: int) -> int:
@@ -46,8 +46,12 @@ def codes(values: Tensor, kind: QuantType) -> Tensor:
 
 def scales(values: Tensor) -> Tensor:
     """The scales of the blocks of flat fp32 values that begin with a block; fp32."""
-    missing = -values.numel() % BLOCK
-    return torch.nn.functional.pad(values, (0, missing)).view(-1, BLOCK).abs().amax(1)
+    whole = values.numel() // BLOCK * BLOCK
+    return torch.cat([
+        torch.linalg.vector_norm(blocks, torch.inf, dim=1)
+        for blocks in (values[:whole].view(-1, BLOCK), values[whole:].view(1, -1))
+        if blocks.numel()
+    ])  # fmt: skip
 
 
 def dequantize(

@@ -40,7 +40,8 @@ class Replicated(TorchMemory):
       `keeps` them there, gradients are tensors beside the buckets, from one backward to the next;
       as `views`, until the buckets are reduced;
     - if the dtypes differ, c n of each block from its forward to the end of its backward (of a
-      recomputed one only while it runs), and of the head.
+      recomputed one only while it runs), of the head, and in forward of the embeddings until the
+      last block has run.
     """
 
     def __init__(
@@ -63,18 +64,19 @@ class Replicated(TorchMemory):
         kinds = tuple(() if again else weights for weights, again in kept)
         self._kept = UnitAmounts(replace(model, kinds=kinds), cast)
         """Bytes of the casts in blocks that are not recomputed."""
-        table = 0 if model.tied else cast(model.embedding)
-        self._behind = self._cast[ROOT] - table
+        table = cast(model.embedding)
+        self._behind = self._cast[ROOT] - (0 if model.tied else table)
+        self._around = self._behind + table
+        """Bytes of those that the model casts for as long as its blocks run forward."""
 
     def _running(self, moment: Moment, place: int) -> Iterator[Item]:
         backward = moment.event in IN_BACKWARD
         copies = self._kept.between(0, place + 1)
         if moment.unit == "head":
             copies += self._behind
-        elif moment.unit != "embeddings":
-            copies += self._cast[place] - self._kept[place]
-        elif not backward:
-            copies += self._cast[ROOT]
+        else:
+            copies += self._around * (not backward)
+            copies += self._cast[place] - self._kept[place] if moment.unit != "embeddings" else 0
         yield Item(GATHERED, "device", copies)
         if backward and moment.last and self._sizes.reduce != self._sizes.master:
             sent = 0 if self._model.tied else self._sizes.reduce * self._head

@@ -195,7 +195,8 @@ class Sharded(TorchMemory):
 
     def gradients(self, moment: Moment) -> Gradients:
         c = self._sizes.compute
-        added = self._late and not moment.first
+        # Autograd adds to those that wait, unless they wait in another dtype.
+        added = self._late and not moment.first and self._sizes.reduce == c
         # The second gradient of a tied weight is added to the first, which gives a third tensor.
         sums = self._model.tied and moment.unit == "embeddings"
         kept = 0 if added else c

@@ -27,7 +27,7 @@ from stages.wrap.axes import Axes, required
 from stages.wrap.build import build_empty, cast_buffers, declared_facts, materialize, verify_engine
 from stages.wrap.context.attention import divide_sequence
 from stages.wrap.load_weights import load_weights
-from stages.wrap.tensor.plain import is_divided, whole_of
+from stages.wrap.tensor.plain import is_divided, replace_parameters, whole_of
 from stages.wrap.zero import compat
 from stages.wrap.zero.checks import offload_problems
 from stages.wrap.zero.config import generate
@@ -107,38 +107,34 @@ def _module(
 ) -> nn.Module:  # fmt: skip
     """The module that DeepSpeed is given: this rank's parts of layers, parameters partitioned as
     they come, or whole ones; not yet loaded."""
-    module = build_empty(model, precision)
-    if divider is not None:
-        wholes = divider.divide(model, module)
-        divider.materialize(module, wholes, torch_dtype(precision.compute), config)
-    elif stage.stage == 3:
-        module = _partitioned(model, module, config, ctx.dist.device)
-    else:
-        materialize(module, ctx.dist.device, buffer_device=ctx.dist.device)
+    module, device = build_empty(model, precision), ctx.dist.device
+    wholes = None if divider is None else divider.divide(model, module)
+    if stage.stage == 3:
+        _partition(module, device, torch_dtype(precision.compute), config, divider)
+    materialize(module, device, buffer_device=device)
+    if divider is not None and wholes is not None:
+        divider.mark(module, wholes)
     if stage.stage == 3:
         _tell_of_parameters(model, module)
     cast_buffers(module, precision)
     return module
 
 
-def _partitioned(
-    model: ModelSource, empty: nn.Module, config: Mapping[str, Any], device: torch.device
-) -> nn.Module:
-    """The module for stage 3, each parameter partitioned as soon as it exists, not yet loaded.
+def _partition(
+    module: nn.Module, device: torch.device, compute: torch.dtype,
+    config: Mapping[str, Any], divider: ZeroDivider | None,
+) -> None:  # fmt: skip
+    """Give each meta parameter uninitialised storage, and partition it as soon as it exists: no
+    process holds more of the model than its part and one whole tensor."""
+    partition = compat.partitioner(config, None if divider is None else divider.groups)
 
-    No process holds more of the model than its part and one whole tensor. Buffers are those of
-    `empty`: zero.Init computes them in the parameters' dtype, too coarse for rotary frequencies.
-    """
-    import deepspeed
+    def partitioned(parameter: nn.Parameter) -> nn.Parameter:
+        empty = torch.empty_like(parameter, device=device, dtype=compute)
+        made = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        partition(made)
+        return made
 
-    with deepspeed.zero.Init(config_dict_or_path=dict(config)):
-        module = model.build()
-    model.tie(module)
-    module.train()
-    for name, buffer in empty.named_buffers(remove_duplicate=False):
-        owner_name, _, leaf = name.rpartition(".")
-        module.get_submodule(owner_name)._buffers[leaf] = buffer.to(device)
-    return module
+    replace_parameters(module, partitioned)
 
 
 def _tell_of_parameters(model: ModelSource, module: nn.Module) -> None:

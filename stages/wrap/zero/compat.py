@@ -63,16 +63,19 @@ def full_numel(parameter: Any) -> int:
 
 
 def partitioner(config: Mapping[str, Any], groups: Any) -> Callable[[nn.Parameter], None]:
-    """A function that partitions a parameter among the data-parallel ranks of `groups`, as
-    zero.Init does."""
+    """A function that partitions a parameter among the data-parallel ranks of `groups`, or all, as
+    zero.Init does. Like its context, it makes linear layers keep no gathered weight for backward,
+    from here on."""
     import deepspeed
 
     with quiet():
         init = deepspeed.zero.Init(
-            data_parallel_group=groups.get_data_parallel_group(),
+            data_parallel_group=None if groups is None else groups.get_data_parallel_group(),
             config_dict_or_path=dict(config),
             mpu=groups,
         )
+    if init.mem_efficient_linear:
+        init._enable_mem_efficient_linear()
     return lambda parameter: init._convert_to_zero_parameters([parameter])
 
 

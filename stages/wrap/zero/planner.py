@@ -84,9 +84,9 @@ class Stage3Memory(ZeroMemory):
         return min(self.part, self._setting("sub_group_size", 1_000_000_000))
 
     def loading(self) -> int:
-        """Each parameter is whole once more, to hook onto its gradient; then small ones are. A
-        second copy is there at first, until masters are loaded."""
-        widest = max(unit.widest for unit in self.units.values())
+        """Each trained parameter is whole once more, to hook onto its gradient; then small ones
+        are. A second copy is there at first, until masters are loaded."""
+        widest = max(one.bytes(self.c) for one, _ in self.model.counted() if one.trained)
         return max(self._small, widest, self._second_copy(self.every))
 
     @functools.cached_property

@@ -7,20 +7,17 @@ which builds the whole model on every rank, replaces modules, and sends pickles.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from pipeline import Context, ModelSource, StageError
 from pipeline.utils import with_values
-from stages.wrap.build import materialize
 from stages.wrap.mesh import parameter_mesh, warn_of_slow_groups
 from stages.wrap.tensor.divide import divide_layers
-from stages.wrap.tensor.plain import Wholes, is_divided, mark, replace_parameters, take_parts
-from stages.wrap.zero import compat
+from stages.wrap.tensor.plain import Wholes, is_divided, mark, take_parts
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -102,22 +99,8 @@ class ZeroDivider:
             hint = "set stage: 3, or a size that divides it"
             raise StageError(message, hint=hint)
 
-    def materialize(
-        self, module: nn.Module, wholes: Wholes, compute: torch.dtype, config: Mapping[str, Any]
-    ) -> None:
-        """Give this rank's parts real, uninitialised storage; at stage 3 each is partitioned as
-        soon as it exists."""
-        if self._stage.stage == 3:
-            partition = compat.partitioner(config, self.groups)
-
-            def partitioned(parameter: nn.Parameter) -> Tensor:
-                empty = torch.empty_like(parameter, device=self._device, dtype=compute)
-                made = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-                partition(made)
-                return made
-
-            replace_parameters(module, partitioned)
-        materialize(module, self._device, buffer_device=self._device)
+    def mark(self, module: nn.Module, wholes: Wholes) -> None:
+        """Let parameters say what they are parts of, and which of them the norm counts once."""
         mark(module, wholes)
         for name, parameter in module.named_parameters():
             # The rest is counted once in the norm of gradients.

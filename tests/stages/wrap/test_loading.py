@@ -406,7 +406,7 @@ def test_ddp_never_has_more_than_one_copy_beside_its_gradients(big: Path) -> Non
 def test_zero3_never_has_more_than_its_shard_and_a_tensor(big: Path) -> None:
     """The limit holds until DeepSpeed makes its masters and buffers, and while these are loaded."""
     total, largest = sizes_of(big)
-    functions = "stages.wrap.zero.build._partitioned", "stages.wrap.zero.build.load_weights"
+    functions = "stages.wrap.zero.build._partition", "stages.wrap.zero.build.load_weights"
     for made, loading in measured(big, Case(wrap=ALL_PERSIST), *functions):
         assert total / 2 <= made <= total / 2 + largest + SLACK < total
         assert loading <= SLACK

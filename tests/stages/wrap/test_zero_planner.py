@@ -1,8 +1,7 @@
-"""ZeRO's share of memory and copies by hand, and against the allocator on real runs."""
+"""ZeRO's share of memory and copies by hand (tests/benchmarks/test_allocations.py: real runs)."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +17,6 @@ from stages.wrap.axes import TensorParallel
 from stages.wrap.zero import OptimizerOffload, ParameterOffload, PlusPlus, Zero
 from stages.wrap.zero.memory import ZeroMemory
 from stages.wrap.zero.planner import ZeroPlanner
-from tests.support.processes import run_ranks
 
 HOST = {"offload_optimizer": OptimizerOffload()}
 BOTH = {**HOST, "offload_param": ParameterOffload()}
@@ -199,32 +197,3 @@ def test_a_second_copy_for_each_pair_of_ranks() -> None:
         one for one in share({"stage": 3, **BUCKET}).traffic(3) if "gather" in one.collective
     )
     assert (plain.ranks, plain.bytes) == (4, 6 * N)
-
-
-@pytest.mark.usefixtures("deepspeed_operators")
-@pytest.mark.parametrize(
-    "fields",
-    [
-        pytest.param({"zero": {"stage": 1}}, marks=pytest.mark.full),
-        {"zero": {"stage": 2, "reduce_bucket_size": 500_000}},
-        {"zero": {"stage": 3, "reduce_bucket_size": 500_000}},
-        {"zero": {"stage": 3, "reduce_bucket_size": 500_000, **BOTH}, "lora": {"rank": 64}},
-        {
-            "zero": {
-                "stage": 3,
-                "reduce_bucket_size": 500_000,
-                "plus_plus": PlusPlus(secondary_partition=2),
-            }
-        },
-    ],
-)
-def test_a_real_run_holds_what_was_planned(fields: dict[str, Any], tmp_path: Path) -> None:
-    import zero_memory
-    import zero_memory_rank
-
-    job = zero_memory_rank.Job(model=zero_memory.SMALL, micro_batches=2, **fields)
-    ranks = run_ranks(zero_memory_rank.run_job, 2, str(tmp_path), job)
-    rows = list(zero_memory.compared(job, 2, ranks))
-    assert [row.phase for row in rows][-3:] == ["backward 2", "step", "between"]
-    for row in rows:
-        assert row.predicted == pytest.approx(row.measured, rel=0.05), row.phase

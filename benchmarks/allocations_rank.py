@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
@@ -10,54 +11,31 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
 import torch.nn.functional as F
+from memories.cases import Case
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline import testing
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.precision import LossScaling, Precision
+from pipeline.chain.plan import Plan
+from pipeline.contracts.stage import Context
 from pipeline.distributed.process_group import DistContext, environment_dist
-from stages.adapter.lora import Lora
-from stages.model.hf import HfModel
-from stages.optimizer.adamw import AdamW
-from stages.wrap.zero import Zero
 
 SPOKEN = "output-"
 """Beginning of the name of a rank's output file, before the rank's number."""
 LET_GO = 1e-4
 """Seconds between two checks whether gloo has released a tensor."""
 TOKENS = 2
-"""Tokens of a micro-batch, so few that activations are next to nothing beside the weights."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One run, as plain data that travels to the ranks."""
-
-    model: Mapping[str, Any]
-    zero: Mapping[str, Any]
-    """Fields of wrap.zero."""
-    compute: str = "bf16"
-    master: str = "fp32"
-    reduce: str = "fp32"
-    optimizer: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of optimizer.adamw."""
-    clip: float | None = 1.0
-    micro_batches: int = 1
-    steps: int = 3
-    """Steps of the run. The first two differ from later ones: moments are made, modules are
-    traced."""
-    lora: Mapping[str, Any] | None = None
-    """Fields of adapter.lora, if there is an adapter."""
+"""Tokens of a micro-batch, so few that activations are next to nothing compared to the weights."""
+STEPS = 3
+"""Steps of a run. The first two differ from later ones: moments are made, modules are traced."""
 
 
 class Meter:
@@ -113,8 +91,9 @@ def in_place() -> None:
     distributed: Any = torch.distributed
     distributed.all_reduce = _settled(distributed.all_reduce)
     distributed.broadcast = _settled(distributed.broadcast)
-    distributed.all_gather_into_tensor = _all_gather
-    distributed.reduce_scatter_tensor = _reduce_scatter
+    # The second names are torch 2.13's.
+    distributed.all_gather_into_tensor = distributed.all_gather_single = _all_gather
+    distributed.reduce_scatter_tensor = distributed.reduce_scatter_single = _reduce_scatter
 
 
 def _settled(collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -144,7 +123,8 @@ def _all_gather(
 ) -> Any:
     parts = output_tensor.view(-1).chunk(torch.distributed.get_world_size(group))
     parts[torch.distributed.get_rank(group)].copy_(input_tensor.view(-1))
-    for rank, part in enumerate(parts):
+    ranks = torch.distributed.get_process_group_ranks(group)
+    for rank, part in zip(ranks, parts, strict=True):
         torch.distributed.broadcast(part, src=rank, group=group)
     return _Done() if async_op else None
 
@@ -158,7 +138,7 @@ def _reduce_scatter(
     return _Done() if async_op else None
 
 
-def main(job: Job, rank: int, world: int, folder: str) -> None:
+def main(case: Case, rank: int, world: int, folder: str) -> None:
     """Join the group, measure, write the result into the folder."""
     with Path(folder, f"{SPOKEN}{rank}").open("wb") as file:  # libraries print a lot
         os.dup2(file.fileno(), 1)
@@ -172,7 +152,7 @@ def main(job: Job, rank: int, world: int, folder: str) -> None:
     store = torch.distributed.FileStore(f"{folder}/store", world)  # type: ignore[attr-defined]
     dist = environment_dist(store, device="cpu")
     _allow_fp16()
-    result = run_job(dist, folder, job)
+    result = measured(dist, folder, case)
     Path(folder, f"rank-{rank}.json").write_text(json.dumps(result), "utf-8")
     dist.barrier()
     torch.distributed.destroy_process_group()
@@ -189,42 +169,50 @@ def _allow_fp16() -> None:
     type(get_accelerator()).is_fp16_supported = lambda self: True
 
 
-def run_job(dist: DistContext, folder: str, job: Job) -> dict[str, dict[str, int]]:
+def measured(dist: DistContext, folder: str, case: Case) -> dict[str, dict[str, int]]:
     """Return the bytes that this rank held at the end of each phase, and the peak within it."""
     in_place()
-    store(dist, folder, job)
+    stored = store(dist, Path(folder), case)
+    plan = case.plan(Path(folder, f"of-{dist.rank}"), device="cpu", model={"path": str(stored)})
     meter = Meter()
     with meter:
-        train(dist, folder, job)
+        train(testing.context(folder, dist=dist), case, plan)
     return meter.phases()
 
 
-def store(dist: DistContext, folder: str, job: Job) -> None:
-    """Write a random model into `folder`: loading it needs next to no memory, unlike making it."""
+def store(dist: DistContext, folder: Path, case: Case) -> Path:
+    """Write the case's random model: loading it needs next to no memory, unlike making it."""
+    made = folder / "model"
     if dist.is_main:
         torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**job.model))
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**case.model["config"]))
         # The dtype is the one it is loaded in: a cast takes a buffer of 4 MiB, more than everything
         # here.
-        low = job.lora is not None or job.master == "bf16"
-        model.to(torch.bfloat16 if low else torch.float32).save_pretrained(folder)
+        low = (case.adapter is not None and case.compute != "fp32") or case.master == "bf16"
+        model.to(torch.bfloat16 if low else torch.float32).save_pretrained(made)
     dist.barrier()
+    return made
 
 
-def train(dist: DistContext, folder: str, job: Job) -> None:
+def train(ctx: Context, case: Case, plan: Plan) -> None:
     """Load and train for some steps, each phase marked; everything is freed at the end."""
-    ctx = testing.context(folder, dist=dist)
+    made: dict[str, Any] = {}
     with contextlib.ExitStack() as stack:
         ctx.on_exit = stack.callback  # type: ignore[misc]
-        plan = AdamW(max_grad_norm=job.clip, **job.optimizer).run(ctx)
-        model = source(ctx, folder, job)
-        with phase("load"):
-            engine = Zero(**job.zero).run(ctx, model, precision(job), plan)
+        for step in plan.steps:
+            if step.slot in ("data", "checkpoint", "train"):
+                continue
+            inputs = {name: slot and made[slot] for name, slot in step.inputs.items()}
+            here = dataclasses.replace(ctx, slot=step.slot)
+            with phase("load") if step.slot == "wrap" else contextlib.nullcontext():
+                made[step.slot] = step.stage.run(here, **inputs)
+        engine = made.pop("wrap")
         tokens = torch.arange(TOKENS).view(1, -1) + 1
-        for step in range(job.steps):
-            for turn in range(job.micro_batches):
-                one_microbatch(engine, tokens, f"{step}/{turn}", last=turn == job.micro_batches - 1)
-            with phase(f"{step}/step"):
+        for number in range(STEPS):
+            for turn in range(case.accumulation):
+                last = turn == case.accumulation - 1
+                one_microbatch(engine, tokens, f"{number}/{turn}", last=last)
+            with phase(f"{number}/step"):
                 engine.step(lr_scale=1.0)
 
 
@@ -238,17 +226,3 @@ def one_microbatch(engine: Any, tokens: Tensor, name: str, *, last: bool) -> Non
         with phase(f"{name}/backward"):
             engine.backward(loss)
             del loss
-
-
-def source(ctx: Any, folder: str, job: Job) -> ModelSource:
-    """Return the stored model, with an adapter if the job has one."""
-    model = HfModel(path=folder).run(ctx)
-    return model if job.lora is None else Lora(**job.lora).run(ctx, model)
-
-
-def precision(job: Job) -> Precision:
-    """Return the job's policy; fp16 has dynamic loss scaling."""
-    scaling = LossScaling(initial_scale=2.0**10) if job.compute == "fp16" else None
-    return Precision(
-        master=job.master, compute=job.compute, reduce=job.reduce, buffer=None, loss_scaling=scaling
-    )  # type: ignore[arg-type]
