@@ -42,7 +42,7 @@ from pipeline.execution.resume import plan_resume, results
 from pipeline.execution.selection import Selection, cut, ends_early
 from pipeline.utils.files import replace_text
 from pipeline.utils.foreign import read_whole
-from pipeline.utils.terminal import hide_environment, shown
+from pipeline.utils.terminal import hide_environment, shown, typed
 from pipeline.utils.text import align, duration
 from pipeline.view.screen import Display
 
@@ -70,6 +70,7 @@ class Job:
 
     def prepared(self, plan: Plan, folder: Path) -> Plan:
         """Return the part of the plan that this start does, in a folder whose lock is held."""
+        typed(str(folder))
         self.selection.set_aside(plan, Journal(folder / rundir.JOURNAL))
         return cut(plan)
 
