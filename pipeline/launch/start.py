@@ -230,7 +230,7 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
     """
     journal, recipe = Journal(folder / rundir.JOURNAL), folder / rundir.RECIPE
     with system_errors_as(UsageError):
-        before = read_whole(recipe).decode("utf-8") if recipe.exists() else None
+        before = read_whole(recipe, within=folder).decode("utf-8") if recipe.exists() else None
         write_origins(folder, plan.recipe)
         replace_text(recipe, plan.recipe.dump())
         here = rundir.environment()
