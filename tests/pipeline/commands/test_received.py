@@ -157,7 +157,7 @@ WRITING = ("resume RUN", "export RUN --to out --procs 1")
 WRITTEN = [*itertools.product(FILES, KINDS, WRITING)]
 
 
-@pytest.mark.parametrize(("file", "kind", "command"), spread(WRITTEN, 12))
+@pytest.mark.parametrize(("file", "kind", "command"), spread(WRITTEN[::7], 12))
 def test_a_damaged_folder_that_is_gone_on_with(
     received: Path, plugin: Path, tmp_path: Path, file: str, kind: str, command: str
 ) -> None:
