@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Annotated, TypeAlias
 
 from annotated_types import Gt
-from pydantic import Field
+from pydantic import AfterValidator, WithJsonSchema
+from pydantic_core import PydanticCustomError
 
 from pipeline import Data, PlanView, Problem
 
 _DECIMAL = r"(0?\.[0-9]{0,8}[1-9][0-9]{0,8}|[1-9][0-9]{0,8}(\.[0-9]{1,8})?)"
 _RATIO = r"[1-9][0-9]{0,8}/[1-9][0-9]{0,8}"
+_EPOCHS = f"^({_DECIMAL}|{_RATIO}) epochs?$"
+
+
+def _in_words(value: str) -> str:
+    """Refuse a text that is no part of an epoch, without a regular expression in the message."""
+    if not re.fullmatch(_EPOCHS, value):
+        raise PydanticCustomError(
+            "period",
+            "must be a number of steps, or a part of an epoch as in `1 epoch`, `0.25 epochs` or "
+            "`1/3 epochs`",
+        )
+    return value
+
+
 Period: TypeAlias = (
-    Annotated[int, Gt(0)] | Annotated[str, Field(pattern=f"^({_DECIMAL}|{_RATIO}) epochs?$")]
+    Annotated[int, Gt(0)]
+    | Annotated[
+        str, AfterValidator(_in_words), WithJsonSchema({"type": "string", "pattern": _EPOCHS})
+    ]
 )
 """A number of steps, or a part of an epoch: `1 epoch`, `0.25 epochs`, `1/3 epochs`."""
 

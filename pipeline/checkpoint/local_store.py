@@ -92,7 +92,8 @@ class LocalStore(Store):
             return None
 
     def get(self, name: str, file: str) -> bytes:
-        return read_whole(self._root / name / file, most=MOST)
+        folder = self._root / name
+        return read_whole(folder / file, most=MOST, within=folder)
 
     def put(self, name: str, file: str, data: bytes) -> None:
         path = self._root / name / file
@@ -111,7 +112,8 @@ class LocalStore(Store):
         (self._root / name / file).unlink()
 
     def read(self, name: str, file: str, ranges: Iterable[tuple[int, memoryview]]) -> int:
-        with open_regular(self._root / name / file) as stream:
+        folder = self._root / name
+        with open_regular(folder / file, within=folder) as stream:
             return sum(read_at(stream.fileno(), offset, into) for offset, into in ranges)
 
     def quarantine(self, name: str) -> str:

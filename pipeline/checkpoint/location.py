@@ -7,6 +7,7 @@ an order to do so.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 DEFAULT = "checkpoints"
 """Folder of a run's checkpoints in its own folder."""
 ADDRESS_FILE = "checkpoints.at"
+MOST = 1 << 16
+"""Most bytes of that file."""
 RECIPE = "recipe.yaml"
 """File by which a run's folder is known."""
 
@@ -52,7 +55,8 @@ def known(run_dir: Path) -> str | None:
     the run's folder they move with it. Raises CheckpointError for a file that names no place."""
     file = run_dir / ADDRESS_FILE
     try:
-        text = read_whole(file, most=1 << 16).decode("utf-8") if file.exists() else ""
+        content = read_whole(file, most=MOST, within=run_dir) if file.exists() else b""
+        text = content.decode("utf-8")
     except (OSError, ValueError) as error:
         hint = "write the place of the checkpoints into it"
         raise CheckpointError(f"{file}: damaged: {in_words(error)}", hint=hint) from error
@@ -64,8 +68,10 @@ def remember(run_dir: Path, address: str) -> None:
     text = DEFAULT if address == default(run_dir) else address
     file = run_dir / ADDRESS_FILE
     try:
-        if not file.exists() or read_whole(file) != text.encode():
-            replace_text(file, text)
+        with contextlib.suppress(FileNotFoundError):
+            if read_whole(file, most=MOST, within=run_dir) == text.encode():
+                return
+        replace_text(file, text)
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror}") from error
 

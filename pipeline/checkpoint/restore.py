@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -49,11 +50,7 @@ class Restoration:
 
     def named(self, name: str, validate: Callable[[Progress], None]) -> Progress:
         """Load this checkpoint. Raises CheckpointError, and moves nothing, if that fails."""
-        with system_errors_as(CheckpointError):
-            manifest = self._store.get(name, MANIFEST) or b""
-        # which holds the sums of all that is read
-        facts = {"manifest": hashlib.sha256(manifest).hexdigest()}
-        self._ctx.dist.require_same(f"checkpoint {self._store.locate(name)}", facts)
+        self._require_same(name)
         progress = self._load(name, validate)
         self._ctx.dist.barrier()
         self._engine.sync_compute_weights()
@@ -64,7 +61,7 @@ class Restoration:
         """Load the newest checkpoint that verifies; None if none exists. `validate` may refuse a
         progress before anything is loaded. A damaged checkpoint goes into quarantine, and all ranks
         take the one before it. Raises CheckpointError if all are damaged, or if one is of another
-        model."""
+        model, and StageError on ranks that see different ones."""
         damage = ""
         while True:
             own = json.dumps(self._quarantine_until_whole()) if self._ctx.dist.is_main else None
@@ -72,6 +69,7 @@ class Restoration:
             damage = found or damage
             if not name:
                 break
+            self._require_same(name)
             progress, problem = None, None
             try:
                 with activity(f"reading {name}"):
@@ -92,6 +90,15 @@ class Restoration:
                 hint="they were renamed, not deleted; to train from the start, start a new run",
             )
         return None
+
+    def _require_same(self, name: str) -> None:
+        """Raise StageError on every rank unless all see the same manifest, which holds the sums of
+        all that is read (collective): nodes with disks of their own may hold different ones."""
+        manifest = b""
+        with system_errors_as(CheckpointError), contextlib.suppress(FileNotFoundError):
+            manifest = self._store.get(name, MANIFEST)
+        facts = {"manifest": hashlib.sha256(manifest).hexdigest()}
+        self._ctx.dist.require_same(f"checkpoint {self._store.locate(name)}", facts)
 
     def _require_confirmed(self, name: str, problems: Sequence[Sequence[str] | None]) -> str:
         """The first of the ranks' problems (in words, and the tensor's key if it is known). Raises

@@ -88,6 +88,7 @@ def launch(
     from pipeline.distributed.placement import bounds
     from pipeline.errors import UsageError
     from pipeline.launch.targets import TARGETS as KNOWN
+    from pipeline.launch.targets.surroundings import with_absolute_paths
 
     if shows == submit:
         raise UsageError("give exactly one of --print and --submit")
@@ -101,7 +102,11 @@ def launch(
         own = str(most) if few == most else f"{{min: {few}, max: {most}}}"
         overrides = (*overrides, f"launch.nodes={own}")
     plan = plan_file(recipe, overrides, forecast=True)
-    around = _surroundings(target, kind, plan, run_dir, given["mounts"])
+    elsewhere = bool(given["image"]) or kind.forgets or kind.fresh
+    if elsewhere and not kind.takes_folder:  # the current folder is another one there
+        overrides = tuple(map(with_absolute_paths, overrides))
+        run_dir = run_dir.absolute() if kind.brings else run_dir
+    around = _surroundings(target, kind, plan, run_dir, given["mounts"], elsewhere=elsewhere)
     place = _place(recipe, kind, image=bool(given["image"]))
     arguments = ["run", place, *overrides, "--run-dir", str(run_dir)]
     arguments += trust.given()
@@ -169,10 +174,17 @@ def _place(recipe: Path, kind: Target, *, image: bool) -> str:
 
 
 def _surroundings(
-    target: str, kind: Target, plan: Plan, run_dir: Path, mounts: Sequence[str]
+    target: str,
+    kind: Target,
+    plan: Plan,
+    run_dir: Path,
+    mounts: Sequence[str],
+    *,
+    elsewhere: bool,
 ) -> dict[str, Any]:
-    """Return the fields of a job about what is here, and say what the script does not bring."""
-    from pipeline.launch.targets.surroundings import activation, named_paths, within
+    """Return the fields of a job about what is here, and say what the script does not bring.
+    `elsewhere` is whether it runs in a container, or on a machine of another kind."""
+    from pipeline.launch.targets.surroundings import activation, at_home, named_paths, within
 
     matches = (kind.mount[0].fullmatch(mount) for mount in mounts)
     targets = [match["target"] for match in matches if match]
@@ -186,6 +198,7 @@ def _surroundings(
     left = [path for path in missing if not within(path, targets)]
     if not kind.brings:
         left += [path for path in paths if path not in ours or not kind.takes_recipe]
+    left += at_home(plan.recipe) if elsewhere else []
     for path in left:
         click.echo(f"warning: {path} is named by the recipe, and {target} has to find it", err=True)
     return {

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import io
+import codecs
+import itertools
 import json
 import time
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
@@ -15,6 +16,9 @@ from pipeline.commands.completion import RUN
 
 if TYPE_CHECKING:
     from pipeline.view.follow import Follower
+
+LONGEST = 1 << 20
+"""Most bytes of a line of a log that is printed."""
 
 
 @click.command("status")
@@ -101,7 +105,7 @@ def logs(run: Path | None, rank: int, follow: bool, lines: int | None) -> None:
     """Print the log of a rank of RUN (by default the newest in ./runs)."""
     from pipeline.errors import UsageError, system_errors_as
     from pipeline.execution import rundir
-    from pipeline.utils.foreign import open_regular
+    from pipeline.utils.foreign import lines_of, open_regular
     from pipeline.utils.text import did_you_mean
 
     folder = rundir.existing(run or rundir.newest(Path("runs")))
@@ -110,12 +114,27 @@ def logs(run: Path | None, rank: int, follow: bool, lines: int | None) -> None:
         ranks = sorted(str(int(one.stem[5:])) for one in (folder / "logs").glob("rank-*.log"))
         raise UsageError(f"{folder} has no log of rank {rank}", hint=did_you_mean("", ranks))
     with system_errors_as(UsageError):
-        opened = open_regular(file, within=folder)
-        log = io.TextIOWrapper(opened, encoding="utf-8", errors="replace")
+        log = open_regular(file, within=folder)
     with log:
-        newest = deque(log, maxlen=lines)
-        click.echo("".join(newest), nl=False)
+        if lines is not None:
+            ends = deque((log.tell() for _ in lines_of(log, LONGEST)), maxlen=lines + 1)
+            log.seek(0 if len(ends) <= lines else ends[0])
+        _print(log)
         while follow and rundir.is_locked(folder):
-            click.echo(log.read(), nl=False)
+            _print(log)
             time.sleep(0.2)
-        click.echo(log.read(), nl=False)
+        _print(log)
+
+
+def _print(log: BinaryIO) -> None:
+    """Print a log from its position to its end, without lines that are too long, which it names."""
+    from pipeline.utils.foreign import lines_of
+    from pipeline.utils.text import human
+
+    decode, place = codecs.getincrementaldecoder("utf-8")("replace").decode, log.tell()
+    for line in itertools.chain(lines_of(log, LONGEST), [b""]):
+        left_out = log.tell() - len(line) - place
+        if left_out:
+            click.echo(f"warning: a line of {human(left_out)} is left out", err=True)
+        click.echo(decode(line), nl=False)
+        place = log.tell()

@@ -26,18 +26,20 @@ def verify(folder: Path, trust_remote_code: bool) -> None:
     from pipeline.execution.export_recipe import exports_of
 
     folder = folder.resolve()
-    for export in exports_of(folder) if (folder / rundir.RECIPE).is_file() else [folder]:
+    is_run = (folder / rundir.RECIPE).is_file()
+    for export in exports_of(folder) if is_run else [folder]:
         if not export.is_dir():
             raise UsageError(f"{export} is not there", hint="`pipe resume RUN` finishes a run")
-        _verify(export, trust_remote_code=trust_remote_code)
+        # the hub's cache holds links to files elsewhere; a run writes none
+        within = export if is_run else None
+        _verify(export, _writer(export, within), trust_remote_code=trust_remote_code)
     click.echo("verified")
 
 
-def _verify(folder: Path, *, trust_remote_code: bool) -> None:
+def _verify(folder: Path, name: str, *, trust_remote_code: bool) -> None:
     from pipeline.chain.registry import Registry
     from pipeline.errors import ExportError, UsageError, system_errors_as
 
-    name = _writer(folder)
     stage = Registry.installed().load(name)
     if not callable(getattr(stage, "verify", None)):
         raise UsageError(f"the stage {name}, which wrote {folder}, cannot verify it")
@@ -45,7 +47,7 @@ def _verify(folder: Path, *, trust_remote_code: bool) -> None:
         stage.verify(folder, click.echo, trust_remote_code=trust_remote_code)  # type: ignore[attr-defined]
 
 
-def _writer(folder: Path) -> str:
+def _writer(folder: Path, within: Path | None) -> str:
     """The stage that wrote an export, by its manifest."""
     from pipeline.contracts.export import EXPORT_MANIFEST
     from pipeline.errors import UsageError
@@ -53,7 +55,7 @@ def _writer(folder: Path) -> str:
 
     content = None
     with contextlib.suppress(OSError, ValueError):
-        content = read_json(folder / EXPORT_MANIFEST, most=1 << 28)
+        content = read_json(folder / EXPORT_MANIFEST, most=1 << 28, within=within)
     writer = content.get("writer") if isinstance(content, dict) else None
     if not isinstance(writer, str):
         raise UsageError(

@@ -126,15 +126,15 @@ def interruptible(*, force_after: float | None) -> Iterator[None]:
 
 
 class LastWords:
-    """The last work of a process that an ending signal has stopped: first the part that it must do,
-    then the part that nobody waits for.
+    """The last work of a process whose end is certain: first the part that it must do, then the
+    part that nobody waits for.
 
-    A context manager. Ending signals end what nobody waits for, also those that came since the
-    first one; in the other part they do nothing.
+    A context manager. Ending signals end what nobody waits for, also those that came before it; in
+    the other part they do nothing else, but a second Ctrl-C ends the process at once.
     """
 
-    def __init__(self, seconds: float) -> None:
-        """`seconds` are the most that what nobody waits for may take."""
+    def __init__(self, seconds: float | None) -> None:
+        """`seconds` are the most that what nobody waits for may take; None is without a limit."""
         self._seconds = seconds
         self._number: int | None = None
         self._raises = False
@@ -142,7 +142,9 @@ class LastWords:
 
     def __enter__(self) -> LastWords:
         if threading.current_thread() is threading.main_thread():
-            self._before = {n: signal.getsignal(n) for n in (*ENDING, signal.SIGALRM)}
+            found = {number: signal.getsignal(number) for number in ENDING}
+            self._before = {n: how for n, how in found.items() if how is not signal.SIG_IGN}
+            self._before[signal.SIGALRM] = signal.getsignal(signal.SIGALRM)
             for number in self._before:
                 signal.signal(number, self._hear)
         return self
@@ -161,7 +163,7 @@ class LastWords:
         try:
             if self._number is not None or _came_again:
                 raise Interrupted(self._number or _came_again[-1])
-            signal.setitimer(signal.ITIMER_REAL, self._seconds)
+            signal.setitimer(signal.ITIMER_REAL, self._seconds or 0)
             yield
         finally:
             self._raises = False
@@ -170,6 +172,8 @@ class LastWords:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if not self._raises:
             self._number = number
+            if number == signal.SIGINT:
+                signal.signal(signal.SIGINT, signal.SIG_DFL)
             return
         self._raises = False
         if number == signal.SIGALRM:

@@ -23,7 +23,7 @@ from pipeline.doctor.report import Device, Failure, Folder, MachineReport, Matmu
 from pipeline.doctor.software import gpu_uuids, operators, software, topology
 from pipeline.errors import UsageError
 from pipeline.hardware.gpus import gpu_count
-from pipeline.hardware.host import cores_each, free_memory, total_memory, usable_cores
+from pipeline.hardware.host import free_memory, total_memory, usable_cores
 from pipeline.utils.text import plural
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -187,9 +187,10 @@ def examine(runs: Path, *, procs: int | None, quick: bool) -> MachineReport:
 
 
 def _load() -> float | None:
-    """Processes that ran or waited in the last minute, for each core, without this one."""
+    """Processes that ran or waited in the last minute, for each core, without this one. They are
+    those of the whole machine, and so are the cores."""
     with contextlib.suppress(OSError):
-        return max(os.getloadavg()[0] - 1, 0.0) / cores_each(1)
+        return max(os.getloadavg()[0] - 1, 0.0) / (os.cpu_count() or 1)
     return None
 
 

@@ -160,7 +160,7 @@ def _plan(folder: Path) -> tuple[Plan | None, str]:
     from pipeline.recipe import load_recipe
 
     try:
-        return make_plan(load_recipe(folder / rundir.RECIPE), ran=True), ""
+        return make_plan(load_recipe(rundir.existing(folder) / rundir.RECIPE), ran=True), ""
     except PipeError as error:
         return None, in_words(error).splitlines()[0]
 

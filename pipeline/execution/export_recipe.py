@@ -114,7 +114,7 @@ def recipe_text(choice: Choice, settings: Mapping[str, Any], procs: int) -> str:
     """The recipe as YAML, with `settings` of the export slot. Raises PipeError."""
     trained = {"use": Registry.installed().giving(TrainedRun), "checkpoint": choice.checkpoint}
     if choice.run is not None:
-        recipe = load_recipe(choice.run / rundir.RECIPE)
+        recipe = load_recipe(rundir.existing(choice.run) / rundir.RECIPE)
         content = recipe.public()
         slots = _kept(recipe.name, content["stages"], trained)
         if choice.model is not None:  # an adapter on the run's model stays
@@ -171,7 +171,7 @@ def _free(name: str, slots: Slots) -> str:
 def exports_of(run: Path) -> list[Path]:
     """The folders that a run has exported to; for slots that have not finished, the recipe's.
     Raises UsageError, JournalDamaged."""
-    stages = load_recipe(run / rundir.RECIPE).public()["stages"]
+    stages = load_recipe(rundir.existing(run) / rundir.RECIPE).public()["stages"]
     slots = [link.slot for link in _links(stages) if _gives(link, ExportedModel)]
     if not slots:
         raise UsageError(f"{run} exports nothing", hint="pipe export writes one")

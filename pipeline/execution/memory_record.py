@@ -55,9 +55,9 @@ def record_memory(ctx: Context) -> None:
 
 def read_record(place: Path) -> MemoryRecord:
     """The record in a run's folder, or in a file. Raises UsageError where there is none."""
-    file = place / FILE if place.is_dir() else place
+    file, run = (place / FILE, place) if place.is_dir() else (place, None)
     try:
-        return MemoryRecord.model_validate_json(read_whole(file))
+        return MemoryRecord.model_validate_json(read_whole(file, within=run))
     except OSError as error:
         hint = f"a run writes {FILE} in its folder when it has trained on GPUs"
         raise UsageError(f"{file} cannot be read: {in_words(error)}", hint=hint) from error
@@ -70,9 +70,9 @@ def newest_record(
     runs: Path, suits: Callable[[MemoryRecord], bool]
 ) -> tuple[str, MemoryRecord] | None:
     """Name of the run and its record, of those in a folder of runs that suit; None without any."""
-    for file in sorted(runs.glob(f"*/{FILE}"), key=lambda one: one.stat().st_mtime, reverse=True):
+    for file in sorted(runs.glob(f"*/{FILE}"), key=lambda one: one.lstat().st_mtime, reverse=True):
         with contextlib.suppress(UsageError):  # of another version, or another program's
-            record = read_record(file)
+            record = read_record(file.parent)
             if suits(record):
                 return file.parent.name, record
     return None

@@ -41,9 +41,11 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
     """The run's logger: rank 0 writes to the screen, every rank to its own file. Everything else
     that ranks above 0 print goes to their file too."""
     log = logging.getLogger("pipe")
-    log.setLevel(logging.DEBUG)
-    log.propagate = False
     with contextlib.ExitStack() as stack:
+        stack.callback(log.setLevel, log.level)
+        stack.callback(setattr, log, "propagate", log.propagate)
+        log.setLevel(logging.DEBUG)
+        log.propagate = False
         file = open_log(run_dir, rank)
         stack.callback(_close, file)
         screen = os.dup(2)  # what is printed elsewhere may go to the same file

@@ -35,7 +35,7 @@ from pipeline.checkpoint import location
 from pipeline.contracts.stage import ENVIRONMENT_FILE
 from pipeline.errors import RunFailed, RunLocked, UsageError, in_words, kind_of, system_errors_as
 from pipeline.utils.files import GROUP_FOLDER, naming, opened, replace_text
-from pipeline.utils.foreign import open_regular, read_json
+from pipeline.utils.foreign import open_regular, read_json, require_within
 from pipeline.utils.terminal import shown
 from pipeline.utils.versions import versions
 
@@ -95,11 +95,13 @@ def _made(folder: Path, *, exist_ok: bool) -> Path:
 
 
 def existing(folder: Path) -> Path:
-    """`folder` if it holds a run; raises UsageError if not."""
+    """`folder` if it holds a run; raises UsageError if not, and if its recipe lies elsewhere."""
     if not (folder / RECIPE).is_file():
         raise UsageError(
             f"{folder} is not a run folder: it holds no {RECIPE}", hint="pipe ls shows runs"
         )
+    with system_errors_as(UsageError):
+        require_within(folder / RECIPE, folder)
     return folder
 
 

@@ -24,7 +24,7 @@ from pipeline.distributed.environment import (
 )
 from pipeline.distributed.process_group import DistContext, environment_dist, environment_store
 from pipeline.distributed.signals import Interrupted, default_signals
-from pipeline.errors import StageError
+from pipeline.errors import RunFailed, StageError
 from pipeline.execution import failures, rundir
 from pipeline.execution.activity_record import ActivityRecord
 from pipeline.execution.agreement import require_same_recipe
@@ -114,7 +114,8 @@ def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str]
         except Interrupted:
             raise
         except BaseException as error:
-            failures.record(run_dir, rank, current[0].slot if current else "", error)
+            slot = current[0].slot if current else ""
+            failures.record(run_dir, rank, slot, _cause(run_dir, error))
             log.debug("failed", exc_info=True)
             if worker_world_size() is not None:
                 with contextlib.suppress(StageError):  # the folder may be gone
@@ -122,6 +123,16 @@ def run_rank(run_dir: Path, store: Store | None = None, *, accept: Sequence[str]
                         CLEANUP_SECONDS, exit=True, file=open_log(run_dir, rank)
                     )
             raise
+
+
+def _cause(run_dir: Path, error: BaseException) -> BaseException:
+    """The error to report: a file that is missing since the run's folder is gone says only that."""
+    if isinstance(error, FileNotFoundError):
+        try:
+            rundir.require_kept(run_dir)
+        except RunFailed as gone:
+            return gone
+    return error
 
 
 def keep_compiled() -> None:

@@ -25,8 +25,8 @@ from pipeline.utils.process_tree import none_left
 from pipeline.view.screen import Screen
 
 SILENCE = 1.2
-"""Part of `timeouts.node` without an answer after which this node ends its ranks: by then the
-others go on without it."""
+"""Part of node 0's `timeouts.node` without an answer after which this node ends its ranks: by then
+the others go on without it."""
 
 
 class _RoundOverError(Exception):
@@ -177,7 +177,7 @@ class Agent:
             link.tell(landmarks=done)
         reply = link.reply
         assert reply is not None
-        limit = SILENCE * self._settings.timeouts.node
+        limit = SILENCE * reply.lost_seconds
         if link.silent_for() > limit:
             where = f"{self._host}:{self._port}"
             raise _RoundOverError(

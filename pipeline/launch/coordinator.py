@@ -106,6 +106,7 @@ class Coordinator:
             place=self._place(beat.agent),
             stop=bool(self._stop) and beat.agent in self._members,
             over=self.over,
+            lost_seconds=self.lost_seconds,
         )
 
     def tick(self, now: float) -> None:

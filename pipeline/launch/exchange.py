@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from pipeline.distributed.environment import TOKEN
-from pipeline.errors import UsageError
+from pipeline.errors import RunFailed, UsageError, in_words
 from pipeline.launch.coordinator import Coordinator
 from pipeline.launch.messages import Beat, Reply
 from pipeline.launch.wire import (
@@ -41,6 +41,7 @@ class Server:
         """Raises UsageError if nothing can listen there, and as `wire.token` does."""
         self._coordinator, self._lock = coordinator, threading.Lock()
         self._closed = threading.Event()
+        self._failure: Exception | None = None
         handler = type("_Handler", (_Handler,), {"answer": self._answer, "secret": token(host)})
         try:
             family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -74,7 +75,10 @@ class Server:
             time.sleep(TICK_SECONDS)
 
     def own(self, beat: Beat) -> Reply:
-        """The coordinator's answer to this process's own agent, without any network."""
+        """The coordinator's answer to this process's own agent, without any network. Raises what
+        has ended its looks at the clock: nobody would notice lost nodes any more."""
+        if self._failure is not None:
+            raise self._failure
         with self._lock:
             self._coordinator.own = beat.agent
         return self._answer(beat, self.address)
@@ -84,9 +88,12 @@ class Server:
             return self._coordinator.beat(beat, address, time.monotonic())
 
     def _tick(self) -> None:
-        while not self._closed.wait(TICK_SECONDS):
-            with self._lock:
-                self._coordinator.tick(time.monotonic())
+        try:
+            while not self._closed.wait(TICK_SECONDS):
+                with self._lock:
+                    self._coordinator.tick(time.monotonic())
+        except Exception as error:
+            self._failure = error
 
 
 def _own_address(family: int, address: tuple[Any, ...]) -> str:
@@ -136,6 +143,7 @@ class Link:
         """This node's address on the way to the coordinator."""
         self._host, self._port, self._secret = host, port, token(host)
         self._contact = time.monotonic()
+        self._failure: Exception | None = None
         self._wake, self._closed = threading.Event(), threading.Event()
         threading.Thread(target=self._run, name="pipe-beats", daemon=True).start()
 
@@ -152,7 +160,13 @@ class Link:
         self._wake.set()
 
     def silent_for(self) -> float:
-        """Seconds since the coordinator's last answer, or since the start."""
+        """Seconds since the coordinator's last answer, or since the start. Raises RunFailed where
+        something unexpected has ended the beats: nobody would hear of this node any more."""
+        if self._failure is not None:
+            raise RunFailed(
+                f"node {self.beat.node} cannot take part any more: {in_words(self._failure)}\n"
+                "  to go on, start the same command again on every node",
+            ) from self._failure
         return time.monotonic() - self._contact
 
     def _run(self) -> None:
@@ -163,6 +177,9 @@ class Link:
                 self._contact = time.monotonic()
             except (OSError, http.client.HTTPException, ValueError):
                 pass
+            except Exception as error:
+                self._failure = error
+                return
             self._wake.wait(BEAT_SECONDS)
 
     def _exchange(self, beat: Beat) -> Reply:
@@ -204,7 +221,8 @@ class OwnLink(Link):
         self.address = server.address
 
     def silent_for(self) -> float:
-        """No time at all."""
+        """No time at all. Raises RunFailed as that of other links does."""
+        super().silent_for()
         return 0.0
 
     def _exchange(self, beat: Beat) -> Reply:

@@ -92,3 +92,5 @@ class Reply:
     stop: bool = False
     """Whether its ranks are to save and end."""
     over: Over | None = None
+    lost_seconds: float = 0.0
+    """Seconds without a message after which a node counts as lost, as node 0's recipe says."""

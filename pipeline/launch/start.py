@@ -42,7 +42,7 @@ from pipeline.execution.resume import plan_resume, results
 from pipeline.execution.selection import Selection, cut, ends_early
 from pipeline.utils.files import replace_text
 from pipeline.utils.foreign import read_whole
-from pipeline.utils.terminal import hide_environment, shown
+from pipeline.utils.terminal import hide_environment, shown, typed
 from pipeline.utils.text import align, duration
 from pipeline.view.screen import Display
 
@@ -70,6 +70,7 @@ class Job:
 
     def prepared(self, plan: Plan, folder: Path) -> Plan:
         """Return the part of the plan that this start does, in a folder whose lock is held."""
+        typed(str(folder))
         self.selection.set_aside(plan, Journal(folder / rundir.JOURNAL))
         return cut(plan)
 
@@ -229,7 +230,7 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
     """
     journal, recipe = Journal(folder / rundir.JOURNAL), folder / rundir.RECIPE
     with system_errors_as(UsageError):
-        before = read_whole(recipe).decode("utf-8") if recipe.exists() else None
+        before = read_whole(recipe, within=folder).decode("utf-8") if recipe.exists() else None
         write_origins(folder, plan.recipe)
         replace_text(recipe, plan.recipe.dump())
         here = rundir.environment()
@@ -252,39 +253,36 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
     began = time.monotonic()
     try:
         yield
+        rundir.require_kept(folder)
     except BaseException as error:
-        if not recipe.exists():  # nobody can go on with a folder that was deleted meanwhile
-            raise
-        if isinstance(error, Interrupted):
-            with LastWords(REPORT_SECONDS) as words:
-                _journal_end(journal, folder, error, before)
-                report(folder, words)
+        rundir.require_kept(folder)
+        stopped = isinstance(error, Interrupted)
+        with LastWords(REPORT_SECONDS if stopped else None) as words:
+            _journal_end(journal, folder, error, before)
+            report(folder, words)
+        if stopped:
             raise RunStopped(f"stopped by {error}\n{failures.continuation(folder)}") from None
-        _journal_end(journal, folder, error, before)
-        report(folder)
         raise
     early = ends_early(plan)
-    if early is None:
-        journal.write("run finished")
-    else:
-        journal.write("run stopped", problem=f"behind slot `{early}`, as asked")
-    report(folder)
+    with LastWords(None) as words:
+        if early is None:
+            journal.write("run finished")
+        else:
+            journal.write("run stopped", problem=f"behind slot `{early}`, as asked")
+        report(folder, words)
     how = "finished" if early is None else f"stopped behind {early}, as asked,"
     say(f"{how} in {duration(time.monotonic() - began)}")
     _show_results(plan, folder)
 
 
-def report(folder: Path, words: LastWords | None = None) -> None:
-    """Write the report of a run whose end is recorded; whatever goes wrong here changes nothing.
-    `words` are those of a stopped run."""
+def report(folder: Path, words: LastWords) -> None:
+    """Write the report of a run whose end is recorded; whatever goes wrong here changes nothing."""
     try:
-        with words.unawaited() if words else nullcontext():
+        with words.unawaited():
             from pipeline.view.report.run_report import write_report
 
             write_report(folder, ended=True)
     except (Exception, Interrupted) as error:
-        if isinstance(error, Interrupted) and words is None:
-            raise
         why = str(error) if isinstance(error, Interrupted) else in_words(error)
         how = f"pipe report {shlex.quote(str(folder))}"
         click.echo(f"{folder}/report.html could not be written: {why} (later: {how})", err=True)

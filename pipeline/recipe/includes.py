@@ -12,6 +12,7 @@ from pipeline.recipe.merge import merge
 from pipeline.recipe.nodes import Node
 from pipeline.recipe.parse import parse
 from pipeline.utils.foreign import open_regular
+from pipeline.utils.terminal import typed
 
 MAX_BYTES = 1_000_000
 MAX_FILES = 100
@@ -91,6 +92,7 @@ class Sources:
             place = problems[0].location if problems else where
             self._say("a recipe is a mapping with `name` and `stages`", place)
             return None
+        typed(text)
         self.problems.extend(problems)
         return root
 

@@ -54,9 +54,9 @@ class Timeouts:
 
     rendezvous: Seconds = 600.0
     """Time for all processes and nodes to meet."""
-    node: Seconds = 10.0
+    node: Annotated[float, Field(ge=3, le=7 * 24 * 3600)] = 10.0
     """Time without a message of a node, about one a second, after which it counts as lost; give a
-    loaded machine or network more. Node 0 needs none to itself."""
+    loaded machine or network more. Node 0 needs none to itself, and its value holds for all."""
     collectives: Seconds = 1800.0
     """Time of one collective operation, after which torch ends the process."""
     step: Seconds = 1800.0

@@ -26,8 +26,8 @@ def open_regular(path: str | Path, *, within: Path | None = None) -> BinaryIO:
     """A file to read. Raises OSError for anything else than a regular file, and for one that is not
     in the folder `within` when its links are followed."""
     require_regular(path)  # opening a device can do something already
-    if within is not None and not Path(path).resolve().is_relative_to(within.resolve()):
-        raise OSError(errno.ELOOP, f"leads out of {within}", str(path))
+    if within is not None:
+        require_within(path, within)
     # A FIFO that has taken the place meanwhile must not make us wait for its writer.
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     try:
@@ -89,6 +89,12 @@ def lines_of(file: BinaryIO, most: int = LINE) -> Iterator[bytes]:
             if end >= 0:
                 file.seek(end + 1 - len(block), os.SEEK_CUR)
                 break
+
+
+def require_within(path: str | Path, folder: Path) -> None:
+    """Raise OSError for a file that is not in the folder when its links are followed."""
+    if not Path(path).resolve().is_relative_to(folder.resolve()):
+        raise OSError(errno.ELOOP, f"leads out of {folder}", str(path))
 
 
 def require_regular(path: str | Path) -> None:

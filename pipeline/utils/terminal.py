@@ -5,14 +5,18 @@ All that a process writes to its standard output and error goes through a `Guard
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import re
 import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import quote
 
+from pipeline.utils.foreign import parse_json
 from pipeline.utils.variables import is_harmless, says_secret
 
 UNSAFE = re.compile(
@@ -22,16 +26,17 @@ UNSAFE = re.compile(
 )
 _COLOUR = re.compile("\x1b\\[[0-9;]*m")
 _NO_SECRET = re.compile(r"\d{1,7}|.{0,4}|[a-z]{5,7}", re.DOTALL)
-"""Values that stay: short numbers, and words, which would hide half of what is said and break JSON
-(`false`, `train`)."""
+"""Values that stay: short numbers, and words, which would hide half of what is said (`train`)."""
+_NUMBERS = re.compile(r"[v+-]?\d+([.,:/ +-]{1,2}\d+|[eE][+-]?\d+)*")
+"""One number, or several: versions, network addresses, dates, lists. They stay where the variable's
+name does not say that it is secret."""
 _NO_SECRET_IF_UNNAMED = re.compile(
     r"[A-Za-z][a-z]{4,11}|[A-Z]{5,12}"
-    r"|v?\d{1,7}([.,:/ -]{1,2}\d{1,7})+"
     r"|(?!http)[a-z][a-z0-9+.-]*://[^\s?]+|https?://[^\s/?]+/?"
 )
-"""More of them where the variable's name does not say that it is secret: longer words; versions,
-network addresses, dates and lists of numbers; addresses of buckets and servers, of which user and
-password are not shown. A path on a web server may be a secret: that of a webhook is."""
+"""More of them where the variable's name does not say that it is secret: longer words; addresses of
+buckets and servers, of which user and password are not shown. A path on a web server may be a
+secret: that of a webhook is."""
 LINE_OF_SECRET = 16
 """Characters of a line of a secret of several (a private key) that is hidden by itself."""
 
@@ -39,22 +44,42 @@ _USERINFO = re.compile(r"(?<=://)[^/@\s\"']+@")
 """User name and password in an address."""
 _SIGNED = re.compile(
     r"([?&](?:X-(?:Amz|Goog)-(?:Signature|Credential|Security-Token)|sig|signature|token|"
-    r"access_token|api_key|key)=)[^&\s\"']+",
+    r"access_token|api_key|key)=)[^&\s\"'\\]+",
     re.IGNORECASE,
 )
 """Signatures and keys among an address's parameters."""
 
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s,:\[\]{}"]+')
+"""A string or another value without parts in JSON."""
+
 _hidden: dict[str, str] = {}
+"""Texts that are not shown, and what is shown instead."""
+_guessed: dict[str, str] = {}
+"""More of them, which nothing but a variable's being unknown speaks for."""
+_typed: set[str] = set()
+"""What people have written themselves."""
 
 
 def hide(value: str, name: str) -> None:
-    """Show `name` instead of `value`, as it is, in JSON and in an address, from now on in this
-    process."""
+    """Show `name`, that of a variable after `$`, instead of `value`, as it is, in JSON and in an
+    address, from now on in this process."""
+    if says_secret(name.removeprefix("$")) or not _NUMBERS.fullmatch(value):
+        _hidden.update(dict.fromkeys(_forms(value), name))
+
+
+def typed(*texts: str) -> None:
+    """Show what is in these texts, which people have written themselves (a command line, a recipe),
+    unless a variable's name, or the recipe's `env`, says that it is secret."""
+    _typed.update(texts)
+    for form in [form for form in _guessed if any(form in text for text in texts)]:
+        del _guessed[form]
+
+
+def _forms(value: str) -> Iterator[str]:
     lines = [line for line in value.splitlines()[:-1] if len(line) >= LINE_OF_SECRET]
     for part in (value, *lines, value.rpartition("\n")[2]):
         if not _NO_SECRET.fullmatch(part):
-            for form in (part, json.dumps(part)[1:-1], quote(part, safe="", errors="replace")):
-                _hidden[form] = name
+            yield from (part, json.dumps(part)[1:-1], quote(part, safe="", errors="replace"))
 
 
 def hide_secrets() -> None:
@@ -66,11 +91,15 @@ def hide_secrets() -> None:
 
 def hide_environment() -> None:
     """Hide the value of every environment variable that is not known to be harmless, in a process
-    that records or shows a run: its folder is passed on."""
+    that records or shows a run: its folder is passed on. What people have typed stays."""
     hide_secrets()
     for name, value in os.environ.items():
-        if not (is_harmless(name) or _NO_SECRET_IF_UNNAMED.fullmatch(value) or _is_place(value)):
-            hide(value, f"${name}")
+        known = is_harmless(name) or _NO_SECRET_IF_UNNAMED.fullmatch(value)
+        if not (known or _NUMBERS.fullmatch(value) or _is_place(value)):
+            _guessed.update(dict.fromkeys(_forms(value), f"${name}"))
+    with contextlib.suppress(FileNotFoundError):
+        typed(str(Path.cwd()))
+    typed(*_typed, *sys.argv)
 
 
 def _is_file_name(value: str) -> bool:
@@ -91,16 +120,45 @@ def shown(text: str) -> str:
     """`text` as people may see it: colours are dropped, other commands are spelled out."""
     unsafe = UNSAFE.search(text) is not None
     text = _COLOUR.sub("", text) if unsafe else text  # first, since a secret may be coloured
-    for value in sorted(_hidden, key=len, reverse=True):
-        text = text.replace(value, _hidden[value])
+    names = {**_guessed, **_hidden}
+    if any(value in text for value in names):
+        text = _without_in_json(names, text) if _is_json(text) else _without(names, text)
     text = _USERINFO.sub("***@", text) if "@" in text else text
     text = _SIGNED.sub(r"\1***", text) if "=" in text else text
     return UNSAFE.sub(_spelled, text) if unsafe else text
 
 
+def _without(names: Mapping[str, str], text: str) -> str:
+    for value in sorted(names, key=len, reverse=True):
+        text = text.replace(value, names[value])
+    return text
+
+
+def _without_in_json(names: Mapping[str, str], text: str) -> str:
+    """JSON without these values in its strings, and as its numbers: it stays JSON."""
+
+    def shown_token(match: re.Match[str]) -> str:
+        token = match[0]
+        before = json.loads(token) if token.startswith('"') else token
+        after = _without(names, before) if token.startswith('"') else names.get(token, token)
+        return token if after == before else json.dumps(after)
+
+    return _TOKEN.sub(shown_token, text)
+
+
+def _is_json(text: str) -> bool:
+    """Whether the text is an object or a list as JSON, or has one in each line."""
+    if not text.lstrip().startswith(("{", "[")):
+        return False
+    for parts in ([text], text.split("\n")):
+        with contextlib.suppress(ValueError):
+            return all(parse_json(part) is not None for part in parts if part.strip())
+    return False
+
+
 def hidden_in(text: str) -> list[str]:
     """Names of the variables whose values the text holds."""
-    return sorted({name for value, name in _hidden.items() if value in text})
+    return sorted({name for value, name in (_guessed | _hidden).items() if value in text})
 
 
 def _spelled(match: re.Match[str]) -> str:

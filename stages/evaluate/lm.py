@@ -154,7 +154,7 @@ def _sum(results: Mapping[str, Any]) -> str:
 def _read(file: Path) -> dict[str, Any]:
     """The results in a file by slot; empty if it cannot be read."""
     try:
-        known = parse_json(read_whole(file))
+        known = parse_json(read_whole(file, within=file.parent))
     except (OSError, ValueError):
         return {}
     return known if isinstance(known, dict) else {}

@@ -38,6 +38,7 @@ Fault = Literal[
     "leak",
     "vanish",
     "vanish and raise",
+    "vanish and write",
 ]
 
 SIGNALS = {"kill": signal.SIGKILL, "segv": signal.SIGSEGV, "term": signal.SIGTERM}
@@ -212,6 +213,8 @@ def fill(ctx: Context) -> None:
 def vanish(fault: Fault, ctx: Context) -> None:
     """Delete the run's folder, and fail."""
     shutil.rmtree(ctx.run_dir)
+    if fault.endswith("write"):
+        ctx.metrics.write({"step": 1})
     misbehave("raise" if fault.endswith("raise") else "kill", ctx)
 
 

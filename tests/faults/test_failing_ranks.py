@@ -39,7 +39,7 @@ def test_a_raising_rank(pipe: Pipe) -> None:
     assert failed["time"] - started["time"] < 15
 
 
-@pytest.mark.parametrize("fault", ["vanish", "vanish and raise"])
+@pytest.mark.parametrize("fault", ["vanish", "vanish and raise", "vanish and write"])
 def test_a_run_folder_that_is_deleted_meanwhile(pipe: Pipe, fault: str) -> None:
     """No other start is made in vain, nothing is made anew, and no resume is advised."""
     recipe = pipe.recipe(train={"fault": fault}, launch={"restarts": {"limit": 3}})
@@ -49,6 +49,8 @@ def test_a_run_folder_that_is_deleted_meanwhile(pipe: Pipe, fault: str) -> None:
     assert said.startswith(f"error: {pipe.run_dir} is gone: it was deleted or moved while the run")
     assert "starting again" not in result.stderr
     assert "pipe resume" not in result.stderr
+    assert ("Traceback" in result.stderr) == (fault == "vanish and raise")  # an error of its own
+    assert "metrics.jsonl" not in result.stderr
     assert not pipe.run_dir.exists()
 
 

@@ -123,3 +123,34 @@ def test_nodes_without_a_secret_listen_to_nobody(pipe: Pipe, tmp_path: Path) -> 
         )
         assert "set PIPE_RDZV_TOKEN to it on every node" in found.stderr
     assert not pipe.run_dir.exists()
+
+
+BROKEN = """
+from pathlib import Path
+from pipeline.launch.coordinator import Coordinator
+
+look = Coordinator._look_at_round
+
+def broken(self, now):
+    if Path("broken").exists():
+        raise KeyError("unexpected")
+    look(self, now)
+
+Coordinator._look_at_round = broken
+"""
+"""Breaks the coordinator of a process once there is a file of that name."""
+
+
+def test_nothing_waits_for_a_coordinator_that_is_broken(pipe: Pipe, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(BROKEN)
+    path = os.pathsep.join([str(tmp_path), pipe.environment["PYTHONPATH"]])
+    command = ("-m", "pipetrain", "run", str(tiny(pipe)), "--run-dir", str(pipe.run_dir))
+    options = ("--nodes", "2", "--rdzv", f"127.0.0.1:{free_port()}", "--node-rank")
+    nodes = [pipe.start(*command, *options, str(n), PYTHONPATH=path) for n in range(2)]
+    pipe.wait_for(lambda: len(losses(pipe.run_dir)) >= 2)
+    (pipe.folder / "broken").touch()
+    found = [pipe.end(node, limit=100) for node in nodes]
+    assert [node.code for node in found] == [1, 1], found
+    for node in found:
+        assert "error: node 0 cannot take part any more: KeyError: 'unexpected'" in node.stderr
+        assert "Traceback" not in node.stderr

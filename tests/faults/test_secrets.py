@@ -78,6 +78,25 @@ def test_canaries_of_a_stage_that_tells_all(pipe: Pipe, rank: int) -> None:
         assert not any(canary in shown.stdout + shown.stderr for canary in CANARIES)
 
 
+def test_what_people_have_typed_is_shown(pipe: Pipe) -> None:
+    """Here the job's name is part of the run's folder, of an override and of the recipe."""
+    recipe = pipe.recipe(export={"suffix": "exp-42b"}, train={"fault": "raise"})
+    folder = pipe.folder / "runs" / "exp-42b"
+    result = pipe(
+        "run", str(recipe), "declare.text=exp-42b", "--run-dir", str(folder), "--json",
+        JOB_NAME="exp-42b", BUILD="1732800000", OTHER="exp-43b",
+    )  # fmt: skip
+    assert result.code == 1
+    assert f"continue with: pipe resume {folder}" in result.stderr.replace("'", "")
+    assert all(json.loads(line) for line in result.stdout.splitlines())
+    facts = json.loads((folder / "environment.json").read_text())
+    assert "declare.text=exp-42b" in facts["command"]
+    written = [*folder.rglob("*.log"), *folder.rglob("*.json*"), folder / "report.html"]
+    assert [file.name for file in written if "$JOB_NAME" in file.read_text()] == []
+    report = pipe("report", str(folder), JOB_NAME="exp-42b")
+    assert report.stdout == f"{folder}/report.html\n"
+
+
 def test_canaries_on_the_command_line(pipe: Pipe) -> None:
     """The variable's value, given as an override, is in the merged recipe alone: as written."""
     result = pipe(

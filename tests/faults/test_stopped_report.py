@@ -1,4 +1,4 @@
-"""The end of a stopped run is recorded before its report, which keeps nobody waiting."""
+"""The end of a run is recorded before its report, which keeps nobody waiting."""
 
 from __future__ import annotations
 
@@ -23,23 +23,28 @@ sys.addaudithook(look)
 """Has a process write reports as to a disk that does not answer."""
 
 
-@pytest.fixture
-def waiting(pipe: Pipe, tmp_path: Path) -> subprocess.Popen[str]:
-    """Return a run whose report takes forever, while it is in its training."""
+def started(pipe: Pipe, tmp_path: Path, fault: str) -> subprocess.Popen[str]:
+    """Return a run whose report takes forever."""
     hooks = tmp_path / "hooks"
     hooks.mkdir()
     (hooks / "sitecustomize.py").write_text(SLOW)
     path = os.pathsep.join([str(hooks), pipe.environment["PYTHONPATH"]])
-    recipe = pipe.recipe(train={"fault": "hang"})
+    recipe = pipe.recipe(train={"fault": fault})
     command = ("-m", "pipetrain", "run", str(recipe), "--run-dir", str(pipe.run_dir))
-    process = pipe.start(*command, PYTHONPATH=path)
+    return pipe.start(*command, PYTHONPATH=path)
+
+
+@pytest.fixture
+def waiting(pipe: Pipe, tmp_path: Path) -> subprocess.Popen[str]:
+    """Return a run whose report takes forever, while it is in its training."""
+    process = started(pipe, tmp_path, "hang")
     pipe.wait_for(lambda: (pipe.run_dir / "calls.txt").exists() and "train" in pipe.calls())
     return process
 
 
-def recorded(pipe: Pipe) -> bool:
+def recorded(pipe: Pipe, end: str = "run stopped") -> bool:
     """Return whether the end of the run is in its journal."""
-    return bool(pipe.events()[-1]["event"] == "run stopped")
+    return (pipe.run_dir / "journal.jsonl").exists() and pipe.events()[-1]["event"] == end
 
 
 def test_the_report_of_a_stopped_run_has_a_limit(
@@ -67,3 +72,22 @@ def test_who_asks_twice_waits_for_no_report(
     assert result.code == 75, result
     assert "stopped by SIGTERM\n" in result.stderr
     assert f"could not be written: {signal.Signals(number).name} (later: " in result.stderr
+
+
+ENDS = {"raise": ("run failed", 1), "none": ("run finished", 0)}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("fault", ENDS)
+def test_a_signal_during_the_report_does_not_change_the_end(
+    pipe: Pipe, tmp_path: Path, fault: str, number: int
+) -> None:
+    end, code = ENDS[fault]
+    run = started(pipe, tmp_path, fault)
+    pipe.wait_for(lambda: recorded(pipe, end))
+    run.send_signal(number)
+    result = pipe.end(run, limit=60)
+    assert result.code == code, result
+    assert f"could not be written: {signal.Signals(number).name} (later: " in result.stderr
+    assert ("error: rank 0 failed in slot `train`: ValueError: boom" in result.stderr) == code
+    assert pipe.events()[-1]["event"] == end

@@ -20,7 +20,9 @@ from hypothesis import strategies as st
 from pipeline.errors import PipeError
 
 SECONDS = 20
-"""Most seconds of one read."""
+"""Most seconds of the processor that one read takes."""
+HANG = 300
+"""Most seconds of the clock, which a read that waits for ever reaches."""
 MEMORY = 1 << 30
 """Most bytes of address space that a read adds."""
 NUMBERS = ("-1", "0", "1", "255", "4294967296", "9223372036854775807", "18446744073709551616",
@@ -121,18 +123,24 @@ def bounded(folder: Path, *, may_leave: bool = False) -> Iterator[None]:
     global _watching
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    before = signal.signal(signal.SIGALRM, _too_long)
+    limits = {
+        signal.SIGPROF: (signal.ITIMER_PROF, SECONDS),
+        signal.SIGALRM: (signal.ITIMER_REAL, HANG),
+    }
+    before = {number: signal.signal(number, _too_long) for number in limits}
     _opened.clear()
     _watching = True
-    signal.alarm(SECONDS)
+    for timer, seconds in limits.values():
+        signal.setitimer(timer, seconds)
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, hard))
     try:
         with contextlib.suppress(PipeError):
             yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        for number, (timer, _) in limits.items():
+            signal.setitimer(timer, 0)
+            signal.signal(number, before[number])
         _watching = False
     inside = (str(folder.resolve()), *_ALLOWED, *filter(None, sys.path))
     elsewhere = [place for place in _opened if not place.startswith(inside)]
@@ -140,4 +148,5 @@ def bounded(folder: Path, *, may_leave: bool = False) -> Iterator[None]:
 
 
 def _too_long(number: int, frame: FrameType | None) -> None:
-    raise AssertionError(f"reading took more than {SECONDS} s")
+    name = signal.Signals(number).name
+    raise AssertionError(f"more than {SECONDS} s of the processor, or {HANG} s ({name})")

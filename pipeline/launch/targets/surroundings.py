@@ -10,7 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.errors import COMMAND_LINE, Location
+from pipeline.recipe.dump import inline
 from pipeline.recipe.load import Recipe
+from pipeline.recipe.nodes import plain
+from pipeline.recipe.parse import parse
 
 _GLOB = re.compile(r"[*?\[]")
 _MACHINE = ("/dev", "/proc", "/sys")
@@ -29,6 +33,26 @@ def named_paths(recipe: Recipe) -> tuple[list[str], list[str]]:
     outermost = [path for path in dict.fromkeys(here) if not any(p in here for p in path.parents)]
     missing = dict.fromkeys(str(path) for path in named if not path.exists())
     return [str(path) for path in outermost], list(missing)
+
+
+def at_home(recipe: Recipe) -> list[str]:
+    """Return the paths of a recipe that begin with `~`, which is another folder in a container."""
+    texts = _texts(recipe.public().get("stages", {}))
+    return list(dict.fromkeys(text for text in texts if text == "~" or text.startswith("~/")))
+
+
+def with_absolute_paths(override: str) -> str:
+    """Return an override whose texts that start with `./` or `../` are absolute, as it is applied
+    here."""
+    path, _, text = override.partition("=")
+    place = Location(file=COMMAND_LINE)
+
+    def value(folder: Path) -> Any:
+        node, _ = parse(text, locate=lambda line, column: place, folder=folder)
+        return node and plain(node)
+
+    here = value(Path.cwd())
+    return override if here == value(Path("/")) else f"{path}={inline(here)}"
 
 
 def within(path: str, folders: Sequence[str]) -> bool:

@@ -355,3 +355,22 @@ def test_what_is_asked_for_beyond_a_tensor(root: Path) -> None:
             list(reader.read("weight/a", start, stop))
     with pytest.raises(CheckpointError, match="holds no weight/z"):
         list(reader.read("weight/z", 0, 0))
+
+
+@pytest.mark.parametrize("written", FLAT, indirect=True)
+def test_a_file_that_is_a_link_elsewhere_is_not_read(root: Path) -> None:
+    """It may be any file of this person's; a checkpoint whose folder is a link is read."""
+    elsewhere = root.parent / "elsewhere"
+    shutil.copytree(root / NAME, elsewhere)
+    for file in files_of(root):
+        file.unlink()
+        file.symlink_to(elsewhere / file.name)
+        with pytest.raises(CheckpointError, match="leads out of") as told:
+            read_all(root, whole=True)
+        assert str(file) in str(told.value)
+        assert not isinstance(told.value, Damaged)
+        file.unlink()
+        shutil.copy(elsewhere / file.name, file)
+    shutil.rmtree(root / NAME)
+    (root / NAME).symlink_to(elsewhere)
+    assert read_digests(LocalStore(root), NAME) == digests(1)

@@ -39,6 +39,19 @@ def test_a_place_that_cannot_be_kept(tmp_path: Path) -> None:
         location.remember(tmp_path / "gone", "s3://bucket/run")
 
 
+def test_a_link_out_of_the_run_is_not_followed(tmp_path: Path) -> None:
+    """Its target's content would be shown as the place."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (tmp_path / "secret").write_text("s3cret")
+    (run / "checkpoints.at").symlink_to(tmp_path / "secret")
+    for look in (location.known, lambda run: location.remember(run, "/elsewhere")):
+        with pytest.raises(CheckpointError, match=r"checkpoints.at: .*leads out of") as told:
+            look(run)
+        assert "s3cret" not in str(told.value)
+    assert (tmp_path / "secret").read_text() == "s3cret"
+
+
 def test_garbage_is_said_and_replaced_by_the_next_save(tmp_path: Path) -> None:
     (tmp_path / "checkpoints.at").write_bytes(b"\xff\xfe")
     with pytest.raises(CheckpointError, match=r"checkpoints.at: damaged: "):

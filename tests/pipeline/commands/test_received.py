@@ -12,11 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from pipeline.cli import main
 from tests.fuzz.hostile import bounded
 from tests.pipeline.conftest import TinyRun
+from tests.support.pipe import Pipe
+from tests.support.tier import spread
 
 SPARSE = 3 << 30
 """Bytes of a file that takes no room on the disk."""
@@ -91,7 +94,7 @@ COMMANDS = (
     "track RUN", "check RUN/recipe.yaml", "show RUN/recipe.yaml", "dag RUN/recipe.yaml",
     "plan RUN/recipe.yaml",
     "verify RUN/export", "inspect RUN/checkpoints/step-00000008",
-    "convert RUN/checkpoints/step-00000008 out --to full",
+    "convert RUN/checkpoints/step-00000008 out --to full", "resume RUN --dry-run",
 )  # fmt: skip
 WALK = [*itertools.product(FILES, KINDS, COMMANDS)]
 SECRET = "the content of a file that was not sent"
@@ -131,20 +134,63 @@ def ends_with_a_sentence(received: Path, command: str) -> str:
     words = command.replace("RUN", str(received)).split()
     with bounded(received.parent, may_leave=True):
         result = CliRunner().invoke(main, words)
-    said = result.output + str(result.exception or "")
-    assert "a bug in pipe" not in said, (command, said)
-    assert "Traceback" not in said, (command, said)
-    assert SECRET not in said, (command, said)
-    assert result.exit_code in (0, 1, 2, 3), (command, said)
+    require_sentence(command, result.output + str(result.exception or ""), result.exit_code)
     return result.output
 
 
-@pytest.mark.parametrize(
-    ("file", "kind", "command"),
-    WALK[int(os.environ.get("S", "0")) :: int(os.environ.get("K", "61"))],
-)
+def require_sentence(command: str, said: str, code: int) -> None:
+    assert "a bug in pipe" not in said, (command, said)
+    assert "Traceback" not in said, (command, said)
+    assert SECRET not in said, (command, said)
+    assert code in (0, 1, 2, 3), (command, said)
+
+
+@pytest.mark.parametrize(("file", "kind", "command"), spread(WALK[::7], 134))
 def test_a_damaged_folder(received: Path, file: str, kind: str, command: str) -> None:
     damage(received / file, kind)
     said = ends_with_a_sentence(received, command)
     if command == "ls runs":
         assert "runs/whole" in said
+
+
+WRITING = ("resume RUN", "export RUN --to out --procs 1")
+WRITTEN = [*itertools.product(FILES, KINDS, WRITING)]
+
+
+@pytest.mark.parametrize(("file", "kind", "command"), spread(WRITTEN[::7], 12))
+def test_a_damaged_folder_that_is_gone_on_with(
+    received: Path, plugin: Path, tmp_path: Path, file: str, kind: str, command: str
+) -> None:
+    damage(received / file, kind)
+    done = Pipe(plugin, tmp_path)(*command.replace("RUN", str(received)).split())
+    require_sentence(command, done.stdout + done.stderr, done.code)
+    assert (tmp_path / "secret.txt").read_text() == SECRET
+
+
+SHOWING = {
+    "status RUN": "recipe.yaml", "logs RUN": "recipe.yaml", "report RUN": "recipe.yaml",
+    "compare RUN RUN": "recipe.yaml", "track RUN": "recipe.yaml", "verify RUN": "recipe.yaml",
+    "resume RUN": "recipe.yaml", "clean RUN": "recipe.yaml", "export RUN --to out": "recipe.yaml",
+    "run recipe.yaml --run-dir RUN": "recipe.yaml", "inspect RUN": "checkpoints.at",
+    "verify  RUN": "export/export.json",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", SHOWING)
+def test_nothing_outside_of_the_run_is_shown(received: Path, command: str) -> None:
+    """The file that a link leads to is one of its kind, which this person may read."""
+    file = received / SHOWING[command]
+    recipe = yaml.safe_load((received / "recipe.yaml").read_text())
+    recipe["stages"]["train"]["steps"] = 987654
+    content = {
+        "recipe.yaml": json.dumps(recipe), "checkpoints.at": "/987654",
+        "export/export.json": '{"writer": "987654"}',
+    }  # fmt: skip
+    secret = received.parents[1] / "recipe.yaml"
+    secret.write_text(content[SHOWING[command]])
+    file.unlink(missing_ok=True)
+    file.symlink_to(secret)
+    said = ends_with_a_sentence(received, command)
+    assert "987654" not in said
+    assert "leads out of" in said or "is not an export of ours" in said
+    assert secret.read_text() == content[SHOWING[command]]

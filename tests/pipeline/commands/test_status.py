@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pipeline.cli import main
+from pipeline.commands import status
 from tests.pipeline.conftest import TinyRun
 from tests.support.pipe import Outcome, Pipe
 from tests.support.tiny_project import CHAIN
@@ -126,6 +127,25 @@ def test_logs(project: Path, tiny_run: TinyRun) -> None:
     missing = pipe("logs", "--rank", "2")
     assert (missing.exit_code, missing.stderr) == (
         2, "error: runs/tiny has no log of rank 2 (known here: 0, 1)\n"
+    )  # fmt: skip
+
+
+def test_a_log_with_a_line_that_is_too_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status, "LONGEST", 20)
+    (tmp_path / "recipe.yaml").touch()
+    (tmp_path / "logs").mkdir()
+    log = tmp_path / "logs" / "rank-00000.log"
+    log.write_text(f"first é\n{'x' * 40}\nsecond\n{'y' * 19}\nlast")
+    said = pipe("logs", tmp_path)
+    assert said.stdout == f"first é\nsecond\n{'y' * 19}\nlast"
+    assert said.stderr == "warning: a line of 41 B is left out\n"
+    for count, lines in ((0, ""), (1, "last"), (2, f"{'y' * 19}\nlast"), (9, said.stdout)):
+        assert pipe("logs", tmp_path, "-n", str(count)).stdout == lines
+    log.write_text("first\n" + "x" * 4000)
+    assert (pipe("logs", tmp_path).stdout, pipe("logs", tmp_path).stderr) == (
+        "first\n", "warning: a line of 4.0 KB is left out\n"
     )  # fmt: skip
 
 

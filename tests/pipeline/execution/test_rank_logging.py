@@ -29,6 +29,16 @@ def test_compilers_warn_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert {name: logging.getLogger(name).handlers for name in COMPILERS} == before
 
 
+def test_the_logger_is_as_it_was_before(tmp_path: Path) -> None:
+    """pytest gives handlers of its own to loggers that do not propagate."""
+    log = logging.getLogger("pipe")
+    before = log.level, log.propagate, list(log.handlers)
+    with rank_log(tmp_path, 0):
+        assert not log.propagate
+    assert (log.level, log.propagate, log.handlers) == before
+    assert log.propagate
+
+
 def test_who_asks_for_torchs_logs_sees_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -338,6 +338,58 @@ def test_a_container_of_slurm_sees_the_run_and_what_the_recipe_names(named: Path
     assert "mkdir" not in kept
 
 
+@pytest.mark.parametrize("target", ["slurm", "docker", "kubeflow"])
+def test_paths_of_the_command_line_are_the_same_in_a_container(
+    named: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    """Its current folder is another one."""
+    monkeypatch.chdir(named.parent)
+    (named.parent / "my data").mkdir()
+    files = [named.parent / "my data" / name for name in ("a.jsonl", "b: c.jsonl")]
+    for number, file in enumerate(files):
+        file.write_text(json.dumps({"messages": [], "n": number}) + "\n")
+    overrides = [
+        "data.files=['./my data/a.jsonl', './my data/b: c.jsonl']",
+        "checkpoint.folder=./kept",
+    ]
+    image = ["--image", "a"] if target == "slurm" else []
+    result = printed_of(Path("r.yaml"), target, *image, *overrides, "checkpoint.every=5")
+    if target == "kubeflow":
+        words = yaml.safe_load(result.stdout)["spec"]["trainer"]["command"]
+    else:
+        words = shlex.split(result.stdout[result.stdout.rindex("pipe run ") :].splitlines()[0])
+    given_ = dict(word.split("=", 1) for word in words if re.match(r"[a-z]+\.[a-z]+=", word))
+    assert yaml.safe_load(given_["data.files"]) == [str(file) for file in files]
+    assert given_["checkpoint.folder"] == f"{named.parent}/kept"
+    assert given_["checkpoint.every"] == "5"
+
+
+def test_a_container_of_slurm_sees_a_run_folder_that_is_relative(
+    named: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(named.parent)
+    text = printed_of(named, "slurm", "--image", "a", "--run-dir", "runs/my run").stdout
+    folder = f"{named.parent}/runs/my run"
+    assert f"mkdir -p '{folder}'\n" in text
+    assert f"{folder}:{folder}'" in text
+    assert f"--run-dir '{folder}'" in text
+    assert "--run-dir runs/x" in printed_of(named, "slurm", "--run-dir", "runs/x").stdout
+    assert "--run-dir runs/x" in printed_of(named, "skypilot", "--run-dir", "runs/x").stdout
+
+
+@pytest.mark.parametrize("target", ["slurm", "docker", "skypilot", "dstack"])
+def test_paths_at_home_are_warned_of_where_home_is_elsewhere(
+    named: Path, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    monkeypatch.setenv("HOME", str(named.parent))
+    monkeypatch.chdir(named.parent)
+    warning = f"warning: ~/kept is named by the recipe, and {target} has to find it\n"
+    options = ["--image", "a"] if target == "slurm" else []
+    assert warning in printed_of(named, target, *options, "checkpoint.folder=~/kept").stderr
+    if target == "slurm":
+        assert warning not in printed_of(named, target, "checkpoint.folder=~/kept").stderr
+
+
 def test_machines_of_clouds_get_the_recipe(named: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(named.parent)
     found = yaml.safe_load(printed_of(named, "skypilot").stdout)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from pipeline.distributed.environment import TOKEN
-from pipeline.errors import UsageError
+from pipeline.errors import RunFailed, UsageError
 from pipeline.launch import wire
 from pipeline.launch.coordinator import Coordinator
 from pipeline.launch.exchange import Link, OwnLink, Server
@@ -238,3 +238,38 @@ def test_node_0_needs_no_network_to_itself(monkeypatch: pytest.MonkeyPatch) -> N
 
 def _refused(connection: http.client.HTTPConnection) -> None:
     raise ConnectionRefusedError
+
+
+@pytest.mark.parametrize("broken", ["beat", "tick"])
+def test_what_ends_the_coordinator_ends_its_node(
+    monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    """Its node would wait for ever for an answer, or never notice that another one is lost."""
+    monkeypatch.setenv(TOKEN, SECRET)
+
+    def fail(*_: object) -> None:
+        raise KeyError("unexpected")
+
+    decides = coordinator()
+    with (
+        Server(decides, "127.0.0.1", 0) as server,
+        OwnLink(server, "127.0.0.1", 1, BEAT) as link,
+    ):
+        assert becomes(lambda: link.reply)
+        assert link.silent_for() == 0
+        setattr(decides, broken, fail)
+        assert becomes(lambda: link._failure)
+        for _ in range(2):
+            with pytest.raises(
+                RunFailed, match="node 0 cannot take part any more: KeyError: 'unex"
+            ):
+                link.silent_for()
+
+
+def test_what_ends_the_beats_ends_the_node(serve: Callable[..., int]) -> None:
+    with Link("127.0.0.1", serve(), BEAT) as link:
+        assert becomes(lambda: link.reply)
+        link.tell(landmarks=object())  # which is no JSON
+        assert becomes(lambda: link._failure)
+        with pytest.raises(RunFailed, match="node 0 cannot take part any more: TypeError: "):
+            link.silent_for()

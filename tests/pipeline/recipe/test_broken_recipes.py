@@ -538,6 +538,11 @@ ONE_FILE["processes without end"] = (
     ("launch.procs=100000000",),
     ["command line, override 1: launch.procs: must be at most 65536, not `100000000`"],
 )
+ONE_FILE["a node that is lost at once"] = (
+    GOOD,
+    ("launch.timeouts.node=1",),
+    ["command line, override 1: launch.timeouts.node: must be at least 3.0, not `1`"],
+)
 FILES: dict[str, tuple[dict[str, str], list[str]]] = {
     "no such file": ({}, ["r.yaml: cannot read r.yaml: No such file or directory"]),
     "extends a missing file": (

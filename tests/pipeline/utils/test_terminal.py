@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -31,7 +32,8 @@ HARMLESS = (
 
 @pytest.fixture(autouse=True)
 def nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(terminal, "_hidden", {})
+    for name, nothing in {"_hidden": {}, "_guessed": {}, "_typed": set()}.items():
+        monkeypatch.setattr(terminal, name, nothing)
 
 
 def test_commands_are_spelled_out() -> None:
@@ -118,7 +120,6 @@ def test_a_value_of_the_environment_is_not_said(
 def test_values_that_are_words_stay_and_json_hides_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(terminal, "_hidden", {})
     for name, value in {"ON": "false", "MODE": "train", "KEY": 'p"\u00e9ss\\word'}.items():
         terminal.hide(value, f"${name}")
     record = {"ok": False, "use": "train.causal_lm", "key": 'p"\u00e9ss\\word'}
@@ -195,6 +196,91 @@ def test_words_and_what_numbers_make_up_stay(monkeypatch: pytest.MonkeyPatch, na
     monkeypatch.setenv(f"ANY_{name}", PLAIN[name])
     terminal.hide_environment()
     assert terminal.shown(PLAIN[name]) == PLAIN[name]
+
+
+NUMBERS = [
+    "1732800000", "17179869184", "-123456789", "0.00012345", "123456789.5", "1e-12345", "v12345678",
+    "4111 1111 1111 11111111",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", NUMBERS)
+def test_numbers_stay_unless_a_name_says_that_they_are_secret(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("ANYTHING", value)
+    terminal.hide_environment()
+    terminal.hide(value, "$LISTED_IN_ENV")
+    assert terminal.shown(f"{value} bytes") == f"{value} bytes"
+    monkeypatch.setenv("MY_PIN", value)
+    terminal.hide_environment()
+    assert terminal.shown(f"{value} bytes") == "$MY_PIN bytes"
+
+
+JSON = [
+    {"size": 482910573829, "sizes": [482910573829, 1], "rate": 0.482910573829},
+    {'a, "b": 1, c': 'd, "b": 1, e', "b": 1},
+    {"url": 'https://x/?sig=ab"c', "next": "\\u00e9abcd \u00e9abcd"},
+    [1, {"x": None, "y": True, "482910573829": "tab\t"}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", JSON, ids=range(len(JSON)))
+@pytest.mark.parametrize("indent", [None, 1])
+def test_json_stays_json_whatever_is_hidden(content: Any, indent: int | None) -> None:
+    """A number that is a secret as a whole becomes a text; what surrounds values stays."""
+    for name, value in {"PIN": "482910573829", "A_TOKEN": '"b": 1', "B_TOKEN": "u00e9abcd"}.items():
+        terminal.hide(value, f"${name}")
+
+    def hidden(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {hidden(key): hidden(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [hidden(inner) for inner in value]
+        if value == 482910573829:
+            return "$PIN"
+        return terminal.shown(value) if isinstance(value, str) else value
+
+    text = json.dumps(content, indent=indent)
+    shown = terminal.shown(f"{text}\n")
+    assert "482910573829" not in shown.replace("0.482910573829", "")
+    assert json.loads(shown) == hidden(content)
+    if indent is None:  # one in each line, as events are
+        lines = terminal.shown(f"{text}\n\n{text}\n").splitlines()
+        assert [json.loads(line) for line in lines if line] == [hidden(content)] * 2
+
+
+def test_what_only_begins_like_json_is_text() -> None:
+    terminal.hide("s3cret-8", "$KEY")
+    assert terminal.shown("[s3cret-8] {s3cret-8}") == "[$KEY] {$KEY}"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_what_people_have_typed_is_shown(monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
+    """Unless something says that it is secret."""
+    monkeypatch.setenv("JOB", "exp-42")
+    monkeypatch.setenv("OTHER", "exp-43")
+    monkeypatch.setenv("MY_TOKEN", "tok-44")
+    for step in (terminal.hide_environment, lambda: terminal.typed("runs/exp-42/tok-44"))[
+        :: 1 if first else -1
+    ]:
+        step()
+    terminal.hide("exp-42b", "$LISTED_IN_ENV")
+    said = terminal.shown("exp-42 exp-43 tok-44 exp-42b")
+    assert said == "exp-42 $OTHER $MY_TOKEN $LISTED_IN_ENV"
+
+
+def test_the_command_line_and_the_recipe_are_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(4):
+        monkeypatch.setenv(f"ANY_{number}", f"exp-4{number}")
+    monkeypatch.setattr(sys, "argv", ["pipe", "run", "r.yaml", "--run-dir", "runs/exp-40"])
+    terminal.hide_environment()
+    (tmp_path / "r.yaml").write_text("name: x\nextends: [other.txt]\nstages: {m: {use: exp-41}}\n")
+    (tmp_path / "other.txt").write_text("exp-42, which is no recipe")
+    read_recipe(tmp_path / "r.yaml")
+    assert terminal.shown("exp-40 exp-41 exp-42 exp-43") == "exp-40 exp-41 $ANY_2 $ANY_3"
 
 
 def test_places_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
