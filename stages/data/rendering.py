@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import datetime
 import functools
-import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -86,7 +85,7 @@ class Renderer:
         self._ahead.clear()
         kinds = defaultdict(list)
         for chat, count, prompt in parts:
-            kind = prompt, count == len(chat.messages), pickle.dumps(chat.extra)
+            kind = prompt, count == len(chat.messages), repr(chat.extra)
             kinds[kind].append((chat, count))
         for (prompt, *_), these in kinds.items():
             messages = [chat.messages[:count] for chat, count in these]
