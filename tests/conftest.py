@@ -65,6 +65,8 @@ LONGEST_FIRST = (
     "tests/parity/test_combinations.py",
     # While that one compiles the operators, these go on without them.
     "tests/recipes/test_quickstart.py",
+    "tests/docs/test_chat_templates.py",
+    "tests/benchmarks/test_gpu.py",
     "tests/stages/data/test_real_template.py",
     "tests/pipeline/execution/test_saved_plan.py",
     "tests/stages/wrap/test_shares.py",
@@ -88,6 +90,7 @@ LONGEST_FIRST = (
     "tests/faults/test_checkpoint_ranks.py",
     "tests/faults/test_hosts.py",
     "tests/faults/test_resumed_decisions.py",
+    "tests/benchmarks/test_allocations.py",
     "tests/benchmarks/test_export.py",
     "tests/faults/test_killed_training.py",
     "tests/faults/test_resume_elsewhere.py",
