@@ -39,7 +39,8 @@ UNBUILT = {
 """Types whose shrunk config cannot be built or filled with random weights, leaves experts without
 tokens, or computes for minutes."""
 RANDOM = {"phimoe"}
-"""Types whose router draws random numbers, of which each stage of a pipeline has a stream."""
+"""Types whose router draws random numbers, of which each stage of a pipeline and each part of a
+sequence has a stream."""
 ONLY_EAGER = {
     "big_bird", "bigbird_pegasus", "bloom", "codegen", "deepseek_v4", "falcon_mamba", "flint",
     "gemma2", "gpt_neo", "gpt_neox_japanese", "gpt_oss", "gptj", "granite_swa", "granitemoe_swa",
@@ -113,7 +114,7 @@ def test_the_numbers_of_one_process_for_every_type(kind: str) -> None:
     if kind not in known():
         pytest.skip("is refused without any axis")
     for layout, (use, wrap) in LAYOUTS.items():
-        if layout == "pipeline" and kind in RANDOM:
+        if layout in ("pipeline", "context") and kind in RANDOM:
             numbers(kind, layout)
         elif not refusals(fields(kind), use, wrap):
             require_numbers(layout, kind)
