@@ -12,6 +12,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, DeepSpeedConfig
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.partition_parameters import Init
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
@@ -27,6 +28,10 @@ METHODS: dict[Any, dict[str, list[str]]] = {
         "_optimizer_states_and_gradient_swap_in": ["self", "sub_group_id", "timer_names"],
         "_optimizer_states_and_gradient_swap_out": ["self", "sub_group_id", "timer_names"],
         "_release_swap_buffers": ["self", "sub_group_id"],
+    },
+    Init: {
+        "_convert_to_zero_parameters": ["self", "param_list"],
+        "_enable_mem_efficient_linear": ["self"],
     },
 }
 ATTRIBUTES: dict[Any, list[str]] = {
