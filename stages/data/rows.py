@@ -21,7 +21,7 @@ PARQUET = (".parquet",)
 KNOWN = TEXT + JSON_LINES + JSON + PARQUET
 
 Report = Callable[[DataError], object]
-"""Is told of a row that cannot be read; raises, or returns to go on with the next."""
+"""Takes a row that cannot be read; raises, or returns to go on with the next."""
 
 LARGEST_LINE = 64 << 20
 """Bytes. A longer line is a mistake, and would be held in memory many times over."""

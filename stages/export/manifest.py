@@ -132,7 +132,7 @@ def load(folder: Path) -> Manifest | None:
 
 
 def content_sum(file: Path) -> str:
-    """Checksum of a file beside the weights. Raises OSError for a pipe or a device."""
+    """Checksum of a file next to the weights. Raises OSError for a pipe or a device."""
     digest = xxh3_64()
     with open_regular(file) as stream:
         while piece := stream.read(BLOCK):

@@ -16,7 +16,7 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
     "hybrid_shard": {"fsdp.sharding": "hybrid_shard"},
     "offload": {"fsdp.cpu_offload": True},
 }  # fmt: skip
-"""Words of the key `fsdp` -> facts that they give beside the strategy."""
+"""Words of the key `fsdp` -> facts that they give besides the strategy."""
 
 
 def fsdp_words(value: Any) -> list[str]:

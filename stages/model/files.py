@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 ADAPTER = "adapter_config.json"
-"""File of peft beside which from_pretrained would apply an adapter."""
+"""File of peft: where it lies next to weights, from_pretrained applies an adapter."""
 SAFE = "model.safetensors.index.json", "model.safetensors"
 TORCH = "pytorch_model.bin.index.json", "pytorch_model.bin"
 TOKENIZER_FILES = (
@@ -161,7 +161,7 @@ def weight_files(folder: Path, gguf: str | None) -> list[Path]:
 def adapter_beside(folder: Path) -> str | None:
     """What is wrong with an adapter next to the weights of a folder; None without one."""
     file = folder / ADAPTER
-    return f"{file}: the adapter beside the weights is not applied" if file.is_file() else None
+    return f"{file}: the adapter next to the weights is not applied" if file.is_file() else None
 
 
 def other_weights(folder: Path) -> str | None:

@@ -48,7 +48,7 @@ def document_angles(model: nn.Module) -> Iterator[DocumentAngles]:
 
 
 def with_positions(batch: MicroBatch) -> MicroBatch:
-    """The micro-batch with positions that show each document's length: padding, which begins anew
+    """The micro-batch with positions that show each document's length: padding, which starts again
     at 0, belongs to none. Masks take a row for one document still; causal ones need no more."""
     import torch
 

@@ -126,7 +126,7 @@ def caveats(stage: Any) -> tuple[str, ...]:
     pipeline = getattr(stage, "pipeline_parallel", None)
     if pipeline is not None and pipeline.per_rank > 1:
         found.append(
-            f"what each pass of {pipeline.schedule} costs beside its arithmetic: where others "
+            f"what each pass of {pipeline.schedule} costs next to its arithmetic: where others "
             "measured both, 1F1B was as fast or faster"
         )
     return tuple(found)

@@ -45,7 +45,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     }),
     "tensor_parallel": _of({
         "keeps its experts transposed, which is not divided": "aria_text llama4 llama4_text",
-        "has parts beside its blocks that are not divided": "hrm_text moss_transcribe_diarize",
+        "has parts next to its blocks that are not divided": "hrm_text moss_transcribe_diarize",
         "gives its blocks inputs of the tokens' numbers": "gemma4_text",
         "passes more than hidden states from block to block": "deepseek_v4 hy_v4",
         "chooses tokens to attend to by all of them": "doge dots3_note_text",

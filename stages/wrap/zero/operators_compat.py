@@ -78,7 +78,7 @@ def _is_open(file: Path) -> bool:
 class _Subprocess:
     """`subprocess` for torch's building of extensions, which calls another ninja.
 
-    It is these packages' own: another version does not read its log, and builds everything anew.
+    It is these packages' own: another version does not read its log, and builds everything again.
     And it ends with this process, with the compilers that it has started.
     """
 

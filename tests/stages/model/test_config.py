@@ -90,7 +90,7 @@ def test_an_adapter_beside_the_weights_of_a_hub_model(
     model.run(context(tmp_path))
     assert "model.safetensors is read" in caplog.text
     (hub.folder / "adapter_config.json").write_text("{}")
-    with pytest.raises(StageError, match=r"owner/name: .*the adapter beside the weights is not"):
+    with pytest.raises(StageError, match=r"owner/name: .*the adapter next to the weights is not"):
         model.run(context(tmp_path))
     HfModel(path="owner/name", revision=COMMIT, init="random").run(context(tmp_path))
 
