@@ -57,6 +57,10 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "fsdp": ("wrap.fsdp", {}),
     "zero2": ("wrap.zero", {"stage": 2}),
     "zero3": ("wrap.zero", {"stage": 3}),
+    "zero3, tensor": (
+        "wrap.zero",
+        {"stage": 3, "param_persistence_threshold": 100, "tensor_parallel": {"size": 2}},
+    ),
 }
 ALONE = ("wrap.ddp", {"static_graph": True})
 
@@ -101,6 +105,7 @@ def numbers(kind: str, layout: str) -> list[float]:
         ("context", "gemma3_text"),
         ("expert", "mixtral"),
         ("zero3", "gptj"),
+        ("zero3, tensor", "qwen3"),
     ],
 )
 def test_the_numbers_of_one_process(layout: str, kind: str) -> None:

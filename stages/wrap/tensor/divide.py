@@ -41,10 +41,13 @@ def divide_layers(
     blocks: Sequence[nn.Module],
     mesh: DeviceMesh,
     compiled: Sequence[nn.Module] = (),
+    *,
+    late: bool = False,
 ) -> None:
     """Divide `model`, on the meta device, as a recipe asks for it; `compiled` modules have compiled
-    forward methods. Raises StageError for a model that does not divide so."""
-    parallelize(model, mesh, resolve_plan(config, model, blocks), compiled)
+    forward methods, and `late` parameters are there no earlier than the modules that have them run.
+    Raises StageError for a model that does not divide so."""
+    parallelize(model, mesh, resolve_plan(config, model, blocks), compiled, late=late)
 
 
 def resolve_plan(
@@ -57,7 +60,12 @@ def resolve_plan(
 
 
 def parallelize(
-    model: nn.Module, mesh: DeviceMesh, plan: TensorPlan, compiled: Sequence[nn.Module] = ()
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: TensorPlan,
+    compiled: Sequence[nn.Module] = (),
+    *,
+    late: bool = False,
 ) -> None:
     """Divide `model`, whose parameters are on the meta device, over the one axis `mesh`, in place.
 
@@ -72,16 +80,18 @@ def parallelize(
     if mesh.size() != plan.size:
         raise ValueError(f"a plan for {plan.size} ranks on a mesh of {mesh.size()}")
     place_parameters(model, mesh, plan.placements)
-    _Installer(model, mesh, plan, compiled).install()
+    _Installer(model, mesh, plan, compiled, late=late).install()
 
 
 class _Installer:
     """Replaces forward methods, from the innermost change to the outermost."""
 
     def __init__(
-        self, model: nn.Module, mesh: DeviceMesh, plan: TensorPlan, compiled: Sequence[nn.Module]
-    ) -> None:
+        self, model: nn.Module, mesh: DeviceMesh, plan: TensorPlan, compiled: Sequence[nn.Module],
+        *, late: bool,
+    ) -> None:  # fmt: skip
         self.compiled = compiled
+        self.late = late
         self.model = model
         self.mesh = mesh
         self.plan = plan
@@ -183,7 +193,7 @@ class _Installer:
 
     def _install_region(self, region: Region, number: int) -> None:
         module = self.modules[region.name]
-        if self.modules[region.block] not in self.compiled:
+        if not self.late and self.modules[region.block] not in self.compiled:
             self._find_ahead(module)
         if has_dropout(module):
             self._install_region_streams(module, region, number)

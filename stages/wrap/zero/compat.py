@@ -64,8 +64,8 @@ def full_numel(parameter: Any) -> int:
 
 def partitioner(config: Mapping[str, Any], groups: Any) -> Callable[[nn.Parameter], None]:
     """A function that partitions a parameter among the data-parallel ranks of `groups`, or all, as
-    zero.Init does. Like its context, it makes linear layers keep no gathered weight for backward,
-    from here on."""
+    zero.Init does. Among all, linear layers keep no gathered weight for backward from here on, as
+    in its context; those of which ranks have parts are not found gathered there."""
     import deepspeed
 
     with quiet():
@@ -74,7 +74,7 @@ def partitioner(config: Mapping[str, Any], groups: Any) -> Callable[[nn.Paramete
             config_dict_or_path=dict(config),
             mpu=groups,
         )
-    if init.mem_efficient_linear:
+    if groups is None and init.mem_efficient_linear:
         init._enable_mem_efficient_linear()
     return lambda parameter: init._convert_to_zero_parameters([parameter])
 

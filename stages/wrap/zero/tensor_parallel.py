@@ -79,7 +79,8 @@ class ZeroDivider:
         """Divide a module on the meta device in place; its parameters become this rank's parts.
         Raises StageError for a model that does not divide so."""
         assert self._stage.tensor_parallel is not None
-        divide_layers(self._stage.tensor_parallel, module, model.blocks(module), self._mesh)
+        blocks, late = model.blocks(module), self._stage.stage == 3
+        divide_layers(self._stage.tensor_parallel, module, blocks, self._mesh, late=late)
         wholes = take_parts(module)
         if self._stage.stage < 3:
             self._require_equal_parts(module)
