@@ -68,7 +68,8 @@ def test_a_run_that_is_stopped_while_it_is_imported_ends_as_stopped(early: Pipe)
         number = NUMBERS[count % len(NUMBERS)]
         shutil.rmtree(early.run_dir, ignore_errors=True)
         outcome = called(early, *command, SIGNAL_AT=name, SIGNAL=str(int(number)))
-        done = early.run_dir.exists() and early.events()[-1]["event"] == "run finished"
+        began = (early.run_dir / "journal.jsonl").exists()
+        done = began and early.events()[-1]["event"] == "run finished"
         assert outcome.code == (0 if done else 75), (name, number, outcome)
         said = f"could not be written: {number.name}" if done else f"stopped by {number.name}"
         assert said in outcome.stderr
