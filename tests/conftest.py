@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from pipeline.utils import terminal
 from tests.support.processes import forking
 from tests.support.tier import FULL, times
 
@@ -43,12 +44,17 @@ for number in (signal.SIGHUP, signal.SIGQUIT):
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """Put the environment back after each test: commands that run in this process set variables,
-    such as the trust in code that an option gives, for the processes they start."""
-    before = dict(os.environ)
+    """Put the environment back after each test, and what is hidden of it: commands that run in this
+    process set variables, such as the trust in code that an option gives, for the processes they
+    start, and hide the values of others."""
+    kept = (os.environ, terminal._hidden, terminal._guessed)
+    before, typed = [dict(each) for each in kept], set(terminal._typed)
     yield
-    os.environ.clear()
-    os.environ.update(before)
+    for each, content in zip(kept, before, strict=True):
+        each.clear()
+        each.update(content)
+    terminal._typed.clear()
+    terminal._typed.update(typed)
 
 
 @pytest.fixture(scope="session")
