@@ -23,14 +23,12 @@ import allocations_rank
 import click
 from allocations_rank import SPOKEN, STEPS, TOKENS
 from memories.cases import Case, own
+from memories.compare import forecast, job
 from overhead import run_to_end
 from tables import markdown
 
-from pipeline.planning.estimate import ask_planners, step_peaks
-from pipeline.planning.forecast import BACKWARD, FORWARD, LOAD, SAVE, UPDATE, StrategyMemory
-from pipeline.planning.planner import Job
-from pipeline.planning.topology import Topology
-from pipeline.planning.trace.profiling import profile
+from pipeline.planning.estimate import step_peaks
+from pipeline.planning.forecast import BACKWARD, FORWARD, LOAD, SAVE, UPDATE
 
 LIMIT = 0.05
 QUANTIZING = 8 << 20
@@ -244,12 +242,8 @@ def compared(case: Case, ranks: Sequence[dict[str, Any]]) -> Iterator[Row]:
 def predicted(case: Case) -> dict[str, int]:
     """Return the bytes of device and host together, by phase, from the planners that `pipe plan`
     asks."""
-    topology = Topology(ranks=case.ranks, local_ranks=case.ranks, device="cpu")
     with tempfile.TemporaryDirectory() as folder:
-        planned = Job.of(case.plan(Path(folder), device="cpu"), topology)
-        profiled = profile(planned)
-        told = ask_planners(planned, profiled)
-    strategy = told.require(StrategyMemory, "nothing wraps the model")
+        profiled, strategy, _ = forecast(job(case, Path(folder), "cpu"))
     found: dict[str, int] = {}
     for turn in range(case.accumulation):
         again = f" {turn + 1}" if turn else ""

@@ -13,6 +13,7 @@ from memories.cases import Case
 from pipeline.planning.estimate import ask_planners, step_peaks
 from pipeline.planning.forecast import BACKWARD, FORWARD, UPDATE, Held, StrategyMemory
 from pipeline.planning.planner import Job
+from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import Step
 from pipeline.planning.trace.profiling import profile
 from pipeline.planning.trace.run import run
@@ -42,6 +43,14 @@ def job(case: Case, folder: Path, device: str) -> Job:
     return Job.of(case.plan(folder, device=device), case.topology(device))
 
 
+def forecast(here: Job) -> tuple[Profile, StrategyMemory, Step]:
+    """Return the model's profile, the strategy's share and the step, from a recipe's planners."""
+    found = profile(here)
+    told = ask_planners(here, found)
+    strategy = told.require(StrategyMemory, "nothing wraps the model")
+    return found, strategy, told.require(Step, "nothing is trained")
+
+
 def profile_and_trace(case: Case) -> Pair:
     """Compare the forecast from the model's profile and the strategy's share with a trace: of the
     GPU's memory, or, where the strategy offloads, of GPU and host together. Raises UsageError for a
@@ -49,10 +58,7 @@ def profile_and_trace(case: Case) -> Pair:
     device = "cpu" if case.strategy.get("cpu_offload") else "cuda"
     with tempfile.TemporaryDirectory() as folder:
         here = job(case, Path(folder), device)
-        found = profile(here)
-        told = ask_planners(here, found)
-        strategy = told.require(StrategyMemory, "nothing wraps the model")
-        step = told.require(Step, "nothing is trained")
+        found, strategy, step = forecast(here)
         traced = run(here)
     peaks_at = step_peaks(found, strategy, samples=step.micro_batch, microbatches=step.microbatches)
     peaks = peaks_at["both" if device == "cpu" else "device"]

@@ -187,8 +187,8 @@ def examine(runs: Path, *, procs: int | None, quick: bool) -> MachineReport:
 
 
 def _load() -> float | None:
-    """Processes that ran or waited in the last minute, for each core, without this one. They are
-    those of the whole machine, and so are the cores."""
+    """Processes of the whole machine that ran or waited in the last minute, for each of its cores,
+    without this one."""
     with contextlib.suppress(OSError):
         return max(os.getloadavg()[0] - 1, 0.0) / (os.cpu_count() or 1)
     return None

@@ -221,7 +221,7 @@ class OwnLink(Link):
         self.address = server.address
 
     def silent_for(self) -> float:
-        """No time at all. Raises RunFailed as that of other links does."""
+        """No time at all. Raises RunFailed as other links do."""
         super().silent_for()
         return 0.0
 

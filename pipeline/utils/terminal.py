@@ -36,7 +36,7 @@ _NO_SECRET_IF_UNNAMED = re.compile(
 )
 """More of them where the variable's name does not say that it is secret: longer words; addresses of
 buckets and servers, of which user and password are not shown. A path on a web server may be a
-secret: that of a webhook is."""
+secret, as in a webhook."""
 LINE_OF_SECRET = 16
 """Characters of a line of a secret of several (a private key) that is hidden by itself."""
 
@@ -61,8 +61,8 @@ _typed: set[str] = set()
 
 
 def hide(value: str, name: str) -> None:
-    """Show `name`, that of a variable after `$`, instead of `value`, as it is, in JSON and in an
-    address, from now on in this process."""
+    """Show `name`, a variable's after `$`, instead of `value`, as it is, in JSON and in an address,
+    from now on in this process."""
     if says_secret(name.removeprefix("$")) or not _NUMBERS.fullmatch(value):
         _hidden.update(dict.fromkeys(_forms(value), name))
 

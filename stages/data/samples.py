@@ -98,8 +98,8 @@ def write_samples(
     ctx: Context,
     mistakes: Mistakes,
 ) -> Counts:
-    """Write batches of rows with their tokens as the files of MaskedSamples, that of `row_starts`
-    if a row has several samples, and notes on what was dropped and changed.
+    """Write batches of rows with their tokens as the files of MaskedSamples, the file of
+    `row_starts` if a row has several samples, and notes on what was dropped and changed.
 
     Returns `rows`, `samples`, `tokens`, `targets`, `largest` (id), `long` (rows that were truncated
     or dropped), `dropped`, BAD, NULLS, CHANGED, CUT, those of DROPPED, and the rows of each form.

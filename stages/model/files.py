@@ -159,14 +159,14 @@ def weight_files(folder: Path, gguf: str | None) -> list[Path]:
 
 
 def adapter_beside(folder: Path) -> str | None:
-    """What is wrong with an adapter next to the weights of a folder; None without one."""
+    """Return a sentence on an adapter next to the weights of a folder; None without one."""
     file = folder / ADAPTER
     return f"{file}: the adapter next to the weights is not applied" if file.is_file() else None
 
 
 def other_weights(folder: Path) -> str | None:
-    """What is to be said of a folder with the same weights in shards and as a single file; None of
-    others."""
+    """Return a sentence on a folder that has the same weights in shards and as a single file; None
+    for others."""
     forms = (SAFE, TORCH)
     there = [name for form in forms for name in reversed(form) if (folder / name).is_file()]
     if not any(set(form) <= set(there) for form in forms):

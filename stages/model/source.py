@@ -39,7 +39,6 @@ from stages.model.random_reader import RandomReader
 from stages.model.reconcile import Allowed, fit
 from stages.model.rotary_compat import choose_by_document
 from stages.model.special_ids import align
-from stages.model.tokenizer import open_tokenizer
 from stages.model.towers_compat import leave_out_towers
 from stages.model.unread import Unread, sort_out
 from stages.weights.change import renamed
@@ -310,7 +309,7 @@ class HfSource(ModelSource):
                 f"{self.name} comes without a tokenizer",
                 hint="set `tokenizer` in the model's slot to a folder that has one",
             )
-        return open_tokenizer(files, self._stage, self._log)
+        return assets.open_tokenizer(files, self._stage, self._log)
 
     def tokenizer(self) -> Any:
         return self._tokenizer

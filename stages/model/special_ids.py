@@ -32,9 +32,10 @@ def turn_ends(tokenizer: Any) -> list[int]:
     def ids(text: str) -> list[int]:
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    own = [id_ for id_ in ids(last) if id_ in special]
+    end = ids(last)
+    own = [id_ for id_ in end if id_ in special]
     if own:
-        pairs = zip(ids(last), ids(user), strict=False)
+        pairs = zip(end, ids(user), strict=False)
         both = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
         same = [id_ for id_, _ in both if id_ in special]
         return [*same[-1:], *own][:1]

@@ -108,12 +108,13 @@ def _module(
     """The module that DeepSpeed is given: this rank's parts of layers, parameters partitioned as
     they come, or whole ones; not yet loaded."""
     module, device = build_empty(model, precision), ctx.dist.device
-    wholes = None if divider is None else divider.divide(model, module)
+    if divider is not None:
+        divider.divide(model, module)
     if stage.stage == 3:
         _partition(module, device, torch_dtype(precision.compute), config, divider)
     materialize(module, device, buffer_device=device)
-    if divider is not None and wholes is not None:
-        divider.mark(module, wholes)
+    if divider is not None:
+        divider.mark(module)
     if stage.stage == 3:
         _tell_of_parameters(model, module)
     cast_buffers(module, precision)

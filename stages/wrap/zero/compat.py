@@ -65,7 +65,7 @@ def full_numel(parameter: Any) -> int:
 def partitioner(config: Mapping[str, Any], groups: Any) -> Callable[[nn.Parameter], None]:
     """A function that partitions a parameter among the data-parallel ranks of `groups`, or all, as
     zero.Init does. Among all, linear layers keep no gathered weight for backward from here on, as
-    in its context; those of which ranks have parts are not found gathered there."""
+    in its context; a layer that ranks divide is not gathered again in time."""
     import deepspeed
 
     with quiet():

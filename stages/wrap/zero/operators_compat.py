@@ -63,8 +63,8 @@ def keep_operators() -> None:
 
 
 def _is_open(file: Path) -> bool:
-    """Whether a process has a file open, of those of this machine that this user can look at.
-    torch's FileBaton has its lock open for as long as it holds it."""
+    """Whether a process of this machine that this user can look at has a file open. torch's
+    FileBaton has its lock open for as long as it holds it."""
     if not file.exists():
         return False
     name = os.path.realpath(file)

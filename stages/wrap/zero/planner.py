@@ -86,7 +86,8 @@ class Stage3Memory(ZeroMemory):
     def loading(self) -> int:
         """Each trained parameter is whole once more, to hook onto its gradient; then small ones
         are. A second copy is there at first, until masters are loaded."""
-        widest = max(one.bytes(self.c) for one, _ in self.model.counted() if one.trained)
+        trained = (one.bytes(self.c) for one, _ in self.model.counted() if one.trained)
+        widest = max(trained, default=0)
         return max(self._small, widest, self._second_copy(self.every))
 
     @functools.cached_property

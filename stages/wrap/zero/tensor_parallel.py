@@ -73,18 +73,18 @@ class ZeroDivider:
         with with_values():
             mesh = parameter_mesh(axes, ctx.dist.device.type, axes.data * axes.context)
         self._mesh = mesh["tensor"]
+        self._wholes: Wholes = {}
         self.groups = Groups(mesh["shard"].get_group(), self._mesh.get_group())
 
-    def divide(self, model: ModelSource, module: nn.Module) -> Wholes:
+    def divide(self, model: ModelSource, module: nn.Module) -> None:
         """Divide a module on the meta device in place; its parameters become this rank's parts.
         Raises StageError for a model that does not divide so."""
         assert self._stage.tensor_parallel is not None
         blocks, late = model.blocks(module), self._stage.stage == 3
         divide_layers(self._stage.tensor_parallel, module, blocks, self._mesh, late=late)
-        wholes = take_parts(module)
+        self._wholes = take_parts(module)
         if self._stage.stage < 3:
             self._require_equal_parts(module)
-        return wholes
 
     def _require_equal_parts(self, module: nn.Module) -> None:
         """Raise StageError if ranks have flat tensors of different lengths: then sums over more
@@ -100,9 +100,10 @@ class ZeroDivider:
             hint = "set stage: 3, or a size that divides it"
             raise StageError(message, hint=hint)
 
-    def mark(self, module: nn.Module, wholes: Wholes) -> None:
-        """Let parameters say what they are parts of, and which of them the norm counts once."""
-        mark(module, wholes)
+    def mark(self, module: nn.Module) -> None:
+        """Let the parameters of a divided module, which are others by now, say what they are parts
+        of, and which of them the norm counts once."""
+        mark(module, self._wholes)
         for name, parameter in module.named_parameters():
             # The rest is counted once in the norm of gradients.
-            parameter.tensor_model_parallel = is_divided(wholes[name])  # type: ignore[attr-defined]
+            parameter.tensor_model_parallel = is_divided(self._wholes[name])  # type: ignore[attr-defined]
