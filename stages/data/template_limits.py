@@ -51,7 +51,8 @@ class Limited:
         self._function, self._name = function, name
         self._guard = threading.Lock()
         self._owner = self._child = 0
-        self._streams: tuple[BinaryIO, BinaryIO] | None = None
+        self._pipes: tuple[int, int] | None = None
+        """Descriptors, not files: those might be finalized first where both are garbage at once."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function. Raises TemplateLimitError, and what the function raises."""
@@ -59,10 +60,12 @@ class Limited:
             self._end()
             self._guard = threading.Lock()
         with self._guard:
-            requests, answers = self._streams or self._start()
+            requests, answers = self._pipes or self._start()
             try:
-                _send(requests, pickle.dumps((args, kwargs)))
-                content = _received(answers)
+                with os.fdopen(requests, "wb", closefd=False) as outgoing:
+                    _send(outgoing, pickle.dumps((args, kwargs)))
+                with os.fdopen(answers, "rb", closefd=False) as incoming:
+                    content = _received(incoming)
             except OSError:
                 content = b""
             if not content:
@@ -81,7 +84,7 @@ class Limited:
     def __del__(self) -> None:
         self._end()
 
-    def _start(self) -> tuple[BinaryIO, BinaryIO]:
+    def _start(self) -> tuple[int, int]:
         requests, answers = os.pipe(), os.pipe()
         parent = os.getpid()
         child = os.fork()
@@ -93,20 +96,20 @@ class Limited:
                 os._exit(0)
         os.close(requests[0])
         os.close(answers[1])
-        self._streams = os.fdopen(requests[1], "wb"), os.fdopen(answers[0], "rb")
+        self._pipes = requests[1], answers[0]
         self._owner, self._child = parent, child
-        return self._streams
+        return self._pipes
 
     def _end(self) -> None:
         """End the process, if it is ours."""
-        for stream in self._streams or ():
+        for pipe in self._pipes or ():
             with contextlib.suppress(OSError):
-                stream.close()
+                os.close(pipe)
         if self._owner == os.getpid():
             with contextlib.suppress(OSError):
                 os.kill(self._child, signal.SIGKILL)
                 os.waitpid(self._child, 0)
-        self._owner, self._streams = 0, None
+        self._owner, self._pipes = 0, None
 
 
 def _received(answers: BinaryIO) -> bytes:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,6 +117,23 @@ stages:
   model: {use: model.hf, path: ./model, init: random}
   data: {use: data.chat, files: ./chats.jsonl, sequence_length: 64}
 """
+
+
+def test_nothing_is_left_by_what_is_garbage_together(limited: Limited) -> None:
+    """Objects of a cycle are finalized in any order: here this one after what it holds."""
+    limited(CHAT, PLAIN)
+    later = Limited(render, "the model")
+    later.__dict__, limited.__dict__ = limited.__dict__, later.__dict__
+    child = later._child
+    cycle: list[Any] = [later]
+    cycle.append(cycle)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        del later, cycle
+        gc.collect()
+    assert [str(one.message) for one in warned] == []
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
 
 
 @pytest.mark.parametrize("name", ["times", "loops"])
