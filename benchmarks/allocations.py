@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import allocations_rank
 import click
+import raw
 from allocations_rank import SPOKEN, STEPS, TOKENS
 from memories.cases import Case, own
 from memories.compare import forecast, job
@@ -165,8 +166,12 @@ def main(only: str, json_file: Path | None) -> None:
     found = every_configuration(only)
     click.echo(table(found))
     if json_file:
-        text = {n: [{**r._asdict(), "error": r.error} for r in rows] for n, rows in found.items()}
-        json_file.write_text(json.dumps(text, indent=1) + "\n", "utf-8")
+        rows = [
+            {"configuration": name, **one._asdict(), "error": one.error}
+            for name, phases in found.items()
+            for one in phases
+        ]
+        raw.write(json_file, "allocations", rows)
     sys.exit(any(abs(row.error) > LIMIT for rows in found.values() for row in rows))
 
 

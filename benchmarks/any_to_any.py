@@ -9,7 +9,6 @@ counters, loss scale and progress are equal. Exits 1 when one is not.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import raw
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -46,9 +46,10 @@ def main(worlds: str, part: str, only: str, json_file: Path | None) -> None:
     number, parts = (int(text) for text in part.split("/"))
     savers = [place for place in places if only in place[0]][number - 1 :: parts]
     found = [pair for saver in savers for pair in load_everywhere(saver, places)]
-    if json_file:
-        json_file.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     wrong = [pair for pair in found if pair["problem"]]
+    if json_file:
+        equal = len(found) - len(wrong)
+        raw.write(json_file, "any_to_any", found, pairs=len(found), equal=equal)
     click.echo(f"{len(found) - len(wrong)} of {len(found)} pairs are equal")
     for pair in wrong:
         click.echo(f"  {pair['from']} -> {pair['to']}: {pair['problem']}")

@@ -24,6 +24,7 @@ from typing import Any
 
 import checkpoint_rank
 import click
+import raw
 
 STALL_LIMIT, STEP_LIMIT, READ_LIMIT = 1.1, 1.3, 1.05
 
@@ -52,7 +53,8 @@ def main(
             found[wrap] = {"here": result, "elsewhere": elsewhere}
             show(wrap, procs, other, result, elsewhere)
     if json_file:
-        json_file.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+        rows = [figures(wrap, one["here"], one["elsewhere"]) for wrap, one in found.items()]
+        raw.write(json_file, "checkpoint", rows)
     if not all(within(wrap) for wrap in found.values()):
         sys.exit(1)
 
@@ -111,6 +113,27 @@ def within(found: dict[str, list[dict[str, Any]]]) -> bool:
     read = max(read_ratio(found["here"]), read_ratio(found["elsewhere"]))
     stands = max(stalls[0], statistics.median(stalls)) <= STALL_LIMIT
     return stands and statistics.median(steps) <= STEP_LIMIT and read <= READ_LIMIT
+
+
+def figures(wrap: str, here: list[dict[str, Any]], there: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a row of the JSON file: what the page shows, then everything. Memory in bytes."""
+    stalls, steps = stall_ratios(here), step_ratios(here)
+    costs = [cost["seconds"] for one in here[0]["rounds"] for cost in one["cost"]]
+    rival = [result["rival_read"] / result["own"] for result in here]
+    return {
+        "wrap": wrap, "bytes": sum(result["written"] for result in here),
+        "first_stall_seconds": slowest(here, lambda one: one["stall"])[0],
+        "first_stall": stalls[0], "later_stall": statistics.median(stalls[1:]),
+        "worst_stall": max(stalls[1:]), "step": statistics.median(steps), "worst_step": max(steps),
+        "on_disk_seconds": statistics.median(costs),
+        "memory": max(result["beyond"] for result in here),
+        "read": max(read_ratio(here), read_ratio(there)),
+        "load_memory": max(result["load_memory"] for result in [*here, *there]),
+        "rival": here[0]["rival"], "rival_seconds": here[0]["rival_times"],
+        "rival_read": max(rival),
+        "rival_load_memory": max(result.get("rival_load_memory", 0) for result in [*here, *there]),
+        "here": here, "elsewhere": there,
+    }  # fmt: skip
 
 
 def show(

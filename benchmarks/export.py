@@ -16,7 +16,6 @@ The inputs of a group are on disk at the same time: 43 GB for 1.5b, deleted befo
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import raw
 from apart.crew import Failed, Part, bare, measure
 from exporters import cache, plain
 from exporters.tools import CP, GROUPS, INPUTS, RANKS, Tool, chosen, disk, inputs, label
@@ -83,7 +83,7 @@ def main(
             everything += bench.everything(group)
             problems += len(bench.problems)
     if json_file:
-        json_file.write_text(json.dumps(everything, indent=1) + "\n", "utf-8")
+        raw.write(json_file, "export", everything)
     if problems:
         sys.exit(1)
 
@@ -236,7 +236,8 @@ class Bench:
         return [
             {
                 "group": group, "tool": label(tool), "round": number, "weights": self.weights,
-                "reading": run.reading, "bare": self._bare._asdict(),
+                "reading": run.reading, "written": run.written, "flushed": run.flushed,
+                "bare": self._bare._asdict(),
                 "processes": [vars(part) for part in run.parts],
             }
             for tool, runs in self.runs.items()

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import raw
 from curve import Curve, picture
 from smollm import generate
 
@@ -53,7 +54,8 @@ def main(runs: Path | None, svg: Path | None, json_file: Path | None) -> None:
         names = [name for name, _, _ in LEGS]
         svg.write_text(picture(_curves(home, away, names), "step", "loss"), "utf-8")
     if json_file:
-        json_file.write_text(json.dumps({"home": home, "away": away}, indent=1) + "\n", "utf-8")
+        rows = [{"home": one, "away": other} for one, other in zip(home, away, strict=True)]
+        raw.write(json_file, "journey", rows, steps=len(home), largest_difference=worst)
     click.echo(f"largest difference of a step's loss: {worst:.2e} over {len(home)} steps")
     click.echo(f"the export goes on with: {text!r}")
     if worst > TOLERANCE or len(home) != STEPS or not text.strip():

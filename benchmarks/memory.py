@@ -1,6 +1,6 @@
 """Compare `pipe plan`'s memory with a trace, and a trace with real tensors.
 
-    python benchmarks/memory.py [--drawn 40] [--seed 0] [--only profiles|tensors]
+    python benchmarks/memory.py [--drawn 40] [--seed 0] [--only profiles|tensors] [--json FILE]
 
 Prints two tables of a training step's peak on one rank: profiles (`pipe plan`) next to the trace
 (`pipe plan --trace`), for well-known models and random ones; and the trace next to a run of the
@@ -13,8 +13,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 import click
+import raw
 from memories.cases import SMALL, WELL_KNOWN, Case, drawn
 from memories.compare import Pair, profile_and_trace, summary, trace_and_tensors
 from tables import markdown, mib
@@ -27,16 +30,21 @@ TABLES = ("profiles", "tensors")
 @click.option("--drawn", "count", default=40, help="Random models.")
 @click.option("--seed", default=0, help="Of their drawing.")
 @click.option("--only", type=click.Choice(TABLES), help="One of the tables.")
-def main(count: int, seed: int, only: str | None) -> None:
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write everything here.")
+def main(count: int, seed: int, only: str | None, json_file: Path | None) -> None:
     """Compare, and print the tables."""
     tables = (only,) if only else TABLES
-    worst = []
+    worst, rows = [], []
     if "profiles" in tables:
         pairs = _pairs([*WELL_KNOWN, *drawn(count, seed)], profile_and_trace)
         worst.append(_tell(("profile", "trace"), pairs) > PROFILES)
+        rows += [_row("profiles", pair) for pair in pairs]
     if "tensors" in tables:
         pairs = _pairs(SMALL, trace_and_tensors)
         worst.append(_tell(("trace", "real tensors"), pairs) > TENSORS)
+        rows += [_row("tensors", pair) for pair in pairs]
+    if json_file:
+        raw.write(json_file, "memory", rows)
     sys.exit(any(worst))
 
 
@@ -46,6 +54,13 @@ def _pairs(cases: Iterable[Case], compare: Callable[[Case], Pair]) -> list[Pair]
         click.echo(f"{case.name} ...", err=True)
         pairs.append(compare(case))
     return pairs
+
+
+def _row(table: str, pair: Pair) -> dict[str, Any]:
+    return {
+        "table": table, "case": pair.case.name, "strategy": f"{pair.case.wrap} x {pair.case.ranks}",
+        "told": pair.told, "reference": pair.reference, "error": pair.error,
+    }  # fmt: skip
 
 
 def _tell(names: tuple[str, str], pairs: Sequence[Pair]) -> float:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import raw
 from overhead_job import MODEL, STRATEGIES, Job
 from overhead_stats import LIMIT, Comparison, as_row, compare
 
@@ -60,7 +61,7 @@ def main(
             show(job.label, comparison)
             rows.append({**as_row(job.label, comparison), **result})
     if json_file:
-        json_file.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
+        raw.write(json_file, "overhead", rows)
     if not conclude(rows):
         sys.exit(1)
 

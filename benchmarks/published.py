@@ -1,6 +1,6 @@
 """Compare `pipe plan` with figures that others published about their trainings.
 
-    python benchmarks/published.py [--only TEXT]
+    python benchmarks/published.py [--only TEXT] [--json FILE]
 
 Plans each training of `publications/runs.yaml` as a recipe, and prints a table of memory, measured
 as in the source, and one of speed.
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import raw
 import yaml
 from tables import markdown
 
@@ -185,15 +186,35 @@ def speed_table(planned: Planned, remarks: Mapping[str, str]) -> Iterator[str]:
         yield f"\nratio: median {middle:.2f}, within 20%: {near} of {len(ratios)}\n"
 
 
+def row(run: Run, plan: MemoryPlan) -> dict[str, Any]:
+    """Return both comparisons of a training as a row of the JSON file; sizes in bytes."""
+    found: dict[str, Any] = {"source": run.name[0], "run": run.run, "settings": run.name[2]}
+    found |= {"gpus": f"{plan.topology.ranks} x {run.gpu}", "remark": run.remark}
+    if run.memory:
+        planned = told(run, plan)
+        more = planned + run.more[0] * GIB if run.more else None
+        found["memory"] = {
+            "measured": run.measured, "published": run.published, "planned": planned,
+            "with_more": more, "counted": run.counted,
+        }  # fmt: skip
+    if run.tokens is not None and plan.speed is not None:
+        expected = plan.speed.tokens_per_second / plan.topology.ranks
+        found["speed"] = {"published": run.tokens, "expected": expected, "mfu": plan.speed.mfu}
+    return found
+
+
 @click.command()
 @click.option("--only", default="", help="Trainings whose source or name has this text.")
-def main(only: str) -> None:
+@click.option("--json", "json_file", type=click.Path(path_type=Path), help="Write everything here.")
+def main(only: str, json_file: Path | None) -> None:
     """Plan, and print the tables."""
     planned = []
     for run in runs():
         if only.lower() in f"{run.source} {run.run}".lower():
             click.echo(f"{run.source}: {run.run} ...", err=True)
             planned.append((run, run.plan()))
+    if json_file:
+        raw.write(json_file, "published", [row(run, plan) for run, plan in planned])
     said = dict.fromkeys(run.remark for run, _ in planned if run.remark)
     remarks = {"": ""} | {remark: str(number) for number, remark in enumerate(said, 1)}
     for table in (memory_table, speed_table):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import raw
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 STRATEGIES = sorted(
@@ -42,12 +43,12 @@ def main(steps: int | None, only: str, runs: Path | None, json_file: Path | None
     with tempfile.TemporaryDirectory() as scratch:
         root = runs or Path(scratch)
         rows = [measure(name, root / f"smollm_{name}", steps) for name in only.split(",")]
+    for row in rows:
+        row |= differences(row, rows[0])
     if json_file:
-        json_file.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")
+        raw.write(json_file, "smollm", rows)
     show(rows)
-    worst = max(
-        abs(a - b) for row in rows for a, b in zip(row["losses"], rows[0]["losses"], strict=True)
-    )
+    worst = max(row["loss_difference"] for row in rows)
     click.echo(f"\nlargest difference of a step's loss from {rows[0]['name']}: {worst:.2e}")
     if worst > TOLERANCE or not all(
         row["text"].strip() and row["text_fp32"].strip() for row in rows
@@ -83,6 +84,19 @@ def measure(name: str, run_dir: Path, steps: int | None) -> dict[str, Any]:
     }
 
 
+def differences(row: dict[str, Any], first: dict[str, Any]) -> dict[str, float]:
+    """Return the first and the last loss, and the largest differences of a step's loss and of its
+    gradient norm (relative) from the first recipe's."""
+    losses = zip(row["losses"], first["losses"], strict=True)
+    norms = zip(row["norms"], first["norms"], strict=True)
+    return {
+        "first_loss": row["losses"][0],
+        "last_loss": row["losses"][-1],
+        "loss_difference": max(abs(one - other) for one, other in losses),
+        "norm_difference": max(abs(one / other - 1) for one, other in norms),
+    }
+
+
 def pipe(*arguments: str) -> None:
     """Run a command that has to succeed."""
     subprocess.run([sys.executable, "-m", "pipetrain", *arguments], check=True, stdout=sys.stderr)
@@ -108,7 +122,7 @@ def generate(folder: Path) -> str:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print the table of docs/results.md."""
+    """Print a table."""
     click.echo(
         "| recipe | first loss | last loss | eval loss | s/step | whole run, s | continues with |"
     )

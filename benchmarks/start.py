@@ -9,17 +9,18 @@ strategy's ratios is above 1.1.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import click
+import raw
 from overhead_job import STRATEGIES
 from start_run import Start, bare, ours, prepare
-from tables import Rounds, listed, markdown, ratio
+from tables import Rounds, listed, markdown, median, ratio
 
 LIMIT = 1.1
 """Largest accepted median of the ratios of our seconds to the script's."""
@@ -43,8 +44,7 @@ def main(strategies: str, procs: int, rounds: int, launcher: str, json_file: Pat
             found[strategy] = pairs(folder, strategy, procs, rounds, launcher)
     click.echo(markdown(HEAD, [row(name, *sides) for name, sides in found.items()]))
     if json_file:
-        plain = {name: [[asdict(one) for one in side] for side in s] for name, s in found.items()}
-        json_file.write_text(json.dumps(plain, indent=1) + "\n", "utf-8")
+        raw.write(json_file, "start", [figures(name, *sides) for name, sides in found.items()])
     over = [name for name, sides in found.items() if seconds_ratio(*sides) > LIMIT]
     click.echo(f"\nmore than {LIMIT} of the script: {', '.join(over) or 'none'}")
     sys.exit(1 if over else 0)
@@ -79,6 +79,20 @@ def row(strategy: str, mine: list[Start], theirs: list[Start]) -> list[str]:
         each = {number: one[number] / other[number] for number in one}
         cells += [listed(one), listed(other), listed(each)]
     return cells
+
+
+def figures(strategy: str, mine: list[Start], theirs: list[Start]) -> dict[str, Any]:
+    """Return a row of the JSON file: median seconds, and each round's ratios."""
+    found: dict[str, Any] = {"strategy": strategy}
+    found |= {
+        name: median(numbered(starts, "seconds"))
+        for name, starts in (("ours", mine), ("script", theirs))
+    }
+    for what in ("seconds", "cpu"):
+        each = zip(numbered(mine, what).values(), numbered(theirs, what).values(), strict=True)
+        found[f"{what}_ratios"] = [one / other for one, other in each]
+    found["starts"] = [[asdict(one) for one in side] for side in (mine, theirs)]
+    return found
 
 
 def seconds_ratio(mine: list[Start], theirs: list[Start]) -> float:

@@ -9,7 +9,6 @@ same number of tokens do not.
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import resource
 import sys
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import raw
 import transformers
 from tables import listed, markdown, ratio
 from tokenisers import corpus
@@ -53,7 +53,12 @@ def main(
             click.echo(f"\n{case}, {files[case].stat().st_size / 1e6:.1f} MB\n")
             click.echo(table(found[case]))
     if json_file:
-        json_file.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+        rows = [
+            {"case": case, "way": way, "rounds": [runs[number] for number in sorted(runs)]}
+            for case, ways in found.items()
+            for way, runs in ways.items()
+        ]
+        raw.write(json_file, "tokenising", rows)
     wrong = [case for case in found if not agree(case, found[case])]
     if wrong:
         sys.exit(f"not the same number of tokens: {', '.join(wrong)}")

@@ -9,7 +9,6 @@ longer, both all steps together and in the median pair.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import statistics
@@ -23,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import click
+import raw
 import torch
 from watching_run import TEXT, WORDS, Run, measure
 
@@ -66,8 +66,8 @@ def main(rounds: int, steps: int, batch: int, json_file: Path | None) -> None:
             show(number + 1, **pair)
             pairs.append(pair)
     if json_file:
-        plain = [{name: asdict(run) for name, run in pair.items()} for pair in pairs]
-        json_file.write_text(json.dumps(plain, indent=1) + "\n", "utf-8")
+        rows = [{name: asdict(run) for name, run in pair.items()} for pair in pairs]
+        raw.write(json_file, "watching", rows)
     click.echo(f"\na step's numbers take rank 0 {1000 * seconds:.2f} ms, in both")
     if not conclude(pairs):
         sys.exit(1)

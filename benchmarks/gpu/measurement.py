@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import raw
 
 from gpu.ceilings import measure
 from gpu.models import write_model
@@ -188,7 +189,9 @@ class Measurement:
 
     def _keep(self, name: str, found: Any) -> None:
         self.results[name] = found
-        (self.out / "results.json").write_text(json.dumps(self.results, indent=1), "utf-8")
+        rows = [{"setting": name, **one} for name, one in self.results["settings"].items()]
+        rest = {name: one for name, one in self.results.items() if name != "settings"}
+        raw.write(self.out / "results.json", "gpu", rows, **rest)
         (self.out / "results.md").write_text(page(self.results), "utf-8")
 
     def _left(self, most: float = float("inf")) -> float:

@@ -20,11 +20,11 @@ def test_every_way_is_measured_and_gives_as_many_tokens(tmp_path: Path) -> None:
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("\n| --- |") == 3
-    found = json.loads(file.read_text("utf-8"))
-    assert [*found] == ["documents", "one file", "chat"]
-    for ways in found.values():
-        assert len(ways) == 3
-        for runs in ways.values():
-            assert runs["0"]["tokens"] > 15_000
-            assert runs["0"]["seconds"] >= runs["0"]["call"] > 0
-            assert runs["0"]["cpu"] > 0
+    rows = json.loads(file.read_text("utf-8"))["rows"]
+    assert [*dict.fromkeys(row["case"] for row in rows)] == ["documents", "one file", "chat"]
+    assert len(rows) == 9
+    for row in rows:
+        (run,) = row["rounds"]
+        assert run["tokens"] > 15_000
+        assert run["seconds"] >= run["call"] > 0
+        assert run["cpu"] > 0
