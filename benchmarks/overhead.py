@@ -4,7 +4,7 @@
                                   [--rounds N] [--steps N] [--json FILE]
 
 Both loops run in the same processes and take turns, a block of steps each, between calibrations;
-see benchmarks/README.md. Exits 1 when the overhead is certainly more than 3 %, or when the two
+see docs/dev/results.md. Exits 1 when the overhead is certainly more than 3 %, or when the two
 loops' losses show that they did different work.
 """
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 import raw
 from gpu.page import mfu, ratio, step_seconds
-from page_tables import GPU, TABLES, memory_ratios, rows, speed_ratios
+from page_tables import FILES, TABLES, memory_ratios, percent, rows, speed_ratios
 
 PAGE = Path(__file__).parents[1] / "docs" / "results.md"
 TEXT = raw.RESULTS / "page.md"
@@ -38,11 +38,21 @@ def page() -> str:
 
 def numbers() -> Mapping[str, str]:
     """Return the numbers that the text names, as they are written."""
-    return {**_gpu(), **_published(), **_totals(), **_step_time()}
+    return {**_dates(), **_gpu(), **_published(), **_totals(), **_step_time()}
+
+
+def _dates() -> dict[str, str]:
+    """The day of each measurement, with a dagger where the raw file was not kept."""
+    found = {}
+    for name, file in FILES.items():
+        about = raw.read(file)
+        mark = " †" if about["origin"].startswith("transcribed") else ""
+        found[f"{name}_date"] = about["date"] + mark
+    return found
 
 
 def _gpu() -> dict[str, str]:
-    second = {one["setting"]: one for one in rows(GPU[1])}
+    second = {one["setting"]: one for one in rows("second")}
     found = {}
     for name, short in (("1b compiled", "full"), ("8b lora compiled", "lora"),
                         ("8b lora fp8", "fp8")):  # fmt: skip
@@ -50,18 +60,18 @@ def _gpu() -> dict[str, str]:
         seconds = step_seconds(one)
         assert seconds is not None
         found[f"{short}_tokens"] = f"{one['tokens'] / seconds:,.0f}"
-        found[f"{short}_mfu"] = f"{mfu(one):.1%}".replace("%", " %")
-    (nemo,) = rows("nemo-automodel-2026-06-12")
+        found[f"{short}_mfu"] = percent(mfu(one))
+    (nemo,) = rows("nemo")
     kinds = second["8b lora compiled"]["profile"]
     return found | {
         "full_of_bare": f"{ratio(second['1b compiled'], 'bare'):.2f}",
         "nemo_tokens": f"{nemo['tokens_per_second']:,.0f}",
-        "products_share": f"{kinds['kinds_ms']['products'] / kinds['ms']:.0%}".replace("%", " %"),
+        "products_share": percent(kinds["kinds_ms"]["products"] / kinds["ms"], 0),
     }
 
 
 def _published() -> dict[str, str]:
-    found = rows("published-2026-11-28")
+    found = rows("published")
     memory, speed = memory_ratios(found), speed_ratios(found)
     limits = [one["memory"]["measured"] == "limit" for one in found
               if one.get("memory", {}).get("counted")]  # fmt: skip
@@ -78,11 +88,10 @@ def _published() -> dict[str, str]:
 
 
 def _totals() -> dict[str, str]:
-    pairs, soak = raw.read("any_to_any-2026-11-21"), raw.read("soak-2026-11-25")
-    journey = raw.read("journey-2026-11-21")
-    watched = rows("watching-2026-11-27")
+    pairs, soak, journey = (raw.read(FILES[name]) for name in ("any_to_any", "soak", "journey"))
+    watched = rows("watching")
     watching = [one["watched"]["mean"] / one["quiet"]["mean"] for one in watched]
-    head = {one["way"].partition(" ")[0]: one["mib"] for one in rows("head-2026-11-27")}
+    head = {one["way"].partition(" ")[0]: one["mib"] for one in rows("head")}
     return {
         "pairs": f"{pairs['equal']} of {pairs['pairs']}",
         "trials": f"{soak['good']} of {soak['trials']}",
@@ -95,9 +104,9 @@ def _totals() -> dict[str, str]:
 
 
 def _step_time() -> dict[str, str]:
-    ratios = [one["measured"] / one["planned"] for one in rows("step_time-2026-11-23")]
+    ratios = [one["ratio"] for one in rows("step_time")]
     low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
-    return {"step_time": f"{low:.2f} to {high:.2f} times, in the median {middle:.2f} times"}
+    return {"step_time": f"{low:.2f} to {high:.2f} times (median {middle:.2f})"}
 
 
 @click.command(help=__doc__)

@@ -12,7 +12,28 @@ from tables import markdown
 
 GIB = 1 << 30
 MB = 1e6
-GPU = ("gpu-2026-11-27-first", "gpu-2026-11-27-second")
+FILES = {
+    "first": "gpu-2026-11-27-first",
+    "second": "gpu-2026-11-27-second",
+    "nemo": "nemo-automodel-2026-06-12",
+    "smollm": "smollm-2026-11-21",
+    "overhead": "overhead-2026-11-28",
+    "watching": "watching-2026-11-27",
+    "start": "start-2026-11-27",
+    "checkpoint": "checkpoint-2026-11-27",
+    "export": "export-2026-11-22",
+    "loading": "loading-2026-11-22",
+    "tokenising": "tokenising-2026-11-27",
+    "memory": "memory-2026-11-28",
+    "allocations": "allocations-2026-11-28",
+    "step_time": "step_time-2026-11-23",
+    "head": "head-2026-11-27",
+    "published": "published-2026-11-28",
+    "any_to_any": "any_to_any-2026-11-21",
+    "journey": "journey-2026-11-21",
+    "soak": "soak-2026-11-25",
+}
+"""Measurement -> the raw file that the page shows."""
 SETTINGS = {
     "1b compiled": "1B, all weights, compiled",
     "8b lora compiled": "8B, LoRA, compiled",
@@ -22,22 +43,22 @@ SETTINGS = {
 Row = Mapping[str, Any]
 
 
-def rows(name: str) -> list[Row]:
-    """Return the rows of a raw file."""
-    found: list[Row] = raw.read(name)["rows"]
+def rows(measurement: str) -> list[Row]:
+    """Return the rows of a measurement's raw file."""
+    found: list[Row] = raw.read(FILES[measurement])["rows"]
     return found
 
 
 def gpu() -> str:
     """Speed and memory on the GPU, by run and setting."""
     found = []
-    for name in GPU:
+    for name in ("first", "second"):
         for one in rows(name):
             seconds, against = step_seconds(one), ratio(one, "bare")
             assert seconds is not None
             found.append([
-                name.rpartition("-")[2], SETTINGS[one["setting"]], f"{seconds:.3f}",
-                f"{one['tokens'] / seconds:,.0f}", f"{mfu(one):.1%}",
+                name, SETTINGS[one["setting"]], f"{seconds:.3f}",
+                f"{one['tokens'] / seconds:,.0f}", percent(mfu(one)),
                 f"{one['peak']['allocated'] / GIB:.1f}",
                 "" if against is None else f"{against:.3f}",
             ])  # fmt: skip
@@ -53,7 +74,7 @@ def smollm() -> str:
             f"{one['eval_loss']:.5f}", f"{one['loss_difference']:.1e}",
             f"{one['norm_difference']:.1e}",
         ]
-        for one in rows("smollm-2026-11-21")
+        for one in rows("smollm")
     ]  # fmt: skip
     head = ["strategy", "first loss", "last loss", "held-out loss", "loss, largest difference"]
     return markdown([*head, "gradient norm, relative"], found)
@@ -62,7 +83,7 @@ def smollm() -> str:
 def overhead() -> str:
     """Seconds of the training loop over a bare loop's, by strategy and number of processes."""
     cells: dict[str, list[str]] = {}
-    for one in rows("overhead-2026-11-28"):
+    for one in rows("overhead"):
         text = f"{one['ratio']:.3f} [{one['low']:.3f}, {one['high']:.3f}]"
         cells.setdefault(one["configuration"].partition(",")[0], []).append(text)
     return markdown(["strategy", "1 process", "2 processes"], [[n, *c] for n, c in cells.items()])
@@ -71,7 +92,7 @@ def overhead() -> str:
 def start() -> str:
     """Seconds to the first step, next to a script's."""
     found = []
-    for one in rows("start-2026-11-27"):
+    for one in rows("start"):
         ratios = one["seconds_ratios"]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         found.append([one["strategy"], f"{one['ours']:.2f}", f"{one['script']:.2f}", spread])
@@ -97,7 +118,7 @@ def _rival(seconds: Mapping[str, float]) -> str:
 
 def checkpoint() -> str:
     """The cost of a checkpoint, by wrap."""
-    found = rows("checkpoint-2026-11-27")
+    found = rows("checkpoint")
     lines = [[what, *(cell(one) for one in found)] for what, cell in CHECKPOINT.items()]
     return markdown(["", *(one["wrap"] for one in found)], lines)
 
@@ -105,7 +126,7 @@ def checkpoint() -> str:
 def export() -> str:
     """Seconds to write a model's file, next to `cp` of a file of the same size."""
     tools: dict[tuple[str, str], dict[int, Row]] = {}
-    for one in rows("export-2026-11-22"):
+    for one in rows("export"):
         tools.setdefault((one["group"], one["tool"]), {})[one["round"]] = one
     found = []
     for (group, tool), runs in tools.items():
@@ -124,7 +145,7 @@ def loading() -> str:
             one["strategy"], one["tool"], f"{statistics.median(one['bf16_seconds']):.2f}",
             f"{statistics.median(one['fp32_seconds']):.2f}", f"{one['anonymous_mib']:,.0f}",
         ]
-        for one in rows("loading-2026-11-22")
+        for one in rows("loading")
     ]  # fmt: skip
     return markdown(["strategy", "loader", "bf16, s", "fp32, s", "memory, MiB a rank"], found)
 
@@ -132,7 +153,7 @@ def loading() -> str:
 def tokenising() -> str:
     """Seconds to tokenise, and ours over each other way's."""
     cases: dict[str, dict[str, list[float]]] = {}
-    for one in rows("tokenising-2026-11-27"):
+    for one in rows("tokenising"):
         seconds = [each["seconds"] for each in one["rounds"]]
         cases.setdefault(one["case"], {})[one["way"]] = seconds
     found = []
@@ -152,22 +173,27 @@ def memory() -> str:
     found = []
     for table, words in (("profiles", "traces of well-known and random models"),
                          ("tensors", "real tensors of small models, next to traces")):  # fmt: skip
-        errors = [one["error"] for one in rows("memory-2026-11-28") if one["table"] == table]
+        errors = [one["error"] for one in rows("memory") if one["table"] == table]
         found.append(_errors(words, errors))
-    errors = [one["error"] for one in rows("allocations-2026-11-28")]
+    errors = [one["error"] for one in rows("allocations")]
     found.append(_errors("allocations of real ranks, phase by phase", errors))
     return markdown(["compared with", "figures", "median error", "largest"], found)
 
 
+def percent(share: float | None, digits: int = 1) -> str:
+    """Return a share as the page writes it: `51.4 %`."""
+    return "" if share is None else f"{100 * share:.{digits}f} %"
+
+
 def _errors(words: str, errors: Sequence[float]) -> list[str]:
     sizes = [abs(error) for error in errors]
-    return [words, f"{len(sizes)}", f"{statistics.median(sizes):.2%}", f"{max(sizes):.1%}"]
+    return [words, f"{len(sizes)}", percent(statistics.median(sizes), 3), percent(max(sizes))]
 
 
 def published() -> str:
     """Plans over what others published, by source."""
     sources: dict[str, list[Row]] = {}
-    for one in rows("published-2026-11-28"):
+    for one in rows("published"):
         sources.setdefault(one["source"], []).append(one)
     found = [
         [source, _range(memory_ratios(runs)), _range(speed_ratios(runs))]

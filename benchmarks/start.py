@@ -3,7 +3,7 @@
     python benchmarks/start.py [--strategies ddp,zero3] [--rounds N] [--launcher torchrun]
                                [--json FILE]
 
-A round is one start of each, in turns; see benchmarks/README.md. Exits 1 when the median of a
+A round is one start of each, in turns; see docs/dev/results.md. Exits 1 when the median of a
 strategy's ratios is above 1.1.
 """
 

@@ -3,7 +3,7 @@
     python benchmarks/watching.py [--rounds N] [--steps N] [--batch N] [--json FILE]
 
 A training runs twice a round, in turns: quiet and without trackers, and drawn in a terminal of its
-own with two trackers. See benchmarks/README.md. Exits 1 when watched steps take more than 1 %
+own with two trackers. See docs/dev/results.md. Exits 1 when watched steps take more than 1 %
 longer, both all steps together and in the median pair.
 """
 
