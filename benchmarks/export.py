@@ -237,6 +237,7 @@ class Bench:
             {
                 "group": group, "tool": label(tool), "round": number, "weights": self.weights,
                 "reading": run.reading, "written": run.written, "flushed": run.flushed,
+                "anonymous_mib": sum(part.grown.anon for part in run.parts) / (1 << 20),
                 "bare": self._bare._asdict(),
                 "processes": [vars(part) for part in run.parts],
             }

@@ -82,11 +82,14 @@ def smollm() -> str:
 
 def overhead() -> str:
     """Seconds of the training loop over a bare loop's, by strategy and number of processes."""
-    cells: dict[str, list[str]] = {}
+    cells: dict[str, dict[str, str]] = {}
     for one in rows("overhead"):
+        strategy, processes, _ = one["configuration"].split()
         text = f"{one['ratio']:.3f} [{one['low']:.3f}, {one['high']:.3f}]"
-        cells.setdefault(one["configuration"].partition(",")[0], []).append(text)
-    return markdown(["strategy", "1 process", "2 processes"], [[n, *c] for n, c in cells.items()])
+        cells.setdefault(strategy, {})[processes.removesuffix("p")] = text
+    counts = sorted({count for found in cells.values() for count in found})
+    lines = [[name, *(found.get(n, "") for n in counts)] for name, found in cells.items()]
+    return markdown(["strategy", *(f"{n} process{'es' * (n != '1')}" for n in counts)], lines)
 
 
 def start() -> str:
@@ -112,7 +115,9 @@ CHECKPOINT = {
 
 
 def _rival(seconds: Mapping[str, float]) -> str:
-    blocking = [value for name, value in seconds.items() if "done" not in name]
+    blocking = [
+        value for name, value in seconds.items() if not name.endswith((", done", ", first"))
+    ]
     return " or ".join(f"{value:.2f}" for value in blocking)
 
 

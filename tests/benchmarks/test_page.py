@@ -7,10 +7,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import overhead_job
+import overhead_stats
 import page
 import page_tables
 import pytest
 import raw
+import start
+import start_run
 from click.testing import CliRunner
 
 ROOT = Path(__file__).parents[2]
@@ -106,3 +110,27 @@ def test_a_ratio_of_seconds_is_the_median_over_rounds(monkeypatch: pytest.Monkey
         for way, seconds in ways.items()
     ]
     assert shown(monkeypatch, page_tables.tokenising, runs) == ["chat", "4.00", "3.00 (1.00)"]
+
+
+def test_a_new_measurement_of_the_loop_makes_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = overhead_job.Job(
+        strategy="ddp", procs=2, compute="fp32", device="cpu", model={}, folder=tmp_path,
+        length=4, micro_batch=1, rounds=8, steps=1,
+    )  # fmt: skip
+    block = {"cpu": 1.0, "before": 1.0, "after": 1.0, "loss": 5.0}
+    pair = {"ours": {"seconds": 2.04, **block}, "bare": {"seconds": 2.0, **block}}
+    row = overhead_stats.as_row(job.label, overhead_stats.compare([pair] * 8, 100))
+    monkeypatch.setattr(page_tables, "rows", lambda name: [row])
+    head, _, line = page_tables.overhead().splitlines()
+    assert (head, line) == ("| strategy | 2 processes |", "| ddp | 1.020 [1.020, 1.020] |")
+
+
+def test_a_new_measurement_of_starts_makes_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = [start_run.Start(seconds=s, cpu=s) for s in (11.0, 30.0, 5.0)]
+    script = [start_run.Start(seconds=10.0, cpu=1.0)] * 3
+    row = start.figures("ddp", ours, script)
+    assert row["cpu_ratios"] == [11.0, 30.0, 5.0]
+    cells = shown(monkeypatch, page_tables.start, [row])
+    assert cells == ["ddp", "11.00", "10.00", "1.10 (0.50 to 3.00)"]
