@@ -18,6 +18,7 @@ from typing import Any
 
 import click
 import raw
+from memories import DRAWN
 from memories.cases import SMALL, WELL_KNOWN, Case, drawn
 from memories.compare import Pair, profile_and_trace, summary, trace_and_tensors
 from tables import markdown, mib
@@ -44,7 +45,9 @@ def main(count: int, seed: int, only: str | None, json_file: Path | None) -> Non
         worst.append(_tell(("trace", "real tensors"), pairs) > TENSORS)
         rows += [_row("tensors", pair) for pair in pairs]
     if json_file:
-        raw.write(json_file, "memory", rows)
+        errors = [abs(one["error"]) for one in rows if one["case"].startswith(DRAWN)]
+        random = {"figures": len(errors), "largest": max(errors, default=0.0)}
+        raw.write(json_file, "memory", rows, random=random)
     sys.exit(any(worst))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import raw
 from gpu.page import mfu, ratio, step_seconds
+from memories import DRAWN
 from tables import markdown
 
 GIB = 1 << 30
@@ -175,13 +176,18 @@ def tokenising() -> str:
 
 def memory() -> str:
     """Errors of the memory that `pipe plan` says, by what it was compared with."""
-    found = []
-    for table, words in (("profiles", "traces of well-known and random models"),
-                         ("tensors", "real tensors of small models, next to traces")):  # fmt: skip
-        errors = [one["error"] for one in rows("memory") if one["table"] == table]
-        found.append(_errors(words, errors))
-    errors = [one["error"] for one in rows("allocations")]
-    found.append(_errors("allocations of real ranks, phase by phase", errors))
+    kinds: dict[str, list[float]] = {}
+    for one in rows("memory"):
+        if not one["case"].startswith(DRAWN):
+            kinds.setdefault(one["table"], []).append(one["error"])
+    random = raw.read(FILES["memory"])["random"]
+    ranks = [one["error"] for one in rows("allocations")]
+    found = [
+        _errors("traces of well-known models", kinds["profiles"]),
+        ["traces of random models", str(random["figures"]), "", percent(random["largest"])],
+        _errors("real tensors of small models (against traces)", kinds["tensors"]),
+        _errors("allocations of real ranks, phase by phase", ranks),
+    ]
     return markdown(["compared with", "figures", "median error", "largest"], found)
 
 
@@ -192,7 +198,7 @@ def percent(share: float | None, digits: int = 1) -> str:
 
 def _errors(words: str, errors: Sequence[float]) -> list[str]:
     sizes = [abs(error) for error in errors]
-    return [words, f"{len(sizes)}", percent(statistics.median(sizes), 3), percent(max(sizes))]
+    return [words, f"{len(sizes)}", percent(statistics.median(sizes), 2), percent(max(sizes))]
 
 
 def published() -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from memories import DRAWN
 from pipeline.chain.plan import Plan, plan_file
 from pipeline.planning.topology import Topology
 
@@ -327,7 +328,7 @@ def _draw(number: int, random_: random.Random) -> Case:
     pick = random_.choice
     wrap, strategy = pick(STRATEGIES)
     return Case(
-        name=f"drawn {number}",
+        name=f"{DRAWN}{number}",
         model=own(pick((None, 1, 3)), **_config(pick)),
         wrap=wrap,
         strategy=strategy,
