@@ -236,7 +236,7 @@ def forecasts(
         elif hasattr(planner, "forecast"):
             missing = ", ".join(results.missing(planner, "forecast"))
             if missing:
-                mute.append(f"{named} needs forecasts that no earlier slot gives: {missing}")
+                mute.append(f"{named} needs forecasts that no earlier slot provides: {missing}")
             else:
                 results[step.slot] = results.call(planner, "forecast", topology)
     results |= Results.of(tuple(mute))

@@ -180,7 +180,7 @@ class Reader:
 
     def _named(self, file: ConfigFile, key: str, name: str) -> None:
         """Enter a key that names another file, which has to be given too."""
-        result = RuleResult(outcome="default", why="is read as a file of its own")
+        result = RuleResult(outcome="default", why="is read as a separate file")
         if Path(name).name not in self._given:
             hint = f"give it too: pipe import {file.path} {name}"
             result = refused("names another file", hint, blocks=True)

@@ -28,7 +28,7 @@ class Accelerate:
     torch's DistributedDataParallel, or on GPUs with fully_shard (FSDP2).
 
     `accelerate.Accelerator` wraps model and optimizer; the file is read by accelerate's own
-    launcher. Batches, accumulation, clipping, dtypes and processes are those of the recipe. Every
+    launcher. The recipe decides batches, accumulation, clipping, dtypes and processes. Every
     process holds the whole model in host memory until FSDP shards it. `pipe import` translates such
     a file, also one for DeepSpeed, into a recipe without accelerate.
     """

@@ -10,7 +10,7 @@ _preferences = unsupported(
 )
 _other = unsupported("no recipe trains like this", blocks=True)
 _loss = unsupported("the loss is the mean cross-entropy of the target tokens", blocks=True)
-_images = unsupported("recipes train on text alone", blocks=True)
+_images = unsupported("recipes train on text only", blocks=True)
 _optimizer = unsupported("no optimizer of a recipe has it", "leave it out, or set optimizer.groups")
 
 PLUGINS = (

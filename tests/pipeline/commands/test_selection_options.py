@@ -94,7 +94,7 @@ def test_a_rehearsal_is_refused_what_the_run_would_be(pipe: Pipe) -> None:
     [
         (["--until", "trian"], "error: the recipe has no slot `trian` (did you mean `train`?)"),
         (["--from", "export", "--until", "train"],
-         "error: --from export comes behind --until train"),
+         "error: --from export comes after --until train"),
         (["--only", "train", "--until", "train"], "error: --only excludes --from and --until"),
     ],
 )  # fmt: skip

@@ -150,7 +150,7 @@ def test_one_node_of_kubeflow_says_how_many_processes() -> None:
     [
         (without(TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
          "RANK=3 and WORLD_SIZE=4 is set by a launcher of several processes, but not LOCAL_RANK: "
-         "each process would make a run of its own"),
+         "each process would start its own run"),
         ({"LOCAL_RANK": "0"}, "LOCAL_RANK=0 is set by a launcher of several processes, but not "
          "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: each"),
         (TORCHRUN | {"RANK": "4"}, "RANK=4 and WORLD_SIZE=4: ranks count from 0"),

@@ -338,7 +338,7 @@ def test_a_begin_and_an_end_that_a_text_has_already(
         sample = data.train[index]
         shown.append(source.fast.decode([*sample.input_ids.tolist(), sample.labels.tolist()[-1]]))
     assert shown == ["<|s|>a<|end|>", "<|s|>a<|end|>\n", "<|s|>a<|end|>", "<|s|>a<|end|>"]
-    assert "3 rows with a begin or end token of their own, which got no second one" in caplog.text
+    assert "3 rows with their own begin or end token, which got no second one" in caplog.text
 
 
 def test_characters_that_marks_are_made_of(trained: Any) -> None:

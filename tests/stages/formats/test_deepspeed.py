@@ -240,7 +240,7 @@ def test_progress_and_random_streams_that_pipetrain_put_beside_them(
 def test_the_loss_scale_is_left_out(cases: dict[str, Case], tmp_path: Path) -> None:
     source = opened(cases["2 offload fp16"].folder)
     notes = DeepSpeed().write(source, tmp_path / "universal")
-    assert any("the loss scale, which begins anew" in note for note in notes)
+    assert any("the loss scale, which starts again" in note for note in notes)
     back = opened(tmp_path / "universal")
     assert back.state.loss_scale is None
     live = cases["2 offload fp16"].live

@@ -115,7 +115,7 @@ def test_no_code_of_the_folder_is_run(copy: Path, monkeypatch: pytest.MonkeyPatc
     )
     own = {"model_type": "own", "auto_map": {"AutoConfig": "conf.Own"}, "architectures": ["Own"]}
     (copy / "config.json").write_text(json.dumps(own))
-    with pytest.raises(CheckpointError, match="models with code of their own are not converted"):
+    with pytest.raises(CheckpointError, match="models with remote code are not converted"):
         opened(copy)
     assert not mark.exists()
 
