@@ -174,7 +174,9 @@ class Planners(Plugins[type[Planner[Any]]]):
 
     def fault(self, loaded: Any) -> str:
         """The reason why an object is no planner; empty for a planner."""
-        return "" if isinstance(loaded, type) and issubclass(loaded, Planner) else "is no Planner"
+        return (
+            "" if isinstance(loaded, type) and issubclass(loaded, Planner) else "is not a Planner"
+        )
 
     def find(self, use: str) -> type[Planner[Any]] | None:
         """The planner's class of a stage; None without one. Raises PluginError, naming the package,

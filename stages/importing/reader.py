@@ -135,7 +135,7 @@ class Reader:
         training."""
         asked = [key for key in others if not rules.is_off(content.get(key))]
         if asked and rules.is_off(content.get("do_train")):
-            why = "asks for something else than training, which is all that a recipe does"
+            why = "is not training, the only thing a recipe does"
             hint = "set do_train: true, or evaluate with a slot evaluate: {use: evaluate.lm}"
             self.refuse(file, content, asked[0], refused(why, hint, blocks=True))
 

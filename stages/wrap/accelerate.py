@@ -72,7 +72,7 @@ def _problems(file: str, content: Mapping[str, Any], plan: PlanView) -> Iterator
     """Message and hint of every problem."""
     kind = _kind(content)
     if "distributed_type" not in content:
-        yield f"{file} is no accelerate configuration: no distributed_type", ""
+        yield f"{file} is not an accelerate configuration: no distributed_type", ""
     elif kind == "DEEPSPEED":
         message = "distributed_type is DEEPSPEED: accelerate only hands the settings on to it"
         yield message, f"run `pipe import {file}`, which makes a recipe of them"

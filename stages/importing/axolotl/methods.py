@@ -6,7 +6,7 @@ from stages.importing import rules
 from stages.importing.rules import Table, each_way, unsupported
 
 _preferences = unsupported(
-    "training on preferences or rewards is no part of a recipe", "train with TRL", blocks=True
+    "training on preferences or rewards is not supported by recipes", "train with TRL", blocks=True
 )
 _other = unsupported("no recipe trains like this", blocks=True)
 _loss = unsupported("the loss is the mean cross-entropy of the target tokens", blocks=True)

@@ -22,7 +22,7 @@ _NAMES = "rename it in the data"
 _elsewhere = unsupported("data comes from files and the hub of Hugging Face", "download it")
 _whole = unsupported("files are read as a whole", "write those rows to a separate file")
 _images = unsupported("recipes train on text only", blocks=True)
-_preferences = unsupported("training on preferences is no part of a recipe", blocks=True)
+_preferences = unsupported("training on preferences is not supported by recipes", blocks=True)
 COLUMNS = {"prompt": "instruction", "query": "input", "response": "output",
            "history": "history", "system": "system", "tools": "tools"}  # fmt: skip
 """Columns that data.chat reads, under their names in an entry."""

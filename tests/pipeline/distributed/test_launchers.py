@@ -179,7 +179,7 @@ def test_one_node_of_kubeflow_says_how_many_processes() -> None:
         (TASKS | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000, but ports are numbers"),
         (OPEN_MPI | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000, but ports are numbers"),
         (SKYPILOT | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000, but ports are numbers"),
-        ({"PIPE_STORE": "/x"}, "PIPE_STORE is for ranks that `pipe` has started (unset it)"),
+        ({"PIPE_STORE": "/x"}, "PIPE_STORE is only for ranks that `pipe` started (unset it)"),
         ({"PET_NNODES": "1:4"}, "PET_NNODES=1:4 is set by a launcher of several processes, but not "
          "PET_MASTER_ADDR, PET_NODE_RANK"),
         (SKYPILOT | {"SKYPILOT_NODE_IPS": "10.0.0.1"}, "SKYPILOT_NUM_NODES=2, but "

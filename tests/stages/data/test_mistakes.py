@@ -171,7 +171,8 @@ CHAT = {
     "an assistant's first turn that has no place": second(
         {"messages": [ASSISTANT]},
         "begins with an assistant's message, whose beginning cannot be located: the chat template "
-        "lays it out otherwise than its generation prompt (set `train: false` in that message, or ",
+        "lays it out differently from its generation prompt (set `train: false` in that "
+        "message, or ",
         template=PLAIN.replace("<|s|>{{ m.role }}", "<|s|>{{ m.role }}{{ '!' if loop.first }}"),
     ),
     "unknown ShareGPT name": Case(

@@ -146,11 +146,11 @@ def test_what_a_template_leaves_out_is_an_error(
         trained(template, CHAT, [CHAT[0], message])
     assert f"rows.jsonl:2: the chat template leaves out {lost}" in str(caught.value)
     assert trained(template, CHAT, [CHAT[0], message], unrendered="drop") == [["b<|e|>", "d<|e|>"]]
-    assert "dropped 1 row whose chat template leaves out something that is said" in caplog.text
+    assert "dropped 1 row whose chat template leaves out part of what is said" in caplog.text
     content = message.get("content") or ""
     rows = trained(template, [CHAT[0], message], unrendered="allow")
     assert rows == [[f"{content}<|e|>"]]
-    assert "1 row whose chat template leaves out something that is said" in caplog.text
+    assert "1 row whose chat template leaves out part of what is said" in caplog.text
 
 
 def test_a_call_of_several_that_is_left_out(trained: Any) -> None:
