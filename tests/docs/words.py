@@ -33,7 +33,7 @@ INSTEAD = {
     r"(?:go|goes|going|went) on": "continue",
     r"in place of": "instead of",
     r"gives": "returns, prints, writes, provides",
-    r"(?<!there )(?:is|are) (?-i:no)(?! (?:longer|more|less|different|better|faster|slower))": "is not a",
+    r"(?<!there )(?:is|are) (?-i:no)(?! (?:longer|more|less|better|faster|slower))": "is not a",
     r"nobody": "no one, or name who",
     r"perhaps": "maybe, or say what it depends on",
     r"thereby|therein|thereof|whereof|wherein": "so, in it, of it",
