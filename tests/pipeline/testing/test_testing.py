@@ -245,7 +245,7 @@ def test_valid_fields_that_are_refused(make: Make) -> None:
          "underscores"),
         ("Optimizer.x", "its name `Optimizer.x` is not kind.name in lower-case letters, digits and "
          "underscores"),
-        ("wrap.thing", "is called `wrap.thing`, but wrap stages give Engine, and it gives "
+        ("wrap.thing", "is called `wrap.thing`, but wrap stages return Engine, and it returns "
          "OptimizerPlan"),
     ],
 )  # fmt: skip

@@ -221,5 +221,5 @@ def test_texts_with_a_begin_or_end_of_their_own_are_counted_once(
     caplog.clear()
     whole = write(tmp_path / "c.txt", both)
     text((str(plain), str(whole))).run(ctx, FakeSource(bos="<|s|>"))
-    assert "1 document with a begin or end token of their own" in caplog.text
+    assert "1 document with their own begin or end token" in caplog.text
     assert f", the first: {whole}\n" in caplog.text
