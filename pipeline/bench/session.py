@@ -117,9 +117,7 @@ class Benchmark:
         if code is None:
             slot = Journal(run_dir / rundir.JOURNAL).running()
             where = f" in slot `{slot}`" if slot else ""
-            raise StageError(
-                f"ended after {self.minutes} min{where}", hint="--timeout gives it longer"
-            )
+            raise StageError(f"ended after {self.minutes} min{where}", hint="--timeout allows more")
         if code:
             raise StageError(_reason(run_dir, folder / "output.txt", code))
         records = list(metrics.records(run_dir / rundir.METRICS))

@@ -237,7 +237,9 @@ def row_width(runs: Iterable[Run]) -> int:
 
 def _require_cover(runs: Sequence[Run], numel: int) -> None:
     if any(run.stride and numel % run.stride for run in runs):
-        raise CoverageError(f"{numel} elements are no rows of the length that it is divided by")
+        raise CoverageError(
+            f"{numel} elements do not make whole rows of the length that it is divided by"
+        )
     width = row_width(runs)
     if all(run.has_whole_rows for run in runs):
         require_cover([(run.start, run.stop) for run in runs], numel)

@@ -156,7 +156,7 @@ class Formats(Plugins[type[StateFormat]]):
     def fault(self, loaded: Any) -> str:
         """The first thing that an object lacks to be a format."""
         is_format = isinstance(loaded, type) and issubclass(loaded, StateFormat)
-        return "" if is_format else "is no StateFormat"
+        return "" if is_format else "is not a StateFormat"
 
     def get(self, name: str) -> StateFormat:
         """Return the format called `name`. Raises UsageError for an unknown name, PluginError for a

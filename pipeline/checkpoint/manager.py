@@ -300,5 +300,5 @@ class CheckpointManager(Checkpoints):
         self._pending = self._last = None
         return CheckpointError(
             f"{result.name} could not be saved: {result.problem}",
-            hint="what was saved before is untouched",
+            hint="earlier checkpoints are unchanged",
         )

@@ -202,7 +202,7 @@ class Manifest(_Model):
         if self.version != 1 and len(self.runs) != len(self.tensors):
             raise Damaged(f"{where}: does not say which rank has which tensor")
         if self.version < 3 and any(run[7:] != _FLAT for own in self.runs for run in own):
-            raise Damaged(f"{where}: is divided as its version does not know it")
+            raise Damaged(f"{where}: is divided in a way that its version does not have")
         numels = {tensor.key: tensor.numel for tensor in self.tensors}
         try:
             require_whole(self.division(), numels, len(self.parts))

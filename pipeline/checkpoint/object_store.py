@@ -145,7 +145,7 @@ class _ObjectSink(Sink):
         self._path = path
 
     def write(self, offset: int, data: memoryview) -> None:
-        assert offset == self._file.tell(), "an object is written from its start to its end"
+        assert offset == self._file.tell(), "objects can only be written sequentially"
         with _as_os_error(self._path):
             self._file.write(data)
 

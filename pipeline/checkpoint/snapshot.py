@@ -177,7 +177,7 @@ class Snapshot:
                     yield left.pop(), held, tensor
                 if not left:
                     return
-            assert len(left) < before, f"{left[-1].key} is not there any more"
+            assert len(left) < before, f"{left[-1].key} no longer exists"
 
     def _tensors(self) -> Iterator[tuple[str, Tile, Tensor]]:
         """Keys of tensors, this rank's tiles of them, and what is in these."""
@@ -190,8 +190,8 @@ class Snapshot:
         """Copy into the buffer, from the elements of a tile; a GPU may still copy afterwards. In
         host memory the C library copies faster than torch."""
         first, dtype = held.position(copy.start), self._dtypes[copy.key]
-        assert first is not None, f"{copy.key} is not there any more"
-        assert first + copy.numel <= tensor.numel(), f"{copy.key} has changed its size"
+        assert first is not None, f"{copy.key} no longer exists"
+        assert first + copy.numel <= tensor.numel(), f"{copy.key} changed its size"
         size = copy.numel * dtype.itemsize
         if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype == dtype:
             source = tensor.data_ptr() + first * dtype.itemsize
@@ -209,4 +209,4 @@ def _name(key: str) -> str:
 
 def _require_none(left: Set[Copy]) -> None:
     """Require that no copy is left, for which the buffer would hold an earlier save's bytes."""
-    assert not left, f"{min(left).key} is not there any more"
+    assert not left, f"{min(left).key} no longer exists"

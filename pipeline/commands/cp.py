@@ -35,7 +35,7 @@ def cp(name: str | None, to: Path) -> None:
         for source in load_recipe(file).source_files:
             target = to / source.name
             if target.exists() and target.read_bytes() != source.read_bytes():
-                raise UsageError(f"{target} is there already, and is another file")
+                raise UsageError(f"{target} already exists and differs")
             shutil.copyfile(source, target)
             click.echo(target)
     absent = absent_files(load_recipe(to / file.name), to)

@@ -91,7 +91,7 @@ def launch(
     from pipeline.launch.targets.surroundings import with_absolute_paths
 
     if shows == submit:
-        raise UsageError("give exactly one of --print and --submit")
+        raise UsageError("use exactly one of --print and --submit")
     kind = KNOWN[target]
     _require_options(target, kind, given)
     _require_forms(kind, given)
@@ -126,13 +126,13 @@ def _require_options(target: str, kind: Target, given: dict[str, Any]) -> None:
 
     for name, flag in OPTIONS.items():
         if given[name] and name not in kind.uses:
-            raise UsageError(f"{flag} means nothing to {target}", hint="leave it out")
+            raise UsageError(f"{flag} has no effect on {target}", hint="leave it out")
         if not given[name] and name in kind.needs:
             raise UsageError(f"{target} needs {flag}")
     if kind.fresh and not (given["image"] or given["setup"]):
         raise UsageError(
             f"{target} needs --image, or --setup",
-            hint="which say how this program gets onto its machines",
+            hint="which say how to install this program on its machines",
         )
 
 
@@ -222,7 +222,7 @@ def _job(plan: Plan, arguments: Sequence[str], gpus: int | None, given: dict[str
     if gpus is None and not on_cpu:
         gpus = launch.procs
     if gpus is None and not on_cpu:
-        raise UsageError("how many GPUs a node has is not known", hint="give --gpus")
+        raise UsageError("the number of GPUs of a node is not known", hint="give --gpus")
     if launch.procs is not None and gpus and gpus != launch.procs:
         raise UsageError(f"--gpus {gpus}, but launch.procs is {launch.procs}: one process a GPU")
     fields: dict[str, Any] = {n: value or DEFAULTS.get(n, value) for n, value in given.items()}
@@ -249,12 +249,12 @@ def _require_shown(text: str) -> None:
     if names := hidden_in(text):
         raise UsageError(
             f"the script would hold the value of {', '.join(names)}, which is not written down",
-            hint="see that the recipe's name, the overrides and the options do not contain it",
+            hint="remove it from the recipe's name, the overrides and the options",
         )
     if shown(text) != text:
         raise UsageError(
             "the script would hold control characters, or the password of an address",
-            hint="see that the overrides and the options do not contain them",
+            hint="remove them from the overrides and the options",
         )
 
 
@@ -287,4 +287,4 @@ def _submit(target: str, kind: Target, text: str, job: Job) -> None:
     if kind.carries_out:
         sys.exit(done.returncode)
     if done.returncode:
-        raise UsageError(f"{kind.client} has refused it: exit code {done.returncode}")
+        raise UsageError(f"{kind.client} refused it: exit code {done.returncode}")

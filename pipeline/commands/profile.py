@@ -24,7 +24,7 @@ def _steps(context: click.Context, parameter: click.Parameter, text: str) -> tup
     found = re.fullmatch(r"([1-9]\d{0,5})(?:-([1-9]\d{0,5}))?", text)
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
     if not first <= last < first + 20:
-        raise click.BadParameter(f"{text} is no step, and no range of at most 20, as in 4-6")
+        raise click.BadParameter(f"{text} is neither a step nor a range of at most 20, as in 4-6")
     return tuple(range(first, last + 1))
 
 

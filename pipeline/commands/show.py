@@ -125,7 +125,7 @@ def _show_data(plan: Plan, *, count: int, as_json: bool) -> None:
         click.echo(shown.summary())
         colour = sys.stdout.isatty()
         for place, index in enumerate(indices):
-            # a stream's own index means nothing to people
+            # a stream's own index has no effect on people
             number = place if shown.size is None else index
             text = _described(shown, index, number, colour=colour)
             click.echo(f"\n{text}", file=bare(sys.stdout))

@@ -35,7 +35,7 @@ def incomplete(environ: Environ, found: list[str], missing: list[str]) -> UsageE
     """The error for a launcher that has set some of its variables and not others."""
     return UsageError(
         f"{settings(environ, found)} is set by a launcher of several processes, but not "
-        f"{', '.join(missing)}: each process would make a run of its own",
+        f"{', '.join(missing)}: each process would start its own run",
         hint="have it start torchrun, once a node, and that `-m pipetrain run`; "
         f"or unset {', '.join(found)} for a run by itself",
     )

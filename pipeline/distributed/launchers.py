@@ -33,7 +33,7 @@ def placement(environ: Environ) -> Placement | None:
     """
     if STORE in environ:  # a rank that `pipe` has started
         if "RANK" not in environ:
-            raise UsageError(f"{STORE} is for ranks that `pipe` has started", hint="unset it")
+            raise UsageError(f"{STORE} is only for ranks that `pipe` started", hint="unset it")
         return None
     first, skipped = None, frozenset[str]()
     for name, read in LAUNCHERS.items():
@@ -46,7 +46,7 @@ def placement(environ: Environ) -> Placement | None:
             first, skipped = found, MAY_START.get(name, skipped)
         elif _differ(first, found):
             raise UsageError(
-                f"the environment contradicts itself: {first.describe()}, but {found.describe()}",
+                f"the environment is contradictory: {first.describe()}, but {found.describe()}",
                 hint="unset the variables of the launcher that did not start this process",
             )
     return first

@@ -103,8 +103,8 @@ def combined(options: NodeOptions, found: Placement | None) -> Placement | None:
     if isinstance(found, RankPlacement):
         raise UsageError(
             f"this process is {found.describe()}, so --nodes, --node-rank, --rdzv and --hostfile "
-            "have no meaning",
-            hint="leave them out, or start one process a node",
+            "have no effect",
+            hint="leave them out, or start one process per node",
         )
     base = found
     if options.hostfile is not None:
@@ -134,7 +134,7 @@ def _laid_over(options: NodeOptions, base: NodePlacement | None) -> NodePlacemen
     if missing:
         flags = ", ".join("--" + name.replace("_", "-") for name in missing)
         raise UsageError(
-            f"{flags} not given, and no launcher or hostfile says so",
+            f"{flags} not given, and no launcher or hostfile sets it",
             hint="on every node: pipe run RECIPE --nodes N --node-rank NUMBER --rdzv HOST:PORT",
         )
     own: dict[str, object] = {}

@@ -36,7 +36,7 @@ def require_same_recipe(plan: Plan, ctx: Context) -> None:
     apart = differences(ctx.dist, paths)
     if apart:
         ctx.log.warning(
-            "ranks have files in different places, of which the model, adapters, data and the "
+            "ranks have files in different places; the model, adapters, data and the "
             "tokenizer are compared: %s",
             in_one(apart),
         )

@@ -80,7 +80,7 @@ def preview(plan: Plan, log: logging.Logger) -> Iterator[Preview]:
     gives_data = (step for step in plan.steps if step.gives and issubclass(step.gives, Data))
     step = next(gives_data, None)
     if step is None:
-        raise UsageError("no slot of this recipe gives data")
+        raise UsageError("no slot of this recipe provides data")
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipe-show-"))
         ctx = Context(

@@ -138,7 +138,7 @@ class Journal:
         file, whole = shlex.quote(str(self.path)), shlex.quote(f"{self.path}.whole")
         return JournalDamaged(
             f"{self.path}: {where} is not as it was written",
-            hint=f"to go on by what stands before it: head -n {first - 1} {file} > {whole} && "
+            hint=f"to continue from the lines before it: head -n {first - 1} {file} > {whole} && "
             f"mv {whole} {file}; what finished later runs again, training from its newest "
             "checkpoint",
         )

@@ -63,7 +63,7 @@ def read_record(place: Path) -> MemoryRecord:
         raise UsageError(f"{file} cannot be read: {in_words(error)}", hint=hint) from error
     except ValidationError as error:
         problem = first_mistake(error)
-        raise UsageError(f"{file} is no record of a run's memory: {problem}") from error
+        raise UsageError(f"{file} is not a record of a run's memory: {problem}") from error
 
 
 def newest_record(

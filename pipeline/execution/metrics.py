@@ -47,7 +47,7 @@ class Metrics:
                     shutil.copyfileobj(file, kept)
         if foreign > 0:
             logging.getLogger("pipe").warning(
-                "%s: %d lines are no metrics; left out, kept in %s", self.path, foreign, aside
+                "%s: %d lines are not metrics; left out, kept in %s", self.path, foreign, aside
             )
 
 

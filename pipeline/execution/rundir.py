@@ -75,7 +75,9 @@ def require_free(folder: Path, *, fresh: bool = False) -> None:
     another run has left, from which a new one would go on."""
     if (folder / RECIPE).exists():
         if fresh:
-            raise UsageError(f"{folder} already holds a run", hint="without --fresh it goes on")
+            raise UsageError(
+                f"{folder} already holds a run", hint="without --fresh that run continues"
+            )
         return
     left = next((name for name in LEFT if (folder / name).exists()), None)
     if left is not None:
@@ -109,7 +111,7 @@ def require_kept(folder: Path) -> None:
     """Raise RunFailed if the folder of the run that is under way has been deleted or moved."""
     if not (folder / RECIPE).exists():
         raise RunFailed(
-            f"{folder} is gone: it was deleted or moved while the run went on, which cannot be "
+            f"{folder} is gone: it was deleted or moved during the run, which cannot be "
             "continued there; bring it back and resume it, or start a new run"
         )
 

@@ -90,7 +90,7 @@ def _read(file: Path) -> Identity:
         raise UsageError(f"{file} cannot be read: {in_words(error)}") from error
     except ValidationError as error:
         raise UsageError(
-            f"{file} is no saved plan: {first_mistake(error)}",
+            f"{file} is not a saved plan: {first_mistake(error)}",
             hint=f"pipe plan RECIPE --out {file} writes one",
         ) from error
 

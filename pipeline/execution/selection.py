@@ -48,7 +48,7 @@ class Selection:
         if self.first is None:
             return []
         if self.last and order.index(self.first) > order.index(self.last):
-            raise UsageError(f"--from {self.first} comes behind --until {self.last}")
+            raise UsageError(f"--from {self.first} comes after --until {self.last}")
         return order[order.index(self.first) :]
 
     def of(self, plan: Plan) -> Plan:

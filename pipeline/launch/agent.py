@@ -111,7 +111,7 @@ class Agent:
             reason = f": {link.refused}" if link.refused else ""
             raise RunFailed(
                 f"node 0 has not answered at {self._host}:{self._port} for {limit:.0f} s{reason}\n"
-                "  to go on, start the same command again on every node",
+                "  to continue, start the same command again on every node",
                 restart="always",
             )
 

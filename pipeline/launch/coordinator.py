@@ -182,7 +182,7 @@ class Coordinator:
             self._give_up(
                 f"{len(alive)} of at least {self.fewest} nodes were there within "
                 f"{self.rendezvous_seconds:.0f} s: {', '.join(self._names(alive)) or 'none'}\n"
-                "  to go on, start the same command again on every node"
+                "  to continue, start the same command again on every node"
             )
 
     def _begin(self, members: list[str]) -> None:

@@ -165,7 +165,7 @@ class Link:
         if self._failure is not None:
             raise RunFailed(
                 f"node {self.beat.node} cannot take part any more: {in_words(self._failure)}\n"
-                "  to go on, start the same command again on every node",
+                "  to continue, start the same command again on every node",
             ) from self._failure
         return time.monotonic() - self._contact
 

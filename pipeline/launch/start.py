@@ -268,9 +268,9 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
         if early is None:
             journal.write("run finished")
         else:
-            journal.write("run stopped", problem=f"behind slot `{early}`, as asked")
+            journal.write("run stopped", problem=f"after slot `{early}`, as asked")
         report(folder, words)
-    how = "finished" if early is None else f"stopped behind {early}, as asked,"
+    how = "finished" if early is None else f"stopped after {early}, as asked,"
     say(f"{how} in {duration(time.monotonic() - began)}")
     _show_results(plan, folder)
 

@@ -118,17 +118,17 @@ def _reason(chosen: Candidate, tried: Sequence[Candidate]) -> str:
     fitting = best(alone)
     if fitting is None:
         if not alone:
-            return "data parallelism alone cannot be planned"
+            return "data parallelism cannot be planned"
         least = min(alone, key=lambda one: one.memory_plan.needed)
         return (
-            f"data parallelism alone does not fit: {least.strategy.name}, with all that only costs "
+            f"data parallelism does not fit: {least.strategy.name}, with all that only costs "
             f"time, needs {memory(least.memory_plan)}"
         )
     mine, others = chosen.memory_plan.time.expected, fitting.memory_plan.time.expected
     idle = fitting.memory_plan.idle
     why = f", which leaves {idle} GPUs without a sample" if idle else ""
     return (
-        f"data parallelism alone is no better: a step takes {others:.3g} s under "
+        f"data parallelism is no better: a step takes {others:.3g} s under "
         f"{fitting.strategy.name}{why}, {mine:.3g} s so"
     )
 

@@ -174,7 +174,9 @@ class Planners(Plugins[type[Planner[Any]]]):
 
     def fault(self, loaded: Any) -> str:
         """The reason why an object is no planner; empty for a planner."""
-        return "" if isinstance(loaded, type) and issubclass(loaded, Planner) else "is no Planner"
+        return (
+            "" if isinstance(loaded, type) and issubclass(loaded, Planner) else "is not a Planner"
+        )
 
     def find(self, use: str) -> type[Planner[Any]] | None:
         """The planner's class of a stage; None without one. Raises PluginError, naming the package,
@@ -236,7 +238,7 @@ def forecasts(
         elif hasattr(planner, "forecast"):
             missing = ", ".join(results.missing(planner, "forecast"))
             if missing:
-                mute.append(f"{named} needs forecasts that no earlier slot gives: {missing}")
+                mute.append(f"{named} needs forecasts that no earlier slot provides: {missing}")
             else:
                 results[step.slot] = results.call(planner, "forecast", topology)
     results |= Results.of(tuple(mute))

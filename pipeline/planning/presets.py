@@ -43,7 +43,7 @@ def presets(planners: Planners, use: str) -> Mapping[str, Preset]:
     try:
         found = dict(kind.presets())
         wrong = [name for name, preset in found.items() if not isinstance(preset, Preset)]
-        fault = f"`{wrong[0]}` is no Preset" if wrong else ""
+        fault = f"`{wrong[0]}` is not a Preset" if wrong else ""
     except Exception as error:
         fault = f"{type(error).__name__}: {error}"
     if fault:

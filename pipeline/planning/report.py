@@ -26,7 +26,7 @@ def lines(memory_plan: MemoryPlan) -> Iterator[str]:
         yield from _memory("memory per GPU, GiB", estimate.device)
         yield (
             f"with {margins.fragmentation:.0%} lost between tensors and {gib(margins.overhead)} GiB"
-            f" beside them ({margins.source}): {gib(memory_plan.needed)} GiB"
+            f" outside of them ({margins.source}): {gib(memory_plan.needed)} GiB"
         )
         yield from spare(memory_plan)
         yield ""

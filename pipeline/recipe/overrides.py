@@ -101,7 +101,9 @@ def _nest_in_list(
     part = parts[depth]
     if not part.isdecimal() or int(part) >= len(entries):
         count = len(entries)
-        raise _RefusedError(f"`{part}` is no entry of a list of {count}", "entries count from 0")
+        raise _RefusedError(
+            f"`{part}` is not an entry of a list of {count}", "entries count from 0"
+        )
     index = int(part)
     # a list replaces the one below it, so the overlay carries all of it
     child = _nest(entries[index], parts, depth + 1, value)

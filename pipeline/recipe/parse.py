@@ -128,7 +128,7 @@ class _Parser:
 
     def _text(self, value: str, mark: Any) -> str:
         if re.search("[\ud800-\udfff]", value):
-            self._problem(mark, "half a surrogate pair is no character")
+            self._problem(mark, "half a surrogate pair is not a character")
             return ""
         if re.fullmatch(r"\\*\?\?\?", value):
             self._problem(mark, "`???` stands for no value here", "give one, or leave the key out")

@@ -30,7 +30,7 @@ class NewStage:
         """Raise UsageError for a name that no stage can have, or that an installed one has."""
         if not _NAME.fullmatch(self.name):
             raise UsageError(
-                f"`{self.name}` is no name of a stage",
+                f"`{self.name}` is not a stage name",
                 hint="a kind, a dot and a word, as in optimizer.sgd",
             )
         if self.name in Registry.installed():

@@ -51,7 +51,8 @@ def in_name(stage: type, name: str) -> Iterator[str]:
     if wanted is not None and (given is None or not issubclass(given, wanted)):
         shown = given.__name__ if given else "nothing"
         yield (
-            f"is called `{name}`, but {kind} stages give {wanted.__name__}, and it gives {shown}"
+            f"is called `{name}`, but {kind} stages return {wanted.__name__}, "
+            f"and it returns {shown}"
         )
 
 
@@ -62,12 +63,12 @@ def in_run(stage: Any) -> Iterator[str]:
     if len(parameters) < 2 or hints.get(parameters[1].name) is not Context:
         yield "run: the first parameter after `self` is not annotated with Context"
     if "return" not in hints:
-        yield "run: the return annotation is missing (write `-> None` if it gives nothing)"
+        yield "run: the return annotation is missing (write `-> None` if it returns nothing)"
     for parameter in parameters[2:]:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             yield f"run: `{parameter.name}` cannot be given by name"
     taken = [(f"`{need.parameter}`", need.type) for need in needs(stage)]
-    for what, kind in [*taken, ("what it gives", gives(stage))]:
+    for what, kind in [*taken, ("its result", gives(stage))]:
         if kind is not None and kind.__module__ in ("builtins", "typing"):
             yield f"run: {what} is of the type {kind.__name__}, which says nothing of its role"
 

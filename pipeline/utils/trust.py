@@ -13,8 +13,8 @@ TRUST_CODE = "PIPE_TRUST_REMOTE_CODE"
 """The same for `--trust-remote-code`."""
 IS_PICKLE = "is a pickle, a format that can run code when it is read"
 PICKLE_HINT = (
-    "--trust-pickle reads it with a restricted reader, which admits tensors and plain values "
-    "alone; use it for files whose origin you know"
+    "--trust-pickle reads it with a restricted reader, which admits only tensors and plain "
+    "values; use it for files whose origin you know"
 )
 CODE_HINT = "--trust-remote-code allows it; read the code first"
 

@@ -122,7 +122,7 @@ def layers(model: nn.Module) -> list[Layer]:
         if not isinstance(module, lora.Linear):
             kind = type(module.get_base_layer()).__name__
             raise StageError(
-                f"adapter.lora: {name} is of class {kind}, which is no linear layer",
+                f"adapter.lora: {name} is of class {kind}, which is not a linear layer",
                 hint=_linear_hint(model),
             )
         layer = Layer(

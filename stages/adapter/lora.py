@@ -54,7 +54,7 @@ class Lora:
 
     The model's own weights are frozen: they are held in the compute dtype, without master weights
     and optimizer state, and checkpoints leave them out. `export.safetensors` writes the model with
-    the updates merged into it, `export.adapter` the updates alone.
+    the updates merged into it, `export.adapter` only the updates.
     """
 
     rank: Annotated[int, Gt(0)] = 16
@@ -79,11 +79,11 @@ class Lora:
     """Hold the weights of all linear layers but the head in 4 bits, by bitsandbytes (Dettmers et
     al. 2023, QLoRA). The trained, merged and exported model is the one with these weights."""
     train_also: tuple[str, ...] = ()
-    """Patterns (`lm_head.*`, `*norm.weight`) of the model's own parameters that are trained as a
-    whole beside the updates."""
+    """Patterns (`lm_head.*`, `*norm.weight`) of the model's own parameters that are trained
+    in full, in addition to the updates."""
     start_from: str | None = None
-    """Folder with an adapter that was saved by this program or by peft, to go on from. It must have
-    these settings, and should have been trained on weights in the same precision."""
+    """Folder with an adapter saved by this program or by peft, to start from. It must have these
+    settings, and should have been trained on weights in the same precision."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         from stages.adapter.target_checks import unmatched_targets
@@ -239,7 +239,7 @@ def differences(stage: Lora, folder: Path) -> Iterator[tuple[str, str]]:
         return
     for key in ("rank_pattern", "alpha_pattern"):
         if saved.get(key):
-            yield f"its {key} gives layers settings of their own, which adapter.lora cannot", ""
+            yield f"its {key} sets options per layer, which adapter.lora cannot", ""
     settings = {
         "rank": saved.get("r"),
         "alpha": saved.get("lora_alpha"),

@@ -74,8 +74,7 @@ def _as_modules_and_parameters(
     moved = {name for name in linear if name.rpartition(".")[2] in experts}
     if moved and (stage.dora or stage.quantize):
         raise StageError(
-            f"peft takes the name of {min(moved)} for that of experts, and has neither DoRA nor 4 "
-            "bits for those",
+            f"peft takes {min(moved)} for experts, and has neither DoRA nor 4 bits for experts",
             hint=MERGED,
         )
     stacked = {layer.weight for layer in layers if layer.experts is not None or layer.name in moved}

@@ -20,10 +20,10 @@ class EmaAverage:
     each update, average = decay x average + (1 - decay) x weight, from the initial weights on.
 
     The slot stands between wrap and checkpoint, and works under every strategy. Each rank keeps the
-    average of its own part of the master weights, in fp32, on the device of the masters: 4 bytes
-    for each of their elements. (With masters on NVMe, every update reads them once more.)
+    average of its part of the master weights, in fp32, on the masters' device: 4 bytes per
+    element. (With masters on NVMe, every update reads them once more.)
     Checkpoints hold the average, so a resume continues it exactly, on any strategy and number of
-    processes; from a checkpoint without one, it begins with the weights of that checkpoint.
+    processes; from a checkpoint without one, it starts from that checkpoint's weights.
     `weights: ema` in the consolidate slot exports it.
     """
 

@@ -24,8 +24,8 @@ class CheckpointSettings:
     """Name of the format of the checkpoints, canonical or full."""
 
     every: Period | None = None
-    """Steps between checkpoints, or a part of an epoch: `0.25 epochs`, `1/3 epochs`. Those of k
-    parts are saved after the first step by which they are over. Null saves at the end only."""
+    """Steps between checkpoints, or a part of an epoch: `0.25 epochs`, `1/3 epochs`. A part of an
+    epoch is saved after the step that completes it. Null saves only at the end."""
 
     keep: Annotated[int, Gt(0)] | None = 2
     """Newest checkpoints to keep; null keeps all."""
@@ -35,12 +35,12 @@ class CheckpointSettings:
 
     keep_best: Annotated[int, Ge(0)] = 0
     """Number of checkpoints with the lowest held-out loss to keep as well. If it is not 0, one is
-    saved after every evaluation that gives the lowest so far, also between those of `every`."""
+    saved after every evaluation with the lowest loss so far, regardless of `every`."""
 
     asynchronous: bool = True
-    """Write while training goes on, from a copy of the state that is on a GPU; of state in host
-    memory, the next update waits until all but 1 GiB a rank is in files. false makes training wait
-    until the checkpoint is on disk, and copies nothing whole."""
+    """Write while training continues, from a copy of the state on a GPU. For state in host memory,
+    the next update waits until all but 1 GiB per rank is in files. false makes training wait until
+    the checkpoint is on disk, and makes no copy."""
 
     start_from: str | None = None
     """A checkpoint (folder or address), or a run, whose newest it is, to start a new run from;
@@ -48,7 +48,7 @@ class CheckpointSettings:
 
     folder: str | None = None
     """Path, or for checkpoint.sharded an address (`s3://bucket/folder`), to which the run's
-    name is added: a run of the same name goes on from there. null: the run's own folder."""
+    name is added: a run of the same name continues from there. null: the run's own folder."""
 
     @property
     def retention(self) -> Retention:

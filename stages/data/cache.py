@@ -95,7 +95,7 @@ def prepare(ctx: Context, folder: Path, make_key: Callable[[], str], build: Buil
         if found != key:
             raise StageError(
                 f"the files of this machine ({socket.gethostname()}, rank {ctx.dist.rank}) differ "
-                f"from those of rank 0: their digest is {in_short(found)}, that is "
+                f"from rank 0's: their digest is {in_short(found)}, that is "
                 f"{in_short(key)}",
                 hint="copy the same files to every machine, or share them",
             )

@@ -20,7 +20,7 @@ from stages.model.config_checks import tokenizer_problems
 
 @dataclass(frozen=True, kw_only=True)
 class ChatSource(Source):
-    """A source whose rows may have names of their own."""
+    """A source whose rows may use other names."""
 
     columns: dict[str, str] = field(default_factory=dict)
     """As the slot's `columns`, instead of them."""
@@ -42,7 +42,7 @@ class ChatData(Selection):
 
     sources: tuple[ChatSource, ...] = ()
     """Instead of `files`: several sources, mixed by weight. An epoch holds every sample of every
-    source at least once, and repeats samples until the shares are those of the weights."""
+    source at least once, and repeats samples until the shares match the weights."""
     heldout_sources: tuple[ChatSource, ...] = ()
     """Instead of `heldout_files`: several sources to evaluate on, one after the other."""
     form: (
@@ -50,8 +50,8 @@ class ChatData(Selection):
     ) = None
     """The form of all rows, for rows whose keys fit several. Null finds it by each row's keys."""
     roles: tuple[str, ...] = ()
-    """Roles of messages that the template knows besides system, developer, user, assistant and
-    tool."""
+    """Further roles of messages that the template knows, next to system, developer, user, assistant
+    and tool."""
     columns: dict[str, str] = field(default_factory=dict)
     """Names that the rows have for keys of theirs and of their messages, by the names used here:
     `{messages: dialog, role: speaker, content: text}`. What has the name of a key that another one
@@ -61,22 +61,22 @@ class ChatData(Selection):
     template: bool = True
     """Whether a text prompt and its completion are a user's and an assistant's turn of the chat
     template. False joins them without it (Alpaca's with Alpaca's prompt), with the tokenizer's end
-    token behind the completion; messages always take the template."""
+    token after the completion; messages always take the template."""
     today: str = "2024-07-26"
     """Date (YYYY-MM-DD) for templates that ask for today's, so that rows become the same tokens on
     every day. The default is the date that Llama 3.1's template falls back on."""
     loss: Literal["completion", "assistant", "last", "all"] = "completion"
     """Tokens that are trained on: the assistant's messages after the row's prompt (all of them in
     rows without one); all the assistant's messages; only its last turn, which suits templates that
-    leave out parts of earlier answers; or all tokens. A `text` is trained on whole, and `input_ids`
-    have a mask of their own."""
+    leave out parts of earlier answers; or all tokens. All of a `text` is trained on; `input_ids`
+    have their own mask."""
     turns: Literal["together", "each"] = "together"
-    """Whether a conversation is one sample, laid out whole, or each turn that is trained on is a
-    sample of its own with what comes before it, laid out as at inference. Templates that leave the
+    """Whether a conversation is one sample, laid out whole, or each trained turn is
+    a separate sample with the turns before it, laid out as at inference. Templates that leave the
     thoughts out of earlier turns need `each` (or `loss: last`) to train on all thoughts."""
     unrendered: Literal["error", "drop", "allow"] = "error"
-    """Treatment of a row of which the template leaves something out: a content, a call or its
-    arguments, or thoughts of a turn that is trained on. `allow` trains on what is left."""
+    """Treatment of a row when the template leaves out part of it: a content, a call or its
+    arguments, or the thoughts of a trained turn. `allow` trains on the rest."""
     empty: Literal["error", "drop", "train"] = "train"
     """Treatment of a row with an answer that says nothing: `train` trains on its end of turn."""
     special_tokens: Literal["error", "drop", "allow"] = "error"
@@ -96,8 +96,8 @@ class ChatData(Selection):
     too_long: Literal["truncate", "drop", "error"] = "truncate"
     """Treatment of a longer row. A row that is truncated before its first target is dropped."""
     packing: bool = False
-    """Put several rows in one sample, of which the model is given at most `sequence_length` tokens,
-    by best fit. No row is cut for it, and none sees another or predicts its beginning."""
+    """Put several rows in one sample of at most `sequence_length` tokens, by best fit. No row is
+    cut, sees another or predicts its beginning."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         """Yield mistakes in the date, the files, the sources and the tokenizer that show without

@@ -34,7 +34,7 @@ LAID_OUT = "whose messages were given to the chat template in another form that 
 ENDLESS = "with turns that no special token ends, so that the model is not trained to stop"
 EMPTY = "with an empty answer, which is trained as the end of a turn"
 UNSHOWN = "with `tools` or `documents` that the chat template does not show"
-UNRENDERED = "whose chat template leaves out something that is said"
+UNRENDERED = "whose chat template leaves out part of what is said"
 """Notes on rows: they continue a sentence that begins with "rows"."""
 
 

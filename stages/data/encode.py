@@ -236,7 +236,7 @@ class RowEncoder:
             return Dropped(why="longer than `sequence_length`", long=True, kept_more=one_more)
         one_more |= bool(encoded.trained[1 : room + 1].any())
         if not encoded.trained[1:room].any():
-            why = "whose trained tokens lie behind `sequence_length`"
+            why = "whose trained tokens all come after `sequence_length`"
             return Dropped(why=why, long=True, kept_more=one_more)
         return dataclasses.replace(
             encoded,

@@ -49,7 +49,7 @@ class Selection:
     .parquet files; all but the last also with .gz. Relative to the working directory."""
     sources: tuple[Source, ...] = ()
     """Instead of `files`: several sources, mixed by weight. An epoch holds every sample of every
-    source at least once, and repeats samples until the shares are those of the weights."""
+    source at least once, and repeats samples until the shares match the weights."""
     heldout_files: str | tuple[str, ...] = ()
     """Files to evaluate on, in the same formats as `files`."""
     heldout_sources: tuple[Source, ...] = ()
@@ -95,10 +95,10 @@ class DocumentSettings:
     text: an error that shows the first of them and counts their kinds, or leave them out and say
     so. A file that cannot be read to its end is always an error."""
     sequence_length: Annotated[int, Field(ge=1)] = 1024
-    """Tokens per sample that the model is given, each of which predicts the next: the last one
-    predicts the first of the next sample. The last sample of the stream may be shorter."""
+    """Tokens per sample. Each token predicts the next; the last one predicts the first of the next
+    sample. The last sample of the stream may be shorter."""
     append_eos: bool = True
-    """Put the tokenizer's end token behind every document."""
+    """Put the tokenizer's end token after every document."""
     prepend_bos: bool | None = None
     """Put the tokenizer's start token before every document. Null does the same as the tokenizer
     does when it is called with a text: the tokenizers of Llama and Gemma put it there."""

@@ -244,7 +244,7 @@ def _trained(row: Row, ids: list[int]) -> list[bool]:
         if given[0] == "labels" and value not in (NO_TARGET, token):
             raise row.error(
                 f"`labels[{index}]` is {value}, but `input_ids[{index}]` is {token}",
-                hint=f"a label is the id of its own position, not of the next, or {NO_TARGET}",
+                hint=f"a label is the id at the same position, not of the next, or {NO_TARGET}",
             )
     off = NO_TARGET if given[0] == "labels" else 0
     return [value != off for value in values]

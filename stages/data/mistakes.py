@@ -111,7 +111,7 @@ class Mistakes:
             raise first[0]
         head = f"{self.count:,} of {counted(rows, 'rows')} cannot be trained on"
         if self.enough:
-            head += f", and reading ended behind these: the first {len(first)}"
+            head += f", and reading ended after these: the first {len(first)}"
         elif self.count > len(first):
             head += f": the first {len(first)}"
         lines = [f"{head}:", *(f"  {_cut(str(error))}" for error in first)]

@@ -109,7 +109,7 @@ def name_problems(names: Names) -> Iterator[Problem]:
     """Yield mistakes in `columns` and `role_names`."""
     for key in names.columns:
         if key not in (*ROW, *MESSAGE):
-            message = "is no key that is read of a row or a message"
+            message = "is not a key of a row or a message"
             hint = did_you_mean(key, (*ROW, *MESSAGE)) or f"known: {', '.join((*ROW, *MESSAGE))}"
             yield Problem(message=message, key=f"columns.{key}", hint=hint)
     for level in (ROW, MESSAGE):
@@ -124,4 +124,4 @@ def name_problems(names: Names) -> Iterator[Problem]:
     for name, role in names.role_names.items():
         if role not in known:
             hint = did_you_mean(role, known) or f"known: {', '.join(known)}; `roles` adds others"
-            yield Problem(message=f"{role!r} is no role", key=f"role_names.{name}", hint=hint)
+            yield Problem(message=f"{role!r} is not a role", key=f"role_names.{name}", hint=hint)

@@ -87,7 +87,7 @@ def _changes(
     other = "assistant" if before == "user" else "user"
     if before is not None and role != other:
         between = {"role": other, "content": "x"}
-        yield f"is of role {role!r} behind one of role {before!r}", [between, last]
+        yield f"is of role {role!r} after one of role {before!r}", [between, last]
     yield f"is of role {role!r}", []
     yield f"is of role {role!r}", [{**_text(last), "role": "user"}]
 

@@ -96,7 +96,7 @@ def _lines(path: Path, report: Report) -> Iterator[Row]:
             number += 1
             if len(line) > LARGEST_LINE:
                 message = f"a line of more than {LARGEST_LINE >> 20} MiB"
-                hint = "put every row on a line of its own, and split longer documents"
+                hint = "put each row on its own line, and split longer documents"
                 report(DataError(message, file=path, row=number, hint=hint))
                 while line and not line.endswith(b"\n"):
                     line = file.readline(LARGEST_LINE)

@@ -20,9 +20,9 @@ class StreamData(DocumentSettings):
     """Train on running text that is read a few shards at a time, from disks or object stores.
 
     Every shard is cut into blocks as `data.text` cuts its stream. Each epoch visits the shards in
-    an order of its own, a window of them at a time; the blocks of a window are mixed. The order
-    depends on the shards, the tokenizer, the seed and these fields alone, so a resumed run
-    continues exactly, and reads no window before its own. The number of blocks in an epoch is not
+    a new order, one window of them at a time; the blocks of a window are mixed. The order depends
+    only on the shards, the tokenizer, the seed and these fields, so a resumed run continues
+    exactly, and reads no window before its own. The number of blocks in an epoch is not
     known: the train slot takes `steps`.
     """
 

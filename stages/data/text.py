@@ -12,7 +12,7 @@ from stages.model.config_checks import tokenizer_problems
 
 @dataclass(frozen=True, kw_only=True)
 class TextData(DocumentSettings, Selection):
-    """Train on running text: documents, one behind the other, cut into blocks of equal length.
+    """Train on running text: documents, one after the other, cut into blocks of equal length.
 
     Every token is a target exactly once an epoch. A block may span several documents; attention
     crosses from one to the next unless they are kept apart. Text that spells a special token

@@ -79,7 +79,7 @@ def start_ids(tokenizer: Any, prepend_bos: bool | None) -> list[int]:
     raise StageError(message, hint="set `prepend_bos`")
 
 
-FORMATTED = "with a begin or end token of their own, which got no second one"
+FORMATTED = "with their own begin or end token, which got no second one"
 """A note on rows or documents."""
 
 

@@ -143,7 +143,7 @@ class Turns:
                     return place + len(header)
         raise self.chat.row.error(
             "begins with an assistant's message, whose beginning cannot be located: the chat "
-            "template lays it out otherwise than its generation prompt",
+            "template lays it out differently from its generation prompt",
             hint="set `train: false` in that message, or `loss: last`",
         )
 

@@ -44,7 +44,7 @@ class EvaluateLm:
     then `bits_per_byte` is the same sum in bits over the bytes of the text in UTF-8, which compares
     models of different tokenizers.
 
-    Results go to the screen and to `evaluation.json` in the run's folder. Rank 0 alone loads the
+    Results go to the screen and to `evaluation.json` in the run's folder. Only rank 0 loads the
     model in the dtype of the export, while other ranks wait: on a machine with GPUs spread over
     all visible ones and, where they are too small, host memory; else in host memory. Memory: the
     size of the export, and up to three times `batch_size` x `window` x vocabulary x 4 bytes.
@@ -63,8 +63,8 @@ class EvaluateLm:
     """Tokens that the model reads at once, at most its number of positions; null: 1024, or that
     number if it is smaller."""
     stride: Count | None = None
-    """Tokens from the start of one window to that of the next. A smaller stride gives tokens more
-    context and takes more time. null: half of `window`."""
+    """Tokens from the start of one window to the start of the next. A smaller stride adds context
+    to each token and takes more time. null: half of `window`."""
     batch_size: Count = 1
     """Windows, or examples of a task, of one forward pass."""
     tasks: tuple[str, ...] = ()

@@ -190,7 +190,7 @@ def compare(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> fl
     is more than `tolerance` of the largest expected one."""
     if found.shape != expected.shape:
         raise ExportError(
-            f"the exported model gives logits of shape {tuple(found.shape)}, "
+            f"the exported model returns logits of shape {tuple(found.shape)}, "
             f"the trained one {tuple(expected.shape)}"
         )
     difference = float((found - expected).abs().max())
@@ -220,7 +220,7 @@ def recognise(logits: Tensor, recorded: Sequence[Position], dtype: torch.dtype) 
     tolerance = max(TOLERANCE, 4 * torch.finfo(dtype).eps)
     tokens = torch.tensor([[token for token, _ in one.top] for one in recorded])
     if len(tokens) != logits.shape[1] or int(tokens.max()) >= logits.shape[2]:
-        raise ExportError(f"the exported model gives logits of shape {tuple(logits.shape)}")
+        raise ExportError(f"the exported model returns logits of shape {tuple(logits.shape)}")
     known = torch.tensor([[logit for _, logit in one.top] for one in recorded])
     norms = torch.tensor([one.norm for one in recorded])
     off = (logits[0].norm(dim=-1) - norms) / norms.clamp(min=1e-9)  # all logits may be 0
@@ -233,7 +233,7 @@ def verify(folder: Path, report: Callable[[str], object], *, trust_remote_code: 
     takes a line for each step. Raises ExportError for any difference to the finished export."""
     with activity("reading every byte of the export"):
         found, proof = prove_bytes(folder, strict=True)
-    report(f"as they were written: {plural(len(found.others), 'file')} beside the weights")
+    report(f"as they were written: {plural(len(found.others), 'file')} other than weights")
     tensors = sum(len(entry.tensors) for entry in found.weights.values())
     files = plural(len(found.weights), "file")
     report(f"as they were written: {plural(tensors, 'tensor')} in {files}")

@@ -73,7 +73,7 @@ class ExportSafetensors(ExportSettings):
     the same.
 
     All ranks write, each its share of every file, a few MiB at a time whatever the model's size. An
-    interrupted export goes on with the files that it has not finished. The proof loads the written
+    interrupted export continues with its unfinished files. The proof loads the written
     model on the CPU of rank 0, block by block when it does not fit into host memory, and compares
     it with the checkpoint's weights in the declared module.
     """
@@ -82,7 +82,7 @@ class ExportSafetensors(ExportSettings):
     """Dtype of the floating point weights in the files; `source` keeps the dtype that each tensor
     has in the model that was trained from."""
     max_shard_size: str = "5GB"
-    """Largest size of one weight file (`5GB`, `512MiB`); a larger tensor gets a file of its own."""
+    """Largest size of one weight file (`5GB`, `512MiB`); a larger tensor gets its own file."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from super().check(plan)

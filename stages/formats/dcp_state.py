@@ -107,7 +107,7 @@ def _require_state(
         return
     if not optimizer.moments:
         raise CheckpointError(
-            f"{folder}: holds no optimizer state", hint="--weights-only takes the weights alone"
+            f"{folder}: holds no optimizer state", hint="--weights-only takes only the weights"
         )
     for name, kinds in optimizer.moments.items():
         stored.require_moments(kinds, str(folder), name)

@@ -55,6 +55,6 @@ def _state_folder(folder: Path) -> Path:
             tag = read_whole(pointer, most=1000).decode("utf-8", "replace").strip()
             named = re.fullmatch(r"(?!\.)[\w.-]{1,200}", tag, re.ASCII)
             if not named or not (folder / tag).is_dir():
-                raise CheckpointError(f"{pointer}: names no folder beside it: {tag[:100]!r}")
+                raise CheckpointError(f"{pointer}: names no folder next to it: {tag[:100]!r}")
             return folder / tag
     return folder

@@ -195,15 +195,15 @@ def _notes(source: StateSource) -> Iterator[str]:
         "load it in DeepSpeed with `checkpoint: {load_universal: true}` and "
         "load_lr_scheduler_states=False; the schedule is not part of the state"
     )
-    yield "ZeRO-3: DeepSpeed 0.19 continues it with its own optimizers; those of torch stop"
+    yield "ZeRO-3: DeepSpeed 0.19 continues it with its own optimizers; torch's stop"
     if len({str(sorted(group.settings.items())) for group in state.groups}) > 1:
         yield (
-            "ZeRO-3: DeepSpeed 0.19 gives every optimizer group the hyperparameters of the first, "
-            "weight decay too: set them again after loading"
+            "ZeRO-3: DeepSpeed 0.19 uses the first optimizer group's hyperparameters for all "
+            "groups, weight decay too: set them again after loading"
         )
     if len(state.updates) < len(stored.weights_of(source)):
         yield "DeepSpeed loads only trained parameters: load the others with the model"
     if state.averages:
         yield f"left out, as the format lacks it: {', '.join(state.averages)} of the weights"
     if state.loss_scale is not None:
-        yield "left out: the loss scale, which begins anew"
+        yield "left out: the loss scale, which starts again"

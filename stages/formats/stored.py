@@ -263,11 +263,11 @@ def require_moments(kinds: Collection[str], where: str, name: str) -> None:
         raise CheckpointError(
             f"{where}: holds no optimizer state of {name}",
             hint="it was saved before the first update, or by DeepSpeed with an offload ratio "
-            "below 1; --weights-only takes the weights alone",
+            "below 1; --weights-only takes only the weights",
         )
     if set(kinds) != set(MOMENTS):
         raise CheckpointError(
             f"{where}: the optimizer kept {', '.join(sorted(kinds))} for {name}; only Adam's "
             f"{' and '.join(MOMENTS)} can be converted",
-            hint="--weights-only takes the weights alone",
+            hint="--weights-only takes only the weights",
         )

@@ -20,7 +20,7 @@ from stages.formats.stored import MOMENTS, Shape, Stored, whole
 from stages.formats.trainer import STATE
 from stages.model.files import safetensors_files
 
-WITHOUT = "--weights-only takes the weights alone"
+WITHOUT = "--weights-only takes only the weights"
 
 
 class Model(NamedTuple):
@@ -121,7 +121,7 @@ def _build(config: Path) -> nn.Module:
     except Exception as error:
         raise CheckpointError(
             f"{config}: its model cannot be built: {error}",
-            hint="models with code of their own are not converted",
+            hint="models with remote code are not converted",
         ) from error
     return model
 
@@ -133,7 +133,7 @@ def _require_same(folder: Path, model: Model, weights: Mapping[str, Stored]) -> 
             raise CheckpointError(
                 f"{folder}: {name} has shape {shapes.get(name, 'none')} in the files and "
                 f"{model.shapes.get(name, 'none')} in the model of config.json",
-                hint="for its weights alone, load the folder as a model",
+                hint="to use only its weights, load the folder as a model",
             )
 
 
@@ -176,7 +176,7 @@ def identify(saved: Sequence[Shape], candidates: Named, file: Path) -> list[str]
     late = _first_fit(saved[::-1], candidates[::-1])
     if early is None or late is None or early != late[::-1]:
         raise CheckpointError(
-            f"{file}: its numbered parameters fit none or several of those of the model in "
+            f"{file}: its numbered parameters match none or several of the parameters in "
             "config.json, by shapes and by the groups that the Trainer makes",
             hint=WITHOUT,
         )

@@ -19,7 +19,7 @@ SWANLAB: Table = rules.each_way(
     "swanlab_log_completions swanlab_completion_log_interval swanlab_completion_max_buffer",
     other_tracker,
 )
-TOKENS = "tokens are those of the model's tokenizer"
+TOKENS = "tokens come from the model's tokenizer"
 new_tokens = rules.unsupported(
     TOKENS, "save a tokenizer with them, name it in model.tokenizer, and set model.vocab_size"
 )

@@ -251,10 +251,14 @@ DEEPSPEED: Table = {
     "tensor_parallel": TENSOR_PARALLEL,
     "sequence_parallel_size": sets("parallel.sequence", rules.positive),
     "pipeline": rules.unsupported(
-        "wrap.zero gives each rank every block", "use wrap.fsdp with pipeline_parallel", blocks=True
+        "wrap.zero puts every block on each rank",
+        "use wrap.fsdp with pipeline_parallel",
+        blocks=True,
     ),
     "expert_parallel": rules.unsupported(
-        "wrap.zero gives each rank every expert", "use wrap.fsdp with expert_parallel", blocks=True
+        "wrap.zero puts every expert on each rank",
+        "use wrap.fsdp with expert_parallel",
+        blocks=True,
     ),
 }
 

@@ -29,7 +29,7 @@ def fsdp_strategy(value: Any) -> str:
     """Return the stage for the words of the key `fsdp`. Raises WrongValueError for unknown ones."""
     if unknown := [word for word in fsdp_words(value) if word not in WORDS]:
         hint = "set fsdp: true, and fsdp_config"
-        raise WrongValueError(f"{unknown[0]!r} is no word that is known here", hint, blocks=True)
+        raise WrongValueError(f"{unknown[0]!r} is not a known word", hint, blocks=True)
     return "wrap.fsdp"
 
 

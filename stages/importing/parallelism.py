@@ -14,7 +14,7 @@ AUTO = "deepspeed.tensor"
 RING = "parallel.ring"
 """Ranks that share a sample under every strategy, where a tool divides samples by itself."""
 FIELDS = {TENSOR: "tensor_parallel", CONTEXT: "context_parallel"}
-_FSDP_ALONE = "accelerate takes it with FSDP alone"
+_FSDP_ALONE = "accelerate takes it only with FSDP"
 
 
 def size(report: Report, fact: str) -> int:
@@ -42,7 +42,7 @@ def parallelism(draft: Draft, use: str, request: Request) -> None:
         if use == "wrap.zero" or (use == "wrap.ddp" and report.given("zero.stage")):
             draft.put("wrap.context_parallel.size", size(report, SEQUENCE), SEQUENCE)
         else:
-            why, hint = "accelerate takes it with DeepSpeed alone", "with FSDP, set cp_size"
+            why, hint = "accelerate takes it only with DeepSpeed", "with FSDP, set cp_size"
             report.refuse(SEQUENCE, why=why, hint=hint, blocks=True)
     if size(report, AUTO) > 1:
         if use == "wrap.zero":
@@ -75,7 +75,7 @@ def _fsdp(draft: Draft, request: Request) -> None:
         report.refuse(*given, why=why, hint="accelerate starts with equal numbers", blocks=True)
         return
     if sizes[REPLICATE] > 1 and sizes[SHARD] == 1 and total > sizes[REPLICATE]:
-        why = "accelerate takes it with dp_shard_size > 1 alone"
+        why = "accelerate takes it only with dp_shard_size > 1"
         report.refuse(TENSOR, CONTEXT, why=why, hint="raise dp_shard_size", blocks=True)
         return
     for fact, field in FIELDS.items():

@@ -135,7 +135,7 @@ class Reader:
         training."""
         asked = [key for key in others if not rules.is_off(content.get(key))]
         if asked and rules.is_off(content.get("do_train")):
-            why = "asks for something else than training, which is all that a recipe does"
+            why = "is not training, the only thing a recipe does"
             hint = "set do_train: true, or evaluate with a slot evaluate: {use: evaluate.lm}"
             self.refuse(file, content, asked[0], refused(why, hint, blocks=True))
 
@@ -180,7 +180,7 @@ class Reader:
 
     def _named(self, file: ConfigFile, key: str, name: str) -> None:
         """Enter a key that names another file, which has to be given too."""
-        result = RuleResult(outcome="default", why="is read as a file of its own")
+        result = RuleResult(outcome="default", why="is read as a separate file")
         if Path(name).name not in self._given:
             hint = f"give it too: pipe import {file.path} {name}"
             result = refused("names another file", hint, blocks=True)

@@ -152,7 +152,7 @@ class Report:
         """Return the final outcome of every key, in the order in which they were read."""
         for entry in self.entries:
             if entry.outcome == "translated" and not entry.to:
-                unknown = "auto, and no file gives the value"
+                unknown = "auto, and no file has the value"
                 entry.why = unknown if entry.auto else NO_EFFECT
                 entry.outcome = "default"
             elif entry.auto and entry.to:

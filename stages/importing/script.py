@@ -57,5 +57,5 @@ def _loss(draft: Draft) -> None:
         draft.put("data.loss", "all", *LOSS)
     else:
         draft.lacks("data.loss", "TRL's is `all` for conversations, `completion` for prompts")
-        why = "TRL then trains on whole conversations, but on the completions alone of prompts"
+        why = "TRL then trains on whole conversations, but of prompts only on the completions"
         report.refuse(*LOSS, why=why, hint="set data.loss: all or completion")

@@ -184,7 +184,7 @@ def _place(report: Report, one: str) -> dict[str, Any] | None:
 
 def _local(report: Report, one: str, files: list[str], more: dict[str, Any]) -> dict[str, Any]:
     if report.value(f"{one}split", "train") != "train":
-        hint = "put those rows into a file of their own"
+        hint = "put those rows in a separate file"
         report.refuse(f"{one}split", why="files are read as a whole", hint=hint, blocks=True)
     return {"files": files, **more}
 

@@ -20,7 +20,7 @@ DISABLED = "disabled"
 _MODES = {"online": "online", "offline": "offline", "dryrun": "offline", DISABLED: DISABLED}
 
 other_tracker = rules.untranslated(f"recipes do not have this tracker; {RECORDED}")
-own_run = rules.untranslated("a recipe's run begins a run of its own in the tracker")
+own_run = rules.untranslated("each run of a recipe starts a new run in the tracker")
 weights = rules.untranslated("trackers get numbers and texts; weights stay in the run's folder")
 
 

@@ -140,6 +140,6 @@ def _batch(draft: Draft, procs: int | None) -> None:
     if total is not None or implied is not None:
         draft.put("train.global_batch_size", total or implied, *BATCH)
         return
-    what = "samples in one step over all processes; --procs gives their number"
+    what = "samples in one step over all processes; --procs sets their number"
     draft.lacks("train.global_batch_size", what)
     draft.copy("accumulation", "train.accumulation")

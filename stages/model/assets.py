@@ -158,7 +158,7 @@ def open_tokenizer(files: Files, stage: HfModel, log: Logger) -> Any:
         tokenizer.chat_template = read_template(stage.chat_template)
         for token in unknown_tokens(tokenizer.chat_template, tokenizer):
             log.warning(
-                "the chat template writes %s, which is no token of the tokenizer: it becomes "
+                "the chat template writes %s, which is not a token of the tokenizer: it becomes "
                 "several tokens, and generation does not stop at it",
                 token,
             )

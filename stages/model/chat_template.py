@@ -34,7 +34,7 @@ def read_template(given: str) -> str:
     file = local(given)
     try:
         if not file.is_file() or file.stat().st_size > _LARGEST:
-            raise StageError(f"{file} is no file of at most {_LARGEST >> 20} MiB")
+            raise StageError(f"{file} is not a file of at most {_LARGEST >> 20} MiB")
         text = file.read_text("utf-8")
     except (OSError, ValueError) as error:
         raise StageError(f"{file} cannot be read: {error}") from error

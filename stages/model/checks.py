@@ -281,7 +281,7 @@ def _blocks(stage: HfModel) -> Found:
     if recomputed is None:
         return
     if recomputed.keep == "attention" and stage.attention == "eager":
-        message = "eager attention is no single operation whose result could be kept"
+        message = "eager attention is not one operation whose result can be kept"
         yield "activation_checkpointing.keep", message, "set attention: sdpa, or keep: matmuls"
     if recomputed.offload and stage.compile is not None:
         message = "torch compiles no block whose activations are offloaded"

@@ -44,7 +44,7 @@ def _read(
     with open_regular(file) as stream:
         header = _Header(stream, file.stat().st_size)
         if header.bytes(len(MAGIC)) != MAGIC:
-            raise ValueError("it is no GGUF file")
+            raise ValueError("it is not a GGUF file")
         version, tensors, pairs = header.numbers("IQQ")
         if version not in VERSIONS:
             raise ValueError(f"GGUF version {version} is not known")

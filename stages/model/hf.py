@@ -40,7 +40,7 @@ class HfModel:
     """Architecture of a model with random weights: the content of a `config.json`
     (`{model_type: llama, hidden_size: 64, ...}`) or the path of one."""
     tokenizer: str | None = None
-    """Folder, GGUF file or hub id of the tokenizer, if not that of `path`. A hub id is taken at its
+    """Folder, GGUF file or hub id of the tokenizer, if not in `path`. A hub id is taken at its
     main branch and so needs `allow_floating_revision`."""
     chat_template: str | None = None
     """Chat template, if not the tokenizer's own: a file (starting with `/`, `./`, `../` or `~`), or
@@ -50,14 +50,14 @@ class HfModel:
     """`random` takes only the architecture from `path` and initialises the weights from the run's
     seed. With `config` the weights are always random."""
     vocab_size: Annotated[int, Gt(0)] | None = None
-    """Rows of the embedding and of the head, if not those of `path`: rows beyond its are
+    """Rows of the embedding and of the head, if not as in `path`: additional rows are
     initialised as the architecture does, from the run's seed; surplus ones are cut off."""
     new_weights: tuple[str, ...] = ()
     """Patterns (`lm_head.*`) of tensors to be initialised from the run's seed instead of loaded: a
     head that `path` lacks, or has for another purpose."""
     unused_weights: Mapping[str, Fate] = field(default_factory=dict)
     """Tensors in `path` that this model does not read, by patterns (`mtp.*: pass_through`), and
-    what becomes of them: `pass_through` to the export, byte for byte, or `drop`. Others that are
+    their treatment: `pass_through` to the export, byte for byte, or `drop`. Others that are
     not read are an error, except for the parts of a model of more than text that text does not use,
     which are passed through."""
     attention: str = "sdpa"
@@ -115,8 +115,8 @@ class ActivationCheckpointing:
     """Every n-th block is computed again, from the first on; 1 means all."""
 
     keep: Literal["nothing", "attention", "matmuls"] = "nothing"
-    """Results that are kept, as they cost most to compute: those of attention, or of attention and
-    all matrix products."""
+    """Results that are kept because they cost most to compute: attention's, or attention's and all
+    matrix products."""
 
     offload: bool = False
     """Keep the inputs of these blocks in host memory until backward needs them."""
@@ -135,7 +135,7 @@ class Compile:
     """Effort that torch spends on finding faster kernels."""
 
     dynamic: bool | None = None
-    """Whether shapes change: null finds out, false compiles anew for each length, true for all
+    """Whether shapes change: null finds out, false compiles again for each length, true for all
     lengths at once."""
 
 
@@ -146,7 +146,7 @@ class Fp8:
     precision slot's dtypes."""
 
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """Part with a scale of its own: a tensor, which is fastest, or a row, which is more precise;
+    """Granularity of scales: per tensor, which is fastest, or per row, which is more precise;
     `rowwise_with_gw_hp` computes gradients of weights in the compute dtype."""
 
     emulate: bool = False

@@ -122,7 +122,7 @@ def _refuse_untied(
         if not same:
             raise StageError(
                 f"the model shares one tensor between {alias} and {kept}, but {where} or "
-                "new_weights gives them different values",
+                "new_weights sets them to different values",
                 hint="name both in new_weights, or set tie_word_embeddings to false in its "
                 "config.json",
             )

@@ -96,7 +96,7 @@ def align(folder: Path, tokenizer: Any, rows: int) -> Iterator[str]:
             yield f"{name} is left as it is, and not aligned: {error}"
             continue
         if not isinstance(content, dict):
-            yield f"{name} is left as it is, and not aligned: it is no object"
+            yield f"{name} is left as it is, and not aligned: it is not an object"
             continue
         # a model of text and more has the ids of its text in a part
         text = content.get("text_config")

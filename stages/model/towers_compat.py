@@ -26,7 +26,7 @@ class LeftOut(nn.Module):
         self._name = name
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise StageError(f"text passes through {self._name}, which is no part of a language model")
+        raise StageError(f"text passes through {self._name}, which is not part of a language model")
 
 
 def leave_out_towers(model: Any) -> None:

@@ -43,7 +43,7 @@ class AdamW(OptimizerSettings):
     kernel: Kernel = "fused"
     """Implementation: fused (the fastest), or one tensor at a time. It is torch's, unless `moments`
     or `stochastic_rounding` ask for more: then fused is compiled at the first update of each shape.
-    A wrap stage may have kernels of its own."""
+    A wrap stage may have its own kernels."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from super().check(plan)

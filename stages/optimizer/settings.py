@@ -32,7 +32,7 @@ INVERSE_SQRT_STEPS = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSettings:
-    """Parameters with a learning rate or weight decay of their own."""
+    """Parameters with their own learning rate or weight decay."""
 
     match: Annotated[tuple[str, ...], MinLen(1)]
     """Patterns of parameter names, with `*` for any text and `?` for any character
@@ -76,8 +76,8 @@ class OptimizerSettings:
     """Decay biases and normalisation weights too, instead of matrices only."""
 
     groups: tuple[GroupSettings, ...] = ()
-    """Parameters with a learning rate or weight decay of their own: embeddings, the head, the B
-    matrices of adapters (Hayou et al. 2024, LoRA+)."""
+    """Parameters with their own learning rate or weight decay: embeddings, the head, the B matrices
+    of adapters (Hayou et al. 2024, LoRA+)."""
 
     schedule: Schedule = "cosine"
     """How the learning rate moves after warm-up: it stays (constant), falls to `final_lr_ratio`
@@ -107,7 +107,7 @@ class OptimizerSettings:
     """With schedule polynomial: the exponent; null means 2."""
 
     final_lr_ratio: Annotated[float, Ge(0), Le(1)] = 0.0
-    """Learning rate that the step behind the last would have, as a fraction of `lr`; without effect
+    """Learning rate that the step after the last would have, as a fraction of `lr`; without effect
     on the schedules constant and inverse_sqrt."""
 
     max_grad_norm: Annotated[float, Gt(0)] | None = 1.0

@@ -168,8 +168,8 @@ def _refusal(error: BaseException, stage: PublishHub, ctx: Context, token: str) 
     if isinstance(error, HfHubHTTPError) and error.response.status_code in NOT_ALLOWED:
         hint = (
             f"the token must be valid and allow to write to the repositories of "
-            f"{stage.repo.partition('/')[0]}; it is that of ${stage.token_env} or, without that, "
-            f"of the hub login; {hint}"
+            f"{stage.repo.partition('/')[0]}; it comes from ${stage.token_env} or, if that is not "
+            f"set, from the hub login; {hint}"
         )
     reason = textwrap.shorten(reason, 600, placeholder=" ...")  # a proxy may answer with a page
     return StageError(f"cannot publish to {stage.repo}: {reason}", hint=hint)

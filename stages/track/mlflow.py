@@ -33,7 +33,7 @@ class TrackMlflow(TrackerStage):
     artifacts: str | None = None
     """Where an experiment that is not there yet keeps its files; null leaves that to MLflow."""
     name: str | None = None
-    """Name of the run; null takes that of its folder."""
+    """Name of the run; null takes its folder's name."""
 
     def tracker(self) -> Tracker:
         return MlflowTracker(self)

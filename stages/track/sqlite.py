@@ -42,7 +42,7 @@ class TrackSqlite(TrackerStage):
 
 @dataclass
 class SqliteTracker(Tracker):
-    """Writes each record in a transaction of its own."""
+    """Writes each record in its own transaction."""
 
     path: Path
     _run: str = field(default="", init=False)

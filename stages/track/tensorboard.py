@@ -20,7 +20,7 @@ class TrackTensorboard(TrackerStage):
     extra = "tensorboard"
 
     folder: str | None = None
-    """Folder in which the run gets a folder of its own; null writes to `tensorboard` in the run's
+    """Folder in which the run gets its own folder; null writes to `tensorboard` in the run's
     folder."""
 
     def tracker(self) -> Tracker:

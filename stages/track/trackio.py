@@ -25,7 +25,7 @@ class TrackTrackio(TrackerStage):
     project: str | None = None
     """Null takes the recipe's name."""
     name: str | None = None
-    """Name of the run, null takes that of its folder; a few letters are added, since trackio takes
+    """Name of the run, null takes its folder's name; a few letters are added, since trackio takes
     runs of the same name for one."""
     space: str | None = None
     """Space of the Hugging Face hub, OWNER/NAME, that gets the measurements instead."""

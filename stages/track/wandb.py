@@ -27,7 +27,7 @@ class TrackWandb(TrackerStage):
     entity: str | None = None
     """User or team; null takes the default of the account."""
     name: str | None = None
-    """Name of the run; null takes that of its folder."""
+    """Name of the run; null takes its folder's name."""
     group: str | None = None
     """Name that runs have in common, which are then shown together."""
     tags: tuple[str, ...] = ()

@@ -52,16 +52,16 @@ class TrainCausalLm(BatchPlan):
 
     router_loss: Annotated[float, Ge(0)] | Literal["config"] | None = None
     """Weight of the loss by which a mixture of experts keeps its router balanced, added to the mean
-    cross-entropy: a number, or the `router_aux_loss_coef` of the model's config. Null trains on the
-    cross-entropy alone, whatever the config says. Held-out losses are without it."""
+    cross-entropy: a number, or the `router_aux_loss_coef` of the model's config. Null trains on
+    cross-entropy only, whatever the config says. Held-out losses are without it."""
 
     log_every: Count = 10
     """Steps between two lines on screen. `metrics.jsonl` has every step."""
 
     eval_every: Period | None = None
     """Steps between evaluations on held-out samples, or a part of an epoch: `0.25 epochs`,
-    `1/3 epochs`. That of k parts comes after the first step by which they are over. Null evaluates
-    at the end only."""
+    `1/3 epochs`. A part of an epoch ends with the step that completes it. Null evaluates only
+    at the end."""
 
     eval_first: bool = False
     """Evaluate before the first step too."""

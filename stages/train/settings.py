@@ -37,7 +37,7 @@ class BatchPlan:
     Where the samples do not divide evenly, fewer can be enough."""
 
     shuffle: bool = True
-    """Shuffle anew every epoch, by the recipe's seed; false trains in file order."""
+    """Shuffle again every epoch, by the recipe's seed; false trains in file order."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         if (self.steps is None) == (self.epochs is None):
@@ -75,7 +75,7 @@ class Anomalies:
 
     `stop` ends the run; nothing of the step is saved. `skip` drops the update: weights, optimizer
     state and the schedule stay where they are, and the next batch takes the step's place.
-    `rollback` restores the newest checkpoint and goes on with the batch behind the anomalous one
+    `rollback` restores the newest checkpoint and continues with the batch after the anomalous one
     (as in Chowdhery et al. 2022, PaLM, section 5.1). Positions of batches without an update are
     kept in the checkpoint's progress (`left_out`) and recorded in `metrics.jsonl`.
     """

@@ -36,7 +36,7 @@ def verify_packing(
     behind_other = _loss(engine, data, objective, _packed(other, second))
     what = "a document sees the one before it in the same sample"
     _require_close(what, behind_other, behind, LEAK)
-    what = "a document's loss in a packed sample is not its loss alone"
+    what = "a document's loss in a packed sample differs from its loss in its own sample"
     dtypes = engine.describe().get("compute", ["fp32"])
     _require_close(what, behind, alone, max(TOLERANCE.get(name, 1e-4) for name in dtypes))
 

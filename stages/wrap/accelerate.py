@@ -28,7 +28,7 @@ class Accelerate:
     torch's DistributedDataParallel, or on GPUs with fully_shard (FSDP2).
 
     `accelerate.Accelerator` wraps model and optimizer; the file is read by accelerate's own
-    launcher. Batches, accumulation, clipping, dtypes and processes are those of the recipe. Every
+    launcher. The recipe decides batches, accumulation, clipping, dtypes and processes. Every
     process holds the whole model in host memory until FSDP shards it. `pipe import` translates such
     a file, also one for DeepSpeed, into a recipe without accelerate.
     """
@@ -72,7 +72,7 @@ def _problems(file: str, content: Mapping[str, Any], plan: PlanView) -> Iterator
     """Message and hint of every problem."""
     kind = _kind(content)
     if "distributed_type" not in content:
-        yield f"{file} is no accelerate configuration: no distributed_type", ""
+        yield f"{file} is not an accelerate configuration: no distributed_type", ""
     elif kind == "DEEPSPEED":
         message = "distributed_type is DEEPSPEED: accelerate only hands the settings on to it"
         yield message, f"run `pipe import {file}`, which makes a recipe of them"

@@ -73,8 +73,8 @@ def gradient_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
         return
     for kind in WITHOUT_GRADIENT & _types(config):
         yield Problem(
-            message=f"some parameters of a {kind} get no gradient from text, and those of their "
-            "buckets are not averaged then",
+            message=f"some parameters of a {kind} get no gradient from text, and gradients in "
+            "their buckets are not averaged then",
             hint="set static_graph: true",
         )
 

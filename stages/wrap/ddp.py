@@ -33,7 +33,7 @@ class Ddp:
     it."""
 
     context_parallel: ContextParallel | None = None
-    """Divide the tokens of every sample among ranks; null gives each sample to one rank."""
+    """Divide the tokens of every sample among ranks; null keeps each sample on one rank."""
 
     def data_ranks(self, procs: int) -> int:
         return axes.data_ranks(self, procs)

@@ -33,7 +33,7 @@ class Fsdp:
 
     shard_size: Annotated[int, Gt(0)] | None = None
     """With hybrid_shard: ranks that share one copy of the model, or of its part on a rank of the
-    other axes; null means those of a node."""
+    other axes; null means a node's ranks."""
 
     units: Literal["block"] | tuple[str, ...] = "block"
     """Modules whose parameters are gathered together: each transformer block, the input embedding
@@ -58,16 +58,16 @@ class Fsdp:
     reduces once a step and holds whole gradients on every rank meanwhile, as a pipeline does."""
 
     pipeline_parallel: PipelineParallel | None = None
-    """Give each rank consecutive blocks of the model; null gives every rank all of them."""
+    """Put consecutive blocks of the model on each rank; null puts all blocks on every rank."""
 
     tensor_parallel: TensorParallel | None = None
-    """Divide the matrices of every layer among ranks; null gives each layer to every rank whole."""
+    """Divide the matrices of every layer among ranks; null puts whole layers on every rank."""
 
     context_parallel: ContextParallel | None = None
-    """Divide the tokens of every sample among ranks; null gives each sample to one rank."""
+    """Divide the tokens of every sample among ranks; null keeps each sample on one rank."""
 
     expert_parallel: ExpertParallel | None = None
-    """Give each rank some of the experts of a mixture; null gives every rank all of them."""
+    """Put some of a mixture's experts on each rank; null puts all of them on every rank."""
 
     def data_ranks(self, procs: int) -> int:
         return axes.data_ranks(self, procs)
@@ -138,7 +138,7 @@ class Fsdp:
                 hint = "set reduce: fp32 in the precision slot"
                 yield Problem(key="expert_parallel", message=message, hint=hint)
         if self.sharding == "hybrid_shard" and self.shard_size is None:
-            message = "has to be given with expert_parallel"
+            message = "is required with expert_parallel"
             hint = "set it to the ranks that share one copy of the model"
             yield Problem(key="shard_size", message=message, hint=hint)
             return

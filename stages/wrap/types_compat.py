@@ -23,7 +23,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
             "bart bigbird_pegasus biogpt blenderbot blenderbot-small blt ctrl hrm_text llama4 "
             "llama4_text marian mbart mllama moss_transcribe_diarize mvp openai-gpt opt pegasus "
             "plbart trocr whisper",
-        "gives its blocks inputs of the tokens' numbers": "gemma3n_text gemma4_text",
+        "passes its blocks inputs made from token ids": "gemma3n_text gemma4_text",
         "passes more than hidden states from block to block":
             "deepseek_v4 glm_moe_dsa hy_v4 rwkv xlstm zaya",
         "keeps hidden states in another shape inside": "inkling2_text",
@@ -46,7 +46,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
     "tensor_parallel": _of({
         "keeps its experts transposed, which is not divided": "aria_text llama4 llama4_text",
         "has parts next to its blocks that are not divided": "hrm_text moss_transcribe_diarize",
-        "gives its blocks inputs of the tokens' numbers": "gemma4_text",
+        "passes its blocks inputs made from token ids": "gemma4_text",
         "passes more than hidden states from block to block": "deepseek_v4 hy_v4",
         "chooses tokens to attend to by all of them": "doge dots3_note_text",
         "joins hidden states of several lengths": "inkling2_text",

@@ -146,6 +146,6 @@ def test_a_full_disk_of_one_rank(tmp_path: Path, saved: Path) -> None:
         run_ranks(save_twice, 2, str(tmp_path), FSDP, Victim(1, fault))
     problem = f"No space left on device: {fault.root}.tmp-"
     assert f"{NEW} could not be saved: {problem}" in str(told.value)
-    assert "rank-00001.safetensors (what was saved before is untouched)" in str(told.value)
+    assert "rank-00001.safetensors (earlier checkpoints are unchanged)" in str(told.value)
     for told_rank in run_ranks(resume, 2, [str(tmp_path)], FSDP):
         assert (told_rank["step"], told_rank["state"]) == (FIRST, state(saved, FIRST))

@@ -67,7 +67,7 @@ def test_a_host_that_is_gone_ends_a_run_that_needs_it(pipe: Pipe) -> None:
     ended = trials.trial(pipe.folder, trials.lose_host, 0, pipe.environment)
     check(ended)
     assert ended.codes == [1, -9]
-    assert ended.said.endswith(")\n  to go on, start the same command again on every node\n"), (
+    assert ended.said.endswith(")\n  to continue, start the same command again on every node\n"), (
         ended.said
     )
 

@@ -166,4 +166,4 @@ def test_other_data(
     caches = [str(tmp_path / name) for name in ("one", "two")]
     chain = slots(data={"cache": "${oc.env:CACHE}"})
     said = refused(nodes(chain, *apart(models, rows, CACHE=caches)), pipe)
-    assert "differ from those of rank 0" in said
+    assert "differ from rank 0's" in said

@@ -15,8 +15,8 @@ def write(job: Job) -> str:
 
 def _lines(job: Job) -> Iterator[str]:
     yield comment(
-        f"{job.name}: written by `pipe launch`; run it with bash. The same script goes on with the "
-        "run that is in its folder, which must lie in a mounted folder. What the recipe names on "
+        f"{job.name}: written by `pipe launch`; run it with bash. The same script continues the "
+        "run in its folder, which must lie in a mounted folder. What the recipe names on "
         "this machine, and the recipe itself, are mounted where they are.",
         "`docker stop` asks the run to save and stop; it gets as long as --stop-timeout says.",
     )
@@ -25,7 +25,7 @@ def _lines(job: Job) -> Iterator[str]:
     options += ["--name", job.name]
     if job.gpus:
         options += ["--gpus", str(job.gpus)]
-    yield comment("Processes of a run exchange data in shared memory, of which Docker gives 64 MB.")
+    yield comment("Processes of a run exchange data in shared memory; Docker's default is 64 MB.")
     options += ["--ipc", "host"]
     for mount in job.mounts:
         options += ["--volume", mount]

@@ -17,7 +17,7 @@ def _parts(job: Job) -> Iterator[str]:
     yield comment(
         f"{job.name}: written by `pipe launch`; submit it with dstack apply -f.",
         "The run's folder must lie on a volume, and so must data and model, or be in the image; "
-        "the same task goes on with the run that is in its folder.",
+        "the same task continues the run in its folder.",
     )
     yield block("type", "task")
     yield block("name", label(job.name, 41))
@@ -47,7 +47,7 @@ def _parts(job: Job) -> Iterator[str]:
         yield block("volumes", list(job.mounts))
     yield block(
         "retry", {"on_events": ["no-capacity", "interruption", "error"], "duration": "1d"},
-        "A run that was stopped, or has failed, is started again, and goes on. dstack does not "
+        "A run that was stopped, or has failed, is started again and continues. dstack does not "
         "tell exit codes apart: one that must fail is started again for just as long.",
     )  # fmt: skip
 

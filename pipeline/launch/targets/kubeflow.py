@@ -40,7 +40,7 @@ def _parts(job: Job) -> Iterator[str]:
         "its place from PET_* variables, which the trainer's torch runtimes set.",
         "A pod that is asked to leave gets SIGTERM: the run saves and ends with exit code 75. "
         "Whether it is started again is said by the runtime (its JobSet's failurePolicy, its jobs' "
-        "podFailurePolicy); the same TrainJob goes on with the run that is in its folder.",
+        "podFailurePolicy); the same TrainJob continues the run in its folder.",
     )
     yield block("apiVersion", "trainer.kubeflow.org/v1alpha1")
     yield block("kind", "TrainJob")

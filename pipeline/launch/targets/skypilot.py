@@ -18,7 +18,7 @@ def _parts(job: Job) -> Iterator[str]:
         f"{job.name}: written by `pipe launch`; submit it with sky jobs launch, which starts it "
         "again elsewhere when its machines are taken away.",
         "The run's folder must lie in a mounted bucket or volume, or the recipe's checkpoint slot "
-        "name a bucket (folder: s3://...): the same command then goes on with the run.",
+        "name a bucket (folder: s3://...): the same command then continues the run.",
     )
     yield block("name", job.name)
     resources: dict[str, Any] = {}

@@ -32,7 +32,7 @@ def _head(job: Job) -> Iterator[str]:
     yield comment(f"{job.name}: written by `pipe launch`; submit it with sbatch.")
     yield comment(
         "The recipe, the run's folder and the program must lie where all nodes see them. The same "
-        "script goes on with the run that is in its folder."
+        "script continues the run in its folder."
     )
 
 
@@ -90,7 +90,7 @@ def _body(job: Job) -> Iterator[str]:
     if job.setup:
         yield comment("What `pipe` needs on a node.") + f"{job.setup}\n"
     elif job.activation and not job.image:
-        yield comment("The environment in which `pipe launch` was called; --setup gives another.")
+        yield comment("The environment in which `pipe launch` was called; --setup sets another.")
         yield "".join(f"{line}\n" for line in job.activation)
     yield comment("Since Slurm 22.05 srun does not take the number of cores from the job.")
     yield 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"\n'

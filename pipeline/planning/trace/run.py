@@ -127,7 +127,7 @@ def run(
         stack.enter_context(tracker)
         stack.enter_context(model_errors_as_ours())
         if bare:
-            precision = results.require(Precision, "no slot of the recipe gives a precision")
+            precision = results.require(Precision, "no slot of the recipe provides a precision")
             made = BareEngine(source, precision, job.topology, marks, job.division)
             results |= Results.of(made)
         else:
@@ -192,7 +192,7 @@ def _declare(job: Job, results: Results, ctx: Context) -> ModelSource:
     """Run the stages that give declarations, on real tensors."""
     with model_errors_as_ours():
         _run(job, results, ctx, DECLARATIONS, TRACE, RUN)
-    return results.require(ModelSource, "no slot of the recipe gives a model to trace")
+    return results.require(ModelSource, "no slot of the recipe provides a model to trace")
 
 
 def _run(job: Job, results: Results, ctx: Context, gives: tuple[type, ...], *methods: str) -> None:

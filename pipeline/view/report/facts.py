@@ -80,7 +80,7 @@ def _cost(record: Mapping[str, Any]) -> str:
         spent = record["checkpoint_user_seconds"] + record["checkpoint_system_seconds"]
         parts.append(f"{spent:.2f} s of processors")
     if "checkpoint_slowed_seconds" in record:
-        parts.append(f"the steps beside it took {record['checkpoint_slowed_seconds']:+.2f} s")
+        parts.append(f"steps during it took {record['checkpoint_slowed_seconds']:+.2f} s")
     return ", ".join(parts)
 
 

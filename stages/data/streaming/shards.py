@@ -166,7 +166,7 @@ class ShardIndex:
                 f"{shard.address} has {counted(tokens, 'tokens')} now, and had {before[1]:,} when "
                 "this run read it first: earlier versions gave a second begin or end to texts "
                 "that have their own",
-                hint="go on with the version that began this run, or start a new one",
+                hint="continue with the version that began this run, or start a new one",
             )
         if before is known and self._file is not None:
             line = {"making": self._settings, "address": shard.address, "sha256": sha256}

@@ -10,7 +10,7 @@ from stages.importing.trackers import other_tracker
 
 _place = rules.passes("the launcher places processes")
 _speed = rules.passes("changes speed or memory, no number")
-_resume = rules.passes("`pipe resume` goes on with a run")
+_resume = rules.passes("`pipe resume` continues a run")
 
 HARMLESS: Table = {
     **each_way(

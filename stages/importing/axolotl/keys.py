@@ -50,7 +50,7 @@ def _checkpointing(value: Any) -> RuleResult:
 def _selective(value: Any) -> RuleResult:
     if value in (True, {"save": ["attention"]}):
         return sets(f"{_CHECKPOINTING}.keep", lambda _: "attention")(value)
-    return rules.untranslated(f"{_CHECKPOINTING} has choices of its own")(value)
+    return rules.untranslated(f"{_CHECKPOINTING} has other choices")(value)
 
 
 def _bf16(value: Any) -> RuleResult:
@@ -123,7 +123,7 @@ DATA: Table = {
     "train_on_inputs": when_on("data.loss", "all"),
     "val_set_size": held_out,
     "curriculum_sampling": sets("train.shuffle", lambda value: not rules.truth(value)),
-    "group_by_length": rules.unsupported("order is random, or that of the files"),
+    "group_by_length": rules.unsupported("order is random, or the order of the files"),
     "chat_template": named_template,
     **each_way(
         "chat_template_jinja chat_template_kwargs eot_tokens default_system_message",

@@ -6,11 +6,11 @@ from stages.importing import rules
 from stages.importing.rules import Table, each_way, unsupported
 
 _preferences = unsupported(
-    "training on preferences or rewards is no part of a recipe", "train with TRL", blocks=True
+    "training on preferences or rewards is not supported by recipes", "train with TRL", blocks=True
 )
 _other = unsupported("no recipe trains like this", blocks=True)
 _loss = unsupported("the loss is the mean cross-entropy of the target tokens", blocks=True)
-_images = unsupported("recipes train on text alone", blocks=True)
+_images = unsupported("recipes train on text only", blocks=True)
 _optimizer = unsupported("no optimizer of a recipe has it", "leave it out, or set optimizer.groups")
 
 PLUGINS = (

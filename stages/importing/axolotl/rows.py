@@ -26,7 +26,7 @@ ROLES = {
     "tool": ("tool", "observation"),
 }
 _RENAME = "rename the column in the data"
-_shard = rules.unsupported("files are read as a whole", "write those rows into a file of their own")
+_shard = rules.unsupported("files are read as a whole", "write those rows to a separate file")
 
 
 def _style(value: Any) -> Style:
@@ -48,7 +48,7 @@ def _mappings(one: str) -> rules.Rule:
     def rule(value: Any) -> RuleResult:
         if value in (None, {}, {"role": "role", "content": "content"}):
             return RuleResult(outcome="default", why="messages have role and content")
-        return sharegpt(value) if value == SHAREGPT else refused("names keys of its own", _RENAME)
+        return sharegpt(value) if value == SHAREGPT else refused("names other keys", _RENAME)
 
     return rule
 
@@ -58,7 +58,7 @@ def _roles(value: Any) -> RuleResult:
     known = all({*rules.names(names)} <= {*ROLES.get(to, ())} for to, names in given.items())
     if known:
         return RuleResult(outcome="default", why="data.chat knows these names")
-    return refused("names roles of its own", "rename them in the data")
+    return refused("names other roles", "rename them in the data")
 
 
 def _to_train(value: Any) -> str:

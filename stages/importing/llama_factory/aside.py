@@ -9,8 +9,10 @@ from stages.importing.common import SWANLAB
 from stages.importing.engines import CHOOSE, FOREIGN
 from stages.importing.rules import RuleResult, Table, each_way, unsupported
 
-_preferences = rules.passes("is read by the stages for preferences and rewards alone")
-_reference = unsupported("training on preferences or rewards is no part of a recipe", blocks=True)
+_preferences = rules.passes("is read only by the preference and reward stages")
+_reference = unsupported(
+    "training on preferences or rewards is not supported by recipes", blocks=True
+)
 _other = unsupported("no recipe trains like this", blocks=True)
 _loss = unsupported("the loss is the mean cross-entropy of the target tokens", blocks=True)
 

@@ -25,7 +25,7 @@ _upcast = rules.unsupported("one dtype computes the whole model", "set precision
 def _stage(value: Any) -> RuleResult:
     if value in ("pt", "sft"):
         return RuleResult(outcome="default", why="data.chat or data.text trains so")
-    why = f"{value!r} trains on preferences or rewards, which is no part of a recipe"
+    why = f"{value!r} trains on preferences or rewards, which is not supported by recipes"
     return refused(why, "use stage: sft or pt, or train with TRL", blocks=True)
 
 

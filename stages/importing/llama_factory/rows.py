@@ -20,9 +20,9 @@ STYLES = {"alpaca": Style(form="alpaca"), "sharegpt": Style(), "openai": Style()
 _RENAME = "rename the column in the data"
 _NAMES = "rename it in the data"
 _elsewhere = unsupported("data comes from files and the hub of Hugging Face", "download it")
-_whole = unsupported("files are read as a whole", "write those rows into a file of their own")
-_images = unsupported("recipes train on text alone", blocks=True)
-_preferences = unsupported("training on preferences is no part of a recipe", blocks=True)
+_whole = unsupported("files are read as a whole", "write those rows to a separate file")
+_images = unsupported("recipes train on text only", blocks=True)
+_preferences = unsupported("training on preferences is not supported by recipes", blocks=True)
 COLUMNS = {"prompt": "instruction", "query": "input", "response": "output",
            "history": "history", "system": "system", "tools": "tools"}  # fmt: skip
 """Columns that data.chat reads, under their names in an entry."""

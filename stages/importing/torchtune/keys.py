@@ -59,7 +59,7 @@ def _compile(value: Any) -> RuleResult:
 def _recomputed(value: Any) -> RuleResult:
     if str(value).isdigit():
         return sets(f"{_CHECKPOINTING}.every", rules.positive)(value)
-    return rules.untranslated(f"{_CHECKPOINTING} has choices of its own")(value)
+    return rules.untranslated(f"{_CHECKPOINTING} has other choices")(value)
 
 
 def _replicas(value: Any) -> int | None:
@@ -71,7 +71,7 @@ TOKENIZER: Table = {
     "prompt_template": named_template,
     **each_way(f"{COMPONENT} path merges_file merges_path vocab_path special_tokens_path "
                "special_tokens",
-               rules.passes("the tokenizer is that of the model's folder")),
+               rules.passes("the tokenizer comes from the model's folder")),
 }  # fmt: skip
 CHECKPOINTER: Table = {
     COMPONENT: known(CHECKPOINTERS, "model.hf reads the layout of Hugging Face",

@@ -21,7 +21,7 @@ LOGGERS: Mapping[str, Table] = {
     "tensorboardlogger": {
         COMPONENT: named("tensorboard"),
         "log_dir": sets("tensorboard.folder", rules.path),
-        "organize_logs": rules.passes("each run has a folder of its own"),
+        "organize_logs": rules.passes("each run has its own folder"),
     },
 }
 """Name in lower case -> rules of its block."""

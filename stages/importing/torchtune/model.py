@@ -70,7 +70,7 @@ def _table(*, fused: bool) -> Table:
 def _builder(value: Any) -> RuleResult:
     if family(value) not in FAMILIES or "classifier" in str(value) or "reward" in str(value):
         hint = f"the families are {', '.join(FAMILIES)}"
-        return refused("is no language model that is known here", hint, blocks=True)
+        return refused("is not a known language model", hint, blocks=True)
     if str(value).rpartition(".")[2].startswith(("lora_", "qlora_")):
         return sets("adapter", lambda _: True)(value)
     return RuleResult(outcome="default", why="the config.json in checkpoint_dir says it")
@@ -79,7 +79,7 @@ def _builder(value: Any) -> RuleResult:
 def _attention(value: Any) -> list[str]:
     names = rules.names(value)
     if unknown := [name for name in names if name not in ATTENTION]:
-        raise rules.WrongValueError(f"{unknown[0]!r} is no layer of attention", blocks=True)
+        raise rules.WrongValueError(f"{unknown[0]!r} is not a layer of attention", blocks=True)
     return [ATTENTION[name] for name in names]
 
 

@@ -57,7 +57,7 @@ def read_set(
     made = builder(block)
     if made is None:
         hint = "use instruct_dataset, chat_dataset or text_completion_dataset, with a source"
-        why = "its rows are not those of data.chat or data.text"
+        why = "data.chat and data.text do not read such rows"
         others = dict.fromkeys(block, rules.follows(COMPONENT))
         unknown: Table = {**others, COMPONENT: lambda value: refused(why, hint, blocks=True)}
         report.read(file, block, unknown, f"{key}.")
@@ -99,7 +99,7 @@ def _is_cut(block: Mapping[str, Any]) -> bool:
 
 def _shared(one: str) -> Table:
     return {
-        COMPONENT: rules.passes("its settings are those of the slot data"),
+        COMPONENT: rules.passes("its settings are in the slot data"),
         "source": sets(f"{one}path", str),
         "data_files": sets(f"{one}files", rules.names),
         "split": sets(f"{one}split", str),
@@ -161,5 +161,5 @@ def _pairs(value: Any) -> RuleResult:
 
 def _alpaca(value: Any) -> RuleResult:
     why = "torchtune puts Alpaca's prompt into a turn of the chat template"
-    hint = "data.template: true takes the chat template alone, false Alpaca's prompt alone"
+    hint = "data.template: true takes only the chat template, false only Alpaca's prompt"
     return refused(why, hint)

@@ -94,7 +94,7 @@ class PlusPlus:
     """
 
     secondary_partition: Annotated[int, Ge(2)] | None = None
-    """Ranks, as a rule those of a node, that share a second copy of the parameters in the compute
+    """Ranks, usually a node's, that share a second copy of the parameters in the compute
     dtype: backward gathers from it (hpZ). Null keeps none."""
 
     quantized_weights: bool = False
@@ -141,7 +141,7 @@ class Zero:
 
     overlap_comm: bool | None = None
     """Reduce gradients while backward computes (stages 2 and 3); null means only at stage 3. At
-    stage 2 it takes a second bucket, and `reduce_bucket_size` has to hold the largest gradient."""
+    stage 2 it takes a second bucket, and `reduce_bucket_size` must hold the largest gradient."""
 
     contiguous_gradients: bool = True
     """Copy gradients into one buffer as they come, which avoids fragmentation."""
@@ -175,10 +175,10 @@ class Zero:
     field above or another slot decides, or that DeepSpeed does not know, is refused."""
 
     context_parallel: ContextParallel | None = None
-    """Divide the tokens of every sample among ranks; null gives each sample to one rank."""
+    """Divide the tokens of every sample among ranks; null keeps each sample on one rank."""
 
     tensor_parallel: TensorParallel | None = None
-    """Divide every layer among neighbouring ranks; null gives each rank whole layers."""
+    """Divide every layer among neighbouring ranks; null puts whole layers on each rank."""
 
     def data_ranks(self, procs: int) -> int:
         return axes.data_ranks(self, procs)

@@ -167,7 +167,7 @@ def test_a_run_that_takes_too_long_is_a_row(
     monkeypatch.setattr(measuring, "_call", late)
     result = bench("--strategies", "red1,blue", "--timeout", "2")
     assert result.exit_code == 0
-    problem = "ended after 2 min in slot `train` (--timeout gives it longer)"
+    problem = "ended after 2 min in slot `train` (--timeout allows more)"
     assert f"red1          2  {problem}\n" in result.stdout
     assert "fastest that fits: blue on 2 processes, 48 tokens/s" in result.stdout
 

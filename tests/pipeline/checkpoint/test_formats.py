@@ -61,7 +61,7 @@ def test_faulty_packages() -> None:
         Formats([entry("one", "One"), entry("one", "One", "e")]).get("one")
     with pytest.raises(PluginError, match="cannot be loaded: AttributeError"):
         Formats([entry("one", "Nothing")]).get("one")
-    with pytest.raises(PluginError, match="is no StateFormat"):
+    with pytest.raises(PluginError, match="is not a StateFormat"):
         Formats([entry("one", "Path")]).get("one")
 
 

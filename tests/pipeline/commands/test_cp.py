@@ -68,7 +68,7 @@ def test_nothing_is_overwritten() -> None:
     Path("smollm_ddp.yaml").write_text("mine")
     refused = cp("smollm_fsdp")
     assert refused.exit_code == 2
-    assert refused.stderr == "error: smollm_ddp.yaml is there already, and is another file\n"
+    assert refused.stderr == "error: smollm_ddp.yaml already exists and differs\n"
     assert Path("smollm_ddp.yaml").read_text() == "mine"
 
 

@@ -87,7 +87,7 @@ def test_a_damaged_journal_hides_no_other_run(runs: Path) -> None:
     assert result.exit_code == 0
     assert len(result.stdout.splitlines()) == 5
     assert f"damaged    {runs}/lost\n" in result.stdout
-    assert f"  {journal}: line 2 is not as it was written (to go on by " in result.stderr
+    assert f"  {journal}: line 2 is not as it was written (to continue from " in result.stderr
     told = {Path(run["folder"]).name: run for run in json.loads(listed("--json", str(runs)))}
     assert [run["state"] for run in told.values()].count("damaged") == 1
     assert told["lost"]["damage"].startswith(f"{journal}: line 2 is not as it was written")

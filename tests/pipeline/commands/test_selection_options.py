@@ -18,7 +18,7 @@ def part(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Pipe:
     done = pipe("run", str(pipe.recipe()), "--run-dir", str(pipe.run_dir), "--until", "train")
     assert done.code == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert re.fullmatch(r"stopped behind train, as asked, in 0:\d\d", lines[-3])
+    assert re.fullmatch(r"stopped after train, as asked, in 0:\d\d", lines[-3])
     return pipe
 
 
@@ -51,7 +51,7 @@ def test_from_one_slot_to_another(pipe: Pipe) -> None:
     done = pipe("resume", str(pipe.run_dir), "--from", "train", "--until", "export")
     assert done.code == 0, done.stderr
     assert stages(pipe) == ["declare", "train", "export"]
-    assert pipe.events()[-1]["problem"] == "behind slot `export`, as asked"
+    assert pipe.events()[-1]["problem"] == "after slot `export`, as asked"
 
 
 def test_a_rehearsal(pipe: Pipe) -> None:
@@ -94,7 +94,7 @@ def test_a_rehearsal_is_refused_what_the_run_would_be(pipe: Pipe) -> None:
     [
         (["--until", "trian"], "error: the recipe has no slot `trian` (did you mean `train`?)"),
         (["--from", "export", "--until", "train"],
-         "error: --from export comes behind --until train"),
+         "error: --from export comes after --until train"),
         (["--only", "train", "--until", "train"], "error: --only excludes --from and --until"),
     ],
 )  # fmt: skip

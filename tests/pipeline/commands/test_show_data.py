@@ -116,7 +116,7 @@ def test_mistakes(show: Any) -> None:
     assert "rows.jsonl:1: has []" in row.stderr
     Path("bare.yaml").write_text("name: bare\nstages: {optimizer: {use: optimizer.adamw}}\n")
     bare = show("bare.yaml", "--data", "1")
-    assert (bare.exit_code, bare.stderr) == (2, "error: no slot of this recipe gives data\n")
+    assert (bare.exit_code, bare.stderr) == (2, "error: no slot of this recipe provides data\n")
 
 
 def test_what_is_trained_on_is_a_token_further_than_its_label() -> None:

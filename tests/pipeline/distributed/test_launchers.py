@@ -150,7 +150,7 @@ def test_one_node_of_kubeflow_says_how_many_processes() -> None:
     [
         (without(TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
          "RANK=3 and WORLD_SIZE=4 is set by a launcher of several processes, but not LOCAL_RANK: "
-         "each process would make a run of its own"),
+         "each process would start its own run"),
         ({"LOCAL_RANK": "0"}, "LOCAL_RANK=0 is set by a launcher of several processes, but not "
          "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: each"),
         (TORCHRUN | {"RANK": "4"}, "RANK=4 and WORLD_SIZE=4: ranks count from 0"),
@@ -179,7 +179,7 @@ def test_one_node_of_kubeflow_says_how_many_processes() -> None:
         (TASKS | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000, but ports are numbers"),
         (OPEN_MPI | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000, but ports are numbers"),
         (SKYPILOT | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000, but ports are numbers"),
-        ({"PIPE_STORE": "/x"}, "PIPE_STORE is for ranks that `pipe` has started (unset it)"),
+        ({"PIPE_STORE": "/x"}, "PIPE_STORE is only for ranks that `pipe` started (unset it)"),
         ({"PET_NNODES": "1:4"}, "PET_NNODES=1:4 is set by a launcher of several processes, but not "
          "PET_MASTER_ADDR, PET_NODE_RANK"),
         (SKYPILOT | {"SKYPILOT_NODE_IPS": "10.0.0.1"}, "SKYPILOT_NUM_NODES=2, but "

@@ -163,7 +163,7 @@ def test_damage_names_file_line_and_the_way_on(tmp_path: Path) -> None:
     with pytest.raises(JournalDamaged) as caught:
         journal.events()
     assert str(caught.value) == (
-        f"{journal.path}: line 5 is not as it was written (to go on by what stands before it: "
+        f"{journal.path}: line 5 is not as it was written (to continue from the lines before it: "
         f"head -n 4 '{journal.path}' > '{journal.path}.whole' && mv '{journal.path}.whole' "
         f"'{journal.path}'; what finished later runs again, training from its newest checkpoint)"
     )

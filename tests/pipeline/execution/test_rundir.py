@@ -42,7 +42,9 @@ def test_a_given_folder_holds_one_run(tmp_path: Path) -> None:
     (folder / "recipe.yaml").write_text("name: x\n")
     assert rundir.existing(folder) == folder
     assert rundir.claim(folder) == folder
-    with pytest.raises(UsageError, match=r"already holds a run \(without --fresh it goes on\)"):
+    with pytest.raises(
+        UsageError, match=r"already holds a run \(without --fresh that run continues\)"
+    ):
         rundir.claim(folder, fresh=True)
     assert [path.name for path in folder.iterdir()] == ["recipe.yaml"]
 

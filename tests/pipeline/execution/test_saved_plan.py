@@ -231,7 +231,7 @@ def test_damaged_plans_say_which_key(
     record = saved(file, plan())
     change(record)
     file.write_text(json.dumps(record), "utf-8")
-    with pytest.raises(UsageError, match=f"plan.json is no saved plan: {message}"):
+    with pytest.raises(UsageError, match=f"plan.json is not a saved plan: {message}"):
         require_planned(plan(), 8, file)
 
 
@@ -239,7 +239,7 @@ def test_damaged_plans_say_which_key(
 def test_other_files_are_no_plans(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     file.write_bytes(content)
-    with pytest.raises(UsageError, match=r"is no saved plan: .*pipe plan RECIPE --out"):
+    with pytest.raises(UsageError, match=r"is not a saved plan: .*pipe plan RECIPE --out"):
         require_planned(plan(), 8, file)
     with pytest.raises(UsageError, match="cannot be read: No such file"):
         require_planned(plan(), 8, tmp_path / "none.json")

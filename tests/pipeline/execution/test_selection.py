@@ -97,7 +97,7 @@ def test_a_slot_and_all_behind_it(tmp_path: Path, plan: Plan) -> None:
     [
         ({"last": "trian"}, "did you mean `train`"),
         ({"first": "nothing"}, "no slot `nothing`"),
-        ({"first": "export", "last": "train"}, "--from export comes behind --until train"),
+        ({"first": "export", "last": "train"}, "--from export comes after --until train"),
         ({"only": "train", "last": "train"}, "--only excludes"),
     ],
 )

@@ -473,13 +473,13 @@ def _run(script: str) -> list[str]:
 @pytest.mark.parametrize(
     ("target", "options", "words"),
     [
-        ("slurm", [], "give exactly one of --print and --submit"),
-        ("slurm", ["--print", "--submit"], "give exactly one of --print and --submit"),
-        ("skypilot", ["--print", "--tasks", "gpu"], "--tasks means nothing to skypilot"),
+        ("slurm", [], "use exactly one of --print and --submit"),
+        ("slurm", ["--print", "--submit"], "use exactly one of --print and --submit"),
+        ("skypilot", ["--print", "--tasks", "gpu"], "--tasks has no effect on skypilot"),
         ("skypilot", ["--print", "--image", "a"], "skypilot needs --gpu-kind for a job on GPUs"),
         ("skypilot", ["--print", "--gpu-kind", "A"], "skypilot needs --image, or --setup"),
         ("dstack", ["--print"], "dstack needs --image, or --setup"),
-        ("docker", ["--print", *DOCKER, "--setup", "a"], "--setup means nothing to docker"),
+        ("docker", ["--print", *DOCKER, "--setup", "a"], "--setup has no effect on docker"),
         ("docker", ["--print"], "docker needs --image"),
         ("docker", ["--print", *DOCKER, "--nodes", "2"], "docker runs on one machine"),
         ("docker", ["--print", "--image", "a"], "--run-dir /shared/run is in none of the mounted"),
@@ -536,7 +536,7 @@ def test_submit_hands_the_script_to_the_client(
     client.write_text("#!/bin/sh\nexit 3\n")
     refused = launch("slurm", "--submit")
     assert refused.exit_code == 2
-    assert "sbatch has refused it: exit code 3" in refused.stderr
+    assert "sbatch refused it: exit code 3" in refused.stderr
 
 
 def test_skypilot_is_told_which_variables_to_take(

@@ -146,7 +146,7 @@ FAULTS: dict[str, tuple[tuple[str, str], str]] = {
     ),
     "no return annotation": (
         (") -> OptimizerPlan:", "):"),
-        "run: the return annotation is missing (write `-> None` if it gives nothing)",
+        "run: the return annotation is missing (write `-> None` if it returns nothing)",
     ),
     "need without a role": (
         ("model: ModelSource | None", "model: int"),
@@ -245,7 +245,7 @@ def test_valid_fields_that_are_refused(make: Make) -> None:
          "underscores"),
         ("Optimizer.x", "its name `Optimizer.x` is not kind.name in lower-case letters, digits and "
          "underscores"),
-        ("wrap.thing", "is called `wrap.thing`, but wrap stages give Engine, and it gives "
+        ("wrap.thing", "is called `wrap.thing`, but wrap stages return Engine, and it returns "
          "OptimizerPlan"),
     ],
 )  # fmt: skip

@@ -89,7 +89,7 @@ def test_a_report_says_what_saves_cost(tmp_path: Path) -> None:
     told = [mark.text for mark in facts.marks(read_history(folder)) if mark.kind == "save"]
     assert told == [
         "on disk after 1.00 s",
-        "on disk after 1.00 s, 0.75 s of processors, the steps beside it took +0.12 s",
+        "on disk after 1.00 s, 0.75 s of processors, steps during it took +0.12 s",
         "training stood still for 0.25 s",
     ]
 

@@ -101,7 +101,7 @@ def test_reading_ends_where_all_is_wrong(
 ) -> None:
     monkeypatch.setattr(mistakes, "MOST", 100)
     found = told(tmp_path, chat(tmp_path, GOOD, *[line] * 1000, workers=1), ctx, source)
-    assert ", and reading ended behind these: the first 20:" in found
+    assert ", and reading ended after these: the first 20:" in found
     count = int(found.partition(" of ")[0])
     assert 100 <= count < 300
 

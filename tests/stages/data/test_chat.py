@@ -154,7 +154,7 @@ def test_too_long(ctx: Context, chat: Any, caplog: pytest.LogCaptureFixture) -> 
     assert len(data.train[0].input_ids) == 21
     assert str(data.identity["rows_cut_to"]).startswith("sequence_length tokens")
     assert trained(data.train[0]) == [*ids("b"), STOP]
-    assert "dropped 1 row whose trained tokens lie behind `sequence_length`" in caplog.text
+    assert "dropped 1 row whose trained tokens all come after `sequence_length`" in caplog.text
     assert "rows.jsonl:2" in caplog.text
     with pytest.raises(DataError, match=r"rows\.jsonl:1: 46 tokens, but `sequence_length` is 22"):
         chat(long, sequence_length=22, too_long="error").run(ctx, source)

@@ -171,7 +171,8 @@ CHAT = {
     "an assistant's first turn that has no place": second(
         {"messages": [ASSISTANT]},
         "begins with an assistant's message, whose beginning cannot be located: the chat template "
-        "lays it out otherwise than its generation prompt (set `train: false` in that message, or ",
+        "lays it out differently from its generation prompt (set `train: false` in that "
+        "message, or ",
         template=PLAIN.replace("<|s|>{{ m.role }}", "<|s|>{{ m.role }}{{ '!' if loop.first }}"),
     ),
     "unknown ShareGPT name": Case(
@@ -249,8 +250,8 @@ CHAT = {
     ),
     "shifted labels": Case(
         ids(labels=[2, 3, -100]),
-        "a.jsonl:2: `labels[0]` is 2, but `input_ids[0]` is 1 (a label is the id of its own "
-        "position, not of the next, or -100)",
+        "a.jsonl:2: `labels[0]` is 2, but `input_ids[0]` is 1 (a label is the id at the "
+        "same position, not of the next, or -100)",
     ),
     "a mask of shares": Case(
         ids(loss_mask=[0, 1, 2]), "a.jsonl:2: `loss_mask[2]` is 2, neither 0 nor 1"
@@ -347,7 +348,7 @@ def test_a_line_of_100_mb(ctx: Context, source: FakeSource, tmp_path: Path) -> N
     file.write_bytes(LINE + b'{"text": "' + b"x" * 100_000_000)
     stage = ChatData(files=str(file), cache=str(tmp_path / "cache"))
     assert error_of(tmp_path, lambda: stage.run(ctx, source)) == (
-        "a.jsonl:2: a line of more than 64 MiB (put every row on a line of its own, and split "
+        "a.jsonl:2: a line of more than 64 MiB (put each row on its own line, and split "
         "longer documents)"
     )
     assert rows.LARGEST_LINE == 64 << 20

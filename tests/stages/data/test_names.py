@@ -127,11 +127,11 @@ def test_a_column_that_a_row_does_not_have(rows: Rows) -> None:
     [
         ({"columns": {"mesages": "x"}}, "columns.mesages", "is no key that is read of a row or a"),
         ({"columns": {"prompt": "x", "text": "x"}}, "columns.text", "'x' is `prompt` already"),
-        ({"role_names": {"bot": "asistant"}}, "role_names.bot", "'asistant' is no role"),
+        ({"role_names": {"bot": "asistant"}}, "role_names.bot", "'asistant' is not a role"),
         (
             {"sources": (ChatSource(files="a.txt", role_names={"bot": "x"}),), "files": ()},
             "sources.0.role_names.bot",
-            "'x' is no role",
+            "'x' is not a role",
         ),
     ],
 )

@@ -55,7 +55,7 @@ ALTERNATE = each("(m.role == 'user') != (loop.index0 % 2 == 0)")
         (
             ALTERNATE,
             [USER, BOT, BOT],
-            "messages[2] is of role 'assistant' behind one of role 'assistant'",
+            "messages[2] is of role 'assistant' after one of role 'assistant'",
         ),
         (ALTERNATE, [BOT, USER, BOT], "messages[0] is of role 'assistant' and the first"),
         (raising("tools") + PLAIN, [USER, BOT], "the row has `tools`"),

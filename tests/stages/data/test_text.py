@@ -216,12 +216,10 @@ def test_texts_with_a_begin_or_end_of_their_own_are_counted_once(
     plain = write(tmp_path / "a.txt", "plain")
     other = write(tmp_path / "b.jsonl", "".join(json.dumps({"text": row}) + "\n" for row in rows))
     text((str(plain), str(other))).run(ctx, FakeSource(bos="<|s|>"))
-    assert "3 documents with a begin or end token of their own, which got no second one" in (
-        caplog.text
-    )
+    assert "3 documents with their own begin or end token, which got no second one" in (caplog.text)
     assert f"the first: {other}:2" in caplog.text
     caplog.clear()
     whole = write(tmp_path / "c.txt", both)
     text((str(plain), str(whole))).run(ctx, FakeSource(bos="<|s|>"))
-    assert "1 document with a begin or end token of their own" in caplog.text
+    assert "1 document with their own begin or end token" in caplog.text
     assert f", the first: {whole}\n" in caplog.text

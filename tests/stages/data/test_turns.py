@@ -146,11 +146,11 @@ def test_what_a_template_leaves_out_is_an_error(
         trained(template, CHAT, [CHAT[0], message])
     assert f"rows.jsonl:2: the chat template leaves out {lost}" in str(caught.value)
     assert trained(template, CHAT, [CHAT[0], message], unrendered="drop") == [["b<|e|>", "d<|e|>"]]
-    assert "dropped 1 row whose chat template leaves out something that is said" in caplog.text
+    assert "dropped 1 row whose chat template leaves out part of what is said" in caplog.text
     content = message.get("content") or ""
     rows = trained(template, [CHAT[0], message], unrendered="allow")
     assert rows == [[f"{content}<|e|>"]]
-    assert "1 row whose chat template leaves out something that is said" in caplog.text
+    assert "1 row whose chat template leaves out part of what is said" in caplog.text
 
 
 def test_a_call_of_several_that_is_left_out(trained: Any) -> None:
@@ -338,7 +338,7 @@ def test_a_begin_and_an_end_that_a_text_has_already(
         sample = data.train[index]
         shown.append(source.fast.decode([*sample.input_ids.tolist(), sample.labels.tolist()[-1]]))
     assert shown == ["<|s|>a<|end|>", "<|s|>a<|end|>\n", "<|s|>a<|end|>", "<|s|>a<|end|>"]
-    assert "3 rows with a begin or end token of their own, which got no second one" in caplog.text
+    assert "3 rows with their own begin or end token, which got no second one" in caplog.text
 
 
 def test_characters_that_marks_are_made_of(trained: Any) -> None:

@@ -31,7 +31,7 @@ def test_a_whole_export(family: str, tmp_path: Path) -> None:
     done = run_of(FAMILIES[family], tmp_path).export(max_shard_size="20KB")
     lines = told(done.folder)
     assert lines[0].startswith("as they were written: ")
-    assert lines[0].endswith(" files beside the weights")
+    assert lines[0].endswith(" files other than weights")
     assert "tensors in" in lines[1]
     assert "computes what it did (largest difference 0)" in lines[2]
 

@@ -108,7 +108,7 @@ def test_other_strategies_and_deepspeed_itself_load_what_was_converted(
 
     canonical = Canonical().open(tmp_path / "checkpoints" / STEP, Reading())
     notes = DeepSpeed().write(canonical, tmp_path / "universal")
-    assert any("hyperparameters of the first" in note for note in notes)
+    assert any("the first optimizer group's hyperparameters" in note for note in notes)
     back = opened(tmp_path / "universal")
     assert digest_of(back) == same(live)
     assert [(sorted(g.parameters), g.settings) for g in back.state.groups] == [
@@ -176,7 +176,7 @@ class Damage:
     @staticmethod
     def tag_elsewhere(state: Path) -> str:
         (state.parent / "latest").write_text("../../elsewhere")
-        return "latest: names no folder beside it"
+        return "latest: names no folder next to it"
 
     @staticmethod
     def tensor_parallel(state: Path) -> str:
@@ -240,7 +240,7 @@ def test_progress_and_random_streams_that_pipetrain_put_beside_them(
 def test_the_loss_scale_is_left_out(cases: dict[str, Case], tmp_path: Path) -> None:
     source = opened(cases["2 offload fp16"].folder)
     notes = DeepSpeed().write(source, tmp_path / "universal")
-    assert any("the loss scale, which begins anew" in note for note in notes)
+    assert any("the loss scale, which starts again" in note for note in notes)
     back = opened(tmp_path / "universal")
     assert back.state.loss_scale is None
     live = cases["2 offload fp16"].live

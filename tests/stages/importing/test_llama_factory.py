@@ -154,10 +154,10 @@ def test_a_published_recipe_for_preferences_is_refused() -> None:
     found = imported(LlamaFactory(), DPO, FILE)
     assert found.recipe is None
     assert left_out(found)["stage"] == (
-        "'dpo' trains on preferences or rewards, which is no part of a recipe"
+        "'dpo' trains on preferences or rewards, which is not supported by recipes"
     )
     assert left_out(found)["dpo_en_demo.ranking"] == (
-        "training on preferences is no part of a recipe"
+        "training on preferences is not supported by recipes"
     )
     assert outcomes(found)["pref_beta"] == "default"
 

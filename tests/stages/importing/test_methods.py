@@ -206,7 +206,7 @@ def test_an_unknown_key_that_may_change_the_method_leaves_no_recipe(key: str) ->
     assert translated({"output_dir": "x", "seed": 1, "my_key": 4}).recipe is not None
 
 
-FSDP_ALONE = "accelerate takes it with FSDP alone"
+FSDP_ALONE = "accelerate takes it only with FSDP"
 
 
 @pytest.mark.parametrize("kind", ["NO", "MULTI_GPU", "DEEPSPEED", "FSDP"])
@@ -218,7 +218,7 @@ FSDP_ALONE = "accelerate takes it with FSDP alone"
         ("cp_size", ["FSDP"], {"context_parallel": {"size": 2}}, FSDP_ALONE),
         (
             "sp_size", ["DEEPSPEED"], {"stage": 2, "context_parallel": {"size": 2}},
-            "accelerate takes it with DeepSpeed alone",
+            "accelerate takes it only with DeepSpeed",
         ),
     ],
 )  # fmt: skip

@@ -95,7 +95,7 @@ def test_auto_is_what_the_arguments_say(configs: Path) -> None:
     assert slot(made, "train")["global_batch_size"] == 4
     assert "reduce_bucket_size" not in slot(made, "wrap")
     size = outcome(made, "zero_optimization.reduce_bucket_size")
-    assert (size.outcome, size.why) == ("default", "auto, and no file gives the value")
+    assert (size.outcome, size.why) == ("default", "auto, and no file has the value")
     assert outcome(made, "optimizer.params.lr").why == "auto: as learning_rate in 0.json"
     assert outcome(made, "optimizer.params.eps").why == "auto: as transformers fills it in"
     # the scheduler block takes precedence, as in transformers; the arguments' default is linear
@@ -202,7 +202,7 @@ def test_axes_of_accelerate() -> None:
         ({**sizes(dp_shard_size=2, tp_size=2), "num_processes": 8}, 16, "", ""),
         (
             sizes(dp_replicate_size=2, cp_size=2), None, "cp_size",
-            "accelerate takes it with dp_shard_size > 1 alone",
+            "accelerate takes it only with dp_shard_size > 1",
         ),
         (sizes(dp_shard_size=4, cp_backend="ring"), None, "cp_backend", "is always torch"),
     ],
@@ -242,8 +242,8 @@ def test_axes_of_deepspeed() -> None:
     ("said", "why"),
     [
         ({"tensor_parallel": {"autotp_size": 2}}, "without sharding, each rank has whole layers"),
-        ({"pipeline": {"stages": 2}}, "wrap.zero gives each rank every block"),
-        ({"expert_parallel": {"enabled": True}}, "wrap.zero gives each rank every expert"),
+        ({"pipeline": {"stages": 2}}, "wrap.zero puts every block on each rank"),
+        ({"expert_parallel": {"enabled": True}}, "wrap.zero puts every expert on each rank"),
     ],
 )
 def test_axes_that_zero_does_not_have(said: dict[str, Any], why: str) -> None:
@@ -405,7 +405,7 @@ def test_files_that_arguments_name(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}, "bf16": {}}')
     both = from_files(tmp_path, "args.json", "ds.json")
     assert slot(both, "wrap") == {"use": "wrap.zero", "stage": 1}
-    assert outcome(both, "deepspeed").why == "is read as a file of its own"
+    assert outcome(both, "deepspeed").why == "is read as a separate file"
     inline = named(tmp_path, deepspeed={"zero_optimization": {"stage": 1}})
     assert outcome(inline, "deepspeed.zero_optimization.stage").to == {"wrap.stage": 1}
     sharded = named(tmp_path, fsdp=True, fsdp_config={"reshard_after_forward": False})

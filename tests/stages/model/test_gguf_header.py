@@ -80,7 +80,7 @@ def test_arrays_are_left_out(tmp_path: Path) -> None:
 
 
 DAMAGED = {
-    "magic": (b"GGML" + bytes(20), "it is no GGUF file"),
+    "magic": (b"GGML" + bytes(20), "it is not a GGUF file"),
     "version 1": (header(version=1), "GGUF version 1 is not known"),
     "other byte order": (header(version=3 << 24), "GGUF version 50331648 is not known"),
     "fewer tensors": (header(counts=(HUGE, 0)), "ends in its header"),

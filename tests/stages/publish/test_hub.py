@@ -119,7 +119,7 @@ def test_a_token_that_is_not_enough(
     assert "Bearer" not in text
     assert "is not allowed to" in text
     assert "the token must be valid and allow to write to the repositories of someone" in text
-    assert "it is that of $HF_TOKEN" in text
+    assert "it comes from $HF_TOKEN" in text
     assert f"retry with: pipe resume {model.folder.parent / 'run'}" in text
     assert TOKEN not in text + caplog.text
     assert "Traceback" in caplog.text

@@ -210,7 +210,7 @@ def test_positions_that_do_not_begin_anew_are_found(
         return whole(x, stretched if packed else position_ids)
 
     monkeypatch.setattr(model.model.rotary_emb, "forward", elsewhere)
-    with pytest.raises(StageError, match="packed sample is not its loss alone"):
+    with pytest.raises(StageError, match="packed sample differs from its loss"):
         verify_packing(Alone(model), PACKED, SAMPLES, loss)
 
 

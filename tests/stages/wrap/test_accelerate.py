@@ -119,7 +119,7 @@ def test_a_file_for_deepspeed_is_for_import(tmp_path: Path) -> None:
 
 def test_other_files(tmp_path: Path) -> None:
     (found,) = said(tmp_path, {"zero_optimization": {}})
-    assert found == f"{tmp_path}/a.json is no accelerate configuration: no distributed_type ()"
+    assert found == f"{tmp_path}/a.json is not an accelerate configuration: no distributed_type ()"
     (found,) = said(tmp_path, [])
     assert found == f"{tmp_path}/a.json: does not map keys to values ()"
 
