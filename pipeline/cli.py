@@ -40,6 +40,8 @@ COMMANDS = {
     "compare": ("report:compare", "Compare runs: results, recipes, environments, curves."),
     "inspect": ("inspect:inspect", "Show what is in a checkpoint; verify it."),
     "convert": ("convert:convert", "Convert a training state to another tool's format, or back."),
+    "chat": ("chat:chat", "Talk to a run's model."),
+    "generate": ("chat:generate", "Answer one prompt with a run's model."),
     "export": ("export:export", "Export a run's model, or a checkpoint's."),
     "verify": ("verify:verify", "Verify that an export is unchanged and works."),
     "import": ("import_:import_", "Turn other tools' configuration files into a recipe."),

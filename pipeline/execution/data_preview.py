@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeline.contracts.data import NO_TARGET, Data, Sample
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.sample_order import ENDLESS, Order
-from pipeline.contracts.stage import Context
 from pipeline.errors import UsageError
-from pipeline.execution.metrics import Metrics
+from pipeline.execution.in_process import artifact, scratch_context
 from pipeline.utils.text import plural
 
 if TYPE_CHECKING:
-    from pipeline.chain.plan import Plan, PlannedSlot
+    from pipeline.chain.plan import Plan
 
 
 class Token(NamedTuple):
@@ -73,39 +69,17 @@ class Preview:
 def preview(plan: Plan, log: logging.Logger) -> Iterator[Preview]:
     """Run the recipe's data slot and the slots that it needs, in this process alone, in a temporary
     run folder. Raises UsageError if no slot gives data, and the errors of those stages."""
-    import torch
-
-    from pipeline.distributed.process_group import DistContext
-
     gives_data = (step for step in plan.steps if step.gives and issubclass(step.gives, Data))
     step = next(gives_data, None)
     if step is None:
         raise UsageError("no slot of this recipe provides data")
-    with contextlib.ExitStack() as stack:
-        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipe-show-"))
-        ctx = Context(
-            run_dir=Path(scratch),
-            seed=plan.recipe.seed,
-            dist=DistContext(device=torch.device("cpu")),
-            log=log,
-            metrics=Metrics(None),
-            on_exit=stack.callback,
-        )
-        artifacts: dict[str, Any] = {}
-        data = _result(plan, step, ctx, artifacts)
-        models = [each for each in artifacts.values() if isinstance(each, ModelSource)]
+    with scratch_context(log, seed=plan.recipe.seed) as ctx:
+        made: dict[str, Any] = {}
+        data = artifact(plan, step, ctx, made)
+        models = [each for each in made.values() if isinstance(each, ModelSource)]
         if not models:
             raise UsageError(f"slot `{step.slot}` takes no model, so there is no tokenizer")
         yield Preview(data=data, tokenizer=models[-1].tokenizer(), seed=plan.recipe.seed)
-
-
-def _result(plan: Plan, step: PlannedSlot, ctx: Context, artifacts: dict[str, Any]) -> Any:
-    steps = {each.slot: each for each in plan.steps}
-    for slot in step.inputs.values():
-        if slot is not None and slot not in artifacts:
-            artifacts[slot] = _result(plan, steps[slot], ctx, artifacts)
-    inputs = {name: slot and artifacts[slot] for name, slot in step.inputs.items()}
-    return step.stage.run(dataclasses.replace(ctx, slot=step.slot), **inputs)
 
 
 def documents(sample: Sample) -> Iterator[list[Token]]:

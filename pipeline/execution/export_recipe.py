@@ -50,9 +50,9 @@ def chosen(source: str, *, step: str | None, model: str | None, to: Path | None)
     run = None
     if "://" not in source:
         source = str(Path(source).resolve())  # the recipe that names it lies elsewhere
-        run = _run(Path(source))
+        run = saver(Path(source))
     if run is not None and str(run) == source:
-        checkpoint = _checkpoint(source, step)
+        checkpoint = checkpoint_of(source, step)
         name = EXPORT if step is None else f"{EXPORT}-{step if step == 'best' else f'step-{step}'}"
         folder = (to or run / name).absolute()
         return Choice(checkpoint, run, model, folder, _job(run, folder))
@@ -82,7 +82,7 @@ def _job(run: Path | None, folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.job")
 
 
-def _run(folder: Path) -> Path | None:
+def saver(folder: Path) -> Path | None:
     """The run that `folder` is, or that has saved it."""
     if (folder / rundir.RECIPE).is_file():
         return folder
@@ -92,8 +92,8 @@ def _run(folder: Path) -> Path | None:
     return saver if place and Path(place).resolve() == folder.parent else None
 
 
-def _checkpoint(run: str, step: str | None) -> str:
-    """Address of the run's checkpoint of a step, the best or the newest."""
+def checkpoint_of(run: str, step: str | None) -> str:
+    """Address of the run's checkpoint of a step, the best or the newest. Raises UsageError."""
     store, name = location.find(run)
     with system_errors_as(UsageError):
         names = store.names()

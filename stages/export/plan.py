@@ -72,10 +72,7 @@ def make_plan(
     """The plan of a model's export in `dtype`, which is one of a recipe or AS_SOURCE; `beside` is a
     digest of everything else that the export depends on. Raises StageError when `weights` are not
     those of the source's architecture."""
-    model = outline(source)
-    names = names_to_read(model, weights)
-    chosen = ConvertedReader(weights, [renamed(found, kept) for kept, found in names.items()])
-    tensors = CastReader(chosen, _dtypes(dtype, source, model))
+    model, tensors = module_tensors(source, weights, dtype)
     files: TensorReader = ConvertedReader(tensors, compat.changes_on_save(model, tensors.names()))
     own, passed = files.names(), source.passed_through()
     if passed is not None:
@@ -99,7 +96,18 @@ def make_plan(
     )
 
 
-def names_to_read(outline: nn.Module, weights: Weights) -> dict[str, str]:
+def module_tensors(
+    source: ModelSource, weights: TensorReader, dtype: str
+) -> tuple[nn.Module, TensorReader]:
+    """The source's module on the meta device, and its tensors by its names, in `dtype` of an export
+    or AS_SOURCE; tied ones once. Raises StageError when names or shapes differ."""
+    model = outline(source)
+    names = names_to_read(model, weights)
+    chosen = ConvertedReader(weights, [renamed(found, kept) for kept, found in names.items()])
+    return model, CastReader(chosen, _dtypes(dtype, source, model))
+
+
+def names_to_read(outline: nn.Module, weights: TensorReader) -> dict[str, str]:
     """Name to write -> name to read, for each tensor of `outline`, a module on the meta device with
     its weights tied; a tied tensor once, under the name that files keep. Raises StageError when
     names or shapes of `weights` differ from the module's."""

@@ -12,7 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline import Context, ExportedModel, ExportError, StageError, TrainedRun, in_words
+from pipeline import (
+    Context,
+    ExportedModel,
+    ExportError,
+    ModelSource,
+    StageError,
+    TrainedRun,
+    in_words,
+)
 from pipeline.utils import BYTES, activity, human, plural, replace_text
 from stages.export import target
 from stages.export.contents import Contents
@@ -26,7 +34,7 @@ def export(
 ) -> ExportedModel:
     """Write and prove (collective); every rank returns the same record. Raises StageError."""
     if ctx.dist.is_main and trained is not None:
-        _require_same_base(ctx, contents, trained)
+        require_same_base(ctx, contents.source, trained)
     plan = contents.plan(_digest_beside(ctx, contents))
     try:
         found = _from_main(ctx, lambda: target.finished(folder, plan.digest))
@@ -39,11 +47,11 @@ def export(
     return ExportedModel(folder=folder, files=found.files, total_bytes=plan.total)
 
 
-def _require_same_base(ctx: Context, contents: Contents, trained: TrainedRun) -> None:
+def require_same_base(ctx: Context, model: ModelSource, trained: TrainedRun) -> None:
     """Raise ExportError when weights that come from the model's source are not those that were
     trained on."""
-    model, then = contents.source, trained.progress.lineage.get("weights")
-    if not _needs_source(contents) or then is None or "weights" in ctx.accept:
+    then = trained.progress.lineage.get("weights")
+    if not _needs_source(model) or then is None or "weights" in ctx.accept:
         return
     if model.contents != then:
         raise ExportError(
@@ -53,12 +61,12 @@ def _require_same_base(ctx: Context, contents: Contents, trained: TrainedRun) ->
         )
 
 
-def _needs_source(contents: Contents) -> bool:
+def _needs_source(model: ModelSource) -> bool:
     """Whether tensors of the model's source are exported or merged."""
-    passed = contents.source.export_view.passed_through()
+    passed = model.export_view.passed_through()
     if passed is not None:
         passed.close()
-    return passed is not None or bool(contents.source.frozen_base)
+    return passed is not None or bool(model.frozen_base)
 
 
 def _digest_beside(ctx: Context, contents: Contents) -> str:
@@ -72,7 +80,7 @@ def _digest_beside(ctx: Context, contents: Contents) -> str:
                 contents.prompt,
                 Manifest(plan="").beside(Path(scratch)),
             ]
-            if _needs_source(contents):
+            if _needs_source(contents.source):
                 facts.append(contents.source.contents)
             text = json.dumps(facts, sort_keys=True)
     return ctx.dist.broadcast_str(text)

@@ -16,6 +16,7 @@ from pipeline import (
     PlanView,
     Problem,
     ResourceNeed,
+    TextModel,
     TrainedRun,
     Weights,
 )
@@ -66,6 +67,36 @@ class ExportSettings:
 
         verify(folder, report, trust_remote_code=trust_remote_code)
 
+    @property
+    def loads_as(self) -> str:
+        """Dtype, as in a recipe or `source`, of a model that is loaded without an export."""
+        return "source"
+
+    @classmethod
+    def open_folder(
+        cls, folder: Path, ctx: Context, model: ModelSource | None, *, trust_remote_code: bool
+    ) -> TextModel:
+        """Load an export, or any folder in Hugging Face layout, for `pipe chat`."""
+        from stages.export.text_model import open_folder
+
+        return open_folder(folder, ctx, model, trust_remote_code=trust_remote_code)
+
+    def open_trained(
+        self, ctx: Context, weights: Weights, model: ModelSource, trained: TrainedRun
+    ) -> TextModel:
+        """Load the model that `run` would export, for `pipe chat`."""
+        from stages.export.run import require_same_base
+        from stages.export.text_model import open_trained
+
+        require_same_base(ctx, model, trained)
+        return open_trained(ctx, model, weights, self.loads_as)
+
+    def open_source(self, ctx: Context, model: ModelSource) -> TextModel:
+        """Load the model before training, for `pipe chat --beside`."""
+        from stages.export.text_model import open_source
+
+        return open_source(ctx, model, self.loads_as)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExportSafetensors(ExportSettings):
@@ -83,6 +114,10 @@ class ExportSafetensors(ExportSettings):
     has in the model that was trained from."""
     max_shard_size: str = "5GB"
     """Largest size of one weight file (`5GB`, `512MiB`); a larger tensor gets its own file."""
+
+    @property
+    def loads_as(self) -> str:
+        return self.dtype
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from super().check(plan)

@@ -60,6 +60,19 @@ def changed(folder: Path) -> str | None:
     return f"changed after it was written: {_names(dict(found))}" if found else None
 
 
+def damaged(folder: Path, written: Manifest) -> str | None:
+    """Return what a finished export lacks, in words: a file, or the end of one. None if it lacks
+    nothing; contents are not read."""
+    for name in written.files:
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+    for name, entry in written.weights.items():
+        size = (folder / name).stat().st_size
+        if size != entry.size:
+            return f"{name} has {size:,} bytes instead of {entry.size:,}"
+    return None
+
+
 def _names(files: Collection[str]) -> str:
     return ", ".join(sorted(files)[:10])
 

@@ -191,6 +191,12 @@ def compute_plainly(model: Any) -> None:
         model.set_experts_implementation("eager")
 
 
+def attend_fast(model: Any) -> None:
+    """Choose the attention that transformers loads a model with, where the architecture has it."""
+    with contextlib.suppress(ValueError, ImportError):
+        model.set_attn_implementation("sdpa")
+
+
 def block_classes(model: nn.Module) -> Collection[str]:
     """Class names of the modules that the architecture does not want split over devices."""
     return set(getattr(model, "_no_split_modules", None) or ())

@@ -1,0 +1,255 @@
+"""`pipe chat` and `pipe generate`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.commands.completion import RUN
+from pipeline.commands.trust import OPTIONS
+
+if TYPE_CHECKING:
+    from pipeline.contracts.text_model import TextModel, Written
+    from pipeline.execution.conversation import Conversation
+    from pipeline.execution.talk import Opener, Subject
+
+Load = Callable[[], "TextModel"]
+TRAINED, BASE = "trained", "base"
+"""The two models, as headings and as keys of --json."""
+CODE = "--trust-remote-code"
+
+
+def _trust(context: click.Context, parameter: click.Parameter, flag: bool) -> None:
+    if flag:
+        os.environ[OPTIONS[CODE][0]] = "1"
+
+
+def talk_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that choose a model and say how it writes."""
+    options = (
+        click.option("--step", metavar="N|best", help="The checkpoint of this step, or the best."),
+        click.option("--beside", is_flag=True, help="Let the model before training answer, too."),
+        click.option(
+            "--max-tokens", type=click.IntRange(1), default=256, show_default=True,
+            help="Most tokens of an answer.",
+        ),
+        click.option(
+            "--temperature", type=click.FloatRange(0), default=0.0, show_default=True,
+            help="Divide the logits by this and draw; 0 takes the most probable token.",
+        ),
+        click.option("--seed", type=int, default=0, show_default=True, help="Seed of the draws."),
+        click.option("--system", metavar="TEXT", help="System message before the conversation."),
+        click.option("--plain", is_flag=True, help="Continue texts without the chat template."),
+        click.option(
+            "--device", default="auto", show_default=True,
+            help="cpu, cuda or cuda:N; auto takes a GPU if there is one.",
+        ),
+        click.option(CODE, is_flag=True, expose_value=False, callback=_trust,
+                     help="Run model code that came with the model."),
+    )  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+@click.command("generate")
+@click.argument("words", metavar="[RUN] PROMPT", nargs=-1, required=True, shell_complete=RUN)
+@talk_options
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+def generate(words: tuple[str, ...], as_json: bool, **options: Any) -> None:
+    """Answer PROMPT with the model of RUN (default: the newest run in ./runs).
+
+    RUN is a run, an export or a checkpoint; of a run it is the newest export, or if there is none
+    the newest checkpoint. PROMPT is a user's message if the model has a chat template, and is
+    continued if it has none; `-` reads it from standard input.
+    """
+    if len(words) > 2:
+        raise click.UsageError("give at most a run and one prompt, the prompt in quotes")
+    prompt = sys.stdin.read() if words[-1] == "-" else words[-1]
+    with _opener(words[0] if len(words) == 2 else None, options) as (opener, subject):
+        facts = {name: _generated(name, load, subject, prompt, options, as_json=as_json)
+                 for name, load in _loads(opener, options).items()}  # fmt: skip
+    if as_json:
+        about = {
+            "schema_version": 1, "run": subject.run, "step": subject.step,
+            "export": subject.folder, "checkpoint": subject.checkpoint, "prompt": prompt,
+        }  # fmt: skip
+        click.echo(json.dumps({**about, **facts}, indent=1, default=str))
+
+
+def _generated(
+    name: str,
+    load: Load,
+    subject: Subject,
+    prompt: str,
+    options: Mapping[str, Any],
+    *,
+    as_json: bool,
+) -> dict[str, Any]:
+    """Have one model answer, and print it; the facts for programs."""
+    with contextlib.closing(load()) as model:
+        conversation = _conversation(options)
+        _say_loaded(name, model, subject, conversation)
+        if options["beside"] and not as_json:
+            click.echo(f"{name}:")
+        written = conversation.say(model, prompt, (lambda piece: None) if as_json else _show)
+        if not as_json:
+            _end_answer(written)
+        return {**vars(written), "dtype": model.dtype, "device": model.device}
+
+
+@click.command("chat")
+@click.argument("run", required=False, metavar="[RUN]", shell_complete=RUN)
+@talk_options
+def chat(run: str | None, **options: Any) -> None:
+    """Talk to the model of RUN (default: the newest run in ./runs).
+
+    RUN is a run, an export or a checkpoint; of a run it is the newest export, or if there is none
+    the newest checkpoint. /reset drops what was said, Ctrl-C ends an answer, /exit or Ctrl-D ends
+    the chat. Where standard input is no terminal, each line of it is a message.
+    """
+    with _opener(run, options) as (opener, subject), contextlib.ExitStack() as stack:
+        models = Models(_loads(opener, options))
+        stack.callback(models.close)
+        conversations = {name: _conversation(options) for name in models.names}
+        for name, conversation in conversations.items():
+            _say_loaded(name, models.model(name), subject, conversation)
+        _say("/reset drops what was said, /exit or Ctrl-D ends the chat")
+        for line in _lines():
+            if line == "/exit":
+                break
+            if line == "/reset":
+                for conversation in conversations.values():
+                    conversation.reset()
+                _say("the conversation begins again")
+            elif line.startswith("/") and line[1:].isalpha():
+                _say(f"there is no {line}, only /reset and /exit")
+            elif line:
+                _answer(line, models, conversations)
+
+
+class Models:
+    """The trained model, and the one before training if it is asked for: both in memory if they
+    fit, else loaded in turn."""
+
+    def __init__(self, loads: Mapping[str, Load]) -> None:
+        self._loads = loads
+        self._open: dict[str, TextModel] = {}
+
+    @property
+    def names(self) -> list[str]:
+        """TRAINED, and BASE if it is asked for."""
+        return list(self._loads)
+
+    def model(self, name: str) -> TextModel:
+        """Return a model, which is loaded if it is not in memory."""
+        if name not in self._open:
+            if not all(other.has_room() for other in self._open.values()):
+                _say("memory has no room for both models: they are loaded in turn")
+                self.close()
+            self._open[name] = self._loads[name]()
+        return self._open[name]
+
+    def close(self) -> None:
+        """Release all memory."""
+        while self._open:
+            self._open.popitem()[1].close()
+
+
+def _answer(line: str, models: Models, conversations: Mapping[str, Conversation]) -> None:
+    """Have each model answer, each with its own answers so far; Ctrl-C ends an answer."""
+    from pipeline.errors import StageError
+
+    for name, conversation in conversations.items():
+        model = models.model(name)
+        if len(conversations) > 1:
+            click.echo(f"{name}:")
+        try:
+            _end_answer(conversation.say(model, line, _show))
+        except StageError as error:
+            _say(str(error))
+        except KeyboardInterrupt:
+            click.echo()
+            _say("stopped: this message and its answer are dropped")
+
+
+@contextlib.contextmanager
+def _opener(run: str | None, options: Mapping[str, Any]) -> Iterator[tuple[Opener, Subject]]:
+    """Yield what opens the models of a run, or of the newest one, and what that is."""
+    from pipeline.execution import rundir
+    from pipeline.execution.talk import found, opener
+
+    if run is None:
+        run = str(rundir.newest(Path("runs")))
+        _say(f"{run}, the newest run")
+    subject = found(run, options["step"])
+    if subject.newer is not None:
+        _say(f"a newer checkpoint is there: --step {subject.newer}")
+    log = logging.Logger("pipe.chat", logging.WARNING)
+    log.addHandler(logging.StreamHandler(sys.stderr))
+    with opener(subject, log, options["device"]) as opened:
+        yield opened, subject
+
+
+def _loads(opener: Opener, options: Mapping[str, Any]) -> dict[str, Load]:
+    return {TRAINED: opener.trained, **({BASE: opener.base} if options["beside"] else {})}
+
+
+def _conversation(options: Mapping[str, Any]) -> Conversation:
+    from pipeline.contracts.text_model import Writing
+    from pipeline.execution.conversation import Conversation
+
+    writing = Writing(
+        max_tokens=options["max_tokens"],
+        temperature=options["temperature"],
+        seed=options["seed"],
+    )
+    return Conversation(writing=writing, system=options["system"], plain=options["plain"])
+
+
+def _say_loaded(name: str, model: TextModel, subject: Subject, conversation: Conversation) -> None:
+    """Say which model was loaded, and how it reads messages if that is not by its template."""
+    what = str(subject) if name == TRAINED else "the model before training"
+    _say(f"{name}: {what}, {model.dtype}, {model.device}")
+    if not conversation.lays_out(model):
+        why = "--plain" if model.has_template else "no chat template"
+        left = "; --system is left out" if conversation.system else ""
+        _say(f"{name}: {why}, so each text is continued by itself{left}")
+
+
+def _lines() -> Iterator[str]:
+    """Yield what is typed, or the lines of standard input, which are shown."""
+    if not sys.stdin.isatty():
+        for line in sys.stdin:
+            click.echo(f"> {line.strip()}")
+            yield line.strip()
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - editing and history of lines
+    with contextlib.suppress(EOFError):
+        while True:
+            yield input("> ").strip()
+    click.echo()
+
+
+def _show(piece: str) -> None:
+    click.echo(piece, nl=False)
+
+
+def _end_answer(written: Written) -> None:
+    """End the line of an answer; say if it is empty or was cut."""
+    click.echo("" if written.text else "(no text)")
+    if not written.ended:
+        _say(f"cut after {written.tokens} tokens; --max-tokens allows more")
+
+
+def _say(text: str) -> None:
+    click.echo(text, err=True)

@@ -1,0 +1,79 @@
+"""A loaded model that writes text: what `pipe chat` and `pipe generate` ask for an answer.
+
+A stage that gives an ExportedModel may have three methods that return one. The built-in ones have
+them; folders and checkpoints of a stage without them are opened by the built-in `export` stage.
+
+    @classmethod
+    def open_folder(cls, folder, ctx, model, *, trust_remote_code) -> TextModel
+        An export that the stage has written, or any folder in Hugging Face layout. `model` is the
+        ModelSource of the run that wrote it; None if that is not known.
+
+    def open_trained(self, ctx, weights, model, trained) -> TextModel
+        The model that `run` would export, without writing it.
+
+    def open_source(self, ctx, model) -> TextModel
+        The model before training, in the dtype of the export.
+
+Each loads onto `ctx.dist.device`, and raises StageError or UsageError.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+Message = Mapping[str, str]
+"""`role` (system, user, assistant) and `content`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Writing:
+    """Settings of a text to be written."""
+
+    max_tokens: int
+    """Most tokens of the text."""
+    temperature: float = 0.0
+    """Logits are divided by this before a token is drawn; 0 takes the most probable one."""
+    seed: int = 0
+    """Equal seeds draw equal texts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """A text that a model has written."""
+
+    text: str
+    tokens: int
+    """Tokens of the text, the end of turn included."""
+    ended: bool
+    """Whether the model ended the text; otherwise `max_tokens` did."""
+
+
+class TextModel(ABC):
+    """A model in memory, with its tokenizer."""
+
+    dtype: str
+    """As in a recipe."""
+    device: str
+    has_template: bool
+    """Whether its tokenizer has a chat template."""
+
+    @abstractmethod
+    def answer(
+        self, messages: Sequence[Message], how: Writing, show: Callable[[str], object]
+    ) -> Written:
+        """Answer a conversation, laid out by the chat template; `show` takes each piece of the text
+        as it comes. Raises StageError if the template refuses it, or if it is too long."""
+
+    @abstractmethod
+    def continue_text(self, text: str, how: Writing, show: Callable[[str], object]) -> Written:
+        """Continue a text as it is. Raises StageError if it has no tokens, or is too long."""
+
+    @abstractmethod
+    def has_room(self) -> bool:
+        """Whether another model of the same size fits into memory next to it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the memory."""

@@ -1,0 +1,51 @@
+"""Slots of a recipe that run in this process alone, without a run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.contracts.stage import Context
+from pipeline.execution.metrics import Metrics
+
+if TYPE_CHECKING:
+    from pipeline.chain.plan import Plan, PlannedSlot
+
+
+@contextlib.contextmanager
+def scratch_context(
+    log: logging.Logger, *, seed: int = 0, device: str = "cpu"
+) -> Iterator[Context]:
+    """Yield the context of stages that run here, with a run folder that is removed afterwards."""
+    import torch
+
+    from pipeline.distributed.process_group import DistContext
+
+    with contextlib.ExitStack() as stack:
+        scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipe-show-"))
+        yield Context(
+            run_dir=Path(scratch),
+            seed=seed,
+            dist=DistContext(device=torch.device(device)),
+            log=log,
+            metrics=Metrics(None),
+            on_exit=stack.callback,
+        )
+
+
+def artifact(plan: Plan, step: PlannedSlot, ctx: Context, made: dict[str, Any]) -> Any:
+    """Return what a slot gives; it runs, and before it the slots that it needs, unless what they
+    give has been `made`."""
+    if step.slot not in made:
+        slots = {each.slot: each for each in plan.steps}
+        inputs = {
+            name: slot and artifact(plan, slots[slot], ctx, made)
+            for name, slot in step.inputs.items()
+        }
+        made[step.slot] = step.stage.run(dataclasses.replace(ctx, slot=step.slot), **inputs)
+    return made[step.slot]

@@ -1,0 +1,250 @@
+"""The model to talk to: a run's newest export or checkpoint, an export, a checkpoint; and the model
+that its training started from. Imports no torch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.chain.plan import Plan, plan_file
+from pipeline.chain.registry import Registry
+from pipeline.checkpoint import location
+from pipeline.checkpoint.store import step_number
+from pipeline.contracts.export import EXPORT_MANIFEST, ExportedModel
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.stage import Context
+from pipeline.contracts.tensors import Weights
+from pipeline.contracts.training import TrainedRun
+from pipeline.errors import PipeError, UsageError
+from pipeline.execution import rundir
+from pipeline.execution.export_recipe import (
+    EXPORT,
+    Choice,
+    checkpoint_of,
+    exports_of,
+    recipe_text,
+    saver,
+)
+from pipeline.execution.in_process import artifact, scratch_context
+from pipeline.utils.foreign import read_json
+from pipeline.utils.text import plural
+from pipeline.utils.trust import TRUST_CODE, trusted
+
+if TYPE_CHECKING:
+    from pipeline.contracts.text_model import TextModel
+
+CONFIGS = ("config.json", "adapter_config.json")
+"""Files by which a folder that transformers or peft loads is known."""
+MOST = 1 << 28
+"""Most bytes of an export's manifest."""
+PARTIAL = ".partial"
+NO_CHECKPOINT = "."
+"""In place of a checkpoint, where only the model that it started from is read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model to talk to: in a `folder` in Hugging Face layout, or in a `checkpoint`."""
+
+    run: Path | None
+    """The run that trained it, if that is known."""
+    folder: Path | None = None
+    checkpoint: str | None = None
+    step: int | None = None
+    """Step of its training, if that is known."""
+    newer: int | None = None
+    """Step of a checkpoint of the run that is newer than `folder`."""
+
+    def __str__(self) -> str:
+        where = str(self.folder or self.checkpoint)
+        return where if self.step is None else f"step {self.step}, {where}"
+
+
+def has_model(run: Path) -> bool:
+    """Whether there is a model of this run to talk to."""
+    try:
+        return bool(_exports(run)) or location.known(run) is not None
+    except (PipeError, OSError):
+        return False
+
+
+def found(source: str, step: str | None) -> Subject:
+    """Find what a person means by a run, an export or a checkpoint. Raises UsageError."""
+    folder = Path(source)
+    if "://" not in source and not folder.is_dir():
+        raise UsageError(f"{source} is not there", hint="pipe ls shows runs")
+    if (folder / rundir.RECIPE).is_file():
+        return _in_run(folder, step)
+    if step is not None:
+        raise UsageError(f"--step is for a run, and {source} is none")
+    if any((folder / name).is_file() for name in CONFIGS):
+        parent = folder.resolve().parent
+        run = parent if (parent / rundir.RECIPE).is_file() else None
+        return Subject(run=run, folder=folder, step=_exported_step(folder))
+    if (folder / EXPORT_MANIFEST).is_file():
+        raise UsageError(f"{source} is damaged: config.json is missing", hint="export it again")
+    run = saver(folder.resolve()) if "://" not in source else None
+    if run is None:
+        raise UsageError(
+            f"{source} is no run, no export, and no checkpoint in a run",
+            hint="pipe ls shows runs; pipe export --model makes an export of other checkpoints",
+        )
+    checkpoint = str(folder.resolve())
+    return Subject(run=run, checkpoint=checkpoint, step=step_number(folder.resolve().name))
+
+
+def _in_run(run: Path, step: str | None) -> Subject:
+    rundir.existing(run)
+    exports = _exports(run) if step is None else []
+    if exports:
+        newest = max(exports, key=lambda one: (one / EXPORT_MANIFEST).stat().st_mtime)
+        at = _exported_step(newest)
+        return Subject(run=run, folder=newest, step=at, newer=_newer(run, at))
+    if location.known(run) is None:
+        running = rundir.is_locked(run)
+        raise UsageError(
+            f"{run} has nothing to talk to{' yet' if running else ''}: no export, no checkpoint",
+            hint="`pipe status` shows where it is" if running else "`pipe resume` goes on with it",
+        )
+    checkpoint = checkpoint_of(str(run.resolve()), step)
+    return Subject(run=run, checkpoint=checkpoint, step=step_number(checkpoint.rpartition("/")[2]))
+
+
+def _exports(run: Path) -> list[Path]:
+    """The exports of a run that are there: its slots', and those of `pipe export` in it."""
+    slots: list[Path] = []
+    with contextlib.suppress(UsageError):  # it exports nothing by itself
+        slots = exports_of(run)
+    later = [one for one in run.glob(f"{EXPORT}-*") if not one.name.endswith(PARTIAL)]
+    return [one for one in [*slots, *later] if (one / EXPORT_MANIFEST).is_file()]
+
+
+def _newer(run: Path, step: int | None) -> int | None:
+    """The step of the run's newest checkpoint, if that is of a later step."""
+    with contextlib.suppress(PipeError):
+        store, _ = location.find(str(run.resolve()))
+        newest = step_number(store.names()[-1])
+        return newest if step is not None and newest is not None and newest > step else None
+    return None
+
+
+def _exported_step(folder: Path) -> int | None:
+    facts = _manifest(folder).get("facts")
+    digits = str(facts.get("steps") if isinstance(facts, dict) else "").replace(",", "")
+    return int(digits) if digits.isdecimal() else None
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        content = read_json(folder / EXPORT_MANIFEST, most=MOST)
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+class Opener:
+    """Opens a subject's models. Slots of its run's recipe run once, when one of them is needed."""
+
+    def __init__(self, subject: Subject, ctx: Context) -> None:
+        self._subject, self._ctx = subject, ctx
+        self._artifacts: dict[str, Any] = {}
+
+    def trained(self) -> TextModel:
+        """Load the trained model. Raises UsageError, StageError."""
+        subject = self._subject
+        if subject.folder is not None:
+            adapter = (subject.folder / CONFIGS[1]).is_file() and subject.run is not None
+            opened: TextModel = _writer(subject.folder).open_folder(
+                subject.folder,
+                self._ctx,
+                self._given(ModelSource) if adapter else None,
+                trust_remote_code=trusted(TRUST_CODE),
+            )
+            return opened
+        weights, model = self._given(Weights), self._given(ModelSource)
+        trained = self._given(TrainedRun)
+        opened = self._exporter.open_trained(self._ctx, weights, model, trained)
+        return opened
+
+    def base(self) -> TextModel:
+        """Load the model that the training started from. Raises UsageError, StageError."""
+        if self._subject.run is None:
+            raise UsageError(
+                f"{self._subject.folder} does not lie in a run, so its base model is not known",
+                hint="name the run instead",
+            )
+        opened: TextModel = self._exporter.open_source(self._ctx, self._given(ModelSource))
+        return opened
+
+    @functools.cached_property
+    def _plan(self) -> Plan:
+        """The recipe that exports the subject's checkpoint, of which only what is read runs."""
+        subject, scratch = self._subject, self._ctx.run_dir
+        assert subject.run is not None
+        run = subject.run.resolve()
+        checkpoint = subject.checkpoint or NO_CHECKPOINT
+        choice = Choice(checkpoint, run, None, scratch / EXPORT, scratch)
+        file = scratch / rundir.RECIPE
+        file.write_text(recipe_text(choice, {}, 1), encoding="utf-8")
+        return plan_file(file, ran=True)
+
+    @property
+    def _exporter(self) -> Any:
+        """The stage that would export it, or the built-in one if that loads no models."""
+        stage = self._plan.steps[-1].stage
+        return stage if hasattr(stage, "open_trained") else _default()()
+
+    def _given(self, kind: type) -> Any:
+        """What the export would be given of a kind."""
+        plan = self._plan
+        slots = {each.slot: each for each in plan.steps}
+        before = [slots[slot] for slot in plan.steps[-1].inputs.values() if slot is not None]
+        step = next(each for each in before if each.gives and issubclass(each.gives, kind))
+        return artifact(plan, step, self._ctx, self._artifacts)
+
+
+@contextlib.contextmanager
+def opener(subject: Subject, log: logging.Logger, device: str) -> Iterator[Opener]:
+    """Yield an opener of the subject's models onto a device (`cpu`, `cuda`, `cuda:1`); `auto` is a
+    GPU if there is one. Raises UsageError for a device that is not there."""
+    with scratch_context(log, device=_device(device)) as ctx:
+        yield Opener(subject, ctx)
+
+
+def _device(asked: str) -> str:
+    import torch
+
+    if asked == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(asked)
+    except RuntimeError:
+        raise UsageError(f"--device: {asked} is no device", hint="cpu, cuda, cuda:1") from None
+    if kind.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device: {asked} is not supported", hint="cpu, cuda, cuda:1")
+    if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
+        raise UsageError(
+            f"--device: there is no {asked}",
+            hint=f"this machine has {plural(torch.cuda.device_count(), 'GPU')} that torch can use",
+        )
+    return asked
+
+
+def _writer(folder: Path) -> Any:
+    """The stage that opens a folder: the one that wrote it, or the built-in one."""
+    name = _manifest(folder).get("writer")
+    registry = Registry.installed()
+    if isinstance(name, str) and name in registry:
+        stage = registry.load(name)
+        if hasattr(stage, "open_folder"):
+            return stage
+    return _default()
+
+
+def _default() -> Any:
+    registry = Registry.installed()
+    return registry.load(registry.giving(ExportedModel, Weights, ModelSource))

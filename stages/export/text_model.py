@@ -1,0 +1,273 @@
+"""Models in memory that write text, for `pipe chat` and `pipe generate`: from a folder, or from
+weights that nobody has exported."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipeline import (
+    Context,
+    Message,
+    ModelSource,
+    StageError,
+    TensorReader,
+    TextModel,
+    UsageError,
+    Weights,
+    Writing,
+    Written,
+    dtype_name,
+)
+from pipeline.hardware import free_memory
+from pipeline.utils import BYTES, activity, human
+from stages.adapter.compat import CONFIG as ADAPTER_CONFIG
+from stages.adapter.compat import import_peft, quiet
+from stages.data.template_limits import Limited
+from stages.export import manifest, target
+from stages.export.plan import AS_SOURCE, module_tensors
+from stages.export.proof import ROOM, loaded, loading
+from stages.model import compat
+from stages.model.config_checks import table_of_positions
+from stages.model.files import read_json, safetensors_files
+
+
+class LoadedModel(TextModel):
+    """A model and tokenizer of transformers."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, device: torch.device, held: contextlib.ExitStack
+    ) -> None:
+        """`held` keeps what the model reads while it runs."""
+        self._model, self._tokenizer, self._held = model.eval(), tokenizer, held
+        self._device = device
+        self.device, self.dtype = str(device), _dtype(model)
+        self.has_template = bool(getattr(tokenizer, "chat_template", None))
+        self._most = table_of_positions(model.config.get_text_config().to_dict())
+        self._size = sum(one.numel() * one.element_size() for one in model.parameters())
+
+    def answer(
+        self, messages: Sequence[Message], how: Writing, show: Callable[[str], object]
+    ) -> Written:
+        render = Limited(self._tokenizer.apply_chat_template, "the model")
+        try:
+            rendered = render(list(messages), add_generation_prompt=True, return_dict=True)
+        except Exception as error:  # a template is a program and may raise anything
+            raise StageError(f"the chat template refuses this conversation: {error}") from error
+        return self._write(rendered["input_ids"], how, show)
+
+    def continue_text(self, text: str, how: Writing, show: Callable[[str], object]) -> Written:
+        return self._write(self._tokenizer(text)["input_ids"], how, show)
+
+    def _write(self, prompt: list[int], how: Writing, show: Callable[[str], object]) -> Written:
+        if not prompt:
+            raise StageError("the prompt has no tokens", hint="give it a text")
+        length = self._length(len(prompt), how.max_tokens)
+        ids = torch.tensor([prompt], device=self._device)
+        torch.manual_seed(how.seed)
+        with compat.quiet(), torch.no_grad():
+            output = self._model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=length,
+                streamer=_streamer(self._tokenizer, show),
+                **_drawing(how.temperature),
+            )
+        new = output[0, len(prompt) :].tolist()
+        text = self._tokenizer.decode(new, skip_special_tokens=True)
+        return Written(text=text, tokens=len(new), ended=bool(self._ends & set(new[-1:])))
+
+    @property
+    def _ends(self) -> set[int]:
+        ends = self._model.generation_config.eos_token_id
+        return set(ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+    def _length(self, prompt: int, asked: int) -> int:
+        """Tokens to write behind so many of a prompt."""
+        if self._most is None:
+            return asked
+        if prompt >= self._most:
+            raise StageError(
+                f"the text has {prompt} tokens, and the model has {self._most} positions",
+                hint="shorten the prompt; in a chat, /reset drops what was said",
+            )
+        return min(asked, self._most - prompt)
+
+    def has_room(self) -> bool:
+        free = free_memory()
+        if self._device.type == "cuda":
+            free = min(free, torch.cuda.mem_get_info(self._device)[0])
+        return bool(self._size + self._size // 4 + ROOM < free)
+
+    def close(self) -> None:
+        self._model = None
+        self._held.close()
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _dtype(model: nn.Module) -> str:
+    sizes: dict[torch.dtype, int] = {}
+    for one in model.parameters():
+        sizes[one.dtype] = sizes.get(one.dtype, 0) + one.numel()
+    return dtype_name(max(sizes, key=lambda dtype: sizes[dtype]))
+
+
+def _streamer(tokenizer: Any, show: Callable[[str], object]) -> Any:
+    from transformers import TextStreamer
+
+    class Shown(TextStreamer):  # type: ignore[misc]
+        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+            if text:
+                show(text)
+
+    return Shown(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+
+def _drawing(temperature: float) -> dict[str, Any]:
+    """What generation is asked for. Drawing keeps the other settings of generation_config.json."""
+    if temperature:
+        return {"do_sample": True, "temperature": temperature}
+    return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+
+
+def open_folder(
+    folder: Path, ctx: Context, source: ModelSource | None, *, trust_remote_code: bool
+) -> LoadedModel:
+    """An export, or another folder in Hugging Face layout, as transformers loads it. Raises
+    ExportError for a damaged one, and UsageError for weights that are pickles."""
+    passed = _looked_over(folder, ctx)
+    if (folder / ADAPTER_CONFIG).is_file():
+        return _with_adapter(folder, ctx, source, trust_remote_code=trust_remote_code)
+    if not safetensors_files(folder):
+        raise UsageError(
+            f"{folder} holds no safetensors files",
+            hint="pickles are not read; `pipe export` writes safetensors",
+        )
+    with contextlib.ExitStack() as stack, activity(f"loading {folder.name}"):
+        opened = loaded(folder, passed, trust_remote_code=trust_remote_code)
+        model = stack.enter_context(opened)
+        return LoadedModel(
+            _placed(model, ctx.dist.device),
+            _tokenizer(folder, trust_remote_code=trust_remote_code),
+            ctx.dist.device,
+            stack.pop_all(),
+        )
+
+
+def _looked_over(folder: Path, ctx: Context) -> Sequence[str]:
+    """Names of the tensors that are passed through. Raises ExportError for an export that is not
+    whole; warns of one that was changed."""
+    written = manifest.load(folder)
+    if written is None:
+        return ()
+    if written.proof is None:
+        raise UsageError(f"{folder} is an unfinished export", hint="export it again")
+    lost = target.damaged(folder, written)
+    if lost:
+        raise UsageError(f"{folder} is damaged: {lost}", hint="export it again")
+    changes = target.changed(folder)
+    if changes:
+        ctx.log.warning("%s: %s", folder, changes)
+    return written.passed
+
+
+def _tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
+    from transformers import AutoTokenizer
+
+    with loading(f"the tokenizer in {folder} cannot be loaded"):
+        return AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=trust_remote_code
+        )
+
+
+def _with_adapter(
+    folder: Path, ctx: Context, source: ModelSource | None, *, trust_remote_code: bool
+) -> LoadedModel:
+    """An adapter on its base: the run's model, or the folder that peft's config names."""
+    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if source is not None:
+        with contextlib.closing(source.export_view.weights()) as own:
+            under = _filled(source.export_view, own, AS_SOURCE, ctx.dist.device)
+    elif isinstance(base, str) and Path(base).is_dir():
+        under = open_folder(Path(base), ctx, None, trust_remote_code=trust_remote_code)
+    else:
+        raise UsageError(
+            f"{folder} holds only an adapter, and its base ({base}) is not on this machine",
+            hint="name the run that trained it, or export the whole model: export.safetensors",
+        )
+    peft = import_peft()
+    with loading("peft cannot load the adapter"), quiet():
+        under._model = peft.PeftModel.from_pretrained(
+            under._model, str(folder), autocast_adapter_dtype=False
+        ).eval()
+    return under
+
+
+def open_trained(ctx: Context, source: ModelSource, weights: Weights, dtype: str) -> LoadedModel:
+    """The source's model with trained weights, adapters merged, in `dtype` of an export."""
+    merged = source.merge_trained(weights)
+    try:
+        return _filled(source.export_view, merged, dtype, ctx.dist.device)
+    finally:
+        if merged is not weights:
+            merged.close()
+
+
+def open_source(ctx: Context, source: ModelSource, dtype: str) -> LoadedModel:
+    """The source's model as it was before training, in `dtype` of an export."""
+    view = source.export_view
+    with contextlib.closing(view.weights()) as own:
+        return _filled(view, own, dtype, ctx.dist.device)
+
+
+def _filled(
+    view: ModelSource, tensors: TensorReader, dtype: str, device: torch.device
+) -> LoadedModel:
+    """The module of `view` with `tensors`, read one after another. Raises UsageError where memory
+    has no room for them, and StageError if they are not the module's."""
+    model: Any
+    model, own = module_tensors(view, tensors, dtype)
+    size = sum(own.spec(name).nbytes for name in own.names())
+    free = free_memory()
+    if size + ROOM > free:
+        raise UsageError(
+            f"the model takes {human(size)}, and {human(free)} of host memory are free",
+            hint="export it: transformers reads the weights of a folder from disk while it runs",
+        )
+    with activity(f"reading {Path(view.name).name}", size, BYTES) as reading:
+        for name in own.names():
+            tensor = own.read(name)
+            model.load_state_dict({name: tensor}, strict=False, assign=True)
+            reading.advance(tensor.numel() * tensor.element_size())
+    view.tie(model)
+    _as_exported(model, view, _dtype(model))
+    return LoadedModel(_placed(model, device), view.tokenizer(), device, contextlib.ExitStack())
+
+
+def _as_exported(model: Any, view: ModelSource, dtype: str) -> None:
+    """Have a module generate as the folder of its export would: ends of turns, cache, attention."""
+    from transformers import GenerationConfig
+
+    with tempfile.TemporaryDirectory() as folder, compat.quiet():
+        view.save_assets(Path(folder), dtype=dtype)
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+        use_cache = read_json(Path(folder) / "config.json").get("use_cache", True)
+    model.config.use_cache = model.config.get_text_config().use_cache = use_cache
+    compat.attend_fast(model)
+
+
+def _placed(model: Any, device: torch.device) -> Any:
+    """The model on the device. Raises UsageError if it does not fit there."""
+    try:
+        return model if device.type == "cpu" else model.to(device)
+    except torch.OutOfMemoryError as error:
+        raise UsageError(f"the model does not fit on {device}", hint="--device cpu") from error
