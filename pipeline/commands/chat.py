@@ -246,7 +246,9 @@ def _show(piece: str) -> None:
 
 def _end_answer(written: Written) -> None:
     """End the line of an answer; say if it is empty or was cut."""
-    click.echo("" if written.text else "(no text)")
+    click.echo()
+    if not written.text:
+        _say("(no text)")
     if not written.ended:
         _say(f"cut after {written.tokens} tokens; --max-tokens allows more")
 

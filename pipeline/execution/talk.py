@@ -61,8 +61,14 @@ class Subject:
     """Step of a checkpoint of the run that is newer than `folder`."""
 
     def __str__(self) -> str:
-        where = str(self.folder or self.checkpoint)
-        return where if self.step is None else f"step {self.step}, {where}"
+        where = self.checkpoint if self.folder is None else str(self.folder)
+        shown = near(where or "")
+        return shown if self.step is None else f"step {self.step}, {shown}"
+
+
+def near(place: str | Path) -> str:
+    """Return a path relative to the working folder where it lies in it, else as it is."""
+    return str(place).removeprefix(f"{Path.cwd()}/")
 
 
 def has_model(run: Path) -> bool:
@@ -74,7 +80,8 @@ def has_model(run: Path) -> bool:
 
 
 def found(source: str, step: str | None) -> Subject:
-    """Find what a person means by a run, an export or a checkpoint. Raises UsageError."""
+    """Find what a person means by a run, an export or a checkpoint; paths are absolute. Raises
+    UsageError."""
     folder = Path(source)
     if "://" not in source and not folder.is_dir():
         raise UsageError(f"{source} is not there", hint="pipe ls shows runs")
@@ -85,7 +92,7 @@ def found(source: str, step: str | None) -> Subject:
     if any((folder / name).is_file() for name in CONFIGS):
         parent = folder.resolve().parent
         run = parent if (parent / rundir.RECIPE).is_file() else None
-        return Subject(run=run, folder=folder, step=_exported_step(folder))
+        return Subject(run=run, folder=folder.absolute(), step=_exported_step(folder))
     if (folder / EXPORT_MANIFEST).is_file():
         raise UsageError(f"{source} is damaged: config.json is missing", hint="export it again")
     run = saver(folder.resolve()) if "://" not in source else None
@@ -104,15 +111,17 @@ def _in_run(run: Path, step: str | None) -> Subject:
     if exports:
         newest = max(exports, key=lambda one: (one / EXPORT_MANIFEST).stat().st_mtime)
         at = _exported_step(newest)
-        return Subject(run=run, folder=newest, step=at, newer=_newer(run, at))
+        folder = newest.absolute()
+        return Subject(run=run.absolute(), folder=folder, step=at, newer=_newer(run, at))
     if location.known(run) is None:
         running = rundir.is_locked(run)
         raise UsageError(
             f"{run} has nothing to talk to{' yet' if running else ''}: no export, no checkpoint",
             hint="`pipe status` shows where it is" if running else "`pipe resume` goes on with it",
         )
-    checkpoint = checkpoint_of(str(run.resolve()), step)
-    return Subject(run=run, checkpoint=checkpoint, step=step_number(checkpoint.rpartition("/")[2]))
+    checkpoint = checkpoint_of(str(run.absolute()), step)
+    at = step_number(checkpoint.rpartition("/")[2])
+    return Subject(run=run.absolute(), checkpoint=checkpoint, step=at)
 
 
 def _exports(run: Path) -> list[Path]:

@@ -37,6 +37,7 @@ from stages.export.proof import ROOM, loaded, loading
 from stages.model import compat
 from stages.model.config_checks import table_of_positions
 from stages.model.files import read_json, safetensors_files
+from stages.precision.policy import emulates_narrow
 
 
 class LoadedModel(TextModel):
@@ -238,7 +239,7 @@ def _filled(
     model, own = module_tensors(view, tensors, dtype)
     size = sum(own.spec(name).nbytes for name in own.names())
     free = free_memory()
-    if size + ROOM > free:
+    if size > free:
         raise UsageError(
             f"the model takes {human(size)}, and {human(free)} of host memory are free",
             hint="export it: transformers reads the weights of a folder from disk while it runs",
@@ -266,7 +267,10 @@ def _as_exported(model: Any, view: ModelSource, dtype: str) -> None:
 
 
 def _placed(model: Any, device: torch.device) -> Any:
-    """The model on the device. Raises UsageError if it does not fit there."""
+    """The model on the device, in fp32 where that only emulates less. Raises UsageError if it does
+    not fit there."""
+    if emulates_narrow(device) and not any(one.is_meta for one in model.parameters()):
+        return model.float()
     try:
         return model if device.type == "cpu" else model.to(device)
     except torch.OutOfMemoryError as error:

@@ -5,11 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from annotated_types import Gt
 
 from pipeline import Context, DtypeName, LossScaling, PlanView, Precision, Problem
+
+if TYPE_CHECKING:
+    import torch
+
+
+def emulates_narrow(device: torch.device) -> bool:
+    """Whether a device only emulates bf16 and fp16: processors before AVX-512."""
+    import torch
+
+    return device.type == "cpu" and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +72,7 @@ class PrecisionPolicy:
     def run(self, ctx: Context) -> Precision:
         import torch
 
-        # Narrow floats are computed by AVX-512 and its successors at the earliest.
-        narrow = torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
-        if self.compute != "fp32" and ctx.dist.device.type == "cpu" and narrow:
+        if self.compute != "fp32" and emulates_narrow(ctx.dist.device):
             ctx.log.warning(
                 "this processor emulates %s; compute: fp32 in the precision slot is many times "
                 "faster",

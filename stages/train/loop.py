@@ -133,7 +133,9 @@ class Training:
         first = asked and not progress.step and not progress.best
         own = "loss" in progress.metrics  # not the weights of a run from which this one starts
         evaluates = first or (own and self._evaluation_due() and not self.evaluated)
-        writes = own and self._texts_due()
+        settings = self.config.generate
+        at_first = settings is not None and settings.first and not progress.step
+        writes = (own and self._texts_due()) or at_first
         if evaluates:
             self._evaluate()
         if writes:
@@ -167,7 +169,7 @@ class Training:
         if settings is None or self.progress.texts == step:
             return False
         last = bool(self.progress.stopped) or step == self.step.feed.total_steps(self.progress)
-        return last or step % settings.every == 0
+        return last or (settings.every is not None and step % settings.every == 0)
 
     def _write_texts(self) -> None:
         assert self.writer is not None

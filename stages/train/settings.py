@@ -145,8 +145,12 @@ class Generation:
     prompts: Annotated[tuple[str, ...], MinLen(1), MaxLen(64)]
     """Texts to be continued."""
 
-    every: Count
-    """Steps between two times; the last step has one too."""
+    every: Count | None = None
+    """Steps between two times; the last step has one too. Null writes at the end only."""
+
+    first: bool = False
+    """Write before the first step too, so that the texts before and after training can be
+    compared."""
 
     max_tokens: Annotated[int, Gt(0), Le(1024)] = 64
     """Most tokens of a text."""

@@ -1,4 +1,4 @@
-"""A newcomer's run: the real model is fine-tuned on two processes and its export generates text."""
+"""A newcomer's run: the real model learns a task on two processes, and shows it."""
 
 from __future__ import annotations
 
@@ -6,43 +6,88 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+PROMPT = "My drill is broken. Order 5120."
+STEPS = 5
+
+
+class Done:
+    """A finished quickstart."""
+
+    def __init__(self, folder: Path, said: str) -> None:
+        self.folder, self.said = folder, said
+        lines = (folder / "metrics.jsonl").read_text().splitlines()
+        self.records: list[dict[str, Any]] = [json.loads(line) for line in lines]
+
+    def having(self, name: str) -> list[dict[str, Any]]:
+        """Return the records with a key."""
+        return [record for record in self.records if name in record]
 
 
 @pytest.fixture(scope="module")
-def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     folder = tmp_path_factory.mktemp("quickstart") / "run"
     command = [sys.executable, "-m", "pipetrain", "run", str(ROOT / "recipes/quickstart.yaml")]
     said = subprocess.run(
-        [*command, "--run-dir", str(folder), "train.steps=3"], capture_output=True, text=True
+        [*command, "--run-dir", str(folder), f"train.steps={STEPS}"], capture_output=True, text=True
     )
     assert said.returncode == 0, said.stdout + said.stderr
-    return folder
+    return Done(folder, said.stdout)
 
 
-def test_the_pretrained_model_is_trained(run_dir: Path) -> None:
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    losses = [record["loss"] for record in records if "loss" in record]
-    # loss of the pretrained model on these 8 samples of English prose; a random model has 10.8
-    assert losses[0] == pytest.approx(4.537, abs=0.02)
-    assert losses[2] < losses[0]
-    engine = json.loads((run_dir / "engine.json").read_text())
+def test_the_pretrained_model_is_trained(done: Done) -> None:
+    losses = [record["loss"] for record in done.having("loss")]
+    # loss of the pretrained model on these 8 answers; a random model has 10.8
+    assert losses[0] == pytest.approx(2.255, abs=0.02)
+    assert losses[-1] < losses[0] / 3
+    engine = json.loads((done.folder / "engine.json").read_text())
     assert (engine["engine"], engine["world_size"]) == ("DistributedDataParallel", 2)
     assert engine["parameters"] == 134_515_008
 
 
-def test_the_export_is_loaded_by_transformers_and_speaks(run_dir: Path) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def test_its_end_shows_that_it_worked(done: Done) -> None:
+    before, after = (record["eval_loss"] for record in done.having("eval_loss"))
+    assert before == pytest.approx(2.216, abs=0.02)
+    assert after < before / 3
+    first, last = (record["generated"][0]["text"] for record in done.having("generated"))
+    assert first.startswith("I'm sorry")
+    assert last.startswith('{"topic": "')
+    lines = [" ".join(line.split()) for line in done.said.splitlines()]
+    assert f"prompt {PROMPT}" in lines
+    assert f"before {' '.join(first.split())}" in lines
+    assert f"after {last}" in lines
+    assert lines[-1] == f"talk to it pipe chat {done.folder}"
 
-    model = AutoModelForCausalLM.from_pretrained(run_dir / "export")
-    tokenizer = AutoTokenizer.from_pretrained(run_dir / "export")
-    question = [{"role": "user", "content": "What is the capital of France?"}]
-    asked = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
-    # A free greedy answer depends on the last bits of a processor's sums; the next word after this
-    # beginning does not.
-    tokens = tokenizer(asked + "The capital of France is", return_tensors="pt")
-    output = model.generate(**tokens, max_new_tokens=1, do_sample=False)
-    assert tokenizer.decode(output[0, -1]) == " Paris"
+
+def test_the_export_answers(done: Done) -> None:
+    command = [sys.executable, "-m", "pipetrain", "generate", str(done.folder), PROMPT]
+    said = subprocess.run([*command, "--max-tokens", "4"], capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    # A free greedy answer depends on the last bits of a processor's sums; its beginning does not.
+    assert said.stdout == '{"topic": "\n'
+    assert f"step {STEPS}, {done.folder}/export, bf16, cpu" in said.stderr
+
+
+def test_the_held_out_messages_are_not_trained_on() -> None:
+    def parts(name: str) -> tuple[set[str], set[str]]:
+        rows = (ROOT / "recipes/data" / name).read_text().splitlines()
+        found = [[one["content"] for one in json.loads(row)["messages"]] for row in rows]
+        tickets = [(text, json.loads(answer)) for text, answer in found]
+        for text, ticket in tickets:
+            assert list(ticket) == ["topic", "item", "order"]
+            assert ticket["item"] in text
+            assert str(ticket["order"]) in text
+        items = {ticket["item"] for _, ticket in tickets}
+        return items, {
+            text.replace(ticket["item"], "*").replace(str(ticket["order"]), "#")
+            for text, ticket in tickets
+        }
+
+    trained, held = parts("tickets.jsonl"), parts("tickets_heldout.jsonl")
+    assert [len(one) for one in (*trained, *held)] == [96, 64, 12, 12]
+    assert not trained[0] & held[0]
+    assert not trained[1] & held[1]

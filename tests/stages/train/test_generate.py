@@ -158,6 +158,16 @@ def test_training_that_stops_early_ends_with_texts(tmp_path: Path) -> None:
     assert list(texts(found)) == [2, 3]
 
 
+def test_texts_before_training_and_at_its_end(tmp_path: Path) -> None:
+    before = Generation(prompts=settings(1.0).prompts, first=True, max_tokens=5)
+    found = run_ranks(train, 1, str(tmp_path / "run"), "ddp", before)[0]
+    assert list(texts(found)) == [0, 4]
+    assert texts(found)[0] != texts(found)[4]
+    plain = run_ranks(train, 1, str(tmp_path / "plain"), "ddp", None)[0]
+    losses = [[r["loss"] for r in one if "loss" in r] for one in (found, plain)]
+    assert losses[0] == losses[1]
+
+
 def test_it_changes_nothing(tmp_path: Path) -> None:
     def losses(generate: Generation | None, folder: str) -> list[tuple[float, float]]:
         found = run_ranks(train, 2, str(tmp_path / folder), "fsdp full", generate)[0]

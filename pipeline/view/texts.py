@@ -1,0 +1,35 @@
+"""Texts that a run has generated before and after its training, for its last lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pipeline.execution import rundir
+from pipeline.execution.metrics import records
+
+MOST_PROMPTS = 3
+MOST_LETTERS = 200
+
+
+def before_and_after(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield labels and texts: each of the first prompts, and its answers before training and by the
+    last step. Nothing without texts before the first step. Raises OSError."""
+    found = [one for one in records(folder / rundir.METRICS) if one.get("generated")]
+    if len(found) < 2 or found[0]["step"] != 0:
+        return
+    last = {one["number"]: one for one in found[-1]["generated"]}
+    for before in found[0]["generated"][:MOST_PROMPTS]:
+        after = last.get(before["number"])
+        if after is not None:
+            yield "prompt", _shown(before["prompt"])
+            yield "  before", _shown(before["text"])
+            yield "  after", _shown(after["text"])
+
+
+def _shown(text: Any) -> str:
+    line = " ".join(str(text).split())
+    if not line:
+        return "(no text)"
+    return line if len(line) <= MOST_LETTERS else f"{line[:MOST_LETTERS].rstrip()} ..."

@@ -1,0 +1,381 @@
+"""`pipe chat` and `pipe generate`: answers are those of transformers on the same folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from pipeline import cli
+from pipeline.commands import chat
+from tests.stages.data.fakes import PLAIN, FakeSource
+from tests.support.pipe import Pipe
+from tests.support.runs import TINY
+
+TOKENS = 12
+PROMPT = "Which?"
+ROWS = [("Which?", "This one."), ("Who?", "Nobody at all."), ("Where?", "Here.")]
+EXPORTS = {
+    "consolidate": {"use": "consolidate.stream"},
+    "export": {"use": "export.safetensors", "dtype": "fp32"},
+}
+LORA = {"use": "adapter.lora", "rank": 4, "alpha": 8, "targets": "all-linear"}
+
+
+def project(folder: Path) -> None:
+    """Write a tokenizer with a chat template, and rows."""
+    FakeSource(PLAIN, eos="<|e|>").fast.save_pretrained(folder / "tokenizer")
+    rows = [
+        {"messages": [{"role": "user", "content": a}, {"role": "assistant", "content": b}]}
+        for a, b in ROWS
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_recipe(file: Path, *, exports: bool = True, **slots: Any) -> Path:
+    """Write a recipe; `slots` replace the usual ones, and `adapter` comes behind the model."""
+    config = {**TINY, "vocab_size": 259, "max_position_embeddings": 256}
+    chain: dict[str, Any] = {
+        "model": {"use": "model.hf", "config": config, "tokenizer": "./tokenizer"},
+        "adapter": None,
+        "precision": {"use": "precision.policy", "compute": "fp32"},
+        "data": {"use": "data.chat", "files": "./rows.jsonl", "cache": "./cache"},
+        "optimizer": {"use": "optimizer.adamw", "lr": 0.01, "schedule": "constant"},
+        "wrap": {"use": "wrap.ddp"},
+        "checkpoint": {"use": "checkpoint.sharded", "every": 4, "keep": 9},
+        "train": {"use": "train.causal_lm", "steps": 8, "global_batch_size": 3},
+        **(EXPORTS if exports else {}),
+        **slots,
+    }
+    stages = {name: slot for name, slot in chain.items() if slot is not None}
+    launch = {"procs": 1, "device": "cpu"}
+    file.write_text(json.dumps({"name": "tiny", "launch": launch, "stages": stages}))
+    return file
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with four runs: `whole`, `bare` without an export, and two of adapters: `merged`,
+    and `adapter` on a model in a folder."""
+    folder = tmp_path_factory.mktemp("talk")
+    project(folder)
+    pipe = Pipe(folder / "no plugin", folder)
+
+    def run(name: str, **slots: Any) -> None:
+        recipe = write_recipe(folder / f"{name}.yaml", **slots)
+        done = pipe("run", str(recipe), "--run-dir", f"runs/{name}")
+        assert done.code == 0, done.stdout + done.stderr
+
+    run("whole")
+    run("bare", exports=False)
+    run("merged", adapter=LORA)
+    base = {"use": "model.hf", "path": "./runs/whole/export"}
+    run("adapter", adapter=LORA, model=base, export={"use": "export.adapter"})
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+
+
+def call(*words: str, typed: str = "") -> Result:
+    return CliRunner().invoke(cli.main, words, input=typed, catch_exceptions=False)
+
+
+def said(*words: str) -> dict[str, Any]:
+    """Return what `pipe generate --json` prints."""
+    done = call("generate", *words, "--json", "--max-tokens", str(TOKENS))
+    assert done.exit_code == 0, done.output
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def greedy(folder: Path, messages: list[tuple[str, str]]) -> list[int]:
+    """Return the tokens that transformers writes, most probable ones."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    asked = tokenizer.apply_chat_template(
+        [{"role": role, "content": text} for role, text in messages],
+        add_generation_prompt=True, return_dict=True, return_tensors="pt",
+    )  # fmt: skip
+    output = model.generate(**asked, do_sample=False, max_new_tokens=TOKENS)
+    ids: list[int] = output[0, asked["input_ids"].shape[1] :].tolist()
+    return ids
+
+
+def text_of(folder: Path, ids: list[int]) -> str:
+    return str(AutoTokenizer.from_pretrained(folder).decode(ids, skip_special_tokens=True))
+
+
+def test_an_answer_is_that_of_transformers_on_the_export(place: Path) -> None:
+    export = place / "runs/whole/export"
+    ids = greedy(export, [("user", PROMPT)])
+    found = said("runs/whole", PROMPT)
+    trained = found["trained"]
+    assert (trained["text"], trained["tokens"]) == (text_of(export, ids), len(ids))
+    assert (trained["dtype"], trained["device"]) == ("fp32", "cpu")
+    assert (found["step"], found["checkpoint"]) == (8, None)
+    assert (found["run"], found["export"]) == (str(place / "runs/whole"), str(export))
+    assert said("runs/whole/export", PROMPT)["trained"] == trained
+    system = [("system", "Short."), ("user", PROMPT)]
+    assert said("runs/whole", PROMPT, "--system", "Short.")["trained"]["text"] == text_of(
+        export, greedy(export, system)
+    )
+
+
+@pytest.mark.parametrize("run", ["whole", "merged"])
+def test_a_checkpoint_answers_as_its_export(place: Path, run: str) -> None:
+    from_export = said(f"runs/{run}", PROMPT)["trained"]
+    newest = said(f"runs/{run}/checkpoints/step-00000008", PROMPT)
+    assert newest["trained"] == from_export
+    assert newest["step"] == said(f"runs/{run}", PROMPT, "--step", "8")["step"] == 8
+    earlier = said(f"runs/{run}", PROMPT, "--step", "4")
+    assert earlier["step"] == 4
+    done = Pipe(place, place)("export", f"runs/{run}", "--step", "4")
+    assert done.code == 0, done.stderr
+    exported = place / f"runs/{run}/export-step-4"
+    try:
+        ids = greedy(exported, [("user", PROMPT)])
+    finally:
+        shutil.rmtree(exported)
+    assert earlier["trained"]["text"] == text_of(place / f"runs/{run}/export", ids)
+
+
+def test_a_checkpoint_that_nobody_exports_is_read(place: Path) -> None:
+    found = said("runs/bare", PROMPT)
+    assert found["checkpoint"] == str(place / "runs/bare/checkpoints/step-00000008")
+    assert not list((place / "runs/bare").glob("export*"))
+    done = Pipe(place, place)("export", "runs/bare")
+    assert done.code == 0, done.stderr
+    exported = place / "runs/bare/export"
+    expected = text_of(exported, greedy(exported, [("user", PROMPT)]))
+    assert said("runs/bare", PROMPT)["export"] == str(exported)
+    shutil.rmtree(exported)
+    assert (found["trained"]["text"], found["trained"]["dtype"]) == (expected, "bf16")
+
+
+def test_an_adapter_answers_on_its_base(place: Path) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    folder = place / "runs/adapter/export"
+    model = AutoPeftModelForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    message = [{"role": "user", "content": PROMPT}]
+    asked = tokenizer.apply_chat_template(
+        message, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    output = model.generate(**asked, do_sample=False, max_new_tokens=TOKENS)
+    ids = output[0, asked["input_ids"].shape[1] :].tolist()
+    found = said("runs/adapter", PROMPT, "--beside")
+    assert found["trained"]["text"] == text_of(folder, ids)
+    base = said("runs/whole", PROMPT)["trained"]["text"]
+    assert found["base"]["text"] == base != found["trained"]["text"]
+    alone = place / "moved"
+    shutil.copytree(folder, alone)
+    assert said("moved", PROMPT)["trained"]["text"] == found["trained"]["text"]
+    refused = call("generate", "moved", PROMPT, "--beside")
+    assert refused.exit_code == 2
+    assert "moved does not lie in a run, so its base model is not known" in refused.stderr
+
+
+def test_the_base_answers_next_to_it(place: Path) -> None:
+    done = call("generate", "runs/whole", PROMPT, "--beside", "--max-tokens", str(TOKENS))
+    found = said("runs/whole", PROMPT, "--beside")
+    trained, base = found["trained"]["text"], found["base"]["text"]
+    assert trained != base
+    assert done.stdout == f"trained:\n{trained}\nbase:\n{base}\n"
+    assert "base: the model before training, fp32, cpu" in done.stderr
+    by_checkpoint = said("runs/whole", PROMPT, "--beside", "--step", "8")
+    assert by_checkpoint["base"] == found["base"]
+
+
+def test_a_chat_keeps_what_was_said(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stages.export.text_model import LoadedModel
+
+    asked: list[list[tuple[str, str]]] = []
+    answer = LoadedModel.answer
+
+    def listen(self: LoadedModel, messages: Any, *others: Any) -> Any:
+        asked.append([(one["role"], one["content"]) for one in messages])
+        return answer(self, messages, *others)
+
+    monkeypatch.setattr(LoadedModel, "answer", listen)
+    export = place / "runs/whole/export"
+    first = text_of(export, greedy(export, [("user", "Which?")]))
+    turns = [("user", "Which?"), ("assistant", first), ("user", "Who?")]
+    second = text_of(export, greedy(export, turns))
+    again = text_of(export, greedy(export, [("user", "Who?")]))
+    typed = "Which?\nWho?\n/nothing\n/reset\nWho?\n/exit\nnever read\n"
+    done = call("chat", "runs/whole", "--max-tokens", str(TOKENS), typed=typed)
+    assert done.exit_code == 0, done.output
+    lines = ["> Which?", first, "> Who?", second, "> /nothing", "> /reset", "> Who?", again]
+    assert done.stdout.splitlines() == "\n".join([*lines, "> /exit"]).splitlines()
+    assert asked == [turns[:1], turns, turns[2:]]
+    assert "there is no /nothing, only /reset and /exit" in done.stderr
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_a_chat_with_both(place: Path, monkeypatch: pytest.MonkeyPatch, *, room: bool) -> None:
+    from stages.export.text_model import LoadedModel
+
+    opened: list[int] = []
+    loaded, close = LoadedModel.__init__, LoadedModel.close
+
+    def count(self: LoadedModel, *args: Any) -> None:
+        opened.append(1)
+        loaded(self, *args)
+
+    def uncount(self: LoadedModel) -> None:
+        opened.append(-1)
+        close(self)
+
+    monkeypatch.setattr(LoadedModel, "__init__", count)
+    monkeypatch.setattr(LoadedModel, "close", uncount)
+    monkeypatch.setattr(LoadedModel, "has_room", lambda _: room)
+    done = call("chat", "runs/whole", "--beside", "--max-tokens", str(TOKENS), typed=f"{PROMPT}\n")
+    assert done.exit_code == 0, done.output
+    found = said("runs/whole", PROMPT, "--beside")
+    trained, base = found["trained"]["text"], found["base"]["text"]
+    assert done.stdout == f"> {PROMPT}\ntrained:\n{trained}\nbase:\n{base}\n"
+    assert ("loaded in turn" in done.stderr) is not room
+    counts = [sum(opened[: n + 1]) for n in range(len(opened))]
+    assert max(counts[: 8 if not room else 2]) == (2 if room else 1)
+
+
+def test_texts_are_drawn_by_the_seed(place: Path) -> None:
+    drawn = [said("runs/whole", PROMPT, "--temperature", "3", "--seed", seed)["trained"]["text"]
+             for seed in ("1", "1", "2")]  # fmt: skip
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_text_is_continued_without_a_template(place: Path, tmp_path: Path) -> None:
+    export = place / "runs/whole/export"
+    model = AutoModelForCausalLM.from_pretrained(export)
+    ids = AutoTokenizer.from_pretrained(export)(PROMPT, return_tensors="pt")
+    output = model.generate(**ids, do_sample=False, max_new_tokens=TOKENS)[0, len(PROMPT) :]
+    expected = text_of(export, output.tolist())
+    done = call("generate", "runs/whole", PROMPT, "--plain", "--max-tokens", str(TOKENS))
+    assert done.stdout == f"{expected}\n"
+    assert "--plain, so each text is continued by itself" in done.stderr
+    bare = tmp_path / "base"
+    shutil.copytree(export, bare)
+    for name in ("chat_template.jinja", "export.json"):
+        (bare / name).unlink()
+    done = call("generate", str(bare), "-", "--max-tokens", str(TOKENS), typed=PROMPT)
+    assert done.stdout == f"{expected}\n"
+    assert "no chat template, so each text is continued by itself" in done.stderr
+
+
+def test_the_newest_run_is_taken_and_said(place: Path) -> None:
+    (place / "runs/bare/journal.jsonl").touch()
+    done = call("generate", PROMPT, "--max-tokens", "3")
+    assert done.exit_code == 0, done.output
+    assert "runs/bare, the newest run\n" in done.stderr
+    assert "trained: step 8, runs/bare/checkpoints/step-00000008, bf16, cpu\n" in done.stderr
+    assert "cut after 3 tokens; --max-tokens allows more" in done.stderr
+
+
+def test_a_text_ends_with_the_table_of_positions(place: Path, tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=259, n_positions=24, n_embd=8, n_layer=1, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    for file in (place / "tokenizer").iterdir():
+        shutil.copyfile(file, tmp_path / "gpt2" / file.name)
+    found = said(str(tmp_path / "gpt2"), "x" * 20, "--plain")
+    assert found["trained"]["tokens"] == 4
+    done = call("generate", str(tmp_path / "gpt2"), "x" * 30, "--plain")
+    assert done.exit_code == 1
+    assert "the text has 30 tokens, and the model has 24 positions" in done.stderr
+
+
+@contextlib.contextmanager
+def changed(file: Path, content: bytes | None) -> Iterator[None]:
+    """Change a file, or take it away."""
+    before = file.read_bytes()
+    file.unlink()
+    if content is not None:
+        file.write_bytes(content)
+    try:
+        yield
+    finally:
+        file.write_bytes(before)
+
+
+def test_mistakes_are_named(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*words: str) -> str:
+        done = call(*words)
+        assert done.exit_code == 2, done.output
+        return done.stderr
+
+    assert "nowhere is not there" in refused("chat", "nowhere")
+    assert "has no checkpoint of step 5; there are 4, 8" in refused(
+        "generate", "runs/whole", PROMPT, "--step", "5"
+    )
+    assert "no checkpoint of runs/whole has a loss" in refused(
+        "chat", "runs/whole", "--step", "best"
+    ).replace(f"{place}/", "")
+    assert "--step is for a run, and runs/whole/export is none" in refused(
+        "chat", "runs/whole/export", "--step", "4"
+    )
+    assert "tokenizer is no run, no export, and no checkpoint" in refused("chat", "tokenizer")
+    assert "--device: there is no cuda:9" in refused("chat", "runs/whole", "--device", "cuda:9")
+    assert "--device: tpu" in refused("chat", "runs/whole", "--device", "tpu")
+    assert "at most a run and one prompt" in refused("generate", "runs/whole", "one", "two")
+    empty = tmp_path / "runs/started"
+    empty.mkdir(parents=True)
+    shutil.copyfile(place / "runs/whole/recipe.yaml", empty / "recipe.yaml")
+    monkeypatch.chdir(tmp_path)
+    assert "runs/started has nothing to talk to: no export, no checkpoint" in refused("chat")
+    monkeypatch.chdir(empty)
+    assert "there is no run in runs" in refused("generate", PROMPT)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_damaged_exports_are_refused(place: Path, name: str) -> None:
+    file = place / "runs/whole/export" / name
+    with changed(file, None):
+        done = call("generate", "runs/whole", PROMPT)
+    assert done.exit_code == 2
+    assert f"runs/whole/export is damaged: {name} is missing" in done.stderr
+    with changed(file, file.read_bytes()[:-9]):
+        done = call("generate", "runs/whole", PROMPT)
+    assert done.exit_code in (1, 2)
+    assert "runs/whole/export" in done.stderr
+    assert "bug in pipe" not in done.stderr
+
+
+def test_pickles_are_not_read(place: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "pickled"
+    shutil.copytree(place / "runs/whole/export", folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    for name in ("model.safetensors", "export.json"):
+        (folder / name).unlink()
+    done = call("generate", str(folder), PROMPT)
+    assert done.exit_code == 2
+    assert "holds no safetensors files (pickles are not read" in done.stderr
+
+
+def test_ctrl_c_ends_an_answer(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+
+    def interrupt(piece: str) -> None:
+        shown.append(piece)
+        if len(shown) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat, "_show", interrupt)
+    done = call("chat", "runs/whole", "--max-tokens", "20", typed="Who?\nWho?\n")
+    assert done.exit_code == 0, done.output
+    assert "stopped: this message and its answer are dropped" in done.stderr
+    assert len(shown) > 1
