@@ -129,7 +129,7 @@ def _exports(run: Path) -> list[Path]:
     slots: list[Path] = []
     with contextlib.suppress(UsageError):  # it exports nothing by itself
         slots = exports_of(run)
-    later = [one for one in run.glob(f"{EXPORT}-*") if not one.name.endswith(PARTIAL)]
+    later = [one for one in run.glob(f"{EXPORT}*") if not one.name.endswith(PARTIAL)]
     return [one for one in [*slots, *later] if (one / EXPORT_MANIFEST).is_file()]
 
 

