@@ -52,10 +52,11 @@ def test_a_copy_is_the_same_recipe(name: str) -> None:
 def test_files_that_are_missing_are_named() -> None:
     model = "new/models/smollm2-135m-instruct/SmolLM2-135M-Instruct.Q4_1.gguf"
     said = cp("quickstart", "new").stderr.splitlines()
-    text = "new/data/persuasion.txt"
-    assert said[0] == f"not there yet: {model}, {text}; put them there, or name your own"
-    for file in (model, text):
-        Path(file).parent.mkdir(parents=True)
+    texts = ["new/data/tickets.jsonl", "new/data/tickets_heldout.jsonl"]
+    absent = ", ".join([model, *texts])
+    assert said[0] == f"not there yet: {absent}; put them there, or name your own"
+    for file in (model, *texts):
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).touch()
     assert len(cp("quickstart", "new").stderr.splitlines()) == 1
     spaced = cp("quickstart", "my folder").stderr
