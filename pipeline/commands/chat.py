@@ -114,7 +114,7 @@ def chat(run: str | None, **options: Any) -> None:
 
     RUN is a run, an export or a checkpoint; of a run it is the newest export, or if there is none
     the newest checkpoint. /reset drops what was said, Ctrl-C ends an answer, /exit or Ctrl-D ends
-    the chat. Where standard input is no terminal, each line of it is a message.
+    the chat. Where standard input is not a terminal, each of its lines is a message.
     """
     with _opener(run, options) as (opener, subject), contextlib.ExitStack() as stack:
         models = Models(_loads(opener, options))
@@ -222,7 +222,7 @@ def _say_loaded(name: str, model: TextModel, subject: Subject, conversation: Con
     if not conversation.lays_out(model):
         why = "--plain" if model.has_template else "no chat template"
         left = "; --system is left out" if conversation.system else ""
-        _say(f"{name}: {why}, so each text is continued by itself{left}")
+        _say(f"{name}: {why}, so each text is continued separately{left}")
 
 
 def _lines() -> Iterator[str]:

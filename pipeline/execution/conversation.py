@@ -20,7 +20,7 @@ class Conversation:
     system: str | None = None
     """Message that comes before the conversation."""
     plain: bool = False
-    """Whether texts are continued as they are, each by itself, also where there is a template."""
+    """Whether texts are continued as they are, separately, also where there is a template."""
     said: list[Message] = field(default_factory=list)
     """Messages of users and their answers, in turn."""
 
@@ -36,7 +36,7 @@ class Conversation:
         """Have the model answer a message, and keep both; or, without a template, have it continue
         the text. `show` takes the pieces of the answer. Raises StageError, and keeps nothing
         then."""
-        # equal messages may have different answers: each turn draws by itself
+        # equal messages may have different answers: each turn has its own seed
         how = replace(self.writing, seed=self.writing.seed + len(self.said))
         if not self.lays_out(model):
             return model.continue_text(text, how, show)

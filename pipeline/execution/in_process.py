@@ -1,4 +1,4 @@
-"""Slots of a recipe that run in this process alone, without a run."""
+"""Slots of a recipe that run in this process, without a run."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def found(source: str, step: str | None) -> Subject:
     if (folder / rundir.RECIPE).is_file():
         return _in_run(folder, step)
     if step is not None:
-        raise UsageError(f"--step is for a run, and {source} is none")
+        raise UsageError(f"--step is for a run, and {source} is not a run")
     if any((folder / name).is_file() for name in CONFIGS):
         parent = folder.resolve().parent
         run = parent if (parent / rundir.RECIPE).is_file() else None
@@ -98,7 +98,7 @@ def found(source: str, step: str | None) -> Subject:
     run = saver(folder.resolve()) if "://" not in source else None
     if run is None:
         raise UsageError(
-            f"{source} is no run, no export, and no checkpoint in a run",
+            f"{source} is not a run, an export or a checkpoint in a run",
             hint="pipe ls shows runs; pipe export --model makes an export of other checkpoints",
         )
     checkpoint = str(folder.resolve())
@@ -117,7 +117,7 @@ def _in_run(run: Path, step: str | None) -> Subject:
         running = rundir.is_locked(run)
         raise UsageError(
             f"{run} has nothing to talk to{' yet' if running else ''}: no export, no checkpoint",
-            hint="`pipe status` shows where it is" if running else "`pipe resume` goes on with it",
+            hint="`pipe status` shows where it is" if running else "`pipe resume` continues it",
         )
     checkpoint = checkpoint_of(str(run.absolute()), step)
     at = step_number(checkpoint.rpartition("/")[2])
@@ -127,7 +127,7 @@ def _in_run(run: Path, step: str | None) -> Subject:
 def _exports(run: Path) -> list[Path]:
     """The exports of a run that are there: its slots', and those of `pipe export` in it."""
     slots: list[Path] = []
-    with contextlib.suppress(UsageError):  # it exports nothing by itself
+    with contextlib.suppress(UsageError):  # its recipe exports nothing
         slots = exports_of(run)
     later = [one for one in run.glob(f"{EXPORT}*") if not one.name.endswith(PARTIAL)]
     return [one for one in [*slots, *later] if (one / EXPORT_MANIFEST).is_file()]
@@ -232,7 +232,7 @@ def _device(asked: str) -> str:
     try:
         kind = torch.device(asked)
     except RuntimeError:
-        raise UsageError(f"--device: {asked} is no device", hint="cpu, cuda, cuda:1") from None
+        raise UsageError(f"--device: {asked} is not a device", hint="cpu, cuda, cuda:1") from None
     if kind.type not in ("cpu", "cuda"):
         raise UsageError(f"--device: {asked} is not supported", hint="cpu, cuda, cuda:1")
     if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():

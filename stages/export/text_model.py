@@ -91,7 +91,7 @@ class LoadedModel(TextModel):
         return set(ends if isinstance(ends, list) else [] if ends is None else [ends])
 
     def _length(self, prompt: int, asked: int) -> int:
-        """Tokens to write behind so many of a prompt."""
+        """Tokens to write after so many of a prompt."""
         if self._most is None:
             return asked
         if prompt >= self._most:

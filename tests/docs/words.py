@@ -17,7 +17,7 @@ from tests.docs.blocks import FENCE, INDENTED, ROOT
 
 INSTEAD = {
     r"behind": "after, past, downstream of",
-    r"besides?": "next to, in addition to, outside of",
+    r"(?<!--)besides?": "next to, in addition to, outside of",
     r"anew": "again",
     r"alone": "only",
     r"(?:tell|tells|told|telling) of": "report",

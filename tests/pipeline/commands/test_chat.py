@@ -41,7 +41,7 @@ def project(folder: Path) -> None:
 
 
 def write_recipe(file: Path, *, exports: bool = True, **slots: Any) -> Path:
-    """Write a recipe; `slots` replace the usual ones, and `adapter` comes behind the model."""
+    """Write a recipe; `slots` replace the usual ones, and `adapter` comes after the model."""
     config = {**TINY, "vocab_size": 259, "max_position_embeddings": 256}
     chain: dict[str, Any] = {
         "model": {"use": "model.hf", "config": config, "tokenizer": "./tokenizer"},
@@ -179,8 +179,8 @@ def test_an_adapter_answers_on_its_base(place: Path) -> None:
     assert found["trained"]["text"] == text_of(folder, ids)
     base = said("runs/whole", PROMPT)["trained"]["text"]
     assert found["base"]["text"] == base != found["trained"]["text"]
-    alone = place / "moved"
-    shutil.copytree(folder, alone)
+    moved = place / "moved"
+    shutil.copytree(folder, moved)
     assert said("moved", PROMPT)["trained"]["text"] == found["trained"]["text"]
     refused = call("generate", "moved", PROMPT, "--beside")
     assert refused.exit_code == 2
@@ -265,14 +265,14 @@ def test_a_text_is_continued_without_a_template(place: Path, tmp_path: Path) -> 
     expected = text_of(export, output.tolist())
     done = call("generate", "runs/whole", PROMPT, "--plain", "--max-tokens", str(TOKENS))
     assert done.stdout == f"{expected}\n"
-    assert "--plain, so each text is continued by itself" in done.stderr
+    assert "--plain, so each text is continued separately" in done.stderr
     bare = tmp_path / "base"
     shutil.copytree(export, bare)
     for name in ("chat_template.jinja", "export.json"):
         (bare / name).unlink()
     done = call("generate", str(bare), "-", "--max-tokens", str(TOKENS), typed=PROMPT)
     assert done.stdout == f"{expected}\n"
-    assert "no chat template, so each text is continued by itself" in done.stderr
+    assert "no chat template, so each text is continued separately" in done.stderr
 
 
 def test_the_newest_run_is_taken_and_said(place: Path) -> None:
@@ -324,10 +324,10 @@ def test_mistakes_are_named(place: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert "no checkpoint of runs/whole has a loss" in refused(
         "chat", "runs/whole", "--step", "best"
     ).replace(f"{place}/", "")
-    assert "--step is for a run, and runs/whole/export is none" in refused(
+    assert "--step is for a run, and runs/whole/export is not a run" in refused(
         "chat", "runs/whole/export", "--step", "4"
     )
-    assert "tokenizer is no run, no export, and no checkpoint" in refused("chat", "tokenizer")
+    assert "tokenizer is not a run, an export or a checkpoint in a run" in refused("chat", "tokenizer")
     assert "--device: there is no cuda:9" in refused("chat", "runs/whole", "--device", "cuda:9")
     assert "--device: tpu" in refused("chat", "runs/whole", "--device", "tpu")
     assert "at most a run and one prompt" in refused("generate", "runs/whole", "one", "two")
