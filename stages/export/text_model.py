@@ -29,6 +29,7 @@ from pipeline import (
 from pipeline.hardware import free_memory
 from pipeline.utils import BYTES, activity, human
 from stages.adapter.compat import CONFIG as ADAPTER_CONFIG
+from stages.adapter.compat import WEIGHTS as ADAPTER
 from stages.adapter.compat import import_peft, quiet
 from stages.data.template_limits import Limited
 from stages.export import manifest, target
@@ -144,15 +145,17 @@ def open_folder(
     folder: Path, ctx: Context, source: ModelSource | None, *, trust_remote_code: bool
 ) -> LoadedModel:
     """An export, or another folder in Hugging Face layout, as transformers loads it. Raises
-    ExportError for a damaged one, and UsageError for weights that are pickles."""
+    UsageError for one that lacks files, or whose weights are pickles, and ExportError where
+    transformers cannot load it."""
     passed = _looked_over(folder, ctx)
-    if (folder / ADAPTER_CONFIG).is_file():
-        return _with_adapter(folder, ctx, source, trust_remote_code=trust_remote_code)
-    if not safetensors_files(folder):
+    is_adapter = (folder / ADAPTER_CONFIG).is_file()
+    if not ((is_adapter and (folder / ADAPTER).is_file()) or safetensors_files(folder)):
         raise UsageError(
             f"{folder} holds no safetensors files",
             hint="pickles are not read; `pipe export` writes safetensors",
         )
+    if is_adapter:
+        return _with_adapter(folder, ctx, source, trust_remote_code=trust_remote_code)
     with contextlib.ExitStack() as stack, activity(f"loading {folder.name}"):
         opened = loaded(folder, passed, trust_remote_code=trust_remote_code)
         model = stack.enter_context(opened)
@@ -165,8 +168,8 @@ def open_folder(
 
 
 def _looked_over(folder: Path, ctx: Context) -> Sequence[str]:
-    """Names of the tensors that are passed through. Raises ExportError for an export that is not
-    whole; warns of one that was changed."""
+    """Names of the tensors that are passed through. Raises UsageError for an export that lacks
+    files, or parts of them; warns of one that was changed."""
     written = manifest.load(folder)
     if written is None:
         return ()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pipeline import cli
@@ -327,7 +328,7 @@ def test_mistakes_are_named(place: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert "--step is for a run, and runs/whole/export is not a run" in refused(
         "chat", "runs/whole/export", "--step", "4"
     )
-    assert "tokenizer is not a run, an export or a checkpoint in a run" in refused("chat", "tokenizer")
+    assert "tokenizer is not a run, an export or a checkpoint" in refused("chat", "tokenizer")
     assert "--device: there is no cuda:9" in refused("chat", "runs/whole", "--device", "cuda:9")
     assert "--device: tpu" in refused("chat", "runs/whole", "--device", "tpu")
     assert "at most a run and one prompt" in refused("generate", "runs/whole", "one", "two")
@@ -354,12 +355,20 @@ def test_damaged_exports_are_refused(place: Path, name: str) -> None:
     assert "bug in pipe" not in done.stderr
 
 
-def test_pickles_are_not_read(place: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("run", "safe", "pickled"),
+    [
+        ("whole", "model.safetensors", "pytorch_model.bin"),
+        ("adapter", "adapter_model.safetensors", "adapter_model.bin"),
+    ],
+)
+def test_pickles_are_not_read(
+    place: Path, tmp_path: Path, run: str, safe: str, pickled: str
+) -> None:
     folder = tmp_path / "pickled"
-    shutil.copytree(place / "runs/whole/export", folder)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    torch.save(model.state_dict(), folder / "pytorch_model.bin")
-    for name in ("model.safetensors", "export.json"):
+    shutil.copytree(place / f"runs/{run}/export", folder)
+    torch.save(load_file(folder / safe), folder / pickled)
+    for name in (safe, "export.json"):
         (folder / name).unlink()
     done = call("generate", str(folder), PROMPT)
     assert done.exit_code == 2
