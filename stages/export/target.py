@@ -20,6 +20,8 @@ from pipeline.utils import sync, sync_tree
 from stages.export import manifest
 from stages.export.manifest import Manifest
 
+EDITABLE = (manifest.CARD, "generation_config.json", "chat_template.jinja")
+"""Files of an export that people change, and that it can be used with."""
 PARTIAL = ".partial"
 """Suffix of the folder of an unfinished export, which is emptied when its plan changes."""
 
@@ -61,8 +63,8 @@ def changed(folder: Path) -> str | None:
 
 
 def damaged(folder: Path, written: Manifest) -> str | None:
-    """Return what a finished export lacks, in words: a file, or the end of one. None if it lacks
-    nothing; contents are not read."""
+    """Return what is wrong with a finished export, in words: a file that is missing, cut, or not as
+    it was written. None if nothing is; weights are not read, and EDITABLE files may differ."""
     for name in written.files:
         if not (folder / name).is_file():
             return f"{name} is missing"
@@ -70,6 +72,9 @@ def damaged(folder: Path, written: Manifest) -> str | None:
         size = (folder / name).stat().st_size
         if size != entry.size:
             return f"{name} has {size:,} bytes instead of {entry.size:,}"
+    for name, expected in written.others.items():
+        if name not in EDITABLE and manifest.content_sum(folder / name) != expected:
+            return f"{name} is not as it was written"
     return None
 
 

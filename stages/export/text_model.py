@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ from torch import nn
 
 from pipeline import (
     Context,
+    ExportError,
     Message,
     ModelSource,
+    PipeError,
     StageError,
     TensorReader,
     TextModel,
@@ -156,7 +158,7 @@ def open_folder(
         )
     if is_adapter:
         return _with_adapter(folder, ctx, source, trust_remote_code=trust_remote_code)
-    with contextlib.ExitStack() as stack, activity(f"loading {folder.name}"):
+    with contextlib.ExitStack() as stack, activity(f"loading {folder.name}"), _odd(folder):
         opened = loaded(folder, passed, trust_remote_code=trust_remote_code)
         model = stack.enter_context(opened)
         return LoadedModel(
@@ -165,6 +167,17 @@ def open_folder(
             ctx.dist.device,
             stack.pop_all(),
         )
+
+
+@contextlib.contextmanager
+def _odd(folder: Path) -> Iterator[None]:
+    """Turn what transformers raises for odd files, which can be anything, into an ExportError."""
+    try:
+        yield
+    except PipeError:
+        raise
+    except Exception as error:
+        raise ExportError(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
 def _looked_over(folder: Path, ctx: Context) -> Sequence[str]:
@@ -209,7 +222,7 @@ def _with_adapter(
             hint="name the run that trained it, or export the whole model: export.safetensors",
         )
     peft = import_peft()
-    with loading("peft cannot load the adapter"), quiet():
+    with loading("peft cannot load the adapter"), quiet(), _odd(folder):
         under._model = peft.PeftModel.from_pretrained(
             under._model, str(folder), autocast_adapter_dtype=False
         ).eval()

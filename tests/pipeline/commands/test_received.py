@@ -95,6 +95,8 @@ COMMANDS = (
     "plan RUN/recipe.yaml",
     "verify RUN/export", "inspect RUN/checkpoints/step-00000008",
     "convert RUN/checkpoints/step-00000008 out --to full", "resume RUN --dry-run",
+    "generate RUN A --max-tokens 2 --device cpu",
+    "generate RUN/checkpoints/step-00000008 A --max-tokens 2 --device cpu",
 )  # fmt: skip
 WALK = [*itertools.product(FILES, KINDS, COMMANDS)]
 SECRET = "the content of a file that was not sent"
