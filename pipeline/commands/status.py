@@ -28,9 +28,9 @@ LONGEST = 1 << 20
 @click.option("-f", "--follow", is_flag=True, help="Go on showing it until the run ends.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def status(run: Path | None, follow: bool, as_json: bool) -> None:
-    """Show where RUN is (by default the newest in ./runs), from any terminal that sees its folder.
+    """Show how far RUN is (by default the newest in ./runs).
 
-    Training does not notice.
+    It works in any terminal that sees the folder of the run. Training is not affected.
     """
     from pipeline.errors import RecipeError
     from pipeline.execution import rundir
@@ -62,6 +62,11 @@ def _facts(run: Follower) -> dict[str, object]:
         "step": run.step or None,
         "evaluation": run.evaluation or None,
         "checkpoint": run.saved or None,
+        "measurements": {
+            name: {"step": values[-1][0], "value": values[-1][1]}
+            for name, values in run.measured.items()
+        },
+        "mean_tokens_per_second": run.speed.mean("tokens_per_second"),
         "seconds_left": run.seconds_left,
     }
 
@@ -73,6 +78,7 @@ def _draw(run: Follower, *, follow: bool) -> None:
     from rich.live import Live
 
     from pipeline.utils.terminal import bare
+    from pipeline.view.ending import next_lines
     from pipeline.view.live import ASCII, UNICODE, Header, drawing
 
     console = Console(file=bare(sys.stdout), highlight=False)
@@ -80,7 +86,8 @@ def _draw(run: Follower, *, follow: bool) -> None:
 
     def picture() -> object:
         header = Header(name=run.folder.resolve().name, where=run.state)
-        return drawing(header, run, [], width=console.width, marks=marks)
+        last = next_lines(run.folder, run.state)
+        return drawing(header, run, [], width=console.width, marks=marks, last=last)
 
     if not follow or not console.is_terminal:
         console.print(picture())

@@ -44,6 +44,8 @@ from pipeline.utils.files import replace_text
 from pipeline.utils.foreign import read_whole
 from pipeline.utils.terminal import hide_environment, shown, typed
 from pipeline.utils.text import align, duration
+from pipeline.view.ending import near, next_lines, outcome
+from pipeline.view.history import RunState
 from pipeline.view.screen import Display
 
 if TYPE_CHECKING:
@@ -216,8 +218,14 @@ def is_done(plan: Plan, folder: Path) -> bool:
 
 
 def _show_results(plan: Plan, folder: Path) -> None:
+    """Say what came out of a run that has ended well, where it is, and what to do next."""
+    measured: list[tuple[str, str]] = []
+    with contextlib.suppress(OSError):
+        measured += outcome(folder)
     places = [("run folder", folder), *results(plan, Journal(folder / rundir.JOURNAL))]
-    for line in align([(name, str(place)) for name, place in places], left=2):
+    found = [(name, near(place)) for name, place in places]
+    state: RunState = "finished" if ends_early(plan) is None else "stopped"
+    for line in align([*measured, *found, *next_lines(folder, state)], left=2):
         say(f"  {line}")
 
 

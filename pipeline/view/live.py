@@ -19,11 +19,15 @@ from pipeline.utils.text import counted, duration, human
 from pipeline.view.chain import SlotState
 from pipeline.view.follow import Follower
 from pipeline.view.sparkline import ASCII_BARS, BARS, sparkline
-from pipeline.view.words import count, gib, percent
+from pipeline.view.words import count, gib, number, percent
 
 LABEL = "bright_black"
 """Colour of what is the same all the time."""
 CURVE_WIDTH = 30
+MOST_MEASURED = 6
+"""Plugins' numbers that are drawn."""
+LONGEST_LABEL = 20
+"""Characters of a plugin's name for a number that are drawn."""
 GAP = "  "
 """Between two slots."""
 
@@ -39,14 +43,16 @@ class Marks:
     stopped: str
     bars: str
     dot: str
+    cut: str
 
 
 UNICODE = Marks(
-    waiting="·", running="●", finished="✓", failed="✗", stopped="■", bars=BARS, dot=" · "
-)
+    waiting="·", running="●", finished="✓", failed="✗", stopped="■", bars=BARS, dot=" · ", cut="…"
+)  # fmt: skip
 ASCII = Marks(
-    waiting=".", running="*", finished="+", failed="x", stopped="=", bars=ASCII_BARS, dot=", "
-)
+    waiting=".", running="*", finished="+", failed="x", stopped="=", bars=ASCII_BARS, dot=", ",
+    cut="~",
+)  # fmt: skip
 _COLOURS = {
     "waiting": LABEL, "running": "bold cyan", "finished": "green", "failed": "bold red",
     "stopped": "yellow",
@@ -63,16 +69,29 @@ class Header:
 
 
 def drawing(
-    header: Header, run: Follower, gpus: Sequence[GpuReading], *, width: int, marks: Marks = UNICODE
+    header: Header,
+    run: Follower,
+    gpus: Sequence[GpuReading],
+    *,
+    width: int,
+    marks: Marks = UNICODE,
+    last: Sequence[tuple[str, str]] = (),
 ) -> RenderableType:
-    """Return the run as it is at the moment, `width` columns wide."""
+    """Return the run as it is at the moment, `width` columns wide, with `last` labels and texts."""
     parts: list[RenderableType] = [Text(), _title(header, run), _chain(run, marks, width)]
     doing = run.activity()
     if doing:
         parts.append(_activity(doing, width))
     if run.step:
-        parts += [_steps(run, width), _numbers(run, gpus, marks)]
-    return Group(*parts)
+        parts.append(_steps(run, width))
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style=LABEL, no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value in _rows(run, gpus, marks) if run.step else ():
+        table.add_row(label, value)
+    for label, text in last:
+        table.add_row(label, Text(shown(text)))
+    return Group(*parts, table) if table.row_count else Group(*parts)
 
 
 def _title(header: Header, run: Follower) -> RenderableType:
@@ -142,25 +161,17 @@ def _bar(
     return line
 
 
-def _numbers(run: Follower, gpus: Sequence[GpuReading], marks: Marks) -> RenderableType:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style=LABEL, no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, value in _rows(run, gpus, marks):
-        table.add_row(label, value)
-    return table
-
-
 def _rows(
     run: Follower, gpus: Sequence[GpuReading], marks: Marks
 ) -> Iterator[tuple[str, RenderableType]]:
     step, dot = run.step, marks.dot
     losses = [loss for _, loss in run.losses]
-    loss = Text("not a number" if step["loss"] is None else f"{step['loss']:.4f}", style="bold")
+    loss = Text(number(step["loss"]), style="bold")
     loss.append(f"  {sparkline(losses, CURVE_WIDTH, marks.bars)}", style="cyan")
     yield "loss", loss
     if run.evaluation:
-        yield "held out", Text(_evaluation(run.evaluation, dot))
+        yield "held out", Text(_evaluation(run, dot))
+    yield from _measured(run, marks)
     yield "step", Text(dot.join(_update(step)))
     speed = dot.join(_speed(step, run))
     if speed:
@@ -175,16 +186,37 @@ def _rows(
         yield "saved", Text(f"step {run.saved['step']}, {age} ago")
 
 
-def _evaluation(record: dict[str, Any], dot: str) -> str:
-    loss = record["eval_loss"]
+def _evaluation(run: Follower, dot: str) -> str:
+    record, first = run.evaluation, run.first_evaluation
     best = record.get("best_step") == record["step"]
-    parts = [
-        "not a number" if loss is None else f"{loss:.4f}",
-        f"at step {record['step']}" + (" (the best so far)" if best else ""),
-    ]
+    parts = [_at_step(record, "eval_loss") + (" (best so far)" if best else "")]
     if record.get("best_step") is not None and not best:
         parts.append(f"best {record['best_eval_loss']:.4f} at step {record['best_step']}")
+    if first and first["step"] not in (record["step"], record.get("best_step")):
+        parts.append(f"first {_at_step(first, 'eval_loss')}")
     return dot.join(parts)
+
+
+def _at_step(record: dict[str, Any], name: str) -> str:
+    return f"{number(record[name])} at step {record['step']}"
+
+
+def _measured(run: Follower, marks: Marks) -> Iterator[tuple[str, RenderableType]]:
+    """Yield plugins' numbers: the newest of each, and its curve."""
+    for name, values in list(run.measured.items())[:MOST_MEASURED]:
+        step, value = values[-1]
+        behind = "" if step == run.step["step"] else f" at step {step}"
+        text = Text(f"{value:.4g}{behind}")
+        curve = sparkline([value for _, value in values], CURVE_WIDTH, marks.bars)
+        yield _cut(shown(name), marks), text.append(f"  {curve}", style="cyan")
+    left = len(run.measured) - MOST_MEASURED
+    if left > 0:
+        yield "", Text(f"{left} more measurements are in the report", style=LABEL)
+
+
+def _cut(name: str, marks: Marks) -> str:
+    """Return a label that leaves room for its value."""
+    return name if len(name) <= LONGEST_LABEL else f"{name[: LONGEST_LABEL - 1]}{marks.cut}"
 
 
 def _update(step: dict[str, Any]) -> Iterator[str]:
@@ -197,16 +229,22 @@ def _update(step: dict[str, Any]) -> Iterator[str]:
 
 
 def _speed(step: dict[str, Any], run: Follower) -> Iterator[str]:
-    if step.get("tokens_per_second") is None:
+    """Yield the mean speed and, while the run goes on, the newest step's."""
+    speed = run.speed
+    mean, seconds = speed.mean("tokens_per_second"), speed.step_seconds
+    if mean is None or seconds is None:
         return
-    yield f"{count(step['tokens_per_second'])} tokens/s"
-    yield f"{step['step_seconds']:.3g} s/step"
-    if step.get("mfu") is not None:
-        yield f"MFU {percent(step['mfu'])}"
-    yield f"data wait {percent(step['data_wait_share'])}"
+    if step.get("tokens_per_second") is not None and run.state == "running":
+        yield f"{count(step['tokens_per_second'])} tokens/s now"
+    yield f"{count(mean)} tokens/s on average"
+    yield f"{seconds:.3g} s/step"
+    for name, label in (("mfu", "MFU"), ("data_wait_share", "data wait")):
+        share = speed.mean(name)
+        if share is not None:
+            yield f"{label} {percent(share)}"
     if run.communication:
-        share = percent(run.communication["communication_share"])
-        yield f"communication {share} (step {run.communication['step']})"
+        record = run.communication
+        yield f"communication {percent(record['communication_share'])} (step {record['step']})"
 
 
 def _memory(step: dict[str, Any], planned: int | None, gpus: Sequence[GpuReading]) -> Iterator[str]:
