@@ -77,28 +77,29 @@ def _draw(run: Follower, *, follow: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from pipeline.utils.terminal import bare
+    from pipeline.utils.terminal import bare, shown
     from pipeline.view.ending import next_lines
-    from pipeline.view.live import ASCII, UNICODE, Header, drawing
+    from pipeline.view.live import ASCII, LABEL_WIDTH, UNICODE, Header, drawing
 
     console = Console(file=bare(sys.stdout), highlight=False)
     marks = ASCII if console.options.ascii_only else UNICODE
 
     def picture() -> object:
         header = Header(name=run.folder.resolve().name, where=run.state)
-        last = next_lines(run.folder, run.state)
-        return drawing(header, run, [], width=console.width, marks=marks, last=last)
+        return drawing(header, run, [], width=console.width, marks=marks)
 
     if not follow or not console.is_terminal:
         console.print(picture())
-        return
-    with Live(console=console, auto_refresh=False) as live:
-        while True:
-            run.look()
-            live.update(picture(), refresh=True)  # type: ignore[arg-type]
-            if run.state != "running":
-                return
-            time.sleep(0.5)
+    else:
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                run.look()
+                live.update(picture(), refresh=True)  # type: ignore[arg-type]
+                if run.state != "running":
+                    break
+                time.sleep(0.5)
+    for label, text in next_lines(run.folder, run.state):
+        click.echo(shown(f"{label:<{LABEL_WIDTH}}  {text}"))  # whole, so that it can be copied
 
 
 @click.command("logs")

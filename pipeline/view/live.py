@@ -23,6 +23,7 @@ from pipeline.view.words import count, gib, number, percent
 
 LABEL = "bright_black"
 """Colour of what is the same all the time."""
+LABEL_WIDTH = len("training")
 CURVE_WIDTH = 30
 MOST_MEASURED = 6
 """Plugins' numbers that are drawn."""
@@ -69,29 +70,16 @@ class Header:
 
 
 def drawing(
-    header: Header,
-    run: Follower,
-    gpus: Sequence[GpuReading],
-    *,
-    width: int,
-    marks: Marks = UNICODE,
-    last: Sequence[tuple[str, str]] = (),
+    header: Header, run: Follower, gpus: Sequence[GpuReading], *, width: int, marks: Marks = UNICODE
 ) -> RenderableType:
-    """Return the run as it is at the moment, `width` columns wide, with `last` labels and texts."""
+    """Return the run as it is at the moment, `width` columns wide."""
     parts: list[RenderableType] = [Text(), _title(header, run), _chain(run, marks, width)]
     doing = run.activity()
     if doing:
         parts.append(_activity(doing, width))
     if run.step:
-        parts.append(_steps(run, width))
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style=LABEL, no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, value in _rows(run, gpus, marks) if run.step else ():
-        table.add_row(label, value)
-    for label, text in last:
-        table.add_row(label, Text(shown(text)))
-    return Group(*parts, table) if table.row_count else Group(*parts)
+        parts += [_steps(run, width), _numbers(run, gpus, marks)]
+    return Group(*parts)
 
 
 def _title(header: Header, run: Follower) -> RenderableType:
@@ -161,6 +149,15 @@ def _bar(
     return line
 
 
+def _numbers(run: Follower, gpus: Sequence[GpuReading], marks: Marks) -> RenderableType:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style=LABEL, no_wrap=True, min_width=LABEL_WIDTH)
+    table.add_column(overflow="fold")
+    for label, value in _rows(run, gpus, marks):
+        table.add_row(label, value)
+    return table
+
+
 def _rows(
     run: Follower, gpus: Sequence[GpuReading], marks: Marks
 ) -> Iterator[tuple[str, RenderableType]]:
@@ -189,16 +186,13 @@ def _rows(
 def _evaluation(run: Follower, dot: str) -> str:
     record, first = run.evaluation, run.first_evaluation
     best = record.get("best_step") == record["step"]
-    parts = [_at_step(record, "eval_loss") + (" (best so far)" if best else "")]
+    so_far = ", best so far" if best else ""
+    parts = [f"{number(record['eval_loss'])} (step {record['step']}{so_far})"]
     if record.get("best_step") is not None and not best:
-        parts.append(f"best {record['best_eval_loss']:.4f} at step {record['best_step']}")
+        parts.append(f"best {record['best_eval_loss']:.4f} (step {record['best_step']})")
     if first and first["step"] not in (record["step"], record.get("best_step")):
-        parts.append(f"first {_at_step(first, 'eval_loss')}")
+        parts.append(f"first {number(first['eval_loss'])} (step {first['step']})")
     return dot.join(parts)
-
-
-def _at_step(record: dict[str, Any], name: str) -> str:
-    return f"{number(record[name])} at step {record['step']}"
 
 
 def _measured(run: Follower, marks: Marks) -> Iterator[tuple[str, RenderableType]]:
@@ -234,9 +228,11 @@ def _speed(step: dict[str, Any], run: Follower) -> Iterator[str]:
     mean, seconds = speed.mean("tokens_per_second"), speed.step_seconds
     if mean is None or seconds is None:
         return
-    if step.get("tokens_per_second") is not None and run.state == "running":
-        yield f"{count(step['tokens_per_second'])} tokens/s now"
-    yield f"{count(mean)} tokens/s on average"
+    now = step.get("tokens_per_second")
+    if now is not None and run.state == "running":
+        yield f"{count(now)} tokens/s now, {count(mean)} on average"
+    else:
+        yield f"{count(mean)} tokens/s on average"
     yield f"{seconds:.3g} s/step"
     for name, label in (("mfu", "MFU"), ("data_wait_share", "data wait")):
         share = speed.mean(name)

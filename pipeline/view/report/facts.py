@@ -105,8 +105,8 @@ def _cost(record: Mapping[str, Any], *, on_disk: bool) -> Iterator[str]:
         yield f"on disk after {record['checkpoint_seconds']:.2f} s"
     if "checkpoint_stall_seconds" in record:
         yield f"training paused for {record['checkpoint_stall_seconds']:.2f} s"
-    if record.get("checkpoint_slowed_seconds"):
-        yield f"the steps during it took {record['checkpoint_slowed_seconds']:+.2f} s"
+    if "checkpoint_slowed_seconds" in record:
+        yield f"steps took {record['checkpoint_slowed_seconds']:+.2f} s meanwhile"
     if "checkpoint_user_seconds" in record:
         spent = record["checkpoint_user_seconds"] + record["checkpoint_system_seconds"]
         yield f"{spent:.2f} s of processor time"
@@ -188,8 +188,8 @@ def memory_rows(history: History, plan: Mapping[str, Any]) -> list[tuple[str, st
     steps = history.steps
     last: Mapping[str, Any] = steps[-1] if steps else {}
     sizes = {
-        "planned, a GPU": plan.get("needed_bytes"),
+        "planned per GPU": plan.get("needed_bytes"),
         "measured, tensors on the fullest GPU": last.get("peak_memory_bytes"),
-        "measured, host memory that training took in a process": last.get("peak_host_memory_bytes"),
+        "measured, host memory of training in one process": last.get("peak_host_memory_bytes"),
     }
     return [(label, human(size)) for label, size in sizes.items() if size]
