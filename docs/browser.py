@@ -6,6 +6,7 @@ Its command line cannot make a window narrower than 500 pixels; the protocol can
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import shutil
@@ -34,13 +35,20 @@ class Browser:
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
+
+        def connect() -> None:
+            """Make the pipes the descriptors 3 and 4, which the browser reads and writes."""
+            ends = [fcntl.fcntl(one, fcntl.F_DUPFD, 10) for one in (theirs_in, theirs_out)]
+            for number, end in enumerate(ends, start=3):
+                os.dup2(end, number)
+
         self._process = subprocess.Popen(
             [
-                "sh", "-c", f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}', path,
-                "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+                path, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
                 "--remote-debugging-pipe", f"--user-data-dir={self._profile.name}", "about:blank",
             ],
-            pass_fds=(theirs_in, theirs_out), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            preexec_fn=connect, close_fds=False, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )  # fmt: skip
         os.close(theirs_in)
         os.close(theirs_out)

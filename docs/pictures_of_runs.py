@@ -1,8 +1,8 @@
 """Make the pictures of a run, its report and a comparison: `python docs/pictures_of_runs.py`.
 
-Trains a small real model twice in a terminal, and writes to docs/img: `run.svg`, the display of the
-first run from start to end in some seconds; `compare.svg`, `pipe compare` of both; and
-`report.png`, the top of the report (with Chromium and Pillow). Needs recipes/fetch_smollm.py.
+Carries out a recipe, by default the quickstart, twice in a terminal, and writes to docs/img:
+`run.svg`, the display of the first run from start to end in some seconds; `compare.svg`, `pipe
+compare` of both; and `report.png`, the top of the report (with Chromium and Pillow).
 """
 
 from __future__ import annotations
@@ -34,13 +34,8 @@ FRAMES = 14
 """Screens of an animation."""
 FRAME_SECONDS, LAST_SECONDS = 0.7, 6.0
 REPORT = (1200, 640)
-COLOURS = 64
+COLOURS = 256
 """Of the report's picture."""
-OWN = (
-    "train.steps=40", "train.eval_every=8", "train.eval_first=true", "data.heldout_fraction=0.01",
-    "checkpoint.every=20",
-)  # fmt: skip
-"""What the pictured runs have more than the quickstart, so that there is something to see."""
 
 
 @dataclass(frozen=True)
@@ -203,15 +198,20 @@ def fewer_colours(png: bytes) -> bytes:
     return out.getvalue()
 
 
-def main(recipe: str = "recipes/quickstart.yaml", *own: str) -> None:
+def main(recipe: str = "recipes/quickstart.yaml", *overrides: str) -> None:
     """Make all pictures of runs of a recipe under these overrides."""
     folder = Path(tempfile.mkdtemp(prefix="pipe-"))
     (folder / "recipes").symlink_to(ROOT / "recipes")
+    if Path(recipe).is_absolute():
+        recipe = Path(shutil.copy(recipe, folder)).name
     pipe = [sys.executable, "-P", "-m", "pipetrain"]
-    overrides = [*(own or OWN)]
     command = ["run", recipe, *overrides, "--run-dir"]
     frames = recorded(
-        [*pipe, *command, "runs/first"], COLUMNS, ROWS, folder=folder, hidden=f"{folder}/"
+        [*pipe, *command, "runs/first"],
+        COLUMNS,
+        ROWS,
+        folder=folder,
+        hidden=(f"{folder}/", f"{ROOT}/"),
     )
     screens = [rows_of(frame, f"pipe run {recipe}") for frame in chosen(frames)]
     IMAGES.mkdir(exist_ok=True)

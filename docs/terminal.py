@@ -66,11 +66,11 @@ class Frame:
 
 
 def recorded(
-    command: Sequence[str], columns: int, rows: int, *, folder: Path, hidden: str = ""
+    command: Sequence[str], columns: int, rows: int, *, folder: Path, hidden: Sequence[str] = ()
 ) -> list[Frame]:
     """Run a command in a terminal; return its screens, one for each change that stood for a fifth
-    of a second, and the last. A text that is `hidden` is left out of what it prints, such as the
-    path of a temporary folder. Exits if the command fails."""
+    of a second, and the last. Texts that are `hidden` are left out of what it prints, such as
+    the path of a temporary folder. Exits if the command fails."""
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(folder)
@@ -80,7 +80,9 @@ def recorded(
     screen, frames, began = pyte.Screen(columns, rows), list[Frame](), time.monotonic()
     stream = pyte.ByteStream(screen)
     for output in _outputs(terminal):
-        stream.feed(output.replace(hidden.encode(), b"") if hidden else output)
+        for text in hidden:
+            output = output.replace(text.encode(), b"")
+        stream.feed(output)
         if not select.select([terminal], [], [], 0.2)[0]:
             frames.append(Frame(time.monotonic() - began, _copy(screen)))
     _, status = os.waitpid(pid, 0)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def run_page(history: History) -> str:
         state=history.state,
         where=facts.where(history),
         started=_clock(starts[0]["time"]) if starts else "",
-        command=shown(" ".join(map(str, history.environment.get("command", [])))),
+        command=shown(_command(history.environment.get("command", []))),
         tiles=list(facts.summary(history)),
         parts=-(-len(history.steps) // MOST_POINTS) if len(history.steps) > MOST_POINTS else 0,
         slots=list(_slots(history)),
@@ -70,6 +71,14 @@ def run_page(history: History) -> str:
         version=versions().get("pipetrain", ""),
         written=_clock(datetime.datetime.now().timestamp()),
     )
+
+
+def _command(words: Sequence[Any]) -> str:
+    """Return the command of the newest start as it is typed: without the path of `pipe`."""
+    typed = [str(word) for word in words]
+    if typed and Path(typed[0]).name in ("pipe", "pipetrain.py"):
+        typed[0] = "pipe"
+    return shlex.join(typed)
 
 
 def _plots(history: History) -> Iterator[Plot]:

@@ -165,6 +165,32 @@ def test_reports(project: Path, tmp_path: Path) -> None:
     assert blocked.stderr.startswith("error: No such file or directory")
 
 
+def test_a_report_of_the_newest_run_and_of_all(project: Path, tmp_path: Path) -> None:
+    assert pipe("report").stdout == "runs/tiny/report.html\n"
+    written = pipe("report", "runs", "-o", tmp_path / "all.html")
+    assert (written.exit_code, written.stdout) == (0, f"{tmp_path / 'all.html'}\n")
+    assert ">tiny</a>" in (tmp_path / "all.html").read_text()
+    assert not Path("runs/report.html").exists()
+
+
+@pytest.mark.parametrize("display", ["", ":0"])
+def test_a_report_is_opened(
+    display: str, project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where there is no display, or no browser, the address is printed."""
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda address: bool(opened.append(address)))
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
+        monkeypatch.delenv(name, raising=False)
+    if display:
+        monkeypatch.setenv("DISPLAY", display)
+    page = tmp_path / "a page.html"
+    shown = pipe("report", "runs/tiny", "--open", "--out", page)
+    assert (shown.exit_code, shown.stdout) == (0, f"{page}\n")
+    assert shown.stderr == f"no browser can be opened from here: open {page.as_uri()}\n"
+    assert opened == ([page.as_uri()] if display else [])
+
+
 def test_runs_are_compared(project: Path, failed: tuple[Path, Outcome], tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree("runs/tiny", other)

@@ -10,10 +10,14 @@
     return getComputedStyle(root).getPropertyValue("--" + name).trim();
   }
 
+  function exponent(value) {
+    return Number(value.toPrecision(3)).toExponential();
+  }
+
   function shown(value) {
     if (value == null) return "";
     const size = Math.abs(value);
-    if (size !== 0 && size < 1e-3) return Number(value.toPrecision(3)).toExponential();
+    if (size !== 0 && size < 1e-3) return exponent(value);
     if (size >= 1e6) return value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 4 });
     return value.toLocaleString("en", { maximumSignificantDigits: 5 });
   }
@@ -21,7 +25,8 @@
   function ticks(u, values, number, space, step) {
     const known = values.filter((value) => value != null).map(Math.abs);
     const most = Math.max(...known);
-    if (most >= 1e6 || most < 1e-2 || !(step > 0)) return values.map(shown);
+    if (most < 1e-2) return values.map((value) => value == null ? "" : value === 0 ? "0" : exponent(value));
+    if (most >= 1e6 || !(step > 0)) return values.map(shown);
     let digits = 0;
     while (digits < 8 && Math.abs(step * 10 ** digits - Math.round(step * 10 ** digits)) > 1e-6) digits++;
     return values.map((value) => value == null ? "" : value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits }));
