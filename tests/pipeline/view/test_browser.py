@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -174,9 +175,15 @@ def test_values_are_told_where_the_pointer_is(crowded: list[Path], browser: Any)
     page = browser.open(crowded[0].as_uri(), width=1200)
     told = "[...document.querySelectorAll('.plot output')].map((one) => one.textContent).join('')"
     assert page.value(told) == ""
-    page.value("document.querySelector('.plot').scrollIntoView()")
-    place = "document.querySelector('.plot .u-over').getBoundingClientRect()"
-    x, y = page.value(f"{place}.right - 1"), page.value(f"{place}.top + 20")
-    page.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    page.value(
+        "(() => {const over = document.querySelector('.plot .u-over');"
+        "const box = over.getBoundingClientRect();"
+        "const at = {clientX: box.right - 1, clientY: box.top + 20};"
+        "over.dispatchEvent(new MouseEvent('mousemove', at));})()"
+    )
+    time.sleep(0.5)
     first = "[...document.querySelector('.plot').querySelectorAll('output')]"
     assert page.value(f"{first}.map((one) => one.textContent)") == ["step 29", "1.1", "2"]
+    assert page.value(told).count("step 29: ") == page.value(
+        "[...document.querySelectorAll('.plot')].filter((one) => !one.querySelector('.key')).length"
+    )

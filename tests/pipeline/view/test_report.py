@@ -84,6 +84,17 @@ def test_a_report_says_what_happened(tmp_path: Path) -> None:
     assert loss["data"][2] == [None, None, None, 3.3, None, None]
 
 
+def test_a_report_has_the_command_as_it_is_typed(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", EVENTS, METRICS)
+    for words, typed in (
+        (["/usr/bin/pipe", "run", "a b.yaml"], "pipe run &#39;a b.yaml&#39;"),
+        (["/somewhere/pipetrain.py", "run"], "pipe run"),
+        (["train.py", "--lr=1"], "train.py --lr=1"),
+    ):
+        (folder / "environment.json").write_text(json.dumps({"command": words}))
+        assert f"<code>{typed}</code>" in run_page(read_history(folder))
+
+
 def test_a_report_says_what_saves_cost(tmp_path: Path) -> None:
     written: dict[str, Any] = {"step": 2, "time": 1002.0, "checkpoint_seconds": 1.0}
     spent = {"checkpoint_user_seconds": 0.5, "checkpoint_system_seconds": 0.25}
