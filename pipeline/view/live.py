@@ -111,7 +111,7 @@ def _slot(slot: SlotState, marks: Marks) -> Text:
 
 
 def _activity(doing: dict[str, Any], width: int) -> RenderableType:
-    """Return a bar, or the amount alone where the whole is not known."""
+    """Return a bar, or only the amount where the whole is not known."""
     name, unit = shown(doing["name"]), shown(doing["unit"])
     done = float(doing["done"])
     amount = human if unit == BYTES else lambda value: counted(value, unit)
@@ -199,8 +199,8 @@ def _measured(run: Follower, marks: Marks) -> Iterator[tuple[str, RenderableType
     """Yield plugins' numbers: the newest of each, and its curve."""
     for name, values in list(run.measured.items())[:MOST_MEASURED]:
         step, value = values[-1]
-        behind = "" if step == run.step["step"] else f" at step {step}"
-        text = Text(f"{value:.4g}{behind}")
+        when = "" if step == run.step["step"] else f" at step {step}"
+        text = Text(f"{value:.4g}{when}")
         curve = sparkline([value for _, value in values], CURVE_WIDTH, marks.bars)
         yield _cut(shown(name), marks), text.append(f"  {curve}", style="cyan")
     left = len(run.measured) - MOST_MEASURED
@@ -223,13 +223,13 @@ def _update(step: dict[str, Any]) -> Iterator[str]:
 
 
 def _speed(step: dict[str, Any], run: Follower) -> Iterator[str]:
-    """Yield the mean speed and, while the run goes on, the newest step's."""
+    """Yield the mean speed and, while there are steps to come, the newest step's."""
     speed = run.speed
     mean, seconds = speed.mean("tokens_per_second"), speed.step_seconds
     if mean is None or seconds is None:
         return
     now = step.get("tokens_per_second")
-    if now is not None and run.state == "running":
+    if now is not None and run.state == "running" and step["step"] != step.get("total_steps"):
         yield f"{count(now)} tokens/s now, {count(mean)} on average"
     else:
         yield f"{count(mean)} tokens/s on average"
@@ -252,7 +252,7 @@ def _memory(step: dict[str, Any], planned: int | None, gpus: Sequence[GpuReading
         if planned is not None:
             yield f"plan {gib(planned)} GiB"
     if step.get("peak_host_memory_bytes") is not None:
-        yield f"host {gib(step['peak_host_memory_bytes'])} GiB a process"
+        yield f"host {gib(step['peak_host_memory_bytes'])} GiB per process"
 
 
 def _gpus(gpus: Sequence[GpuReading], dot: str) -> Iterator[tuple[str, str, bool]]:

@@ -125,8 +125,11 @@ def test_the_mean_speed_is_told_and_while_it_runs_the_newest(tmp_path: Path) -> 
     folder = made(tmp_path / "run", TRAINING, records)
     (running,) = [line for line in text(folder, under_way=True) if line.startswith("speed")]
     assert running == ("speed     300 tokens/s now, 250 on average · 4 s/step · data wait 1.0 %")
+    add(folder, [step(3, tokens_per_second=250.0, total_steps=3)])
+    (last,) = [line for line in text(folder, under_way=True) if "speed" in line]
+    assert last.startswith("speed     250 tokens/s on average")
     (ended,) = [line for line in text(folder) if line.startswith("speed")]
-    assert ended == "speed     250 tokens/s on average · 4 s/step · data wait 1.0 %"
+    assert ended == "speed     250 tokens/s on average · 3.33 s/step · data wait 1.0 %"
 
 
 def test_the_first_and_the_best_evaluation_are_told(tmp_path: Path) -> None:
