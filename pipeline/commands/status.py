@@ -25,7 +25,7 @@ LONGEST = 1 << 20
 @click.argument(
     "run", metavar="[RUN]", type=click.Path(path_type=Path), required=False, shell_complete=RUN
 )
-@click.option("-f", "--follow", is_flag=True, help="Go on showing it until the run ends.")
+@click.option("-f", "--follow", is_flag=True, help="Keep showing it until the run ends.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def status(run: Path | None, follow: bool, as_json: bool) -> None:
     """Show how far RUN is (by default the newest in ./runs).
@@ -107,7 +107,7 @@ def _draw(run: Follower, *, follow: bool) -> None:
     "run", metavar="[RUN]", type=click.Path(path_type=Path), required=False, shell_complete=RUN
 )
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option("-f", "--follow", is_flag=True, help="Go on with what is added, until the run ends.")
+@click.option("-f", "--follow", is_flag=True, help="Keep printing what is added, until the run ends.")
 @click.option("-n", "--lines", type=click.IntRange(min=0), help="Only the last so many lines.")
 def logs(run: Path | None, rank: int, follow: bool, lines: int | None) -> None:
     """Print the log of a rank of RUN (by default the newest in ./runs)."""
