@@ -14,7 +14,7 @@ from markupsafe import Markup
 from pipeline.view.report.curves import Curve
 
 ASSETS = Path(__file__).parent / "assets"
-COLOURS = ("accent", "second", "good", "bad", "warm", "faint")
+COLOURS = ("accent", "second", "good", "third", "bad", "faint")
 """Names of colours in `page.css`, one a series; further series begin again, dashed."""
 LOG_SPAN = 20
 """A logarithmic axis is worth its ticks where the greatest value is this many times the least."""
