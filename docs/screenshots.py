@@ -8,6 +8,7 @@ whose names have one of them.
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -18,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
+from browser import PROGRAMS, Browser, program, save
 from terminal import ROWS, page, screens
 
 ROOT = Path(__file__).parents[1]
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-DESKTOP, LONG, PHONE = (1280, 900), (1280, 2600), (500, 900)
-"""Width and height. Chromium's window is never narrower than 500."""
+DESKTOP, WIDE, PHONE = (1280, 900), (1200, 900), (400, 900)
+"""Width and height of the window. Pictures show the whole page."""
 AT = ("step 35 of 60",)
 """Texts at which a run's screen is photographed, besides its end."""
 SMALL = {
@@ -76,11 +77,14 @@ def runs() -> Iterator[Picture]:
                 yield Picture(name=name, address=file.as_uri(), size=size)
     compared = ["compare", "run-80", "run-120", "--out", "compare.html"]
     subprocess.run([*command, *compared], cwd=folder, check=True, capture_output=True)
-    for name, file in (("report", "run-120/report.html"), ("compare", "compare.html")):
+    subprocess.run([*command, "report", "."], cwd=folder, check=True, capture_output=True)
+    pages = {"report": "run-120/report.html", "compare": "compare.html", "runs": "report.html"}
+    for name, file in pages.items():
         address = (folder / file).as_uri()
-        yield Picture(name=f"{name}-light", address=address, size=LONG)
-        yield Picture(name=f"{name}-dark", address=address, size=LONG, dark=True)
-        yield Picture(name=f"{name}-phone", address=address, size=PHONE)
+        for dark in (False, True):
+            for size in (WIDE, PHONE):
+                kind = f"{size[0]}-{'dark' if dark else 'light'}"
+                yield Picture(name=f"{name}-{kind}", address=address, size=size, dark=dark)
     shutil.rmtree(folder)
 
 
@@ -108,40 +112,22 @@ SUBJECTS: dict[str, Callable[[], Iterator[Picture]]] = {"docs": documentation, "
 """Groups of pictures."""
 
 
-def browser() -> str:
-    """Path of Chromium. Exits where there is none."""
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None:
-        sys.exit(f"no browser here: install one of {', '.join(BROWSERS)}")
-    return found
-
-
-def take(picture: Picture, folder: Path, program: str) -> Path:
-    """Take one picture."""
-    file = folder / f"{picture.name}.png"
-    with tempfile.TemporaryDirectory() as profile:
-        options = [
-            "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-            "--allow-file-access-from-files", "--virtual-time-budget=6000",
-            f"--user-data-dir={profile}", f"--screenshot={file}",
-            f"--window-size={picture.size[0]},{picture.size[1]}",
-        ]  # fmt: skip
-        if picture.dark:
-            options.append("--blink-settings=preferredColorScheme=0")
-        subprocess.run([program, *options, picture.address], check=True, capture_output=True)
-    return file
-
-
 def main(folder: str = "build/screenshots", *words: str) -> None:
     """Take the pictures of all groups, or of the groups and with the names that are given."""
-    target, program = (ROOT / folder).resolve(), browser()
+    target, chromium = (ROOT / folder).resolve(), program()
+    if chromium is None:
+        sys.exit(f"no browser here: install one of {', '.join(PROGRAMS)}")
     target.mkdir(parents=True, exist_ok=True)
     chosen = [SUBJECTS[word] for word in words if word in SUBJECTS] or SUBJECTS.values()
     names = [word for word in words if word not in SUBJECTS]
-    for pictures in chosen:
-        for picture in pictures():
+    with Browser(chromium) as browser:
+        for picture in itertools.chain.from_iterable(pictures() for pictures in chosen):
             if not names or any(word in picture.name for word in names):
-                print(take(picture, target, program), flush=True)
+                width, height = picture.size
+                opened = browser.open(
+                    picture.address, width=width, height=height, dark=picture.dark
+                )
+                print(save(opened, target / f"{picture.name}.png"), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import sys
 import termios
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,40 @@ def screens(
     if status:
         sys.exit("\n".join(screen.display))
     return {**found, "end": screen}
+
+
+@dataclass(frozen=True)
+class Frame:
+    """A screen, and the seconds since its program began at which it was shown first."""
+
+    seconds: float
+    screen: pyte.Screen
+
+
+def recorded(
+    command: Sequence[str], columns: int, rows: int, *, folder: Path, hidden: Sequence[str] = ()
+) -> list[Frame]:
+    """Run a command in a terminal; return its screens, one for each change that stood for a fifth
+    of a second, and the last. Texts that are `hidden` are left out of what it prints, such as
+    the path of a temporary folder. Exits if the command fails."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(folder)
+        os.environ["TERM"] = "xterm-256color"
+        os.execvp(command[0], command)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    screen, frames, began = pyte.Screen(columns, rows), list[Frame](), time.monotonic()
+    stream = pyte.ByteStream(screen)
+    for output in _outputs(terminal):
+        for text in hidden:
+            output = output.replace(text.encode(), b"")
+        stream.feed(output)
+        if not select.select([terminal], [], [], 0.2)[0]:
+            frames.append(Frame(time.monotonic() - began, _copy(screen)))
+    _, status = os.waitpid(pid, 0)
+    if status:
+        sys.exit("\n".join(screen.display))
+    return [*frames, Frame(time.monotonic() - began, screen)]
 
 
 def _outputs(terminal: int) -> Iterator[bytes]:

@@ -25,12 +25,12 @@ LONGEST = 1 << 20
 @click.argument(
     "run", metavar="[RUN]", type=click.Path(path_type=Path), required=False, shell_complete=RUN
 )
-@click.option("-f", "--follow", is_flag=True, help="Go on showing it until the run ends.")
+@click.option("-f", "--follow", is_flag=True, help="Keep showing it until the run ends.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 def status(run: Path | None, follow: bool, as_json: bool) -> None:
-    """Show where RUN is (by default the newest in ./runs), from any terminal that sees its folder.
+    """Show how far RUN is (by default the newest in ./runs).
 
-    Training does not notice.
+    It works in any terminal that sees the folder of the run. Training is not affected.
     """
     from pipeline.errors import RecipeError
     from pipeline.execution import rundir
@@ -62,6 +62,11 @@ def _facts(run: Follower) -> dict[str, object]:
         "step": run.step or None,
         "evaluation": run.evaluation or None,
         "checkpoint": run.saved or None,
+        "measurements": {
+            name: {"step": values[-1][0], "value": values[-1][1]}
+            for name, values in run.measured.items()
+        },
+        "mean_tokens_per_second": run.speed.mean("tokens_per_second"),
         "seconds_left": run.seconds_left,
     }
 
@@ -72,8 +77,9 @@ def _draw(run: Follower, *, follow: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from pipeline.utils.terminal import bare
-    from pipeline.view.live import ASCII, UNICODE, Header, drawing
+    from pipeline.utils.terminal import bare, shown
+    from pipeline.view.ending import next_lines
+    from pipeline.view.live import ASCII, LABEL_WIDTH, UNICODE, Header, drawing
 
     console = Console(file=bare(sys.stdout), highlight=False)
     marks = ASCII if console.options.ascii_only else UNICODE
@@ -84,14 +90,16 @@ def _draw(run: Follower, *, follow: bool) -> None:
 
     if not follow or not console.is_terminal:
         console.print(picture())
-        return
-    with Live(console=console, auto_refresh=False) as live:
-        while True:
-            run.look()
-            live.update(picture(), refresh=True)  # type: ignore[arg-type]
-            if run.state != "running":
-                return
-            time.sleep(0.5)
+    else:
+        with Live(console=console, auto_refresh=False) as live:
+            while True:
+                run.look()
+                live.update(picture(), refresh=True)  # type: ignore[arg-type]
+                if run.state != "running":
+                    break
+                time.sleep(0.5)
+    for label, text in next_lines(run.folder, run.state):
+        click.echo(shown(f"{label:<{LABEL_WIDTH}}  {text}"))  # whole, so that it can be copied
 
 
 @click.command("logs")
@@ -99,7 +107,9 @@ def _draw(run: Follower, *, follow: bool) -> None:
     "run", metavar="[RUN]", type=click.Path(path_type=Path), required=False, shell_complete=RUN
 )
 @click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option("-f", "--follow", is_flag=True, help="Go on with what is added, until the run ends.")
+@click.option(
+    "-f", "--follow", is_flag=True, help="Keep printing what is added, until the run ends."
+)
 @click.option("-n", "--lines", type=click.IntRange(min=0), help="Only the last so many lines.")
 def logs(run: Path | None, rank: int, follow: bool, lines: int | None) -> None:
     """Print the log of a rank of RUN (by default the newest in ./runs)."""

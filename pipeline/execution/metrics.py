@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,9 +22,18 @@ class Metrics:
         self.path = path
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record; it is not in a buffer of ours when this returns."""
+        """Append one record; it is not in a buffer of ours when this returns.
+
+        It has an integer `step`, and what was measured there: every number under a name that the
+        training does not use (docs/training.md) gets a curve in reports, a line in displays, and is
+        sent to trackers. Numbers of NumPy and tensors of one element are taken; what is not finite
+        becomes null. Raises TypeError for a record without a step, or with what JSON cannot hold.
+        """
         if self.path is not None:
-            jsonl.append_line(self.path, record)
+            plain = {name: _plain(value) for name, value in record.items()}
+            if type(plain.get("step")) is not int:
+                raise TypeError(f"a record of metrics needs an integer `step`: {record!r}")
+            jsonl.append_line(self.path, plain)
 
     def rewind(self, step: int) -> None:
         """Drop records later than `step`, and a line that a crash cut short, so that a resumed run
@@ -49,6 +59,13 @@ class Metrics:
             logging.getLogger("pipe").warning(
                 "%s: %d lines are not metrics; left out, kept in %s", self.path, foreign, aside
             )
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of another library as Python's, and null for one that is not finite."""
+    if not isinstance(value, (str, list, dict)) and hasattr(value, "item"):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def records(path: Path) -> Iterator[dict[str, Any]]:

@@ -31,6 +31,7 @@ from pipeline.execution.export_recipe import (
     saver,
 )
 from pipeline.execution.in_process import artifact, scratch_context
+from pipeline.utils.files import near
 from pipeline.utils.foreign import read_json
 from pipeline.utils.text import plural
 from pipeline.utils.trust import TRUST_CODE, trusted
@@ -64,11 +65,6 @@ class Subject:
         where = self.checkpoint if self.folder is None else str(self.folder)
         shown = near(where or "")
         return shown if self.step is None else f"step {self.step}, {shown}"
-
-
-def near(place: str | Path) -> str:
-    """Return a path relative to the working folder where it lies in it, else as it is."""
-    return str(place).removeprefix(f"{Path.cwd()}/")
 
 
 def has_model(run: Path) -> bool:

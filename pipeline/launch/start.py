@@ -40,13 +40,13 @@ from pipeline.execution.origins import write_origins
 from pipeline.execution.rank_logging import say
 from pipeline.execution.resume import plan_resume, results
 from pipeline.execution.selection import Selection, cut, ends_early
-from pipeline.execution.talk import has_model, near
-from pipeline.utils.files import replace_text
+from pipeline.utils.files import near, replace_text
 from pipeline.utils.foreign import read_whole
 from pipeline.utils.terminal import hide_environment, shown, typed
 from pipeline.utils.text import align, duration
+from pipeline.view.ending import next_lines, outcome
+from pipeline.view.history import RunState
 from pipeline.view.screen import Display
-from pipeline.view.texts import before_and_after
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -218,13 +218,14 @@ def is_done(plan: Plan, folder: Path) -> bool:
 
 
 def _show_results(plan: Plan, folder: Path) -> None:
-    places = [("run folder", folder), *results(plan, Journal(folder / rundir.JOURNAL))]
-    lines = [(name, str(place)) for name, place in places]
+    """Say what came out of a run that has ended well, where it is, and what to do next."""
+    measured: list[tuple[str, str]] = []
     with contextlib.suppress(OSError):
-        lines += before_and_after(folder)
-    if has_model(folder):
-        lines.append(("talk to it", f"pipe chat {shlex.quote(near(folder))}"))
-    for line in align(lines, left=2):
+        measured += outcome(folder)
+    places = [("run folder", folder), *results(plan, Journal(folder / rundir.JOURNAL))]
+    found = [(name, near(place)) for name, place in places]
+    state: RunState = "finished" if ends_early(plan) is None else "stopped"
+    for line in align([*measured, *found, *next_lines(folder, state)], left=2):
         say(f"  {line}")
 
 

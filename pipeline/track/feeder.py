@@ -113,7 +113,7 @@ class Feeder:
 
     def _take(self, record: dict[str, Any]) -> None:
         """Send a record that was not sent yet."""
-        step, kind = record.get("step") or 0, kind_of(record)
+        step, kind = record.get("step") or 0, _kind(record)
         if kind == "anomaly" and record.get("action") == "rollback":
             self.sent.go_back(record)
         if not self.sent.covers(step, kind):
@@ -138,6 +138,13 @@ class Feeder:
         self._kept = time.monotonic()
         record = {"sent": asdict(self.sent), "state": dict(self._state)}
         replace_text(self._file, json.dumps(record))
+
+
+def _kind(record: Mapping[str, Any]) -> str:
+    """Return a record's kind; those of plugins are told apart by what they measure, as several may
+    write records of the same step."""
+    kind = kind_of(record)
+    return kind if kind != "other" else " ".join(sorted(name for name, _ in _measurements(record)))
 
 
 def _measurements(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

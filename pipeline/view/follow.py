@@ -16,6 +16,8 @@ from pipeline.execution.journal import is_event
 from pipeline.execution.metrics import is_record
 from pipeline.view.chain import Chain
 from pipeline.view.history import DOING, PLAN_FILE, PLANNED, RunState, json_in, state_of
+from pipeline.view.measurements import measured
+from pipeline.view.speed import MeanSpeed
 from pipeline.view.tail import Tail
 
 KEPT = 1000
@@ -51,8 +53,14 @@ class Follower:
     """Step and loss of the newest steps, oldest first."""
     paces: deque[float] = field(default_factory=lambda: deque(maxlen=PACES), init=False)
     """Seconds of the newest steps."""
+    speed: MeanSpeed = field(default_factory=MeanSpeed, init=False)
+    """Of the steps that were read: of a run that began earlier, the newest."""
     evaluation: dict[str, Any] = field(default_factory=dict, init=False)
     """The newest evaluation's record; empty before the first."""
+    first_evaluation: dict[str, Any] = field(default_factory=dict, init=False)
+    """The first evaluation's record; empty before it, and where it was not read."""
+    measured: dict[str, deque[tuple[int, float]]] = field(default_factory=dict, init=False)
+    """Name -> step and value of the newest of a plugin's numbers, oldest first."""
     communication: dict[str, Any] = field(default_factory=dict, init=False)
     """The newest profiled step's record; empty without one."""
     saved: dict[str, Any] = field(default_factory=dict, init=False)
@@ -117,10 +125,13 @@ class Follower:
         return float((total - step) * statistics.fmean(self.paces))
 
     def _forget(self) -> None:
-        """Begin anew: a resumed run has dropped steps that are to be repeated."""
+        """Begin again: a resumed run has dropped steps that are to be repeated."""
         self.losses.clear()
         self.paces.clear()
-        self.step, self.evaluation, self.communication, self.saved = {}, {}, {}, {}
+        self.measured.clear()
+        self.speed = MeanSpeed()
+        self.step, self.evaluation, self.first_evaluation = {}, {}, {}
+        self.communication, self.saved = {}, {}
 
     def _note(self, record: dict[str, Any]) -> None:
         if "loss" in record:
@@ -129,8 +140,14 @@ class Follower:
                 self.losses.append((record["step"], record["loss"]))
             if record.get("step_seconds") is not None:
                 self.paces.append(record["step_seconds"])
+            self.speed.add(record)
         if "eval_loss" in record:
             self.evaluation = record
+            if self._metrics.whole and not self.first_evaluation:
+                self.first_evaluation = record
+        for name, value in measured(record):
+            values = self.measured.setdefault(name, deque(maxlen=KEPT))
+            values.append((record["step"], value))
         if record.get("communication_share") is not None:
             self.communication = record
         if "checkpoint_stall_seconds" in record and record.get("time") is not None:

@@ -20,7 +20,7 @@ from pipeline.view.chain import ENDS, Chain
 
 PLAN_FILE = "plan.json"
 """The plan of a run, in its folder: `needed_bytes` of a GPU, `lines` for people."""
-SILENT = "ended without a word: it was killed, or its machine went down"
+SILENT = "no end was recorded: the run was killed, or its machine went down"
 RunState = Literal["running", "finished", "failed", "stopped"]
 
 

@@ -19,11 +19,16 @@ from pipeline.utils.text import counted, duration, human
 from pipeline.view.chain import SlotState
 from pipeline.view.follow import Follower
 from pipeline.view.sparkline import ASCII_BARS, BARS, sparkline
-from pipeline.view.words import count, gib, percent
+from pipeline.view.words import count, gib, number, percent
 
 LABEL = "bright_black"
 """Colour of what is the same all the time."""
+LABEL_WIDTH = len("training")
 CURVE_WIDTH = 30
+MOST_MEASURED = 6
+"""Plugins' numbers that are drawn."""
+LONGEST_LABEL = 20
+"""Characters of a plugin's name for a number that are drawn."""
 GAP = "  "
 """Between two slots."""
 
@@ -39,14 +44,16 @@ class Marks:
     stopped: str
     bars: str
     dot: str
+    cut: str
 
 
 UNICODE = Marks(
-    waiting="·", running="●", finished="✓", failed="✗", stopped="■", bars=BARS, dot=" · "
-)
+    waiting="·", running="●", finished="✓", failed="✗", stopped="■", bars=BARS, dot=" · ", cut="…"
+)  # fmt: skip
 ASCII = Marks(
-    waiting=".", running="*", finished="+", failed="x", stopped="=", bars=ASCII_BARS, dot=", "
-)
+    waiting=".", running="*", finished="+", failed="x", stopped="=", bars=ASCII_BARS, dot=", ",
+    cut="~",
+)  # fmt: skip
 _COLOURS = {
     "waiting": LABEL, "running": "bold cyan", "finished": "green", "failed": "bold red",
     "stopped": "yellow",
@@ -104,7 +111,7 @@ def _slot(slot: SlotState, marks: Marks) -> Text:
 
 
 def _activity(doing: dict[str, Any], width: int) -> RenderableType:
-    """Return a bar, or the amount alone where the whole is not known."""
+    """Return a bar, or only the amount where the whole is not known."""
     name, unit = shown(doing["name"]), shown(doing["unit"])
     done = float(doing["done"])
     amount = human if unit == BYTES else lambda value: counted(value, unit)
@@ -144,7 +151,7 @@ def _bar(
 
 def _numbers(run: Follower, gpus: Sequence[GpuReading], marks: Marks) -> RenderableType:
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style=LABEL, no_wrap=True)
+    table.add_column(style=LABEL, no_wrap=True, min_width=LABEL_WIDTH)
     table.add_column(overflow="fold")
     for label, value in _rows(run, gpus, marks):
         table.add_row(label, value)
@@ -156,11 +163,12 @@ def _rows(
 ) -> Iterator[tuple[str, RenderableType]]:
     step, dot = run.step, marks.dot
     losses = [loss for _, loss in run.losses]
-    loss = Text("not a number" if step["loss"] is None else f"{step['loss']:.4f}", style="bold")
+    loss = Text(number(step["loss"]), style="bold")
     loss.append(f"  {sparkline(losses, CURVE_WIDTH, marks.bars)}", style="cyan")
     yield "loss", loss
     if run.evaluation:
-        yield "held out", Text(_evaluation(run.evaluation, dot))
+        yield "held out", Text(_evaluation(run, dot))
+    yield from _measured(run, marks)
     yield "step", Text(dot.join(_update(step)))
     speed = dot.join(_speed(step, run))
     if speed:
@@ -175,16 +183,34 @@ def _rows(
         yield "saved", Text(f"step {run.saved['step']}, {age} ago")
 
 
-def _evaluation(record: dict[str, Any], dot: str) -> str:
-    loss = record["eval_loss"]
+def _evaluation(run: Follower, dot: str) -> str:
+    record, first = run.evaluation, run.first_evaluation
     best = record.get("best_step") == record["step"]
-    parts = [
-        "not a number" if loss is None else f"{loss:.4f}",
-        f"at step {record['step']}" + (" (the best so far)" if best else ""),
-    ]
+    so_far = ", best so far" if best else ""
+    parts = [f"{number(record['eval_loss'])} (step {record['step']}{so_far})"]
     if record.get("best_step") is not None and not best:
-        parts.append(f"best {record['best_eval_loss']:.4f} at step {record['best_step']}")
+        parts.append(f"best {record['best_eval_loss']:.4f} (step {record['best_step']})")
+    if first and first["step"] not in (record["step"], record.get("best_step")):
+        parts.append(f"first {number(first['eval_loss'])} (step {first['step']})")
     return dot.join(parts)
+
+
+def _measured(run: Follower, marks: Marks) -> Iterator[tuple[str, RenderableType]]:
+    """Yield plugins' numbers: the newest of each, and its curve."""
+    for name, values in list(run.measured.items())[:MOST_MEASURED]:
+        step, value = values[-1]
+        when = "" if step == run.step["step"] else f" at step {step}"
+        text = Text(f"{value:.4g}{when}")
+        curve = sparkline([value for _, value in values], CURVE_WIDTH, marks.bars)
+        yield _cut(shown(name), marks), text.append(f"  {curve}", style="cyan")
+    left = len(run.measured) - MOST_MEASURED
+    if left > 0:
+        yield "", Text(f"{left} more measurements are in the report", style=LABEL)
+
+
+def _cut(name: str, marks: Marks) -> str:
+    """Return a label that leaves room for its value."""
+    return name if len(name) <= LONGEST_LABEL else f"{name[: LONGEST_LABEL - 1]}{marks.cut}"
 
 
 def _update(step: dict[str, Any]) -> Iterator[str]:
@@ -197,16 +223,24 @@ def _update(step: dict[str, Any]) -> Iterator[str]:
 
 
 def _speed(step: dict[str, Any], run: Follower) -> Iterator[str]:
-    if step.get("tokens_per_second") is None:
+    """Yield the mean speed and, while there are steps to come, the newest step's."""
+    speed = run.speed
+    mean, seconds = speed.mean("tokens_per_second"), speed.step_seconds
+    if mean is None or seconds is None:
         return
-    yield f"{count(step['tokens_per_second'])} tokens/s"
-    yield f"{step['step_seconds']:.3g} s/step"
-    if step.get("mfu") is not None:
-        yield f"MFU {percent(step['mfu'])}"
-    yield f"data wait {percent(step['data_wait_share'])}"
+    now = step.get("tokens_per_second")
+    if now is not None and run.state == "running" and step["step"] != step.get("total_steps"):
+        yield f"{count(now)} tokens/s now, {count(mean)} on average"
+    else:
+        yield f"{count(mean)} tokens/s on average"
+    yield f"{seconds:.3g} s/step"
+    for name, label in (("mfu", "MFU"), ("data_wait_share", "data wait")):
+        share = speed.mean(name)
+        if share is not None:
+            yield f"{label} {percent(share)}"
     if run.communication:
-        share = percent(run.communication["communication_share"])
-        yield f"communication {share} (step {run.communication['step']})"
+        record = run.communication
+        yield f"communication {percent(record['communication_share'])} (step {record['step']})"
 
 
 def _memory(step: dict[str, Any], planned: int | None, gpus: Sequence[GpuReading]) -> Iterator[str]:
@@ -218,7 +252,7 @@ def _memory(step: dict[str, Any], planned: int | None, gpus: Sequence[GpuReading
         if planned is not None:
             yield f"plan {gib(planned)} GiB"
     if step.get("peak_host_memory_bytes") is not None:
-        yield f"host {gib(step['peak_host_memory_bytes'])} GiB a process"
+        yield f"host {gib(step['peak_host_memory_bytes'])} GiB per process"
 
 
 def _gpus(gpus: Sequence[GpuReading], dot: str) -> Iterator[tuple[str, str, bool]]:

@@ -24,6 +24,8 @@ class Tail:
     """Begin this many bytes before the end of a longer file; None begins at its start."""
     replaced: bool = field(default=False, init=False)
     """Whether the newest records begin a file that replaces the one before."""
+    whole: bool = field(default=True, init=False)
+    """Whether the file was read from its start."""
     _offset: int = field(default=0, init=False)
     _file: int | None = field(default=None, init=False)
     """Inode number of the file that `_offset` is of."""
@@ -55,11 +57,12 @@ class Tail:
                     yield record
 
     def _follow(self, facts: os.stat_result) -> None:
-        """Begin anew where another file, or a shorter one, has taken the path."""
+        """Begin again where another file, or a shorter one, has taken the path."""
         if self._file is not None and (facts.st_ino != self._file or facts.st_size < self._offset):
-            self.replaced, self._offset = True, 0
+            self.replaced, self.whole, self._offset = True, True, 0
         elif self._file is None and self.newest_bytes is not None:
             self._offset = max(0, facts.st_size - self.newest_bytes)
+            self.whole = self._offset == 0
         self._file = facts.st_ino
 
 

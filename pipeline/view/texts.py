@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
-
-from pipeline.execution import rundir
-from pipeline.execution.metrics import records
 
 MOST_PROMPTS = 3
 MOST_LETTERS = 200
 
 
-def before_and_after(folder: Path) -> Iterator[tuple[str, str]]:
+def before_and_after(found: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
     """Yield labels and texts: each of the first prompts, and its answers before training and by the
-    last step. Nothing without texts before the first step. Raises OSError."""
-    found = [one for one in records(folder / rundir.METRICS) if one.get("generated")]
-    if len(found) < 2 or found[0]["step"] != 0:
+    last step, from a run's metrics. Nothing without texts before the first step."""
+    texts = [one for one in found if one.get("generated")]
+    if len(texts) < 2 or texts[0]["step"] != 0:
         return
-    last = {one["number"]: one for one in found[-1]["generated"]}
-    for before in found[0]["generated"][:MOST_PROMPTS]:
+    last = {one["number"]: one for one in texts[-1]["generated"]}
+    for before in texts[0]["generated"][:MOST_PROMPTS]:
         after = last.get(before["number"])
         if after is not None:
             yield "prompt", _shown(before["prompt"])

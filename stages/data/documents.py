@@ -177,6 +177,11 @@ class Documents:
         more = [f"-{dropped}" if dropped else "", f"-{CHANGED}:{changed}" if changed else ""]
         return content + "".join(more)
 
+    def told(self, counts: Counts) -> Iterator[str]:
+        """Yield what a source holds, in words."""
+        yield counted(counts["documents"], "documents")
+        yield counted(counts["tokens"], "tokens")
+
     def build(self, opened: OpenedSource, folder: Path) -> Counts:
         """Tokenise a source into a folder. Raises the error of its mistakes, and DataError if it
         has no target."""

@@ -100,24 +100,13 @@ def _entry(
     )
     tokenize.check_ids(work.model, entry.counts["largest"])
     seconds = time.monotonic() - started
-    counts = ", ".join(_in_words(entry.counts))
-    work.ctx.log.info("%s: %s, %.1f s (%s)", source, counts, seconds, entry.folder)
+    counts = ", ".join(work.told(entry.counts))
+    work.ctx.log.info("%s: %s, %.1f s", source, counts, seconds)
+    work.ctx.log.debug("%s: largest id %d, in %s", source, entry.counts["largest"], entry.folder)
     if work.ctx.dist.is_main:  # which has opened the source
         for note in read_notes(entry):
             work.ctx.log.warning("%s", note.told([part.name for part in opened().parts]))
     return entry
-
-
-def _in_words(counts: Counts) -> Iterator[str]:
-    for name, count in counts.items():
-        if name in (NULLS, CHANGED, CUT, *DROPPED.values()):
-            continue  # notes and `long` say it
-        if name == "largest":
-            yield f"largest id {count:,}"
-        elif name.startswith(FORM) and count:
-            yield f"{counted(count, 'rows')} of {name}"
-        elif count:
-            yield counted(count, name)
 
 
 def _entries(stage: ChatData | TextData, work: Documents | Rows) -> list[Entry]:
@@ -226,6 +215,22 @@ class Rows:
         counts = {name: entry.counts[name] for name in (BAD, NULLS, CHANGED, *DROPPED.values())}
         more += [f"{name}:{count}" for name, count in counts.items() if count]
         return _SEPARATOR.join([content, *more])
+
+    def told(self, counts: Counts) -> Iterator[str]:
+        """Yield what a source holds, in words. Notes say why rows were dropped or changed."""
+        forms = [name.removeprefix(FORM) for name in counts if counts[name] and FORM in name]
+        yield f"{counted(counts['rows'], 'rows')} ({', '.join(forms)})"
+        if counts["samples"] != counts["rows"]:
+            yield counted(counts["samples"], "samples")
+        yield counted(counts["tokens"], "tokens")
+        yield f"{counts['targets']:,} trained on"
+        long, most = counts["long"], self.stage.sequence_length
+        if long and self.stage.too_long == "truncate":
+            yield f"{counted(long, 'rows')} cut to {most} tokens"
+        if counts["dropped"]:
+            dropped = f"{counted(counts['dropped'], 'rows')} dropped"
+            of_them = f" ({long} longer than {most} tokens)"
+            yield dropped + (of_them if long and self.stage.too_long == "drop" else "")
 
     def key(self, opened: OpenedSource) -> str:
         settings: list[Any] = [self.settings, self.stage.roles, self.dtype]

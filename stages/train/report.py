@@ -49,17 +49,18 @@ class Reporter(StepCallback):
         """Report texts that were generated."""
         self._ctx.metrics.write({"step": step, "time": time.time(), "generated": list(samples)})
         for sample in samples:
-            text = f"{sample['prompt']} -> {sample['text']}"
+            answer = sample["text"] if sample["text"].strip() else "(empty answer)"
+            text = f"{sample['prompt']} -> {answer}"
             self._ctx.log.info("step %d  %s", step, text.replace("\n", " "))
 
     def saved(self, step: int, *, stalled: float) -> None:
-        """Report a checkpoint, for which training stood still for `stalled` seconds."""
+        """Report a checkpoint, for which training paused for `stalled` seconds."""
         record = {"step": step, "time": time.time(), "checkpoint_stall_seconds": stalled}
         self._ctx.metrics.write(record)
 
     def written(self, checkpoint: WrittenCheckpoint, *, slowed: float | None) -> None:
-        """Report a checkpoint that is on disk, beside which steps took `slowed` seconds more, if
-        that is known."""
+        """Report a checkpoint that is on disk. Steps took `slowed` seconds more while it was
+        written, if that is known."""
         record = {
             "step": checkpoint.step,
             "time": time.time(),

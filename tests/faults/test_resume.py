@@ -31,13 +31,15 @@ def test_what_nobody_reads_any_more_is_not_rebuilt(pipe: Pipe) -> None:
 def test_a_finished_run_has_nothing_to_do_and_needs_no_torch(pipe: Pipe) -> None:
     run = pipe.run(pipe.recipe())
     assert run.code == 0, run.stderr
-    assert run.stdout.splitlines()[-4:] == [
-        run.stdout.splitlines()[-4],
-        f"  run folder  {pipe.run_dir}",
-        f"  train       {pipe.run_dir}/train.txt",
-        f"  export      {pipe.run_dir}/export.txt",
+    end, *results = run.stdout.splitlines()[-5:]
+    assert end.startswith("finished in 0:")
+    name = pipe.run_dir.name
+    assert results == [
+        f"  run folder  {name}",
+        f"  train       {name}/train.txt",
+        f"  export      {name}/export.txt",
+        f"  report      {name}/report.html",
     ]
-    assert run.stdout.splitlines()[-4].startswith("finished in 0:")
     before = pipe.calls()
     code = "import sys; sys.modules['torch'] = None; from pipeline.cli import main; main()"
     again = pipe.end(pipe.start("-c", code, "resume", str(pipe.run_dir)))

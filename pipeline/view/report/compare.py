@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.utils.terminal import shown
-from pipeline.utils.text import duration, human
+from pipeline.utils.text import align, duration, human
+from pipeline.view import measurements
 from pipeline.view.history import History
 from pipeline.view.report.curves import curve
-from pipeline.view.report.facts import busy_seconds, median_of, where
+from pipeline.view.report.facts import busy_seconds, where
 from pipeline.view.report.page import Plot, Series, render
-from pipeline.view.words import count, percent
+from pipeline.view.speed import MeanSpeed
+from pipeline.view.words import count, number, percent
 
 MISSING = "-"
 
@@ -24,38 +26,72 @@ class Row:
 
     name: str
     values: tuple[str, ...]
+    better: tuple[int, ...] = ()
+    """Numbers of the runs with the best value; empty where none is better, or nobody can say."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether all runs have the same value."""
+        return len(set(self.values)) == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """What a run has of a property."""
+
+    text: str
+    rank: float | None = None
+    """A number that is lower where the run is better; None if no value is better than another."""
 
 
 def results(histories: Sequence[History]) -> list[Row]:
     """Return what came out of each run; without properties that no run has."""
     columns = [dict(_results(history)) for history in histories]
     names = dict.fromkeys(name for column in columns for name in column)
-    return [
-        Row(name=name, values=tuple(column.get(name, MISSING) for column in columns))
-        for name in names
-    ]
+    missing = Value(text=MISSING)
+    return [_row(name, [column.get(name, missing) for column in columns]) for name in names]
 
 
-def _results(history: History) -> Iterator[tuple[str, str]]:
+def _row(name: str, found: Sequence[Value]) -> Row:
+    """Return a row; values that read the same are equally good."""
+    ranks = [value.rank for value in found if value.rank is not None]
+    best = {value.text for value in found if ranks and value.rank == min(ranks)}
+    values = tuple(value.text for value in found)
+    better = tuple(at for at, text in enumerate(values) if text in best)
+    return Row(name=name, values=values, better=better if len(set(values)) > 1 else ())
+
+
+def _results(history: History) -> Iterator[tuple[str, Value]]:
     steps = history.steps
     last: Mapping[str, Any] = steps[-1] if steps else {}
-    yield "state", history.state
-    yield "where", where(history)
+    yield "state", Value(text=history.state)
+    yield "where", Value(text=where(history))
     if last:
-        yield "steps", str(last["step"])
-    if last.get("loss") is not None:
-        yield "loss", f"{last['loss']:.4f}"
+        yield "steps", Value(text=str(last["step"]))
+        yield "training loss", _lower(last["loss"])
+    if history.evaluations:
+        yield "first held-out loss", Value(text=number(history.evaluations[0]["eval_loss"]))
+        yield "last held-out loss", _lower(history.evaluations[-1]["eval_loss"])
     if history.best:
-        yield "held-out loss", f"{history.best['eval_loss']:.4f} at {history.best['step']}"
-    speed, used = median_of(steps, "tokens_per_second"), median_of(steps, "mfu")
-    if speed is not None:
-        yield "tokens/s", count(speed)
+        best = history.best
+        text = f"{number(best['eval_loss'])} at step {best['step']}"
+        yield "best held-out loss", Value(text=text, rank=best["eval_loss"])
+    for name, (_, value) in measurements.newest(history.metrics).items():
+        yield shown(name), Value(text=f"{value:.4g}")
+    speed = MeanSpeed.of(steps)
+    rate, used = speed.mean("tokens_per_second"), speed.mean("mfu")
+    if rate is not None:
+        yield "tokens/s (mean)", Value(text=count(rate), rank=-rate)
     if used is not None:
-        yield "MFU", percent(used)
+        yield "MFU (mean)", Value(text=percent(used), rank=-used)
     for name, label in (("peak_memory_bytes", "GPU peak"), ("peak_host_memory_bytes", "host peak")):
         if last.get(name):
-            yield label, human(last[name])
-    yield "time", duration(busy_seconds(history))
+            yield label, Value(text=human(last[name]), rank=last[name])
+    yield "time", Value(text=duration(busy_seconds(history)))
+
+
+def _lower(loss: float | None) -> Value:
+    return Value(text=number(loss), rank=loss)
 
 
 def recipe_differences(histories: Sequence[History]) -> list[Row]:
@@ -98,14 +134,48 @@ def _text(value: Any) -> str:
     return shown(value if isinstance(value, str) else json.dumps(value))
 
 
+def lines(
+    names: Sequence[str],
+    *,
+    recipes: Sequence[Row],
+    environments: Sequence[Row],
+    results: Sequence[Row],
+) -> Iterator[str]:
+    """Yield a comparison as text: what differs, the results that differ with the best of each row
+    marked, and what is equal in one line."""
+    differing = [row for row in results if not row.equal]
+    for title, head, rows in (
+        ("recipes", "recipes differ in", recipes),
+        ("environments", "environments differ in", environments),
+        ("results", "results (* best)", differing),
+    ):
+        yield from _table(head, names, rows) if rows else [f"{title} are the same"]
+        yield ""
+    equal = [f"{row.name} {row.values[0]}" for row in results if row.equal]
+    if equal:
+        yield f"the same in all: {', '.join(equal)}"
+
+
+def _table(title: str, names: Sequence[str], rows: Sequence[Row]) -> Iterator[str]:
+    cells = [[title, *names]]
+    for row in rows:
+        marked = (
+            f"{value} *" if at in row.better else value for at, value in enumerate(row.values)
+        )
+        cells.append([row.name, *marked])
+    return align(cells, left=len(names) + 1)
+
+
 def comparison_page(histories: Sequence[History]) -> str:
-    """Return the comparison as one HTML page."""
+    """Return the comparison as one HTML page: differences, results, curves, and what is equal."""
+    rows = results(histories)
     return render(
         "compare.html.j2",
         list(_plots(histories)),
         title=" and ".join(history.name for history in histories),
         names=[history.name for history in histories],
-        results=results(histories),
+        results=[row for row in rows if not row.equal],
+        equal=[row for row in rows if row.equal],
         recipes=recipe_differences(histories),
         environments=environment_differences(histories),
     )
@@ -113,10 +183,11 @@ def comparison_page(histories: Sequence[History]) -> str:
 
 def _plots(histories: Sequence[History]) -> Iterator[Plot]:
     for name, title, unit in (
-        ("loss", "Training loss", "nats a token"),
-        ("eval_loss", "Held-out loss", "nats a token"),
+        ("loss", "Training loss", "nats per token"),
+        ("eval_loss", "Held-out loss", "nats per token"),
+        *((name, shown(name), "") for name in _own_names(histories)),
         ("grad_norm", "Gradient norm", "before clipping"),
-        ("tokens_per_second", "Speed", "tokens a second"),
+        ("tokens_per_second", "Speed", "tokens per second"),
         ("mfu", "Model FLOPs utilisation", "share of the peak"),
     ):
         found = [
@@ -124,5 +195,9 @@ def _plots(histories: Sequence[History]) -> Iterator[Plot]:
             for one in histories
         ]
         if any(one.curve.steps for one in found):
-            log = name == "grad_norm" and all(one.curve.positive for one in found)
-            yield Plot(title=title, unit=unit, series=found, log=log)
+            yield Plot(title=title, unit=unit, series=found, wide=name == "grad_norm")
+
+
+def _own_names(histories: Sequence[History]) -> Sequence[str]:
+    """Return the names of all runs' plugins' numbers."""
+    return measurements.names(record for one in histories for record in one.metrics)

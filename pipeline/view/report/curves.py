@@ -26,19 +26,9 @@ class Curve:
     greatest: list[float | None]
 
     @property
-    def positive(self) -> bool:
-        """Whether all values are above 0, as a logarithmic axis needs."""
-        return all(value > 0 for value in (*self.mean, *self.least) if value is not None)
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the lists; without the range where no part has more than one value."""
-        ranged = self.least != self.greatest
-        return {
-            "steps": self.steps,
-            "mean": self.mean,
-            "least": self.least if ranged else None,
-            "greatest": self.greatest if ranged else None,
-        }
+    def known(self) -> list[float]:
+        """All values that are numbers, the ranges' too."""
+        return [value for value in (*self.mean, *self.least, *self.greatest) if value is not None]
 
 
 def curve(

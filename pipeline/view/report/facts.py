@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +11,8 @@ from pipeline.execution.metrics import kind_of
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import duration, human, plural
 from pipeline.view.history import History
-from pipeline.view.words import count, percent
+from pipeline.view.speed import MeanSpeed
+from pipeline.view.words import count, number, percent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,19 +53,17 @@ def _of_journal(events: list[dict[str, Any]]) -> Iterator[Mark]:
             text = shown(str(event.get("text", "")))
             yield Mark(time=when, step=None, kind="warning", text=text, bad=True)
         elif kind == "run finished":
-            yield Mark(time=when, step=None, kind="end", text="every stage has finished")
+            yield Mark(time=when, step=None, kind="end", text="every stage finished")
 
 
 def _of_metrics(records: list[dict[str, Any]]) -> Iterator[Mark]:
+    for begun, written in _saves(records):
+        first = begun or written
+        text = ", ".join(_cost({**begun, **written}, on_disk=bool(written)))
+        yield Mark(time=first.get("time"), step=first["step"], kind="save", text=text)
     for record in records:
         kind, when, step = kind_of(record), record.get("time"), record.get("step")
-        if kind == "checkpoint":
-            stall = record["checkpoint_stall_seconds"]
-            text = f"training stood still for {stall:.2f} s"
-            yield Mark(time=when, step=step, kind="save", text=text)
-        elif kind == "checkpoint written":
-            yield Mark(time=when, step=step, kind="save", text=_cost(record))
-        elif kind == "anomaly":
+        if kind == "anomaly":
             text = f"{record['anomaly']}: {record.get('action', '')}"
             yield Mark(time=when, step=step, kind="anomaly", text=text, bad=True)
         elif kind == "straggler":
@@ -73,46 +71,92 @@ def _of_metrics(records: list[dict[str, Any]]) -> Iterator[Mark]:
             yield Mark(time=when, step=step, kind="straggler", text=text, bad=True)
 
 
-def _cost(record: Mapping[str, Any]) -> str:
-    """The cost of writing a checkpoint, as far as it was recorded."""
-    parts = [f"on disk after {record['checkpoint_seconds']:.2f} s"]
+def _saves(
+    records: Iterable[Mapping[str, Any]],
+) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Return the two records of each save: of its beginning, and of its end; one that is missing is
+    empty."""
+    saves: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = []
+    for record in records:
+        kind = kind_of(record)
+        if kind == "checkpoint":
+            saves.append((record, {}))
+        elif kind == "checkpoint written":
+            waiting = (
+                at for at, (begun, written) in enumerate(saves)
+                if not written and begun["step"] == record["step"]
+            )  # fmt: skip
+            at = next(waiting, None)
+            if at is None:
+                saves.append(({}, record))
+            else:
+                saves[at] = saves[at][0], record
+    return saves
+
+
+def _cost(record: Mapping[str, Any], *, on_disk: bool) -> Iterator[str]:
+    """Yield what a save cost, as far as it was recorded."""
+    if not on_disk:
+        yield "not recorded as written"
+    elif "checkpoint_bytes" in record:
+        size = human(record["checkpoint_bytes"])
+        yield f"{size} on disk after {record['checkpoint_seconds']:.2f} s"
+    else:
+        yield f"on disk after {record['checkpoint_seconds']:.2f} s"
+    if "checkpoint_stall_seconds" in record:
+        yield f"training paused for {record['checkpoint_stall_seconds']:.2f} s"
+    if "checkpoint_slowed_seconds" in record:
+        yield f"steps took {record['checkpoint_slowed_seconds']:+.2f} s meanwhile"
     if "checkpoint_user_seconds" in record:
         spent = record["checkpoint_user_seconds"] + record["checkpoint_system_seconds"]
-        parts.append(f"{spent:.2f} s of processors")
-    if "checkpoint_slowed_seconds" in record:
-        parts.append(f"steps during it took {record['checkpoint_slowed_seconds']:+.2f} s")
-    return ", ".join(parts)
+        yield f"{spent:.2f} s of processor time"
 
 
-def summary(history: History) -> list[tuple[str, str]]:
-    """Return the run's most important numbers, as labels and values."""
-    return [(label, value) for label, value in _summary(history) if value]
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """One of a run's most important numbers."""
+
+    label: str
+    value: str
+    note: str = ""
+    """What it is compared with, or a mean of."""
 
 
-def _summary(history: History) -> Iterator[tuple[str, str]]:
+def summary(history: History) -> Iterator[Tile]:
+    """Yield the run's most important numbers."""
     steps = history.steps
-    last: Mapping[str, Any] = steps[-1] if steps else {}
-    total = last.get("total_steps")
-    if last:
-        yield "steps", f"{last['step']}" + (f" of {total}" if total else "")
-        yield "loss", _number(last.get("loss"), ".4f")
-    if history.best:
-        best = history.best
-        yield f"held-out loss at step {best['step']}", f"{best['eval_loss']:.4f}"
-    speed, used = median_of(steps, "tokens_per_second"), median_of(steps, "mfu")
-    if speed is not None:
-        yield "tokens/s", count(speed)
+    if steps:
+        first, last = steps[0], steps[-1]
+        total = last.get("total_steps")
+        yield Tile(label="steps", value=f"{last['step']}" + (f" of {total}" if total else ""))
+        note = f"{number(first['loss'])} at step {first['step']}"
+        yield Tile(label="training loss", value=number(last["loss"]), note=note)
+    yield from _held_out(history)
+    speed = MeanSpeed.of(steps)
+    rate, used = speed.mean("tokens_per_second"), speed.mean("mfu")
+    mean = f"mean of {plural(speed.steps, 'step')}"
+    if rate is not None:
+        yield Tile(label="tokens/s", value=count(rate), note=mean)
     if used is not None:
-        yield "MFU", percent(used)
-    if last.get("tokens") is not None:
-        yield "target tokens", count(last["tokens"])
-    yield "time", duration(busy_seconds(history))
+        yield Tile(label="MFU", value=percent(used), note=mean)
+    if steps and steps[-1].get("tokens") is not None:
+        yield Tile(label="target tokens", value=count(steps[-1]["tokens"]))
+    starts = sum(event["event"] == "run started" for event in history.events)
+    note = "" if starts < 2 else f"{starts} starts"
+    yield Tile(label="time", value=duration(busy_seconds(history)), note=note)
 
 
-def median_of(records: Iterable[Mapping[str, Any]], name: str) -> float | None:
-    """Return the median of a field over the records that have it; None if none does."""
-    values = [record[name] for record in records if record.get(name) is not None]
-    return statistics.median(values) if values else None
+def _held_out(history: History) -> Iterator[Tile]:
+    """Yield the last held-out loss, and how it compares with the first and the best."""
+    found, best = history.evaluations, history.best
+    if not found:
+        return
+    first, last = found[0], found[-1]
+    told = [f"{number(first['eval_loss'])} at step {first['step']}"]
+    if best is not None and best["step"] not in (first["step"], last["step"]):
+        told.append(f"best {number(best['eval_loss'])} at step {best['step']}")
+    note = ", ".join(told) if first["step"] != last["step"] else f"at step {last['step']}"
+    yield Tile(label="held-out loss", value=number(last["eval_loss"]), note=note)
 
 
 def busy_seconds(history: History) -> float:
@@ -144,12 +188,8 @@ def memory_rows(history: History, plan: Mapping[str, Any]) -> list[tuple[str, st
     steps = history.steps
     last: Mapping[str, Any] = steps[-1] if steps else {}
     sizes = {
-        "planned, a GPU": plan.get("needed_bytes"),
+        "planned per GPU": plan.get("needed_bytes"),
         "measured, tensors on the fullest GPU": last.get("peak_memory_bytes"),
-        "measured, host memory that training took in a process": last.get("peak_host_memory_bytes"),
+        "measured, host memory of training in one process": last.get("peak_host_memory_bytes"),
     }
     return [(label, human(size)) for label, size in sizes.items() if size]
-
-
-def _number(value: float | None, form: str) -> str:
-    return "not a number" if value is None else f"{value:{form}}"

@@ -14,8 +14,10 @@ from markupsafe import Markup
 from pipeline.view.report.curves import Curve
 
 ASSETS = Path(__file__).parent / "assets"
-COLOURS = ("accent", "second", "good", "bad", "warm", "faint")
-"""Names of colours in `page.css`, one a series."""
+COLOURS = ("accent", "second", "good", "third", "bad", "faint")
+"""Names of colours in `page.css`, one a series; further series begin again, dashed."""
+LOG_SPAN = 20
+"""A logarithmic axis is worth its ticks where the greatest value is this many times the least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,30 +37,37 @@ class Plot:
     title: str
     unit: str = ""
     series: Sequence[Series]
-    log: bool = False
-    """Whether the axis is logarithmic; for values above 0."""
+    wide: bool = False
+    """Whether its values may span orders of magnitude: then the axis is logarithmic."""
+
+    @property
+    def log(self) -> bool:
+        """Whether the axis is logarithmic: the values are above 0 and do span so much."""
+        values = [value for one in self.series for value in one.curve.known]
+        return self.wide and bool(values) and 0 < min(values) * LOG_SPAN <= max(values)
+
+    @property
+    def keys(self) -> Sequence[dict[str, Any]]:
+        """Label, colour and number of the dash pattern of each series."""
+        return [
+            {"label": one.label, "colour": COLOURS[n % len(COLOURS)], "dash": n // len(COLOURS)}
+            for n, one in enumerate(self.series)
+        ]
 
     def record(self) -> dict[str, Any]:
         """Return what `page.js` draws: a column of steps, then the columns of the series."""
         steps = sorted({step for one in self.series for step in one.curve.steps})
         columns: list[list[Any]] = [list(steps)]
         described = []
-        for number, one in enumerate(self.series):
+        for key, one in zip(self.keys, self.series, strict=True):
             found = one.curve
             ranged = found.least != found.greatest and len(self.series) <= 2
             columns.append(_column(steps, found.steps, found.mean))
             if ranged:
                 columns.append(_column(steps, found.steps, found.least))
                 columns.append(_column(steps, found.steps, found.greatest))
-            described.append(
-                {
-                    "label": one.label,
-                    "colour": COLOURS[number % len(COLOURS)],
-                    "dots": one.dots,
-                    "ranged": ranged,
-                }
-            )
-        return {"title": self.title, "log": self.log, "series": described, "data": columns}
+            described.append({**key, "dots": one.dots, "ranged": ranged})
+        return {"log": self.log, "series": described, "data": columns}
 
 
 def _column(

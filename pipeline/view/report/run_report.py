@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterator, Mapping
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,16 @@ from pipeline.utils.files import replace_text
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import duration
 from pipeline.utils.versions import versions
+from pipeline.view import measurements
+from pipeline.view.ending import REPORT
 from pipeline.view.history import PLAN_FILE, PLANNED, History, json_in, read_history
 from pipeline.view.report import facts
-from pipeline.view.report.curves import MOST_POINTS, curve
+from pipeline.view.report.curves import MOST_POINTS, Curve, curve
 from pipeline.view.report.gpus import gpu_plots, gpu_rows
 from pipeline.view.report.page import Plot, Series, render
+from pipeline.view.report.samples import prompts
 
-FILE = "report.html"
 MOST_MARKS = 200
-MOST_SAMPLES = 40
 MOST_ROWS = 400
 """Rows of the recipe's table."""
 
@@ -32,7 +34,7 @@ MOST_ROWS = 400
 def write_report(folder: Path, to: Path | None = None, *, ended: bool = False) -> Path:
     """Write the report of the run in `folder`, and return its path; `ended` as in `read_history`.
     Raises what that raises, and OSError."""
-    path = to or folder / FILE
+    path = to or folder / REPORT
     replace_text(path, run_page(read_history(folder, ended=ended)))
     return path
 
@@ -51,14 +53,14 @@ def run_page(history: History) -> str:
         state=history.state,
         where=facts.where(history),
         started=_clock(starts[0]["time"]) if starts else "",
-        command=shown(" ".join(map(str, history.environment.get("command", [])))),
-        summary=facts.summary(history),
+        command=shown(_command(history.environment.get("command", []))),
+        tiles=list(facts.summary(history)),
         parts=-(-len(history.steps) // MOST_POINTS) if len(history.steps) > MOST_POINTS else 0,
         slots=list(_slots(history)),
         memory=facts.memory_rows(history, plan),
         plan_lines=[str(line) for line in plan.get("lines", [])],
         gpus=gpu_rows(gpus),
-        samples=list(_samples(history))[-MOST_SAMPLES:],
+        prompts=prompts(history.metrics),
         marks=[
             {**vars(mark), "time": "" if mark.time is None else _clock(mark.time)}
             for mark in marks[-MOST_MARKS:]
@@ -71,6 +73,14 @@ def run_page(history: History) -> str:
     )
 
 
+def _command(words: Sequence[Any]) -> str:
+    """Return the command of the newest start as it is typed: without the path of `pipe`."""
+    typed = [str(word) for word in words]
+    if typed and Path(typed[0]).name in ("pipe", "pipetrain.py"):
+        typed[0] = "pipe"
+    return shlex.join(typed)
+
+
 def _plots(history: History) -> Iterator[Plot]:
     steps = history.steps
     loss = curve(steps, "loss")
@@ -79,12 +89,15 @@ def _plots(history: History) -> Iterator[Plot]:
         held_out = curve(history.evaluations, "eval_loss")
         if held_out.steps:
             series.append(Series(label="held out", curve=held_out, dots=True))
-        yield Plot(title="Loss", unit="nats a token", series=series)
-    for name, title, unit, log in (
+        yield Plot(title="Loss", unit="nats per token", series=series)
+    for name in measurements.names(history.metrics):
+        series = [Series(label=shown(name), curve=_own_curve(history, name))]
+        yield Plot(title=shown(name), series=series)
+    for name, title, unit, wide in (
         ("grad_norm", "Gradient norm", "before clipping", True),
         ("lr", "Learning rate", "", False),
-        ("tokens_per_second", "Speed", "tokens a second", False),
-        ("step_seconds", "Time of a step", "seconds", False),
+        ("tokens_per_second", "Speed", "tokens per second", False),
+        ("step_seconds", "Time of a step", "seconds", True),
         ("mfu", "Model FLOPs utilisation", "share of the peak", False),
         ("data_wait_share", "Wait for data", "share of a step", False),
         ("peak_memory_bytes", "Peak memory of a GPU", "GiB", False),
@@ -93,7 +106,13 @@ def _plots(history: History) -> Iterator[Plot]:
         found = curve(steps, name, unit=GIB if unit == "GiB" else 1)
         if any(found.mean):
             series = [Series(label=title.lower(), curve=found)]
-            yield Plot(title=title, unit=unit, series=series, log=log and found.positive)
+            yield Plot(title=title, unit=unit, series=series, wide=wide)
+
+
+def _own_curve(history: History, name: str) -> Curve:
+    """Return the curve of a plugin's number."""
+    found = [record for record in history.metrics if name in dict(measurements.measured(record))]
+    return curve(found, name)
 
 
 def _slots(history: History) -> Iterator[dict[str, Any]]:
@@ -107,13 +126,6 @@ def _slots(history: History) -> Iterator[dict[str, Any]]:
             "time": duration(slot.total_seconds) if slot.began else "",
             "percent": round(100 * slot.total_seconds / longest, 1),
         }
-
-
-def _samples(history: History) -> Iterator[dict[str, Any]]:
-    for record in history.metrics:
-        for sample in record.get("generated", ()):
-            prompt, text = shown(sample["prompt"]), shown(sample["text"])
-            yield {"step": record["step"], "prompt": prompt, "text": text}
 
 
 def _recipe_rows(history: History) -> Iterator[dict[str, str]]:

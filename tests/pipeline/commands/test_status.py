@@ -73,8 +73,9 @@ def test_a_finished_run(project: Path) -> None:
     chain = "  ".join(lines[1:3]).split("  ")
     assert chain == [f"✓ {slot}" for slot in ("track", *CHAIN)]
     labels = [line.split("  ")[0] for line in lines[3:]]
-    assert labels == ["training", "loss", "held out", "step", "speed", "memory", "saved"]
+    assert labels == ["training", "loss", "held out", "step", "speed", "memory", "saved", "report"]
     assert "step 8 of 8" in lines[3]
+    assert lines[-1] == "report    runs/tiny/report.html"
     assert pipe("status").stdout.splitlines()[1] == shown.stdout.splitlines()[1]
     assert pipe("status", "--follow").stdout.splitlines()[1] == shown.stdout.splitlines()[1]
 
@@ -87,6 +88,10 @@ def test_as_json(project: Path, tiny_run: TinyRun, failed: tuple[Path, Outcome])
     assert found["step"] == steps[-1]
     assert (found["evaluation"]["step"], found["checkpoint"]["step"]) == (8, 8)
     assert found["seconds_left"] == 0
+    speed = sum(one["tokens_per_second"] * one["step_seconds"] for one in steps)
+    mean = speed / sum(one["step_seconds"] for one in steps)
+    assert found["mean_tokens_per_second"] == pytest.approx(mean)
+    assert found["measurements"] == {}
     other = json.loads(pipe("status", failed[0], "--json").stdout)
     assert (other["state"], other["step"]) == ("failed", None)
 
@@ -96,6 +101,7 @@ def test_a_failed_run(failed: tuple[Path, Outcome]) -> None:
     shown = pipe("status", folder)
     assert shown.stdout.split()[:3] == ["the", "run", "failed"]
     assert "✓ declare  ✗ train  · export  · report" in shown.stdout
+    assert shown.stdout.splitlines()[-1] == f"continue  pipe resume '{folder}'"
     assert "boom" in pipe("logs", folder, "--rank", "1").stdout
     assert "boom" in (folder / "report.html").read_text()
     listed = json.loads(pipe("ls", folder.parent, "--json").stdout)
@@ -159,6 +165,32 @@ def test_reports(project: Path, tmp_path: Path) -> None:
     assert blocked.stderr.startswith("error: No such file or directory")
 
 
+def test_a_report_of_the_newest_run_and_of_all(project: Path, tmp_path: Path) -> None:
+    assert pipe("report").stdout == "runs/tiny/report.html\n"
+    written = pipe("report", "runs", "-o", tmp_path / "all.html")
+    assert (written.exit_code, written.stdout) == (0, f"{tmp_path / 'all.html'}\n")
+    assert ">tiny</a>" in (tmp_path / "all.html").read_text()
+    assert not Path("runs/report.html").exists()
+
+
+@pytest.mark.parametrize("display", ["", ":0"])
+def test_a_report_is_opened(
+    display: str, project: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where there is no display, or no browser, the address is printed."""
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda address: bool(opened.append(address)))
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"):
+        monkeypatch.delenv(name, raising=False)
+    if display:
+        monkeypatch.setenv("DISPLAY", display)
+    page = tmp_path / "a page.html"
+    shown = pipe("report", "runs/tiny", "--open", "--out", page)
+    assert (shown.exit_code, shown.stdout) == (0, f"{page}\n")
+    assert shown.stderr == f"no browser can be opened from here: open {page.as_uri()}\n"
+    assert opened == ([page.as_uri()] if display else [])
+
+
 def test_runs_are_compared(project: Path, failed: tuple[Path, Outcome], tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree("runs/tiny", other)
@@ -167,12 +199,13 @@ def test_runs_are_compared(project: Path, failed: tuple[Path, Outcome], tmp_path
     shown = pipe("compare", "runs/tiny", other, "--out", tmp_path / "both.html")
     assert shown.exit_code == 0, shown.stderr
     rows = [line.split() for line in shown.stdout.splitlines()]
-    assert ["results", "tiny", "other"] in rows
-    assert ["state", "finished", "finished"] in rows
-    assert ["steps", "8", "8"] in rows
+    (equal,) = [line for line in shown.stdout.splitlines() if line.startswith("the same in all")]
+    assert "state finished" in equal
+    assert "steps 8" in equal
     at = rows.index(["recipes", "differ", "in", "tiny", "other"])
     assert rows[at + 1 : at + 3] == [["stages.optimizer.lr", "0.01", "0.02"], []]
-    assert "environments differ in nothing" in shown.stdout
+    assert "environments are the same\n" in shown.stdout
+    assert "results are the same\n" in shown.stdout
     assert rows[-1] == ["wrote", str(tmp_path / "both.html")]
     assert "stages.optimizer.lr" in (tmp_path / "both.html").read_text()
     found = json.loads(pipe("compare", "runs/tiny", failed[0], "--json").stdout)
@@ -180,6 +213,7 @@ def test_runs_are_compared(project: Path, failed: tuple[Path, Outcome], tmp_path
     states = {row["name"]: row["values"] for row in found["results"]}
     assert states["state"] == ["finished", "failed"]
     assert states["steps"] == ["8", "-"]
+    assert {row["name"]: row["better"] for row in found["results"]}["steps"] == []
 
 
 NO_RUN = "error: x is not a run folder: it holds no recipe.yaml (pipe ls shows runs)"
@@ -211,6 +245,7 @@ def test_a_recipe_whose_variables_are_not_set_here(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(recipe)
     shown = pipe("status", tmp_path)
     assert (shown.exit_code, shown.stderr) == (0, "")
-    assert [line.rstrip() for line in shown.stdout.splitlines()[2:]] == ["· model"]
+    chain, going_on = [line.rstrip() for line in shown.stdout.splitlines()[2:]]
+    assert (chain, going_on) == ("· model", f"continue  pipe resume {tmp_path}")
     (tmp_path / "recipe.yaml").write_text("name: [")
     assert pipe("status", tmp_path).exit_code == 2

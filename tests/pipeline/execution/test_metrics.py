@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from pipeline.execution.metrics import Metrics, records
 
@@ -60,3 +63,19 @@ def test_lines_are_not_kept_through_a_link(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="nothing is written through links"):
         Metrics(path).rewind(5)
     assert target.read_text() == "mine"
+
+
+def test_numbers_of_other_libraries_are_taken(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics.write(
+        {"step": 1, "a": np.float32(0.5), "b": torch.tensor(2), "c": float("nan"), "d": np.inf}
+    )
+    written = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert written == {"step": 1, "a": 0.5, "b": 2, "c": None, "d": None}
+
+
+@pytest.mark.parametrize("record", [{"a": 1.0}, {"step": None}, {"step": "1"}, {"step": True}])
+def test_a_record_needs_a_step(tmp_path: Path, record: dict[str, object]) -> None:
+    with pytest.raises(TypeError, match="needs an integer `step`"):
+        Metrics(tmp_path / "metrics.jsonl").write(record)
+    assert not (tmp_path / "metrics.jsonl").exists()

@@ -64,6 +64,21 @@ def test_numbers_are_sent_and_nothing_else(tmp_path: Path) -> None:
     assert tracker.ended == ["finished"]
 
 
+def test_numbers_of_several_plugins_are_sent(tmp_path: Path) -> None:
+    folder, tracker = made(tmp_path / "run"), Noted()
+    add(folder, [{"step": 1, "accuracy": 0.5}, {"step": 1, "entropy": 2}])
+    add(folder, [{"step": 2, "entropy": 1}])
+    feeder(folder, tracker).close("stopped")
+    add(folder, [{"step": 2, "accuracy": 0.75}])
+    feeder(folder, tracker).close("finished")
+    assert tracker.logged == [
+        (1, {"accuracy": 0.5}),
+        (1, {"entropy": 2.0}),
+        (2, {"entropy": 1.0}),
+        (2, {"accuracy": 0.75}),
+    ]
+
+
 def test_a_resumed_run_goes_on_in_the_same_run(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", (), [step(n) for n in range(1, 6)])
     first = Noted()

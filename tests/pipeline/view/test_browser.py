@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shutil
 import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.view.history import read_history
 from pipeline.view.report.compare import comparison_page
+from pipeline.view.report.folder_report import write_folder_report
+from pipeline.view.report.run_report import run_page
 from tests.pipeline.conftest import TinyRun
+from tests.pipeline.view.folders import made, step
+from tests.pipeline.view.test_report import EVENTS
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 MOST_BYTES = 300_000
@@ -22,11 +31,13 @@ LOADING = re.compile(rb"(?:src|href)\s*=\s*[\"']?\s*(?:https?:)?//", re.IGNORECA
 
 @pytest.fixture(scope="module")
 def pages(tiny_run: TinyRun, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Return the report of a run, and a comparison of it with itself."""
-    both = tmp_path_factory.mktemp("pages") / "compare.html"
+    """Return the report of a run, a comparison of it with itself, and the page of its folder."""
+    folder = tmp_path_factory.mktemp("pages")
+    both = folder / "compare.html"
     history = read_history(tiny_run.folder)
     both.write_text(comparison_page([history, history]), "utf-8")
-    return [tiny_run.folder / "report.html", both]
+    runs = write_folder_report(tiny_run.folder.parent, folder / "runs.html")
+    return [tiny_run.folder / "report.html", both, runs]
 
 
 def test_nothing_can_be_loaded(pages: list[Path]) -> None:
@@ -71,13 +82,13 @@ needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs chromium")
 
 
 @needs_browser
-@pytest.mark.parametrize("number", [0, 1], ids=["report", "comparison"])
+@pytest.mark.parametrize("number", [0, 1, 2], ids=["report", "comparison", "runs"])
 def test_a_browser_shows_it(number: int, pages: list[Path], tmp_path: Path) -> None:
     found = seen(pages[number], tmp_path)
     assert (found.console, found.requests) == ([], [])
     plots = re.search(r'id="plots">(.*?)</script>', found.dom, re.DOTALL)
     assert plots is not None
-    assert found.dom.count("<canvas") == len(json.loads(plots[1])) > 3
+    assert found.dom.count("<canvas") == len(json.loads(plots[1])) > 2
 
 
 @needs_browser
@@ -87,3 +98,92 @@ def test_requests_and_errors_would_be_seen(tmp_path: Path) -> None:
     found = seen(page, tmp_path)
     assert found.requests == ["null"]
     assert "gone is not defined" in found.console[0]
+
+
+WIDE = """
+(() => {
+  const width = document.documentElement.clientWidth;
+  const over = [...document.querySelectorAll("body *")]
+    .filter((one) => one.getBoundingClientRect().right > width + 0.5)
+    .filter((one) => !one.closest(".scroll, pre"))
+    .map((one) => one.tagName + "." + one.className);
+  return [document.documentElement.scrollWidth - width, over];
+})()
+"""
+"""Pixels by which a page is wider than the window, and what reaches beyond it."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Return a browser whose windows have any width."""
+    docs = str(Path(__file__).parents[3] / "docs")
+    sys.path.insert(0, docs)
+    try:
+        module = importlib.import_module("browser")
+    finally:
+        sys.path.remove(docs)
+    with module.Browser(BROWSER) as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def crowded(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Return the pages of runs whose names, texts and numbers are long."""
+    folder = tmp_path_factory.mktemp("crowded")
+    word, long = "x" * 300, "a_name_without_a_blank_" * 6
+    recipe = {"name": "a", "stages": {"model": {"use": "model.hf", "path": f"/{word}/{word}"}}}
+    said = [{"number": 0, "prompt": word, "text": word}, {"number": 1, "prompt": "p", "text": ""}]
+    metrics = [
+        {"step": 0, "eval_loss": 12345.6789, "best_step": 0, "best_eval_loss": 12345.6789},
+        {"step": 0, "generated": said},
+        *[step(number, tokens=10**12, **{long: number / 3}) for number in range(1, 30)],
+        {"step": 29, "time": 1029.0, "generated": said},
+        {"step": 29, "eval_loss": 2.0, "best_step": 29, "best_eval_loss": 2.0},
+    ]
+    failed = [*EVENTS[:-1], {"event": "run failed", "time": 1070.0, "problem": word}]
+    runs = [made(folder / f"{long}{n}", failed, metrics, recipe) for n in range(3)]
+    histories = [read_history(run) for run in runs]
+    run, both = folder / "run.html", folder / "both.html"
+    run.write_text(run_page(histories[0]), "utf-8")
+    both.write_text(comparison_page(histories), "utf-8")
+    return [run, both, write_folder_report(folder)]
+
+
+@needs_browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1200])
+def test_nothing_is_wider_than_the_window(
+    width: int, dark: bool, pages: list[Path], crowded: list[Path], browser: Any
+) -> None:
+    for file in (*pages, *crowded):
+        page = browser.open(file.as_uri(), width=width, dark=dark)
+        assert page.value("innerWidth") == width
+        assert page.value(WIDE) == [0, []], file.name
+        ground = page.value("getComputedStyle(document.body).backgroundColor")
+        assert ground == ("rgb(20, 23, 27)" if dark else "rgb(255, 255, 255)")
+
+
+@needs_browser
+def test_too_wide_would_be_seen(tmp_path: Path, browser: Any) -> None:
+    file = tmp_path / "page.html"
+    file.write_text('<body style="margin: 0"><p style="width: 416px">text')
+    assert browser.open(file.as_uri(), width=400).value(WIDE) == [16, ["P."]]
+
+
+@needs_browser
+def test_values_are_told_where_the_pointer_is(crowded: list[Path], browser: Any) -> None:
+    page = browser.open(crowded[0].as_uri(), width=1200)
+    told = "[...document.querySelectorAll('.plot output')].map((one) => one.textContent).join('')"
+    assert page.value(told) == ""
+    page.value(
+        "(() => {const over = document.querySelector('.plot .u-over');"
+        "const box = over.getBoundingClientRect();"
+        "const at = {clientX: box.right - 1, clientY: box.top + 20};"
+        "over.dispatchEvent(new MouseEvent('mousemove', at));})()"
+    )
+    time.sleep(0.5)
+    first = "[...document.querySelector('.plot').querySelectorAll('output')]"
+    assert page.value(f"{first}.map((one) => one.textContent)") == ["step 29", "1.1", "2"]
+    assert page.value(told).count("step 29: ") == page.value(
+        "[...document.querySelectorAll('.plot')].filter((one) => !one.querySelector('.key')).length"
+    )

@@ -110,14 +110,50 @@ def test_while_training(tmp_path: Path) -> None:
     assert text(folder, gpus)[3:] == [
         "training  ━━━━━━━━━━━           step 11 of 20  0:18 left",
         "loss      2.9000  █▇▇▆▅▅▄▃▂▂▁",
-        "held out  3.2000 · at step 10 (the best so far)",
+        "held out  3.2000 (step 10, best so far)",
         "step      gradient norm 0.5 · learning rate 1e-05 · 11,000 target tokens",
-        "speed     512 tokens/s · 2 s/step · MFU 41.2 % · data wait 1.0 %",
+        "speed     512 tokens/s on average · 2 s/step · MFU 41.2 % · data wait 1.0 %",
         "memory    58.0 of 80.0 GiB",
         "2 GPUs    97 % busy · 70 to 71 °C · 650 W",
         "slowed    GPU 1 by power cap",
         "saved     step 10, 0:30 ago",
     ]
+
+
+def test_the_mean_speed_is_told_and_while_it_runs_the_newest(tmp_path: Path) -> None:
+    records = [step(1, tokens_per_second=100.0), step(2, tokens_per_second=300.0, step_seconds=6.0)]
+    folder = made(tmp_path / "run", TRAINING, records)
+    (running,) = [line for line in text(folder, under_way=True) if line.startswith("speed")]
+    assert running == ("speed     300 tokens/s now, 250 on average · 4 s/step · data wait 1.0 %")
+    add(folder, [step(3, tokens_per_second=250.0, total_steps=3)])
+    (last,) = [line for line in text(folder, under_way=True) if "speed" in line]
+    assert last.startswith("speed     250 tokens/s on average")
+    (ended,) = [line for line in text(folder) if line.startswith("speed")]
+    assert ended == "speed     250 tokens/s on average · 3.33 s/step · data wait 1.0 %"
+
+
+def test_the_first_and_the_best_evaluation_are_told(tmp_path: Path) -> None:
+    def evaluated(at: int, loss: float | None, best: int, lowest: float) -> dict[str, object]:
+        return {"step": at, "eval_loss": loss, "best_step": best, "best_eval_loss": lowest}
+
+    first, second = evaluated(0, 4.0, 0, 4.0), evaluated(1, 3.0, 1, 3.0)
+    folder = made(tmp_path / "run", TRAINING, [first, step(1), second, evaluated(2, None, 1, 3.0)])
+    told = "held out  not a number (step 2) · best 3.0000 (step 1) · first 4.0000 (step 0)"
+    assert told in text(folder)
+
+
+def test_numbers_of_plugins_are_drawn(tmp_path: Path) -> None:
+    records = [
+        {"step": 1, "accuracy": 0.5}, {"step": 2, "accuracy": 0.75, "on": True, "name": "x"},
+        step(2, **{"a/very/long/name/of/a/number": 1234567.0}),
+        step(3, **{f"n{number}": float(number) for number in range(6)}),
+    ]  # fmt: skip
+    lines = text(made(tmp_path / "run", TRAINING, records))
+    assert "accuracy              0.75 at step 2  ▁█" in lines
+    assert "a/very/long/name/of…  1.235e+06 at step 2  ▁" in lines
+    assert "n3                    3  ▁" in lines
+    assert not any(line.startswith("n4 ") for line in lines)
+    assert "                      2 more measurements are in the report" in lines
 
 
 def test_a_mark_stays_with_its_slot(tmp_path: Path) -> None:
@@ -138,11 +174,12 @@ def test_a_resumed_run_forgets_what_it_repeats(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", TRAINING, [step(number) for number in range(1, 6)])
     run = Follower(folder, SLOTS)
     run.look()
-    assert run.step["step"] == 5
+    assert (run.step["step"], run.speed.steps) == (5, 5)
     replace_text(folder / "metrics.jsonl", "")
     add(folder, [step(1), step(2)])
     run.look()
     assert [number for number, _ in run.losses] == [1, 2]
+    assert run.speed.steps == 2
     assert run.seconds_left == 36.0
 
 

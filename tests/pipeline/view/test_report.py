@@ -17,11 +17,14 @@ from pipeline.view.report import facts
 from pipeline.view.report.compare import (
     comparison_page,
     environment_differences,
+    lines,
     recipe_differences,
     results,
 )
 from pipeline.view.report.curves import MOST_POINTS, curve
 from pipeline.view.report.run_report import run_page, write_report
+from pipeline.view.report.samples import prompts
+from pipeline.view.speed import MeanSpeed
 from tests.pipeline.view.folders import RECIPE, made, step
 from tests.pipeline.view.test_live import TRAINING
 
@@ -69,8 +72,8 @@ def test_a_report_says_what_happened(tmp_path: Path) -> None:
     folder = made(tmp_path / "run", EVENTS, METRICS)
     page = write_report(folder).read_text("utf-8")
     for text in (
-        "finished", "6 of 20", "3.4000", "held-out loss at step 4", "3.3000", "rank 1 was killed",
-        "training stood still for 0.25 s", "the loss is a spike: skip", "Once ", "upon",
+        "finished", "6 of 20", "3.4000", "3.9000 at step 1", "3.3000", "rank 1 was killed",
+        "training paused for 0.25 s", "the loss is a spike: skip", "Once ", "upon",
         "stages.wrap.use", "wrap.ddp", "recipe.yaml:",
     ):  # fmt: skip
         assert text in page, text
@@ -81,6 +84,17 @@ def test_a_report_says_what_happened(tmp_path: Path) -> None:
     assert loss["data"][2] == [None, None, None, 3.3, None, None]
 
 
+def test_a_report_has_the_command_as_it_is_typed(tmp_path: Path) -> None:
+    folder = made(tmp_path / "run", EVENTS, METRICS)
+    for words, typed in (
+        (["/usr/bin/pipe", "run", "a b.yaml"], "pipe run &#39;a b.yaml&#39;"),
+        (["/somewhere/pipetrain.py", "run"], "pipe run"),
+        (["train.py", "--lr=1"], "train.py --lr=1"),
+    ):
+        (folder / "environment.json").write_text(json.dumps({"command": words}))
+        assert f"<code>{typed}</code>" in run_page(read_history(folder))
+
+
 def test_a_report_says_what_saves_cost(tmp_path: Path) -> None:
     written: dict[str, Any] = {"step": 2, "time": 1002.0, "checkpoint_seconds": 1.0}
     spent = {"checkpoint_user_seconds": 0.5, "checkpoint_system_seconds": 0.25}
@@ -89,8 +103,8 @@ def test_a_report_says_what_saves_cost(tmp_path: Path) -> None:
     told = [mark.text for mark in facts.marks(read_history(folder)) if mark.kind == "save"]
     assert told == [
         "on disk after 1.00 s",
-        "on disk after 1.00 s, 0.75 s of processors, steps during it took +0.12 s",
-        "training stood still for 0.25 s",
+        "on disk after 1.00 s, training paused for 0.25 s, steps took +0.12 s meanwhile, "
+        "0.75 s of processor time",
     ]
 
 
@@ -161,23 +175,97 @@ def test_runs_are_compared(tmp_path: Path) -> None:
     assert environment_differences([one, two]) == []
     found = {row.name: row.values for row in results([one, two])}
     assert found["state"] == ("finished", "stopped")
-    assert found["loss"] == ("3.4000", "3.7000")
+    assert found["training loss"] == ("3.4000", "3.7000")
     assert found["steps"] == ("6", "3")
+    better = {row.name: row.better for row in results([one, two])}
+    assert better["training loss"] == (0,)
+    assert better["state"] == better["steps"] == better["tokens/s (mean)"] == ()
     page = comparison_page([one, two])
     assert parsed(page).loaded == []
     plots = json.loads(re.search(r'id="plots">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
     assert [series["label"] for series in plots[0]["series"]] == ["one", "two"]
-    on_log_axes = [plot["title"] for plot in plots if plot["log"]]
-    assert on_log_axes == ["Gradient norm"]
+    assert [plot["log"] for plot in plots] == [False] * len(plots)
+    assert "✓" in page
 
 
-def test_a_gradient_norm_of_0_has_a_linear_axis(tmp_path: Path) -> None:
+def test_of_equal_values_none_is_better(tmp_path: Path) -> None:
+    """Speeds that read the same are equally good; a measurement of a plugin has no better value."""
+    speeds, kinds = (100.0, 300.2, 300.4, 200.0), (None, 3.0, 2.0, 2.0)
+    histories = []
+    for number, (speed, loss) in enumerate(zip(speeds, kinds, strict=True)):
+        metrics = [step(1, tokens_per_second=speed, loss=loss, accuracy=number / 8)]
+        histories.append(read_history(made(tmp_path / str(number), EVENTS, metrics)))
+    found = {row.name: row for row in results(histories)}
+    assert found["tokens/s (mean)"].better == (1, 2)
+    assert found["training loss"].better == (2, 3)
+    assert found["training loss"].values[0] == "not a number"
+    assert found["accuracy"].better == ()
+    assert found["state"].equal
+    text = "\n".join(lines(list("abcd"), recipes=[], environments=[], results=[*found.values()]))
+    assert re.search(r"^tokens/s \(mean\) +100 +300 \* +300 \* +200$", text, re.MULTILINE)
+    assert "the same in all: state finished" in text
+    assert "recipes are the same" in text
+
+
+def test_axes_are_logarithmic_where_that_helps_and_it_is_said(tmp_path: Path) -> None:
     pages = []
-    for name, norm in (("one", 0.5), ("two", 0.0)):
+    for number, norm in enumerate((0.5, 0.0, 9.9, 10.0)):
         metrics = [step(1), step(2, grad_norm=norm)]
-        history = read_history(made(tmp_path / name, EVENTS, metrics))
-        pages += [run_page(history), comparison_page([history, history])]
-    assert ['"log":true' in page for page in pages] == [True, True, False, False]
+        history = read_history(made(tmp_path / str(number), EVENTS, metrics))
+        pages.append((run_page(history), comparison_page([history, history])))
+    assert ['"log":true' in one for one, _ in pages] == [False, False, False, True]
+    assert ["log scale" in one for one, _ in pages] == [False, False, False, True]
+    assert ["log scale" in both for _, both in pages] == [False, False, False, True]
+
+
+def test_prompts_and_answers_stand_apart(tmp_path: Path) -> None:
+    def said(at: int, *texts: str) -> dict[str, Any]:
+        samples = [{"number": n, "prompt": f"p{n}", "text": one} for n, one in enumerate(texts)]
+        return {"step": at, "time": 1000.0 + at, "generated": samples}
+
+    records = [said(0, " \n", "x"), said(2, "b"), said(4, "c"), said(4, "again"), said(6, "d")]
+    first, second = prompts(records)
+    assert (first.text, second.text) == ("p0", "p1")
+    ends, between = ([(a.when, a.text) for a in part] for part in (first.shown, first.between))
+    assert ends == [("before training", ""), ("step 6", "d")]
+    assert between == [("step 2", "b"), ("step 4", "again")]
+    assert [one.text for one in second.shown] == ["x"]
+    many = prompts([said(at, str(at)) for at in range(100)])
+    assert [one.text for one in many[0].shown] == ["0", "99"]
+    assert (many[0].left_out, len(many[0].between)) == (80, 18)
+    page = run_page(read_history(made(tmp_path / "run", EVENTS, [step(1), *records])))
+    assert page.count("(empty answer)") == 1
+    assert page.index("before training") < page.index("step 6")
+
+
+def test_numbers_of_plugins_have_curves(tmp_path: Path) -> None:
+    metrics = [
+        *METRICS,
+        {"step": 2, "accuracy": 0.5, "note": "a text", "done": True},
+        {"step": 4, "accuracy": 0.75},
+        step(7, router_entropy=1.5),
+    ]
+    history = read_history(made(tmp_path / "run", EVENTS, metrics))
+    for page in (run_page(history), comparison_page([history, history])):
+        titles = re.findall(r'<div class="plot"><h3>([^<]*?)(?: <|<)', page)
+        plots = json.loads(re.search(r'id="plots">(.*?)</script>', page, re.DOTALL)[1])  # type: ignore[index]
+        data = {title: plot["data"] for title, plot in zip(titles, plots, strict=True)}
+        assert data["accuracy"][:2] == [[2, 4], [0.5, 0.75]]
+        assert data["router_entropy"][:2] == [[7], [1.5]]
+        assert not {"note", "done", "step", "samples", "checkpoint_stall_seconds"} & set(titles)
+
+
+def test_the_mean_speed_is_tokens_by_time() -> None:
+    speed = MeanSpeed.of(
+        [
+            {"step_seconds": 1.0, "tokens_per_second": 100.0, "mfu": 0.5},
+            {"step_seconds": 3.0, "tokens_per_second": 300.0},
+            {"tokens_per_second": 1e9},
+        ]
+    )
+    assert (speed.mean("tokens_per_second"), speed.mean("mfu")) == (250.0, 0.5)
+    assert (speed.steps, speed.step_seconds, speed.mean("data_wait_share")) == (2, 2.0, None)
+    assert MeanSpeed().step_seconds is None
 
 
 @given(

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 from pipeline.view.texts import before_and_after
 
 
-def written(folder: Path, *steps: tuple[int, list[tuple[str, str]]]) -> list[tuple[str, str]]:
+def shown(*steps: tuple[int, list[tuple[str, str]]]) -> list[tuple[str, str]]:
     """Return the lines of a run that has generated these prompts and texts at these steps."""
     records: list[dict[str, Any]] = [{"step": 1, "time": 1.0, "loss": 2.0}]
     for step, texts in steps:
         samples = [{"number": n, "prompt": p, "text": t} for n, (p, t) in enumerate(texts)]
         records.append({"step": step, "time": 1.0, "generated": samples})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
-    return list(before_and_after(folder))
+    return list(before_and_after(records))
 
 
-def test_each_prompt_has_its_first_and_last_answer(tmp_path: Path) -> None:
-    found = written(
-        tmp_path,
+def test_each_prompt_has_its_first_and_last_answer() -> None:
+    found = shown(
         (0, [("Who?\nWhat?", "I\n am"), ("Where?", "")]),
         (5, [("Who?\nWhat?", "no"), ("Where?", "no")]),
         (9, [("Who?\nWhat?", "x" * 300), ("Where?", "There.")]),
@@ -32,14 +28,12 @@ def test_each_prompt_has_its_first_and_last_answer(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_without_an_answer_before_training_there_is_none(tmp_path: Path) -> None:
-    assert written(tmp_path, (5, [("Who?", "no")]), (9, [("Who?", "yes")])) == []
-    assert written(tmp_path, (0, [("Who?", "no")])) == []
-    assert written(tmp_path) == []
-    (tmp_path / "metrics.jsonl").unlink()
-    assert list(before_and_after(tmp_path)) == []
+def test_without_an_answer_before_training_there_is_none() -> None:
+    assert shown((5, [("Who?", "no")]), (9, [("Who?", "yes")])) == []
+    assert shown((0, [("Who?", "no")])) == []
+    assert shown() == []
 
 
-def test_at_most_three_prompts(tmp_path: Path) -> None:
+def test_at_most_three_prompts() -> None:
     many = [(f"{n}?", "a") for n in range(5)]
-    assert len(written(tmp_path, (0, many), (3, many))) == 9
+    assert len(shown((0, many), (3, many))) == 9

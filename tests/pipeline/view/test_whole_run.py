@@ -87,14 +87,18 @@ def test_lines(tiny_run: TinyRun) -> None:
     folder = re.escape(str(tiny_run.folder.resolve()))
     project = re.escape(str(tiny_run.pipe.folder))
     forms = (
-        rf"{project}/text.txt: 1 document, 4,081 tokens, largest id 256, [\d.]+ s \(.*\)",
+        rf"{project}/text.txt: 1 document, 4,081 tokens, [\d.]+ s",
         r"running: \{.*\}",
         rf"saved {folder}/checkpoints/step-0000000[48]  [\d.]+ MB  [\d.]+ s",
         rf"writing [\d.]+ KB in 1 file to {folder}/export",
         r"weights written: this process [\d.]+ KB in [\d.]+ s \(.*/s\)",
         r"the export loads and computes the same \(largest difference 0\)",
         r"finished in \d+:\d\d",
-        rf"  (run folder|train|export) +{folder}(/checkpoints/step-00000008|/export)?",
+        r"  steps +8, [\d,]+ tokens/s \(mean\)",
+        r"  held-out loss +\d\.\d{4} \(step 4\) -> TEXT",
+        r"  run folder +runs/tiny",
+        r"  train +runs/tiny/checkpoints/step-00000008",
+        r"  (export|report) +runs/tiny/(export|report\.html)",
     )
     assert [line for line in rest if not any(re.fullmatch(form, line) for form in forms)] == []
 
@@ -196,12 +200,12 @@ def test_a_training_ends_behind_its_steps(tiny_run: TinyRun) -> None:
 
 def test_the_report_has_the_texts_and_the_numbers(tiny_run: TinyRun) -> None:
     page = (tiny_run.folder / "report.html").read_text("utf-8")
-    assert page.count('<div class="sample">') == 4
+    assert page.count('<div class="sample">') == 2
+    assert page.count('<span class="label">step 8</span>') == 2
     for text in ("A stage", "a recipe", "8 of 8", "optimizer.adamw", "DistributedDataParallel"):
         assert text in page
-    last = [record["eval_loss"] for record in tiny_run.records if "eval_loss" in record][-1]
-    assert "held-out loss at step 8" in page
-    assert f"{last:.4f}" in page
+    first, last = [r["eval_loss"] for r in tiny_run.records if "eval_loss" in r]
+    assert f"<b>{last:.4f}</b><small>{first:.4f} at step 4</small>" in page
 
 
 def test_a_tracker_has_everything(tiny_run: TinyRun) -> None:

@@ -3,6 +3,8 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -146,10 +148,20 @@ def test_text_without_a_template(ctx: Context, chat: Any) -> None:
         dataclasses.replace(stage, template=True).run(ctx, FakeSource(None))
 
 
-def test_too_long(ctx: Context, chat: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_too_long(
+    ctx: Context, chat: Any, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     source = FakeSource()
     long, behind = {"messages": TWO_TURNS}, {"messages": [message("user", "x" * 50), HELLO[1]]}
-    data = chat(long, behind, sequence_length=22).run(ctx, source)
+    with caplog.at_level(logging.INFO):
+        data = chat(long, behind, sequence_length=22).run(ctx, source)
+    assert re.search(
+        r"rows\.jsonl: 2 rows \(messages\), 1 sample, 22 tokens, 2 trained on, 2 rows cut to 22 "
+        r"tokens, 1 row dropped, \d\.\d s$",
+        caplog.text,
+        re.MULTILINE,
+    )
+    assert str(tmp_path) not in caplog.text.split("rows.jsonl:", 1)[1].splitlines()[0]
     assert len(data.train) == 1
     assert len(data.train[0].input_ids) == 21
     assert str(data.identity["rows_cut_to"]).startswith("sequence_length tokens")
@@ -158,7 +170,11 @@ def test_too_long(ctx: Context, chat: Any, caplog: pytest.LogCaptureFixture) -> 
     assert "rows.jsonl:2" in caplog.text
     with pytest.raises(DataError, match=r"rows\.jsonl:1: 46 tokens, but `sequence_length` is 22"):
         chat(long, sequence_length=22, too_long="error").run(ctx, source)
-    data = chat(long, {"messages": HELLO}, sequence_length=30, too_long="drop").run(ctx, source)
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        stage = chat(long, {"messages": HELLO}, sequence_length=30, too_long="drop")
+        data = stage.run(ctx, source)
+    assert "1 row dropped (1 longer than 30 tokens)" in caplog.text
     assert len(data.train) == 1
     assert trained(data.train[0]) == [*ids("b"), STOP]
 

@@ -106,8 +106,8 @@ def test_chat_sources(
     assert letters(data.train) == "abcxxxyyy"
     assert data.heldout is not None
     assert letters(data.heldout) == "dz"
-    assert "a.jsonl: 4 rows, 4 samples" in caplog.text
-    assert "b.jsonl: 3 rows, 3 samples" in caplog.text
+    assert "a.jsonl: 4 rows (text), 12 tokens, 8 trained on" in caplog.text
+    assert "b.jsonl: 3 rows (text), 9 tokens, 6 trained on" in caplog.text
     held = dataclasses.replace(
         stage, sources=(Source(files=first),), heldout_sources=(Source(files=second),),
         heldout_fraction=0.0,

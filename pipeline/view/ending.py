@@ -1,0 +1,55 @@
+"""The last lines about a run that has ended: what came out, and what to do next."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipeline.execution import rundir
+from pipeline.execution.metrics import records
+from pipeline.execution.talk import has_model
+from pipeline.utils.files import near
+from pipeline.view import measurements
+from pipeline.view.history import RunState, best_of
+from pipeline.view.speed import MeanSpeed
+from pipeline.view.texts import before_and_after
+from pipeline.view.words import count, held_out
+
+REPORT = "report.html"
+"""File of the report in a run's folder."""
+
+
+def outcome(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield labels and texts of what the training of a run measured: steps and mean speed, the
+    first and the last held-out loss, plugins' numbers, and answers before and after training.
+    Raises OSError."""
+    found = list(records(folder / rundir.METRICS))
+    steps = [record for record in found if "loss" in record]
+    speed = MeanSpeed.of(steps)
+    if steps:
+        rate = speed.mean("tokens_per_second")
+        mean = "" if rate is None else f", {count(rate)} tokens/s (mean)"
+        yield "steps", f"{steps[-1]['step']}{mean}"
+    text = held_out([record for record in found if "eval_loss" in record], best_of(found))
+    if text:
+        yield "held-out loss", text
+    for name, (step, value) in measurements.newest(found).items():
+        yield name, f"{value:.4g} at step {step}"
+    yield from before_and_after(found)
+
+
+def next_lines(folder: Path, state: RunState) -> list[tuple[str, str]]:
+    """Return labels with the files to look at and the commands to call after a run has ended; none
+    while it is running."""
+    run = near(folder)
+    if state == "running":
+        return []
+    lines = []
+    if (folder / REPORT).is_file():
+        lines.append(("report", near(folder / REPORT)))
+    if state != "finished":
+        lines.append(("continue", f"pipe resume {shlex.quote(run)}"))
+    if has_model(folder):
+        lines.append(("talk to it", f"pipe chat {shlex.quote(run)}"))
+    return lines
