@@ -85,6 +85,7 @@ KINDS = {
     "anomaly": "anomaly",
     "straggler": "straggler",
     "generated": "generated",
+    "ended_early": "ended early",
     "checkpoint_seconds": "checkpoint written",
     "checkpoint_stall_seconds": "checkpoint",
     "eval_loss": "evaluation",

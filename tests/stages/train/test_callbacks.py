@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pipeline import testing
 from pipeline.checkpoint.manifest import MANIFEST, Manifest
 from pipeline.contracts.signature import needs
@@ -126,6 +128,103 @@ def test_without_a_callback_a_checkpoint_keeps_no_state(tmp_path: Path) -> None:
     case = Poisoned(setting=Setting(wrap="ddp"), batches=range(2), anomalies=Anomalies())
     run_ranks(train, 1, str(tmp_path), case)
     assert saved(tmp_path, 2) == {}
+
+
+class Bounded(Sink):
+    """Ends the training where one rank sees that many steps in all, counted over resumes."""
+
+    def __init__(self, limit: int, asks: bool) -> None:
+        super().__init__()
+        self.limit, self.asks = limit, asks
+
+    def reason_to_end(self) -> str:
+        return f"{self.count} steps are enough" if self.asks and self.count >= self.limit else ""
+
+
+class Forgetful(Bounded):
+    """Keeps no state."""
+
+    def state(self) -> Mapping[str, Any]:
+        return {}
+
+
+def train_bounded(
+    dist: DistContext, folder: str, case: Poisoned, limit: int, asks: list[int], kind: str
+) -> dict[str, Any]:
+    """Train with a sink, and a callback that ends the training on the ranks in `asks`."""
+    bounded = {"Bounded": Bounded, "Forgetful": Forgetful}[kind](limit, dist.rank in asks)
+    sink = Sink()
+    told = train(dist, folder, case, Callbacks(sink, bounded))
+    calls = [[call[:2] for call in one.calls] for one in (bounded, sink)]
+    return {**told, "calls": calls}
+
+
+ENDLESS = Poisoned(
+    setting=Setting(wrap="ddp"), batches=range(9), steps=9, anomalies=Anomalies(), every=7
+)
+
+
+@pytest.mark.parametrize("kind", ["Bounded", "Forgetful"])
+def test_a_callback_ends_the_training_of_all_ranks_with_a_reason(kind: str, tmp_path: Path) -> None:
+    """The numbers of step 2 are known after the launch of step 3, which counts."""
+    first = run_ranks(train_bounded, 2, str(tmp_path), ENDLESS, 2, [0, 1], kind)
+    for told in first:
+        assert (told["progress"]["step"], told["progress"]["stopped"]) == (3, "2 steps are enough")
+        bounded, sink = told["calls"]
+        assert bounded == [["step", 1], ["step", 2]]
+        assert sink == [["step", 1], ["step", 2], ["step", 3]]
+        assert told["checkpoint"].endswith("step-00000003")
+    assert [one["ended_early"] for one in first[0]["lines"] if "ended_early" in one] == [
+        "2 steps are enough"
+    ]
+    again = run_ranks(train_bounded, 1, str(tmp_path), ENDLESS, 2, [0], kind)[0]
+    assert again["lines"] == first[0]["lines"]
+    assert again["state"] == first[0]["state"]
+    assert again["progress"] == first[0]["progress"]
+
+
+def test_one_rank_ends_the_training_of_all(tmp_path: Path) -> None:
+    told = run_ranks(train_bounded, 2, str(tmp_path), ENDLESS, 4, [1], "Forgetful")
+    assert [one["progress"]["stopped"] for one in told] == ["4 steps are enough"] * 2
+    assert [one["progress"]["step"] for one in told] == [5, 5]
+    name = f"{Forgetful.__module__}:Forgetful"
+    assert saved(tmp_path, 5)["reasons to end"] == {name: "4 steps are enough"}
+    again = run_ranks(train_bounded, 2, str(tmp_path), ENDLESS, 4, [], "Forgetful")
+    assert [one["progress"]["step"] for one in again] == [5, 5]
+
+
+def test_a_training_goes_on_under_other_settings_and_without_the_callback(tmp_path: Path) -> None:
+    run_ranks(train_bounded, 1, str(tmp_path), ENDLESS, 2, [0], "Bounded")
+    on = run_ranks(train_bounded, 1, str(tmp_path), ENDLESS, 4, [0], "Bounded")[0]
+    assert on["calls"][0] == [["restore", 2], ["step", 4], ["step", 5]]
+    assert (on["progress"]["step"], on["progress"]["stopped"]) == (6, "4 steps are enough")
+    whole = run_ranks(train, 1, str(tmp_path), ENDLESS)[0]
+    assert (whole["progress"]["step"], whole["progress"]["stopped"]) == (9, "")
+
+
+class AfterEvaluation(Sink):
+    """Ends the training behind an evaluation."""
+
+    def reason_to_end(self) -> str:
+        return "evaluated" if self.calls[-1:] and self.calls[-1][0] == "evaluation" else ""
+
+
+def train_evaluated(dist: DistContext, folder: str) -> list[dict[str, Any]]:
+    """Train until an evaluation, and until an update that no evaluation follows."""
+    case = replace(ENDLESS, steps=None)
+    evaluated = replace(case, fields={"eval_every": 2})
+    return [
+        train(dist, f"{folder}/evaluated", evaluated, AfterEvaluation()),
+        train(dist, f"{folder}/bounded", case, Bounded(2, True)),
+    ]
+
+
+def test_an_evaluation_ends_the_training_at_once_and_the_last_one_is_made(tmp_path: Path) -> None:
+    first, second = run_ranks(train_evaluated, 1, str(tmp_path))[0]
+    assert [one["step"] for one in first["lines"] if "eval_loss" in one] == [2]
+    assert (first["progress"]["step"], first["progress"]["stopped"]) == (2, "evaluated")
+    assert [one["step"] for one in second["lines"] if "eval_loss" in one] == [3]
+    assert "eval_loss" in second["progress"]["metrics"]
 
 
 def test_the_documented_callback_works(tmp_path: Path) -> None:
