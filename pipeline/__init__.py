@@ -1,5 +1,5 @@
-"""The framework, and the door for programs that run recipes (`run`, `resume`, `check`, `plan`) and for
-authors of stages: a stage imports all it needs from here.
+"""The framework, and the door for programs that run recipes (`run`, `resume`, `check`, `plan`) and
+for authors of stages: a stage imports all it needs from here.
 
 Further doors: `pipeline.planning` (planners), `pipeline.checkpoint` (formats of training state),
 `pipeline.importing` (translators), `pipeline.track` (trackers), `pipeline.testing` (tests of a

@@ -27,6 +27,8 @@ def new_stage(name: str, out: Path | None) -> None:
     for path in written:
         click.echo(path)
     if new.template != new.kind:
-        click.echo(f"there is no example of the kind `{new.kind}`: it runs after an export", err=True)
+        click.echo(
+            f"there is no example of the kind `{new.kind}`: it runs after an export", err=True
+        )
     package = shlex.quote(f"{written[0].parent}[dev]")
     click.echo(f"next: pip install -e {package} && pipe stages {name}", err=True)

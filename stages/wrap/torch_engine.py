@@ -36,6 +36,7 @@ from stages.wrap.module_engine import ModuleEngine
 from stages.wrap.optimizer_groups import grouped_state
 from stages.wrap.optimizer_state import (
     read_moments,
+    require_declared,
     require_known,
     set_updates,
     start_state,
@@ -141,6 +142,8 @@ class TorchEngine(ModuleEngine):
         applied = not overflowed and (should_step is None or should_step(float(sent)))
         if applied:
             self._update(gradients, norm, scale)
+            if not self._applied:  # the first update here is when a rule makes its state
+                require_declared(optimizer, self.plan)
         if scaler is not None:
             scaler.update(overflowed=overflowed)
         optimizer.zero_grad()

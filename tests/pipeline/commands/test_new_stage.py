@@ -4,6 +4,7 @@ two processes as they are."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,7 @@ SLOTS: dict[str, dict[str, Any]] = {
 }
 """A chain that has a stage of every kind."""
 OWN = [kind for kind in SLOTS if kind != "train"]
+AFTER = "there is no example of the kind `report`: it runs after an export\n"
 REASON = "the loss of 3 steps is "
 
 
@@ -104,8 +106,8 @@ def test_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name, package, modules, note in (
         ("wrap.my_own", "pipetrain-wrap-my-own", ["", "_engine"], ""),
-        ("report.x", "pipetrain-report-x", [""], "there is no example of the kind `report`: it runs after an export\n"),
-    ):  # fmt: skip
+        ("report.x", "pipetrain-report-x", [""], AFTER),
+    ):
         module = package.replace("-", "_")
         written = new_stage(name)
         assert written.exit_code == 0, written.stderr
@@ -132,11 +134,15 @@ def test_packages_are_in_style(packages: dict[str, Path]) -> None:
 
 
 def test_their_own_tests_pass(packages: dict[str, Path], installed: Path) -> None:
-    code = f"import sys; sys.path.insert(0, {str(installed)!r}); import pytest; sys.exit(pytest.main())"
+    path = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])
     options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
-    command = [sys.executable, "-c", code, *options, *map(str, packages.values())]
     own = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=packages["model"].parent
+        [sys.executable, "-m", "pytest", *options, *map(str, packages.values())],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=packages["model"].parent,
+        env=os.environ | {"PYTHONPATH": path},
     )
     assert own.returncode == 0, own.stdout
     for kind in packages:

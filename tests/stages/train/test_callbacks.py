@@ -228,13 +228,13 @@ def test_an_evaluation_ends_the_training_at_once_and_the_last_one_is_made(tmp_pa
 
 
 def test_the_documented_callback_works(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "training.md").read_text("utf-8")
-    code = page.partition("## Step callbacks")[2].partition("```python")[2].partition("```")[0]
+    page = (Path(__file__).parents[3] / "docs" / "writing-a-stage.md").read_text("utf-8")
+    code = page.partition("## Callbacks")[2].partition("```python")[2].partition("```")[0]
     found: dict[str, Any] = {
         "Any": Any, "Callbacks": Callbacks, "Context": Context, "Mapping": Mapping, "Path": Path,
         "Progress": Progress, "StepCallback": StepCallback, "dataclass": dataclass,
     }  # fmt: skip
-    exec(compile("from __future__ import annotations\n" + code, "training.md", "exec"), found)
+    exec(compile("from __future__ import annotations\n" + code, "the guide", "exec"), found)
     ctx, sink = testing.context(tmp_path), Sink()
     callback = found["Losses"]().run(ctx, sink)
     for step in (1, 2, 3):
@@ -242,5 +242,6 @@ def test_the_documented_callback_works(tmp_path: Path) -> None:
     assert (tmp_path / "losses.txt").read_text() == "1 2.0\n2 2.0\n3 2.0\n"
     assert len(sink.calls) == 3
     resumed = found["Losses"]().run(ctx, None)
-    resumed.restore({name: {"lines": 2} for name in callback.state()})
-    assert (tmp_path / "losses.txt").read_text() == "1 2.0\n2 2.0\n"
+    resumed.restore({name: {"lines": ["1 2.0\n"]} for name in callback.state()})
+    resumed.on_step(2, Progress(step=2, metrics={"loss": 3.0}), {"loss": 3.0})
+    assert (tmp_path / "losses.txt").read_text() == "1 2.0\n2 3.0\n"
