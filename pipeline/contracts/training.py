@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.contracts.stage import Durable
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, StageError
 
 if TYPE_CHECKING:
     from pipeline.contracts.resources import ResourceNeed
@@ -203,7 +203,7 @@ class Callbacks(StepCallback):
         has one, the same on all ranks (collective); empty if training goes on."""
         can = {n: c for n, c in self._callbacks.items() if _can_end(c)}
         if can and not self._reasons:
-            asked = {name: callback.reason_to_end() for name, callback in can.items()}
+            asked = {name: _reason(name, callback) for name, callback in can.items()}
             own = {name: reason for name, reason in asked.items() if reason}
             if dist.any(bool(own)):  # the reasons themselves are sent at the end alone
                 self._reasons = next(reasons for reasons in dist.gather(own) if reasons)
@@ -233,6 +233,16 @@ REASONS = "reasons to end"
 
 def _can_end(callback: StepCallback) -> bool:
     return type(callback).reason_to_end is not StepCallback.reason_to_end
+
+
+def _reason(name: str, callback: StepCallback) -> str:
+    reason: object = callback.reason_to_end()
+    if not isinstance(reason, str):
+        raise StageError(
+            f"the callback {name} returned {reason!r} as its reason to end, which is no text",
+            hint="return a sentence, or an empty text to go on",
+        )
+    return reason
 
 
 @dataclass(frozen=True, kw_only=True)

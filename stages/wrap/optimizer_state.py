@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,6 +86,21 @@ def require_declared(optimizer: Optimizer, plan: OptimizerPlan) -> None:
     for state in optimizer.state.values() if plan.packing is None else ():
         if not _kept(state) <= set(plan.moments):
             raise _not_declared(state, plan, type(optimizer).__name__)
+
+
+@contextlib.contextmanager
+def started_state(optimizer: Optimizer, plan: OptimizerPlan) -> Iterator[None]:
+    """Raise StageError where an update looks for something in a parameter's state that
+    `start_state` has not made, as the plan does not declare it."""
+    try:
+        yield
+    except KeyError as error:
+        counts = f"counts_updates={plan.counts_updates}"
+        raise StageError(
+            f"{type(optimizer).__name__} looks for {error} in a parameter's state, and its stage "
+            f"declares moments {sorted(plan.moments)} and {counts}",
+            hint="declare every key of its state; `step` is the count of updates",
+        ) from error
 
 
 def _kept(state: Mapping[str, Any]) -> set[str]:

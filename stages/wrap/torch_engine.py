@@ -40,6 +40,7 @@ from stages.wrap.optimizer_state import (
     require_known,
     set_updates,
     start_state,
+    started_state,
     updates,
     write_moments,
 )
@@ -140,10 +141,12 @@ class TorchEngine(ModuleEngine):
         overflowed = scaler is not None and not math.isfinite(sent)
         # Without a guard and loss scaling the host waits for nothing.
         applied = not overflowed and (should_step is None or should_step(float(sent)))
-        if applied:
+        if applied and self._applied:
             self._update(gradients, norm, scale)
-            if not self._applied:  # the first update here is when a rule makes its state
-                require_declared(optimizer, self.plan)
+        elif applied:  # the first update here shows what the rule keeps
+            with started_state(optimizer, self.plan):
+                self._update(gradients, norm, scale)
+            require_declared(optimizer, self.plan)
         if scaler is not None:
             scaler.update(overflowed=overflowed)
         optimizer.zero_grad()

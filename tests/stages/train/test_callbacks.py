@@ -16,6 +16,7 @@ from pipeline.contracts.signature import needs
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Callbacks, Progress, StepCallback
 from pipeline.distributed.process_group import DistContext
+from pipeline.errors import StageError
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.hf_trainer import HfTrainer
 from stages.train.settings import Anomalies
@@ -200,6 +201,16 @@ def test_a_training_goes_on_under_other_settings_and_without_the_callback(tmp_pa
     assert (on["progress"]["step"], on["progress"]["stopped"]) == (6, "4 steps are enough")
     whole = run_ranks(train, 1, str(tmp_path), ENDLESS)[0]
     assert (whole["progress"]["step"], whole["progress"]["stopped"]) == (9, "")
+
+
+def test_a_reason_is_a_text(tmp_path: Path) -> None:
+    class Yes(Sink):
+        def reason_to_end(self) -> Any:
+            return True
+
+    ctx = testing.context(tmp_path)
+    with pytest.raises(StageError, match=r"Yes returned True as its reason to end, which is no"):
+        Callbacks(Yes()).agree_to_end(ctx.dist)
 
 
 class AfterEvaluation(Sink):
