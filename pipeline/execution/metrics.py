@@ -63,6 +63,7 @@ def is_record(record: dict[str, Any]) -> bool:
         all(type(value) is int and is_number(value) for value in steps)
         and all(record.get(name) is None or is_number(record[name]) for name in NUMBERS)
         and all(type(value) is not int or is_number(value) for value in record.values())
+        and is_text(record.get("ended_early", ""))
         and _are_texts(record.get("generated", []))
     )
 

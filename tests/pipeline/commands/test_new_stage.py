@@ -26,6 +26,7 @@ from tests.stages.data.fakes import byte_tokenizer
 from tests.support.pipe import Pipe
 from tests.support.tier import spread
 
+ROOT = Path(__file__).parents[3]
 SLOTS: dict[str, dict[str, Any]] = {
     "track": {"file": "./lines.jsonl"},
     "model": {"tokenizer": "./tokenizer", "vocab_size": 260, "width": 32},
@@ -151,10 +152,12 @@ def test_their_own_tests_pass(packages: dict[str, Path], installed: Path) -> Non
 
 
 def test_each_is_explained_and_checked(pipe: Pipe) -> None:
+    listed = {one["name"]: one for one in json.loads(pipe("stages", "--json").stdout)}
     for kind in OWN:
-        shown = pipe("stages", f"{kind}.my_own")
-        assert shown.code == 0, shown.stderr
-        assert shown.stdout.startswith(f"{kind}.my_own (pipetrain-{kind}-my-own 0.1.0)\n")
+        found = listed[f"{kind}.my_own"]
+        assert (found["distribution"], found["version"]) == (f"pipetrain-{kind}-my-own", "0.1.0")
+    shown = pipe("stages", "callback.my_own")
+    assert shown.stdout.startswith("callback.my_own (pipetrain-callback-my-own 0.1.0)\n")
     checked = pipe("check", "own.yaml")
     assert (checked.code, checked.stderr) == (0, "")
     for kind in OWN:
@@ -163,6 +166,18 @@ def test_each_is_explained_and_checked(pipe: Pipe) -> None:
     assert wrong.code == 2
     assert "optimizer.momentum: " in wrong.stderr
     assert "data.file: no such file: nowhere.csv" in wrong.stderr
+
+
+def test_they_stand_in_a_shipped_recipe(pipe: Pipe) -> None:
+    own = yaml.safe_load((pipe.folder / "own.yaml").read_text())["stages"]
+    own["train"] = {}
+    shipped = ROOT / "recipes" / "quickstart.yaml"
+    recipe = {"extends": str(shipped), "name": "extended", "stages": own}
+    (pipe.folder / "extended.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    checked = pipe("check", "extended.yaml")
+    assert checked.code == 0, checked.stderr
+    for kind in OWN:
+        assert f"{kind}.my_own" in checked.stdout
 
 
 def losses(run: Path) -> list[float]:
