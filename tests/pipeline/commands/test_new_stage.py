@@ -85,7 +85,8 @@ def pipe(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Pipe:
     stages["precision"] = {"use": "precision.policy", "compute": "fp32"}
     order = ["track", "model", "adapter", "precision", *OWN[3:8], "train", *OWN[8:]]
     launch = {"procs": 2, "device": "cpu", "threads": 1, "restarts": {"limit": 0}}
-    recipe = {"name": "own", "launch": launch, "stages": {slot: stages[slot] for slot in order}}
+    chain = {slot: stages[slot] for slot in order}
+    recipe = {"name": "own", "launch": launch, "dry_run": True, "stages": chain}
     (folder / "own.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
     return Pipe(installed, folder)
 
