@@ -93,7 +93,8 @@ def run(
     """Run a recipe, and wait until it has ended.
 
     `overrides` are as on the command line, `train.steps=50`. `run_dir` is the run's folder; if it
-    holds a run, that goes on. Without it a folder is made in `runs`. `until` ends behind a slot.
+    holds a run, that run is continued. Without it a folder is made in `runs`. `until` ends after a
+    slot.
     Lines that the run prints go to the logger `pipe.api`. Ctrl-C stops the run, which saves
     everything, and is raised when it has.
 

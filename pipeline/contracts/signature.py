@@ -63,7 +63,7 @@ def needs(stage: type, method: str = "run") -> tuple[Need, ...]:
 
 def gives(stage: type) -> type | None:
     """The class of what `run` returns; None when it returns nothing. Raises PluginError where that
-    is not annotated: nobody would take the result, without a word."""
+    is not annotated: no slot would take the result, and nothing would say so."""
     hints = _annotations(stage)
     if "return" not in hints:
         raise PluginError(

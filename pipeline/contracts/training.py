@@ -137,11 +137,11 @@ class StepCallback(ABC):
         held-out `eval_loss` and `perplexity` over all ranks. Does nothing unless overridden."""
 
     def reason_to_end(self) -> str:
-        """Return why training should end now, in words; empty to go on, as it does unless this is
-        overridden.
+        """Return why training should end now, in words; empty to continue, as it does unless this
+        is overridden.
 
         Called on every rank before each step, also before the first of a resumed run. One rank's
-        reason is enough: all ranks end after the same step, and the run goes on with a save and
+        reason is enough: all ranks end after the same step, and the run continues with a save and
         with later slots. A step that was launched before the numbers of the last one were known
         still counts, but a callback that has returned a reason is not called again: its `state`
         is that of its decision.
@@ -239,8 +239,8 @@ def _reason(name: str, callback: StepCallback) -> str:
     reason: object = callback.reason_to_end()
     if not isinstance(reason, str):
         raise StageError(
-            f"the callback {name} returned {reason!r} as its reason to end, which is no text",
-            hint="return a sentence, or an empty text to go on",
+            f"the callback {name} returned {reason!r} as its reason to end, which is not a text",
+            hint="return a sentence, or an empty text to continue",
         )
     return reason
 

@@ -19,7 +19,7 @@ KINDS = {path.name.removesuffix(".py.j2") for path in TEMPLATES.glob("[!_]*.py.j
 OTHER = "after_export"
 """Template of kinds that have none: a stage that runs after an export."""
 REFUSED = {
-    "average": "an average is kept by an engine around another one, which is no small example; "
+    "average": "an average is kept by an engine around another one, which is not a small example; "
     "derive from stages/average/ema.py, or average in a slot `consolidate` (`pipe new-stage "
     "consolidate.NAME`)",
     "precision": "precision.policy has a field for every dtype, and strategies know no others; "

@@ -209,7 +209,7 @@ def test_a_reason_is_a_text(tmp_path: Path) -> None:
             return True
 
     ctx = testing.context(tmp_path)
-    with pytest.raises(StageError, match=r"Yes returned True as its reason to end, which is no"):
+    with pytest.raises(StageError, match=r"Yes returned True as its reason to end, which is not a"):
         Callbacks(Yes()).agree_to_end(ctx.dist)
 
 
