@@ -263,7 +263,7 @@ def test_kinds_that_are_no_small_example_are_refused(kind: str, tmp_path: Path) 
     assert not (tmp_path / "new").exists()
 
 
-NO_NAME = "is no name of a stage (a kind, a dot and a word, as in optimizer.sgd)"
+NO_NAME = "is not a stage name (a kind, a dot and a word, as in optimizer.sgd)"
 TAKEN = "taken is there already (name another folder with --out)"
 
 
