@@ -1,5 +1,5 @@
-"""The framework, and the door for programs that run recipes (`run`, `resume`, `plan`) and for
-authors of stages: a stage imports all it needs from here.
+"""The framework, and the door for programs that run recipes (`run`, `resume`, `check`, `plan`) and
+for authors of stages: a stage imports all it needs from here.
 
 Further doors: `pipeline.planning` (planners), `pipeline.checkpoint` (formats of training state),
 `pipeline.importing` (translators), `pipeline.track` (trackers), `pipeline.testing` (tests of a
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pipeline.utils.lazy import lazily
 
 if TYPE_CHECKING:
-    from pipeline.api import RunOutcome, plan, resume, run
+    from pipeline.api import RunOutcome, check, plan, resume, run
     from pipeline.contracts.data import NO_TARGET, Data, MicroBatch, Sample, Samples
     from pipeline.contracts.engine import (
         WEIGHT,
@@ -76,7 +76,10 @@ if TYPE_CHECKING:
         ExportError,
         PipeError,
         Problem,
+        RecipeError,
         ResumeRefused,
+        RunFailed,
+        RunStopped,
         StageError,
         UsageError,
         in_words,

@@ -32,6 +32,7 @@ from pipeline.execution import rundir
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
+    from pipeline.errors import Problem
     from pipeline.planning.memory_plan import MemoryPlan
     from pipeline.view.history import History
 
@@ -92,7 +93,8 @@ def run(
     """Run a recipe, and wait until it has ended.
 
     `overrides` are as on the command line, `train.steps=50`. `run_dir` is the run's folder; if it
-    holds a run, that goes on. Without it a folder is made in `runs`. `until` ends behind a slot.
+    holds a run, that run is continued. Without it a folder is made in `runs`. `until` ends after a
+    slot.
     Lines that the run prints go to the logger `pipe.api`. Ctrl-C stops the run, which saves
     everything, and is raised when it has.
 
@@ -157,6 +159,15 @@ def plan(
         checked = check(file, overrides, machines)
         margins = margins_for(machines.kind, record=None, overhead=None)
         return estimate_plan(checked, machines, margins, trace=trace)
+
+
+def check(recipe: RecipeLike, overrides: Sequence[str] = ()) -> tuple[Problem, ...]:
+    """Find every mistake of a recipe, as `pipe check` does, without starting anything; return its
+    warnings. Raises RecipeError, with all `problems`."""
+    from pipeline.chain.plan import plan_file
+
+    with _file_of(recipe) as file:
+        return tuple(plan_file(file, overrides).warnings)
 
 
 @contextlib.contextmanager

@@ -10,19 +10,25 @@ import click
 
 @click.command("new-stage")
 @click.argument("name")
-@click.option("--to", type=click.Path(path_type=Path), help="The folder to make.")
-def new_stage(name: str, to: Path | None) -> None:
+@click.option("-o", "--out", type=click.Path(path_type=Path), help="The folder to make.")
+def new_stage(name: str, out: Path | None) -> None:
     """Write a plugin package with the stage NAME, such as optimizer.sgd.
 
-    The package works as it is, its test too: for an `optimizer`, for a `track` (a tracker), and for
-    any other kind a stage that runs behind an export. Change it to what you need.
+    The package works as it is, its test too. Kinds with an example: adapter, callback, checkpoint,
+    consolidate, data, export, model, optimizer, track (a tracker), wrap (a strategy). For any other
+    kind it is a stage that runs after an export. Change it to what you need.
     """
     from pipeline.errors import UsageError, system_errors_as
-    from pipeline.scaffold.package import write_package
+    from pipeline.scaffold.package import NewStage, write_package
 
     with system_errors_as(UsageError):
-        written = write_package(name, to)
+        new = NewStage(name)
+        written = write_package(new, out)
     for path in written:
         click.echo(path)
+    if new.template != new.kind:
+        click.echo(
+            f"there is no example of the kind `{new.kind}`: it runs after an export", err=True
+        )
     package = shlex.quote(f"{written[0].parent}[dev]")
     click.echo(f"next: pip install -e {package} && pipe stages {name}", err=True)

@@ -62,8 +62,15 @@ def needs(stage: type, method: str = "run") -> tuple[Need, ...]:
 
 
 def gives(stage: type) -> type | None:
-    """The class of what `run` returns; None when it returns nothing."""
-    given = _annotations(stage).get("return")
+    """The class of what `run` returns; None when it returns nothing. Raises PluginError where that
+    is not annotated: no slot would take the result, and nothing would say so."""
+    hints = _annotations(stage)
+    if "return" not in hints:
+        raise PluginError(
+            f"{name_of(stage)}.run: its return annotation is missing",
+            hint="write the class that it returns, or `-> None`",
+        )
+    given = hints["return"]
     if given is None or given is type(None):
         return None
     if not isinstance(given, type):

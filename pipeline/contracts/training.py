@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.contracts.stage import Durable
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, StageError
 
 if TYPE_CHECKING:
     from pipeline.contracts.resources import ResourceNeed
+    from pipeline.distributed.process_group import DistContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ class Progress:
     """State of early stopping: the `eval_loss` to improve on, and the number of `evaluations` since
     the last improvement."""
     stopped: str = ""
-    """Why training ended before its last step, if it did."""
+    """Why training ended before its last step, if it did: early stopping, or a callback."""
     recent_losses: list[float] = field(default_factory=list)
     """Losses of the newest steps, where loss spikes are looked for; oldest first."""
     left_out: list[list[int]] = field(default_factory=list)
@@ -116,7 +117,8 @@ class StepCallback(ABC):
     """Code of a plugin that a train stage calls after every update, such as a metrics sink.
 
     A stage in a slot before the train slot gives it. It is called on every rank, in the thread that
-    trains, and may use collectives. It does not change `progress`. An exception ends the run.
+    trains, and may use collectives. It does not change `progress`. An exception fails the run;
+    `reason_to_end` ends the training well.
     """
 
     @abstractmethod
@@ -133,6 +135,18 @@ class StepCallback(ABC):
     def on_evaluation(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
         """Called after an evaluation of the weights of `step`, 0 before the first update, with the
         held-out `eval_loss` and `perplexity` over all ranks. Does nothing unless overridden."""
+
+    def reason_to_end(self) -> str:
+        """Return why training should end now, in words; empty to continue, as it does unless this
+        is overridden.
+
+        Called on every rank before each step, also before the first of a resumed run. One rank's
+        reason is enough: all ranks end after the same step, and the run continues with a save and
+        with later slots. A step that was launched before the numbers of the last one were known
+        still counts, but a callback that has returned a reason is not called again: its `state`
+        is that of its decision.
+        """
+        return ""
 
     def state(self) -> Mapping[str, Any]:
         """JSON to keep in a checkpoint; that of rank 0 is kept. Called before every save."""
@@ -153,6 +167,8 @@ class Callbacks(StepCallback):
 
     def __init__(self, *callbacks: StepCallback | None) -> None:
         self._callbacks: dict[str, StepCallback] = {}
+        self._reasons: dict[str, str] = {}
+        """Callback -> its reason to end the training, the same on all ranks."""
         for given in callbacks:
             several = given._callbacks.values() if isinstance(given, Callbacks) else [given]
             for callback in several:
@@ -164,23 +180,69 @@ class Callbacks(StepCallback):
         number = sum(other.partition("#")[0] == name for other in self._callbacks)
         return f"{name}#{number + 1}" if number else name
 
+    def _called(self) -> Iterator[StepCallback]:
+        """Yield the callbacks that have given no reason to end."""
+        for name, callback in self._callbacks.items():
+            if name not in self._reasons:
+                yield callback
+
     def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
-        for callback in self._callbacks.values():
+        for callback in self._called():
             callback.on_step(step, progress, record)
 
     def on_evaluation(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
-        for callback in self._callbacks.values():
+        for callback in self._called():
             callback.on_evaluation(step, progress, record)
 
+    def reason_to_end(self) -> str:
+        """The first reason that was agreed on; empty before that."""
+        return next(iter(self._reasons.values()), "")
+
+    def agree_to_end(self, dist: DistContext) -> str:
+        """Ask the callbacks that can end the training, and return the reason of the first rank that
+        has one, the same on all ranks (collective); empty if training goes on."""
+        can = {n: c for n, c in self._callbacks.items() if _can_end(c)}
+        if can and not self._reasons:
+            asked = {name: _reason(name, callback) for name, callback in can.items()}
+            own = {name: reason for name, reason in asked.items() if reason}
+            if dist.any(bool(own)):  # the reasons themselves are sent at the end alone
+                self._reasons = next(reasons for reasons in dist.gather(own) if reasons)
+        return self.reason_to_end()
+
     def state(self) -> dict[str, Any]:
-        """Non-empty states by the names of callbacks."""
+        """Non-empty states by the names of callbacks, and reasons of callbacks without a state."""
         states = {name: dict(callback.state()) for name, callback in self._callbacks.items()}
-        return {name: state for name, state in states.items() if state}
+        kept = {name: state for name, state in states.items() if state}
+        reasons = {name: why for name, why in self._reasons.items() if name not in kept}
+        return {**kept, **({REASONS: reasons} if reasons else {})}
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        """Give each callback its state. A callback that keeps a state decides by it whether the
+        training is still over, perhaps under other settings; the reason of one without a state
+        stands for as long as the recipe has the callback."""
+        reasons = state.get(REASONS, {})
+        self._reasons = {name: why for name, why in reasons.items() if name in self._callbacks}
         for name, callback in self._callbacks.items():
             if name in state:
                 callback.restore(state[name])
+
+
+REASONS = "reasons to end"
+"""Key of reasons in the state of callbacks, which is no class's name."""
+
+
+def _can_end(callback: StepCallback) -> bool:
+    return type(callback).reason_to_end is not StepCallback.reason_to_end
+
+
+def _reason(name: str, callback: StepCallback) -> str:
+    reason: object = callback.reason_to_end()
+    if not isinstance(reason, str):
+        raise StageError(
+            f"the callback {name} returned {reason!r} as its reason to end, which is not a text",
+            hint="return a sentence, or an empty text to continue",
+        )
+    return reason
 
 
 @dataclass(frozen=True, kw_only=True)

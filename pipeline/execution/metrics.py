@@ -80,6 +80,7 @@ def is_record(record: dict[str, Any]) -> bool:
         all(type(value) is int and is_number(value) for value in steps)
         and all(record.get(name) is None or is_number(record[name]) for name in NUMBERS)
         and all(type(value) is not int or is_number(value) for value in record.values())
+        and is_text(record.get("ended_early", ""))
         and _are_texts(record.get("generated", []))
     )
 
@@ -102,6 +103,7 @@ KINDS = {
     "anomaly": "anomaly",
     "straggler": "straggler",
     "generated": "generated",
+    "ended_early": "ended early",
     "checkpoint_seconds": "checkpoint written",
     "checkpoint_stall_seconds": "checkpoint",
     "eval_loss": "evaluation",

@@ -13,9 +13,21 @@ from pipeline.chain.registry import Registry
 from pipeline.errors import UsageError
 
 TEMPLATES = Path(__file__).parent / "templates"
-KINDS = {"optimizer": "optimizer", "track": "track"}
-"""Kind of stage -> its template; another kind gets one that runs behind an export."""
-OTHER = "behind_export"
+HEAVY_HALVES = {"adapter": "source", "wrap": "engine"}
+"""Kind of stage -> its second module, which imports torch."""
+KINDS = {path.name.removesuffix(".py.j2") for path in TEMPLATES.glob("[!_]*.py.j2")}
+OTHER = "after_export"
+"""Template of kinds that have none: a stage that runs after an export."""
+REFUSED = {
+    "average": "an average is kept by an engine around another one, which is not a small example; "
+    "derive from stages/average/ema.py, or average in a slot `consolidate` (`pipe new-stage "
+    "consolidate.NAME`)",
+    "precision": "precision.policy has a field for every dtype, and strategies know no others; "
+    "use it",
+    "train": "the contract of train stages changes with the next version; follow or end a training "
+    "from a callback (`pipe new-stage callback.NAME`), or derive from train.causal_lm",
+}
+"""Kind that is not written -> why, and what to do instead."""
 _WORD = "[a-z](?:[a-z0-9_]*[a-z0-9])?"  # a distribution's name ends in a letter or digit
 _NAME = re.compile(rf"{_WORD}\.{_WORD}")
 
@@ -27,12 +39,15 @@ class NewStage:
     name: str
 
     def __post_init__(self) -> None:
-        """Raise UsageError for a name that no stage can have, or that an installed one has."""
+        """Raise UsageError for a name that no stage can have, or that an installed one has, and for
+        a kind that is not written."""
         if not _NAME.fullmatch(self.name):
             raise UsageError(
                 f"`{self.name}` is not a stage name",
                 hint="a kind, a dot and a word, as in optimizer.sgd",
             )
+        if self.kind in REFUSED:
+            raise UsageError(f"no {self.kind} stage is written: {REFUSED[self.kind]}")
         if self.name in Registry.installed():
             raise UsageError(f"a stage called {self.name} is installed already")
 
@@ -40,6 +55,11 @@ class NewStage:
     def kind(self) -> str:
         """The part before the dot."""
         return self.name.partition(".")[0]
+
+    @property
+    def template(self) -> str:
+        """Name of the template of its kind."""
+        return self.kind if self.kind in KINDS else OTHER
 
     @property
     def package(self) -> str:
@@ -52,34 +72,40 @@ class NewStage:
         return self.package.replace("-", "_")
 
     @property
+    def modules(self) -> dict[str, str]:
+        """The package's modules, each with its template: the stage's, and its heavy half if the
+        kind has one."""
+        found = {self.module: self.template}
+        half = HEAVY_HALVES.get(self.template)
+        return found if half is None else {**found, f"{self.module}_{half}": f"_{self.kind}_{half}"}
+
+    @property
     def stage(self) -> str:
         """Name of the class: `OptimizerSgd`."""
         return "".join(word.capitalize() for word in re.split(r"[._]", self.name))
 
     def files(self) -> Iterator[tuple[str, str]]:
-        """Yield the names of the package's files, and what is in them."""
+        """Yield the names of the package's files, and their contents."""
         environment = Environment(
             loader=FileSystemLoader(TEMPLATES),
             undefined=StrictUndefined,
             keep_trailing_newline=True,
         )
-        kind = KINDS.get(self.kind, OTHER)
         for template, file in (
             ("pyproject.toml.j2", "pyproject.toml"),
             ("README.md.j2", "README.md"),
-            (f"{kind}.py.j2", f"{self.module}.py"),
-            (f"test_{kind}.py.j2", f"tests/test_{self.module}.py"),
+            *((f"{template}.py.j2", f"{module}.py") for module, template in self.modules.items()),
+            (f"_test_{self.template}.py.j2", f"tests/test_{self.module}.py"),
         ):
             yield file, environment.get_template(template).render(new=self)
 
 
-def write_package(name: str, folder: Path | None = None) -> list[Path]:
+def write_package(new: NewStage, folder: Path | None = None) -> list[Path]:
     """Write the package of a new stage into a folder that is not there yet, by default one with the
     package's name; returns its files. Raises UsageError."""
-    new = NewStage(name)
     target = folder or Path(new.package)
     if target.exists():
-        raise UsageError(f"{target} is there already", hint="name another folder with --to")
+        raise UsageError(f"{target} is there already", hint="name another folder with --out")
     written = []
     for file, text in new.files():
         path = target / file

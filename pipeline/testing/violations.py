@@ -62,8 +62,6 @@ def in_run(stage: Any) -> Iterator[str]:
     parameters = list(inspect.signature(stage.run).parameters.values())
     if len(parameters) < 2 or hints.get(parameters[1].name) is not Context:
         yield "run: the first parameter after `self` is not annotated with Context"
-    if "return" not in hints:
-        yield "run: the return annotation is missing (write `-> None` if it returns nothing)"
     for parameter in parameters[2:]:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             yield f"run: `{parameter.name}` cannot be given by name"

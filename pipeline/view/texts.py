@@ -27,5 +27,5 @@ def before_and_after(found: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, 
 def _shown(text: Any) -> str:
     line = " ".join(str(text).split())
     if not line:
-        return "(no text)"
+        return "(empty answer)"
     return line if len(line) <= MOST_LETTERS else f"{line[:MOST_LETTERS].rstrip()} ..."

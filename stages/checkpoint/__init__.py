@@ -1,1 +1,12 @@
-"""Stages that save and restore training state."""
+"""Stages that save and resume, and the door for authors of one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeline.utils import lazily
+
+if TYPE_CHECKING:
+    from stages.checkpoint.sharded import ShardedCheckpoint
+else:
+    __getattr__ = lazily(__name__, __file__)

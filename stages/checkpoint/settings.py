@@ -13,7 +13,7 @@ from pipeline.utils import address_problems
 from stages.periods import Period, epoch_problems
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint import Retention
+    from pipeline.checkpoint import CheckpointManager, Retention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +66,9 @@ class CheckpointSettings:
             yield Problem(key="keep_every", message=message, hint=hint)
 
     def run(self, ctx: Context, engine: Engine, model: ModelSource | None = None) -> Checkpoints:
+        return self._open(ctx, engine, model)
+
+    def _open(self, ctx: Context, engine: Engine, model: ModelSource | None) -> CheckpointManager:
         from pipeline.checkpoint import FULL, SHARDED, CheckpointManager, address
 
         return CheckpointManager(
@@ -84,10 +87,7 @@ class CheckpointSettings:
         self, ctx: Context, engine: Engine, model: ModelSource | None = None
     ) -> Checkpoints:
         """Checkpoints beside the run's own, which are gone when the dry run ends."""
-        from pipeline.checkpoint import CheckpointManager
-
-        made = replace(self, start_from=None).run(ctx, engine, model)
-        assert isinstance(made, CheckpointManager)
+        made = replace(self, start_from=None)._open(ctx, engine, model)
         if ctx.dist.is_main:
             made.discard()  # those that a failed dry run has left
             ctx.on_exit(made.discard)

@@ -1,1 +1,12 @@
-"""Stages that stream named full tensors out of a checkpoint."""
+"""Stages that give the trained weights, and the door for authors of one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeline.utils import lazily
+
+if TYPE_CHECKING:
+    from stages.consolidate.stream import ConsolidateStream
+else:
+    __getattr__ = lazily(__name__, __file__)

@@ -1,1 +1,13 @@
-"""Stages that turn files into samples."""
+"""Stages that turn files into samples, and the door for authors of one: what they all ask a
+tokenizer for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeline.utils import lazily
+
+if TYPE_CHECKING:
+    from stages.data.tokenize import pad_id, tokenizer_identity
+else:
+    __getattr__ = lazily(__name__, __file__)

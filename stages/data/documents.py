@@ -139,7 +139,7 @@ class Documents:
         """Raise StageError if the tokenizer lacks the start or end token that is set."""
         self.settings, self.workers, self.ctx, self.model = settings, workers, ctx, model
         self.tokenizer = model.tokenizer()
-        self.tokenizer_identity = tokenize.identity(self.tokenizer)
+        self.tokenizer_identity = tokenize.tokenizer_identity(self.tokenizer)
         ctx.dist.require_same("tokenizer", {"tokenizer": self.tokenizer_identity})
         self._cut = cutter(self.tokenizer)
         self.dtype = tokenize.id_dtype(self.tokenizer)

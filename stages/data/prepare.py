@@ -173,7 +173,7 @@ class Rows:
                 f"{model.name}: its tokenizer does not report the characters of a token",
                 hint="data.chat needs a tokenizer with a tokenizer.json",
             )
-        identity = tokenize.identity(self.tokenizer)
+        identity = tokenize.tokenizer_identity(self.tokenizer)
         template = self.tokenizer.chat_template
         self.tokenizer_identity = digest([identity, template])
         ctx.dist.require_same("tokenizer", {"tokenizer": identity, "template": digest(template)})

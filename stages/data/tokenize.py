@@ -27,7 +27,7 @@ TOKENISING = "tokenising"
 """Name of the activity."""
 
 
-def identity(tokenizer: Any) -> str:
+def tokenizer_identity(tokenizer: Any) -> str:
     """Return the hex digest of everything that decides which ids a text becomes."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

@@ -31,6 +31,7 @@ from stages.train.batches import BatchStats, Feed
 from stages.train.evaluation import heldout, heldout_targets, record_evaluation
 from stages.train.hf_trainer import HfTrainer
 from stages.train.loss import SummedLoss
+from stages.train.report import Reporter
 from stages.train.step import advance
 
 
@@ -56,7 +57,9 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
     plan: OptimizerPlan
     progress: Progress
     trainer: Trainer
+    reporter: Reporter
     callbacks: Callbacks
+    """The reporter among them."""
     taken: list[BatchStats]
     """Statistics of this rank's micro-batches since the last step."""
     stopped: bool = False
@@ -103,7 +106,20 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         due = progress.step == args.max_steps or (every is not None and progress.step % every == 0)
         if due and self.data.heldout is not None:
             self._evaluate()
+        if progress.step < args.max_steps and self.ends_early(args.max_steps):
+            control.should_save = control.should_training_stop = True
+            if not due and self.data.heldout is not None:
+                self._evaluate()
         self._restart()
+
+    def ends_early(self, steps: int) -> bool:
+        """Whether a callback ends the training before its last step (collective)."""
+        progress = self.progress
+        known, progress.stopped = progress.stopped, self.callbacks.agree_to_end(self.ctx.dist)
+        if progress.stopped:
+            again = progress.stopped == known
+            self.reporter.ended_early(progress.step, steps, progress.stopped, again=again)
+        return bool(progress.stopped)
 
     def _rate(self, steps: int) -> float:
         """The learning rate of the step."""

@@ -85,7 +85,11 @@ def train(
     callbacks = Callbacks(reporter, callback)
     callbacks.restore(progress.callbacks)
     ctx.metrics.rewind(progress.step)
-    recorder = Recorder(config, ctx, data, feed, plan, progress, trainer, callbacks, loader.taken)
+    recorder = Recorder(
+        config, ctx, data, feed, plan, progress, trainer, reporter, callbacks, loader.taken
+    )
+    if newest is not None and recorder.ends_early(steps):
+        return TrainedRun(checkpoint=str(newest), progress=progress)
     trainer.add_callback(recorder)
     with ctx.dist.stop.deferred():
         trainer.train(resume_from_checkpoint=None if newest is None else str(newest))

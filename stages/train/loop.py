@@ -144,15 +144,17 @@ class Training:
             self._save()
 
     def _goes_on(self) -> bool:
-        """Whether there is another step; logs the reason for early stopping."""
+        """Whether there is another step; reports the reason for an early end (collective)."""
         progress, total = self.progress, self.step.feed.total_steps(self.progress)
-        progress.stopped = ""
+        known, progress.stopped = progress.stopped, ""
         if progress.step < total:
-            progress.stopped = reason_to_stop(progress, self.config.early_stopping)
+            progress.stopped = reason_to_stop(
+                progress, self.config.early_stopping
+            ) or self.callbacks.agree_to_end(self.ctx.dist)
         if progress.stopped:
-            self.reporter.show()
-            self.ctx.log.info(
-                "stopping early, at step %d of %d: %s", progress.step, total, progress.stopped
+            self.launched.tell()
+            self.reporter.ended_early(
+                progress.step, total, progress.stopped, again=progress.stopped == known
             )
         return progress.step < total and not progress.stopped
 

@@ -53,6 +53,14 @@ class Reporter(StepCallback):
             text = f"{sample['prompt']} -> {answer}"
             self._ctx.log.info("step %d  %s", step, text.replace("\n", " "))
 
+    def ended_early(self, step: int, total: int, reason: str, *, again: bool) -> None:
+        """Report why training ends before its last step; `again` if a run that had ended so is
+        resumed, whose record is there."""
+        self.show()
+        self._ctx.log.info("training ends early, at step %d of %d: %s", step, total, reason)
+        if not again:
+            self._ctx.metrics.write({"step": step, "time": time.time(), "ended_early": reason})
+
     def saved(self, step: int, *, stalled: float) -> None:
         """Report a checkpoint, for which training paused for `stalled` seconds."""
         record = {"step": step, "time": time.time(), "checkpoint_stall_seconds": stalled}

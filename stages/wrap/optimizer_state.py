@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,12 +76,42 @@ def set_updates(state: dict[str, Any], count: int) -> None:
 def require_known(state: Mapping[str, Any], plan: OptimizerPlan, optimizer: str) -> None:
     """Raise StageError for tensors other than the plan's moments, such as a factored second moment:
     they cannot be split by parameter. Packed state is the packing's own."""
-    tensors = {key for key, value in state.items() if isinstance(value, Tensor) and key != UPDATES}
-    if plan.packing is None and tensors != set(plan.moments):
+    if plan.packing is None and _kept(state) != set(plan.moments):
+        raise _not_declared(state, plan, optimizer)
+
+
+def require_declared(optimizer: Optimizer, plan: OptimizerPlan) -> None:
+    """Raise StageError if a step has added tensors to a parameter's state that the plan does not
+    declare: no checkpoint would have them, and a resume would go on without."""
+    for state in optimizer.state.values() if plan.packing is None else ():
+        if not _kept(state) <= set(plan.moments):
+            raise _not_declared(state, plan, type(optimizer).__name__)
+
+
+@contextlib.contextmanager
+def started_state(optimizer: Optimizer, plan: OptimizerPlan) -> Iterator[None]:
+    """Raise StageError where an update looks for something in a parameter's state that
+    `start_state` has not made, as the plan does not declare it."""
+    try:
+        yield
+    except KeyError as error:
+        counts = f"counts_updates={plan.counts_updates}"
         raise StageError(
-            f"{optimizer} keeps {sorted(tensors)} for a parameter, its stage declares "
-            f"{sorted(plan.moments)}; such state cannot be saved"
-        )
+            f"{type(optimizer).__name__} looks for {error} in a parameter's state, and its stage "
+            f"declares moments {sorted(plan.moments)} and {counts}",
+            hint="declare every key of its state; `step` is the count of updates",
+        ) from error
+
+
+def _kept(state: Mapping[str, Any]) -> set[str]:
+    return {key for key, value in state.items() if isinstance(value, Tensor) and key != UPDATES}
+
+
+def _not_declared(state: Mapping[str, Any], plan: OptimizerPlan, optimizer: str) -> StageError:
+    return StageError(
+        f"{optimizer} keeps {sorted(_kept(state))} for a parameter, its stage declares "
+        f"{sorted(plan.moments)}; such state cannot be saved"
+    )
 
 
 def fixed_state(

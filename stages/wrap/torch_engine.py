@@ -36,9 +36,11 @@ from stages.wrap.module_engine import ModuleEngine
 from stages.wrap.optimizer_groups import grouped_state
 from stages.wrap.optimizer_state import (
     read_moments,
+    require_declared,
     require_known,
     set_updates,
     start_state,
+    started_state,
     updates,
     write_moments,
 )
@@ -139,8 +141,12 @@ class TorchEngine(ModuleEngine):
         overflowed = scaler is not None and not math.isfinite(sent)
         # Without a guard and loss scaling the host waits for nothing.
         applied = not overflowed and (should_step is None or should_step(float(sent)))
-        if applied:
+        if applied and self._applied:
             self._update(gradients, norm, scale)
+        elif applied:  # the first update here shows what the rule keeps
+            with started_state(optimizer, self.plan):
+                self._update(gradients, norm, scale)
+            require_declared(optimizer, self.plan)
         if scaler is not None:
             scaler.update(overflowed=overflowed)
         optimizer.zero_grad()

@@ -197,6 +197,14 @@ class NoRun:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SaysNotWhatItReturns:
+    """A stage whose result nobody could take."""
+
+    def run(self, ctx: Context):  # type: ignore[no-untyped-def]
+        return Model()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Untyped:
     """Needs something, but not what."""
 

@@ -17,10 +17,19 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from pipeline import RunOutcome, plan, resume, run
+from pipeline import (
+    RecipeError,
+    RunFailed,
+    RunOutcome,
+    RunStopped,
+    UsageError,
+    check,
+    plan,
+    resume,
+    run,
+)
 from pipeline.chain.plan import plan_file
 from pipeline.cli import main
-from pipeline.errors import RecipeError, RunFailed, RunStopped, UsageError
 from pipeline.execution.journal import Journal
 from pipeline.execution.resume import digests
 from tests.pipeline.conftest import TinyRun
@@ -100,6 +109,26 @@ def test_mistakes_start_nothing(tmp_path: Path, tiny_run: TinyRun) -> None:
     with pytest.raises(UsageError, match=r"no slot `trian`"):
         run(recipe(), until="trian")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_function_raises_the_same_error_for_the_same_mistake(tiny_run: TinyRun) -> None:
+    for function, given in (
+        (check, tiny_run.recipe),
+        (plan, tiny_run.recipe),
+        (run, tiny_run.recipe),
+        (resume, tiny_run.folder),
+    ):
+        with pytest.raises(RecipeError) as caught:
+            function(given, ["train.step=3"])
+        (problem,) = caught.value.problems
+        assert (problem.key, problem.message) == ("train.step", "unknown field")
+
+
+def test_a_check_returns_warnings(tiny_run: TinyRun) -> None:
+    assert check(tiny_run.recipe) == ()
+    (warning,) = check(tiny_run.recipe, ["export=null"])
+    assert warning.key == "consolidate.use"
+    assert warning.message.startswith("no slot reads the Weights that it gives")
 
 
 def test_mistakes_resume_nothing() -> None:

@@ -27,6 +27,11 @@ DOORS = (
     "pipeline.planning",
     "pipeline.track",
     "pipeline.utils",
+    "stages.checkpoint",
+    "stages.consolidate",
+    "stages.data",
+    "stages.model",
+    "stages.weights",
     "stages.wrap",
 )
 

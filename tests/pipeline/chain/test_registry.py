@@ -79,6 +79,16 @@ def test_a_method_without_types(
         Registry([fake_entry("a.b", attribute)]).load("a.b")
 
 
+def test_a_result_without_a_type(fake_entry: Callable[..., Entry]) -> None:
+    """No slot would take it."""
+    with pytest.raises(PluginError) as caught:
+        Registry([fake_entry("a.b", "SaysNotWhatItReturns")]).load("a.b")
+    assert str(caught.value) == (
+        "fake_stages.SaysNotWhatItReturns.run: its return annotation is missing (write the class "
+        "that it returns, or `-> None`)"
+    )
+
+
 def test_a_module_that_is_missing() -> None:
     entry = Entry(name="a.b", value="no_such_module:X", distribution="plugin", version="2")
     with pytest.raises(PluginError) as caught:

@@ -1,94 +1,270 @@
-"""`pipe new-stage`: the packages that it writes are built, installed, tested and used as they
-are."""
+"""`pipe new-stage`: the packages that it writes are built, installed, tested, checked, and run on
+two processes as they are."""
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import yaml
 from click.testing import CliRunner, Result
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from pipeline.cli import main
 from pipeline.errors import UsageError
-from pipeline.scaffold.package import NewStage
+from pipeline.execution.metrics import records
+from pipeline.scaffold.package import KINDS, OTHER, REFUSED, NewStage
+from tests.stages.data.fakes import byte_tokenizer
+from tests.support.pipe import Pipe
 from tests.support.tier import spread
-from tests.support.tiny_project import tiny_project
+
+ROOT = Path(__file__).parents[3]
+SLOTS: dict[str, dict[str, Any]] = {
+    "track": {"file": "./lines.jsonl"},
+    "model": {"tokenizer": "./tokenizer", "vocab_size": 260, "width": 32},
+    "adapter": {},
+    "data": {"file": "./rows.csv", "heldout": 4},
+    "optimizer": {"lr": 0.5, "momentum": 0.9},
+    "wrap": {},
+    "checkpoint": {"also_at": [2], "keep": None},
+    "callback": {"loss": 100.0, "steps": 3},
+    "train": {"use": "train.causal_lm", "steps": 9, "global_batch_size": 4, "log_every": 1},
+    "consolidate": {"share": 0.5},
+    "export": {"dtype": "fp32"},
+    "evaluate": {},
+}
+"""A chain that has a stage of every kind."""
+OWN = [kind for kind in SLOTS if kind != "train"]
+AFTER = "there is no example of the kind `report`: it runs after an export\n"
+REASON = "the loss of 3 steps is "
 
 
 def new_stage(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["new-stage", *arguments])
 
 
-@pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return the package of each kind."""
+    folder, found = tmp_path_factory.mktemp("packages"), {}
+    for kind in OWN:
+        written = new_stage(f"{kind}.my_own", "--out", str(folder / kind))
+        assert written.exit_code == 0, written.stderr
+        found[kind] = folder / kind
+    return found
 
 
-def python(*arguments: str, installed: Path) -> subprocess.CompletedProcess[str]:
-    """Run this Python with a folder of packages."""
-    code = (
-        f"import runpy, sys; sys.path.insert(0, {str(installed)!r});"
-        "runpy.run_module(sys.argv.pop(1), run_name='__main__')"
-    )
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False
-    )
-
-
-@pytest.mark.parametrize("name", spread(["optimizer.my_own", "track.my_own", "report.my_own"], 1))
-def test_its_own_tests_pass(name: str, tmp_path: Path) -> None:
-    written = new_stage(name)
-    package = f"pipetrain-{name.replace('.', '-').replace('_', '-')}"
-    module = package.replace("-", "_")
-    assert written.exit_code == 0, written.stderr
-    assert written.stdout.splitlines() == [
-        f"{package}/{file}"
-        for file in ("pyproject.toml", "README.md", f"{module}.py", f"tests/test_{module}.py")
-    ]
-    assert written.stderr == f"next: pip install -e '{package}[dev]' && pipe stages {name}\n"
-    installed = tmp_path / "installed"
+@pytest.fixture(scope="module")
+def installed(packages: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of packages in which all are installed."""
+    folder = tmp_path_factory.mktemp("installed")
     install = ["install", "-q", "--no-deps", "--no-index", "--no-build-isolation", "--target"]
-    subprocess.run(
-        [sys.executable, "-m", "pip", *install, str(installed), f"./{package}"],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    own = python("pytest", "-q", "-p", "no:cacheprovider", package, installed=installed)
+    command = [sys.executable, "-m", "pip", *install, str(folder), *map(str, packages.values())]
+    subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pipe(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> Pipe:
+    """Return `pipe` in a project, with all packages."""
+    folder = tmp_path_factory.mktemp("project")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer())
+    tokenizer.add_special_tokens({"eos_token": "<|end|>"})
+    tokenizer.save_pretrained(folder / "tokenizer")
+    rows = "".join(f"{number} + 1 =,{number + 1}\n" for number in range(20))
+    (folder / "rows.csv").write_text("prompt,answer\n" + rows)
+    stages = {slot: {"use": f"{slot}.my_own", **fields} for slot, fields in SLOTS.items()}
+    stages["precision"] = {"use": "precision.policy", "compute": "fp32"}
+    order = ["track", "model", "adapter", "precision", *OWN[3:8], "train", *OWN[8:]]
+    launch = {"procs": 2, "device": "cpu", "threads": 1, "restarts": {"limit": 0}}
+    chain = {slot: stages[slot] for slot in order}
+    recipe = {"name": "own", "launch": launch, "dry_run": True, "stages": chain}
+    (folder / "own.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    return Pipe(installed, folder)
+
+
+@pytest.fixture(scope="module")
+def run(pipe: Pipe) -> Path:
+    """Return the folder of a finished run."""
+    done = pipe.run(pipe.folder / "own.yaml")
+    assert done.code == 0, done.stderr
+    assert f"training ends early, at step 4 of 9: {REASON}" in done.stdout + done.stderr
+    return pipe.run_dir
+
+
+def test_every_kind_is_walked() -> None:
+    assert {NewStage(f"{kind}.my_own").template for kind in OWN} == KINDS == {*OWN[:-1], OTHER}
+
+
+def test_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, package, modules, note in (
+        ("wrap.my_own", "pipetrain-wrap-my-own", ["", "_engine"], ""),
+        ("report.x", "pipetrain-report-x", [""], AFTER),
+    ):
+        module = package.replace("-", "_")
+        written = new_stage(name)
+        assert written.exit_code == 0, written.stderr
+        assert written.stdout.splitlines() == [
+            f"{package}/{file}"
+            for file in (
+                "pyproject.toml",
+                "README.md",
+                *(f"{module}{half}.py" for half in modules),
+                f"tests/test_{module}.py",
+            )
+        ]
+        then = f"next: pip install -e '{package}[dev]' && pipe stages {name}\n"
+        assert written.stderr == note + then
+
+
+def test_packages_are_in_style(packages: dict[str, Path]) -> None:
+    for options in (["format", "--check"], ["check"]):
+        command = [sys.executable, "-m", "ruff", *options, "--config", "pyproject.toml"]
+        done = subprocess.run(
+            [*command, *map(str, packages.values())], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout
+
+
+def test_their_own_tests_pass(packages: dict[str, Path], installed: Path) -> None:
+    path = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])
+    options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
+    own = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *map(str, packages.values())],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=packages["model"].parent,
+        env=os.environ | {"PYTHONPATH": path},
+    )
     assert own.returncode == 0, own.stdout
-    assert "2 passed" in own.stdout
+    for kind in packages:
+        assert f"{kind}/tests" not in own.stdout  # nothing failed or was skipped
+    assert " passed" in own.stdout
 
 
-def test_recipes_can_use_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The installed package, in this process: module and metadata on the path."""
-    from tests.support.plugins import install
-
-    for name, kind in (("optimizer.fresh", "OptimizerFresh"), ("track.fresh", "TrackFresh")):
-        new = NewStage(name)
-        source = dict(new.files())[f"{new.module}.py"]
-        (tmp_path / "installed").mkdir(exist_ok=True)
-        assert new.stage == kind
-        install(tmp_path / "installed", new.package, new.module, source, {name: new.stage})
-    monkeypatch.syspath_prepend(tmp_path / "installed")
-    shown = CliRunner().invoke(main, ["stages", "optimizer.fresh"])
-    assert shown.exit_code == 0, shown.stderr
-    first, _, summary = shown.stdout.splitlines()[:3]
-    assert first == "optimizer.fresh (pipetrain-optimizer-fresh 1.0)"
-    assert summary.startswith("Declare SGD with momentum")
-    recipe = tiny_project(tmp_path, track={"use": "track.fresh", "file": "./lines.jsonl"})
-    overrides = ["optimizer.use=optimizer.fresh", "optimizer.lr=0.1"]
-    checked = CliRunner().invoke(main, ["check", str(recipe), *overrides])
-    assert checked.exit_code == 0, checked.stderr
-    assert " -> optimizer.fresh -> " in checked.stdout
-    wrong = CliRunner().invoke(main, ["check", str(recipe), *overrides, "optimizer.momentum=2"])
-    assert wrong.exit_code == 2
+def test_each_is_explained_and_checked(pipe: Pipe) -> None:
+    listed = {one["name"]: one for one in json.loads(pipe("stages", "--json").stdout)}
+    for kind in OWN:
+        found = listed[f"{kind}.my_own"]
+        assert (found["distribution"], found["version"]) == (f"pipetrain-{kind}-my-own", "0.1.0")
+    shown = pipe("stages", "callback.my_own")
+    assert shown.stdout.startswith("callback.my_own (pipetrain-callback-my-own 0.1.0)\n")
+    checked = pipe("check", "own.yaml")
+    assert (checked.code, checked.stderr) == (0, "")
+    for kind in OWN:
+        assert f"{kind}.my_own" in checked.stdout
+    wrong = pipe("check", "own.yaml", "optimizer.momentum=2", "data.file=nowhere.csv")
+    assert wrong.code == 2
     assert "optimizer.momentum: " in wrong.stderr
+    assert "data.file: no such file: nowhere.csv" in wrong.stderr
 
 
-NO_NAME = "is no name of a stage (a kind, a dot and a word, as in optimizer.sgd)"
-TAKEN = "taken is there already (name another folder with --to)"
+def test_they_stand_in_a_shipped_recipe(pipe: Pipe) -> None:
+    own = yaml.safe_load((pipe.folder / "own.yaml").read_text())["stages"]
+    own["train"] = {}
+    shipped = ROOT / "recipes" / "quickstart.yaml"
+    recipe = {"extends": str(shipped), "name": "extended", "stages": own}
+    (pipe.folder / "extended.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
+    checked = pipe("check", "extended.yaml")
+    assert checked.code == 0, checked.stderr
+    for kind in OWN:
+        assert f"{kind}.my_own" in checked.stdout
+
+
+def losses(run: Path) -> list[float]:
+    return [one["loss"] for one in records(run / "metrics.jsonl") if "loss" in one]
+
+
+def test_all_of_them_run_on_two_processes(run: Path) -> None:
+    assert len(losses(run)) == 4
+    (ended,) = [one for one in records(run / "metrics.jsonl") if "ended_early" in one]
+    assert (ended["step"], ended["ended_early"][: len(REASON)]) == (4, REASON)
+    journal = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    finished = {one["slot"]: one for one in journal if one["event"] == "slot finished"}
+    assert list(finished)[-1] == "evaluate"
+    assert finished["train"]["record"]["progress"]["stopped"] == ended["ended_early"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
+        "step-00000002", "step-00000004",
+    ]  # fmt: skip
+    lines = [json.loads(line) for line in (run.parent / "lines.jsonl").read_text().splitlines()]
+    assert [one["loss"] for one in lines if "loss" in one] == losses(run)
+    listed = [line.split() for line in (run / "export.txt").read_text().splitlines()]
+    assert {name: int(size) for name, size in listed} == {
+        path.name: path.stat().st_size for path in (run / "export").iterdir()
+    }
+
+
+def test_the_export_is_half_of_what_was_trained(run: Path) -> None:
+    from pipeline.checkpoint import Reading, open_state
+    from stages.consolidate.weights import open_weights
+
+    exported = AutoModelForCausalLM.from_pretrained(run / "export").state_dict()
+    trained = open_weights(str(run / "checkpoints" / "step-00000004"))
+    assert set(trained.names()) == {name for name in exported if name.endswith("norm.weight")}
+    for name in trained.names():
+        weight = trained.read(name)
+        assert not torch.equal(weight, torch.ones_like(weight))
+        torch.testing.assert_close(exported[name], (weight + 1) / 2)
+    trained.close()
+    state = open_state(str(run / "checkpoints" / "step-00000004"), Reading())
+    assert state.state.moments == ["momentum_buffer"]
+    state.close()
+
+
+def test_a_resumed_run_does_not_train_on(pipe: Pipe, run: Path) -> None:
+    """Another setting of the train slot makes it run again."""
+    before = losses(run)
+    done = pipe("resume", str(run), "train.log_every=2")
+    assert done.code == 0, done.stderr
+    assert f"training ends early, at step 4 of 9: {REASON}" in done.stdout + done.stderr
+    assert losses(run) == before
+
+
+OTHERS: list[list[str]] = [
+    ["wrap={use: wrap.fsdp, pipeline_parallel: {size: 2}}"],
+    ["wrap.use=wrap.ddp"],
+    ["wrap.use=wrap.fsdp"],
+    ["wrap={use: wrap.zero, stage: 3}"],
+]
+
+
+@pytest.mark.parametrize("overrides", spread(OTHERS, 1))
+def test_they_do_the_same_under_every_strategy(
+    overrides: list[str], pipe: Pipe, run: Path, tmp_path: Path
+) -> None:
+    done = pipe(
+        "run", "own.yaml", *overrides, "--run-dir", str(tmp_path / "run"), "track.file=/dev/null"
+    )
+    assert done.code == 0, done.stderr
+    assert losses(tmp_path / "run") == pytest.approx(losses(run), rel=1e-5)
+    mine, other = (
+        AutoModelForCausalLM.from_pretrained(folder / "export").state_dict()
+        for folder in (run, tmp_path / "run")
+    )
+    for name, tensor in mine.items():
+        torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_kinds_that_are_no_small_example_are_refused(kind: str, tmp_path: Path) -> None:
+    refused = new_stage(f"{kind}.my_own", "--out", str(tmp_path / "new"))
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr == f"error: no {kind} stage is written: {REFUSED[kind]}\n"
+    assert not (tmp_path / "new").exists()
+
+
+NO_NAME = "is not a stage name (a kind, a dot and a word, as in optimizer.sgd)"
+TAKEN = "taken is there already (name another folder with --out)"
 
 
 @pytest.mark.parametrize(
@@ -98,10 +274,13 @@ TAKEN = "taken is there already (name another folder with --to)"
         (["Optimizer.Sgd"], f"`Optimizer.Sgd` {NO_NAME}"),
         (["optimizer.sgd_"], f"`optimizer.sgd_` {NO_NAME}"),
         (["optimizer.adamw"], "a stage called optimizer.adamw is installed already"),
-        (["optimizer.sgd", "--to", "taken"], TAKEN),
+        (["optimizer.sgd", "-o", "taken"], TAKEN),
     ],
 )
-def test_mistakes(arguments: list[str], message: str, tmp_path: Path) -> None:
+def test_mistakes(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
     refused = new_stage(*arguments)
     assert (refused.exit_code, refused.stdout, refused.stderr) == (2, "", f"error: {message}\n")

@@ -146,7 +146,7 @@ FAULTS: dict[str, tuple[tuple[str, str], str]] = {
     ),
     "no return annotation": (
         (") -> OptimizerPlan:", "):"),
-        "run: the return annotation is missing (write `-> None` if it returns nothing)",
+        "run: its return annotation is missing (write the class that it returns, or `-> None`)",
     ),
     "need without a role": (
         ("model: ModelSource | None", "model: int"),

@@ -24,7 +24,7 @@ def test_each_prompt_has_its_first_and_last_answer() -> None:
     )
     assert found == [
         ("prompt", "Who? What?"), ("  before", "I am"), ("  after", f"{'x' * 200} ..."),
-        ("prompt", "Where?"), ("  before", "(no text)"), ("  after", "There."),
+        ("prompt", "Where?"), ("  before", "(empty answer)"), ("  after", "There."),
     ]  # fmt: skip
 
 

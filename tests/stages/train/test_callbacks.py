@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from pipeline import testing
 from pipeline.checkpoint.manifest import MANIFEST, Manifest
 from pipeline.contracts.signature import needs
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Callbacks, Progress, StepCallback
 from pipeline.distributed.process_group import DistContext
+from pipeline.errors import StageError
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.hf_trainer import HfTrainer
 from stages.train.settings import Anomalies
@@ -128,14 +131,121 @@ def test_without_a_callback_a_checkpoint_keeps_no_state(tmp_path: Path) -> None:
     assert saved(tmp_path, 2) == {}
 
 
+class Bounded(Sink):
+    """Ends the training where one rank sees that many steps in all, counted over resumes."""
+
+    def __init__(self, limit: int, asks: bool) -> None:
+        super().__init__()
+        self.limit, self.asks = limit, asks
+
+    def reason_to_end(self) -> str:
+        return f"{self.count} steps are enough" if self.asks and self.count >= self.limit else ""
+
+
+class Forgetful(Bounded):
+    """Keeps no state."""
+
+    def state(self) -> Mapping[str, Any]:
+        return {}
+
+
+def train_bounded(
+    dist: DistContext, folder: str, case: Poisoned, limit: int, asks: list[int], kind: str
+) -> dict[str, Any]:
+    """Train with a sink, and a callback that ends the training on the ranks in `asks`."""
+    bounded = {"Bounded": Bounded, "Forgetful": Forgetful}[kind](limit, dist.rank in asks)
+    sink = Sink()
+    told = train(dist, folder, case, Callbacks(sink, bounded))
+    calls = [[call[:2] for call in one.calls] for one in (bounded, sink)]
+    return {**told, "calls": calls}
+
+
+ENDLESS = Poisoned(
+    setting=Setting(wrap="ddp"), batches=range(9), steps=9, anomalies=Anomalies(), every=7
+)
+
+
+@pytest.mark.parametrize("kind", ["Bounded", "Forgetful"])
+def test_a_callback_ends_the_training_of_all_ranks_with_a_reason(kind: str, tmp_path: Path) -> None:
+    """The numbers of step 2 are known after the launch of step 3, which counts."""
+    first = run_ranks(train_bounded, 2, str(tmp_path), ENDLESS, 2, [0, 1], kind)
+    for told in first:
+        assert (told["progress"]["step"], told["progress"]["stopped"]) == (3, "2 steps are enough")
+        bounded, sink = told["calls"]
+        assert bounded == [["step", 1], ["step", 2]]
+        assert sink == [["step", 1], ["step", 2], ["step", 3]]
+        assert told["checkpoint"].endswith("step-00000003")
+    assert [one["ended_early"] for one in first[0]["lines"] if "ended_early" in one] == [
+        "2 steps are enough"
+    ]
+    again = run_ranks(train_bounded, 1, str(tmp_path), ENDLESS, 2, [0], kind)[0]
+    assert again["lines"] == first[0]["lines"]
+    assert again["state"] == first[0]["state"]
+    assert again["progress"] == first[0]["progress"]
+
+
+def test_one_rank_ends_the_training_of_all(tmp_path: Path) -> None:
+    told = run_ranks(train_bounded, 2, str(tmp_path), ENDLESS, 4, [1], "Forgetful")
+    assert [one["progress"]["stopped"] for one in told] == ["4 steps are enough"] * 2
+    assert [one["progress"]["step"] for one in told] == [5, 5]
+    name = f"{Forgetful.__module__}:Forgetful"
+    assert saved(tmp_path, 5)["reasons to end"] == {name: "4 steps are enough"}
+    again = run_ranks(train_bounded, 2, str(tmp_path), ENDLESS, 4, [], "Forgetful")
+    assert [one["progress"]["step"] for one in again] == [5, 5]
+
+
+def test_a_training_goes_on_under_other_settings_and_without_the_callback(tmp_path: Path) -> None:
+    run_ranks(train_bounded, 1, str(tmp_path), ENDLESS, 2, [0], "Bounded")
+    on = run_ranks(train_bounded, 1, str(tmp_path), ENDLESS, 4, [0], "Bounded")[0]
+    assert on["calls"][0] == [["restore", 2], ["step", 4], ["step", 5]]
+    assert (on["progress"]["step"], on["progress"]["stopped"]) == (6, "4 steps are enough")
+    whole = run_ranks(train, 1, str(tmp_path), ENDLESS)[0]
+    assert (whole["progress"]["step"], whole["progress"]["stopped"]) == (9, "")
+
+
+def test_a_reason_is_a_text(tmp_path: Path) -> None:
+    class Yes(Sink):
+        def reason_to_end(self) -> Any:
+            return True
+
+    ctx = testing.context(tmp_path)
+    with pytest.raises(StageError, match=r"Yes returned True as its reason to end, which is not a"):
+        Callbacks(Yes()).agree_to_end(ctx.dist)
+
+
+class AfterEvaluation(Sink):
+    """Ends the training behind an evaluation."""
+
+    def reason_to_end(self) -> str:
+        return "evaluated" if self.calls[-1:] and self.calls[-1][0] == "evaluation" else ""
+
+
+def train_evaluated(dist: DistContext, folder: str) -> list[dict[str, Any]]:
+    """Train until an evaluation, and until an update that no evaluation follows."""
+    case = replace(ENDLESS, steps=None)
+    evaluated = replace(case, fields={"eval_every": 2})
+    return [
+        train(dist, f"{folder}/evaluated", evaluated, AfterEvaluation()),
+        train(dist, f"{folder}/bounded", case, Bounded(2, True)),
+    ]
+
+
+def test_an_evaluation_ends_the_training_at_once_and_the_last_one_is_made(tmp_path: Path) -> None:
+    first, second = run_ranks(train_evaluated, 1, str(tmp_path))[0]
+    assert [one["step"] for one in first["lines"] if "eval_loss" in one] == [2]
+    assert (first["progress"]["step"], first["progress"]["stopped"]) == (2, "evaluated")
+    assert [one["step"] for one in second["lines"] if "eval_loss" in one] == [3]
+    assert "eval_loss" in second["progress"]["metrics"]
+
+
 def test_the_documented_callback_works(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "training.md").read_text("utf-8")
-    code = page.partition("## Step callbacks")[2].partition("```python")[2].partition("```")[0]
+    page = (Path(__file__).parents[3] / "docs" / "writing-a-stage.md").read_text("utf-8")
+    code = page.partition("## Callbacks")[2].partition("```python")[2].partition("```")[0]
     found: dict[str, Any] = {
         "Any": Any, "Callbacks": Callbacks, "Context": Context, "Mapping": Mapping, "Path": Path,
         "Progress": Progress, "StepCallback": StepCallback, "dataclass": dataclass,
     }  # fmt: skip
-    exec(compile("from __future__ import annotations\n" + code, "training.md", "exec"), found)
+    exec(compile("from __future__ import annotations\n" + code, "the guide", "exec"), found)
     ctx, sink = testing.context(tmp_path), Sink()
     callback = found["Losses"]().run(ctx, sink)
     for step in (1, 2, 3):
@@ -143,5 +253,6 @@ def test_the_documented_callback_works(tmp_path: Path) -> None:
     assert (tmp_path / "losses.txt").read_text() == "1 2.0\n2 2.0\n3 2.0\n"
     assert len(sink.calls) == 3
     resumed = found["Losses"]().run(ctx, None)
-    resumed.restore({name: {"lines": 2} for name in callback.state()})
-    assert (tmp_path / "losses.txt").read_text() == "1 2.0\n2 2.0\n"
+    resumed.restore({name: {"lines": ["1 2.0\n"]} for name in callback.state()})
+    resumed.on_step(2, Progress(step=2, metrics={"loss": 3.0}), {"loss": 3.0})
+    assert (tmp_path / "losses.txt").read_text() == "1 2.0\n2 3.0\n"

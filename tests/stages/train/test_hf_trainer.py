@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import sqlite3
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipeline import DistContext, Progress, StepCallback
 from pipeline.execution.metrics import records
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import ShardedCheckpoint
+from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from stages.train.hf_trainer import FREE, HfTrainer
 from stages.wrap.ddp import Ddp
@@ -19,6 +22,7 @@ from tests.support.models import save_tokenizer, tiny_llama_config
 from tests.support.pipe import Pipe
 from tests.support.processes import run_ranks
 from tests.support.recipes import run_recipe
+from tests.support.runs import context, tiny_model, toy_data
 
 FIELDS = {"global_batch_size": 8, "steps": 4}
 
@@ -156,3 +160,43 @@ def test_speeds_are_of_all_ranks(tmp_path: Path) -> None:
         assert record["tokens_per_second_per_rank"] * seconds == pytest.approx(2 * 8)
         assert record["target_tokens_per_second"] * seconds == pytest.approx(4 * 8)
         assert 0 <= record["data_wait_share"] < 1
+
+
+class Enough(StepCallback):
+    """Ends the training at a step, on one rank."""
+
+    def __init__(self, at: int, asks: bool) -> None:
+        self.at, self.asks, self.last = at, asks, 0
+
+    def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
+        self.last = step
+
+    def reason_to_end(self) -> str:
+        return f"step {self.last} is enough" if self.asks and self.last >= self.at else ""
+
+
+def train_with_callback(dist: DistContext, folder: str) -> list[dict[str, Any]]:
+    """Train until a callback of rank 1 ends it, and resume, when no rank asks."""
+    told = []
+    for asks in (dist.rank == 1, False):
+        ctx = context(dist, folder)
+        plan = AdamW(lr=1e-3).run(ctx)
+        precision = PrecisionPolicy(compute="fp32").run(ctx)
+        stage = HfTrainer(global_batch_size=4, steps=9, micro_batch_size=1)
+        model = tiny_model(ctx, {}, "")
+        trained = stage.run(ctx, toy_data(), plan, precision, model, Enough(2, asks))
+        lines = list(records(ctx.run_dir / "metrics.jsonl"))
+        told.append({"lines": lines, **trained.record()})
+    return told
+
+
+def test_a_callback_ends_the_training_of_all_ranks(tmp_path: Path) -> None:
+    for first, again in run_ranks(train_with_callback, 2, str(tmp_path)):
+        assert first["progress"]["step"] == 2
+        assert first["progress"]["stopped"] == "step 2 is enough"
+        assert first["checkpoint"].endswith("checkpoint-2")
+        assert [one["step"] for one in first["lines"] if "eval_loss" in one] == [2]
+        assert [one["ended_early"] for one in first["lines"] if "ended_early" in one] == [
+            "step 2 is enough"
+        ]
+        assert again == first

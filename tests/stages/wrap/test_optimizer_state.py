@@ -1,0 +1,62 @@
+"""The state that an optimizer keeps is the state that its stage declares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline import DistContext, MicroBatch, OptimizerPlan
+from tests.support.processes import RankFailed, run_ranks
+from tests.support.runs import context
+from tests.support.state import Setting, make_engine
+from tests.support.zero import summed_loss
+
+RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.1}),
+}
+
+
+def stepped(
+    dist: DistContext, folder: str, wrap: str, moments: tuple[str, ...], algorithm: str = "sgd"
+) -> list[str]:
+    """Take a step of SGD with momentum, whose buffers torch makes in the first one, or of another
+    rule; return the kinds of state of a fragment."""
+    rule, settings = RULES[algorithm]
+    plan = OptimizerPlan(
+        algorithm=algorithm, hyperparameters=settings, moments=moments, counts_updates=False,
+        groups=lambda named: [{"params": [p for _, p, _, _ in named if p.requires_grad]}],
+        build=lambda groups: rule(groups, **settings),
+        lr_scale=lambda step, total: 1.0, max_grad_norm=None,
+    )  # fmt: skip
+    engine = make_engine(context(dist, folder), Setting(wrap=wrap), plan)
+    assert list(engine.fragments())  # as a checkpoint's manager does before the first step
+    tokens = torch.arange(12).view(2, 6)
+    engine.accumulate([MicroBatch(input_ids=tokens, labels=tokens)], summed_loss, scale=1.0)
+    engine.step(lr_scale=1.0)
+    found = {kind for fragment in engine.fragments() for kind in fragment.state}
+    engine.close()
+    return sorted(found)
+
+
+def test_state_that_is_declared_is_saved(tmp_path: Path) -> None:
+    found = run_ranks(stepped, 1, str(tmp_path), "ddp", ("momentum_buffer",))[0]
+    assert found == ["momentum_buffer", "weight"]
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp full"])
+def test_state_that_a_step_adds_undeclared_ends_the_run(wrap: str, tmp_path: Path) -> None:
+    """No checkpoint would hold it, and a resumed run would differ without a word."""
+    wanted = r"SGD keeps \['momentum_buffer'\] for a parameter, its stage declares \[\]; such"
+    with pytest.raises(RankFailed, match=wanted):
+        run_ranks(stepped, 1, str(tmp_path), wrap, ())
+
+
+def test_state_that_a_step_looks_for_undeclared_is_named(tmp_path: Path) -> None:
+    wanted = r"RMSprop looks for 'step' in a parameter's state, and its stage declares moments "
+    wanted += r"\['square_avg'\] and counts_updates=False \(declare every key"
+    with pytest.raises(RankFailed, match=wanted):
+        run_ranks(stepped, 1, str(tmp_path), "ddp", ("square_avg",), "rmsprop")
