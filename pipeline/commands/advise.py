@@ -29,7 +29,7 @@ COUNT = click.IntRange(min=1)
 @click.option("--global-batch", type=COUNT, help="Samples of a step. Default: 64, or one a GPU.")
 @click.option("--micro-batch", type=COUNT, help="Most samples of a pass. Default: 8192 tokens.")
 @click.option("--data", type=EXISTING, help="Conversations, JSON.")
-@click.option("--revision", help="Commit of a hub model.")
+@click.option("--revision", help="Commit, branch or tag of a hub model. [default: main]")
 @click.option("--attention", help="How it is computed, for a model that cannot have sdpa.")
 @click.option("--out", type=FILE, help="Where to write the recipe.")
 @trust_options
@@ -50,10 +50,11 @@ def advise(
 ) -> None:
     """Find how to train MODEL on given GPUs, or on this machine's CPUs, and write its recipe.
 
-    MODEL is a folder, a hub id, a GGUF file or a config.json. Savings that only cost time are tried
-    before those that change what is computed (optimizer state, master weights, frozen weights in
-    fewer bits), and these before offloading. Among strategies that fit, one with about the shortest
-    step is chosen; the others are listed with their memory. Exit code 3 when nothing fits.
+    MODEL is a folder, a hub id (ID or ID@REVISION), a GGUF file or a config.json. Savings that only
+    cost time are tried before those that change what is computed (optimizer state, master weights,
+    frozen weights in fewer bits), and these before offloading. Among strategies that fit, one with
+    about the shortest step is chosen; the others are listed with their memory. Exit code 3 when
+    nothing fits.
     """
     from pipeline.distributed.signals import stoppable
     from pipeline.planning.advise import EXAMPLE, AdviceRequest
@@ -119,8 +120,10 @@ def _where(model: str, revision: str | None) -> dict[str, Any]:
     if not model or (model[0] in "./~" and not path.exists()):
         raise UsageError(f"there is no such model: {model or 'its name is empty'}")
     if not path.exists():
-        known = {"allow_floating_revision": True} if revision is None else {"revision": revision}
-        return {"path": model, **known}
+        repo, _, written = model.partition("@")
+        if written and revision:
+            raise UsageError(f"--revision {revision} and {model} both name a revision")
+        return {"path": repo} | ({"revision": written or revision} if written or revision else {})
     folder = path.parent
     if path.is_dir():
         return {"path": str(_weights_in(path))}

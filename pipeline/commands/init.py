@@ -24,7 +24,7 @@ COUNT = click.IntRange(min=1)
 @click.option("--gpus", type=click.IntRange(min=0), help="GPUs of a node; 0 trains on CPUs.")
 @click.option("--gpu", help="Kind of GPU, as in H100.")
 @click.option("--nodes", type=COUNT, help="Nodes.")
-@click.option("--revision", help="Commit of a hub model.")
+@click.option("--revision", help="Commit, branch or tag of a hub model. [default: main]")
 @click.option("--out", type=FILE, help="The recipe to write (default: MODEL.yaml).")
 @click.option("-y", "--yes", is_flag=True, help="Ask nothing; take the defaults.")
 @click.pass_context

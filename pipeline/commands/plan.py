@@ -12,6 +12,7 @@ import click
 from pipeline.chain.registry import Registry
 from pipeline.commands.completion import OVERRIDE, RECIPE
 from pipeline.commands.hardware_options import FILE, asked_for, machine_options
+from pipeline.commands.pinned import pinned_option
 from pipeline.commands.trust import trust_options
 from pipeline.errors import NoFit, PipeError, UsageError, in_words, system_errors_as
 from pipeline.utils.files import try_writing
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 @click.option("--trace", is_flag=True, help="Run the actual model on tensors without memory, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--out", type=FILE, help="Save the plan, for `pipe run --plan`.")
+@pinned_option
 @click.pass_obj
 @trust_options
 def plan(
