@@ -70,27 +70,34 @@ class Preview:
 
 
 @contextlib.contextmanager
-def preview(plan: Plan, log: logging.Logger) -> Iterator[Preview]:
-    """Run the recipe's data slot and the slots that it needs, in this process alone, in a temporary
-    run folder. Raises UsageError if no slot gives data, and the errors of those stages."""
+def without_run(log: logging.Logger, seed: int = 0) -> Iterator[Context]:
+    """A context for stages that run in this process alone, in a temporary folder."""
     import torch
 
     from pipeline.distributed.process_group import DistContext
 
-    gives_data = (step for step in plan.steps if step.gives and issubclass(step.gives, Data))
-    step = next(gives_data, None)
-    if step is None:
-        raise UsageError("no slot of this recipe provides data")
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="pipe-show-"))
-        ctx = Context(
+        yield Context(
             run_dir=Path(scratch),
-            seed=plan.recipe.seed,
+            seed=seed,
             dist=DistContext(device=torch.device("cpu")),
             log=log,
             metrics=Metrics(None),
             on_exit=stack.callback,
         )
+
+
+@contextlib.contextmanager
+def preview(plan: Plan, log: logging.Logger) -> Iterator[Preview]:
+    """Run the recipe's data slot and the slots that it needs, in this process alone, in a temporary
+    run folder. Raises UsageError if no slot gives data, and the errors of those stages."""
+    gives_data = (step for step in plan.steps if step.gives and issubclass(step.gives, Data))
+    step = next(gives_data, None)
+    if step is None:
+        raise UsageError("no slot of this recipe provides data")
+    with contextlib.ExitStack() as stack:
+        ctx = stack.enter_context(without_run(log, plan.recipe.seed))
         artifacts: dict[str, Any] = {}
         data = _result(plan, step, ctx, artifacts)
         models = [each for each in artifacts.values() if isinstance(each, ModelSource)]

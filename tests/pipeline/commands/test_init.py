@@ -125,5 +125,5 @@ def test_an_unknown_gpu(project: Path) -> None:
     options = ["--full", "--seq", "16", "--gpus", "1", "--gpu", "Q5", "--yes"]
     refused = pipe("init", "--model", "Tiny", "--data", "data.jsonl", *options)
     assert refused.exit_code == 2
-    assert refused.stderr.startswith("error: --gpu Q5: no GPU of this name is known (known here: ")
+    assert refused.stderr.startswith("error: --gpu Q5: no GPU of this name is known (known: A10, ")
     assert list(project.glob("*.yaml")) == []
