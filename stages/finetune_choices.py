@@ -56,7 +56,7 @@ class DataSurvey:
     rows: int
     """All, the broken ones too."""
     lengths: Sequence[int] = field(repr=False)
-    """Tokens of each row that can be used, or of some that are spread evenly; sorted."""
+    """Tokens of each row that can be used, or of some, chosen at random; sorted."""
     broken: tuple[Broken, ...] = ()
     all_read: bool = True
     """Whether every row has been laid out and tokenised."""
@@ -98,7 +98,7 @@ class DataSurvey:
         for one in self.broken:
             yield f"  {counted(one.number, 'rows')}: {one.what} (first: {one.first})"
         some = len(self.lengths) < self.usable
-        how = f"; measured on {len(self.lengths):,} rows, spread evenly" if some else ""
+        how = f"; measured on {len(self.lengths):,} rows, chosen at random" if some else ""
         about = "about " if some or self.guessed else ""
         guessed = f"; 4 characters count as a token: {self.guessed}" if self.guessed else ""
         yield (

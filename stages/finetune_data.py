@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from stages.model.hf import HfModel
 from stages.model.read import read_config
 
 MEASURED = 10_000
-"""Rows that are tokenised; of more, an even choice."""
+"""Rows that are tokenised at least, of as many; at most twice as many."""
 MOST_CHARACTERS = 1 << 28
 """Characters of the rows that are kept to be tokenised."""
 UNLIMITED = 1 << 30
@@ -38,39 +39,40 @@ FORMS: Mapping[Form, str] = {
 NEED_TEMPLATE = ("messages", "sharegpt", "prompt/completion", "alpaca")
 
 
-class _Even:
-    """Some of the rows that are added, spread evenly, as far as there is room for them."""
+class _Some:
+    """Some of the rows that are added, chosen at random but the same each time, as far as there is
+    room for them: rows that alternate would deceive an even choice."""
 
     def __init__(self) -> None:
         self.rows: list[tuple[Form, Row]] = []
-        self._every, self._seen, self._characters = 1, 0, 0
+        self._share, self._characters, self._random = 1.0, 0, random.Random(0)
 
     def add(self, form: Form, row: Row) -> None:
         """Keep a row, or not."""
-        if self._seen % self._every == 0:
-            self.rows.append((form, row))
-            self._characters += _characters(row.value)
-            if len(self.rows) > 2 * MEASURED or self._characters > MOST_CHARACTERS:
-                self.rows = self.rows[::2]
-                self._every *= 2
-                self._characters //= 2
-        self._seen += 1
+        if self._random.random() >= self._share:
+            return
+        self.rows.append((form, row))
+        self._characters += _characters(row.value)
+        if len(self.rows) > 2 * MEASURED or self._characters > MOST_CHARACTERS:
+            self.rows = [one for one in self.rows if self._random.random() < 0.5]
+            self._characters = sum(_characters(one.value) for _, one in self.rows)
+            self._share /= 2
 
     @property
     def whole(self) -> bool:
         """Whether all rows are here."""
-        return self._every == 1
+        return self._share == 1
 
 
 def survey(ctx: Context, model: Mapping[str, Any], file: Path) -> DataSurvey:
-    """Read all rows of a file, and lay out and tokenise an even choice of them, or all. Raises
+    """Read all rows of a file, and lay out and tokenise all or, of many, some. Raises
     UsageError if none can be used, StageError for a file that cannot be read."""
     part = LocalFile(file)
     source, why = _source(ctx, model)
     facts = _facts(model, source)
     if file.name.endswith(TEXT):
         return _texts(part, source, facts, why)
-    mistakes, kept, forms = Mistakes([part], "drop"), _Even(), dict[Form, int]()
+    mistakes, kept, forms = Mistakes([part], "drop"), _Some(), dict[Form, int]()
     with activity("reading rows", unit="rows") as doing:
         for form, row in rows_with_forms([part], None, Names(), mistakes):
             forms[form] = forms.get(form, 0) + 1
