@@ -11,9 +11,11 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from pipeline.chain.names import resolved, unpinned
+from pipeline.chain.plan import plan_file
 from pipeline.cli import main
 from tests.pipeline.conftest import TinyRun
-from tests.support.hub import FIRST, SECOND, HubServer, hub_cache, serving
+from tests.support.hub import FIRST, SECOND, HubCache, HubServer, hub_cache, serving
 from tests.support.pipe import Outcome, Pipe
 from tests.support.tiny_project import CHAIN, TEXT
 
@@ -63,6 +65,39 @@ def test_pinned_refuses_it(
         f"{by_name}:11:11: model.path: tiny/model names no commit (`pipe pin` writes its commit "
         "into the recipe)"
     )
+
+
+def test_pinned_refuses_a_resume_under_it(by_name: Path, tiny_run: TinyRun) -> None:
+    refused = invoke("resume", str(tiny_run.folder), "--recipe", str(by_name), "--pinned")
+    assert refused.exit_code == 2
+    assert "model.path: tiny/model names no commit" in refused.stderr
+
+
+def test_every_name_is_resolved_at_its_place(
+    by_name: Path, hub_cache: HubCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub_cache.refer("model", "tiny/model", main=FIRST)
+    hub_cache.refer("model", "tiny/tokens", v1=SECOND)
+    hub_cache.refer("dataset", "tiny/rows", main=SECOND)
+    sources = "[{files: ./text.txt}, {dataset: tiny/rows}]"
+    more = ["model.tokenizer=tiny/tokens", "model.tokenizer_revision=v1", "data.files=[]"]
+    monkeypatch.chdir(by_name.parent)
+    plan = plan_file(by_name, [*more, f"data.sources={sources}"])
+    assert [problem.key for problem in unpinned(plan.recipe, plan.view.slots)] == [
+        "model.path", "model.tokenizer_revision", "data.sources.1.dataset",
+    ]  # fmt: skip
+    assert resolved(plan, {}, ask=False) == plan
+    done = resolved(plan, {})
+    assert not [*unpinned(done.recipe, done.view.slots)]
+    model, data = done.steps[0].stage, done.view.slots["data"]
+    assert (model.revision, model.tokenizer_revision) == (FIRST, SECOND)
+    assert [source.revision for source in data.sources] == [None, SECOND]
+    assert done.steps[2].stage is data
+    assert done.steps[3] is plan.steps[3]
+    again = yaml.safe_load(done.recipe.dump())["stages"]
+    assert again["data"]["sources"][1] == {"dataset": "tiny/rows", "revision": SECOND}
+    assert again["model"]["tokenizer_revision"] == SECOND
+    assert [one["commit"] for one in done.hub] == [FIRST, SECOND, SECOND]
 
 
 def test_a_name_that_nobody_knows(
