@@ -100,11 +100,13 @@ class DataSurvey:
         some = len(self.lengths) < self.usable
         how = f"; measured on {len(self.lengths):,} rows, chosen at random" if some else ""
         about = "about " if some or self.guessed else ""
-        guessed = f"; 4 characters count as a token: {self.guessed}" if self.guessed else ""
+        guessed = "; 4 characters count as a token" if self.guessed else ""
         yield (
             f"tokens: {about}{self.tokens:,}; a row has {self.covering(0.5):,} (median), "
             f"{self.covering(0.95):,} (95 %), {self.lengths[-1]:,} (longest){how}{guessed}"
         )
+        if self.guessed:
+            yield f"  the model's tokenizer cannot be read: {self.guessed}"
 
 
 @dataclass(frozen=True, kw_only=True)

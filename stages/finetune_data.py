@@ -69,7 +69,7 @@ def survey(ctx: Context, model: Mapping[str, Any], file: Path) -> DataSurvey:
     UsageError if none can be used, StageError for a file that cannot be read."""
     part = LocalFile(file)
     source, why = _source(ctx, model)
-    facts = _facts(model, source)
+    facts = _facts(ctx, model, source)
     if file.name.endswith(TEXT):
         return _texts(part, source, facts, why)
     mistakes, kept, forms = Mistakes([part], "drop"), _Some(), dict[Form, int]()
@@ -108,14 +108,15 @@ def _source(ctx: Context, model: Mapping[str, Any]) -> tuple[ModelSource | None,
         source = HfModel(**{**model, "init": "random"}).run(ctx)
         source.tokenizer()
     except StageError as error:
-        return None, str(error).splitlines()[0]
+        return None, str(error).splitlines()[0].partition(" (")[0]
     return source, ""
 
 
-def _facts(model: Mapping[str, Any], source: ModelSource | None) -> dict[str, Any]:
+def _facts(ctx: Context, model: Mapping[str, Any], source: ModelSource | None) -> dict[str, Any]:
     """Parameters and positions of the model, as far as they are known."""
     try:
         config = read_config(HfModel(**model))
+        source = source or HfModel(config=config).run(ctx)
     except StageError:
         config = {}
     inner = config.get("text_config") or config

@@ -196,8 +196,15 @@ def test_a_tokenizer_that_cannot_be_had(tmp_path: Path) -> None:
     file = written(tmp_path / "x.jsonl", (FORMS["text"]("a" * 400) for _ in range(10)))
     found = look({"path": "meta-llama/Llama-3.1-8B"}, file)
     assert found.lengths == [108] * 10
-    assert "4 characters count as a token: " in list(found.lines())[-1]
-    assert finetune.prefers_low_rank(found)[0]
+    assert list(found.lines())[1:] == [
+        "tokens: about 1,080; a row has 108 (median), 108 (95 %), 108 (longest); 4 characters "
+        "count as a token",
+        f"  the model's tokenizer cannot be read: {found.guessed}",
+    ]
+    assert found.guessed.startswith("meta-llama/Llama-3.1-8B: this machine's cache")
+    assert finetune.prefers_low_rank(found) == (
+        True, "low-rank updates of 8B parameters take a fraction of their memory",
+    )  # fmt: skip
 
 
 def test_files_are_named_from_the_recipe(tmp_path: Path) -> None:

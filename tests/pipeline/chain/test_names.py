@@ -93,7 +93,7 @@ def test_every_name_is_resolved_at_its_place(
     assert (model.revision, model.tokenizer_revision) == (FIRST, SECOND)
     assert [source.revision for source in data.sources] == [None, SECOND]
     assert done.steps[2].stage is data
-    assert done.steps[3] is plan.steps[3]
+    assert done.steps[3].stage is plan.steps[3].stage
     again = yaml.safe_load(done.recipe.dump())["stages"]
     assert again["data"]["sources"][1] == {"dataset": "tiny/rows", "revision": SECOND}
     assert again["model"]["tokenizer_revision"] == SECOND
