@@ -153,7 +153,7 @@ def choose(survey: DataSurvey, *, sequence: int | None, batch: int | None, ranks
     why["eval_every"] = (
         f"{counted(1 + -(-steps // evaluated), 'evaluations')}, the first before training"
     )
-    why["every"] = f"{counted(-(-steps // saved), 'checkpoints')}, of which the last two stay"
+    why["every"] = f"{counted(-(-steps // saved), 'checkpoints')}; the last two are kept"
     warmup = 0.1 if steps < SHORT else 0.03
     why["warmup_ratio"] = counted(math.ceil(warmup * steps), "steps")
     drop = bool(survey.broken) or not survey.all_read

@@ -160,7 +160,7 @@ def _hub_source(source: Source) -> Iterator[Problem]:
             hint="local files are named under `files`",
         )
     elif source.revision is not None and not REVISION.fullmatch(source.revision):
-        message = f"{source.revision!r} is no commit, branch or tag"
+        message = f"{source.revision!r} is not a commit, branch or tag"
         yield Problem(message=message, key="revision")
 
 

@@ -90,7 +90,11 @@ def _problems(stage: HfModel) -> Found:
     if stage.tokenizer is not None:
         yield from _tokenizer(stage, stage.tokenizer)
     elif stage.tokenizer_revision is not None:
-        yield "tokenizer_revision", "needs `tokenizer`; that of `path` has its `revision`", ""
+        yield (
+            "tokenizer_revision",
+            "needs `tokenizer`; the tokenizer in `path` has its `revision`",
+            "",
+        )
     if stage.chat_template is not None:
         try:
             read_template(stage.chat_template)
@@ -231,7 +235,7 @@ def _hub(stage: HfModel, path: str) -> Found:
         hint = split if mark and HUB_ID.fullmatch(repo) else LOCAL_PATH
         yield "path", f"{path!r} is neither a hub id (owner/name) nor a local path", hint
     elif stage.revision is not None and not REVISION.fullmatch(stage.revision):
-        yield "revision", f"{stage.revision!r} is no commit, branch or tag", ""
+        yield "revision", f"{stage.revision!r} is not a commit, branch or tag", ""
 
 
 def _tokenizer(stage: HfModel, path: str) -> Found:
@@ -241,7 +245,7 @@ def _tokenizer(stage: HfModel, path: str) -> Found:
         if not HUB_ID.fullmatch(path):
             yield key, f"{path!r} is neither a hub id nor a local path", LOCAL_PATH
         elif revision is not None and not REVISION.fullmatch(revision):
-            yield "tokenizer_revision", f"{revision!r} is no commit, branch or tag", ""
+            yield "tokenizer_revision", f"{revision!r} is not a commit, branch or tag", ""
     elif revision is not None:
         yield "tokenizer_revision", "is only for a hub id, and `tokenizer` is local", ""
     elif is_gguf(path):

@@ -187,7 +187,7 @@ def test_a_run_of_what_init_wrote(project: Path, plugin: Path) -> None:
         "epochs 3: 278 samples to train on",
         "global_batch_size 8: 35 steps an epoch, 105 steps in all",
         "eval_every 10: 12 evaluations, the first before training",
-        "checkpoint.every 20: 6 checkpoints, of which the last two stay",
+        "checkpoint.every 20: 6 checkpoints; the last two are kept",
         "chat_template plain: the tokenizer has none",
     ):
         assert line in said

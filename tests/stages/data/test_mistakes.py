@@ -477,7 +477,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"sources": (Source(dataset="owner/name"),)}, []),
         (
             {"sources": (Source(dataset="owner/name", revision="a b"),)},
-            [("sources.0.revision", "'a b' is no commit, branch or tag")],
+            [("sources.0.revision", "'a b' is not a commit, branch or tag")],
         ),
         ({"sources": (Source(dataset="owner/name", revision="v1"),)}, []),
         (

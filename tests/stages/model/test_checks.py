@@ -73,7 +73,7 @@ def test_a_kernel_that_a_config_names(
             "path: 'owner/name@v1' is neither a hub id (owner/name) nor a local path "
             "(write `path: owner/name` and `revision: v1`)",
         ),
-        ({"path": "a/b", "revision": "a b"}, "revision: 'a b' is no commit, branch or tag"),
+        ({"path": "a/b", "revision": "a b"}, "revision: 'a b' is not a commit, branch or tag"),
         ({"path": "a/b/c", "revision": COMMIT}, "path: 'a/b/c' is neither a hub id"),
         (
             {"path": "a/b", "revision": COMMIT, "gguf_file": "../x.gguf"},
@@ -81,7 +81,7 @@ def test_a_kernel_that_a_config_names(
         ),
         (
             {"path": "a/b", "tokenizer_revision": COMMIT},
-            "tokenizer_revision: needs `tokenizer`; that of `path` has its `revision`",
+            "tokenizer_revision: needs `tokenizer`; the tokenizer in `path` has its `revision`",
         ),
         (
             {"path": "a/b", "revision": COMMIT, "tokenizer": "./nowhere"},
