@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from pipeline.cli import main
 from pipeline.execution.metrics import records
 from tests.pipeline.conftest import TinyRun
+from tests.support.hub import FIRST, SECOND, serving
 from tests.support.pipe import Pipe
 from tests.support.terminal import Terminal
 
@@ -208,3 +209,23 @@ def test_a_run_of_what_init_wrote(project: Path, plugin: Path) -> None:
     assert [step.name for step in sorted(Path("run/checkpoints").glob("step-*"))] == [
         "step-00000100", "step-00000105",
     ]  # fmt: skip
+
+
+def test_a_model_of_the_hub(tiny_run: TinyRun, plugin: Path, tmp_path: Path) -> None:
+    """Its tokenizer is fetched at one commit, and its weights are not."""
+    (tmp_path / "rows.jsonl").write_text(conversations(30, ()))
+    with serving() as hub:
+        hub.add("tiny/model", tiny_run.folder / "export", main=FIRST, v1=SECOND)
+        pipe = Pipe(plugin, tmp_path)
+        arguments = ("--data", "rows.jsonl", "--gpus", "0", "-y", "--out", "x.yaml")
+        command = ("-m", "pipetrain", "init", "--model", "tiny/model@v1", *arguments)
+        made = pipe.end(pipe.start(*command, **hub.environment(tmp_path / "cache")))
+    assert made.code == 0, made.stderr
+    assert made.stderr.count(f"model: tiny/model is v1 at {SECOND}") == 1
+    model = yaml.safe_load((tmp_path / "x.yaml").read_text())["stages"]["model"]
+    assert model == {
+        "use": "model.hf", "path": "tiny/model", "revision": "v1", "chat_template": "plain",
+    }  # fmt: skip
+    fetched = {line.rpartition("/")[2] for line in hub.requests if "/resolve/" in line}
+    assert "tokenizer.json" in fetched
+    assert not any(name.endswith(".safetensors") for name in fetched)
