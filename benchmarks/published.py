@@ -107,7 +107,7 @@ class Run:
     def _recipe(self, text: Path) -> dict[str, Any]:
         stages = {slot: dict(stage) for slot, stage in self.slots.items()}
         if "path" in stages["model"]:
-            stages["model"] |= {"allow_floating_revision": True, "init": "random"}
+            stages["model"] |= {"init": "random"}
         stages["data"]["files"] = str(text)
         ranks, train = self.gpus * self.nodes, stages["train"]
         train["global_batch_size"] = train["micro_batch_size"] * self.accumulation * ranks

@@ -47,6 +47,7 @@ COMMANDS = {
     "import": ("import_:import_", "Turn other tools' configuration files into a recipe."),
     "doctor": ("doctor:doctor", "Measure this machine, and find what will fail or be slow."),
     "check": ("check:check", "Find every mistake in a recipe before running."),
+    "pin": ("pin:pin", "Write the commits of hub models and data sets into a recipe."),
     "plan": ("plan:plan", "Predict what a recipe will need, and whether it fits."),
     "init": ("init:init", "Write a recipe for a model and data, asking what it needs."),
     "cp": ("cp:cp", "Copy a shipped recipe."),

@@ -1,51 +1,131 @@
-"""The recipe that `pipe advise` starts from: fine-tuning of a causal language model."""
+"""The recipe that `pipe advise` and `pipe init` start from: fine-tuning of a causal language
+model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stages.finetune_choices import BATCH, Choices, DataSurvey, choose
 from stages.model.hf import HfModel
 from stages.model.read import config_at_hand
 from stages.model.source_text_compat import suited_attention
 
 if TYPE_CHECKING:
+    from pipeline import Context
     from pipeline.planning import AdviceRequest
 
-BATCH = 64
-"""Samples of a step, if the request does not say."""
 TOKENS = 8192
 """Tokens of a forward pass on one GPU, if the request does not say: enough to keep it busy."""
+SEQUENCE = 4096
+"""Tokens of a sample, if neither the request nor its data says."""
+FEW = 2_000_000_000
+"""Parameters of a model of which all weights are trained, unless the request says."""
 
 
-def finetune(request: AdviceRequest) -> Mapping[str, Mapping[str, Any]]:
-    """Slots of the recipe, with an empty one for the strategy."""
-    batch = request.global_batch or max(BATCH, request.ranks)
-    most = request.micro_batch or (max(TOKENS // request.sequence, 1) if request.on_gpus else 1)
-    low_rank = {"adapter": {"use": "adapter.lora", "rank": 16, "alpha": 32}}
-    rates = {"lr": 1e-4, "weight_decay": 0.0} if request.lora else {"lr": 1e-5, "weight_decay": 0.1}
+class Finetune:
+    """Slots of the recipe, by the request alone or by what its data is like too."""
+
+    def __call__(self, request: AdviceRequest) -> Mapping[str, Mapping[str, Any]]:
+        """Return the slots, with an empty one for the strategy."""
+        if request.survey is None:
+            chosen = None
+            batch = request.global_batch or max(BATCH, request.ranks)
+            length = request.sequence or SEQUENCE
+        else:
+            chosen = _choices(request)
+            batch, length = chosen.batch, chosen.sequence
+        most = request.micro_batch or (max(TOKENS // length, 1) if request.on_gpus else 1)
+        low_rank = {"adapter": {"use": "adapter.lora", "rank": 16, "alpha": 32}}
+        rates = {"lr": 1e-4 if request.lora else 1e-5, "weight_decay": 0.0 if request.lora else 0.1}
+        template = request.survey.template if request.survey else None
+        return {
+            "model": {
+                "use": "model.hf", **_attention(request),
+                **{name: request.named(value) for name, value in request.model.items()},
+                **({"chat_template": template} if template else {}),
+            },
+            **(low_rank if request.lora else {}),
+            "precision": {"use": "precision.policy", "compute": request.compute},
+            "data": _data(request, chosen, length),
+            "optimizer": {
+                "use": "optimizer.adamw", "warmup_ratio": chosen.warmup if chosen else 0.03,
+                **rates,
+            },
+            "wrap": {},
+            "checkpoint": {
+                "use": "checkpoint.sharded", "every": chosen.save_every if chosen else 200,
+                "keep": 2,
+            },
+            "train": {
+                "use": "train.causal_lm",
+                "epochs": chosen.epochs if chosen else 1,
+                "global_batch_size": batch,
+                "micro_batch_size": min(most, -(-batch // request.ranks)),
+                **({"eval_every": chosen.eval_every, "eval_first": True} if chosen else {}),
+            },
+            "consolidate": {"use": "consolidate.stream"},
+            "export": {"use": "export.safetensors", "dtype": "bf16"},
+        }  # fmt: skip
+
+    def look(self, ctx: Context, model: Mapping[str, Any], file: Path) -> DataSurvey:
+        """Look at the rows of a file, for `AdviceRequest.survey`."""
+        from stages.finetune_data import survey
+
+        return survey(ctx, model, file)
+
+    def prefers_low_rank(self, survey: DataSurvey | None) -> tuple[bool, str]:
+        """Return whether low-rank updates suit the model better than all weights, and why."""
+        size = survey.parameters if survey else None
+        if size is None:
+            return True, "the model's size is not known: low-rank updates fit almost anywhere"
+        told = f"{size / 1e9:.2g}B" if size >= 1e9 else f"{size / 1e6:.3g}M"
+        if size <= FEW:
+            return False, f"{told} parameters are few enough to train all of them"
+        return True, f"low-rank updates of {told} parameters take a fraction of their memory"
+
+    def explained(
+        self, request: AdviceRequest, slots: Mapping[str, Mapping[str, Any]]
+    ) -> Iterator[str]:
+        """Yield a line for each number that the data has decided, as `slots` have it in the end."""
+        if request.survey is None:
+            return
+        yield from request.survey.lines()
+        chosen = _choices(request)
+        train, checkpoint = slots["train"], slots["checkpoint"]
+        values = {
+            "sequence_length": chosen.sequence, "bad_rows": chosen.bad_rows,
+            "heldout_fraction": chosen.fraction, "epochs": chosen.epochs,
+            "global_batch_size": chosen.batch, "warmup_ratio": chosen.warmup,
+            "eval_every": chosen.eval_every, "every": checkpoint["every"],
+        }  # fmt: skip
+        for name, value in values.items():
+            where = "checkpoint.every" if name == "every" else name
+            yield f"{where} {value}: {chosen.why[name]}"
+        most = f"at most {TOKENS:,} tokens a pass" if request.on_gpus else "least memory, on CPUs"
+        yield f"micro_batch_size {train['micro_batch_size']}: {most}"
+        if request.survey.template:
+            yield f"chat_template {request.survey.template}: the tokenizer has none"
+
+
+def _choices(request: AdviceRequest) -> Choices:
+    return choose(
+        request.survey, sequence=request.sequence, batch=request.global_batch, ranks=request.ranks
+    )
+
+
+def _data(request: AdviceRequest, chosen: Choices | None, length: int) -> dict[str, Any]:
+    file = request.named(str(request.data.absolute()))
+    if chosen is None:
+        return {
+            "use": "data.chat", "heldout_fraction": 0.02, "files": file, "sequence_length": length,
+        }  # fmt: skip
     return {
-        "model": {"use": "model.hf", **_attention(request), **request.model},
-        **(low_rank if request.lora else {}),
-        "precision": {"use": "precision.policy", "compute": request.compute},
-        "data": {
-            "use": "data.chat",
-            "heldout_fraction": 0.02,
-            "files": str(request.data.absolute()),
-            "sequence_length": request.sequence,
-        },
-        "optimizer": {"use": "optimizer.adamw", "warmup_ratio": 0.03, **rates},
-        "wrap": {},
-        "checkpoint": {"use": "checkpoint.sharded", "every": 200, "keep": 2},
-        "train": {
-            "use": "train.causal_lm",
-            "epochs": 1,
-            "global_batch_size": batch,
-            "micro_batch_size": min(most, -(-batch // request.ranks)),
-        },
-        "consolidate": {"use": "consolidate.stream"},
-        "export": {"use": "export.safetensors", "dtype": "bf16"},
-    }
+        "use": "data.text" if request.survey.running else "data.chat",
+        "heldout_fraction": chosen.fraction, "files": file, "sequence_length": length,
+        "bad_rows": chosen.bad_rows,
+    }  # fmt: skip
 
 
 def _attention(request: AdviceRequest) -> Mapping[str, str]:
@@ -54,3 +134,6 @@ def _attention(request: AdviceRequest) -> Mapping[str, str]:
     device = "cuda" if request.on_gpus else "cpu"
     best = suited_attention(str(config.get("model_type")), device)
     return {} if best == HfModel.attention else {"attention": best}
+
+
+finetune = Finetune()

@@ -96,7 +96,7 @@ class Case:
 
 def hub(name: str, *, again: int | None = None) -> dict[str, Any]:
     """Return the fields of a well-known model; every `again`-th block is recomputed."""
-    return {"path": name, "allow_floating_revision": True, "init": "random"} | _again(again)
+    return {"path": name, "init": "random"} | _again(again)
 
 
 def own(again: int | None = None, **config: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.chain.common_fields import common_fields
+from pipeline.chain.names import unpinned
 from pipeline.chain.registry import Registry
 from pipeline.chain.wiring import SlotType, inputs, missing_inputs, unread_results
 from pipeline.contracts.signature import needs
@@ -18,6 +19,7 @@ from pipeline.recipe import Recipe, SlotSpec, read_recipe, unless_reported
 from pipeline.recipe.fields import build
 from pipeline.recipe.launch import Launch
 from pipeline.recipe.nodes import SourceMap
+from pipeline.utils.hub import pins_asked
 from pipeline.utils.text import plural
 
 
@@ -56,6 +58,8 @@ class Plan:
     """Processes on each node."""
     warnings: tuple[Problem, ...] = ()
     """Findings that are probably mistakes, though the recipe can run."""
+    hub: tuple[Mapping[str, str], ...] = ()
+    """Names of the hub that a start has replaced by commits, as `HubName.record` writes them."""
 
     def last_reader(self, slot: str) -> str | None:
         """The last slot that reads the result of `slot`, directly or inside of another result; None
@@ -157,6 +161,8 @@ def _draft(
     view = _view(recipe, stages, started, forecast)
     for slot, stage in stages.items() if not ran else ():
         problems += _checked(slot, stage, view, recipe.places)
+    if pins_asked() and not ran:
+        problems += [replace(one, warning=False) for one in unpinned(recipe, stages)]
     if not recipe.stages:
         location = recipe.places.value(("stages",))
         problems.append(

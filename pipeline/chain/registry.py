@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from pipeline.contracts.signature import gives, init_fields, name_of, needs
-from pipeline.contracts.stage import TAKES_ARTIFACTS, TAKES_ONE
+from pipeline.contracts.stage import TAKES_ARTIFACTS, TAKES_NONE, TAKES_ONE
 from pipeline.errors import PluginError
 from pipeline.utils.text import closest
 
@@ -178,14 +178,17 @@ def _wrong_hook(stage: type) -> str:
         needs(stage, method)
     gives(stage)
     for name in TAKES_ONE:
-        if hasattr(stage, name) and not _takes_one(getattr(stage, name)):
+        if hasattr(stage, name) and not _takes(getattr(stage, name), "argument"):
             return f"has a `{name}` that does not take one argument ({name_of(stage)})"
+    for name in TAKES_NONE:
+        if hasattr(stage, name) and not _takes(getattr(stage, name)):
+            return f"has a `{name}` that takes arguments ({name_of(stage)})"
     return ""
 
 
-def _takes_one(method: Any) -> bool:
+def _takes(method: Any, *arguments: str) -> bool:
     try:
-        inspect.signature(method).bind("self", "argument")
+        inspect.signature(method).bind("self", *arguments)
     except (TypeError, ValueError):
         return False
     return True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,8 @@ from pipeline.errors import NoFit, UsageError, system_errors_as
 from pipeline.utils.files import try_writing
 
 if TYPE_CHECKING:
-    from pipeline.planning.hardware import HardwareOptions
+    from pipeline.planning.advise import AdviceRequest
+    from pipeline.planning.hardware import HardwareOptions, Margins
 
 COUNT = click.IntRange(min=1)
 
@@ -25,11 +28,11 @@ COUNT = click.IntRange(min=1)
 @click.argument("model")
 @machine_options
 @click.option("--lora/--full", help="Train low-rank updates, or all weights.")
-@click.option("--seq", type=COUNT, default=4096, show_default=True, help="Tokens of a sample.")
-@click.option("--global-batch", type=COUNT, help="Samples of a step. Default: 64, or one a GPU.")
-@click.option("--micro-batch", type=COUNT, help="Most samples of a pass. Default: 8192 tokens.")
-@click.option("--data", type=EXISTING, help="Conversations, JSON.")
-@click.option("--revision", help="Commit of a hub model.")
+@click.option("--seq", type=COUNT, help="Tokens of a sample. [default: by the data, or 4096]")
+@click.option("--global-batch", type=COUNT, help="Samples of a step. [default: by the data, or 64]")
+@click.option("--micro-batch", type=COUNT, help="Most samples of a pass. [default: 8192 tokens]")
+@click.option("--data", type=EXISTING, help="Conversations or texts, one JSON object a line.")
+@click.option("--revision", help="Commit, branch or tag of a hub model. [default: main]")
 @click.option("--attention", help="How it is computed, for a model that cannot have sdpa.")
 @click.option("--out", type=FILE, help="Where to write the recipe.")
 @trust_options
@@ -39,7 +42,7 @@ def advise(
     /,
     model: str,
     lora: bool,
-    seq: int,
+    seq: int | None,
     global_batch: int | None,
     micro_batch: int | None,
     data: Path | None,
@@ -50,53 +53,122 @@ def advise(
 ) -> None:
     """Find how to train MODEL on given GPUs, or on this machine's CPUs, and write its recipe.
 
-    MODEL is a folder, a hub id, a GGUF file or a config.json. Savings that only cost time are tried
-    before those that change what is computed (optimizer state, master weights, frozen weights in
-    fewer bits), and these before offloading. Among strategies that fit, one with about the shortest
-    step is chosen; the others are listed with their memory. Exit code 3 when nothing fits.
+    MODEL is a folder, a hub id (ID or ID@REVISION), a GGUF file or a config.json. Savings that only
+    cost time are tried before those that change what is computed (optimizer state, master weights,
+    frozen weights in fewer bits), and these before offloading. Among strategies that fit, one with
+    about the shortest step is chosen; the others are listed with their memory. With --data, its
+    rows decide lengths, epochs, batch, evaluations and checkpoints. Exit code 3 when nothing fits.
     """
-    from pipeline.distributed.signals import stoppable
-    from pipeline.planning.advise import EXAMPLE, AdviceRequest
-    from pipeline.planning.advise import advise as find
-    from pipeline.planning.hardware import narrow_dtype
-
     machines, margins = asked_for(**hardware)
-    _require_whole(machines)
-    where = _where(model, revision) | ({} if attention is None else {"attention": attention})
-    name = _name(model, lora=lora)
-    target = out or Path(f"{name}.yaml")
+    require_whole(machines)
+    Draft(
+        model=model, revision=revision, attention=attention, data=data, lora=lora, sequence=seq,
+        global_batch=global_batch, micro_batch=micro_batch, out=out, machines=machines,
+        margins=margins, registry=registry or Registry.installed(),
+    ).write()  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """A recipe to write, by `pipe advise` or `pipe init`."""
+
+    model: str
+    revision: str | None
+    attention: str | None = None
+    data: Path | None
+    lora: bool
+    reason: str = ""
+    """Why low-rank updates, or all weights, if nobody has asked for them."""
+    sequence: int | None
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    out: Path | None
+    machines: HardwareOptions
+    margins: Margins
+    registry: Registry
+    survey: Any = None
+    """What the template has found in the data, if it has been asked."""
+    shown: Sequence[str] = ()
+    """Lines that are on the screen already."""
+
+    @property
+    def where(self) -> dict[str, Any]:
+        """Fields of the model slot. Raises UsageError."""
+        more = {} if self.attention is None else {"attention": self.attention}
+        return where(self.model, self.revision) | more
+
+    def looked(self) -> Draft:
+        """The draft with a look at the data, if there is any. Raises PipeError."""
+        from pipeline.planning.advise import look
+
+        if self.data is None or self.survey is not None:
+            return self
+        return replace(self, survey=look(self.where, self.data))
+
+    def write(self) -> Path:
+        """Write the recipe, say what was chosen and why, and return its place. Exits with code 3
+        where nothing fits."""
+        from pipeline.distributed.signals import stoppable
+        from pipeline.planning.advise import EXAMPLE, advise
+
+        place, target = self.where, self.target
+        require_writable(target)
+        example = target.with_suffix(".example.jsonl")
+        with stoppable():
+            task = self.looked().request(place, example)
+            recipe, lines = advise(task, self.machines, self.margins, self.registry)
+            if recipe is None and self.reason and not self.lora:
+                why = "all weights do not fit"
+                task = replace(task, lora=True, reasons=(f"LoRA: {why}",))
+                recipe, lines = advise(task, self.machines, self.margins, self.registry)
+        click.echo("\n".join(line for line in lines if line not in self.shown))
+        if recipe is None:
+            click.echo("nothing fits: it takes more or larger GPUs, or hosts", err=True)
+            sys.exit(NoFit.exit_code)
+        # An existing file is the user's, who was asked to put data there.
+        made = self.data is None and not example.exists()
+        with system_errors_as(UsageError):
+            target.write_text(recipe, "utf-8")
+            if made:
+                example.write_text(EXAMPLE, "utf-8")
+        yours = f"; its data is an example in {example}: put yours there" if made else ""
+        click.echo(f"\nwritten: {target}{yours}")
+        if "config" in place:
+            unnamed = ", and names no tokenizer: say model.tokenizer"
+            click.echo(f"it starts from random weights{'' if 'tokenizer' in place else unnamed}")
+        return target
+
+    @property
+    def target(self) -> Path:
+        """The recipe."""
+        return self.out or Path(f"{_name(self.model, lora=self.lora)}.yaml")
+
+    def request(self, place: dict[str, Any], example: Path) -> AdviceRequest:
+        """What is asked of the planning."""
+        from pipeline.planning.advise import AdviceRequest
+        from pipeline.planning.hardware import narrow_dtype
+
+        machines = self.machines
+        reasons = (f"{'LoRA' if self.lora else 'full'}: {self.reason}",) if self.reason else ()
+        return AdviceRequest(
+            name=_name(self.model, lora=self.lora), model=place, data=self.data or example,
+            lora=self.lora, sequence=self.sequence, global_batch=self.global_batch,
+            micro_batch=self.micro_batch, ranks=machines.procs or 1, on_gpus=machines.on_gpus,
+            # most CPUs only emulate narrow floats
+            compute=narrow_dtype(machines) if machines.on_gpus else "fp32",
+            survey=self.survey, folder=self.target.absolute().parent, reasons=reasons,
+        )  # fmt: skip
+
+
+def require_writable(target: Path) -> None:
+    """Raise UsageError for a file that exists, or that cannot be written."""
     if target.exists():
         raise UsageError(f"{target} exists", hint="name another file with --out")
     with system_errors_as(UsageError):
         try_writing(target)
-    example = target.with_suffix(".example.jsonl")
-    task = AdviceRequest(
-        name=name, model=where, data=data or example, lora=lora,
-        sequence=seq, global_batch=global_batch, micro_batch=micro_batch,
-        ranks=machines.procs or 1, on_gpus=machines.on_gpus,
-        # most CPUs only emulate narrow floats
-        compute=narrow_dtype(machines) if machines.on_gpus else "fp32",
-    )  # fmt: skip
-    with stoppable():
-        recipe, lines = find(task, machines, margins, registry or Registry.installed())
-    click.echo("\n".join(lines))
-    if recipe is None:
-        click.echo("nothing fits: it takes more or larger GPUs, or hosts", err=True)
-        sys.exit(NoFit.exit_code)
-    # An existing file is the user's, who was asked to put data there.
-    made = data is None and not example.exists()
-    with system_errors_as(UsageError):
-        target.write_text(recipe, "utf-8")
-        if made:
-            example.write_text(EXAMPLE, "utf-8")
-    yours = f"; its data is an example in {example}: put yours there" if made else ""
-    click.echo(f"\nwritten: {target}{yours}")
-    if "config" in where:
-        unnamed = ", and names no tokenizer: say model.tokenizer"
-        click.echo(f"it starts from random weights{'' if 'tokenizer' in where else unnamed}")
 
 
-def _require_whole(machines: HardwareOptions) -> None:
+def require_whole(machines: HardwareOptions) -> None:
     """Raise UsageError for GPUs without their number or their kind."""
     known = machines.kind is not None or machines.memory is not None
     if machines.gpus is None and (known or machines.nodes is not None):
@@ -107,20 +179,23 @@ def _require_whole(machines: HardwareOptions) -> None:
 
 
 def _name(model: str, *, lora: bool) -> str:
+    model = model if Path(model).exists() else model.partition("@")[0]
     base = Path(model).name if Path(model).name != "config.json" else Path(model).parent.name
     words = re.sub(r"[^A-Za-z0-9._-]+", "-", base.removesuffix(".gguf")).strip("-.") or "model"
     return f"{words}-lora" if lora else words
 
 
-def _where(model: str, revision: str | None) -> dict[str, Any]:
+def where(model: str, revision: str | None) -> dict[str, Any]:
     """Fields of the model slot: for a config, the folder of its weights, or the tokenizer beside
     it. Paths are absolute."""
     path = Path(model).expanduser().absolute()
     if not model or (model[0] in "./~" and not path.exists()):
         raise UsageError(f"there is no such model: {model or 'its name is empty'}")
     if not path.exists():
-        known = {"allow_floating_revision": True} if revision is None else {"revision": revision}
-        return {"path": model, **known}
+        repo, _, written = model.partition("@")
+        if written and revision:
+            raise UsageError(f"--revision {revision} and {model} both name a revision")
+        return {"path": repo} | ({"revision": written or revision} if written or revision else {})
     folder = path.parent
     if path.is_dir():
         return {"path": str(_weights_in(path))}

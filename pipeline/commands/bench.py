@@ -67,6 +67,7 @@ def bench(
     """
     from pipeline.bench import report, trials
     from pipeline.bench.session import Benchmark
+    from pipeline.chain.names import resolved
     from pipeline.chain.plan import plan_file
     from pipeline.distributed.launchers import require_no_launcher
     from pipeline.errors import CommandStopped
@@ -74,7 +75,7 @@ def bench(
 
     require_no_launcher("pipe bench")
     registry = registry or Registry.installed()
-    plan = plan_file(recipe, overrides, registry=registry)
+    plan = resolved(plan_file(recipe, overrides, registry=registry), {})
     trials.require_measurable(plan)
     names = _parts(strategies, "--strategies")
     if names:

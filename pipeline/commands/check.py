@@ -8,9 +8,11 @@ import sys
 
 import click
 
+from pipeline.chain.names import unpinned
 from pipeline.chain.plan import Plan, plan_file
 from pipeline.chain.registry import Registry
 from pipeline.commands.completion import OVERRIDE, RECIPE
+from pipeline.commands.pinned import pinned_option
 from pipeline.commands.trust import trust_options
 from pipeline.errors import (
     BadRows,
@@ -34,6 +36,7 @@ from pipeline.utils.text import plural
     help="Read all rows too, and tokenise them into the cache for the run.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@pinned_option
 @click.pass_obj
 @trust_options
 def check(
@@ -58,6 +61,8 @@ def check(
     if not as_json:
         for warning in plan.warnings:
             click.echo(f"warning: {warning}", err=True)
+        for note in unpinned(plan.recipe, plan.view.slots):
+            click.echo(f"note: {note}", err=True)
     if not with_data:
         click.echo(json.dumps(_summary(plan)) if as_json else _line(plan))
         return
@@ -126,7 +131,8 @@ def _summary(plan: Plan) -> dict[str, object]:
     steps = [{"slot": step.slot, "use": step.use} for step in plan.steps]
     warnings = [_problem(warning) for warning in plan.warnings]
     facts = {"ok": True, "name": plan.recipe.name, "stages": steps}
-    return {**facts, "problems": [], "warnings": warnings}
+    notes = [_problem(note) for note in unpinned(plan.recipe, plan.view.slots)]
+    return {**facts, "problems": [], "warnings": warnings, "notes": notes}
 
 
 def _problem(problem: Problem) -> dict[str, object]:

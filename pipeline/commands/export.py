@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.option(
     "--model",
     help="Architecture and tokenizer, if not those of the checkpoint's run: a folder in Hugging "
-    "Face layout, a GGUF file or a hub id with its revision, ID@COMMIT.",
+    "Face layout, a GGUF file or a hub id (ID or ID@REVISION).",
 )
 @click.option("--dtype", help="fp32, bf16, fp16, or source (the dtypes of the model trained from).")
 @click.option("--max-shard-size", help="Largest weight file, such as 5GB.")

@@ -24,7 +24,9 @@ INCOMPLETE = 3
     "files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path)
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="The recipe to write.")
-@click.option("--model", help="Model to train: a folder, a GGUF file or a hub id (ID@COMMIT).")
+@click.option(
+    "--model", help="Model to train: a folder, a GGUF file or a hub id (ID or ID@REVISION)."
+)
 @click.option("--data", multiple=True, help="File or glob pattern to train on. May be repeated.")
 @click.option("--procs", type=click.IntRange(min=1), help="Processes, if the files do not say.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")

@@ -9,8 +9,9 @@ from typing import Any
 
 import click
 
-from pipeline.commands.advise import advise
-from pipeline.commands.hardware_options import EXISTING, FILE
+from pipeline.chain.registry import Registry
+from pipeline.commands.advise import Draft, require_whole, require_writable, where
+from pipeline.commands.hardware_options import EXISTING, FILE, asked_for
 from pipeline.errors import UsageError
 
 COUNT = click.IntRange(min=1)
@@ -20,63 +21,113 @@ COUNT = click.IntRange(min=1)
 @click.option("--model", help="A folder, a hub id, or a GGUF file.")
 @click.option("--data", type=EXISTING, help="Conversations or texts, one JSON object a line.")
 @click.option("--lora/--full", default=None, help="Train low-rank updates, or all weights.")
-@click.option("--seq", type=COUNT, help="Tokens of a sample.")
+@click.option("--seq", type=COUNT, help="Tokens of a sample. [default: by the data]")
 @click.option("--gpus", type=click.IntRange(min=0), help="GPUs of a node; 0 trains on CPUs.")
 @click.option("--gpu", help="Kind of GPU, as in H100.")
 @click.option("--nodes", type=COUNT, help="Nodes.")
-@click.option("--revision", help="Commit of a hub model.")
-@click.option("--out", type=FILE, help="The recipe to write (default: MODEL.yaml).")
+@click.option("--revision", help="Commit, branch or tag of a hub model. [default: main]")
+@click.option("--out", type=FILE, help="The recipe to write. [default: MODEL.yaml]")
 @click.option("-y", "--yes", is_flag=True, help="Ask nothing; take the defaults.")
-@click.pass_context
-def init(context: click.Context, /, *, yes: bool, out: Path | None, **given: Any) -> None:
-    """Write a recipe that passes `pipe check` and fits, from a few answers or options.
+@click.pass_obj
+def init(
+    registry: Registry | None,
+    /,
+    *,
+    model: str | None,
+    data: Path | None,
+    lora: bool | None,
+    seq: int | None,
+    revision: str | None,
+    out: Path | None,
+    yes: bool,
+    **hardware: Any,
+) -> None:
+    """Write a recipe for a model and data that passes `pipe check` and fits.
 
-    Everything that is not given as an option is asked for. The strategy is chosen as by `pipe
-    advise`.
+    Looks at the data: its rows, the broken ones, and their lengths in tokens decide the sequence
+    length, epochs, batch, evaluations and checkpoints. Each choice is said with its reason, and is
+    a comment of the recipe. What is not given as an option is asked for. The strategy is chosen as
+    by `pipe advise`.
     """
-    answers = _answers(given, asks=not yes and sys.stdin.isatty())
-    target = out or Path(f"{_name(answers['model'])}.yaml")
-    context.invoke(advise, out=target, **answers)
+    from pipeline.planning.advise import look
+
+    asks = not yes and sys.stdin.isatty()
+    _require(asks, model=model, data=data)
+    if not hardware["gpus"] and not asks:
+        _require_gpus(hardware)
+    model = model or str(_asked("Model: a folder, a hub id or a GGUF file", None, str))
+    data = data or Path(_asked("Data: a file of one JSON object a line", None, EXISTING))
+    target = out or Path(f"{_name(model)}.yaml")
+    require_writable(target)
+    survey = look(where(model, revision), data)
+    found = [*survey.lines()] if asks else []
+    click.echo("\n".join(found), nl=bool(found))
+    low_rank, reason = _low_rank(lora, survey, asks=asks)
+    machines, margins = asked_for(**_machines(hardware, asks=asks))
+    require_whole(machines)
+    Draft(
+        model=model, revision=revision, data=data, lora=low_rank, reason=reason, sequence=seq,
+        out=target, machines=machines, margins=margins, survey=survey, shown=found,
+        registry=registry or Registry.installed(),
+    ).write()  # fmt: skip
     _check(target)
+
+
+def _low_rank(given: bool | None, survey: Any, *, asks: bool) -> tuple[bool, str]:
+    """Return whether low-rank updates are trained, and why, if nobody has said so."""
+    from pipeline.planning.advise import Templates
+
+    if given is not None:
+        return given, ""
+    prefers, why = Templates.finetune().prefers_low_rank(survey)
+    if not asks:
+        return prefers, why
+    click.echo(f"{'LoRA' if prefers else 'full'}: {why}")
+    answer = _asked("Train low-rank updates only (LoRA)", prefers, bool)
+    return answer, why if answer is prefers else ""
 
 
 def _name(model: str) -> str:
     """Return the last part of a model's path or hub id, in small letters."""
     path = Path(model)
-    return (path.resolve() if path.exists() else path).name.removesuffix(".gguf").lower()
+    found = path.resolve() if path.exists() else Path(model.partition("@")[0])
+    return found.name.removesuffix(".gguf").lower()
 
 
-def _answers(given: dict[str, Any], *, asks: bool) -> dict[str, Any]:
-    """Return options of `pipe advise`: those that are given, and answers to questions. Raises
-    UsageError where nobody can be asked for what has no default."""
+def _require(asks: bool, **given: Any) -> None:
+    """Raise UsageError where nobody can be asked for what has no default."""
+    missing = [f"--{name}" for name, value in given.items() if value is None]
+    if missing and not asks:
+        raise UsageError(f"say {' and '.join(missing)}", hint="in a terminal, you are asked")
+
+
+def _require_gpus(hardware: dict[str, Any]) -> None:
+    """Raise UsageError for options of GPUs that are not there."""
     from pipeline.hardware.gpus import gpu_count
 
-    if not asks:
-        missing = [f"--{name}" for name in ("model", "data") if given[name] is None]
-        if missing:
-            raise UsageError(f"say {' and '.join(missing)}", hint="in a terminal, you are asked")
-    found = gpu_count()
-    questions: dict[str, tuple[str, Any, Any]] = {
-        "model": ("Model: a folder, a hub id or a GGUF file", None, str),
-        "data": ("Data: a file of one JSON object a line", None, EXISTING),
-        "lora": ("Train low-rank updates alone (LoRA)", True, bool),
-        "seq": ("Tokens of a sample", 2048, COUNT),
-        "gpus": ("GPUs of a node, 0 for CPUs", found, click.IntRange(min=0)),
-    }
-    answers = dict(given)
-    for name, (question, default, kind) in questions.items():
-        if answers[name] is None:
-            answers[name] = _asked(question, default, kind) if asks else default
-    if answers["gpus"] and answers["gpu"] is None and asks:
-        answers["gpu"] = click.prompt("Kind of GPU", _kind_here() or "H100")
-    of_gpus = [f"--{name}" for name in ("gpu", "nodes") if given[name] is not None]
-    if of_gpus and not answers["gpus"]:
+    of_gpus = [f"--{name}" for name in ("gpu", "nodes") if hardware[name] is not None]
+    if of_gpus and not (gpu_count() if hardware["gpus"] is None else hardware["gpus"]):
         raise UsageError(f"{' and '.join(of_gpus)}: there are no GPUs", hint="say --gpus N")
-    if not answers["gpus"]:
-        answers |= {"gpus": None, "gpu": None, "nodes": None}
-    elif answers["gpu"] is None:
-        answers["gpu"] = _kind_here()
-    return answers
+
+
+def _machines(given: dict[str, Any], *, asks: bool) -> dict[str, Any]:
+    """Return options of machines: those that are given, and answers to questions."""
+    from pipeline.hardware.gpus import gpu_count
+
+    found, none = dict(given), dict.fromkeys(OTHERS)
+    if found["gpus"] is None:
+        here, least = gpu_count(), click.IntRange(min=0)
+        found["gpus"] = _asked("GPUs of a node, 0 for CPUs", here, least) if asks else here
+    _require_gpus(found)
+    if not found["gpus"]:
+        return none | dict.fromkeys(found)
+    if found["gpu"] is None:
+        found["gpu"] = click.prompt("Kind of GPU", _kind_here() or "H100") if asks else _kind_here()
+    return none | found
+
+
+OTHERS = ("nvme", "overhead", "measured", "machine")
+"""Options of machines that are not asked for."""
 
 
 def _asked(question: str, default: Any, kind: Any) -> Any:

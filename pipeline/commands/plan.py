@@ -12,6 +12,7 @@ import click
 from pipeline.chain.registry import Registry
 from pipeline.commands.completion import OVERRIDE, RECIPE
 from pipeline.commands.hardware_options import FILE, asked_for, machine_options
+from pipeline.commands.pinned import pinned_option
 from pipeline.commands.trust import trust_options
 from pipeline.errors import NoFit, PipeError, UsageError, in_words, system_errors_as
 from pipeline.utils.files import try_writing
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
 @click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
 @machine_options
 @click.option("--trace", is_flag=True, help="Run the actual model on tensors without memory, too.")
+@click.option("-q", "--quiet", is_flag=True, help="Print only whether it fits.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--out", type=FILE, help="Save the plan, for `pipe run --plan`.")
+@pinned_option
 @click.pass_obj
 @trust_options
 def plan(
@@ -35,6 +38,7 @@ def plan(
     recipe: Path,
     overrides: tuple[str, ...],
     trace: bool,
+    quiet: bool,
     as_json: bool,
     out: Path | None,
     **hardware: Any,
@@ -51,6 +55,8 @@ def plan(
     from pipeline.planning.memory_plan import check, estimate_plan
     from pipeline.planning.report import lines
 
+    if quiet and as_json:
+        raise click.UsageError("--quiet excludes --json")
     machines, margins = asked_for(**hardware)
     with system_errors_as(UsageError):
         try_writing(out) if out else None
@@ -63,9 +69,10 @@ def plan(
         with system_errors_as(UsageError):
             out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", "utf-8")
     if not as_json:
-        click.echo("\n".join(lines(memory_plan)))
+        shown = lines(memory_plan)
+        click.echo(next(shown) if quiet else "\n".join(shown))
     found: list[Candidate] | None = []
-    if memory_plan.short:
+    if memory_plan.short and not quiet:
         from pipeline.planning import choice
         from pipeline.planning.search import SearchBase
 

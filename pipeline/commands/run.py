@@ -12,6 +12,7 @@ import click
 
 from pipeline.commands.completion import OVERRIDE, RECIPE, RUN
 from pipeline.commands.display import display_options
+from pipeline.commands.pinned import pinned_option
 from pipeline.commands.selection import selection_options
 from pipeline.commands.trust import trust_options
 
@@ -70,6 +71,7 @@ def node_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @node_options
 @selection_options
 @click.option("-n", "--dry-run", is_flag=True, help="Say what would run, and run nothing.")
+@pinned_option
 @display_options
 @trust_options
 def run(
@@ -124,8 +126,9 @@ def run(
         return
     with with_plan(plan) as kept:
         job = Job(
-            plan=kept, folder=folder, display=display, selection=selection, beside=beside_on_gpus
-        )
+            plan=kept, folder=folder, display=display, selection=selection, beside=beside_on_gpus,
+            begun=run_dir,
+        )  # fmt: skip
         start(job, NodeOptions(**where))
 
 
@@ -190,6 +193,7 @@ ACCEPTABLE = (
 @node_options
 @selection_options
 @click.option("-n", "--dry-run", is_flag=True, help="Say what would run, and run nothing.")
+@pinned_option
 @display_options
 @trust_options
 def resume(
@@ -230,6 +234,6 @@ def resume(
     with with_plan(plan) as kept:
         job = Job(
             plan=kept, folder=folder, display=display, accept=accept, selection=selection,
-            beside=beside_on_gpus,
+            beside=beside_on_gpus, begun=run_dir,
         )  # fmt: skip
         start(job, NodeOptions(**where))

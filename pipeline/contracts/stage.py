@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pipeline.contracts.resources import ResourceNeed
     from pipeline.distributed.process_group import DistContext
     from pipeline.execution.metrics import Metrics
+    from pipeline.utils.hub import HubName
 
 T = TypeVar("T")
 ENGINE_FILE, ENVIRONMENT_FILE = "engine.json", "environment.json"
@@ -98,10 +99,21 @@ class DividesRanks(Protocol):
         processes do not divide."""
 
 
+@runtime_checkable
+class NamesHub(Protocol):
+    """A stage that reads models or data sets of the Hugging Face hub."""
+
+    def hub_names(self) -> Iterable[HubName]:
+        """Yield each that its fields name. A run replaces a branch, a tag or none by the commit,
+        before anything else is asked of the stage."""
+
+
 TAKES_ARTIFACTS = ("resource_needs", "run_dry")
 """Optional methods that take a context and artifacts by annotation, as `run` does."""
 TAKES_ONE = ("check", "data_ranks", "verify_result")
 """Optional methods that take one argument."""
+TAKES_NONE = ("hub_names",)
+"""Optional methods that take no argument."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -196,14 +196,11 @@ def _gives(link: SlotType, kinds: Any) -> bool:
 
 
 def _model(text: str) -> dict[str, Any]:
-    """A model slot: a local path, or a hub id with its revision."""
+    """A model slot: a local path, or a hub id (ID or ID@REVISION)."""
     use, path = Registry.installed().giving(ModelSource), Path(text).expanduser()
     if path.exists():
         return {"use": use, "path": str(path.absolute())}
-    repo, mark, revision = text.partition("@")
-    if not mark:
-        raise UsageError(
-            f"--model: {text} is neither a path nor a hub id with its revision",
-            hint="for a hub id: --model ID@COMMIT",
-        )
-    return {"use": use, "path": repo, "revision": revision}
+    if text.startswith(("/", "./", "../", "~")):
+        raise UsageError(f"--model: there is no {text}")
+    repo, _, revision = text.partition("@")
+    return {"use": use, "path": repo, **({"revision": revision} if revision else {})}

@@ -23,6 +23,7 @@ from xxhash import xxh3_64, xxh3_64_hexdigest
 from pipeline.errors import JournalDamaged, in_words
 from pipeline.utils.files import naming, opened
 from pipeline.utils.foreign import is_number, read_whole
+from pipeline.utils.hub import recorded
 
 MOST = 1 << 28
 """Most bytes of a journal, which has a few lines a start."""
@@ -30,7 +31,7 @@ IN_RUN = "in run"
 """Key of an object that stands for a path inside the run's folder, and has no other key."""
 OPTIONAL: Mapping[str, Any] = {
     "slot": str, "seconds": (int, float), "procs": int, "device": str, "problem": str,
-    "environment": dict,
+    "environment": dict, "hub": list,
 }  # fmt: skip
 """Keys that not every event has -> their kind."""
 _SUM = re.compile(rb', "xxh3": "([0-9a-f]{16})"\}')
@@ -83,6 +84,15 @@ class Journal:
             elif event["event"] == "slot set aside":
                 found.pop(event["slot"], None)
         return found
+
+    def commits(self) -> dict[tuple[str, str, str], str]:
+        """The commits that names of the hub stood for when the run was started, the newest of each
+        name: `HubName.asked` -> commit."""
+        return {
+            place: commit
+            for event in self.events()
+            for place, commit in recorded(event.get("hub")).items()
+        }
 
     def running(self) -> str | None:
         """The slot that started last in the newest start of the run; None before the first."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.chain.names import resolved
 from pipeline.execution import rundir
 from pipeline.execution.journal import Journal
 from pipeline.execution.resume import plan_resume
@@ -20,6 +21,7 @@ def rehearsal(plan: Plan, folder: Path | None, selection: Selection) -> Iterator
     """Yield lines for people: each slot, whether it would run, and why not. `folder` is the run's,
     if it has one already. Raises UsageError for a slot that the plan does not have."""
     journal = Journal((folder or Path("a run that is not there")) / rundir.JOURNAL)
+    plan = resolved(plan, journal.commits(), ask=False)
     chosen = selection.of(plan)
     todo = plan_resume(chosen, journal, thorough=False, again=selection.again(plan))
     view = plan.view

@@ -35,10 +35,11 @@ def start_node(job: Job, found: NodePlacement) -> None:
     """Take part in the run as this node. Raises RunFailed, RunStopped, UsageError where strangers
     could take part too, and what the job raises."""
     token(found.host)  # first, while nothing has been started
-    plan = job.plan(Started(per_node=found.procs, nodes=found.max_nodes))
+    given = Started(per_node=found.procs, nodes=found.max_nodes)
     if found.node_rank > 0:
-        _join(plan, found)
+        _join(job.plan(given), found)
         return
+    plan = job.planned(given)
     folder = job.folder(plan)
     with rundir.locked(folder):
         plan = job.prepared(plan, folder)

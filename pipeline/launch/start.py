@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pipeline.chain.names import resolved
 from pipeline.chain.plan import Plan, Started
 from pipeline.distributed.environment import STOPPED, is_worker, started, worker_rank
 from pipeline.distributed.launchers import placement
@@ -69,6 +70,15 @@ class Job:
     selection: Selection = field(default_factory=Selection)
     beside: Beside = lambda plan, folder: nullcontext()
     """Surrounds the run with what else this machine does for it meanwhile."""
+    begun: Path | None = None
+    """The run's folder, where it may be there already."""
+
+    def planned(self, given: Started) -> Plan:
+        """Return the plan, in which names of the hub have the commits that they had when the run
+        began, or have now. Raises RecipeError, and what `plan` raises."""
+        plan = self.plan(given)
+        known = Journal(self.begun / rundir.JOURNAL).commits() if self.begun else {}
+        return resolved(plan, known)
 
     def prepared(self, plan: Plan, folder: Path) -> Plan:
         """Return the part of the plan that this start does, in a folder whose lock is held."""
@@ -123,7 +133,7 @@ def _start(job: Job, found: Placement | None) -> None:
 
 
 def _start_here(job: Job, procs: int | None) -> None:
-    plan = job.plan(Started(per_node=procs))
+    plan = job.planned(Started(per_node=procs))
     folder = job.folder(plan)
     with rundir.locked(folder):
         plan = job.prepared(plan, folder)
@@ -142,7 +152,7 @@ def _start_here(job: Job, procs: int | None) -> None:
 
 def _lead(job: Job) -> None:
     """Rank 0 under another launcher: it prepares the run, prints, and holds the lock."""
-    plan = job.plan(started())
+    plan = job.planned(started())
     folder = job.folder(plan)
     with rundir.locked(folder):
         plan = job.prepared(plan, folder)
@@ -249,6 +259,7 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
         journal.write(
             "run started", procs=plan.view.procs, device=plan.view.device, environment=here,
             **({"replaced": replaced} if replaced else {}),
+            **({"hub": plan.hub} if plan.hub else {}),
         )  # fmt: skip
     for note in replaced:
         click.echo(f"warning: {note}", err=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeline.chain.registry import Plugins, Registry
 from pipeline.errors import RecipeError, UsageError
+from pipeline.execution.in_process import scratch_context
 from pipeline.planning.choice import MOST_NODES, choose, on_more_nodes, suited
 from pipeline.planning.hardware import HardwareOptions, Margins, resolve_topology
 from pipeline.planning.memory_plan import MemoryPlan
@@ -20,6 +23,11 @@ from pipeline.planning.search import Candidate, Changes, SearchBase, best, overr
 from pipeline.planning.topology import Topology
 from pipeline.recipe.dump import render
 
+if TYPE_CHECKING:
+    from pipeline.contracts.stage import Context
+
+NEAR = 2
+"""Folders above its own in which a recipe names files relative to itself."""
 WRAP = "wrap"
 """The slot that a template leaves empty for the strategy."""
 EXAMPLE = """\
@@ -38,7 +46,7 @@ class AdviceRequest:
     """Fields of the model slot."""
     data: Path
     lora: bool
-    sequence: int
+    sequence: int | None
     """Tokens of a sample."""
     global_batch: int | None
     """Samples of an optimizer step."""
@@ -48,10 +56,40 @@ class AdviceRequest:
     on_gpus: bool
     compute: str
     """Compute dtype that suits the devices, such as `bf16`."""
+    survey: Any = None
+    """What the template has found in the data, if it has looked."""
+    reasons: tuple[str, ...] = ()
+    """More lines that say why."""
+    folder: Path | None = None
+    """Folder of the recipe, from which it names files near it."""
+
+    def named(self, value: Any) -> Any:
+        """A value, which for an absolute path is named from the recipe's folder, if it lies in that
+        or near it: so it moves with the folder."""
+        if self.folder is None or not (isinstance(value, str) and value.startswith("/")):
+            return value
+        name = os.path.relpath(value, self.folder.absolute())
+        if name.split("/").count("..") > NEAR:
+            return value
+        return name if name.startswith("..") else f"./{name}"
 
 
-Template = Callable[[AdviceRequest], Mapping[str, Mapping[str, Any]]]
-"""Returns the slots of a recipe for a request, with an empty one called `wrap`."""
+class Template(Protocol):
+    """What a recipe is drafted from."""
+
+    def __call__(self, request: AdviceRequest, /) -> Mapping[str, Mapping[str, Any]]:
+        """Return the slots of a recipe for a request, with an empty one called `wrap`."""
+
+    def look(self, ctx: Context, model: Mapping[str, Any], file: Path, /) -> Any:
+        """Look at the data for a model slot's fields, for `AdviceRequest.survey`."""
+
+    def prefers_low_rank(self, survey: Any, /) -> tuple[bool, str]:
+        """Return whether low-rank updates suit the model, and why."""
+
+    def explained(
+        self, request: AdviceRequest, slots: Mapping[str, Mapping[str, Any]], /
+    ) -> Iterable[str]:
+        """Return a line for each choice that the data has decided."""
 
 
 class Templates(Plugins[Template]):
@@ -59,6 +97,11 @@ class Templates(Plugins[Template]):
 
     group = "pipe.templates"
     noun = "template"
+
+    @classmethod
+    def finetune(cls) -> Template:
+        """The template of a fine-tuning. Raises PluginError."""
+        return cls.installed().load("finetune")
 
 
 def advise(
@@ -70,6 +113,7 @@ def advise(
     strategies = in_order(registry)
     if not strategies:
         raise UsageError("no installed stage offers a strategy")
+    home, task = task.folder, replace(task, folder=None)  # drafts lie in a temporary folder
     topology = resolve_topology(machines, task.ranks, "cuda" if task.on_gpus else "cpu")
     known = suited(strategies, topology)
     with tempfile.TemporaryDirectory() as folder:
@@ -98,8 +142,11 @@ def advise(
         if not task.lora and not on_gpus:
             rest += _low_rank(based(replace(trial, lora=True), "low_rank.yaml"), known)
         rest += [*_others(tried[fits:]), *(f"refused: {one}" for one in refused)]
-        lines = [*_explained(chosen, tried), *rest] if fits else rest
-        return drafted(task, chosen.changes, lines) if fits else None, lines
+        if not fits:
+            return None, rest
+        reasons = [*Templates.finetune().explained(task, _slots(task, chosen.changes))]
+        lines = [*reasons, *task.reasons, *_explained(chosen, tried), *rest]
+        return drafted(replace(task, folder=home), chosen.changes, lines), lines
 
 
 def _require_sound(base: SearchBase) -> None:
@@ -187,13 +234,24 @@ def _low_rank(base: SearchBase, strategies: Sequence[Strategy]) -> Iterator[str]
         yield f"low-rank updates (--lora) would fit with {_line(tried[0])}"
 
 
-def drafted(task: AdviceRequest, changes: Changes, comments: Sequence[str] = ()) -> str:
-    """The recipe as YAML, under comments."""
-    template = Templates.installed().load("finetune")
-    slots = {slot: dict(fields) for slot, fields in template(task).items()}
+def look(model: Mapping[str, Any], file: Path) -> Any:
+    """What the template finds in a file of data, for a model slot's fields. Raises PipeError."""
+    log = logging.Logger("pipe.look", logging.ERROR)
+    with scratch_context(log) as ctx:
+        return Templates.finetune().look(ctx, model, file)
+
+
+def _slots(task: AdviceRequest, changes: Changes) -> dict[str, dict[str, Any]]:
+    slots = {slot: dict(fields) for slot, fields in Templates.finetune()(task).items()}
     for path, value in changes.items():
         slot, _, name = path.partition(".")
         slots[slot] = {**slots[slot], name: value} if name else value
+    return slots
+
+
+def drafted(task: AdviceRequest, changes: Changes, comments: Sequence[str] = ()) -> str:
+    """The recipe as YAML, under comments."""
+    slots = _slots(task, changes)
     launch = {"procs": task.ranks, "device": "cuda" if task.on_gpus else "cpu"}
     recipe = {"name": task.name, "seed": 0, "launch": launch, "stages": slots}
     return "\n".join([*(f"# {line}".rstrip() for line in comments), "", render(recipe)])

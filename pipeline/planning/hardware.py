@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from pipeline.errors import UsageError
 from pipeline.hardware.gpus import GB, GIB, Accelerator, accelerators, find_accelerator
 from pipeline.hardware.host import free_memory
 from pipeline.planning.topology import Topology
-from pipeline.utils.text import did_you_mean
+from pipeline.utils.text import closest
 
 if TYPE_CHECKING:
     from pipeline.doctor.report import MachineReport
@@ -87,6 +88,10 @@ class HardwareOptions:
     price: float | None = None
     machine: MachineReport | None = None
 
+    def __post_init__(self) -> None:
+        """Raise UsageError for a GPU of an unknown kind."""
+        _gpu(self)
+
     @property
     def procs(self) -> int | None:
         """Number of processes over all nodes."""
@@ -149,11 +154,22 @@ def narrow_dtype(machines: HardwareOptions) -> str:
 def _gpu(machines: HardwareOptions) -> Accelerator | None:
     known = find_accelerator(machines.kind) if machines.kind else None
     if machines.gpu is not None and known is None:
-        meant = did_you_mean(machines.gpu.upper(), [one.name for one in accelerators()])
+        meant = closest(machines.gpu.upper(), [one.name for one in accelerators()])
+        which = f"did you mean `{meant}`?" if meant else f"known: {_known()}"
         raise UsageError(
-            f"--gpu {machines.gpu}: no GPU of this name is known", hint=f"{meant} or say --memory"
+            f"--gpu {machines.gpu}: no GPU of this name is known", hint=f"{which} or say --memory"
         )
     return known
+
+
+def _known() -> str:
+    """The names of one word, in the order of letters and numbers, and the kinds of the rest."""
+    names = [one.name for one in accelerators() if " " not in one.name]
+    parts = re.compile(r"\d+|\D+")
+    in_order = sorted(
+        names, key=lambda name: [(p.isdigit(), p.zfill(6)) for p in parts.findall(name)]
+    )
+    return f"{', '.join(in_order)}, their variants as in `H100 PCIe`, RTX cards as in `RTX 4090`;"
 
 
 def _of_gpu(machines: HardwareOptions, compute: str) -> tuple[dict[str, Any], dict[str, Rate]]:

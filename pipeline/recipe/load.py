@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from pipeline.errors import Problem, RecipeError
+from pipeline.errors import Location, Problem, RecipeError
 from pipeline.recipe.dump import render
 from pipeline.recipe.fields import build
 from pipeline.recipe.includes import Sources
@@ -19,7 +19,7 @@ from pipeline.recipe.interpolation import resolve
 from pipeline.recipe.launch import Launch
 from pipeline.recipe.merge import drop_removed
 from pipeline.recipe.nodes import KeyPath, Node, SourceMap, places_of, plain
-from pipeline.recipe.overrides import apply
+from pipeline.recipe.overrides import apply, put
 from pipeline.recipe.replaced import Common, lost
 from pipeline.utils.text import did_you_mean
 
@@ -121,6 +121,20 @@ def read_recipe(
     )
     known = [*sources.problems, *wrong_overrides, *unknown, *unresolved]
     return recipe, known + unless_reported(wrong_header + wrong_slots, known)
+
+
+def with_values(recipe: Recipe, values: Mapping[KeyPath, tuple[Any, Location]]) -> Recipe:
+    """The recipe with a value, and its origin, at each path of a field. Raises RecipeError where an
+    interpolation stands above the path."""
+    tree = recipe.tree
+    for path, (value, origin) in values.items():
+        tree = put(tree, path, Node(value=value, at=origin))
+    data, problems = resolve(tree)
+    if problems:
+        raise RecipeError(problems)
+    places = places_of(tree)
+    stages, _ = _slots(data["stages"], places)
+    return replace(recipe, stages=stages, places=places, tree=tree)
 
 
 def _known(tree: Node) -> tuple[Node, list[Problem]]:

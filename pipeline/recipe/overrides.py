@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.errors import COMMAND_LINE, Location, Problem
+from pipeline.errors import COMMAND_LINE, Location, Problem, RecipeError
 from pipeline.recipe.merge import merge
-from pipeline.recipe.nodes import Node, dotted
+from pipeline.recipe.nodes import KeyPath, Node, dotted, places_of
 from pipeline.recipe.parse import parse
 from pipeline.recipe.replaced import Common, stays
 from pipeline.utils.text import did_you_mean
@@ -47,6 +47,16 @@ def apply(
             root, said = stays(root, merge(root, overlay), common)
             notes += said
     return root, problems, notes
+
+
+def put(root: Node, path: KeyPath, value: Node) -> Node:
+    """The tree with a value at a path. Raises RecipeError where that has no parts."""
+    try:
+        return merge(root, _nest(root, [*map(str, path)], 0, value))
+    except _RefusedError as error:
+        key = dotted(path)
+        problem = Problem(message=str(error), key=key, location=places_of(root).value(path))
+        raise RecipeError([problem]) from error
 
 
 def _overlay(root: Node, override: str, place: Location) -> tuple[Node, list[Problem]]:

@@ -111,6 +111,18 @@ def replace_text(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
+def overwrite(path: Path, text: str) -> None:
+    """Replace the text of a file that is there, in one step; its permissions stay, and so does a
+    link to it."""
+    real = path.resolve(strict=True)
+    temporary = real.with_name(f"{real.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    with naming(temporary), opened(temporary, "xb") as file:
+        os.fchmod(file.fileno(), real.stat().st_mode)
+        file.write(text.encode())
+    temporary.replace(real)
+
+
 def wait_for_lock(file: IO[Any]) -> None:
     """Hold the lock of an open file until it is closed; the system frees that of a killed process.
     Where the file system has no locks, nobody waits for anybody."""

@@ -9,8 +9,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pipeline import Problem
+from pipeline.utils import HubName
 from stages.data.sources import each_pattern, file_problems, find_files
-from stages.model.files import COMMIT, HUB_ID
+from stages.model.files import HUB_ID, REVISION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +27,8 @@ class Source:
     split: str = "train"
     """Split of the hub data set; slices such as `train[:10%]` are understood."""
     revision: str | None = None
-    """Commit of the hub data set: 40 hexadecimal digits. Required."""
-    allow_floating_revision: bool = False
-    """Accept a branch or tag (or no revision: the main branch). The run then depends on when it was
-    started."""
+    """Commit (40 hexadecimal digits), branch or tag of the hub data set; the main branch by
+    default. A run asks for the commit once, says it, and keeps it in its recipe."""
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Share of this source in the samples of an epoch, relative to the other sources' weights. Not
     used for held-out sources."""
@@ -68,6 +67,16 @@ class Selection:
     def holds_out(self) -> bool:
         """Whether there is something to evaluate on."""
         return bool(self.heldout_files or self.heldout_sources or self.heldout_fraction)
+
+    def hub_names(self) -> Iterator[HubName]:
+        """Yield the data sets of the hub."""
+        for field in ("sources", "heldout_sources"):
+            for number, source in enumerate(getattr(self, field)):
+                if source.dataset is not None and HUB_ID.fullmatch(source.dataset):
+                    yield HubName(
+                        kind="dataset", repo=source.dataset, revision=source.revision,
+                        named_by=f"{field}.{number}.dataset", key=f"{field}.{number}.revision",
+                    )  # fmt: skip
 
     def trained_on(self) -> tuple[Source, ...]:
         """Return the sources to train on."""
@@ -150,12 +159,9 @@ def _hub_source(source: Source) -> Iterator[Problem]:
             key="dataset",
             hint="local files are named under `files`",
         )
-    elif not source.allow_floating_revision and not COMMIT.fullmatch(source.revision or ""):
-        yield Problem(
-            message=f"{source.dataset} needs a commit (40 hexadecimal digits)",
-            key="revision",
-            hint="give the commit, or set `allow_floating_revision: true`",
-        )
+    elif source.revision is not None and not REVISION.fullmatch(source.revision):
+        message = f"{source.revision!r} is not a commit, branch or tag"
+        yield Problem(message=message, key="revision")
 
 
 def _duplicates(selection: Selection) -> Iterator[Problem]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -131,6 +131,11 @@ class Mistakes:
             )
             for kind, count in self._kinds.most_common()
         ]
+
+    def kinds(self) -> Iterator[tuple[str, int, DataError]]:
+        """Yield each kind of mistake in words, its number, and the first; most frequent first."""
+        for kind, count in self._kinds.most_common():
+            yield self._words(kind), count, self._first[kind]
 
     def _by_kind(self) -> list[str]:
         common = self._kinds.most_common(SHOWN)

@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import DataError, Problem, StageError
-from pipeline.utils import optional, replace_text
+from pipeline.utils import HubName, commit_of, optional, replace_text
 from stages.data.cache import cache_folder, digest
 from stages.data.rows import KNOWN, Report, Row, raised, require_columns, rows
-from stages.model.files import COMMIT
 
 if TYPE_CHECKING:
     from stages.data.fields import Source
@@ -216,11 +215,11 @@ def _hub_split(source: Source) -> HubSplit:
     needed = f"{source}: a hub data set needs the datasets library"
     with optional(needed, hint="pip install 'pipetrain[data]'"):
         import datasets
-        from huggingface_hub import HfApi
+    name = HubName(
+        kind="dataset", repo=str(source.dataset), revision=source.revision, named_by="", key=""
+    )
+    commit = commit_of(name)
     try:
-        commit = source.revision or ""
-        if not COMMIT.fullmatch(commit):
-            commit = str(HfApi().dataset_info(str(source.dataset), revision=source.revision).sha)
         table = datasets.load_dataset(
             source.dataset, source.config, split=source.split, revision=commit
         )

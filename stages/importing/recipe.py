@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
 from pipeline.importing import Request
+from pipeline.utils import COMMIT
 from stages.importing.engines import STAGE_3
 from stages.importing.parallelism import parallelism
 from stages.importing.periods import put_period
 from stages.importing.report import Draft, Report
-from stages.importing.sources import FLOATING, is_local
+from stages.importing.sources import NO_COMMIT, is_local
 from stages.importing.trackers import put_trackers
 from stages.importing.training import optimizer, train
 
@@ -53,11 +53,10 @@ def _model(draft: Draft, request: Request) -> None:
     elif is_local(name) or name.endswith(".gguf"):
         draft.put("model.path", str(Path(name).expanduser().absolute()), "model")
     else:
-        draft.put("model.path", name, "model")
+        floats = not COMMIT.fullmatch(revision or "")
+        draft.put("model.path", name, "model", note=NO_COMMIT if floats else "")
         if revision:
             draft.put("model.revision", revision, "revision")
-        if not re.fullmatch("[0-9a-f]{40}", revision or ""):
-            draft.put("model.allow_floating_revision", True, note=FLOATING)
 
 
 def _adapter(draft: Draft) -> None:

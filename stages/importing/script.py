@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline.importing import Request
 from stages.importing.report import Draft
-from stages.importing.sources import FLOATING, put_files, requested
+from stages.importing.sources import NO_COMMIT, put_files, requested
 
 
 def script_data(draft: Draft, request: Request) -> None:
@@ -35,8 +35,8 @@ def _hub_sources(draft: Draft) -> None:
     for key, (fact, default) in splits.items():
         split = report.value(fact, default)
         if split is not None:
-            one = {**source, "split": split, "allow_floating_revision": True}
-            draft.put(f"data.{key}", [one], *names.values(), fact, note=FLOATING)
+            one = {**source, "split": split}
+            draft.put(f"data.{key}", [one], *names.values(), fact, note=NO_COMMIT)
 
 
 LOSS = ("loss.completion", "loss.assistant")

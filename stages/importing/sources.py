@@ -20,10 +20,11 @@ from typing import Any
 
 from pipeline import DataError, StageError
 from pipeline.importing import Request
+from pipeline.utils import COMMIT
 from stages.importing import rules
 from stages.importing.report import Draft, Report
 
-FLOATING = "the branch, as before; better the commit in `revision`"
+NO_COMMIT = "the commit of the day when it starts; `pipe pin` writes it"
 READ = (".txt", ".jsonl", ".json", ".parquet")
 """Endings of the files that a recipe reads."""
 LOADERS = ("json", "text", "parquet", "csv", "arrow")
@@ -148,13 +149,16 @@ def _put(draft: Draft, kind: str, files: str, sources: str) -> int:
         every = [name for place in found.values() for name in place["files"]]
         draft.put(f"data.{files}", every, *facts)
         return len(found)
-    floating = any("allow_floating_revision" in place for place in found.values())
+    floats = any(
+        "dataset" in place and not COMMIT.fullmatch(place.get("revision", ""))
+        for place in found.values()
+    )
     if kind == TRAIN and len(found) > 1 and not any("weight" in each for each in found.values()):
         for place in found.values():
             place["weight"] = None
         what = "of each source the number of its rows, so that an epoch holds each row once"
         draft.lacks("data.sources.weight", what)
-    draft.put(f"data.{sources}", [*found.values()], *facts, note=FLOATING if floating else "")
+    draft.put(f"data.{sources}", [*found.values()], *facts, note=NO_COMMIT if floats else "")
     return len(found)
 
 
@@ -199,8 +203,6 @@ def _hub(report: Report, one: str, name: str, more: dict[str, Any]) -> dict[str,
     revision = report.value(f"{one}revision", "")
     if revision:
         source["revision"] = revision
-    if not re.fullmatch("[0-9a-f]{40}", revision):
-        source["allow_floating_revision"] = True
     return {**source, **more}
 
 

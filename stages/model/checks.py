@@ -13,8 +13,8 @@ from stages.model.chat_template import read_template
 from stages.model.compat import causal_types, is_multimodal
 from stages.model.config_checks import NOT_BY_TEXT, sees_later_tokens, wrong_size
 from stages.model.files import (
-    COMMIT,
     HUB_ID,
+    REVISION,
     adapter_beside,
     has_tokenizer,
     is_gguf,
@@ -89,6 +89,12 @@ def _problems(stage: HfModel) -> Found:
         yield from _path(stage, stage.path)
     if stage.tokenizer is not None:
         yield from _tokenizer(stage, stage.tokenizer)
+    elif stage.tokenizer_revision is not None:
+        yield (
+            "tokenizer_revision",
+            "needs `tokenizer`; the tokenizer in `path` has its `revision`",
+            "",
+        )
     if stage.chat_template is not None:
         try:
             read_template(stage.chat_template)
@@ -224,25 +230,24 @@ def _pickles(folder: Path) -> Found:
 
 def _hub(stage: HfModel, path: str) -> Found:
     if not HUB_ID.fullmatch(path):
-        yield "path", f"{path!r} is neither a hub id (owner/name) nor a local path", LOCAL_PATH
-    elif stage.allow_floating_revision:
-        return
-    elif stage.revision is None:
-        hint = "set `revision` to 40 hexadecimal digits, or `allow_floating_revision: true`; "
-        yield "path", f"the hub model {path} needs `revision`, a commit", hint + LOCAL_PATH
-    elif not COMMIT.fullmatch(stage.revision):
-        hint = "give the commit, or set `allow_floating_revision: true`"
-        yield "revision", f"{stage.revision!r} is not a commit (40 hexadecimal digits)", hint
+        repo, mark, revision = path.partition("@")
+        split = f"write `path: {repo}` and `revision: {revision}`"
+        hint = split if mark and HUB_ID.fullmatch(repo) else LOCAL_PATH
+        yield "path", f"{path!r} is neither a hub id (owner/name) nor a local path", hint
+    elif stage.revision is not None and not REVISION.fullmatch(stage.revision):
+        yield "revision", f"{stage.revision!r} is not a commit, branch or tag", ""
 
 
 def _tokenizer(stage: HfModel, path: str) -> Found:
     key, place = "tokenizer", local(path)
+    revision = stage.tokenizer_revision
     if not is_local(path):
         if not HUB_ID.fullmatch(path):
-            yield key, f"{path!r} is neither a hub id nor a local path", ""
-        elif not stage.allow_floating_revision:
-            hint = "give a local folder, or set `allow_floating_revision: true`"
-            yield key, f"the hub tokenizer {path} is not pinned to a commit", hint
+            yield key, f"{path!r} is neither a hub id nor a local path", LOCAL_PATH
+        elif revision is not None and not REVISION.fullmatch(revision):
+            yield "tokenizer_revision", f"{revision!r} is not a commit, branch or tag", ""
+    elif revision is not None:
+        yield "tokenizer_revision", "is only for a hub id, and `tokenizer` is local", ""
     elif is_gguf(path):
         if not place.is_file():
             yield key, f"no such file: {place}", ""

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import StageError, in_words, system_errors_as
-from pipeline.utils import open_regular, parse_json, read_whole
+from pipeline.utils import HubName, commit_of, open_regular, parse_json, read_whole
 
 if TYPE_CHECKING:
     from stages.model.hf import HfModel
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-COMMIT = re.compile(r"[0-9a-f]{40}")
+REVISION = re.compile(r"[A-Za-z0-9_][\w./-]*")
+"""A commit, a branch or a tag."""
 ADAPTER = "adapter_config.json"
 """File of peft: where it lies next to weights, from_pretrained applies an adapter."""
 SAFE = "model.safetensors.index.json", "model.safetensors"
@@ -42,6 +43,12 @@ class Files:
 def is_local(path: str) -> bool:
     """Whether `path` names something on disk rather than on the hub."""
     return path.startswith(("/", "./", "../", "~")) or path in (".", "..") or is_gguf(path)
+
+
+def hub_name(path: str | None, revision: str | None, named_by: str, key: str) -> Iterator[HubName]:
+    """Yield the model of the hub that two fields name, if it is one."""
+    if path is not None and not is_local(path) and HUB_ID.fullmatch(path):
+        yield HubName(kind="model", repo=path, revision=revision, named_by=named_by, key=key)
 
 
 def is_gguf(path: str) -> bool:
@@ -94,11 +101,11 @@ def find_files(stage: HfModel) -> Files | None:
     return _hub_files(stage.path, stage.revision, stage.gguf_file, weights=weights)
 
 
-def find_tokenizer(path: str) -> Files:
+def find_tokenizer(path: str, revision: str | None) -> Files:
     """The files of a tokenizer, downloaded if `path` is a hub id. Raises StageError."""
     if is_local(path):
         return _local_files(path, None)
-    return _hub_files(path, None, None, weights=False)
+    return _hub_files(path, revision, None, weights=False)
 
 
 def _local_files(path: str, gguf: str | None) -> Files:
@@ -124,15 +131,22 @@ def _hub_files(repo: str, revision: str | None, gguf: str | None, *, weights: bo
     return Files(folder=folder, gguf=gguf)
 
 
+def commit_at(repo: str, revision: str | None) -> str:
+    """The commit of a hub model. Raises StageError."""
+    name = HubName(kind="model", repo=repo, revision=revision, named_by="path", key="revision")
+    return commit_of(name)
+
+
 def _snapshot(repo: str, revision: str | None, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    commit = commit_at(repo, revision)
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(repo, revision=commit, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise StageError(
-            f"cannot get {repo} (revision {revision or 'main'}) from the hub: {error}",
+            f"cannot get {repo} at {commit} from the hub: {error}",
             hint="download it where there is a network and give `path` the folder",
         ) from error
 

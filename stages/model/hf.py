@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Gt
 
 from pipeline import Context, ModelSource, PlanView, Problem
-from pipeline.utils import require_code_trust
+from pipeline.utils import HubName, require_code_trust
 
 Fate = Literal["pass_through", "drop"]
 """What becomes of a tensor that is not read."""
@@ -30,18 +30,18 @@ class HfModel:
     """A local folder in Hugging Face layout (starting with `/`, `./`, `../` or `~`), a GGUF file
     (ending in `.gguf`), or a model id of the Hugging Face hub."""
     revision: str | None = None
-    """Commit of a hub model: 40 hexadecimal digits. Required for a hub id."""
-    allow_floating_revision: bool = False
-    """Accept a branch or tag (or no revision: the main branch) for a hub id. The run then depends
-    on when it was started."""
+    """Commit (40 hexadecimal digits), branch or tag of a hub model; the main branch by default. A
+    run asks for the commit once, says it, and keeps it in its recipe; `pipe pin` writes it into
+    yours, and `--pinned` requires it."""
     gguf_file: str | None = None
     """Name of a GGUF file in the folder or hub repository `path`. Its weights are dequantized."""
     config: Mapping[str, Any] | str | None = None
     """Architecture of a model with random weights: the content of a `config.json`
     (`{model_type: llama, hidden_size: 64, ...}`) or the path of one."""
     tokenizer: str | None = None
-    """Folder, GGUF file or hub id of the tokenizer, if not in `path`. A hub id is taken at its
-    main branch and so needs `allow_floating_revision`."""
+    """Folder, GGUF file or hub id of the tokenizer, if not in `path`."""
+    tokenizer_revision: str | None = None
+    """The same as `revision`, for a hub id in `tokenizer`."""
     chat_template: str | None = None
     """Chat template, if not the tokenizer's own: a file (starting with `/`, `./`, `../` or `~`), or
     `chatml`, `gemma`, `llama3`, or `plain`, which needs no special tokens. It is exported with the
@@ -94,6 +94,15 @@ class HfModel:
         yield from speed_problems(self, plan)
         yield from too_long(self, plan)
         yield from multimodal_notes(self)
+
+    def hub_names(self) -> Iterator[HubName]:
+        """Yield the model and the tokenizer, if they are of the hub."""
+        from stages.model.files import hub_name
+
+        yield from hub_name(self.path, self.revision, "path", "revision")
+        yield from hub_name(
+            self.tokenizer, self.tokenizer_revision, "tokenizer", "tokenizer_revision"
+        )
 
     def run(self, ctx: Context) -> ModelSource:
         from stages.model.checks import foreign_code

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import StageError
-from stages.model.files import is_gguf, is_local, local, read_json
+from stages.model.files import commit_at, is_gguf, is_local, local, read_json
 from stages.model.gguf_header import read_header
 
 if TYPE_CHECKING:
@@ -69,11 +69,12 @@ def _from_hub(repo: str, revision: str | None) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    commit = commit_at(repo, revision)
     try:
-        return Path(hf_hub_download(repo, "config.json", revision=revision))
+        return Path(hf_hub_download(repo, "config.json", revision=commit))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise StageError(
-            f"cannot get the config of {repo} (revision {revision or 'main'}): {error}",
+            f"cannot get the config of {repo} at {commit}: {error}",
             hint="give `path` a folder that holds its config.json",
         ) from error
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from pipeline import DtypeName, ModelSource, StageError, TensorReader, torch_dtype
+from pipeline.utils import COMMIT
 from stages.data.sources import file_digests
 from stages.model import assets, compat
 from stages.model.block_changes import CHANGES, change_blocks
@@ -22,7 +23,6 @@ from stages.model.config_checks import sees_later_tokens, table_of_positions
 from stages.model.declared import outline, ties, without_memory
 from stages.model.files import (
     ADAPTER,
-    COMMIT,
     Files,
     adapter_beside,
     find_files,
@@ -65,7 +65,11 @@ def open_source(stage: HfModel, ctx: Context) -> HfSource:
 
     with ctx.dist.rank0_first():
         files = find_files(stage)
-        tokenizer = files if stage.tokenizer is None else find_tokenizer(stage.tokenizer)
+        tokenizer = (
+            files
+            if stage.tokenizer is None
+            else find_tokenizer(stage.tokenizer, stage.tokenizer_revision)
+        )
     if files is not None and not is_local(stage.path or ""):  # others are looked at in `check`
         _look_beside(stage, files, ctx.log)
     if stage.config is not None:

@@ -166,7 +166,8 @@ def pipe(*arguments: object) -> Result:
         (("RUN/checkpoints/step-00000004", "--step", "4", "--to", "x"), "--step is for a run"),
         (("RUN", "--dtype", "int3", "--to", "x"), "dtype"),
         (("RUN", "--max-shard-size", "big", "--to", "x"), "is not a size"),
-        (("RUN/export", "--to", "x", "--model", "owner/name"), "hub id with its revision"),
+        (("RUN/export", "--to", "x", "--model", "owner/name"), "has no commit of main, and HF_HUB"),
+        (("RUN/export", "--to", "x", "--model", "./no"), "--model: there is no ./no"),
     ],
 )
 def test_mistakes(

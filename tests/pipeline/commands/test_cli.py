@@ -56,6 +56,7 @@ def test_check_json(good: Callable[..., Result]) -> None:
         ],
         "problems": [],
         "warnings": [],
+        "notes": [],
     }
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import random
 import shutil
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,9 @@ import yaml
 from click.testing import CliRunner, Result
 
 from pipeline.cli import main
+from pipeline.execution.metrics import records
 from tests.pipeline.conftest import TinyRun
+from tests.support.hub import FIRST, SECOND, serving
 from tests.support.pipe import Pipe
 from tests.support.terminal import Terminal
 
@@ -47,9 +52,11 @@ def test_options(project: Path) -> None:
     assert made.exit_code == 0, made.stderr
     assert made.stdout.endswith("it passes pipe check; next:\n  pipe run tiny.yaml\n")
     stages = assert_good("tiny.yaml")["stages"]
-    assert stages["model"] == {"use": "model.hf", "path": str(project / "Tiny")}
-    assert stages["data"]["files"] == str(project / "data.jsonl")
-    assert stages["data"]["sequence_length"] == 16
+    assert stages["model"] == {"use": "model.hf", "path": "./Tiny"}
+    assert stages["data"] == {
+        "use": "data.text", "heldout_fraction": 0.05, "files": "./data.jsonl",
+        "sequence_length": 16, "bad_rows": "error",
+    }  # fmt: skip
     assert "adapter" not in stages
     again = pipe("init", "--model", "Tiny", "--data", "data.jsonl", *ON_CPUS)
     assert again.exit_code == 2
@@ -73,12 +80,11 @@ def test_answers_are_typed_and_bad_ones_are_asked_again(project: Path) -> None:
         ("Data: a file of one JSON object a line:", "nothing.jsonl"),
         ("Error: File 'nothing.jsonl' does not exist.", ""),
         ("Data: a file of one JSON object a line:", "data.jsonl"),
-        ("Train low-rank updates alone (LoRA) [Y/n]:", "maybe"),
+        ("data: 8 rows of text in data.jsonl", ""),
+        ("parameters are few enough to train all of them", ""),
+        ("Train low-rank updates only (LoRA) [y/N]:", "maybe"),
         ("Error: invalid input", ""),
-        ("Train low-rank updates alone (LoRA) [Y/n]:", "yes"),
-        ("Tokens of a sample [2048]:", "0"),
-        ("Error: 0 is not in the range x>=1.", ""),
-        ("Tokens of a sample [2048]:", "16"),
+        ("Train low-rank updates only (LoRA) [y/N]:", "yes"),
         ("GPUs of a node, 0 for CPUs [0]:", "0"),
     ):
         terminal.wait(partial(was_said, question))
@@ -88,7 +94,7 @@ def test_answers_are_typed_and_bad_ones_are_asked_again(project: Path) -> None:
     assert terminal.display[-2:] == ["it passes pipe check; next:", "  pipe run mine.yaml"]
     stages = assert_good("mine.yaml")["stages"]
     assert stages["adapter"]["use"] == "adapter.lora"
-    assert stages["data"]["sequence_length"] == 16
+    assert stages["data"]["sequence_length"] == 64
 
 
 def test_gpus_that_are_elsewhere(project: Path) -> None:
@@ -125,5 +131,101 @@ def test_an_unknown_gpu(project: Path) -> None:
     options = ["--full", "--seq", "16", "--gpus", "1", "--gpu", "Q5", "--yes"]
     refused = pipe("init", "--model", "Tiny", "--data", "data.jsonl", *options)
     assert refused.exit_code == 2
-    assert refused.stderr.startswith("error: --gpu Q5: no GPU of this name is known (known here: ")
+    assert refused.stderr.startswith("error: --gpu Q5: no GPU of this name is known (known: A10, ")
     assert list(project.glob("*.yaml")) == []
+
+
+WORDS = [
+    "the",
+    "model",
+    "reads",
+    "a",
+    "row",
+    "of",
+    "text",
+    "and",
+    "learns",
+    "to",
+    "say",
+    "the",
+    "next",
+    "word",
+    "of",
+    "it",
+]
+
+
+def conversations(count: int, broken: Sequence[int]) -> str:
+    """Return lines of conversations; those of the numbers, from 0, are broken."""
+    choose = random.Random(0)
+    lines = []
+    for number in range(count):
+        said = " ".join(choose.choices(WORDS, k=choose.randint(2, 12)))
+        row = {"messages": [{"role": "user", "content": "Go on."},
+                            {"role": "assistant", "content": said}]}  # fmt: skip
+        lines.append('{"messages": \n' if number in broken else f"{json.dumps(row)}\n")
+    return "".join(lines)
+
+
+def test_a_run_of_what_init_wrote(project: Path, plugin: Path) -> None:
+    """300 rows, seven of them broken, from another folder; the recipe moves with its own."""
+    Path("mine/data").mkdir(parents=True)
+    Path("mine/data/rows.jsonl").write_text(conversations(300, (0, 9, 50, 120, 121, 200, 299)))
+    shutil.move("Tiny", "mine/Tiny")
+    made = pipe(
+        "init", "--model", "mine/Tiny", "--data", "mine/data/rows.jsonl", "--out", "mine/x.yaml",
+        "--gpus", "0", "-y",
+    )  # fmt: skip
+    assert made.exit_code == 0, made.stderr
+    said = made.stdout.splitlines()
+    assert said[:2] == [
+        "data: 300 rows of chat messages in rows.jsonl, 7 of them broken",
+        "  7 rows: not JSON: Expecting value: line 1 column 14 (char 13) (first: rows.jsonl:1)",
+    ]
+    for line in (
+        "bad_rows drop: 7 broken rows left out, and said",
+        "heldout_fraction 0.05: 15 samples to evaluate on",
+        "epochs 3: 278 samples to train on",
+        "global_batch_size 8: 35 steps an epoch, 105 steps in all",
+        "eval_every 10: 12 evaluations, the first before training",
+        "checkpoint.every 20: 6 checkpoints; the last two are kept",
+        "chat_template plain: the tokenizer has none",
+    ):
+        assert line in said
+        assert f"# {line}" in Path("mine/x.yaml").read_text()
+    assert any(line.startswith("full: ") for line in said)
+    Path("mine").rename("moved")
+    assert_good("moved/x.yaml")
+    checked = pipe("check", "moved/x.yaml", "--data")
+    assert checked.exit_code == 0, checked.stderr
+    assert "data: 278 samples to train on, 15 held out" in checked.stdout
+    run = Pipe(plugin, project)("run", "moved/x.yaml", "--run-dir", "run", "launch.threads=1")
+    assert run.code == 0, run.stderr
+    metrics = [*records(Path("run/metrics.jsonl"))]
+    losses = [one["eval_loss"] for one in metrics if "eval_loss" in one]
+    assert len(losses) == 12
+    assert losses[-1] < losses[0]
+    assert max(one["step"] for one in metrics) == 105
+    assert [step.name for step in sorted(Path("run/checkpoints").glob("step-*"))] == [
+        "step-00000100", "step-00000105",
+    ]  # fmt: skip
+
+
+def test_a_model_of_the_hub(tiny_run: TinyRun, plugin: Path, tmp_path: Path) -> None:
+    """Its tokenizer is fetched at one commit, and its weights are not."""
+    (tmp_path / "rows.jsonl").write_text(conversations(30, ()))
+    with serving() as hub:
+        hub.add("tiny/model", tiny_run.folder / "export", main=FIRST, v1=SECOND)
+        pipe = Pipe(plugin, tmp_path)
+        arguments = ("--data", "rows.jsonl", "--gpus", "0", "-y", "--out", "x.yaml")
+        command = ("-m", "pipetrain", "init", "--model", "tiny/model@v1", *arguments)
+        made = pipe.end(pipe.start(*command, **hub.environment(tmp_path / "cache")))
+    assert made.code == 0, made.stderr
+    assert made.stderr.count(f"model: tiny/model is v1 at {SECOND}") == 1
+    model = yaml.safe_load((tmp_path / "x.yaml").read_text())["stages"]["model"]
+    assert model == {
+        "use": "model.hf", "path": "tiny/model", "revision": "v1", "chat_template": "plain",
+    }  # fmt: skip
+    fetched = {line.rpartition("/")[2] for line in hub.requests if "/resolve/" in line}
+    assert "tokenizer.json" in fetched
+    assert not any(name.endswith(".safetensors") for name in fetched)

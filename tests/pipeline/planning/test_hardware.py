@@ -79,13 +79,27 @@ def test_a_gpu_without_bf16_computes_it_as_slowly_as_fp32() -> None:
 
 
 @pytest.mark.parametrize(
+    ("gpu", "hint"),
+    [
+        ("h10", r"did you mean `H100`\? or say --memory"),
+        ("V100 12GB", r"did you mean `V100 16GB`\? or say --memory"),
+        (
+            "Q5",
+            r"known: A10, A10G, A30, A40, A100, A800, B200, .*, RTX cards as in `RTX 4090`; or ",
+        ),
+    ],
+)
+def test_an_unknown_gpu_is_refused_at_once(gpu: str, hint: str) -> None:
+    with pytest.raises(
+        UsageError, match=f"--gpu {gpu}: no GPU of this name is known .{hint}"
+    ) as no:
+        HardwareOptions(gpu=gpu)
+    assert len(str(no.value)) < 350
+
+
+@pytest.mark.parametrize(
     ("machines", "message"),
     [
-        (
-            HardwareOptions(gpu="h10"),
-            "no GPU of this name is known.*did you mean `H100`. or say --memory",
-        ),
-        (HardwareOptions(gpu="V100 12GB"), "--gpu V100 12GB: no GPU of this name is known"),
         (
             HardwareOptions(gpu="A100", machine=machine()),
             "one with NVIDIA H100 80GB HBM3, not with A100",

@@ -106,6 +106,7 @@ def test_ranks_without_samples_and_other_processes_are_told() -> None:
 
 def test_a_host_of_which_nothing_was_said_is_a_condition() -> None:
     verdict = pipe("plan", FSDP, "--gpu", "H100").stdout.splitlines()[0]
+    assert pipe("plan", FSDP, "--gpu", "H100", "--quiet").output.splitlines()[-1:] == [verdict]
     assert re.match(r"fits: [0-9.]+ GiB of 79.2 a GPU, if a host has [0-9.]+ GiB$", verdict)
     assert planned(FSDP)["fits"] is None
 

@@ -474,15 +474,12 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             {"sources": (Source(dataset="./here", revision="0" * 40),)},
             [("sources.0.dataset", "'./here' is not a hub id (owner/name)")],
         ),
+        ({"sources": (Source(dataset="owner/name"),)}, []),
         (
-            {"sources": (Source(dataset="owner/name"),)},
-            [("sources.0.revision", "owner/name needs a commit (40 hexadecimal digits)")],
+            {"sources": (Source(dataset="owner/name", revision="a b"),)},
+            [("sources.0.revision", "'a b' is not a commit, branch or tag")],
         ),
-        (
-            {"sources": (Source(dataset="owner/name", revision="main"),)},
-            [("sources.0.revision", "owner/name needs a commit (40 hexadecimal digits)")],
-        ),
-        ({"sources": (Source(dataset="owner/name", allow_floating_revision=True),)}, []),
+        ({"sources": (Source(dataset="owner/name", revision="v1"),)}, []),
         (
             {"sources": (Source(**HUB),), "heldout_sources": (Source(**HUB),)},
             [("heldout_sources.0", "owner/name/train is also trained on")],

@@ -20,6 +20,9 @@ from stages.data.fields import Source
 from stages.data.text import TextData
 from stages.data.views import mixed, shares
 from tests.stages.data.fakes import FakeSource, ids
+from tests.support.hub import HubCache, hub_cache
+
+__all__ = ["hub_cache"]
 
 
 class Numbers(Samples):
@@ -175,25 +178,20 @@ class TestHub:
         blocks = text.run(ctx, source).train
         assert [blocks[i].input_ids[0] for i in range(len(blocks))] == ids("abc")
 
-    def test_a_floating_revision_is_resolved(
+    def test_a_tag_is_resolved(
         self,
         ctx: Context,
         source: FakeSource,
         tmp_path: Path,
         asked: list[Any],
-        monkeypatch: pytest.MonkeyPatch,
+        hub_cache: HubCache,
     ) -> None:
-        import huggingface_hub
-
-        commits = iter(["1" * 40, "2" * 40])
-        info = type("Info", (), {"sha": property(lambda self: next(commits))})
-        monkeypatch.setattr(
-            huggingface_hub.HfApi, "dataset_info", lambda self, repo, revision: info()
-        )
-        part = Source(dataset="owner/name", revision="v1", allow_floating_revision=True)
-        stage = ChatData(sources=(part,), cache=str(tmp_path / "cache"))
-        assert stage.run(ctx, source).fingerprint != stage.run(ctx, source).fingerprint
-        assert [revision for *_, revision in asked] == ["1" * 40, "2" * 40]
+        hub_cache.refer("dataset", "owner/name", v1="1" * 40, main="2" * 40)
+        parts = [Source(dataset="owner/name", revision=each) for each in ("v1", None, "1" * 40)]
+        stages = [ChatData(sources=(part,), cache=str(tmp_path / "cache")) for part in parts]
+        prints = [stage.run(ctx, source).fingerprint for stage in stages]
+        assert [revision for *_, revision in asked] == ["1" * 40, "2" * 40, "1" * 40]
+        assert prints[0] == prints[2] != prints[1]
 
     def test_an_unknown_split(
         self, ctx: Context, source: FakeSource, tmp_path: Path, asked: list[Any]

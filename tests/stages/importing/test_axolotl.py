@@ -37,7 +37,7 @@ def test_a_published_lora_recipe() -> None:
         "stages": {
             "model": {
                 "use": "model.hf", "path": "NousResearch/Llama-3.2-1B",
-                "allow_floating_revision": True, "activation_checkpointing": {},
+                "activation_checkpointing": {},
                 "attention": "flash_attention_2",
             },
             "adapter": {
@@ -48,7 +48,7 @@ def test_a_published_lora_recipe() -> None:
             "data": {
                 "use": "data.chat", "form": "alpaca", "template": False, "loss": "assistant",
                 "sources": [
-                    {"dataset": "teknium/GPT4-LLM-Cleaned", "allow_floating_revision": True}
+                    {"dataset": "teknium/GPT4-LLM-Cleaned"}
                 ],
                 "heldout_fraction": 0.1, "packing": True, "sequence_length": 2048,
                 "too_long": "drop",
@@ -113,8 +113,7 @@ def test_a_published_recipe_for_all_weights_with_fsdp() -> None:
     assert slot(found, "data") == {
         "use": "data.chat", "form": "sharegpt", "loss": "assistant", "heldout_fraction": 0.02,
         "sources": [
-            {"dataset": "mlabonne/FineTome-100k", "split": "train[:20%]",
-             "allow_floating_revision": True}
+            {"dataset": "mlabonne/FineTome-100k", "split": "train[:20%]"}
         ],
         "packing": True, "sequence_length": 4096, "too_long": "drop",
     }  # fmt: skip
@@ -132,7 +131,7 @@ def test_what_a_recipe_leaves_out_is_as_in_axolotl() -> None:
     found = made()
     assert slot(found, "data") == {
         "use": "data.chat", "loss": "assistant", "sequence_length": 512, "too_long": "drop",
-        "sources": [{"dataset": "a/b", "allow_floating_revision": True}],
+        "sources": [{"dataset": "a/b"}],
     }  # fmt: skip
     assert slot(found, "optimizer") == {
         "use": "optimizer.adamw", "kernel": "fused", "lr": 1e-4, "schedule": "cosine",
@@ -216,7 +215,7 @@ def test_data_sets_of_the_hub_are_weighted_by_the_user() -> None:
     blocks = [{"path": "a/b", "type": "alpaca"}, {"path": "/c.jsonl", "type": "alpaca"}]
     found = made(datasets=blocks)
     assert slot(found, "data")["sources"] == [
-        {"dataset": "a/b", "allow_floating_revision": True, "weight": None},
+        {"dataset": "a/b", "weight": None},
         {"files": ["/c.jsonl"], "weight": None},
     ]
     assert set(found.missing) == {"data.sources.weight"}
@@ -472,7 +471,7 @@ def test_pretraining_is_running_text() -> None:
     found = made(**said)
     assert slot(found, "data") == {
         "use": "data.text", "text_key": "text", "documents_apart": True, "sequence_length": 512,
-        "sources": [{"dataset": "a/c4", "config": "en", "allow_floating_revision": True}],
+        "sources": [{"dataset": "a/c4", "config": "en"}],
     }  # fmt: skip
     crossing = made(**said, pretrain_multipack_attn=False)
     assert slot(crossing, "data")["documents_apart"] is False

@@ -55,7 +55,7 @@ def test_a_published_lora_recipe() -> None:
         "stages": {
             "model": {
                 "use": "model.hf", "path": "meta-llama/Meta-Llama-3-8B-Instruct",
-                "allow_floating_revision": True, "activation_checkpointing": {},
+                "activation_checkpointing": {},
                 "trust_remote_code": True,
             },
             "adapter": {
@@ -247,8 +247,7 @@ def test_what_changes_the_numbers_is_refused(said: dict[str, Any]) -> None:
         ({"neat_packing": True, "packing": True}, "data",
          {"packing": True, "sequence_length": 2047}),
         ({"eval_dataset": "glaive_toolcall_en"}, "data",
-         {"heldout_sources": [{"dataset": "llamafactory/glaive_toolcall_en",
-                               "allow_floating_revision": True}]}),
+         {"heldout_sources": [{"dataset": "llamafactory/glaive_toolcall_en"}]}),
         ({"moe_aux_loss_coef": 0.01}, "train", {"router_loss": 0.01}),
         ({"disable_shuffling": True}, "train", {"shuffle": False}),
         ({"loraplus_lr_ratio": 16}, "optimizer",
@@ -267,8 +266,7 @@ def test_keys(said: dict[str, Any], name: str, fields: dict[str, Any]) -> None:
         (
             "ultrachat_200k",
             {"form": "messages",
-             "sources": [{"dataset": "HuggingFaceH4/ultrachat_200k", "split": "train_sft",
-                          "allow_floating_revision": True}]},
+             "sources": [{"dataset": "HuggingFaceH4/ultrachat_200k", "split": "train_sft"}]},
         ),
     ],
 )  # fmt: skip
@@ -327,9 +325,7 @@ def test_data_sets_without_their_file(tmp_path: Path) -> None:
     online = imported(
         LlamaFactory(), {**BASE, "dataset": "owner/rows", "dataset_dir": "ONLINE"}, procs=1
     )
-    assert slot(online, "data")["sources"] == [
-        {"dataset": "owner/rows", "allow_floating_revision": True}
-    ]
+    assert slot(online, "data")["sources"] == [{"dataset": "owner/rows"}]
     inline = imported(
         LlamaFactory(), {**BASE, "dataset_dir": {"identity": {"file_name": "i.json"}}}
     )

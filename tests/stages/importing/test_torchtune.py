@@ -56,7 +56,7 @@ def test_a_published_lora_recipe() -> None:
             },
             "data": {
                 "use": "data.chat", "form": "alpaca", "loss": "all", "packing": False,
-                "sources": [{"dataset": "yahma/alpaca-cleaned", "allow_floating_revision": True}],
+                "sources": [{"dataset": "yahma/alpaca-cleaned"}],
                 "too_long": "error",
             },
             "optimizer": {
@@ -139,7 +139,7 @@ def test_what_a_recipe_leaves_out_is_as_in_torchtune() -> None:
     }  # fmt: skip
     assert slot(found, "data") == {
         "use": "data.chat", "form": "text", "loss": "all", "sequence_length": 64,
-        "sources": [{"dataset": "a/b", "allow_floating_revision": True}],
+        "sources": [{"dataset": "a/b"}],
     }  # fmt: skip
     assert slot(found, "train") == {
         "use": "train.causal_lm", "epochs": 1.0, "global_batch_size": 4, "micro_batch_size": 2,
@@ -160,18 +160,18 @@ def test_what_a_recipe_leaves_out_is_as_in_torchtune() -> None:
     [
         ({"_component_": "slimorca_dataset"},
          {"form": "sharegpt", "loss": "assistant",
-          "sources": [{"dataset": "Open-Orca/SlimOrca-Dedup", "allow_floating_revision": True}]}),
+          "sources": [{"dataset": "Open-Orca/SlimOrca-Dedup"}]}),
         ({**ROWS, "conversation_style": "openai", "conversation_column": "messages",
           "train_on_input": True, "packed": True, "split": "train[:5%]"},
          {"form": "messages", "loss": "all", "packing": True,
-          "sources": [{"dataset": "a/b", "split": "train[:5%]", "allow_floating_revision": True}]}),
+          "sources": [{"dataset": "a/b", "split": "train[:5%]"}]}),
         ({"_component_": "instruct_dataset", "source": "json", "data_files": "/x/rows.json",
           "column_map": {"input": "prompt", "output": "completion"}},
          {"form": "prompt/completion", "files": ["/x/rows.json"], "template": None}),
         ({"_component_": "text_completion_dataset", "source": "a/b", "column": "content",
           "packed": True, "name": "en"},
          {"use": "data.text", "text_key": "content", "documents_apart": True, "packing": None,
-          "sources": [{"dataset": "a/b", "config": "en", "allow_floating_revision": True}]}),
+          "sources": [{"dataset": "a/b", "config": "en"}]}),
         ({"_component_": "text_completion_dataset", "source": "a/b", "packed": True,
           "split_across_pack": False},
          {"use": "data.chat", "form": "text", "packing": True, "loss": "all"}),
@@ -214,9 +214,7 @@ def test_several_data_sets() -> None:
     assert [one["dataset"] for one in slot(found, "data")["sources"]] == ["a/b", "c/d"]
     assert "data.sources.weight" in found.missing
     held = made(dataset_val={**TEXT, "split": "test"}, run_val_every_n_steps=10)
-    assert slot(held, "data")["heldout_sources"] == [
-        {"dataset": "a/b", "split": "test", "allow_floating_revision": True}
-    ]
+    assert slot(held, "data")["heldout_sources"] == [{"dataset": "a/b", "split": "test"}]
     assert slot(held, "train")["eval_every"] == 10
 
 

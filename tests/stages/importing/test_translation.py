@@ -383,7 +383,7 @@ def test_a_model_and_data_of_the_scripts(tmp_path: Path) -> None:
         "heldout_fraction": 0.05,
     }  # fmt: skip
     other = translated({"model_name_or_path": "org/model", "output_dir": "x"})
-    assert slot(other, "model")["allow_floating_revision"] is True
+    assert slot(other, "model") == {"use": "model.hf", "path": "org/model"}
 
 
 def test_files_to_evaluate_on_come_before_a_fraction(tmp_path: Path) -> None:
@@ -563,7 +563,7 @@ def test_data_sets_on_the_hub() -> None:
     rows = {"dataset_name": "owner/chats", "dataset_config": "en", "dataset_test_split": "test"}
     made = translated({"output_dir": "x", **rows})
     assert not left_out(made)
-    source = {"dataset": "owner/chats", "config": "en", "allow_floating_revision": True}
+    source = {"dataset": "owner/chats", "config": "en"}
     assert slot(made, "data") == {
         "use": "data.chat",
         "sources": [{**source, "split": "train"}],

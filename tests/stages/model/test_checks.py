@@ -68,19 +68,20 @@ def test_a_kernel_that_a_config_names(
         ),
         ({"path": "./nowhere"}, "path: no such folder: nowhere"),
         ({"path": "./nowhere.gguf"}, "path: no such file: nowhere.gguf"),
-        ({"path": "owner/name"}, "path: the hub model owner/name needs `revision`"),
         (
-            {"path": "owner/name", "revision": "main"},
-            "revision: 'main' is not a commit (40 hexadecimal digits)",
+            {"path": "owner/name@v1"},
+            "path: 'owner/name@v1' is neither a hub id (owner/name) nor a local path "
+            "(write `path: owner/name` and `revision: v1`)",
         ),
+        ({"path": "a/b", "revision": "a b"}, "revision: 'a b' is not a commit, branch or tag"),
         ({"path": "a/b/c", "revision": COMMIT}, "path: 'a/b/c' is neither a hub id"),
         (
             {"path": "a/b", "revision": COMMIT, "gguf_file": "../x.gguf"},
             "gguf_file: must be a file name inside `path`",
         ),
         (
-            {"path": "a/b", "revision": COMMIT, "tokenizer": "c/d"},
-            "tokenizer: the hub tokenizer c/d is not pinned",
+            {"path": "a/b", "tokenizer_revision": COMMIT},
+            "tokenizer_revision: needs `tokenizer`; the tokenizer in `path` has its `revision`",
         ),
         (
             {"path": "a/b", "revision": COMMIT, "tokenizer": "./nowhere"},
@@ -98,8 +99,9 @@ def test_one_mistake(fields: dict[str, Any], expected: str) -> None:
     "fields",
     [
         {"path": "owner/name", "revision": COMMIT},
-        {"path": "gpt2", "allow_floating_revision": True},
-        {"path": "owner/name", "revision": "main", "allow_floating_revision": True},
+        {"path": "gpt2"},
+        {"path": "owner/name", "revision": "main"},
+        {"path": "a/b", "tokenizer": "c/d", "tokenizer_revision": "v1"},
         {"config": tiny_llama_config()},
     ],
 )

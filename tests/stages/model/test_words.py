@@ -57,7 +57,7 @@ def test_a_model_without_a_tokenizer(kind: type, rows: Any, tmp_path: Path) -> N
     assert told(HfModel(path=str(words)), stage) == []
     assert told(HfModel(config=tiny_llama_config(), tokenizer=str(words)), stage) == []
     assert told(HfModel(), stage) == []  # given by the model slot
-    assert told(HfModel(path="owner/name", allow_floating_revision=True), stage) == []
+    assert told(HfModel(path="owner/name"), stage) == []
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,60 @@
+"""Values written into a recipe's text, with its comments and its layout kept."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from pipeline.errors import UsageError
+from pipeline.recipe.dump import inline
+from pipeline.recipe.nodes import KeyPath
+
+
+def with_value(text: str, path: KeyPath, value: Any, *, after: str, note: str) -> str:
+    """The text with a value at `path`: in place of the one that is there, or else as a new entry
+    behind the key `after` of the same mapping. `note` becomes a comment of a new line. Raises
+    UsageError where the text has neither."""
+    mapping = _at(yaml.compose(text, Loader=yaml.SafeLoader), path[:-1])
+    pairs = dict(_pairs(mapping))
+    old, named = pairs.get(str(path[-1])), pairs.get(after)
+    if old is not None:
+        start, end = old[1].start_mark.index, old[1].end_mark.index
+        gap = "" if start < end or text[start - 1 : start] == " " else " "
+        return f"{text[:start]}{gap}{inline(value)}{text[end:]}"
+    if named is None:
+        raise UsageError(f"cannot write {'.'.join(map(str, path))} into a recipe that is not YAML")
+    key, other = named
+    end = other.end_mark.index
+    if mapping.flow_style:
+        quote = key.style or ""
+        written = f'"{value}"' if quote == '"' else inline(value)
+        return f"{text[:end]}, {quote}{path[-1]}{quote}: {written}{text[end:]}"
+    return _new_line(text, key.start_mark.column, end, f"{path[-1]}: {inline(value)}  # {note}")
+
+
+def _new_line(text: str, column: int, end: int, entry: str) -> str:
+    """The text with an entry on a line of its own, behind the line in which `end` is."""
+    newline = "\r\n" if "\r\n" in text else "\n"
+    found = re.compile(r"\r?\n|\Z").search(text, end)
+    assert found is not None
+    before, rest = text[: found.start()], text[found.end() :]
+    return f"{before}{newline}{' ' * column}{entry}{newline}{rest}"
+
+
+def _at(node: yaml.Node | None, path: KeyPath) -> yaml.MappingNode:
+    for part in path:
+        if isinstance(node, yaml.SequenceNode) and isinstance(part, int):
+            node = node.value[part]
+        else:
+            node = dict(_pairs(node)).get(str(part), (None, None))[1]
+    if not isinstance(node, yaml.MappingNode):
+        raise UsageError(f"the recipe has no {'.'.join(map(str, path))}")
+    return node
+
+
+def _pairs(node: yaml.Node | None) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    if isinstance(node, yaml.MappingNode):
+        yield from ((key.value, (key, value)) for key, value in node.value)

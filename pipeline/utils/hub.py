@@ -1,0 +1,161 @@
+"""Models and data sets of the Hugging Face hub by name, and the commits that the names stand for.
+
+A recipe may name a model without a commit. The commit is asked of the hub once a command, said, and
+kept with the run. Where the hub cannot be asked, its cache on this machine answers.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+
+from pipeline.errors import StageError
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
+MAIN = "main"
+PINNED = "PIPE_PINNED"
+"""Environment variable that `--pinned` sets: refuse what names no commit."""
+SECONDS = 10.0
+"""Limit of the hub's answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubName:
+    """A model or data set of the hub that fields of a stage name."""
+
+    kind: Literal["model", "dataset"]
+    repo: str
+    """`owner/name`."""
+    revision: str | None
+    """Commit, branch or tag; None for the main branch."""
+    named_by: str
+    """Field with the name, as in `path` or `sources.0.dataset`."""
+    key: str
+    """Field with the revision."""
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it names a commit."""
+        return bool(COMMIT.fullmatch(self.revision or ""))
+
+    @property
+    def asked(self) -> tuple[str, str, str]:
+        """Its kind, name, and branch or tag."""
+        return self.kind, self.repo, self.revision or MAIN
+
+    def __str__(self) -> str:
+        return f"{'data set' if self.kind == 'dataset' else self.kind}: {self.repo}"
+
+    def record(self, commit: str) -> dict[str, str]:
+        """The name and its commit, as the journal of a run keeps them."""
+        kind, repo, branch = self.asked
+        return {"kind": kind, "repo": repo, "revision": branch, "commit": commit}
+
+
+Known = Mapping[tuple[str, str, str], str]
+"""`HubName.asked` -> the commit that an earlier start of a run has found."""
+
+
+def commit_of(name: HubName, known: Known | None = None) -> str:
+    """The commit that a name stands for, said on stderr; a name's own commit without a word. Raises
+    StageError, which says what to do, if neither `known`, the hub nor its cache has one."""
+    if name.pinned:
+        assert name.revision is not None
+        return name.revision
+    before = (known or {}).get(name.asked)
+    if before is not None:
+        _say(name, before, ", as when this run began")
+        return before
+    return _asked(replace(name, named_by="", key=""))
+
+
+@functools.cache
+def _asked(name: HubName) -> str:
+    """Ask the hub once a process, or else its cache."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    kind, repo, branch = name.asked
+    if constants.HF_HUB_OFFLINE:
+        return _cached(name, "HF_HUB_OFFLINE is set")
+    try:
+        found = HfApi().repo_info(repo, repo_type=kind, revision=branch, timeout=SECONDS).sha
+    except RevisionNotFoundError as error:
+        hint = "set `revision` to one that its page lists, or leave it out for main"
+        raise StageError(
+            f"{name.repo} has no branch, tag or commit `{branch}`", hint=hint
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        hint = "mind its spelling; for a private one log in (`hf auth login`) or set HF_TOKEN"
+        raise StageError(f"{name.repo}: the hub shows no such {kind}", hint=hint) from error
+    except Exception as error:  # of the network, whose library changes with the hub's client
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+        why = f"answers {status}" if status else f"cannot be reached, {type(error).__name__}"
+        return _cached(name, f"{constants.ENDPOINT} {why}")
+    if not found:
+        raise StageError(f"{name.repo}: the hub does not say the commit of {branch}")
+    _say(name, found)
+    return found
+
+
+def _cached(name: HubName, why: str) -> str:
+    """The commit of the hub's cache: of the branch as it was downloaded, or the only one."""
+    kind, repo, branch = name.asked
+    folder = _cache() / f"{kind}s--{repo.replace('/', '--')}"
+    ref = folder / "refs" / branch
+    commit = ref.read_text("utf-8").strip() if ref.is_file() else ""
+    if COMMIT.fullmatch(commit):
+        _say(name, commit, f" in this machine's cache ({why})")
+        return commit
+    there = [one.name for one in (folder / "snapshots").glob("*") if COMMIT.fullmatch(one.name)]
+    if len(there) == 1 and name.revision is None:
+        _say(name, there[0], f", the only commit in this machine's cache ({why})")
+        return there[0]
+    if there:
+        hint = f"set `revision` to one of these: {', '.join(sorted(there))}"
+    else:
+        kind_option = " --repo-type dataset" if kind == "dataset" else ""
+        hint = (
+            f"run `hf download {repo}{kind_option}` where there is a network, copy its files here "
+            "and name them by their path"
+        )
+    missing = f"{name.repo}: this machine's cache {folder} has no commit of {branch}, and {why}"
+    raise StageError(missing, hint=hint)
+
+
+def _cache() -> Path:
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
+
+
+def _say(name: HubName, commit: str, how: str = "") -> None:
+    if "quiet" not in os.environ.get("PIPE_SCREEN", ""):
+        click.echo(f"{name} is {name.revision or MAIN} at {commit}{how}", err=True)
+
+
+def pins_asked() -> bool:
+    """Whether names without a commit are refused."""
+    return os.environ.get(PINNED) == "1"
+
+
+def recorded(entries: Any) -> dict[tuple[str, str, str], str]:
+    """The commits that `HubName.record` has written; what is damaged is left out."""
+    found = {}
+    for one in entries if isinstance(entries, list) else ():
+        if isinstance(one, Mapping) and COMMIT.fullmatch(str(one.get("commit"))):
+            place = (str(one.get("kind")), str(one.get("repo")), str(one.get("revision")))
+            found[place] = str(one["commit"])
+    return found

@@ -1,0 +1,217 @@
+"""Numbers of a fine-tuning that follow from its data: arithmetic, with the reasons in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pipeline.utils import counted
+
+COVERED = 0.99
+"""Share of the rows that the sequence length covers."""
+FEW_LONG = 0.95
+"""The same, where the rows above would make it more than twice as long."""
+UNIT = 64
+"""Sequence lengths are multiples of it, as kernels like them."""
+LONGEST = 4096
+"""Longest sequence that is chosen; `--seq` sets longer ones."""
+BLOCK = 2048
+"""Tokens of a block of running text."""
+BLOCKS = 100
+"""Blocks that a text should have; with fewer, they are shorter."""
+BATCH = 64
+"""Most samples of a step that are chosen."""
+LEAST_BATCH = 4
+STEPS_OF_EPOCH = 20
+"""Steps that an epoch should have at least; with fewer, batches are smaller."""
+EPOCHS = ((10_000, 3), (50_000, 2))
+"""Samples below which a training has this many epochs; above, it has one."""
+HELD = 0.05
+MOST_HELD = 1000
+"""Share and largest number of samples that are held out."""
+EVALUATIONS = 10
+SAVES = 5
+SHORT = 200
+"""Steps of a training that warms up for a tenth, not 3 %, of them."""
+
+
+class Broken(NamedTuple):
+    """Rows with the same kind of mistake."""
+
+    what: str
+    number: int
+    first: str
+    """File and line of the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSurvey:
+    """What the rows of a file are."""
+
+    name: str
+    form: str
+    """For people, as in `chat messages`."""
+    rows: int
+    """All, the broken ones too."""
+    lengths: Sequence[int] = field(repr=False)
+    """Tokens of each row that can be used, or of some, chosen at random; sorted."""
+    broken: tuple[Broken, ...] = ()
+    all_read: bool = True
+    """Whether every row has been laid out and tokenised."""
+    running: bool = False
+    """Whether rows are running text, which is cut into blocks."""
+    template: str | None = None
+    """Chat template for a tokenizer that has none and needs one."""
+    guessed: str = ""
+    """Why lengths are estimates; empty if the model's tokenizer has counted."""
+    parameters: int | None = None
+    """Of the model."""
+    positions: int | None = None
+    """Most tokens that the model was made for."""
+
+    @property
+    def usable(self) -> int:
+        """Rows that are not broken."""
+        return self.rows - sum(one.number for one in self.broken)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all usable rows."""
+        return round(self.usable * sum(self.lengths) / max(len(self.lengths), 1))
+
+    def covering(self, share: float) -> int:
+        """Length that this share of the rows does not exceed."""
+        return self.lengths[min(math.ceil(share * len(self.lengths)), len(self.lengths)) - 1]
+
+    def longer(self, length: int) -> int:
+        """Rows that are longer."""
+        share = sum(one > length for one in self.lengths) / len(self.lengths)
+        return round(share * self.usable)
+
+    def lines(self) -> Iterator[str]:
+        """What was found, for people."""
+        broken = sum(one.number for one in self.broken)
+        told = f", {broken:,} of them broken" if broken else ""
+        yield f"data: {counted(self.rows, 'rows')} of {self.form} in {self.name}{told}"
+        for one in self.broken:
+            yield f"  {counted(one.number, 'rows')}: {one.what} (first: {one.first})"
+        some = len(self.lengths) < self.usable
+        how = f"; measured on {len(self.lengths):,} rows, chosen at random" if some else ""
+        about = "about " if some or self.guessed else ""
+        guessed = "; 4 characters count as a token" if self.guessed else ""
+        yield (
+            f"tokens: {about}{self.tokens:,}; a row has {self.covering(0.5):,} (median), "
+            f"{self.covering(0.95):,} (95 %), {self.lengths[-1]:,} (longest){how}{guessed}"
+        )
+        if self.guessed:
+            yield f"  the model's tokenizer cannot be read: {self.guessed}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """The numbers, and a reason for each by its name in a recipe."""
+
+    sequence: int
+    samples: int
+    """Samples to train on."""
+    held: int
+    fraction: float
+    """Samples held out, and their share of all."""
+    epochs: int
+    batch: int
+    steps: int
+    warmup: float
+    eval_every: int
+    save_every: int
+    bad_rows: str
+    why: Mapping[str, str]
+
+
+def choose(survey: DataSurvey, *, sequence: int | None, batch: int | None, ranks: int) -> Choices:
+    """Choose what is not given: the tokens of a sample and the samples of a step, on `ranks`
+    processes."""
+    why: dict[str, str] = {}
+    length = _sequence(survey, sequence, why)
+    count = -(-survey.tokens // length) if survey.running else survey.usable
+    held, fraction = _held(count, why)
+    samples = max(count - held, 1)
+    epochs = next((number for below, number in EPOCHS if samples < below), 1)
+    why["epochs"] = f"{counted(samples, 'samples')} to train on" + (
+        "" if epochs > 1 else ", enough to see each once"
+    )
+    size = batch or _batch(samples, ranks)
+    of_epoch = -(-samples // size)
+    steps = -(-epochs * samples // size)
+    why["global_batch_size"] = (
+        f"{counted(of_epoch, 'steps')} an epoch, {counted(steps, 'steps')} in all"
+        f"{'' if batch is None else ', as asked'}"
+    )
+    evaluated = max(1, _round(steps / EVALUATIONS))
+    saved = evaluated * max(1, round(steps / SAVES / evaluated))
+    why["eval_every"] = (
+        f"{counted(1 + -(-steps // evaluated), 'evaluations')}, the first before training"
+    )
+    why["every"] = f"{counted(-(-steps // saved), 'checkpoints')}; the last two are kept"
+    warmup = 0.1 if steps < SHORT else 0.03
+    why["warmup_ratio"] = counted(math.ceil(warmup * steps), "steps")
+    drop = bool(survey.broken) or not survey.all_read
+    broken = sum(one.number for one in survey.broken)
+    why["bad_rows"] = (
+        f"{counted(broken, 'broken rows')} left out, and said" if broken
+        else "not every row was looked at: broken ones would be left out, and said" if drop
+        else "no row is broken"
+    )  # fmt: skip
+    return Choices(
+        sequence=length, samples=samples, held=held, fraction=fraction, epochs=epochs, batch=size,
+        steps=steps, warmup=warmup, eval_every=evaluated, save_every=saved,
+        bad_rows="drop" if drop else "error", why=why,
+    )  # fmt: skip
+
+
+def _sequence(survey: DataSurvey, given: int | None, why: dict[str, str]) -> int:
+    """Tokens of a sample."""
+    most = min(LONGEST, survey.positions or LONGEST)
+    if survey.running:
+        fits = survey.tokens // BLOCKS
+        chosen = given or max(UNIT, min(BLOCK, most, 1 << max(fits, 1).bit_length() - 1))
+        blocks = -(-survey.tokens // chosen)
+        why["sequence_length"] = f"{counted(survey.tokens, 'tokens')} are {blocks:,} blocks"
+        return chosen
+    length, tail = survey.covering(COVERED), survey.covering(FEW_LONG)
+    length = tail if length > 2 * tail else length
+    if survey.lengths[-1] <= 1.25 * length:
+        length = survey.lengths[-1]
+    chosen = given or max(2, min(most, -(-length // UNIT) * UNIT))
+    longer = survey.longer(chosen)
+    covers = "all rows fit" if not longer else (
+        f"covers {100 * (1 - longer / survey.usable):.4g} % of the rows; "
+        f"{counted(longer, 'rows')} {'is' if longer == 1 else 'are'} longer and cut"
+    )  # fmt: skip
+    why["sequence_length"] = covers
+    return chosen
+
+
+def _held(count: int, why: dict[str, str]) -> tuple[int, float]:
+    """Samples that are held out, and their share."""
+    fraction = HELD
+    if count * HELD > MOST_HELD:
+        fraction = float(f"{MOST_HELD / count:.1g}")
+    held = max(1, round(count * fraction))
+    why["heldout_fraction"] = f"{counted(held, 'samples')} to evaluate on"
+    return held, fraction
+
+
+def _batch(samples: int, ranks: int) -> int:
+    """Samples of a step: the largest power of two with enough steps an epoch, and at least one for
+    each rank."""
+    fits = max(samples // STEPS_OF_EPOCH, LEAST_BATCH)
+    size = min(BATCH, 1 << fits.bit_length() - 1)
+    return -(-size // ranks) * ranks
+
+
+def _round(number: float) -> int:
+    """The number in two digits at most, the second of which is 0 or 5."""
+    unit = 10 ** max(math.floor(math.log10(max(number, 1))), 0)
+    return round(round(2 * number / unit) * unit / 2) or 1

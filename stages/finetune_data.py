@@ -1,0 +1,194 @@
+"""Look at the rows of files: how many, which are broken, how long."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline import Context, ModelSource, StageError, UsageError
+from pipeline.utils import activity
+from stages.data import tokenize
+from stages.data.chat import ChatData
+from stages.data.documents import read_documents
+from stages.data.encode import Dropped, Encoded, RowEncoder
+from stages.data.encodings import TextTokenizer, plain_ids
+from stages.data.forms import Form, rows_with_forms
+from stages.data.mistakes import Mistake, Mistakes
+from stages.data.names import Names
+from stages.data.rows import TEXT, Row
+from stages.data.sources import LocalFile
+from stages.finetune_choices import Broken, DataSurvey
+from stages.model.declared import outline
+from stages.model.hf import HfModel
+from stages.model.read import read_config
+
+MEASURED = 10_000
+"""Rows that are tokenised at least, of as many; at most twice as many."""
+MOST_CHARACTERS = 1 << 28
+"""Characters of the rows that are kept to be tokenised."""
+UNLIMITED = 1 << 30
+CHARACTERS_A_TOKEN = 4
+FORMS: Mapping[Form, str] = {
+    "messages": "chat messages", "sharegpt": "ShareGPT conversations",
+    "prompt/completion": "prompts and completions", "alpaca": "Alpaca instructions",
+    "text": "text", "input_ids": "token ids",
+}  # fmt: skip
+NEED_TEMPLATE = ("messages", "sharegpt", "prompt/completion", "alpaca")
+
+
+class _Some:
+    """Some of the rows that are added, chosen at random but the same each time, as far as there is
+    room for them: rows that alternate would deceive an even choice."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[Form, Row]] = []
+        self._share, self._characters, self._random = 1.0, 0, random.Random(0)
+
+    def add(self, form: Form, row: Row) -> None:
+        """Keep a row, or not."""
+        if self._random.random() >= self._share:
+            return
+        self.rows.append((form, row))
+        self._characters += _characters(row.value)
+        if len(self.rows) > 2 * MEASURED or self._characters > MOST_CHARACTERS:
+            self.rows = [one for one in self.rows if self._random.random() < 0.5]
+            self._characters = sum(_characters(one.value) for _, one in self.rows)
+            self._share /= 2
+
+    @property
+    def whole(self) -> bool:
+        """Whether all rows are here."""
+        return self._share == 1
+
+
+def survey(ctx: Context, model: Mapping[str, Any], file: Path) -> DataSurvey:
+    """Read all rows of a file, and lay out and tokenise all or, of many, some. Raises
+    UsageError if none can be used, StageError for a file that cannot be read."""
+    part = LocalFile(file)
+    source, why = _source(ctx, model)
+    facts = _facts(ctx, model, source)
+    if file.name.endswith(TEXT):
+        return _texts(part, source, facts, why)
+    mistakes, kept, forms = Mistakes([part], "drop"), _Some(), dict[Form, int]()
+    with activity("reading rows", unit="rows") as doing:
+        for form, row in rows_with_forms([part], None, Names(), mistakes):
+            forms[form] = forms.get(form, 0) + 1
+            kept.add(form, row)
+            doing.advance(1)
+    if not forms:
+        raise UsageError(f"no row of {file} can be trained on: {_broken(mistakes)[0].what}"
+                         if mistakes.count else f"{file} has no rows")  # fmt: skip
+    form = max(forms, key=lambda one: forms[one])
+    rows, found = sum(forms.values()) + mistakes.count, [*kept.rows]
+    template = None
+    if source is None:
+        lengths = [_characters(row.value) // CHARACTERS_A_TOKEN + 8 for _, row in found]
+    else:
+        if form in NEED_TEMPLATE and not source.tokenizer().chat_template:
+            template = "plain"
+            source, _ = _source(ctx, {**model, "chat_template": template})
+        assert source is not None
+        lengths = list(_encoded(source, found, mistakes))
+    broken = _broken(mistakes)
+    if not lengths:
+        raise UsageError(f"no row of {file} can be trained on: {broken[0].what}")
+    return DataSurvey(
+        name=file.name, form=FORMS[form], rows=rows, lengths=sorted(lengths), broken=broken,
+        all_read=kept.whole and source is not None, running=form == "text", template=template,
+        guessed=why, **facts,
+    )  # fmt: skip
+
+
+def _source(ctx: Context, model: Mapping[str, Any]) -> tuple[ModelSource | None, str]:
+    """The model without its weights, for its tokenizer; or why there is none."""
+    try:
+        source = HfModel(**{**model, "init": "random"}).run(ctx)
+        source.tokenizer()
+    except StageError as error:
+        return None, str(error).splitlines()[0].partition(" (")[0]
+    return source, ""
+
+
+def _facts(ctx: Context, model: Mapping[str, Any], source: ModelSource | None) -> dict[str, Any]:
+    """Parameters and positions of the model, as far as they are known."""
+    try:
+        config = read_config(HfModel(**model))
+        source = source or HfModel(config=config).run(ctx)
+    except StageError:
+        config = {}
+    inner = config.get("text_config") or config
+    positions = inner.get("max_position_embeddings")
+    parameters = None
+    if source is not None:
+        parameters = sum(one.numel() for one in outline(source).parameters())
+    return {
+        "positions": positions if isinstance(positions, int) else None, "parameters": parameters,
+    }  # fmt: skip
+
+
+def _encoded(
+    source: ModelSource, found: Sequence[tuple[Form, Row]], mistakes: Mistakes
+) -> Iterator[int]:
+    """Yield the tokens of each row that can be laid out; `mistakes` gets the others."""
+    tokenizer = source.tokenizer()
+    encoder = RowEncoder(
+        stage=ChatData(sequence_length=UNLIMITED), names=Names(),
+        tokens=TextTokenizer(tokenizer), vocab_size=source.vocab_size,
+        start=tokenize.start_ids(tokenizer, None),
+        dtype=tokenize.id_dtype(tokenizer, source.vocab_size),
+    )  # fmt: skip
+    with activity("tokenising", total=len(found), unit="rows") as doing:
+        for batch in _batches(found):
+            for (_, row), result in zip(batch, encoder.batch(batch), strict=True):
+                if isinstance(result, Mistake):
+                    mistakes.add(row.error(result.message, hint=result.hint))
+                    continue
+                for one in result:
+                    if isinstance(one, Encoded):
+                        yield len(one.ids)
+                    elif isinstance(one, Dropped):
+                        mistakes.add(row.error(f"a row {one.why}"))
+            doing.advance(len(batch))
+
+
+def _batches(found: Sequence[tuple[Form, Row]]) -> Iterator[list[tuple[Form, Row]]]:
+    rest = iter(found)
+    return iter(lambda: list(itertools.islice(rest, 64)), [])
+
+
+def _broken(mistakes: Mistakes) -> tuple[Broken, ...]:
+    return tuple(
+        Broken(what, count, f"{Path(first.file).name}:{first.row}")
+        for what, count, first in mistakes.kinds()
+    )
+
+
+def _texts(
+    part: LocalFile, source: ModelSource | None, facts: dict[str, Any], why: str
+) -> DataSurvey:
+    """A file of plain text is one document."""
+    documents = read_documents([part], text_key="text", unit="file")
+    text = "".join(document.text for document in documents)
+    if source is None:
+        length = len(text) // CHARACTERS_A_TOKEN
+    else:
+        share = text[: MOST_CHARACTERS // 64]
+        length = len(plain_ids(source.tokenizer(), [share])[0]) * len(text) // max(len(share), 1)
+    return DataSurvey(
+        name=part.name.name, form="plain text", rows=1, lengths=[max(length, 1)], running=True,
+        guessed=why, **facts,
+    )  # fmt: skip
+
+
+def _characters(value: Any) -> int:
+    """Characters of all texts in a row."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_characters, value.values()))
+    if isinstance(value, list):
+        return sum(map(_characters, value))
+    return 0

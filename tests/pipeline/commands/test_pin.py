@@ -1,0 +1,167 @@
+"""`pipe pin`: commits written into recipes, with comments and layout kept."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pipeline.cli import main
+from tests.support.hub import FIRST, SECOND, HubCache, hub_cache
+
+__all__ = ["hub_cache"]
+
+BLOCK = """\
+# My recipe.
+name: mine   # of the run
+
+stages:
+  model:
+    use: model.hf
+    path: owner/name   # the base model
+
+    attention: eager
+  data:
+    use: data.chat
+    sources:
+      - dataset: owner/rows
+        weight: 2   # twice
+      - {dataset: "owner/more", 'split': train, revision: v1}
+      - files: ./here.jsonl
+"""
+PINNED = f"""\
+# My recipe.
+name: mine   # of the run
+
+stages:
+  model:
+    use: model.hf
+    path: owner/name   # the base model
+    revision: '{FIRST}'  # main
+
+    attention: eager
+  data:
+    use: data.chat
+    sources:
+      - dataset: owner/rows
+        revision: '{SECOND}'  # main
+        weight: 2   # twice
+      - {{dataset: "owner/more", 'split': train, revision: '{FIRST}'}}
+      - files: ./here.jsonl
+"""
+
+
+@pytest.fixture
+def cache(hub_cache: HubCache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubCache:
+    """Return a cache of the hub with a model and two data sets, in a folder of recipes."""
+    monkeypatch.chdir(tmp_path)
+    hub_cache.refer("model", "owner/name", main=FIRST, v2=SECOND)
+    hub_cache.refer("dataset", "owner/rows", main=SECOND)
+    hub_cache.refer("dataset", "owner/more", v1=FIRST)
+    return hub_cache
+
+
+def pin(recipe: str, text: str | None = None) -> Result:
+    if text is not None:
+        Path(recipe).write_text(text, newline="")
+    return CliRunner().invoke(main, ["pin", recipe])
+
+
+@pytest.mark.usefixtures("cache")
+def test_comments_and_layout_stay() -> None:
+    Path("mine.yaml").write_text(BLOCK)
+    Path("mine.yaml").chmod(0o640)
+    made = pin("mine.yaml")
+    assert made.exit_code == 0, made.stderr
+    assert Path("mine.yaml").read_text() == PINNED
+    assert stat.S_IMODE(Path("mine.yaml").stat().st_mode) == 0o640
+    assert made.stdout.splitlines() == [
+        f"written: model.revision: {FIRST} in mine.yaml",
+        f"written: data.sources.0.revision: {SECOND} in mine.yaml",
+        f"written: data.sources.1.revision: {FIRST} in mine.yaml",
+    ]
+    assert made.stderr.startswith(f"model: owner/name is main at {FIRST} in this machine's cache")
+    before = Path("mine.yaml").stat()
+    again = pin("mine.yaml")
+    assert (again.exit_code, again.output) == (0, "nothing to pin: all names have a commit\n")
+    assert Path("mine.yaml").stat() == before
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(
+    ("slot", "pinned"),
+    [
+        ("{use: model.hf, path: owner/name}",
+         f"{{use: model.hf, path: owner/name, revision: '{FIRST}'}}"),
+        ("{path: owner/name,\n    use: model.hf}",
+         f"{{path: owner/name, revision: '{FIRST}',\n    use: model.hf}}"),
+        ('{"use": "model.hf", "path": "owner/name"}',
+         f'{{"use": "model.hf", "path": "owner/name", "revision": "{FIRST}"}}'),
+        ("\n    revision: v2   # the second\n    use: model.hf\n    path: owner/name",
+         f"\n    revision: '{SECOND}'   # the second\n    use: model.hf\n    path: owner/name"),
+        ("\n    revision:\n    use: model.hf\n    path: owner/name",
+         f"\n    revision: '{FIRST}'\n    use: model.hf\n    path: owner/name"),
+        ("\n    use: model.hf\n    path: owner/name",
+         f"\n    use: model.hf\n    path: owner/name\n    revision: '{FIRST}'  # main\n"),
+        ("\r\n    path: owner/name\r\n    use: model.hf\r\n",
+         f"\r\n    path: owner/name\r\n    revision: '{FIRST}'  # main\r\n    use: model.hf\r\n"),
+        ("\n    use: model.hf\n    path: owner/name\n    tokenizer: owner/name # its\n",
+         f"\n    use: model.hf\n    path: owner/name\n    revision: '{FIRST}'  # main\n"
+         f"    tokenizer: owner/name # its\n    tokenizer_revision: '{FIRST}'  # main\n"),
+    ],
+)  # fmt: skip
+def test_forms(slot: str, pinned: str) -> None:
+    head = "name: x\nstages:\n  model: "
+    made = pin("x.yaml", head + slot)
+    assert made.exit_code == 0, made.stderr
+    assert Path("x.yaml").read_bytes().decode() == head + pinned
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_name_is_pinned_where_it_is_written() -> None:
+    Path("base.yaml").write_text("stages: {model: {use: model.hf, path: owner/name}}\n")
+    own = "name: x\nextends: base.yaml\nstages:\n  model: {attention: eager}\n"
+    made = pin("x.yaml", own)
+    assert made.stdout == f"written: model.revision: {FIRST} in base.yaml\n"
+    assert Path("x.yaml").read_text() == own
+    assert f"path: owner/name, revision: '{FIRST}'" in Path("base.yaml").read_text()
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_branch_is_replaced_where_it_is_written() -> None:
+    base = "stages: {model: {use: model.hf, path: owner/name}}\n"
+    Path("base.yaml").write_text(base)
+    made = pin("x.yaml", "name: x\nextends: base.yaml\nstages:\n  model: {revision: v2}\n")
+    assert made.stdout == f"written: model.revision: {SECOND} in x.yaml\n"
+    assert Path("base.yaml").read_text() == base
+    assert f"  model: {{revision: '{SECOND}'}}\n" in Path("x.yaml").read_text()
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: x\nstages: {model: {use: model.hf, path: owner/other}}\n",
+         "error: owner/other: this machine's cache "),
+        ("name: x\nenv: [MODEL]\nstages: {model: {use: model.hf, path: '${oc.env:MODEL}'}}\n",
+         "x.yaml:3:39: model.path: $MODEL is not written here: it is ${oc.env:MODEL} "
+         "(set model.revision yourself)"),
+        ("name: x\nstages: {model: {use: model.hf, pth: owner/other}}\n",
+         "x.yaml:2:33: model.pth: "),
+        ("name: [", "x.yaml:1:"),
+    ],
+)  # fmt: skip
+def test_mistakes_change_nothing(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODEL", "owner/name")
+    refused = pin("x.yaml", text)
+    assert refused.exit_code in (1, 2)
+    assert refused.stderr.startswith(message)
+    assert Path("x.yaml").read_text() == text
+
+
+def test_a_recipe_without_names_of_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("name: x\nstages: {model: {use: model.hf, path: ./x}}\n")
+    made = pin(str(tmp_path / "x.yaml"))
+    assert made.output == "nothing to pin: no name of the hub needs a commit\n"

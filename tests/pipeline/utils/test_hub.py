@@ -1,0 +1,107 @@
+"""Commits of names of the hub: asked once, or taken from its cache."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from huggingface_hub import constants
+
+from pipeline.errors import StageError
+from pipeline.utils.hub import HubName, commit_of, recorded
+from tests.support.hub import FIRST, SECOND, HubCache, HubServer, hub_cache, hub_server
+
+__all__ = ["hub_cache", "hub_server"]
+
+
+def model(repo: str = "owner/name", revision: str | None = None) -> HubName:
+    return HubName(kind="model", repo=repo, revision=revision, named_by="path", key="revision")
+
+
+def test_the_hub_is_asked_once(hub_server: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
+    hub_server.add("owner/name", main=FIRST, v1=SECOND)
+    assert [commit_of(model()) for _ in range(3)] == [FIRST] * 3
+    assert commit_of(model(revision="v1")) == SECOND
+    assert commit_of(model(revision="3" * 40)) == "3" * 40
+    of_models = [line for line in hub_server.requests if "/models/" in line]
+    assert of_models == [
+        "GET /api/models/owner/name/revision/main", "GET /api/models/owner/name/revision/v1",
+    ]  # fmt: skip
+    said = [f"model: owner/name is main at {FIRST}", f"model: owner/name is v1 at {SECOND}"]
+    assert capsys.readouterr().err.splitlines() == said
+
+
+def test_a_data_set(hub_server: HubServer, capsys: pytest.CaptureFixture[str]) -> None:
+    hub_server.add("owner/rows", kind="dataset", main=FIRST)
+    name = HubName(kind="dataset", repo="owner/rows", revision=None, named_by="", key="")
+    assert commit_of(name) == FIRST
+    assert capsys.readouterr().err == f"data set: owner/rows is main at {FIRST}\n"
+
+
+def test_what_a_run_has_found_is_kept(
+    hub_server: HubServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub_server.add("owner/name", main=SECOND)
+    known = recorded([model().record(FIRST), {"kind": "model"}, 3])
+    assert known == {("model", "owner/name", "main"): FIRST}
+    assert commit_of(model(), known) == FIRST
+    assert hub_server.requests == []
+    said = f"model: owner/name is main at {FIRST}, as when this run began\n"
+    assert capsys.readouterr().err == said
+
+
+def test_offline_the_cache_is_asked(
+    hub_cache: HubCache, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub_cache.refer("model", "owner/name", main=FIRST, v1=SECOND)
+    assert (commit_of(model()), commit_of(model(revision="v1"))) == (FIRST, SECOND)
+    first = capsys.readouterr().err.splitlines()[0]
+    why = "in this machine's cache (HF_HUB_OFFLINE is set)"
+    assert first == f"model: owner/name is main at {FIRST} {why}"
+
+
+@pytest.mark.parametrize("status", [500, 503, None])
+def test_a_hub_that_does_not_answer(
+    hub_server: HubServer, hub_cache: HubCache, status: int | None,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    hub_cache.refer("model", "owner/name", main=FIRST)
+    hub_server.status = status
+    if status is None:
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert commit_of(model()) == FIRST
+    why = f"answers {status}" if status else "cannot be reached, ConnectError"
+    assert f"in this machine's cache ({constants.ENDPOINT} {why})" in capsys.readouterr().err
+
+
+def test_the_only_commit_of_a_cache(
+    hub_cache: HubCache, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A download of a commit leaves no branch."""
+    folder = hub_cache.refer("model", "owner/name") / "snapshots"
+    (folder / SECOND).mkdir(parents=True)
+    assert commit_of(model()) == SECOND
+    assert "the only commit in this machine's cache" in capsys.readouterr().err
+    with pytest.raises(StageError, match=f"no commit of v1, .*set `revision` to .*{SECOND}"):
+        commit_of(model(revision="v1"))
+    (folder / FIRST).mkdir()
+    with pytest.raises(StageError, match=f"set `revision` to one of these: {FIRST}, {SECOND}"):
+        commit_of(model("owner/name", "main"))
+
+
+def test_nothing_is_known(hub_cache: HubCache) -> None:
+    message = (
+        f"owner/name: this machine's cache {hub_cache.folder}/models--owner--name has no "
+        "commit of main, and HF_HUB_OFFLINE is set (run `hf download owner/name` where there is a "
+        "network, copy its files here and name them by their path)"
+    )
+    with pytest.raises(StageError, match=re.escape(message)):
+        commit_of(model())
+
+
+def test_mistakes_in_a_name(hub_server: HubServer) -> None:
+    hub_server.add("owner/name", main=FIRST)
+    with pytest.raises(StageError, match=r"owner/nmae: the hub shows no such model .*HF_TOK"):
+        commit_of(model("owner/nmae"))
+    with pytest.raises(StageError, match="owner/name has no branch, tag or commit `v7`"):
+        commit_of(model(revision="v7"))
