@@ -171,10 +171,6 @@ def listed(title: str, names: Iterable[str]) -> str:
 
 
 TEMPLATE = """
-Tests train every feature under every strategy against a plain single-process loop: losses agree to 1e-5, gradient norms
-to 1e-4, final weights to 1e-4 (8-bit products under context, tensor and pipeline parallelism: losses to 2e-2, as they
-are scaled by what a rank multiplies).
-
 {features}
 {strategies}
 
