@@ -39,6 +39,8 @@ AT_THE_TOP = {
 """Documents at the top of the repository, and their pages."""
 MADE = ("reference/", "source/")
 """Folders of pages that are no documents."""
+MOST_SHOWN = 20_000
+"""Bytes of the largest file that the page of a folder shows."""
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".json": "json"}
 
 
@@ -109,19 +111,22 @@ def source_page(target: str) -> str:
 
 
 def shown(target: str) -> str:
-    """A file, or a folder's files of known kinds, as Markdown."""
+    """A file, or a folder's files of known kinds, as Markdown. Large ones of a folder are named."""
     path = ROOT / target
     parts = ["---\nsearch: {exclude: true}\n---", f"# {target}"]
     if path.is_file():
         return "\n\n".join([*parts, _fenced(path)])
-    files = (file for file in sorted(path.rglob("*")) if file.suffix in LANGUAGES)
-    return "\n\n".join(
-        [*parts, *(f"## {file.relative_to(path)}\n\n{_fenced(file)}" for file in files)]
-    )
+    for file in sorted(path.rglob("*")):
+        if file.suffix in LANGUAGES:
+            size = file.stat().st_size
+            text = _fenced(file) if size <= MOST_SHOWN else f"{size:,} bytes: see the repository."
+            parts += [f"## {file.relative_to(path)}", text]
+    return "\n\n".join(parts)
 
 
 def _fenced(file: Path) -> str:
-    return f"`````{LANGUAGES.get(file.suffix, 'text')}\n{file.read_text('utf-8').rstrip()}\n`````"
+    language = LANGUAGES.get(file.suffix, "text")
+    return f"`````{language}\n{file.read_text('utf-8').rstrip()}\n`````"
 
 
 def mermaid() -> Path:
