@@ -50,8 +50,11 @@ def test_tables_are_tables(document: Path) -> None:
 
 
 def test_every_recipe_is_in_the_table() -> None:
-    page = ROOT / "docs/recipes.md"
-    (table,) = (rows for rows in tables(page) if any("`quickstart`" in row for row in rows))
+    (table,) = (
+        rows
+        for rows in tables(ROOT / "docs/recipes.md")
+        if any("`quickstart`" in row for row in rows)
+    )
     cells = [re.search(r"`([^`]+)`", row) for row in table[2:]]
     listed = {name for cell in cells if cell for name in expanded(cell[1])}
     assert listed == {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
