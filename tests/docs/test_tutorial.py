@@ -85,7 +85,9 @@ def test_messages_are_those_on_the_page(tutorial: tuple[Path, dict[str, Outcome]
     said = "".join(outcome.stdout + outcome.stderr for outcome in tutorial[1].values())
     assert len(shown) == 1
     assert all(text in said for text in shown)
-    assert "nothing to do: every stage has finished" in tutorial[1]["pipe resume runs/second"].stdout
+    assert (
+        "nothing to do: every stage has finished" in tutorial[1]["pipe resume runs/second"].stdout
+    )
 
 
 def test_both_runs_are_the_same_training(tutorial: tuple[Path, dict[str, Outcome]]) -> None:
