@@ -5,7 +5,7 @@
 Every configuration trains a small random model with the real engine for three steps on CPU ranks;
 the last step is compared, phase by phase, on the rank that holds most, with the forecast from the
 model's profile and the strategy's share. Exits 1 when a phase is off by more than 5 %. See
-docs/zero-memory.md.
+docs/dev/zero-memory.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Make the table of chat templates in docs/data.md: `python docs/chat_templates.py`.
+"""Make the table of docs/dev/chat-templates.md: `python docs/chat_templates.py`.
 
 Encodes twelve kinds of chat with each chat template that TRL ships (Apache-2.0; `trl` of the `dev`
 extra), and compares what is trained on with the mask of TRL's training template, if there is one.
@@ -23,7 +23,7 @@ from stages.data.mistakes import Mistake
 from stages.data.names import Names
 from stages.data.rows import Row
 
-PAGE = Path(__file__).with_name("data.md")
+PAGE = Path(__file__).parent / "dev/chat-templates.md"
 BEGIN, END = "<!-- chat templates -->\n", "<!-- end of chat templates -->\n"
 _SPECIAL = re.compile(
     r"<[|｜][^<>\s{}]*?[|｜]>|<(?:start|end)_of_turn>|<end_of_utterance>|<(?:tool_)?\w+\|>"

@@ -32,7 +32,7 @@ SMALL = {
     "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
     "max_position_embeddings": 512, "tie_word_embeddings": True,
 }  # fmt: skip
-PAGES = ("index", "concepts", "choosing", "troubleshooting", "reference/wrap")
+PAGES = ("index", "concepts", "strategies", "troubleshooting", "reference/wrap")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,10 +74,10 @@ def chained(stage: type) -> Iterator[str]:
 
 
 def recipe_page() -> str:
-    """The keys of a recipe beside its stages."""
+    """The keys of a recipe next to its stages."""
     words = (
-        "Keys at the top of a recipe, beside `stages` and `extends`: "
-        "[the recipe](../reference.md) says how files are put together."
+        "Keys at the top of a recipe, next to `stages` and `extends`. "
+        "[Recipes](../recipes.md) says how files are merged."
     )
     return "\n\n".join(["# Top-level keys", words, *fields(field_rows(Header), "recipe")])
 

@@ -1,7 +1,7 @@
-"""Hooks of mkdocs, beside mkdocs.yml: generated pages, files outside of docs/, mermaid's script.
+"""Hooks of mkdocs, next to mkdocs.yml: generated pages, files outside of docs/, mermaid's script.
 
-Pages link to files of the repository (`../recipes/quickstart.yaml`) so that the links work where
-the code is read. In the site, each of those files is a page of its own.
+Documents link to files of the repository (`../recipes/quickstart.yaml`), so links work where the
+code is read. In the site each of those files is a page, and the README is the first one.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import re
-from pathlib import Path, PurePosixPath
+from collections.abc import Callable
+from pathlib import Path
+from posixpath import dirname, normpath, relpath
 from typing import Any
 
-from generated import kinds, pages, stage_table  # beside this file: mkdocs finds it there
+from generated import kinds, pages, stage_table  # next to this file: mkdocs finds it there
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files, InclusionLevel
 
@@ -25,30 +27,41 @@ ROOT = DOCS.parent
 MERMAID = "assets/mermaid.min.js"
 MERMAID_SHA256 = "74d7c46dabca328c2294733910a8aa1ed0c37451776e8d5295da38a2b758fb9b"
 """Digest of mermaid 11.16.0 as its authors publish it; the package mermaidx carries that file."""
-OUTSIDE = re.compile(r"\]\(\.\./([^)#\s]+?)/?(#[^)]*)?\)")
+LINK = re.compile(r"(\]\(|\bsrc=\")([^()#\s\":]+)(?=[#)\"])")
+"""A link or a picture without a scheme: how it begins, and its path."""
 NOTES = re.compile(r"^(```\w+) (?:file=(\S+)|.*)$", re.M)
-"""Words behind a fence's language: for tests, and the name of the file that is shown."""
-INSTEAD = {"README.md": "index.md"}
-PROJECT = {"CHANGELOG.md": "Changes", "CONTRIBUTING.md": "Contributing"}
-"""Documents at the top of the repository that are pages too."""
+"""Words after a fence's language: for tests, and the name of the file that is shown."""
+AT_THE_TOP = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "CHANGELOG.md",
+    "CONTRIBUTING.md": "CONTRIBUTING.md",
+}
+"""Documents at the top of the repository, and their pages."""
+MADE = ("reference/", "source/")
+"""Folders of pages that are no documents."""
+MOST_SHOWN = 20_000
+"""Bytes of the largest file that the page of a folder shows."""
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".json": "json"}
 
 
 def on_config(config: Any) -> Any:
-    """Put the generated pages into the navigation."""
+    """Put the generated pages and those for maintainers into the navigation."""
     stages = [{kind: f"reference/{kind}.md"} for kind in kinds(Registry.installed())]
+    own = sorted((DOCS / "dev").glob("*.md"), key=lambda file: (file.stem != "design", file.stem))
+    added = {
+        "Reference": ["reference/recipe.md", {"Stages": stages}, "reference/commands.md"],
+        "Results": [{"Changes": "CHANGELOG.md"}],
+        "Development": [{"Contributing": "CONTRIBUTING.md"}, *(f"dev/{file.name}" for file in own)],
+    }
     for part in config.nav:
-        part.get("Reference", []).extend(
-            ["reference/recipe.md", {"Stages": stages}, "reference/commands.md"]
-        )
-        part.get("Evidence", []).extend({title: name} for name, title in PROJECT.items())
+        for title in added.keys() & part.keys():
+            part[title].extend(added[title])
     return config
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add generated pages, pages of linked files, the style sheet and scripts."""
-    made = pages()
-    made |= {name: (ROOT / name).read_text("utf-8").replace("](docs/", "](") for name in PROJECT}
+    made = pages() | {page: (ROOT / name).read_text("utf-8") for name, page in AT_THE_TOP.items()}
     for path, content in made.items():
         files.append(File.generated(config, path, content=content))
     for target in sorted(linked_files()):
@@ -62,12 +75,15 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Lead links out of docs/ to pages of the site, title shown files, and list the stages."""
-    if page.file.src_uri == "reference.md":
-        markdown = markdown.replace("<!-- stages -->", stage_table(Registry.installed()))
-    if "/" in page.file.src_uri:
+    """Lead links to pages of the site, title shown files, and list the stages."""
+    uri = page.file.src_uri
+    if uri.startswith(MADE):
         return markdown
-    return NOTES.sub(_titled, OUTSIDE.sub(_inside, markdown))
+    if uri == "recipes.md":
+        markdown = markdown.replace("<!-- stages -->", stage_table(Registry.installed()))
+    names = {page: name for name, page in AT_THE_TOP.items()}
+    document = names.get(uri, f"docs/{uri}")
+    return NOTES.sub(_titled, LINK.sub(_within_site(document, uri), markdown))
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
@@ -79,10 +95,14 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
 
 
 def linked_files() -> set[str]:
-    """Paths, from the top of the repository, that pages link to outside of docs/."""
-    texts = (path.read_text("utf-8") for path in DOCS.glob("*.md"))
-    found = {match[1] for text in texts for match in OUTSIDE.finditer(text)}
-    return found - INSTEAD.keys() - PROJECT.keys()
+    """Paths, from the top of the repository, that documents link to and that are none."""
+    documents = [*DOCS.glob("*.md"), *DOCS.glob("dev/*.md"), *(ROOT / name for name in AT_THE_TOP)]
+    found = {
+        _in_repository(file.relative_to(ROOT).as_posix(), match[2])
+        for file in documents
+        for match in LINK.finditer(file.read_text("utf-8"))
+    }
+    return {path for path in found if not path.startswith("docs/")} - AT_THE_TOP.keys()
 
 
 def source_page(target: str) -> str:
@@ -91,16 +111,22 @@ def source_page(target: str) -> str:
 
 
 def shown(target: str) -> str:
-    """A file, or a folder's files of known kinds, as Markdown."""
+    """A file, or a folder's files of known kinds, as Markdown. Large ones of a folder are named."""
     path = ROOT / target
-    files = [path] if path.is_file() else sorted(path.rglob("*"))
     parts = ["---\nsearch: {exclude: true}\n---", f"# {target}"]
-    for file in files:
+    if path.is_file():
+        return "\n\n".join([*parts, _fenced(path)])
+    for file in sorted(path.rglob("*")):
         if file.suffix in LANGUAGES:
-            heading = [f"## {file.relative_to(path)}"] if path.is_dir() else []
-            text = file.read_text("utf-8").rstrip()
-            parts += [*heading, f"`````{LANGUAGES[file.suffix]}\n{text}\n`````"]
+            size = file.stat().st_size
+            text = _fenced(file) if size <= MOST_SHOWN else f"{size:,} bytes: see the repository."
+            parts += [f"## {file.relative_to(path)}", text]
     return "\n\n".join(parts)
+
+
+def _fenced(file: Path) -> str:
+    language = LANGUAGES.get(file.suffix, "text")
+    return f"`````{language}\n{file.read_text('utf-8').rstrip()}\n`````"
 
 
 def mermaid() -> Path:
@@ -114,10 +140,19 @@ def mermaid() -> Path:
     return file
 
 
-def _inside(match: re.Match[str]) -> str:
-    target, part = match[1], match[2] or ""
-    page = target if target in PROJECT else INSTEAD.get(target) or source_page(target)
-    return f"]({PurePosixPath(page)}{part})"
+def _in_repository(document: str, target: str) -> str:
+    """Path of a link's target from the top of the repository."""
+    return normpath(f"{dirname(document)}/{target}").lstrip("/")
+
+
+def _within_site(document: str, page: str) -> Callable[[re.Match[str]], str]:
+    def lead(match: re.Match[str]) -> str:
+        path = _in_repository(document, match[2])
+        inside = path.removeprefix("docs/") if path.startswith("docs/") else None
+        target = inside or AT_THE_TOP.get(path) or source_page(path)
+        return f"{match[1]}{relpath(target, dirname(page) or '.')}"
+
+    return lead
 
 
 def _titled(match: re.Match[str]) -> str:

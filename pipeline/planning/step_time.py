@@ -1,7 +1,7 @@
 """Time of a step: a lower bound and an expectation.
 
 The constants of the expectation were fitted on 37 trainings whose throughput torchtitan,
-llm-foundry, IBM, torchtune and NeMo published; docs/planning.md says how close it is.
+llm-foundry, IBM, torchtune and NeMo published; docs/dev/planning.md says how close it is.
 """
 
 from __future__ import annotations

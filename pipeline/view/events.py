@@ -1,8 +1,8 @@
 """A run as JSON, one event a line, for other programs (`pipe run --json`).
 
 Every event has `schema_version`, `time` (seconds since 1970) and `event`. The version changes when
-a field is removed or means something else; fields and kinds of events may be added. docs/events.md
-lists them.
+a field is removed or means something else; fields and kinds of events may be added.
+docs/running.md lists them.
 """
 
 from __future__ import annotations

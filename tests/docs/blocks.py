@@ -9,7 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+"""What users read, besides the README."""
+DOCUMENTS = [
+    ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES, *sorted((ROOT / "docs/dev").glob("*.md")),
+]  # fmt: skip
+
+
+def name(document: Path) -> str:
+    """Path of a document from the top of the repository: `docs/dev/design.md`."""
+    return document.relative_to(ROOT).as_posix()
+
+
 FENCE = re.compile(r"^( *)```(\w*)([^\n]*)\n(.*?)^\1```$", re.M | re.S)
 INDENTED = re.compile(r"(?:^ {4,}\S.*\n?|^\n)+", re.M)
 
@@ -20,7 +31,7 @@ class Block:
 
     language: str
     note: str
-    """Text behind the language."""
+    """Text after the language."""
     text: str
 
 
@@ -34,7 +45,7 @@ class Command:
     """Whether it stands on a line of its own, to be typed; else it is part of a sentence."""
 
     def __str__(self) -> str:
-        return f"{self.document.name}: pipe {shlex.join(self.words)}"
+        return f"{name(self.document)}: pipe {shlex.join(self.words)}"
 
 
 def blocks(document: Path, language: str | None = None) -> Iterator[Block]:

@@ -22,7 +22,7 @@ def program() -> Any:
 
 
 def test_the_table_of_chat_templates_is_what_its_program_makes(program: Any) -> None:
-    page = (DOCS / "data.md").read_text("utf-8")
+    page = program.PAGE.read_text("utf-8")
     assert program.written(page, program.table()) == page
 
 

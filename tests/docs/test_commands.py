@@ -15,7 +15,7 @@ from pipeline.chain.json_schema import recipe_schema
 from pipeline.chain.plan import plan_file
 from pipeline.chain.registry import Registry, kind_of
 from pipeline.cli import COMMANDS, main
-from tests.docs.blocks import DOCUMENTS, ROOT, Command, blocks, commands
+from tests.docs.blocks import DOCUMENTS, ROOT, Command, blocks, commands, name
 
 ALL = [command for document in DOCUMENTS for command in commands(document)]
 PLACEHOLDER = re.compile(r"\[?[A-Z][A-Z.]*\]?(/.*)?")
@@ -54,7 +54,7 @@ def test_commands_are_found() -> None:
     assert {command.words[0] for command in ALL} == COMMANDS.keys()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_commands_of_a_document_are_those_of_the_program(document: Path) -> None:
     wrong = []
     for command in (one for one in ALL if one.document == document):
@@ -151,7 +151,7 @@ def mistakes(written: dict[str, Any]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_recipes_in_a_document_fit_the_schema(document: Path) -> None:
     wrong = []
     for block in blocks(document, "yaml"):
@@ -173,7 +173,7 @@ def test_a_wrong_recipe_is_noticed() -> None:
 
 
 WHOLE = [
-    pytest.param(block.text, id=f"{document.name}-{number}")
+    pytest.param(block.text, id=f"{name(document)}-{number}")
     for document in DOCUMENTS
     for number, block in enumerate(blocks(document, "yaml"))
     if block.text.startswith("name:") and "consolidate" in block.text
@@ -184,9 +184,9 @@ WHOLE = [
 def test_whole_recipes_pass_the_check(text: str, tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(text)
-    for name in ("my-model/config.json", "train.jsonl"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text('{"model_type": "llama"}\n')
+    for needed in ("my-model/config.json", "train.jsonl"):
+        (tmp_path / needed).parent.mkdir(exist_ok=True)
+        (tmp_path / needed).write_text('{"model_type": "llama"}\n')
     made = plan_file(file, forecast=True)
     assert [step.slot for step in made.steps][-1] == "export"
 

@@ -14,10 +14,9 @@ import yaml
 
 from pipeline.contracts.stage import Context, PlanView
 from pipeline.distributed.process_group import DistContext
+from tests.docs.blocks import DOCUMENTS, PAGES, ROOT, name
 from tests.support.tensor import GPT2_PLAN
 
-ROOT = Path(__file__).parents[2]
-DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
 GUIDE = (ROOT / "docs/writing-a-stage.md").read_text("utf-8")
 
 
@@ -41,7 +40,7 @@ def tables(document: Path) -> Iterator[list[str]]:
         yield block.splitlines()
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CHANGELOG.md"], ids=name)
 def test_tables_are_tables(document: Path) -> None:
     for rows in tables(document):
         assert len(rows) > 2, rows
@@ -70,10 +69,10 @@ def expanded(names: str) -> list[str]:
 PICTURES = runpy.run_path(str(ROOT / "docs/pictures.py"))["PICTURES"]
 
 
-@pytest.mark.parametrize("name", PICTURES)
-def test_pictures_are_what_the_program_draws(name: str) -> None:
-    assert (ROOT / "docs" / name).read_text("utf-8") == PICTURES[name]().svg()
-    assert f"]({name})" in (ROOT / "docs/parallelism.md").read_text("utf-8")
+@pytest.mark.parametrize("picture", PICTURES)
+def test_pictures_are_what_the_program_draws(picture: str) -> None:
+    assert (ROOT / "docs" / picture).read_text("utf-8") == PICTURES[picture]().svg()
+    assert f"]({picture})" in (ROOT / "docs/parallelism.md").read_text("utf-8")
 
 
 def test_the_plan_of_layers_in_the_guide_is_the_one_that_is_trained() -> None:
@@ -81,3 +80,18 @@ def test_the_plan_of_layers_in_the_guide_is_the_one_that_is_trained() -> None:
     blocks = [yaml.safe_load(one) for one in re.findall(r"^```yaml\n(.*?)^```$", text, re.M | re.S)]
     (plan,) = (one["tensor_parallel"]["plan"] for one in blocks if "tensor_parallel" in one)
     assert plan == GPT2_PLAN
+
+
+def words(document: Path) -> int:
+    """Count as `wc -w` does: tables and code too."""
+    return len(document.read_text("utf-8").split())
+
+
+def test_the_readme_is_short() -> None:
+    assert words(ROOT / "README.md") <= 900
+
+
+def test_the_pages_are_few_and_short() -> None:
+    counted = {page.name: words(page) for page in PAGES}
+    assert len(counted) <= 16, counted
+    assert sum(counted.values()) <= 26_000, counted

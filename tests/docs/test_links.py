@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.blocks import DOCUMENTS, FENCE
+from tests.docs.blocks import DOCUMENTS, FENCE, name
 
 
 def anchors(document: Path) -> set[str]:
@@ -20,7 +20,7 @@ def anchors(document: Path) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name)
 def test_links_of_a_document_lead_somewhere(document: Path) -> None:
     broken = []
     for target, part in re.findall(

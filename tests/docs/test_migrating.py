@@ -63,5 +63,5 @@ def test_an_example_gives_what_is_shown(name: str, folder: Path) -> None:
 
 def test_every_tool_has_an_example() -> None:
     assert list(EXAMPLES) == [
-        "accelerate", "deepspeed", "trainer", "trl", "axolotl", "llama-factory", "torchtune",
+        "trainer", "trl", "accelerate", "deepspeed", "axolotl", "llama-factory", "torchtune",
     ]  # fmt: skip

@@ -1,14 +1,15 @@
 """Combinations of every feature with every strategy, as recipes and as test cases.
 
-`python -m tests.parity.combinations` prints docs/combinations.md: the answer of `pipe check` to
-each combination. `test_combinations.py` trains the accepted ones.
+`python -m tests.parity.combinations` prints a part of docs/strategies.md: the answers of `pipe
+check`. `test_combinations.py` trains the accepted combinations.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -135,37 +136,50 @@ def case(feature: Feature, strategy: Strategy) -> dict[str, Any]:
 
 
 def table() -> str:
-    """Return docs/combinations.md."""
-    notes: dict[str, int] = {}
-    rows = []
+    """Return what stands between the marks `combinations` of docs/strategies.md."""
+    refused: dict[tuple[str, ...], dict[str, list[str]]] = {}
     for name, feature in FEATURES.items():
-        cells = []
-        for strategy in STRATEGIES.values():
-            reason = refusal(feature, strategy)
-            cells.append(f"no [{notes.setdefault(reason, len(notes) + 1)}]" if reason else "yes")
-        rows.append(f"| {name} | {' | '.join(cells)} |")
-    told = "\n".join(f"- [{number}] {reason}" for reason, number in notes.items())
+        reasons = {
+            title: reason
+            for title, strategy in STRATEGIES.items()
+            if (reason := refusal(feature, strategy))
+        }
+        if reasons:
+            per_reason = refused.setdefault(tuple(reasons), {})
+            per_reason.setdefault("; ".join(dict.fromkeys(reasons.values())), []).append(name)
+    rows = [
+        f"| {'; '.join(map(shown, names))} | {'; '.join(titles)} | {why} |"
+        for titles, per_reason in refused.items()
+        for why, names in per_reason.items()
+    ]
     return TEMPLATE.format(
-        columns=" | ".join(STRATEGIES),
-        rules=" | ".join("---" for _ in STRATEGIES),
+        features=listed("Features", map(shown, FEATURES)),
+        strategies=listed("Strategies, on two processes", STRATEGIES),
         rows="\n".join(rows),
-        notes=told,
     )
 
 
-TEMPLATE = """# What combines with what
+def shown(feature: str) -> str:
+    """Return a feature's name as the page has it."""
+    plain = feature.removeprefix("- ")
+    return feature.replace(", ", " + ") if plain == feature else f"checkpointing, {plain}"
 
-This page is written by a program that asks `pipe check` about each combination; a test compares the
-two. Each `yes` is trained in the test suite, on two processes, against a plain single-process loop:
-losses agree to 1e-5, gradient norms to 1e-4, final weights to 1e-4. (8-bit products are scaled by
-what a rank multiplies, so under context, tensor and pipeline parallelism losses agree to 2e-2.)
-Each `no` is refused by `pipe check` before anything starts, with the reason below.
 
-| | {columns} |
-| --- | {rules} |
+def listed(title: str, names: Iterable[str]) -> str:
+    """Return an item of a list, in lines of the page's width."""
+    return textwrap.fill(f"- {title}: {'; '.join(names)}.", 118, subsequent_indent="  ")
+
+
+TEMPLATE = """
+{features}
+{strategies}
+
+`pipe check` refuses the exceptions:
+
+| feature | refused under | why |
+|---|---|---|
 {rows}
 
-{notes}
 """
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ class Strategy:
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the stage as in a recipe."""
     title: str = ""
-    """Column of docs/combinations.md."""
+    """Name in docs/strategies.md."""
     traits: frozenset[Trait] = frozenset()
     group: int = 1
     """Number of ranks that it shards over; world sizes are multiples of it."""

@@ -1,6 +1,6 @@
 """Memory, traffic and copies of DeepSpeed ZeRO on one rank (Rajbhandari et al. 2020).
 
-docs/zero-memory.md has the formulas, explains their letters, and how they were measured.
+docs/dev/zero-memory.md has the formulas, explains their letters, and how they were measured.
 """
 
 from __future__ import annotations

@@ -366,11 +366,11 @@ def test_the_worst_comes_first(healthy: MachineReport) -> None:
 
 
 def test_every_finding_has_advice_and_is_documented() -> None:
-    """findings.toml has exactly the findings of the rules; docs/doctor.md has their severity."""
+    """findings.toml has exactly the findings of the rules; docs/dev/doctor.md has their severity."""
     root = Path(__file__).parents[3]
     rules = (root / "pipeline/doctor/rules.py").read_text()
     assert set(re.findall(r'_finding\("([\w-]+)"', rules)) == set(advice())
-    documented = (root / "docs/doctor.md").read_text()
+    documented = (root / "docs/dev/doctor.md").read_text()
     row = r"^\| `([\w-]+)` \| (error|warning|note|error, warning) \|"
     rows = re.findall(row, documented, re.MULTILINE)
     severities = {name: texts["severity"] for name, texts in advice().items()}

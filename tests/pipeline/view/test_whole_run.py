@@ -16,7 +16,8 @@ from tests.support.pipe import Pipe
 from tests.support.tier import spread
 from tests.support.tiny_project import CHAIN, tiny_project
 
-DOCUMENT = (Path(__file__).parents[3] / "docs/events.md").read_text("utf-8")
+PAGE = (Path(__file__).parents[3] / "docs/running.md").read_text("utf-8")
+EVENTS = PAGE.partition("\n## Events\n")[2]
 LINES = """\
 run folder: runs/tiny
 track: track.sqlite
@@ -153,9 +154,9 @@ def test_metrics_are_the_same_under_every_strategy(
 
 
 def documented() -> dict[str, set[str]]:
-    """Return kind of event -> its fields, from the table of docs/events.md."""
+    """Return kind of event -> its fields, from the table of docs/running.md."""
     found: dict[str, set[str]] = {}
-    for kinds, fields in re.findall(r"^\| (`.*`) \| (.*) \|$", DOCUMENT, flags=re.MULTILINE):
+    for kinds, fields in re.findall(r"^\| (`.*`) \| (.*) \|$", EVENTS, flags=re.MULTILINE):
         for kind in re.findall(r"`([^`]+)`", kinds):
             found[kind] = set(re.findall(r"`(\w+)`", fields))
     return found
@@ -164,7 +165,7 @@ def documented() -> dict[str, set[str]]:
 def test_events(tiny_run: TinyRun) -> None:
     events = tiny_run.events
     said = documented()
-    version = re.search(r"`schema_version` \| (\d+)\.", DOCUMENT)
+    version = re.search(r"`schema_version` \| (\d+)\.", EVENTS)
     assert version is not None
     assert {event["event"] for event in events} - said.keys() == set()
     for event in events:

@@ -73,7 +73,7 @@ def test_a_pattern_that_adds_nothing_to_its_group_is_an_error(match: Any) -> Non
 def test_the_documented_groups_are_those_of_tied_and_untied_models(
     tied: bool, tmp_path: Path
 ) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "optimizers.md").read_text("utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "training.md").read_text("utf-8")
     example = page.partition("## Groups")[2].partition("```yaml")[2].partition("```")[0]
     groups = yaml.safe_load(example)["optimizer"]["groups"]
     model = filled(random_source(tiny_llama_config(tie_word_embeddings=tied), tmp_path))

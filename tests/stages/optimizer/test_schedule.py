@@ -90,7 +90,7 @@ def test_cosine_to_zero_is_the_plain_one(total: int, warmup: int) -> None:
 
 
 def test_where_schedules_differ_from_transformers() -> None:
-    """docs/optimizers.md lists these."""
+    """docs/dev/optimizers.md lists these."""
     linear = values("linear", 4, 0, final_lr_ratio=0.2)
     assert linear == pytest.approx([1.0, 0.8, 0.6, 0.4])
     assert values("polynomial", 2, 0, final_lr_ratio=0.0) == pytest.approx([1.0, 0.25])

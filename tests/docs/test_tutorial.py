@@ -1,4 +1,4 @@
-"""The commands of the first hour, one after the other, as the page has them, with a small model."""
+"""The commands of the tutorial, one after the other, as the page has them, with a small model."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from tests.docs.blocks import ROOT, blocks
 from tests.support.models import save_tokenizer, tiny_llama_config
 from tests.support.pipe import Outcome, Pipe
 
-LINES = [
-    line for block in blocks(ROOT / "docs/first-hour.md", "sh") for line in block.text.splitlines()
-]
+PAGE = ROOT / "docs/tutorial.md"
+LINES = [line for block in blocks(PAGE, "sh") for line in block.text.splitlines()]
 COMMANDS = [line for line in LINES if line.startswith("pipe ") and "doctor" not in line]
 """Without `pipe doctor`, whose measurements take as long as all of this: tests/pipeline/doctor."""
 CODES = {"train.stpes=5": 2, "Ctrl-C": 75}
@@ -36,6 +35,7 @@ def small_repository(folder: Path) -> None:
         "use": "model.hf",
         "config": tiny_llama_config(**sizes, **special, intermediate_size=384, head_dim=16),
         "tokenizer": "../tokenizer",
+        "chat_template": "plain",
     }
     (folder / "recipes").mkdir()
     for name in ("data", "models"):
@@ -54,9 +54,9 @@ def interrupted(pipe: Pipe, words: list[str], place: Path) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def hour(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Outcome]]:
+def tutorial(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Outcome]]:
     """Return the folder, and the outcome of every command."""
-    folder = tmp_path_factory.mktemp("first hour")
+    folder = tmp_path_factory.mktemp("the tutorial")
     small_repository(folder)
     pipe = Pipe(folder / "no plugin", folder)
     outcomes = {}
@@ -72,24 +72,26 @@ def hour(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Outc
 
 
 @pytest.mark.full
-def test_every_command_ends_as_the_page_says(hour: tuple[Path, dict[str, Outcome]]) -> None:
-    _, outcomes = hour
-    assert len(outcomes) == len(COMMANDS) == 16
+def test_every_command_ends_as_the_page_says(tutorial: tuple[Path, dict[str, Outcome]]) -> None:
+    _, outcomes = tutorial
+    assert len(outcomes) == len(COMMANDS) == 19
     for line, outcome in outcomes.items():
         (expected,) = {code for words, code in CODES.items() if words in line} or {0}
         assert outcome.code == expected, f"{line}\n{outcome.stdout}{outcome.stderr}"
 
 
-def test_messages_are_those_on_the_page(hour: tuple[Path, dict[str, Outcome]]) -> None:
-    shown = [block.text.strip() for block in blocks(ROOT / "docs/first-hour.md", "console")]
-    said = "".join(outcome.stdout + outcome.stderr for outcome in hour[1].values())
-    assert len(shown) == 2
+def test_messages_are_those_on_the_page(tutorial: tuple[Path, dict[str, Outcome]]) -> None:
+    shown = [block.text.strip() for block in blocks(PAGE, "console")]
+    said = "".join(outcome.stdout + outcome.stderr for outcome in tutorial[1].values())
+    assert len(shown) == 1
     assert all(text in said for text in shown)
-    assert "nothing to do: every stage has finished" in hour[1]["pipe resume runs/second"].stdout
+    assert (
+        "nothing to do: every stage has finished" in tutorial[1]["pipe resume runs/second"].stdout
+    )
 
 
-def test_both_runs_are_the_same_training(hour: tuple[Path, dict[str, Outcome]]) -> None:
-    folder, _ = hour
+def test_both_runs_are_the_same_training(tutorial: tuple[Path, dict[str, Outcome]]) -> None:
+    folder, _ = tutorial
     losses = {}
     for name in ("first", "second"):
         found = records(folder / "runs" / name / "metrics.jsonl")

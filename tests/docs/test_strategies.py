@@ -11,7 +11,7 @@ from pipeline.planning.hardware import HardwareOptions, Margins
 from pipeline.planning.memory_plan import estimate_plan
 from tests.docs.blocks import ROOT
 
-TEXT = (ROOT / "docs" / "choosing.md").read_text("utf-8")
+TEXT = (ROOT / "docs" / "strategies.md").read_text("utf-8")
 ROW = re.compile(
     r"^\| (?P<what>[^|]+) \| +`?(?P<changes>[^|`]*)`? *\| (?P<gib>[\d.]+) \| (?P<s>[\d.]+) \|$",
     re.M,
