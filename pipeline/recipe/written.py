@@ -25,7 +25,7 @@ def with_value(text: str, path: KeyPath, value: Any, *, after: str, note: str) -
         gap = "" if start < end or text[start - 1 : start] == " " else " "
         return f"{text[:start]}{gap}{inline(value)}{text[end:]}"
     if named is None:
-        raise UsageError(f"cannot write {'.'.join(map(str, path))} into a recipe that is not YAML")
+        raise UsageError(f"the recipe has no {'.'.join(map(str, (*path[:-1], after)))}")
     key, other = named
     end = other.end_mark.index
     if mapping.flow_style:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import PipeError
-from pipeline.execution.data_preview import without_run
+from pipeline.execution.in_process import scratch_context
 from pipeline.planning import AdviceRequest
 from stages.finetune import finetune
 from stages.finetune_choices import Broken, DataSurvey, choose
@@ -130,7 +130,7 @@ def model(tiny_run: TinyRun) -> dict[str, str]:
 
 
 def look(model: dict[str, str], file: Path) -> DataSurvey:
-    with without_run(logging.Logger("test")) as ctx:
+    with scratch_context(logging.Logger("test")) as ctx:
         return survey(ctx, model, file)
 
 

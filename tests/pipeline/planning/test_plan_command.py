@@ -14,6 +14,8 @@ from click.testing import CliRunner, Result
 from pipeline.chain.registry import BUILT_IN, Registry
 from pipeline.checkpoint.staging import PASSAGE
 from pipeline.cli import main
+from pipeline.commands.advise import Draft
+from pipeline.planning.hardware import HardwareOptions, Margins
 from pipeline.planning.planner import Planners
 from tests.support.tier import spread
 
@@ -190,6 +192,23 @@ def test_low_rank_updates_are_told_where_nothing_else_fits(tmp_path: Path) -> No
     assert result.exit_code == 3
     assert "\nlow-rank updates (--lora) would fit with ddp " in result.output
     assert not recipe.exists()
+
+
+def test_low_rank_updates_replace_all_weights_that_nobody_has_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), "utf-8")
+    draft = Draft(
+        model=str(tmp_path / "config.json"), revision=None, data=None, lora=False,
+        reason="its parameters are few", sequence=128, micro_batch=4, out=tmp_path / "x.yaml",
+        machines=HardwareOptions(gpus=1, memory=0.1, host_memory=8), margins=Margins(overhead=0),
+        registry=Registry.installed(),
+    )  # fmt: skip
+    stages = yaml.safe_load(draft.write().read_text("utf-8"))["stages"]
+    assert stages["adapter"]["use"] == "adapter.lora"
+    said = capsys.readouterr().out
+    assert said.startswith("LoRA: all weights do not fit\n")
+    assert "its parameters are few" not in said
 
 
 def test_cpus_are_planned_for_without_gpus(tmp_path: Path) -> None:
