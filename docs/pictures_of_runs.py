@@ -27,7 +27,7 @@ from browser import Browser, program  # noqa: E402
 from terminal import DARK, Frame, recorded  # noqa: E402
 
 IMAGES = ROOT / "docs" / "img"
-COLUMNS, ROWS = 96, 22
+COLUMNS, ROWS = 96, 27
 CELL, LINE, MARGIN = 8.43, 18.0, 16.0
 """Width of a character and height of a line of 14 pixels, and the picture's margin."""
 FRAMES = 14
