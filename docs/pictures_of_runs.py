@@ -33,7 +33,7 @@ CELL, LINE, MARGIN = 8.43, 18.0, 16.0
 FRAMES = 14
 """Screens of an animation."""
 FRAME_SECONDS, LAST_SECONDS = 0.7, 6.0
-REPORT = (1200, 640)
+REPORT = (1200, 800)
 COLOURS = 256
 """Of the report's picture."""
 
