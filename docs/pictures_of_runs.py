@@ -27,13 +27,13 @@ from browser import Browser, program  # noqa: E402
 from terminal import DARK, Frame, recorded  # noqa: E402
 
 IMAGES = ROOT / "docs" / "img"
-COLUMNS, ROWS = 96, 22
+COLUMNS, ROWS = 96, 27
 CELL, LINE, MARGIN = 8.43, 18.0, 16.0
 """Width of a character and height of a line of 14 pixels, and the picture's margin."""
 FRAMES = 14
 """Screens of an animation."""
 FRAME_SECONDS, LAST_SECONDS = 0.7, 6.0
-REPORT = (1200, 640)
+REPORT = (1200, 800)
 COLOURS = 256
 """Of the report's picture."""
 
