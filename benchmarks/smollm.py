@@ -65,7 +65,7 @@ def measure(name: str, run_dir: Path, steps: int | None) -> dict[str, Any]:
     subprocess.run(command, check=True, stdout=sys.stderr)
     seconds = time.perf_counter() - began
     wide = run_dir / "export-fp32"
-    pipe("export", str(run_dir), "--dtype", "fp32", "--to", str(wide))
+    pipe("export", str(run_dir), "--dtype", "fp32", "--out", str(wide))
     for folder in (run_dir / "export", wide):
         pipe("verify", str(folder))
     lines = (run_dir / "metrics.jsonl").read_text("utf-8").splitlines()

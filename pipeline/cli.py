@@ -1,8 +1,8 @@
 """The `pipe` command. Importing this imports click and nothing heavier.
 
 Exit codes: 0 done, 1 a stage failed, 2 wrong usage or recipe, 3 an import left something out or a
-plan does not fit, 4 a run is not what was planned, 5 training will fail on this machine (doctor),
-75 a run was stopped by a signal with everything saved, 128 + N another command after signal N (130
+plan does not fit, 4 a run differs from its plan, 5 training will fail on this machine (doctor),
+75 a signal stopped a run and everything is saved, 128 + N signal N ended another command (130
 SIGINT, 143 SIGTERM, 129 SIGHUP).
 """
 
@@ -26,40 +26,53 @@ from pipeline.utils.terminal import guard
 from pipeline.view.terminal_activity import CommandActivities
 
 COMMANDS = {
-    "run": ("run:run", "Run a recipe's stages, in order."),
-    "resume": ("run:resume", "Continue a run where it stopped."),
-    "launch": ("launch:launch", "Write or submit the script with which a scheduler runs a recipe."),
-    "profile": ("profile:profile", "Record a few steps, and say what their time went to."),
-    "bench": ("bench:bench", "Measure a recipe under several strategies and process counts."),
-    "ls": ("ls:ls", "List runs."),
-    "clean": ("clean:clean", "List or remove what runs have on disk that nobody needs."),
-    "status": ("status:status", "Show where a run is, from any terminal."),
-    "logs": ("status:logs", "Print or follow the log of a rank."),
-    "report": ("report:report", "Write a run's report, one HTML file."),
-    "track": ("track:track", "Send a run's measurements to its trackers."),
-    "compare": ("report:compare", "Compare runs: results, recipes, environments, curves."),
-    "inspect": ("inspect:inspect", "Show what is in a checkpoint; verify it."),
-    "convert": ("convert:convert", "Convert a training state to another tool's format, or back."),
-    "chat": ("chat:chat", "Talk to a run's model."),
-    "generate": ("chat:generate", "Answer one prompt with a run's model."),
-    "export": ("export:export", "Export a run's model, or a checkpoint's."),
-    "verify": ("verify:verify", "Verify that an export is unchanged and works."),
-    "import": ("import_:import_", "Turn other tools' configuration files into a recipe."),
-    "doctor": ("doctor:doctor", "Measure this machine, and find what will fail or be slow."),
-    "check": ("check:check", "Find every mistake in a recipe before running."),
-    "pin": ("pin:pin", "Write the commits of hub models and data sets into a recipe."),
-    "plan": ("plan:plan", "Predict what a recipe will need, and whether it fits."),
-    "init": ("init:init", "Write a recipe for a model and data, asking what it needs."),
+    "init": ("init:init", "Write a recipe for a model and data."),
     "cp": ("cp:cp", "Copy a shipped recipe."),
-    "advise": ("advise:advise", "Find how to train a model on given GPUs; write its recipe."),
-    "dag": ("dag:dag", "Show which slot reads the result of which."),
-    "show": ("show:show", "Show a recipe as it would run."),
+    "check": ("check:check", "Check a recipe for mistakes, without running it."),
+    "plan": ("plan:plan", "Predict memory, time and disk of a recipe."),
+    "advise": ("advise:advise", "Find a strategy for a model on given GPUs."),
+    "doctor": ("doctor:doctor", "Measure this machine and list what will fail or be slow."),
+    "import": ("import_:import_", "Translate other tools' configuration files into a recipe."),
+    "pin": ("pin:pin", "Write the commits of hub models and data sets into a recipe."),
+    "run": ("run:run", "Run all stages of a recipe."),
+    "resume": ("run:resume", "Continue a run where it stopped."),
+    "launch": ("launch:launch", "Print or submit the job script for a scheduler."),
+    "profile": ("profile:profile", "Record a few steps and show where their time goes."),
+    "bench": ("bench:bench", "Compare a recipe's speed under several strategies."),
+    "ls": ("ls:ls", "List runs."),
+    "status": ("status:status", "Show the progress of a run."),
+    "logs": ("status:logs", "Print or follow the log of a rank."),
+    "report": ("report:report", "Write the report of a run, one HTML file."),
+    "compare": ("report:compare", "Compare the results, recipes and environments of runs."),
+    "track": ("track:track", "Send a run's remaining measurements to its trackers."),
+    "inspect": ("inspect:inspect", "Show or verify the contents of a checkpoint."),
+    "show": ("show:show", "Show a recipe with all values, or samples of its data."),
+    "dag": ("dag:dag", "Show which slot reads the result of which other slot."),
+    "clean": ("clean:clean", "List or remove files that are no longer needed."),
+    "chat": ("chat:chat", "Chat with the model of a run."),
+    "generate": ("chat:generate", "Answer one prompt with the model of a run."),
+    "export": ("export:export", "Export the model of a run or of a checkpoint."),
+    "verify": ("verify:verify", "Verify that an export is undamaged and works."),
+    "convert": ("convert:convert", "Convert a training state to another format."),
     "stages": ("stages:stages", "List the installed stages, or explain one."),
-    "new-stage": ("new_stage:new_stage", "Write a plugin package with a stage that works."),
-    "completion": ("completion:completion", "Print what makes a shell complete pipe."),
+    "new-stage": ("new_stage:new_stage", "Write a plugin package with a working stage."),
     "schema": ("stages:schema", "Print the JSON Schema of recipes, for editors."),
+    "completion": ("completion:completion", "Print the shell code that completes pipe commands."),
 }
 """Name -> module and function in `pipeline.commands`, and the line in `pipe --help`."""
+
+GROUPS = {
+    "Start": "init cp check plan advise doctor import pin",
+    "Run": "run resume launch profile bench",
+    "Look": "ls status logs report compare track inspect show dag clean",
+    "Use the model": "chat generate export verify convert",
+    "Extend": "stages new-stage schema completion",
+}
+"""Heading in `pipe --help` -> the commands under it; a name without a command is left out."""
+
+
+WORDS = "pipe.words"
+"""Key of the command line's words after `pipe` in click's context."""
 
 
 class Commands(click.Group):
@@ -83,8 +96,25 @@ class Commands(click.Group):
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, help_) for name, (_, help_) in COMMANDS.items()])
+        width = max(map(len, COMMANDS))
+        for heading, names in GROUPS.items():
+            rows = [(f"{n:<{width}}", COMMANDS[n][1]) for n in names.split() if n in COMMANDS]
+            with formatter.section(heading):
+                formatter.write_dl(rows)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[WORDS] = [*args]
+        return super().parse_args(ctx, args)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            from pipeline.usage import command_meant
+
+            hint = command_meant(args[0], COMMANDS)
+            raise click.UsageError(f"no command is called {args[0]} ({hint})", ctx)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -95,6 +125,19 @@ class Commands(click.Group):
             _leave(f"{prefix}{error}", error.exit_code)
         except KeyboardInterrupt:
             _leave("interrupted", 130)
+        except click.MissingParameter as error:
+            if error.param is None or error.param.name != "recipe":
+                raise
+            hint = "pipe init writes one, pipe cp copies one that is shipped"
+            raise click.UsageError(f"name a recipe, a YAML file ({hint})", error.ctx) from error
+        except click.NoSuchOption as error:
+            from pipeline.usage import option_meant
+
+            hint = option_meant(error, ctx.meta[WORDS])
+            if not hint:
+                raise
+            message = f"there is no option {error.option_name} ({hint})"
+            raise click.UsageError(message, error.ctx) from error
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise
         except Exception as error:
@@ -128,7 +171,7 @@ def _leave(last_words: str, code: int) -> NoReturn:
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="pipetrain", prog_name="pipe")
 def main() -> None:
-    """Train transformers with one recipe: a chain of stages, any parallelisation strategy."""
+    """Train a transformer from one recipe, with any parallelism strategy."""
     hush_asides()
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.chain.common_fields import common_fields
+from pipeline.chain.elsewhere import explained
 from pipeline.chain.names import unpinned
 from pipeline.chain.registry import Registry
 from pipeline.chain.wiring import SlotType, inputs, missing_inputs, unread_results
@@ -19,6 +20,7 @@ from pipeline.recipe import Recipe, SlotSpec, read_recipe, unless_reported
 from pipeline.recipe.fields import build
 from pipeline.recipe.launch import Launch
 from pipeline.recipe.nodes import SourceMap
+from pipeline.recipe.unknown import UnknownKey
 from pipeline.utils.hub import pins_asked
 from pipeline.utils.text import plural
 
@@ -97,7 +99,7 @@ def make_plan(
     known = registry or Registry.installed()
     plan, problems = _draft(recipe, known, here=here, ran=ran, started=started or Started())
     if problems:
-        raise RecipeError(in_order(problems))
+        raise RecipeError(in_order(explained(problems, recipe, known)))
     return plan
 
 
@@ -118,10 +120,16 @@ def plan_file(
     if recipe is None:
         raise RecipeError(in_order(problems))
     given = started or Started()
-    plan, more = _draft(recipe, known, here=here, forecast=forecast, ran=ran, started=given)
+    astray = any(
+        one.key == "stages" or (isinstance(one, UnknownKey) and one.misplaced_slot)
+        for one in problems
+    )
+    plan, more = _draft(
+        recipe, known, here=here, forecast=forecast, ran=ran, started=given, incomplete=astray
+    )
     problems += unless_reported(more, problems)
     if problems:
-        raise RecipeError(in_order(problems))
+        raise RecipeError(in_order(explained(problems, recipe, known)))
     return plan
 
 
@@ -152,9 +160,13 @@ def _draft(
     forecast: bool = False,
     ran: bool = False,
     started: Started,
+    incomplete: bool = False,
 ) -> tuple[Plan, list[Problem]]:
+    """The plan as far as there is one, and the mistakes. Needs are not looked at in an `incomplete`
+    recipe, some of whose slots stand elsewhere."""
     links, stages, problems = load_slots(recipe, registry)
-    problems += missing_inputs(links, registry, recipe.places)
+    if not incomplete:
+        problems += missing_inputs(links, registry, recipe.places)
     if not problems:
         problems += unread_results(links, recipe.places)
     problems += recipe.replaced
@@ -163,7 +175,7 @@ def _draft(
         problems += _checked(slot, stage, view, recipe.places)
     if pins_asked() and not ran:
         problems += [replace(one, warning=False) for one in unpinned(recipe, stages)]
-    if not recipe.stages:
+    if not recipe.stages and not incomplete:
         location = recipe.places.value(("stages",))
         problems.append(
             Problem(message="a recipe needs at least one stage", key="stages", location=location)

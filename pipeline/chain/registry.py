@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import importlib.metadata
 import inspect
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
@@ -146,13 +148,28 @@ class Registry(Plugins[type]):
     def hint(self, name: str) -> str:
         """Hint for a recipe that names a stage that is not installed."""
         same_kind = self.names(kind_of(name))
-        without_kind = [other for other in self._entries if other.partition(".")[2] == name]
-        found = closest(name, same_kind) or closest(name, self._entries)
-        found = found or next(iter(without_kind), None)
+        found = self._meant(name, same_kind or list(self._entries))
         parts = [f"did you mean `{found}`?"] if found else []
         if same_kind:
             parts.append(f"{kind_of(name)} stages: {', '.join(same_kind)}")
         return " ".join(parts) or "`pipe stages` lists what is installed"
+
+    def _meant(self, name: str, options: Sequence[str]) -> str | None:
+        """The stage of a name without its kind (`fsdp`), the one closest by letters, or one whose
+        docstring has the name (`wrap.deepspeed`)."""
+        word = name.rpartition(".")[2]
+        tails = {option.partition(".")[2]: option for option in options}
+        likely = difflib.get_close_matches(name, options, n=1, cutoff=0.8)
+        found = tails.get(word) or next(iter(likely), None)
+        if found is None:
+            found = next((one for one in options if word.lower() in self._summary(one)), None)
+        return found or tails.get(closest(word, tails) or "") or closest(name, options)
+
+    def _summary(self, name: str) -> list[str]:
+        """The words of the first line of a stage's docstring."""
+        with contextlib.suppress(PluginError):
+            return re.findall(r"\w+", (self.load(name).__doc__ or "").lower().partition("\n")[0])
+        return []
 
 
 def _fault(stage: object) -> str:

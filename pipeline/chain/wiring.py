@@ -13,6 +13,7 @@ from pipeline.contracts.signature import Need, gives, needs
 from pipeline.contracts.stage import Durable
 from pipeline.errors import PluginError, Problem
 from pipeline.recipe.nodes import SourceMap
+from pipeline.recipe.shipped import by_use
 
 _NO_ROLE: set[object] = {object, ABC, Durable, Generic}
 """Bases that say nothing about what an artifact is for."""
@@ -43,13 +44,17 @@ def missing_inputs(
 ) -> list[Problem]:
     """A problem for every need that no earlier slot meets."""
     problems = []
+    absent: set[type] = set()  # a slot that several need is missing once
     for index, link in enumerate(links):
         earlier = links[:index]
         if link.kind is None or any(other.kind is None for other in earlier):
             continue
         for need in needs(link.kind):
-            if not need.optional and _producer(need, earlier) is None:
-                problems.append(_missing(need, links, index, registry, places))
+            if need.optional or need.type in absent or _producer(need, earlier) is not None:
+                continue
+            if not any(_alike(other.gives, need.type) for other in links):
+                absent.add(need.type)
+            problems.append(_missing(need, links, index, registry, places))
     return problems
 
 
@@ -70,7 +75,7 @@ def unread_results(links: Sequence[SlotType], places: SourceMap) -> list[Problem
         other = next((o for o in alike if o.slot in read), None)
         # a chain may end, unfinished, with a slot that changes what it takes
         if leads or (other is not None and other.slot not in own):
-            problems.append(_unread(link, link.gives, other, places))
+            problems.append(_unread(link, other, places))
     return problems
 
 
@@ -78,11 +83,11 @@ def _lasts(link: SlotType) -> bool:
     return link.gives is not None and issubclass(link.gives, Durable)
 
 
-def _unread(link: SlotType, gives: type, other: SlotType | None, places: SourceMap) -> Problem:
-    message, hint = f"no slot reads the {gives.__name__} that it gives", "remove the slot"
+def _unread(link: SlotType, other: SlotType | None, places: SourceMap) -> Problem:
+    message, hint = "no slot reads its result", "remove the slot"
     if other is not None and other.gives is not None:
         place = places.value(("stages", other.slot, "use"))
-        message += f": slot `{other.slot}` ({other.use}, {place}) gives {other.gives.__name__} too"
+        message += f": slot `{other.slot}` ({other.use}, {place}) has such a result too"
         hint = (
             f"remove one of the two (`{link.slot}: null` or `{other.slot}: null`), or have it "
             "stand before the slot that is to read it"
@@ -107,20 +112,29 @@ def _missing(
     link, earlier = links[index], links[:index]
     later = next((other for other in links[index + 1 :] if _meets(other.gives, need)), None)
     alike = next((other for other in reversed(earlier) if _alike(other.gives, need.type)), None)
-    message = f"`{link.use}` needs {need.type.__name__}"
+    message = f"`{link.use}` needs"
     if later is not None:
-        message += f", which slot `{later.slot}` gives only after it"
+        message += f" the result of slot `{later.slot}`, which comes after it"
         place = places.key(("stages", later.slot))
         hint = f"move slot `{later.slot}` ({place}) before `{link.slot}`"
     elif alike is not None and alike.gives is not None:
-        message += f", but slot `{alike.slot}` ({alike.use}) gives {alike.gives.__name__}"
+        message += f" another result than that of slot `{alike.slot}` ({alike.use})"
         hint = _exchange(need, link, alike, earlier, registry)
     else:
-        message += ", which no slot before it gives"
         givers = _givers(need, registry)
-        hint = f"stages that give it: {', '.join(givers)}" if givers else ""
+        fitting = [name for name in givers if _fits(registry.load(name), earlier)] or givers
+        kinds = " or ".join(f"`{kind}`" for kind in dict.fromkeys(map(kind_of, fitting)))
+        message += f" a slot {kinds} before it" if kinds else f" {need.type.__name__}"
+        hint = _to_add(by_use(fitting), link) if fitting else "no installed stage gives it"
     location = places.value(("stages", link.slot, "use"))
     return Problem(message=message, key=f"{link.slot}.use", hint=hint, location=location)
+
+
+def _to_add(stages: Sequence[str], before: SlotType) -> str:
+    """The slot to add, and other stages that it can have."""
+    first, *others = stages
+    rest = f", or {', '.join(others)}" if others else ""
+    return f"add `{kind_of(first)}: {{use: {first}}}` before slot `{before.slot}`{rest}"
 
 
 def _alike(given: type | None, wanted: type) -> bool:

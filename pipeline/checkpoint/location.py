@@ -22,6 +22,7 @@ from pipeline.errors import (
 )
 from pipeline.utils.files import replace_text
 from pipeline.utils.foreign import read_whole
+from pipeline.utils.text import near_path
 
 if TYPE_CHECKING:
     from pipeline.distributed.process_group import DistContext
@@ -116,7 +117,9 @@ def find(named: str) -> tuple[Store, str]:
     with system_errors_as(UsageError):
         is_local = "://" not in named
         if is_local and not Path(named).is_dir():
-            raise UsageError(f"{named} is not there", hint=hint)
+            if Path(named).is_file():
+                raise UsageError(f"{named} is a file", hint=hint)
+            raise UsageError(f"{named} is not there", hint=near_path(named) or hint)
         if is_local and (Path(named) / RECIPE).is_file():
             named = known(Path(named)) or default(Path(named))
         store, name = locate(named)

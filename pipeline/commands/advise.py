@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.chain.registry import Registry
-from pipeline.commands.hardware_options import EXISTING, FILE, asked_for, machine_options
+from pipeline.commands.hardware_options import EXISTING, asked_for, machine_options
+from pipeline.commands.options import Count, out_option
 from pipeline.commands.trust import trust_options
 from pipeline.errors import NoFit, UsageError, system_errors_as
 from pipeline.utils.files import try_writing
@@ -21,20 +22,38 @@ if TYPE_CHECKING:
     from pipeline.planning.advise import AdviceRequest
     from pipeline.planning.hardware import HardwareOptions, Margins
 
-COUNT = click.IntRange(min=1)
+COUNT = Count(min=1)
 
 
 @click.command()
 @click.argument("model")
 @machine_options
-@click.option("--lora/--full", help="Train low-rank updates, or all weights.")
-@click.option("--seq", type=COUNT, help="Tokens of a sample. [default: by the data, or 4096]")
-@click.option("--global-batch", type=COUNT, help="Samples of a step. [default: by the data, or 64]")
-@click.option("--micro-batch", type=COUNT, help="Most samples of a pass. [default: 8192 tokens]")
-@click.option("--data", type=EXISTING, help="Conversations or texts, one JSON object a line.")
-@click.option("--revision", help="Commit, branch or tag of a hub model. [default: main]")
-@click.option("--attention", help="How it is computed, for a model that cannot have sdpa.")
-@click.option("--out", type=FILE, help="Where to write the recipe.")
+@click.option(
+    "--lora/--full",
+    show_default="full",
+    help="Train low-rank updates, or all weights.",
+)
+@click.option("--seq", type=COUNT, show_default="by the data, or 4096", help="Tokens in a sample.")
+@click.option(
+    "--global-batch",
+    type=COUNT,
+    show_default="by the data, or 64",
+    help="Samples in a step, over all processes.",
+)
+@click.option(
+    "--micro-batch",
+    type=COUNT,
+    show_default="8192 tokens",
+    help="Largest number of samples in a forward pass.",
+)
+@click.option("--data", type=EXISTING, help="Conversations or texts to train on, as JSON lines.")
+@click.option("--revision", show_default="main", help="Commit, branch or tag of a hub model.")
+@click.option(
+    "--attention",
+    show_default="sdpa",
+    help="Attention implementation, for a model that does not support sdpa.",
+)
+@out_option("Recipe to write.", default="MODEL.yaml")
 @trust_options
 @click.pass_obj
 def advise(
@@ -51,13 +70,13 @@ def advise(
     out: Path | None,
     **hardware: Any,
 ) -> None:
-    """Find how to train MODEL on given GPUs, or on this machine's CPUs, and write its recipe.
+    """Find a strategy that trains MODEL on given GPUs, or on this machine's CPUs; write its recipe.
 
-    MODEL is a folder, a hub id (ID or ID@REVISION), a GGUF file or a config.json. Savings that only
-    cost time are tried before those that change what is computed (optimizer state, master weights,
-    frozen weights in fewer bits), and these before offloading. Among strategies that fit, one with
-    about the shortest step is chosen; the others are listed with their memory. With --data, its
-    rows decide lengths, epochs, batch, evaluations and checkpoints. Exit code 3 when nothing fits.
+    MODEL is a folder, a hub id (ID or ID@REVISION), a GGUF file or a config.json. Tries savings
+    that only cost time first, then those that change the numbers (optimizer state, master weights
+    or frozen weights in fewer bits), then offloading. Chooses one of the fastest strategies that
+    fit and lists the others with their memory. With --data, the rows decide lengths, epochs, batch,
+    evaluations and checkpoints. Exit code 3 if nothing fits.
     """
     machines, margins = asked_for(**hardware)
     require_whole(machines)
@@ -191,6 +210,8 @@ def where(model: str, revision: str | None) -> dict[str, Any]:
     path = Path(model).expanduser().absolute()
     if not model or (model[0] in "./~" and not path.exists()):
         raise UsageError(f"there is no such model: {model or 'its name is empty'}")
+    if path.is_file() and path.suffix in (".yaml", ".yml"):
+        raise UsageError(f"{model} is a recipe", hint=f"pipe plan {model} says what it needs")
     if not path.exists():
         repo, _, written = model.partition("@")
         if written and revision:

@@ -8,40 +8,45 @@ from pathlib import Path
 import click
 
 from pipeline.chain.registry import Registry
-from pipeline.commands.completion import OVERRIDE, RECIPE
+from pipeline.commands.options import (
+    FOLDER,
+    Count,
+    json_option,
+    overrides_argument,
+    recipe_argument,
+    runs_option,
+)
 from pipeline.commands.trust import trust_options
 
 
 @click.command("bench")
-@click.argument("recipe", type=click.Path(path_type=Path), shell_complete=RECIPE)
-@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
+@recipe_argument
+@overrides_argument
 @click.option(
     "--strategies",
     metavar="A,B",
-    help="Strategies to compare, such as ddp,fsdp,zero2 (default: the recipe's own wrap slot).",
+    show_default="the recipe's",
+    help="Strategies to compare, such as ddp,fsdp,zero2.",
 )
 @click.option(
     "--procs",
     metavar="1,2,4",
-    help="Numbers of processes on this machine (default: that of the recipe).",
+    show_default="the recipe's",
+    help="Numbers of processes to compare.",
 )
-@click.option("--steps", type=click.IntRange(min=1), default=6, show_default=True,
+@click.option("--steps", type=Count(min=1), default=6, show_default=True,
     help="Steps to measure.")  # fmt: skip
-@click.option("--warmup", type=click.IntRange(min=0), default=2, show_default=True,
-    help="Steps before them.")  # fmt: skip
-@click.option("--timeout", type=click.IntRange(min=1), default=30, show_default=True,
-    metavar="MINUTES", help="End a run that takes longer, and go on with the next.")  # fmt: skip
-@click.option("--weak", is_flag=True, help="Keep the samples per process, not the global batch.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--run-dir", type=click.Path(path_type=Path), help="The benchmark's folder itself.")
+@click.option("--warmup", type=Count(min=0), default=2, show_default=True,
+    help="Steps before the measured ones.")  # fmt: skip
+@click.option("--timeout", type=Count(min=1), default=30, show_default=True,
+    metavar="MINUTES", help="End a run that takes longer and start the next.")  # fmt: skip
 @click.option(
-    "--runs",
-    type=click.Path(path_type=Path),
-    default="runs",
-    show_default=True,
-    help="Where the benchmark's folder bench-NAME-TIME is made.",
+    "--weak", is_flag=True, help="Keep samples per process constant, not the global batch."
 )
+@click.option("--run-dir", type=FOLDER, help="Folder of the benchmark.")
+@runs_option("Folder in which to create the benchmark's folder bench-NAME-TIME.")
 @click.option("--keep", is_flag=True, help="Keep the folders of all runs.")
+@json_option
 @click.pass_obj
 @trust_options
 def bench(
@@ -59,11 +64,10 @@ def bench(
     runs: Path,
     keep: bool,
 ) -> None:
-    """Run RECIPE for a few steps under each strategy and number of processes, and compare.
+    """Measure a few steps of RECIPE under each strategy and number of processes; compare them.
 
-    OVERRIDES change the recipe, as in train.micro_batch_size=4. Each run is a process of its own,
-    one after another: the recipe's data, model and optimizer, one checkpoint at the end, nothing
-    after it.
+    OVERRIDES change the recipe first, such as train.micro_batch_size=4. The runs follow one
+    another, each in a new process, and end with one checkpoint.
     """
     from pipeline.bench import report, trials
     from pipeline.bench.session import Benchmark

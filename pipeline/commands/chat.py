@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.commands.completion import RUN
+from pipeline.commands.options import json_option
 from pipeline.commands.trust import OPTIONS
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def talk_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--plain", is_flag=True, help="Continue texts without the chat template."),
         click.option(
             "--device", default="auto", show_default=True,
-            help="cpu, cuda or cuda:N; auto takes a GPU if there is one.",
+            help="Device: cpu, cuda or cuda:N; auto takes a GPU if there is one.",
         ),
         click.option(CODE, is_flag=True, expose_value=False, callback=_trust,
                      help="Run model code that came with the model."),
@@ -63,9 +64,9 @@ def talk_options(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.command("generate")
 @click.argument("words", metavar="[RUN] PROMPT", nargs=-1, required=True, shell_complete=RUN)
 @talk_options
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@json_option
 def generate(words: tuple[str, ...], as_json: bool, **options: Any) -> None:
-    """Answer PROMPT with the model of RUN (default: the newest run in ./runs).
+    """Answer PROMPT with the model of RUN, by default the newest run in ./runs.
 
     RUN is a run, an export or a checkpoint; of a run it is the newest export, or if there is none
     the newest checkpoint. PROMPT is a user's message if the model has a chat template, and is
@@ -110,7 +111,7 @@ def _generated(
 @click.argument("run", required=False, metavar="[RUN]", shell_complete=RUN)
 @talk_options
 def chat(run: str | None, **options: Any) -> None:
-    """Talk to the model of RUN (default: the newest run in ./runs).
+    """Talk to the model of RUN, by default the newest run in ./runs.
 
     RUN is a run, an export or a checkpoint; of a run it is the newest export, or if there is none
     the newest checkpoint. /reset drops what was said, Ctrl-C ends an answer, /exit or Ctrl-D ends

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from pathlib import Path
 
 import click
 
 from pipeline.chain.names import unpinned
 from pipeline.chain.plan import Plan, plan_file
 from pipeline.chain.registry import Registry
-from pipeline.commands.completion import OVERRIDE, RECIPE
+from pipeline.commands.options import json_option, overrides_argument, recipe_argument
 from pipeline.commands.pinned import pinned_option
 from pipeline.commands.trust import trust_options
 from pipeline.errors import (
@@ -27,29 +28,29 @@ from pipeline.utils.text import plural
 
 
 @click.command()
-@click.argument("recipe", shell_complete=RECIPE)
-@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
+@recipe_argument
+@overrides_argument
 @click.option(
     "--data",
     "with_data",
     is_flag=True,
-    help="Read all rows too, and tokenise them into the cache for the run.",
+    help="Also read and tokenise all rows, into the cache that a run uses.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@json_option
 @pinned_option
 @click.pass_obj
 @trust_options
 def check(
     registry: Registry | None,
-    recipe: str,
+    recipe: Path,
     overrides: tuple[str, ...],
     with_data: bool,
     as_json: bool,
 ) -> None:
-    """Find every mistake in RECIPE before running.
+    """Check RECIPE for mistakes, without running it.
 
-    OVERRIDES change values first: train.steps=50 wrap.use=wrap.ddp
-    With --data, its data and tokenizer are prepared in this process, and no weights are read.
+    OVERRIDES change the recipe first, such as train.steps=50 wrap.use=wrap.ddp. No weights are
+    read.
     """
     try:
         plan = plan_file(recipe, overrides, registry=registry)

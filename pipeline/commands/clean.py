@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 @click.option(
     "--all-checkpoints",
     is_flag=True,
-    help="Of runs whose model is exported, all checkpoints, the last too.",
+    help="Remove every checkpoint of runs whose model is exported.",
 )
 def clean(runs: tuple[Path, ...], yes: bool, all_checkpoints: bool) -> None:
-    """List what of runs is not needed any more, or remove it with --yes.
+    """List files of each RUN that are no longer needed; remove them with --yes.
 
-    That is what dead processes have left, and of a finished run all checkpoints but the newest, the
-    one that was exported, and those that keep_every and keep_best keep. Exports, reports, logs and
-    measurements stay, and so does all of a run that is under way. Without RUN: all in ./runs.
-    Exit code 1 if something could not be looked at or removed.
+    Without RUN, looks at all runs in ./runs. Removes files of dead processes, and checkpoints of
+    finished runs except the newest, the exported one, and what keep_every and keep_best keep. Keeps
+    exports, reports, logs and measurements, and everything of a run in progress. Exit code 1 if
+    something could not be read or removed.
     """
     from pipeline.errors import PipeError, UsageError
     from pipeline.execution import rundir

@@ -31,10 +31,10 @@ NO_SPACE = (
 @click.command("completion")
 @click.argument("shell", type=click.Choice(SHELLS))
 def completion(shell: str) -> None:
-    """Print the lines that make SHELL complete `pipe`.
+    """Print the shell code that completes `pipe` commands.
 
-    For bash: eval "$(pipe completion bash)" in ~/.bashrc. Completed are commands, options, recipes,
-    runs, stages, and the keys and values of overrides.
+    For bash, put eval "$(pipe completion bash)" into ~/.bashrc. Completes commands, options,
+    recipes, runs, stages, and the keys and values of overrides.
     """
     kind = get_completion_class(shell)
     assert kind is not None
@@ -106,7 +106,7 @@ def _overrides(context: click.Context, typed: str) -> Iterator[str]:
     from pipeline.recipe.launch import Launch
 
     arguments = (context.params.get(name) for name in ("recipe", "run_dir", "run"))
-    named = next(path for path in arguments if path is not None)
+    named = Path(next(path for path in arguments if path is not None))
     recipe, _ = read_recipe(named / rundir.RECIPE if named.is_dir() else named)
     if recipe is None:
         return

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pipeline.commands.options import Count
 from pipeline.commands.trust import trust_options
 from pipeline.utils.activities import BYTES, activity
 from pipeline.utils.text import human, plural
@@ -19,25 +20,33 @@ if TYPE_CHECKING:
 @click.command("convert")
 @click.argument("src", type=click.Path(path_type=Path))
 @click.argument("dst", type=click.Path(path_type=Path))
-@click.option("--to", "to", required=True, help="Format of DST: canonical, full, deepspeed, dcp.")
-@click.option("--from", "from_", help="Format of SRC, if the files in it do not show it.")
+@click.option(
+    "--to",
+    "to",
+    required=True,
+    metavar="FORMAT",
+    help="Format of DST: canonical, full, deepspeed, dcp.",
+)
+@click.option(
+    "--from", "from_", metavar="FORMAT", help="Format of SRC, if its files do not show it."
+)
 @click.option(
     "--samples",
-    type=click.IntRange(min=0),
+    type=Count(min=0),
     default=0,
     show_default=True,
-    help="Samples that were trained on, for formats that do not keep it.",
+    help="Number of samples trained on, for formats that do not record it.",
 )
-@click.option("--weights-only", is_flag=True, help="Leave the optimizer's state out.")
+@click.option("--weights-only", is_flag=True, help="Leave out the optimizer state.")
 @trust_options
 def convert(
     src: Path, dst: Path, to: str, from_: str | None, samples: int, weights_only: bool
 ) -> None:
-    """Write the training state in SRC as DST, in another format.
+    """Convert the training state in SRC to another format, in the folder DST.
 
-    SRC is the folder of one checkpoint: of this program, DeepSpeed, torch.distributed.checkpoint
-    (torchtitan, accelerate), or transformers' Trainer. One process does it, with memory for a
-    chunk or a tensor at a time. Pickles are never run: a file that would need it is refused.
+    SRC is the folder of one checkpoint of this program, DeepSpeed, torch.distributed.checkpoint
+    (torchtitan, accelerate) or transformers' Trainer. Runs in one process, with one chunk or
+    tensor in memory at a time. Pickles are refused unless --trust-pickle is given.
     """
     from pipeline.checkpoint.formats import Formats, Reading, StateView
     from pipeline.errors import StageError, UsageError, system_errors_as

@@ -15,9 +15,9 @@ from pipeline.commands.completion import SHIPPED
 @click.argument("name", required=False, shell_complete=SHIPPED)
 @click.argument("to", type=click.Path(path_type=Path), default=".")
 def cp(name: str | None, to: Path) -> None:
-    """Copy the shipped recipe NAME, and those it extends, into the folder TO (by default this one).
+    """Copy the shipped recipe NAME, with the recipes it extends, into the folder TO.
 
-    Without NAME, list the recipes.
+    TO is by default the current folder. Without NAME, list the shipped recipes.
     """
     from pipeline.errors import UsageError, system_errors_as
     from pipeline.recipe.shipped import absent_files, shipped, shipped_recipe

@@ -9,29 +9,29 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.commands.completion import OVERRIDE, RECIPE
+from pipeline.commands.options import json_option, overrides_argument, recipe_argument
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
 
 
 @click.command("dag")
-@click.argument("recipe", type=click.Path(path_type=Path), shell_complete=RECIPE)
-@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
-@click.option(
-    "--format", "form", type=click.Choice(["text", "mermaid", "json"]), default="text",
-    show_default=True,
-)  # fmt: skip
-def dag(recipe: Path, overrides: tuple[str, ...], form: str) -> None:
-    """Show which slot of RECIPE reads the result of which.
+@recipe_argument
+@overrides_argument
+@click.option("--mermaid", is_flag=True, help="Print a Mermaid diagram, for GitHub or mkdocs.")
+@json_option
+def dag(recipe: Path, overrides: tuple[str, ...], mermaid: bool, as_json: bool) -> None:
+    """Show which slot of RECIPE reads the result of which other slot.
 
-    RECIPE is a file, or a run's folder. Mermaid's text is drawn by GitHub, GitLab and mkdocs.
+    RECIPE is a file, or the folder of a run.
     """
     from pipeline.chain.plan import plan_file
     from pipeline.execution import rundir
 
     plan = plan_file(recipe / rundir.RECIPE if recipe.is_dir() else recipe, overrides)
-    drawn = {"text": _text, "mermaid": _mermaid, "json": _json}[form]
+    if mermaid and as_json:
+        raise click.UsageError("--mermaid excludes --json")
+    drawn = _mermaid if mermaid else _json if as_json else _text
     click.echo("\n".join(drawn(plan)))
 
 

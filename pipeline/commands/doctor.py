@@ -8,30 +8,33 @@ from pathlib import Path
 import click
 
 from pipeline.commands.hardware_options import GPUS
+from pipeline.commands.options import json_option, out_option
 
 
 @click.command("doctor")
-@click.option("--procs", type=GPUS, help="Processes (default: one per GPU; without, two).")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option(
-    "--out",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the JSON to this file too.",
+    "--procs",
+    type=GPUS,
+    show_default="one per GPU; 2 without GPUs",
+    help="Number of processes.",
 )
-@click.option("--quick", is_flag=True, help="Fewer sizes, for a shorter time.")
+@click.option("--quick", is_flag=True, help="Measure fewer sizes, in less time.")
 @click.option(
     "--folder",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Where runs will be written (default: ./runs, if it is there, or the current folder).",
+    show_default="./runs, or the current folder",
+    help="Folder in which runs will be written.",
 )
+@out_option("JSON file to write too.")
+@json_option
 def doctor(
     procs: int | None, as_json: bool, out: Path | None, quick: bool, folder: Path | None
 ) -> None:
-    """Measure this machine, and say what will hurt.
+    """Measure this machine and list what will fail or be slow.
 
-    Looks at devices, topology, versions, limits and folders; measures all-reduce and all-gather by
-    size, matrix products, copies and the disk, in under a minute on a small machine. Exit code 5 if
-    training will fail here.
+    Checks devices, topology, versions, limits and folders. Measures all-reduce and all-gather by
+    size, matrix products, copies and the disk; takes less than a minute on a small machine. Exit
+    code 5 if training will fail here.
     """
     from pipeline.distributed.signals import stoppable
     from pipeline.doctor.examine import examine

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.commands.display import display_options
+from pipeline.commands.options import FOLDER, Count, out_option, run_argument
 from pipeline.commands.trust import trust_options
 
 if TYPE_CHECKING:
@@ -18,29 +19,38 @@ if TYPE_CHECKING:
 
 
 @click.command("export")
-@click.argument("source", metavar="RUN|CHECKPOINT")
-@click.option("--step", help="The step of a run's checkpoint, or `best` (default: newest).")
-@click.option("--to", type=click.Path(path_type=Path), help="The folder to write.")
+@run_argument("source", metavar="RUN|CHECKPOINT", address=True)
+@click.option(
+    "--step",
+    metavar="N|best",
+    show_default="newest",
+    help="Checkpoint of RUN to export: its step, or the one with the lowest held-out loss.",
+)
+@out_option("Folder to write.", kind=FOLDER)
 @click.option(
     "--model",
-    help="Architecture and tokenizer, if not those of the checkpoint's run: a folder in Hugging "
-    "Face layout, a GGUF file or a hub id (ID or ID@REVISION).",
+    help="Take architecture and tokenizer from this model, not from the checkpoint's run: a folder "
+    "in Hugging Face layout, a GGUF file, or a hub id (ID or ID@REVISION).",
 )
-@click.option("--dtype", help="fp32, bf16, fp16, or source (the dtypes of the model trained from).")
-@click.option("--max-shard-size", help="Largest weight file, such as 5GB.")
-@click.option("--procs", type=click.IntRange(min=1), help="Processes (default: up to 4).")
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "bf16", "fp16", "source"]),
+    help="Dtype of the weights; source keeps the base model's.",
+)
+@click.option("--max-shard-size", help="Size of the largest weight file, such as 5GB.")
+@click.option("--procs", type=Count(min=1), show_default="up to 4", help="Number of processes.")
 @click.option(
     "--accept",
     type=click.Choice(["weights"]),
     multiple=True,
-    help="Export although the frozen weights of the model have changed since training.",
+    help="Export even if the frozen weights of the model have changed since training.",
 )
 @display_options
 @trust_options
 def export(
     source: str,
     step: str | None,
-    to: Path | None,
+    out: Path | None,
     model: str | None,
     dtype: str | None,
     max_shard_size: str | None,
@@ -48,11 +58,11 @@ def export(
     accept: tuple[str, ...],
     display: Display,
 ) -> None:
-    """Write the model of a RUN's checkpoint, or of any CHECKPOINT, as a verified export.
+    """Export the model of RUN, or of any CHECKPOINT, and verify the export.
 
-    Needs no GPU and little memory. CHECKPOINT can have been saved by this program, DeepSpeed,
-    torch.distributed.checkpoint or transformers' Trainer. The same command again continues an
-    interrupted export.
+    RUN is by default the newest run in ./runs. CHECKPOINT may come from this program, DeepSpeed,
+    torch.distributed.checkpoint or transformers' Trainer. Needs no GPU and little memory. Repeat
+    the command to continue an interrupted export.
     """
     from pipeline.chain.plan import plan_file
     from pipeline.errors import UsageError, system_errors_as
@@ -63,7 +73,7 @@ def export(
     from pipeline.launch.start import Job, start
     from pipeline.utils.files import replace_text
 
-    choose = functools.cache(lambda: chosen(source, step=step, model=model, to=to))
+    choose = functools.cache(lambda: chosen(source, step=step, model=model, to=out))
 
     @system_errors_as(UsageError)
     def plan(started: Started) -> Plan:

@@ -11,16 +11,27 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from pipeline.commands.options import Count
+
 if TYPE_CHECKING:
     from pipeline.planning.hardware import HardwareOptions, Margins
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-GPUS = click.IntRange(min=1, max=256)
+
+class GpuCount(Count):
+    """A number of GPUs."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if isinstance(value, str) and not value.lstrip("-").isdecimal():
+            self.fail(f"{value} is no number of GPUs; --gpu {value} is their kind.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+GPUS = GpuCount(min=1, max=256)
 """GPUs of a node."""
 MOST = 10**6
 """GiB, or GB/s, of anything in a machine."""
-FILE = click.Path(path_type=Path, dir_okay=False)
 EXISTING = click.Path(path_type=Path, dir_okay=False, exists=True)
 RUN = click.Path(path_type=Path, exists=True)
 
@@ -54,18 +65,18 @@ def link(given: str) -> float:
 
 
 OPTIONS = {
-    "--gpus": (GPUS, "GPUs of a node."),
-    "--nodes": (click.IntRange(min=1, max=100_000), "Nodes, of 8 GPUs without --gpus."),
-    "--gpu": (str, "Kind of GPU, as in H100, or 'A100 40GB'."),
-    "--memory": (amount, "GiB of a GPU, in place of what its kind has."),
-    "--host-memory": (amount, "GiB of host memory of a node."),
-    "--interconnect": (link, "A node's links to others: 100gbe, 8x400g, ..., or their GB/s."),
-    "--nvme": (amount, "GB/s of the disk that state is offloaded to."),
-    "--overhead": (spare, "GiB of a GPU in use beside torch's memory, in place of what is known."),
-    "--measured": (RUN, "A run on GPUs of the same kind that measured their memory beside tensors. "
-                   "Default: the newest one in ./runs."),
-    "--price": (amount, "Price of a GPU for an hour, for the training's cost."),
-    "--machine": (EXISTING, "Report of `pipe doctor --out` on a machine of the same kind."),
+    "--gpus": (GPUS, "GPUs in a node."),
+    "--nodes": (Count(min=1, max=100_000), "Nodes, of 8 GPUs each without --gpus."),
+    "--gpu": (str, "Kind of GPU, such as H100 or 'A100 40GB'."),
+    "--memory": (amount, "Memory of a GPU in GiB, if not as usual for its kind."),
+    "--host-memory": (amount, "Host memory of a node in GiB."),
+    "--interconnect": (link, "Network of a node: 100gbe, 8x400g, ..., or GB/s."),
+    "--nvme": (amount, "GB/s of the disk for offloaded state."),
+    "--overhead": (spare, "GiB of a GPU in use outside torch, if not the measured value."),
+    "--measured": (RUN, "Run that measured memory outside tensors on this kind of GPU, "
+                   "if not the newest one in ./runs."),
+    "--price": (amount, "Price of a GPU hour, to predict the cost."),
+    "--machine": (EXISTING, "Report of `pipe doctor --out` on such a machine."),
 }  # fmt: skip
 """Option -> its type, and help."""
 

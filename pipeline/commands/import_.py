@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pipeline.commands.options import Count, json_option, out_option
+
 if TYPE_CHECKING:
     from pipeline.importing.translator import Translation
 
@@ -23,47 +25,52 @@ INCOMPLETE = 3
 @click.argument(
     "files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path)
 )
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="The recipe to write.")
+@out_option("Recipe to write.", default="standard output")
 @click.option(
     "--model", help="Model to train: a folder, a GGUF file or a hub id (ID or ID@REVISION)."
 )
 @click.option("--data", multiple=True, help="File or glob pattern to train on. May be repeated.")
-@click.option("--procs", type=click.IntRange(min=1), help="Processes, if the files do not say.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead.")
+@click.option(
+    "--procs", type=Count(min=1), help="Number of processes, if the files do not name it."
+)
+@json_option
 def import_(
     files: tuple[Path, ...],
-    output: Path | None,
+    out: Path | None,
     model: str | None,
     data: tuple[str, ...],
     procs: int | None,
     as_json: bool,
 ) -> None:
-    """Turn other tools' configuration into a recipe.
+    """Translate other tools' configuration files into a recipe.
 
-    FILEs are an accelerate config, a DeepSpeed JSON, transformers' TrainingArguments, a recipe of
-    axolotl, LLaMA-Factory or torchtune (YAML or JSON), or several that belong together. stderr
-    shows the outcome of every key. Exit code 3 if the recipe lacks a setting, has one to be
-    filled in, or is none that `pipe check` accepts, 2 if no recipe is written.
+    FILE is an accelerate config, a DeepSpeed JSON, transformers' TrainingArguments, or a recipe of
+    axolotl, LLaMA-Factory or torchtune (YAML or JSON). Name files that belong together in one
+    command. Standard error shows the outcome of every key. Exit code 3 if settings are missing from
+    the recipe or `pipe check` refuses it, 2 if no recipe can be written.
     """
     from pipeline.errors import UsageError
     from pipeline.importing import table
     from pipeline.importing.files import read_config
     from pipeline.importing.translator import Request, choose, installed_translators
 
-    if output is not None and output.exists():
-        raise UsageError(f"{output} exists already", hint="choose another file")
+    if out is not None and out.exists():
+        raise UsageError(f"{out} exists already", hint="choose another file")
     read = [read_config(file) for file in files]
+    for file in read:
+        if isinstance(file.content.get("stages"), dict):
+            raise UsageError(f"{file.path} is a recipe already", hint=f"pipe check {file.path}")
     request = Request(model=model, data=data, procs=procs)
     translation = choose(read, installed_translators()).translate(read, request)
     found = _problems(translation)
     if not as_json:
         for line in (*table.table(translation), *(f"pipe check: {problem}" for problem in found)):
             click.echo(line, err=True)
-    if translation.recipe is not None and output is not None:
-        output.write_text(table.recipe_text(translation), "utf-8")
+    if translation.recipe is not None and out is not None:
+        out.write_text(table.recipe_text(translation), "utf-8")
     if as_json:
         click.echo(json.dumps({**table.as_json(translation), "problems": found}, indent=1))
-    elif translation.recipe is not None and output is None:
+    elif translation.recipe is not None and out is None:
         click.echo(table.recipe_text(translation), nl=False)
     sys.exit(_exit_code(translation, found))
 

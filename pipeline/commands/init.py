@@ -11,23 +11,24 @@ import click
 
 from pipeline.chain.registry import Registry
 from pipeline.commands.advise import Draft, require_whole, require_writable, where
-from pipeline.commands.hardware_options import EXISTING, FILE, asked_for
+from pipeline.commands.hardware_options import EXISTING, asked_for
+from pipeline.commands.options import Count, out_option
 from pipeline.errors import UsageError
 
-COUNT = click.IntRange(min=1)
+COUNT = Count(min=1)
 
 
 @click.command("init")
 @click.option("--model", help="A folder, a hub id, or a GGUF file.")
-@click.option("--data", type=EXISTING, help="Conversations or texts, one JSON object a line.")
+@click.option("--data", type=EXISTING, help="Conversations or texts to train on, as JSON lines.")
 @click.option("--lora/--full", default=None, help="Train low-rank updates, or all weights.")
-@click.option("--seq", type=COUNT, help="Tokens of a sample. [default: by the data]")
-@click.option("--gpus", type=click.IntRange(min=0), help="GPUs of a node; 0 trains on CPUs.")
-@click.option("--gpu", help="Kind of GPU, as in H100.")
-@click.option("--nodes", type=COUNT, help="Nodes.")
-@click.option("--revision", help="Commit, branch or tag of a hub model. [default: main]")
-@click.option("--out", type=FILE, help="The recipe to write. [default: MODEL.yaml]")
-@click.option("-y", "--yes", is_flag=True, help="Ask nothing; take the defaults.")
+@click.option("--seq", type=COUNT, show_default="by the data", help="Tokens in a sample.")
+@click.option("--gpus", type=Count(min=0), help="GPUs in a node; 0 trains on CPUs.")
+@click.option("--gpu", help="Kind of GPU, such as H100.")
+@click.option("--nodes", type=COUNT, help="Number of nodes.")
+@click.option("--revision", show_default="main", help="Commit, branch or tag of a hub model.")
+@out_option("Recipe to write.", default="MODEL.yaml")
+@click.option("-y", "--yes", is_flag=True, help="Ask nothing and take the defaults.")
 @click.pass_obj
 def init(
     registry: Registry | None,
@@ -116,7 +117,7 @@ def _machines(given: dict[str, Any], *, asks: bool) -> dict[str, Any]:
 
     found, none = dict(given), dict.fromkeys(OTHERS)
     if found["gpus"] is None:
-        here, least = gpu_count(), click.IntRange(min=0)
+        here, least = gpu_count(), Count(min=0)
         found["gpus"] = _asked("GPUs of a node, 0 for CPUs", here, least) if asks else here
     _require_gpus(found)
     if not found["gpus"]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pipeline.commands.options import json_option, run_argument
 from pipeline.utils.terminal import bare
 from pipeline.utils.text import human, plural
 
@@ -21,13 +22,16 @@ if TYPE_CHECKING:
 
 
 @click.command("inspect")
-@click.argument("checkpoint")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-@click.option("--verify", is_flag=True, help="Read every byte; exit code 1 if one is wrong.")
+@run_argument("checkpoint", metavar="RUN|CHECKPOINT", address=True)
+@click.option(
+    "--verify", is_flag=True, help="Read and compare every byte; exit with 1 if one is wrong."
+)
+@json_option
 def inspect(checkpoint: str, as_json: bool, verify: bool) -> None:
-    """Show what is in CHECKPOINT: its folder or address, or a run, of which the newest is shown.
+    """Show the contents of CHECKPOINT, or of the newest checkpoint of RUN.
 
-    Without --verify, the manifest is checked, and that every file is there and has its size.
+    CHECKPOINT is a folder or an address. RUN is by default the newest run in ./runs. Without
+    --verify, only the manifest and the sizes of all files are checked.
     """
     from pipeline.checkpoint import location
 

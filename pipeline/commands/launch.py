@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.commands import trust
-from pipeline.commands.completion import OVERRIDE, RECIPE
+from pipeline.commands.options import Count, overrides_argument, recipe_argument
 from pipeline.commands.trust import trust_options
 
 if TYPE_CHECKING:
@@ -27,45 +27,54 @@ OPTIONS = {
     "kind": "--gpu-kind", "image": "--image", "setup": "--setup", "mounts": "--mount",
     "time_limit": "--time-limit", "grace": "--grace", "tasks": "--tasks", "extra": "--extra",
 }  # fmt: skip
-DEFAULTS = {"grace": 300, "tasks": "node"}
+DEFAULTS: dict[str, Any] = {"grace": 300, "tasks": "node"}
 
 
 @click.command("launch")
-@click.argument("recipe", type=click.Path(path_type=Path), shell_complete=RECIPE)
-@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
-@click.option("--target", type=click.Choice(TARGETS), required=True, help="Where it will run.")
-@click.option("--print", "shows", is_flag=True, help="Write the script to standard output.")
-@click.option("--submit", is_flag=True, help="Hand it to the target's client.")
+@recipe_argument
+@overrides_argument
+@click.option("--target", type=click.Choice(TARGETS), required=True,
+              help="Scheduler or platform that runs the job.")  # fmt: skip
+@click.option("--print", "shows", is_flag=True, help="Print the script on standard output.")
+@click.option("--submit", is_flag=True, help="Submit the script with the target's client.")
 @click.option(
     "--run-dir",
     type=click.Path(path_type=Path),
     required=True,
-    help="The run's folder, which all nodes see. A job that is started again goes on with it.",
+    help="Folder of the run, on a file system that all nodes share. A restarted job continues it.",
 )
-@click.option("--nodes", metavar="N|MIN:MAX", help="Nodes, if not those of the recipe.")
-@click.option("--gpus", type=click.IntRange(0), help="GPUs of each node (default: launch.procs).")
-@click.option("--gpu-kind", "kind", help="Kind of GPU, as the target calls it, such as H100.")
-@click.option("--image", help="Container image with this program (Slurm: through pyxis).")
+@click.option("--nodes", metavar="N|MIN:MAX", show_default="launch.nodes", help="Number of nodes.")
+@click.option("--gpus", type=Count(0), show_default="launch.procs", help="GPUs per node.")
+@click.option("--gpu-kind", "kind", help="Kind of GPU in the target's words, such as H100.")
+@click.option("--image", help="Container image that holds this program (on Slurm: through pyxis).")
 @click.option(
     "--setup",
-    help="Command that installs this program, or on Slurm that finds it.",
+    help="Command that installs this program, or activates it on Slurm.",
 )
 @click.option(
     "--mount",
     "mounts",
     multiple=True,
     metavar="SOURCE:TARGET",
-    help="Folder (Kubeflow: volume claim, SkyPilot: bucket) that the container sees.",
+    help="Mount a folder (Kubeflow: volume claim, SkyPilot: bucket). May be repeated.",
 )
-@click.option("--time-limit", help="As Slurm writes it, such as 24:00:00.")
-@click.option("--grace", type=click.IntRange(1), help="Seconds to save before the end [300].")
+@click.option("--time-limit", help="Time limit in Slurm's format, such as 24:00:00.")
+@click.option(
+    "--grace",
+    type=Count(1),
+    show_default=str(DEFAULTS["grace"]),
+    help="Seconds before the end at which to save and stop.",
+)
 @click.option(
     "--tasks",
     type=click.Choice(["node", "gpu"]),
-    help="One task a node, which starts its ranks, or one a GPU [node].",
+    show_default=DEFAULTS["tasks"],
+    help="Start one task per node, which starts its ranks, or one per GPU.",
 )
 @click.option(
-    "--extra", multiple=True, help="An option of the target's own, such as --partition=a."
+    "--extra",
+    multiple=True,
+    help="Option for the target, such as --partition=a. May be repeated.",
 )
 @trust_options
 def launch(
@@ -79,10 +88,10 @@ def launch(
     gpus: int | None,
     **given: Any,
 ) -> None:
-    """Write the script or file with which a scheduler runs RECIPE, or submit it.
+    """Print or submit the job script that runs RECIPE on a scheduler.
 
-    OVERRIDES change the recipe, as in train.steps=50. The recipe is checked first. Nothing of the
-    environment is written into the script: variables that the recipe reads are passed by name.
+    OVERRIDES change the recipe first, such as train.steps=50. The recipe is checked. Environment
+    variables that it reads are passed by name; the script holds none of their values.
     """
     from pipeline.chain.plan import plan_file
     from pipeline.distributed.placement import bounds

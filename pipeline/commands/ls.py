@@ -11,12 +11,14 @@ from typing import Any
 
 import click
 
+from pipeline.commands.options import json_option
+
 
 @click.command("ls")
 @click.argument("runs", type=click.Path(path_type=Path), default="runs")
-@click.option("--json", "as_json", is_flag=True, help="One JSON array.")
+@json_option
 def ls(runs: Path, as_json: bool) -> None:
-    """List the runs in the folder RUNS (by default ./runs), oldest first."""
+    """List the runs in the folder RUNS, by default ./runs; the newest is last."""
     found = sorted(_runs(runs), key=lambda run: run["started"])
     if as_json:
         click.echo(json.dumps(found, indent=1))

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import click
 
+from pipeline.commands.options import FOLDER, out_option
+
 
 @click.command("new-stage")
 @click.argument("name")
-@click.option("-o", "--out", type=click.Path(path_type=Path), help="The folder to make.")
+@out_option("Folder to make.", kind=FOLDER)
 def new_stage(name: str, out: Path | None) -> None:
     """Write a plugin package with the stage NAME, such as optimizer.sgd.
 

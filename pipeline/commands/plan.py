@@ -10,8 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.chain.registry import Registry
-from pipeline.commands.completion import OVERRIDE, RECIPE
-from pipeline.commands.hardware_options import FILE, asked_for, machine_options
+from pipeline.commands.hardware_options import asked_for, machine_options
+from pipeline.commands.options import (
+    json_option,
+    out_option,
+    overrides_argument,
+    recipe_argument,
+)
 from pipeline.commands.pinned import pinned_option
 from pipeline.commands.trust import trust_options
 from pipeline.errors import NoFit, PipeError, UsageError, in_words, system_errors_as
@@ -22,13 +27,13 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("recipe", type=click.Path(path_type=Path), shell_complete=RECIPE)
-@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
+@recipe_argument
+@overrides_argument
 @machine_options
-@click.option("--trace", is_flag=True, help="Run the actual model on tensors without memory, too.")
+@click.option("--trace", is_flag=True, help="Also run the whole model on tensors without memory.")
 @click.option("-q", "--quiet", is_flag=True, help="Print only whether it fits.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--out", type=FILE, help="Save the plan, for `pipe run --plan`.")
+@out_option("Plan to write, for `pipe run --plan`.")
+@json_option
 @pinned_option
 @click.pass_obj
 @trust_options
@@ -43,13 +48,12 @@ def plan(
     out: Path | None,
     **hardware: Any,
 ) -> None:
-    """Predict the needs of RECIPE: memory in every phase, disk, network, time.
+    """Predict memory in every phase, disk, network and time of RECIPE.
 
-    The model's blocks are run once on tensors without memory: no GPU, no weights, no network beyond
-    the model's config. With --trace the actual strategy is run so too.
-    Exit code 3 when it does not fit.
+    Runs each kind of block once on tensors without memory: needs no GPU, no weights, and no network
+    except for the model's config. Exit code 3 if the recipe does not fit.
 
-    OVERRIDES change the recipe first, as in train.micro_batch_size=2.
+    OVERRIDES change the recipe first, such as train.micro_batch_size=2.
     """
     from pipeline.distributed.signals import stoppable
     from pipeline.planning.memory_plan import check, estimate_plan

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.completion import OVERRIDE, RECIPE
 from pipeline.commands.display import display_options
+from pipeline.commands.options import FOLDER, overrides_argument, recipe_argument
 from pipeline.commands.trust import trust_options
 
 if TYPE_CHECKING:
@@ -29,10 +29,10 @@ def _steps(context: click.Context, parameter: click.Parameter, text: str) -> tup
 
 
 @click.command("profile")
-@click.argument("recipe", type=click.Path(path_type=Path), shell_complete=RECIPE)
-@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
+@recipe_argument
+@overrides_argument
 @click.option("--steps", callback=_steps, default="4-6", show_default=True, help="Steps to record.")
-@click.option("--run-dir", type=click.Path(path_type=Path), help="The folder to make.")
+@click.option("--run-dir", type=FOLDER, help="Folder of the run.")
 @display_options
 @trust_options
 def profile(
@@ -42,10 +42,10 @@ def profile(
     run_dir: Path | None,
     display: Display,
 ) -> None:
-    """Train RECIPE for a few steps under torch.profiler, and say what their time went to.
+    """Record a few training steps of RECIPE with torch.profiler and show where their time goes.
 
-    Each rank leaves a trace for https://ui.perfetto.dev and, on GPUs, a snapshot of its memory, in
-    the folder `profile` of the run.
+    Each rank writes a trace for https://ui.perfetto.dev and, on GPUs, a memory snapshot into the
+    folder `profile` of the run.
     """
     from pipeline.bench.profiled import profiled_recipe
     from pipeline.chain.plan import plan_file

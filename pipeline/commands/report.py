@@ -9,42 +9,31 @@ from pathlib import Path
 import click
 
 from pipeline.commands.completion import RUN
-
-HTML = click.Path(path_type=Path, dir_okay=False)
+from pipeline.commands.options import json_option, out_option, run_argument
 
 
 @click.command("report")
-@click.argument(
-    "run",
-    metavar="[RUN|FOLDER]",
-    type=click.Path(path_type=Path),
-    required=False,
-    shell_complete=RUN,
-)
-@click.option(
-    "-o", "--out", type=HTML, help="The file to write, instead of report.html in RUN or FOLDER."
-)
+@run_argument(metavar="RUN|FOLDER")
+@out_option("HTML file to write.", default="report.html in RUN or FOLDER")
 @click.option("--open", "opens", is_flag=True, help="Open the page in the browser.")
-def report(run: Path | None, out: Path | None, opens: bool) -> None:
-    """Write the report of RUN (by default the newest in ./runs): one HTML file that needs no
-    network.
+def report(run: Path, out: Path | None, opens: bool) -> None:
+    """Write the report of RUN, by default the newest run in ./runs: one HTML file.
 
-    It has the curves, time by stage, memory, events, generated samples, the recipe with the origin
-    of every value, and the environment. A run writes it at its end; this works at any time. Of a
-    FOLDER with runs, it is a table of all runs, their curves, and links to their reports.
+    The report shows curves, time by stage, memory, events, generated samples, the recipe with the
+    origin of every value, and the environment. Each run also writes it when it ends. The report of
+    a FOLDER with runs is a table of all runs, with their curves and links to their reports.
     """
     from pipeline.errors import UsageError, system_errors_as
-    from pipeline.execution import rundir
     from pipeline.utils.terminal import hide_environment
     from pipeline.view.report.folder_report import holds_runs, write_folder_report
     from pipeline.view.report.run_report import write_report
 
     hide_environment()
     with system_errors_as(UsageError):
-        if run is not None and holds_runs(run):
+        if holds_runs(run):
             page = write_folder_report(run, out)
         else:
-            page = write_report(run or rundir.newest(Path("runs")), out)
+            page = write_report(run, out)
     click.echo(page)
     if opens:
         _open(page.resolve().as_uri())
@@ -64,10 +53,10 @@ def _open(address: str) -> None:
 @click.argument(
     "runs", metavar="RUN RUN...", nargs=-1, type=click.Path(path_type=Path), shell_complete=RUN
 )
-@click.option("-o", "--out", type=HTML, help="Write an HTML page with the runs' curves too.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@out_option("HTML page to write, with the curves of the runs.")
+@json_option
 def compare(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
-    """Compare runs: where their recipes and environments differ, and their results.
+    """Compare the results, recipes and environments of runs.
 
     A * marks the best value of a row. Lower is better for losses and memory, higher for speeds.
     """
@@ -81,7 +70,7 @@ def compare(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
     from pipeline.view.report import compare as comparison
 
     if len(runs) < 2:
-        raise click.UsageError("name two runs or more")
+        raise click.UsageError("name two runs or more: pipe compare RUN RUN (pipe ls lists them)")
     hide_environment()
     histories = [read_history(run) for run in runs]
     tables = {

@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.completion import OVERRIDE, RECIPE, RUN
 from pipeline.commands.display import display_options
+from pipeline.commands.options import (
+    Count,
+    dry_run_option,
+    overrides_argument,
+    recipe_argument,
+    run_argument,
+    runs_option,
+)
 from pipeline.commands.pinned import pinned_option
 from pipeline.commands.selection import selection_options
 from pipeline.commands.trust import trust_options
@@ -28,17 +35,17 @@ def node_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--hostfile",
             type=click.Path(path_type=Path, dir_okay=False),
-            help="DeepSpeed's list of nodes: `HOST slots=N` a line; node 0 comes first.",
+            help="DeepSpeed hostfile: one line `HOST slots=N` per node, node 0 first.",
         ),
         click.option(
-            "--rdzv", metavar="HOST:PORT", help="Address of node 0, where the nodes meet."
+            "--rdzv", metavar="HOST:PORT", help="Address of node 0, to which all nodes connect."
         ),
-        click.option("--node-rank", type=click.IntRange(0), help="Number of this node, from 0."),
+        click.option("--node-rank", type=Count(0), help="Rank of this node, from 0."),
         click.option(
             "--nodes",
             metavar="N|MIN:MAX",
-            help="Number of nodes; this command is started on each. With MIN:MAX the run goes on "
-            "with those that are left.",
+            help="Number of nodes; start the same command on each. With MIN:MAX the run continues "
+            "with the nodes that remain.",
         ),
     ):
         command = option(command)
@@ -46,31 +53,25 @@ def node_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @click.command("run")
-@click.argument("recipe", type=click.Path(path_type=Path), shell_complete=RECIPE)
-@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
+@recipe_argument
+@overrides_argument
 @click.option(
     "--run-dir",
     type=click.Path(path_type=Path),
-    help="The run's folder itself. If it holds a run, go on with that under RECIPE.",
+    help="Folder of the run. If it holds a run, continue that run under RECIPE.",
 )
-@click.option("--group", help="Let the members of this group read the run's folder.")
-@click.option("--fresh", is_flag=True, help="Refuse a --run-dir that holds a run (exit code 2).")
-@click.option(
-    "--runs",
-    type=click.Path(path_type=Path),
-    default="runs",
-    show_default=True,
-    help="Where the run's folder NAME-TIME is made.",
-)
+@click.option("--group", help="Let members of this group read the run's folder.")
+@click.option("--fresh", is_flag=True, help="Refuse a --run-dir that already holds a run.")
+@runs_option("Folder in which to create the run's folder NAME-TIME.")
 @click.option(
     "--plan",
     "planned",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="A plan saved by `pipe plan --out`: refuse to run anything else (exit code 4).",
+    help="Plan of `pipe plan --out`: refuse to run anything else (exit code 4).",
 )
 @node_options
 @selection_options
-@click.option("-n", "--dry-run", is_flag=True, help="Say what would run, and run nothing.")
+@dry_run_option
 @pinned_option
 @display_options
 @trust_options
@@ -87,9 +88,9 @@ def run(
     display: Display,
     **where: Any,
 ) -> None:
-    """Carry out RECIPE, from loading the model to exporting it.
+    """Run all stages of RECIPE, from loading the model to exporting it.
 
-    OVERRIDES change the recipe, as in train.steps=50 wrap.stage=2.
+    OVERRIDES change the recipe first, such as train.steps=50 wrap.stage=2.
     """
     from pipeline.chain.plan import Started, plan_file
     from pipeline.distributed.environment import is_worker, worker_local_world_size
@@ -177,22 +178,22 @@ ACCEPTABLE = (
 
 
 @click.command("resume")
-@click.argument("run_dir", metavar="RUN", type=click.Path(path_type=Path), shell_complete=RUN)
-@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
+@run_argument("run_dir")
+@overrides_argument
 @click.option(
     "--recipe",
     type=click.Path(path_type=Path),
-    help="Continue under this recipe instead of the run's own: another strategy, other hardware.",
+    help="Continue under this recipe, not the run's own: another strategy, other hardware.",
 )
 @click.option(
     "--accept",
     type=click.Choice(ACCEPTABLE),
     multiple=True,
-    help="Continue although this part of the training has changed. May be repeated.",
+    help="Continue even if this part of the training has changed. May be repeated.",
 )
 @node_options
 @selection_options
-@click.option("-n", "--dry-run", is_flag=True, help="Say what would run, and run nothing.")
+@dry_run_option
 @pinned_option
 @display_options
 @trust_options
@@ -206,12 +207,12 @@ def resume(
     display: Display,
     **where: Any,
 ) -> None:
-    """Continue RUN at its first unfinished stage, training from its newest checkpoint.
+    """Continue RUN, by default the newest run in ./runs, where it stopped.
 
-    OVERRIDES change the run's recipe for good. Stages that they concern run again; training goes on
-    from its newest checkpoint under the new settings. Another strategy, number of processes,
-    micro-batch or accumulation continues the same training; another model, tokenizer, data, order
-    or global batch is refused, unless it is named with --accept.
+    Finished stages are skipped; training continues from its newest checkpoint. OVERRIDES change the
+    run's recipe permanently, and the stages that they affect run again. The strategy, the number of
+    processes, the micro-batch size and the accumulation may change. A different model, tokenizer,
+    data, order or global batch is refused unless --accept names it.
     """
     from pipeline.chain.plan import Started, plan_file
     from pipeline.distributed.placement import NodeOptions

@@ -12,9 +12,9 @@ import click
 def selection_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add --from, --until and --only; the command is called with a `selection` in their place."""
 
-    @click.option("--from", "first", metavar="SLOT", help="Run SLOT and all behind it again.")
-    @click.option("--until", "last", metavar="SLOT", help="End behind SLOT.")
-    @click.option("--only", metavar="SLOT", help="Run SLOT, finished or not, and end behind it.")
+    @click.option("--from", "first", metavar="SLOT", help="Run SLOT and all later slots again.")
+    @click.option("--until", "last", metavar="SLOT", help="Stop after SLOT.")
+    @click.option("--only", metavar="SLOT", help="Run SLOT only, even if it has finished.")
     @functools.wraps(command)
     def with_selection(
         *args: Any, first: str | None, last: str | None, only: str | None, **rest: Any

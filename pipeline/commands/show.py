@@ -15,7 +15,7 @@ import click
 from pipeline.chain.common_fields import common_fields
 from pipeline.chain.plan import Plan, in_order, load_slots, plan_file
 from pipeline.chain.registry import Registry
-from pipeline.commands.completion import OVERRIDE, RECIPE
+from pipeline.commands.options import Count, json_option, overrides_argument, recipe_argument
 from pipeline.contracts.data import Sample
 from pipeline.errors import RecipeError
 from pipeline.execution.data_preview import Preview, Token, documents, preview
@@ -30,32 +30,31 @@ from pipeline.utils.text import plural
 
 
 @click.command()
-@click.argument("recipe", shell_complete=RECIPE)
-@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
-@click.option("--origin", is_flag=True, help="Say where each value came from.")
+@recipe_argument
+@overrides_argument
+@click.option("--origin", is_flag=True, help="Show the file and line that each value comes from.")
 @click.option(
     "--data",
     "count",
-    type=click.IntRange(min=1),
-    help="Show this many training samples instead, with the tokens that are trained on marked.",
+    type=Count(min=1),
+    help="Show this many training samples instead, with trained tokens marked.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 @click.pass_obj
 def show(
     registry: Registry | None,
-    recipe: str,
+    recipe: Path,
     overrides: tuple[str, ...],
     origin: bool,
     count: int | None,
     as_json: bool,
 ) -> None:
-    """Show RECIPE, or the recipe of the run folder RECIPE, as it would run.
+    """Show RECIPE with all its values filled in, or samples of its data.
 
-    Files it extends, overrides, interpolations and defaults are filled in; values from the
-    environment stay references. With --data, its samples are shown: data and tokenizer are
-    prepared in this process, and no weights are read.
+    RECIPE is a file, or the folder of a run. Includes what it extends, OVERRIDES, interpolations
+    and defaults; values from the environment stay references. No weights are read.
     """
-    file = Path(recipe) / "recipe.yaml" if Path(recipe).is_dir() else Path(recipe)
+    file = recipe / "recipe.yaml" if recipe.is_dir() else recipe
     if count is not None:
         plan = plan_file(file, overrides, registry=registry)
         _show_data(plan, count=count, as_json=as_json)

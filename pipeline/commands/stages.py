@@ -13,6 +13,7 @@ import click
 from pipeline.chain.json_schema import recipe_schema
 from pipeline.chain.registry import Entry, Registry
 from pipeline.commands.completion import STAGE
+from pipeline.commands.options import json_option
 from pipeline.contracts.signature import gives, needs
 from pipeline.errors import PluginError, UsageError
 from pipeline.recipe.field_docs import FieldRow, field_rows
@@ -21,10 +22,10 @@ from pipeline.utils.text import align
 
 @click.command()
 @click.argument("name", required=False, shell_complete=STAGE)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@json_option
 @click.pass_obj
 def stages(registry: Registry | None, name: str | None, as_json: bool) -> None:
-    """List the installed stages, or explain the one called NAME."""
+    """List the installed stages, or explain stage NAME with all its fields."""
     registry = registry or Registry.installed()
     if name is None:
         listed = [_listed(entry, registry) for entry in registry.entries()]
@@ -104,9 +105,9 @@ def _field(row: FieldRow) -> Iterator[str]:
 @click.command()
 @click.pass_obj
 def schema(registry: Registry | None) -> None:
-    """Print the JSON Schema of recipes, composed from the installed stages.
+    """Print the JSON Schema of recipes with the installed stages.
 
-    Save it as recipe.schema.json and start a recipe with the line
+    Save it as recipe.schema.json and begin a recipe with the line
 
     # yaml-language-server: $schema=recipe.schema.json
     """

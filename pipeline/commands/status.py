@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
-from pipeline.commands.completion import RUN
+from pipeline.commands.options import Count, json_option, run_argument
 
 if TYPE_CHECKING:
     from pipeline.view.follow import Follower
@@ -22,15 +22,13 @@ LONGEST = 1 << 20
 
 
 @click.command("status")
-@click.argument(
-    "run", metavar="[RUN]", type=click.Path(path_type=Path), required=False, shell_complete=RUN
-)
-@click.option("-f", "--follow", is_flag=True, help="Keep showing it until the run ends.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
-def status(run: Path | None, follow: bool, as_json: bool) -> None:
-    """Show how far RUN is (by default the newest in ./runs).
+@run_argument()
+@click.option("-f", "--follow", is_flag=True, help="Keep the display up to date until RUN ends.")
+@json_option
+def status(run: Path, follow: bool, as_json: bool) -> None:
+    """Show the progress of RUN, by default the newest run in ./runs.
 
-    It works in any terminal that sees the folder of the run. Training is not affected.
+    Works from any terminal that sees the run's folder, and does not slow training down.
     """
     from pipeline.errors import RecipeError
     from pipeline.execution import rundir
@@ -39,7 +37,7 @@ def status(run: Path | None, follow: bool, as_json: bool) -> None:
 
     if follow and as_json:
         raise click.UsageError("--follow excludes --json")
-    folder = rundir.existing(run or rundir.newest(Path("runs")))
+    folder = rundir.existing(run)
     recipe, problems = read_recipe(folder / rundir.RECIPE)  # its variables may not be set here
     if recipe is None:
         raise RecipeError(problems)
@@ -103,22 +101,18 @@ def _draw(run: Follower, *, follow: bool) -> None:
 
 
 @click.command("logs")
-@click.argument(
-    "run", metavar="[RUN]", type=click.Path(path_type=Path), required=False, shell_complete=RUN
-)
-@click.option("--rank", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option(
-    "-f", "--follow", is_flag=True, help="Keep printing what is added, until the run ends."
-)
-@click.option("-n", "--lines", type=click.IntRange(min=0), help="Only the last so many lines.")
-def logs(run: Path | None, rank: int, follow: bool, lines: int | None) -> None:
-    """Print the log of a rank of RUN (by default the newest in ./runs)."""
+@run_argument()
+@click.option("--rank", type=Count(min=0), default=0, show_default=True, help="Rank to print.")
+@click.option("-f", "--follow", is_flag=True, help="Print new lines until RUN ends.")
+@click.option("-n", "--lines", type=Count(min=0), help="Print the last N lines only.")
+def logs(run: Path, rank: int, follow: bool, lines: int | None) -> None:
+    """Print the log of one rank of RUN, by default the newest run in ./runs."""
     from pipeline.errors import UsageError, system_errors_as
     from pipeline.execution import rundir
     from pipeline.utils.foreign import lines_of, open_regular
     from pipeline.utils.text import did_you_mean
 
-    folder = rundir.existing(run or rundir.newest(Path("runs")))
+    folder = rundir.existing(run)
     file = folder / "logs" / f"rank-{rank:05d}.log"
     if not file.is_file():
         ranks = sorted(str(int(one.stem[5:])) for one in (folder / "logs").glob("rank-*.log"))

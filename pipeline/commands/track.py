@@ -6,17 +6,17 @@ from pathlib import Path
 
 import click
 
-from pipeline.commands.completion import OVERRIDE, RUN
+from pipeline.commands.options import overrides_argument, run_argument
 
 
 @click.command("track")
-@click.argument("run", metavar="RUN", type=click.Path(path_type=Path), shell_complete=RUN)
-@click.argument("overrides", nargs=-1, shell_complete=OVERRIDE)
+@run_argument()
+@overrides_argument
 def track(run: Path, overrides: tuple[str, ...]) -> None:
-    """Send what the trackers of RUN have not been sent yet.
+    """Send the remaining measurements of RUN, by default the newest run in ./runs, to its trackers.
 
-    For runs on machines without a network, and where a run has ended before everything was sent.
-    OVERRIDES change the run's recipe for this command, as in track.mode=online.
+    Use it after runs on machines without a network, or after a run that ended before everything
+    was sent. OVERRIDES change the run's recipe for this command, such as track.mode=online.
     """
     from pipeline.chain.plan import plan_file, require_sound
     from pipeline.errors import PipeError, UsageError

@@ -13,13 +13,11 @@ from pipeline.utils.trust import TRUST_CODE, TRUST_PICKLE, trusted
 OPTIONS = {
     "--trust-pickle": (
         TRUST_PICKLE,
-        "Read files that are pickles (.bin, .pt, DeepSpeed's and DCP's checkpoints), with a "
-        "restricted reader.",
+        "Read pickles (.bin, .pt, checkpoints of DeepSpeed and DCP) with a restricted reader.",
     ),
     "--trust-remote-code": (
         TRUST_CODE,
-        "Run code that comes with a model or a folder of tasks, or is a kernel of the hub, where "
-        "the recipe asks for it.",
+        "Run code of a model, of a folder of tasks or of a hub kernel, if the recipe asks for it.",
     ),
 }
 

@@ -7,19 +7,21 @@ from pathlib import Path
 
 import click
 
+from pipeline.commands.options import run_argument
+
 
 @click.command("verify")
-@click.argument("folder", metavar="EXPORT|RUN", type=click.Path(path_type=Path))
+@run_argument("folder", metavar="RUN|EXPORT")
 @click.option(
     "--trust-remote-code",
     is_flag=True,
-    help="Run the model code that came with the export, which some architectures need.",
+    help="Run the model code in the export, which some architectures need.",
 )
 def verify(folder: Path, trust_remote_code: bool) -> None:
-    """Verify EXPORT, or the exports of RUN: the files are whole and compute what they did.
+    """Verify EXPORT, or the exports of RUN: nothing is damaged and the model computes the same.
 
-    Every byte is read and compared; then the model is loaded with transformers and run on the
-    prompt that was used when it was exported. Exit code 1 if anything differs.
+    RUN is by default the newest run in ./runs. Reads and compares every byte, then loads the model
+    with transformers and runs it on the prompt of its export. Exit code 1 if anything differs.
     """
     from pipeline.errors import UsageError
     from pipeline.execution import rundir

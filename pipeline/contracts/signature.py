@@ -93,6 +93,13 @@ def field_types(kind: type) -> Mapping[str, Any]:
     return {field.name: hints[field.name] for field in init_fields(kind)}
 
 
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """The field's default; `dataclasses.MISSING` when it must be given."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
 def dataclasses_in(annotation: Any) -> Iterator[type]:
     """The dataclasses that a value of this type may be or hold."""
     if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):

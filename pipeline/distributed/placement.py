@@ -129,6 +129,8 @@ def _of_hostfile(file: Path, node_rank: int | None) -> NodePlacement:
 
 
 def _laid_over(options: NodeOptions, base: NodePlacement | None) -> NodePlacement:
+    if options.nodes is not None:
+        bounds(options.nodes, "--nodes")
     needed = () if base else ("nodes", "node_rank", "rdzv")
     missing = [name for name in needed if getattr(options, name) is None]
     if missing:
@@ -166,7 +168,7 @@ def bounds(text: str, where: str) -> tuple[int, int]:
     low, colon, high = text.strip().partition(":")
     parts = (low, high) if colon else (low, low)
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise UsageError(f"{where}={text} is neither N nor MIN:MAX")
+        raise UsageError(f"{where}={text} is neither a number nor MIN:MAX, such as 2 or 2:4")
     if int(parts[0]) > int(parts[1]):
         raise UsageError(f"{where}={text}: MIN is above MAX")
     return int(parts[0]), int(parts[1])

@@ -26,6 +26,7 @@ from pipeline.execution import rundir
 from pipeline.execution.journal import Journal
 from pipeline.recipe import load_recipe
 from pipeline.recipe.dump import render
+from pipeline.utils.text import near_path
 
 EXPORT = "export"
 """The default folder of an export in its run."""
@@ -59,14 +60,15 @@ def chosen(source: str, *, step: str | None, model: str | None, to: Path | None)
     if step is not None:
         raise UsageError(f"--step is for a run; {source} is one checkpoint")
     if "://" not in source and not Path(source).is_dir():
-        raise UsageError(f"no such folder: {source}")
+        hint = "it is a recipe; name a run: pipe ls lists them" if Path(source).is_file() else ""
+        raise UsageError(f"no such folder: {source}", hint=hint or near_path(source))
     if run is None and model is None:
         raise UsageError(
             f"{source} does not lie in a run, so its architecture is not known",
             hint="--model names the model that was trained from",
         )
     if to is None:
-        raise UsageError("--to is missing: the folder to write")
+        raise UsageError("--out is missing: the folder to write")
     folder = to.absolute()
     return Choice(source, run, model, folder, _job(run, folder))
 

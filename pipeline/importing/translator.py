@@ -99,6 +99,11 @@ class Translator(ABC):
         """Return the unsupported tool whose file this is, if the keys show it."""
         return None
 
+    def meaning(self, key: str, value: Any) -> KeyOutcome | None:
+        """Return the outcome of one key that stands in a recipe, where it has no meaning; None if
+        no file of these tools has it."""
+        return None
+
     @abstractmethod
     def translate(self, files: Sequence[ConfigFile], request: Request) -> Translation:
         """Return the recipe of all files together. Raises UsageError if they do not agree."""

@@ -26,6 +26,7 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 
 
 _Dumper.add_representer(str, _text)
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("^None$"), ["N"])  # refused
 _Dumper.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(f"^(?:{FLOAT.pattern})$"), list("-+0123456789.")
 )

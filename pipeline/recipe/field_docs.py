@@ -12,9 +12,9 @@ from typing import Annotated, Any
 
 from pydantic.fields import FieldInfo
 
-from pipeline.contracts.signature import dataclasses_in, field_types, init_fields
+from pipeline.contracts.signature import dataclasses_in, default_of, field_types, init_fields
 from pipeline.recipe.dump import inline
-from pipeline.recipe.fields import default_of, field_docs
+from pipeline.recipe.fields import field_docs
 
 _BOUNDS = {
     "ge": ">= {}",

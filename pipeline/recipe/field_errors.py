@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.contracts.signature import dataclasses_in, field_types
 from pipeline.errors import Problem
 from pipeline.recipe.dump import inline
+from pipeline.recipe.field_example import Adapter, example
 from pipeline.recipe.nodes import KeyPath, SourceMap, dotted, lookup
 from pipeline.recipe.scalars import what_to_write
+from pipeline.recipe.unknown import UnknownKey
 from pipeline.utils.text import closest, did_you_mean
 
 _WANTED = {
@@ -55,18 +58,27 @@ class _Fault:
     wanted: str = ""
     options: tuple[str, ...] = ()
     message: str = ""
+    most: float | None = None
+    """The upper bound that the value is above."""
 
 
 def to_problems(
-    errors: Sequence[Any], kind: type, data: Mapping[str, Any], places: SourceMap, base: KeyPath
+    errors: Sequence[Any],
+    kind: type,
+    data: Mapping[str, Any],
+    places: SourceMap,
+    base: KeyPath,
+    *,
+    adapter: Adapter,
 ) -> list[Problem]:
-    """Problems of `data`, written at `base`, as a `kind`; those of one value become one."""
+    """Problems of `data`, written at `base`, as a `kind`; those of one value become one.
+    `adapter` tries values that hints name."""
     faults = [_fault(error, data) for error in errors]
     problems = []
     for path in dict.fromkeys(fault.path for fault in faults):
         here = [fault for fault in faults if fault.path == path]
         inside = any(len(f.path) > len(path) and f.path[: len(path)] == path for f in faults)
-        problem = _problem(here, inside=inside, kind=kind, places=places, base=base)
+        problem = _problem(here, kind, places, base, adapter, inside=inside)
         if problem is not None:
             problems.append(problem)
     return problems
@@ -79,7 +91,10 @@ def _fault(error: Any, data: Any) -> _Fault:
     if kind == "literal_error":
         return _Fault(path=path, type=kind, options=_options(context["expected"]))
     known = _MESSAGES.get(kind)
-    return _Fault(path=path, type=kind, message=known.format(**context) if known else error["msg"])
+    return _Fault(
+        path=path, type=kind, message=known.format(**context) if known else error["msg"],
+        most=context.get("le", context.get("lt")),
+    )  # fmt: skip
 
 
 def _path(error: Any, data: Any) -> KeyPath:
@@ -104,12 +119,19 @@ def _options(expected: str) -> tuple[str, ...]:
 
 
 def _problem(
-    faults: list[_Fault], *, inside: bool, kind: type, places: SourceMap, base: KeyPath
+    faults: list[_Fault],
+    kind: type,
+    places: SourceMap,
+    base: KeyPath,
+    adapter: Adapter,
+    *,
+    inside: bool,
 ) -> Problem | None:
     path = (*base, *faults[0].path)
     said = [fault for fault in faults if fault.message]
     if said:
-        message, hint = said[0].message, _hint(said[0], kind)
+        message = said[0].message
+        hint = _hint(said[0], kind) or _in_range(said[0], lookup(places.data, path))
         if said[0].type not in ("missing", "extra_forbidden", "value_error"):
             message += f", not {_shown(places, path)}"
     elif inside:
@@ -117,8 +139,14 @@ def _problem(
         return None
     else:
         message, hint = _wanted(faults, places, path)
+        hint = hint or example(kind, faults[0].path, lookup(places.data, path), adapter)
     by_key = said and said[0].type in ("missing", "extra_forbidden")
     place = places.key(path) if by_key else places.value(path)
+    if faults[0].type == "extra_forbidden":
+        return UnknownKey(
+            message=message, key=dotted(path), hint=hint, location=place,
+            path=path, value=lookup(places.data, path),
+        )  # fmt: skip
     return Problem(message=message, key=dotted(path), hint=hint, location=place)
 
 
@@ -131,7 +159,9 @@ def _wanted(faults: list[_Fault], places: SourceMap, path: KeyPath) -> tuple[str
     if not isinstance(written, str):
         only_text = wanted == ["text"] and isinstance(written, int | float)
         return message, f'write "{inline(written)}"' if only_text else ""
-    found = closest(written, options)
+    if written in options:
+        return message, "remove the quotes"
+    found = closest(written.lower(), options)
     if found is not None:
         return message, f"did you mean `{found}`?"
     return message, _trap(written, wanted)
@@ -143,6 +173,17 @@ def _trap(written: str, wanted: list[str]) -> str:
     hint = what_to_write(written)
     is_word = hint in ("write true", "write false")
     return hint if is_word == ("true or false" in wanted) or hint == "remove the quotes" else ""
+
+
+def _in_range(fault: _Fault, written: Any) -> str:
+    """What to write for a number or a text that is out of range; empty without a good guess."""
+    if fault.most is not None and fault.most <= 1 and isinstance(written, int | float):
+        return f"{written} % is {written / 100}" if 1 < written <= 100 else ""
+    if fault.type == "string_pattern_mismatch" and isinstance(written, str):
+        plain = re.sub(r"[^A-Za-z0-9._-]+", "-", written).strip("-.")
+        fits = re.fullmatch(fault.message.removeprefix("must match "), plain) is not None
+        return f"write {plain}" if fits else ""
+    return ""
 
 
 def _hint(fault: _Fault, kind: type) -> str:

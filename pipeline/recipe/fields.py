@@ -27,7 +27,7 @@ from pydantic import (
     create_model,
 )
 
-from pipeline.contracts.signature import field_types, init_fields, name_of
+from pipeline.contracts.signature import default_of, field_types, init_fields, name_of
 from pipeline.errors import PluginError, Problem
 from pipeline.recipe.field_errors import to_problems
 from pipeline.recipe.nodes import KeyPath, SourceMap
@@ -44,7 +44,9 @@ def build(
         validated: T = adapter(kind).validate_json(json.dumps(data), strict=True)  # type: ignore[arg-type]
         return validated, []
     except ValidationError as error:
-        return None, to_problems(error.errors(include_url=False), kind, data, places, path)
+        return None, to_problems(
+            error.errors(include_url=False), kind, data, places, path, adapter=adapter
+        )
 
 
 @functools.cache
@@ -66,13 +68,6 @@ def field_docs(kind: type) -> Mapping[str, str]:
         if dataclasses.is_dataclass(base):
             docs.update(_docs_in(base))
     return docs
-
-
-def default_of(field: dataclasses.Field[Any]) -> Any:
-    """The field's default; `dataclasses.MISSING` when it must be given."""
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
 
 
 def _docs_in(kind: type) -> dict[str, str]:

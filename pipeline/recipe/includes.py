@@ -10,6 +10,7 @@ from pathlib import Path
 from pipeline.errors import Location, Problem
 from pipeline.recipe.merge import merge
 from pipeline.recipe.nodes import Node
+from pipeline.recipe.not_a_recipe import hint_for, other_kind
 from pipeline.recipe.parse import parse
 from pipeline.utils.foreign import open_regular
 from pipeline.utils.terminal import typed
@@ -86,11 +87,12 @@ class Sources:
         if root is None and not problems:
             self._say("the recipe is empty", Location(file=name))
             return None
-        if not self._is_recipe(root, text):
+        whole = root if not problems or (root and isinstance(root.value, dict)) else None
+        if not self._is_recipe(whole, text):
             # Nothing of it is shown: `extends` can name any file that this person may read.
             where = Location(file=name) if root is None else root.at
-            place = problems[0].location if problems else where
-            self._say("a recipe is a mapping with `name` and `stages`", place)
+            place = (problems[0].location if problems else None) or where
+            self._say("a recipe is a mapping with `name` and `stages`", place, other_kind(path))
             return None
         typed(text)
         self.problems.extend(problems)
@@ -107,7 +109,7 @@ class Sources:
                 data = file.read(MAX_BYTES + 1)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            self._say(f"cannot read {shown(path)}: {reason}", asked)
+            self._say(f"cannot read {shown(path)}: {reason}", asked, hint_for(path))
             return None
         self.files.append(path)
         if len(data) > MAX_BYTES:
@@ -122,5 +124,7 @@ class Sources:
             self._say(f"byte 0x{data[error.start]:02x} is not UTF-8", place)
             return None
 
-    def _say(self, message: str, place: Location | None) -> None:
-        self.problems.append(Problem(message=message, location=place))
+    def _say(self, message: str, place: Location, hint: str = "") -> None:
+        # the message names a file that the command line has named
+        location = place if place.line or place.file not in message else None
+        self.problems.append(Problem(message=message, hint=hint, location=location))

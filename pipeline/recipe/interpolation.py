@@ -193,7 +193,8 @@ def _refusal(call: Call, allowed: Collection[str], *, hide_env: bool) -> str | N
         return "`oc.env` needs the name of an environment variable"
     name = call.args[0]
     if name not in allowed:
-        return f"environment variable `{name}` is not in the recipe's `env` list (add it there)"
+        hint = f"add `env: [{name}]` at the top"
+        return f"environment variable `{name}` is not in the recipe's `env` list ({hint})"
     if len(call.args) == 1 and name not in os.environ and not hide_env:
         hint = f"a default reads ${{oc.env:{name},value}}"
         return f"environment variable `{name}` is not set ({hint})"
@@ -233,6 +234,10 @@ def _explain(error: Exception, root: Node) -> tuple[str, str]:
     key = named[1] or named[2]
     found = closest(key, [".".join(map(str, path)) for path, _ in walk(root) if path])
     hint = f"did you mean `{found}`?" if found else ""
+    if key.isupper():
+        hint = (
+            f"for the environment variable, write ${{oc.env:{key}}} and `env: [{key}]` at the top"
+        )
     return f"`${{{key}}}` refers to nothing in this recipe", hint
 
 

@@ -77,14 +77,18 @@ class Launch:
     nodes: Annotated[int, Field(ge=1, le=65_536)] | Nodes | None = None
     """Nodes, or `{min, max}` for a run that goes on with the nodes that are left; null is as many
     as the launcher has, or one."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device to compute on; auto is cuda where there is a GPU."""
+    device: Literal["auto", "cpu", "cuda", "gpu"] = "auto"
+    """Device to compute on; auto is cuda if there is a GPU, and gpu is another name of cuda."""
     threads: Annotated[int, Field(ge=1)] | None = None
     """CPU threads of each process; null shares the cores out evenly."""
     restarts: Restarts = Restarts()
     """Automatic restarts after a failure."""
     timeouts: Timeouts = Timeouts()
     """Time limits, after which a run counts as stalled."""
+
+    def __post_init__(self) -> None:
+        if self.device == "gpu":
+            object.__setattr__(self, "device", "cuda")
 
     @property
     def ranks(self) -> int | None:

@@ -21,6 +21,7 @@ from pipeline.recipe.merge import drop_removed
 from pipeline.recipe.nodes import KeyPath, Node, SourceMap, places_of, plain
 from pipeline.recipe.overrides import apply, put
 from pipeline.recipe.replaced import Common, lost
+from pipeline.recipe.unknown import UnknownKey
 from pipeline.utils.text import did_you_mean
 
 SLOT = re.compile(r"[a-z][a-z0-9_]*")
@@ -145,9 +146,13 @@ def _known(tree: Node) -> tuple[Node, list[Problem]]:
 
 
 def _unknown_key(key: str, tree: Node) -> Problem:
-    is_slot = "use" in tree.entries()[key].entries()
+    node = tree.entries()[key]
+    is_slot = "use" in node.entries()
     hint = "slots belong under `stages`" if is_slot else did_you_mean(key, TOP_LEVEL)
-    return Problem(message="unknown key", key=key, hint=hint, location=tree.keys[key])
+    return UnknownKey(
+        message="unknown key", key=key, hint=hint, location=tree.keys[key],
+        path=(key,), value=plain(node),
+    )  # fmt: skip
 
 
 def _slots(stages: Any, places: SourceMap) -> tuple[dict[str, SlotSpec], list[Problem]]:
@@ -155,7 +160,14 @@ def _slots(stages: Any, places: SourceMap) -> tuple[dict[str, SlotSpec], list[Pr
         return {}, []
     if not isinstance(stages, Mapping):
         message = "must be a mapping of slots, each with `use` and the stage's fields"
-        return {}, [Problem(message=message, key="stages", location=places.value(("stages",)))]
+        hint = "write a slot's name before each, without dashes: `model: {use: ..., ...}`"
+        place = places.value(("stages",))
+        return {}, [Problem(message=message, key="stages", hint=hint, location=place)]
+    if isinstance(stages.get("use"), str):
+        message = "`use` stands where a slot's name belongs"
+        hint = "indent it, and the fields after it, by two spaces more than the slot's name"
+        place = places.key(("stages", "use"))
+        return {}, [Problem(message=message, key="stages", hint=hint, location=place)]
     slots: dict[str, SlotSpec] = {}
     problems: list[Problem] = []
     for slot, value in stages.items():
@@ -176,7 +188,7 @@ def _wrong_slot(slot: str, value: Any, places: SourceMap) -> list[Problem]:
     if message:
         problems.append(Problem(message=message, key=slot, location=places.key(path)))
     if not isinstance(value, Mapping):
-        hint = f"write `{slot}: {{use: {value}}}`" if isinstance(value, str) else ""
+        hint = _as_slot(slot, value, command_line=places.value(path).on_command_line)
         message = "a slot is a mapping with `use` and the stage's fields"
         problems.append(Problem(message=message, key=slot, hint=hint, location=places.value(path)))
         return problems
@@ -188,6 +200,19 @@ def _wrong_slot(slot: str, value: Any, places: SourceMap) -> list[Problem]:
         hint = "`pipe stages` lists them"
         problems.append(Problem(message=message, key=f"{slot}.use", hint=hint, location=place))
     return problems
+
+
+def _as_slot(slot: str, value: Any, *, command_line: bool) -> str:
+    """What to write where a slot is no mapping."""
+    if isinstance(value, list):
+        return "remove the dashes: a slot's fields are no list"
+    field, equals, rest = str(value).partition("=")
+    if command_line and equals:
+        return f"write {slot}.{field}={rest}"
+    if not isinstance(value, str) or not re.fullmatch(r"[a-z][\w.]*", value):
+        return f"write `{slot}: {{use: ...}}`; `pipe stages` lists the stages"
+    use = value if "." in value else f"{slot}.{value}"
+    return f"write {slot}.use={use}" if command_line else f"write `{slot}: {{use: {use}}}`"
 
 
 def unless_reported(problems: list[Problem], reported: list[Problem]) -> list[Problem]:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pipeline.errors import COMMAND_LINE, Location, Problem, RecipeError
 from pipeline.recipe.merge import merge
-from pipeline.recipe.nodes import KeyPath, Node, dotted, places_of
+from pipeline.recipe.nodes import KeyPath, Node, dotted, places_of, plain
 from pipeline.recipe.parse import parse
 from pipeline.recipe.replaced import Common, stays
+from pipeline.recipe.torn_overrides import torn
+from pipeline.recipe.unknown import UnknownKey
 from pipeline.utils.text import did_you_mean
 
 TOP_LEVEL = ("name", "seed", "launch", "env", "dry_run")
@@ -22,9 +25,18 @@ TOP_LEVEL = ("name", "seed", "launch", "env", "dry_run")
 class _RefusedError(Exception):
     """The override cannot be applied; says why."""
 
-    def __init__(self, message: str, hint: str = "") -> None:
+    def __init__(self, message: str, hint: str = "", path: KeyPath = (), value: Any = None) -> None:
         super().__init__(message)
-        self.hint = hint
+        self.hint, self.path, self.value = hint, path, value
+
+    def problem(self, override: str, place: Location) -> Problem:
+        """The problem, which is one of an unknown key if the path is."""
+        message = f"`{override}`: {self}"
+        if not self.path:
+            return Problem(message=message, hint=self.hint, location=place)
+        return UnknownKey(
+            message=message, hint=self.hint, location=place, path=self.path, value=self.value
+        )
 
 
 def apply(
@@ -34,13 +46,22 @@ def apply(
     warnings of slots that got another `use`, in which fields of `common` stay."""
     problems: list[Problem] = []
     notes: list[Problem] = []
-    for number, override in enumerate(overrides, start=1):
+    words = [*enumerate(overrides, start=1)]
+    while words:
+        number, override = words.pop(0)
         place = Location(file=f"{COMMAND_LINE}override {number}")
+        meant = torn(override, [word for _, word in words])
+        if meant is not None:
+            written = " ".join([override, *(word for _, word in words[: meant.words])])
+            hint = f"write {meant.override}" if meant.override else meant.hint
+            message = f"`{written}`: an override reads path=value"
+            problems.append(Problem(message=message, hint=hint, location=place))
+            del words[: meant.words]
+            continue
         try:
             overlay, found = _overlay(root, override, place)
         except _RefusedError as error:
-            message = f"`{override}`: {error}"
-            problems.append(Problem(message=message, hint=error.hint, location=place))
+            problems.append(error.problem(override, place))
             continue
         problems.extend(found)
         if not found:
@@ -60,19 +81,17 @@ def put(root: Node, path: KeyPath, value: Node) -> Node:
 
 
 def _overlay(root: Node, override: str, place: Location) -> tuple[Node, list[Problem]]:
-    path, equals, text = override.partition("=")
-    if not equals:
-        raise _RefusedError("an override reads path=value", "such as train.steps=50")
+    path, _, text = override.partition("=")
     parts = path.split(".")
     if not all(parts):
         raise _RefusedError("the path before = has an empty part", "such as train.steps=50")
-    _check_start(root, parts)
     value, found = _value(path, text, place)
+    _check_start(root, parts, plain(value))
     full = parts if parts[0] in TOP_LEVEL else ["stages", *parts]
     return _nest(root, full, 0, value), found
 
 
-def _check_start(root: Node, parts: list[str]) -> None:
+def _check_start(root: Node, parts: list[str], value: Any) -> None:
     stages = root.entries().get("stages")
     slots = list(stages.entries()) if stages else []
     first = parts[0]
@@ -80,7 +99,8 @@ def _check_start(root: Node, parts: list[str]) -> None:
         raise _RefusedError("a path starts with the slot", f"write {'.'.join(parts[1:])}=...")
     if first not in TOP_LEVEL and first not in slots:
         hint = did_you_mean(first, [*slots, *TOP_LEVEL])
-        raise _RefusedError(f"the recipe has no slot `{first}`", hint)
+        path = (first,) if len(parts) == 1 else ()
+        raise _RefusedError(f"the recipe has no slot `{first}`", hint, path, value)
 
 
 def _value(path: str, text: str, place: Location) -> tuple[Node, list[Problem]]:
@@ -100,7 +120,8 @@ def _nest(base: Node | None, parts: list[str], depth: int, value: Node) -> Node:
         return _nest_in_list(base, base.value, parts, depth, value)
     if base is not None and base.value is not None and not isinstance(base.value, dict):
         above = dotted(tuple(parts[:depth]))
-        raise _RefusedError(f"`{above}` is `{base.value}`, which has no parts")
+        hint = f"write {above}=VALUE, or the name of another field"
+        raise _RefusedError(f"`{above}` is one value, `{base.value}`", hint)
     child = _nest(base.entries().get(part) if base else None, parts, depth + 1, value)
     return Node(value={part: child}, at=value.at, keys={part: value.at})
 

@@ -24,6 +24,7 @@ import yaml
 from pipeline.errors import Location, Problem
 from pipeline.recipe.nodes import Node
 from pipeline.recipe.scalars import Scalar, resolve
+from pipeline.recipe.yaml_errors import explain
 
 MAX_DEPTH = 64
 MAX_VALUES = 10_000
@@ -92,7 +93,7 @@ class _Parser:
             while loader.check_event():
                 self._take(loader.get_event())  # type: ignore[no-untyped-call]
         except yaml.MarkedYAMLError as error:
-            self._problems.append(self._syntax(error))
+            self._problems.append(self._syntax(error, text))
         except (ValueError, OverflowError):
             # PyYAML lets chr() and int() fail on absurd escapes and version numbers
             place = self._locate(loader.line, loader.column)
@@ -123,6 +124,8 @@ class _Parser:
         value: Scalar = resolve(event.value) if bare else event.value
         if isinstance(value, str):
             value = self._text(value, event.start_mark)
+        if bare and value == "None":
+            self._problem(event.start_mark, "`None` is text in YAML", "write null")
         node = Node(value=value, at=self._place(event.start_mark))
         self._finish(_Built(node=node, text=event.value, plain=bare), event.anchor)
 
@@ -139,7 +142,9 @@ class _Parser:
 
     def _alias(self, event: Any) -> None:
         if event.anchor not in self._anchors:
-            self._problem(event.start_mark, f"nothing is anchored as `&{event.anchor}` above")
+            hint = f'put quotes around text that begins with *: "*{event.anchor}"'
+            message = f"nothing is anchored as `&{event.anchor}` above"
+            self._problem(event.start_mark, message, hint)
             raise _StopError
         built = self._anchors[event.anchor]
         if built is None:
@@ -179,7 +184,9 @@ class _Parser:
 
     def _entry(self, parent: _Open, key: _Built, value: Node) -> None:
         if not key.text:
-            self._say(key.node.at, "a key has to be text", "put quotes around text with { or [")
+            # two braces open a mapping in a mapping: the value as a whole is meant as text
+            place = parent.at if isinstance(key.node.value, dict) else key.node.at
+            self._say(place, "a key has to be text", "put quotes around text with { or [")
         elif key.text == "<<" and key.plain:
             self._say(key.node.at, "merge keys (`<<`) are not allowed", "use `extends`")
         elif key.text in parent.entries:
@@ -199,14 +206,10 @@ class _Parser:
     def _say(self, place: Location, message: str, hint: str = "") -> None:
         self._problems.append(Problem(message=message, hint=hint, location=place))
 
-    def _syntax(self, error: yaml.MarkedYAMLError) -> Problem:
-        mark = error.problem_mark or error.context_mark
-        place = self._place(mark) if mark else self._locate(0, 0)
-        what = " ".join((error.problem or "cannot be read").split())
-        if "'\\t'" in what:
-            return Problem(message="a tab cannot be used here", hint="use spaces", location=place)
-        context = f" {error.context}" if error.context else ""
-        return Problem(message=f"not valid YAML: {what}{context}", location=place)
+    def _syntax(self, error: yaml.MarkedYAMLError, text: str) -> Problem:
+        mistake = explain(error, text)
+        place = self._locate(mistake.line, mistake.column)
+        return Problem(message=mistake.message, hint=mistake.hint, location=place)
 
     def _unreadable(self, text: str, error: yaml.reader.ReaderError) -> Problem:
         before = text[: error.position]

@@ -47,7 +47,23 @@ def what_to_write(text: str) -> str:
     if not isinstance(resolve(text), str):
         return "remove the quotes"
     number = _as_number(text)
-    return "" if number is None else f"write {number}"
+    return _in_words(text) if number is None else f"write {number}"
+
+
+def _in_words(text: str) -> str:
+    """Hint for a number with something after it: a comma, a percent sign, k or M."""
+    found = re.fullmatch(r"([-+]?[0-9.]+(?:e[-+]?[0-9]+)?)\s*([,;%kKmMbB])", text)
+    number = None if found is None else _as_number(found[1])
+    if found is None or number is None:
+        return ""
+    mark = found[2].lower()
+    if mark == "%":
+        return f"write {round(number / 100, 10)}"
+    if mark in ",;":
+        return f"write {number}, without `{mark}`"
+    power = {"k": 1, "m": 2, "b": 3}[mark]
+    decimal, binary = int(number * 1000**power), int(number * 1024**power)
+    return f"write all digits: {decimal} or {binary}"
 
 
 def _as_number(text: str) -> int | float | None:

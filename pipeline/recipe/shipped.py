@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,12 @@ def shipped_recipe(name: str) -> Path:
     if wanted not in known:
         raise UsageError(f"no recipe is called {name}", hint=did_you_mean(wanted, known))
     return known[wanted]
+
+
+def by_use(stages: Sequence[str]) -> list[str]:
+    """Return names of stages, first those that most shipped recipes use."""
+    texts = [file.read_text("utf-8") for file in shipped().values()]
+    return sorted(stages, key=lambda name: -sum(f"use: {name}" in text for text in texts))
 
 
 def absent_files(recipe: Recipe, folder: Path) -> list[Path]:

@@ -16,7 +16,14 @@ from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.precision import Precision
-from pipeline.contracts.signature import dataclasses_in, field_types, gives, init_fields, needs
+from pipeline.contracts.signature import (
+    dataclasses_in,
+    default_of,
+    field_types,
+    gives,
+    init_fields,
+    needs,
+)
 from pipeline.contracts.stage import Context
 from pipeline.contracts.tensors import Weights
 from pipeline.contracts.training import Checkpoints, TrainedRun
@@ -24,7 +31,7 @@ from pipeline.errors import Problem
 from pipeline.planning.planner import Planners
 from pipeline.planning.presets import presets
 from pipeline.recipe.field_docs import plain_value
-from pipeline.recipe.fields import adapter, default_of, field_docs
+from pipeline.recipe.fields import adapter, field_docs
 from pipeline.testing.helpers import checked, make
 
 KINDS: dict[str, type] = {

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
         duration,
         human,
         in_short,
+        near_path,
         plural,
+        shown_path,
     )
     from pipeline.utils.trust import require_code_trust, require_trust
 else:

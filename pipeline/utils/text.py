@@ -6,6 +6,7 @@ import difflib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 DIGEST_SHOWN = 12
@@ -28,6 +29,28 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
     if found is not None:
         return f"did you mean `{found}`?"
     return f"known here: {', '.join(names)}" if names else ""
+
+
+def near_path(path: str | Path) -> str:
+    """A hint that names the file or folder next to a missing `path` whose name is most like its
+    own; empty without one."""
+    missing = Path(path)
+    if missing.exists():
+        return ""
+    try:
+        names = [one.name for one in missing.parent.iterdir()]
+    except OSError:
+        return ""
+    stems = {Path(name).stem: name for name in names}  # endings are alike, and say nothing
+    alike = difflib.get_close_matches(missing.stem, stems, n=1, cutoff=0.6)
+    found = next((stems[stem] for stem in alike), None)
+    return f"did you mean {shown_path(missing.with_name(found))}?" if found else ""
+
+
+def shown_path(path: Path) -> str:
+    """A path as people write it: relative to the current folder if it lies below it."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def human(size: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,7 +88,10 @@ def rows_with_forms(
                     found = _form(row, given, names)
                     first = first or found
                     if found != first:
-                        raise row.error(f"a row of form {found!r} in a file of {first!r} rows")
+                        raise row.error(
+                            f"a row of form {found!r} in a file of {first!r} rows",
+                            hint="keep each form in files of its own, and name them in `sources`",
+                        )
                 except DataError as error:
                     mistakes.report(error)
                     continue
@@ -125,7 +129,28 @@ def _form(row: Row, given: Form | None, names: Names) -> Form:
     if not names.columns:
         hint += "; `columns` says what they are called here"
     there = sorted(key for key, value in row.value.items() if value is not None)
-    raise row.error(f"has {there}", hint=hint)
+    raise row.error(f"has {there}", hint=_meant(there, names) or hint)
+
+
+PAIRS = (
+    ("question", "answer"), ("query", "response"), ("input", "output"), ("prompt", "response"),
+    ("instruction", "response"), ("question", "response"), ("prompt", "answer"),
+)  # fmt: skip
+"""Names of columns for what `prompt` and `completion` are here."""
+
+
+def _meant(there: Sequence[str], names: Names) -> str:
+    """Return the hint for a row of no form whose keys are like those of one."""
+    if {"chosen", "rejected"} <= {*there}:
+        return "rows of preferences are trained on by TRL's DPOTrainer, not by this program"
+    for pair in PAIRS if not names.columns else ():
+        if {*pair} <= {*there}:
+            columns = zip(("prompt", "completion"), pair, strict=True)
+            given = ", ".join(f"{ours}: {theirs}" for ours, theirs in columns if ours != theirs)
+            return f"write `columns: {{{given}}}` in the data slot"
+    known = {names.of(key) for keys in KEYS.values() for key in keys}
+    close = (get_close_matches(key, known, n=1, cutoff=0.8) for key in there if key not in known)
+    return next((f"did you mean `{found[0]}`?" for found in close if found), "")
 
 
 def read(row: Row, form: Form, *, template: bool, names: Names, vocab_size: int) -> Example:

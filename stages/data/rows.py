@@ -106,8 +106,17 @@ def _lines(path: Path, report: Report) -> Iterator[Row]:
             except DataError as error:
                 report(error)
                 continue
+            if number == 1 and _begins_an_array(path, text):
+                hint = "give it the ending .json, or write one object a line"
+                message = "the file is one JSON array"
+                raise DataError(message, file=path, row=number, hint=hint)
             if text.strip():
                 yield Row(file=path, number=number, value=text)
+
+
+def _begins_an_array(path: Path, first: str) -> bool:
+    """Whether a file of JSON lines begins as an array of objects does."""
+    return path.name.endswith(JSON_LINES) and first.replace(" ", "") in ("[", "[{")
 
 
 def _decode(raw: bytes, path: Path, first_line: int) -> str:
@@ -180,6 +189,13 @@ def parsed_json(row: Row, text: str, what: str = "") -> Any:
     return value
 
 
+def _meant(row: Row, text: str) -> str:
+    """Return what to do about a line that is not JSON."""
+    if text.lstrip()[:2] in ("{'", "{\u2018", "{\u201c"):
+        return 'keys and texts of JSON have double quotes ("); write rows with json.dumps'
+    return _HINT
+
+
 def _decoded(row: Row, text: str, what: str = "") -> tuple[Any, bool]:
     """Return the value of a JSON text, and whether a _Twice stands for an object within it."""
     try:
@@ -189,7 +205,7 @@ def _decoded(row: Row, text: str, what: str = "") -> tuple[Any, bool]:
             return _MARKING.decode(text), True
     except (ValueError, RecursionError) as error:
         message = f"`{what}` is not JSON: {error}" if what else f"not JSON: {error}"
-        raise row.error(message, hint="" if what else _HINT) from error
+        raise row.error(message, hint="" if what else _meant(row, text)) from error
 
 
 def _require_once(row: Row, value: Any, place: str = "") -> None:

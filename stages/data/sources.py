@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import DataError, Problem, StageError
-from pipeline.utils import HubName, commit_of, optional, replace_text
+from pipeline.utils import HubName, commit_of, near_path, optional, replace_text, shown_path
 from stages.data.cache import cache_folder, digest
 from stages.data.rows import KNOWN, Report, Row, raised, require_columns, rows
 
@@ -57,6 +57,16 @@ def _is_everything(pattern: str) -> bool:
     return pattern.startswith("/") and "**" in pattern.split("/")[:2]
 
 
+def _existing(pattern: Path) -> str:
+    """Return a hint with what there is in the place of a pattern that matches no file."""
+    folder = pattern if pattern.is_dir() else pattern.parent
+    if folder == pattern or set(pattern.name) & set("*?["):
+        kinds = sorted({f"*{one.suffix}" for one in folder.glob("*.*")} & {f"*{e}" for e in KNOWN})
+        names = " and ".join(str(shown_path(folder / kind)) for kind in kinds)
+        return f"there is {names}" if names else f"{shown_path(folder)} has no file to train on"
+    return near_path(pattern)
+
+
 def file_problems(key: str, patterns: Patterns) -> Iterator[Problem]:
     """Yield mistakes in a field of files that show without reading one."""
     if not each_pattern(patterns):
@@ -72,11 +82,10 @@ def file_problems(key: str, patterns: Patterns) -> Iterator[Problem]:
             yield Problem(message=message, key=key, hint="pack rows into larger files")
             continue
         elif not matches:
-            hint = f"paths are relative to the working directory, {Path.cwd()}"
-            absolute = Path(pattern).is_absolute()
-            yield Problem(
-                message=f"no such file: {pattern}", key=key, hint="" if absolute else hint
-            )
+            hint = _existing(Path(pattern))
+            if not hint and not Path(pattern).is_absolute():
+                hint = f"paths are relative to the working directory, {Path.cwd()}"
+            yield Problem(message=f"no such file: {pattern}", key=key, hint=hint)
         for path in matches:
             yield from kind_problems(key, str(path))
             if path.resolve() in seen:
@@ -87,7 +96,7 @@ def file_problems(key: str, patterns: Patterns) -> Iterator[Problem]:
 def kind_problems(key: str, name: str) -> Iterator[Problem]:
     """Yield the mistake of a path or address whose ending is of no kind that can be read."""
     if not name.endswith(KNOWN):
-        hint = "known: " + " ".join(KNOWN)
+        hint = "convert it to one of: " + " ".join(KNOWN)
         yield Problem(message=f"{name}: unknown kind of file", key=key, hint=hint)
 
 

@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from pipeline import UsageError
-from pipeline.importing import ConfigFile, Request, Translation, Translator
+from pipeline.importing import ConfigFile, KeyOutcome, Request, Translation, Translator
 from stages.importing.engines import set_defaults
+from stages.importing.meaning import Company, meaning
 from stages.importing.reader import ACCELERATE_KIND, DEEPSPEED_KIND, Reader, kind_of
 from stages.importing.recipe import compose
 from stages.importing.report import Draft
+from stages.importing.rules import Table
 from stages.importing.sources import several
 from stages.importing.tools import tool_of
 
@@ -20,6 +22,9 @@ class RecipeTranslator(Translator):
     """The recipe of one tool, and the files that belong to it."""
 
     tool: ClassVar[str]
+    table: ClassVar[Table] = {}
+    """Its keys, except for lists of blocks."""
+    companies: ClassVar[Sequence[Company]] = ({},)
     beside: ClassVar[Sequence[str]] = (ACCELERATE_KIND, DEEPSPEED_KIND)
     """Kinds of files that may be given too."""
 
@@ -54,6 +59,16 @@ class RecipeTranslator(Translator):
         draft = compose(reader.report, request, recipes[0].path.stem, several)
         self.finish(draft)
         return reader.translation(draft)
+
+    def meaning(self, key: str, value: Any) -> KeyOutcome | None:
+        return meaning(key, value, self.table, self.companies, self._draft)
+
+    def _draft(self, file: ConfigFile) -> Draft:
+        reader = Reader([file])
+        self.read(reader, file, (), Request())
+        draft = compose(reader.report, Request(), "recipe", several)
+        self.finish(draft)
+        return draft
 
     @abstractmethod
     def read(

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import PlanView, Problem, StageError, UsageError
-from pipeline.utils import did_you_mean, require_code_trust, require_trust
+from pipeline.utils import (
+    did_you_mean,
+    near_path,
+    require_code_trust,
+    require_trust,
+    shown_path,
+)
 from stages.model.chat_template import read_template
 from stages.model.compat import causal_types, is_multimodal
 from stages.model.config_checks import NOT_BY_TEXT, sees_later_tokens, wrong_size
@@ -202,9 +209,13 @@ def _path(stage: HfModel, path: str) -> Found:
         if name is not None:
             yield "gguf_file", "`path` is already a GGUF file", ""
         if not place.is_file():
-            yield "path", f"no such file: {place}", ""
+            yield "path", f"no such file: {place}", near_path(place)
+    elif place.is_file():
+        weights = place.suffix in (".json", ".safetensors", ".bin", ".index")
+        hint = f"name its folder: {shown_path(place.parent)}" if weights else ""
+        yield "path", f"{place} is a file, and no GGUF file", hint
     elif not place.is_dir():
-        yield "path", f"no such folder: {place}", ""
+        yield "path", f"no such folder: {place}", near_path(place)
     elif name is not None:
         if not (place / name).is_file():
             yield "gguf_file", f"no such file: {place / name}", ""
@@ -233,6 +244,10 @@ def _hub(stage: HfModel, path: str) -> Found:
         repo, mark, revision = path.partition("@")
         split = f"write `path: {repo}` and `revision: {revision}`"
         hint = split if mark and HUB_ID.fullmatch(repo) else LOCAL_PATH
+        variable = re.match(r"\$(\w+)", path)
+        if variable is not None:
+            name = variable[1]
+            hint = f"write ${{oc.env:{name}}}, and `env: [{name}]` at the top of the recipe"
         yield "path", f"{path!r} is neither a hub id (owner/name) nor a local path", hint
     elif stage.revision is not None and not REVISION.fullmatch(stage.revision):
         yield "revision", f"{stage.revision!r} is not a commit, branch or tag", ""

@@ -75,7 +75,7 @@ def test_commands_of_a_document_are_those_of_the_program(document: Path) -> None
         ("launch r.yaml --target slrum --run-dir x", "slrum"),
         ("status one two", "two"),
         ("runs", "runs"),
-        ("export", "lacks"),
+        ("check", "lacks"),
     ],
 )
 def test_a_wrong_command_is_noticed(line: str, problem: str) -> None:

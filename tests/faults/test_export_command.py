@@ -100,7 +100,7 @@ def test_a_dry_run_that_fails_ends_the_run_on_all_ranks(plugin: Path, tmp_path: 
 
 
 def test_what_was_lost_is_exported_again(trained: Trained, tmp_path: Path) -> None:
-    command = ("export", str(trained.run), "--to", str(tmp_path / "out"))
+    command = ("export", str(trained.run), "--out", str(tmp_path / "out"))
     assert trained.pipe(*command).code == 0
     files = {file.name: file.read_bytes() for file in (tmp_path / "out").iterdir()}
     (tmp_path / "out/model.safetensors").unlink()
@@ -113,7 +113,7 @@ def test_what_was_lost_is_exported_again(trained: Trained, tmp_path: Path) -> No
 def test_an_earlier_step_in_another_dtype(trained: Trained, tmp_path: Path) -> None:
     target = tmp_path / "early"
     arguments = ("--step", "2", "--dtype", "fp32", "--max-shard-size", "20KB", "--procs", "2")
-    done = trained.pipe("export", str(trained.run), *arguments, "--to", str(target))
+    done = trained.pipe("export", str(trained.run), *arguments, "--out", str(target))
     assert done.code == 0, done.stderr
     assert len(list(target.glob("model-*"))) > 1
     tensors = {k: v for f in target.glob("*.safetensors") for k, v in load_file(f).items()}
@@ -131,7 +131,7 @@ def test_a_checkpoint_that_was_moved_away(trained: Trained, tmp_path: Path) -> N
     moved = tmp_path / "state"
     shutil.copytree(trained.run / "checkpoints/step-00000004", moved)
     model = str(trained.run / "export")
-    done = trained.pipe("export", str(moved), "--model", model, "--to", str(tmp_path / "out"))
+    done = trained.pipe("export", str(moved), "--model", model, "--out", str(tmp_path / "out"))
     assert done.code == 0, done.stderr
     one, two = (
         folder / "model.safetensors" for folder in (trained.run / "export", tmp_path / "out")
@@ -160,14 +160,17 @@ def pipe(*arguments: object) -> Result:
     [
         (("RUN", "--step", "3"), "has no checkpoint of step 3; there are 2, 4"),
         (("RUN", "--step", "best"), "no checkpoint of .* has a loss on held-out data"),
-        (("RUN/nothing", "--to", "x"), "no such folder"),
-        (("RUN/export", "--to", "x"), r"does not lie in a run.*--model names"),
-        (("RUN/checkpoints/step-00000004",), "--to is missing"),
-        (("RUN/checkpoints/step-00000004", "--step", "4", "--to", "x"), "--step is for a run"),
-        (("RUN", "--dtype", "int3", "--to", "x"), "dtype"),
-        (("RUN", "--max-shard-size", "big", "--to", "x"), "is not a size"),
-        (("RUN/export", "--to", "x", "--model", "owner/name"), "has no commit of main, and HF_HUB"),
-        (("RUN/export", "--to", "x", "--model", "./no"), "--model: there is no ./no"),
+        (("RUN/nothing", "--out", "x"), "no such folder"),
+        (("RUN/export", "--out", "x"), r"does not lie in a run.*--model names"),
+        (("RUN/checkpoints/step-00000004",), "--out is missing"),
+        (("RUN/checkpoints/step-00000004", "--step", "4", "--out", "x"), "--step is for a run"),
+        (("RUN", "--dtype", "int3", "--out", "x"), "dtype"),
+        (("RUN", "--max-shard-size", "big", "--out", "x"), "is not a size"),
+        (
+            ("RUN/export", "--out", "x", "--model", "owner/name"),
+            "has no commit of main, and HF",
+        ),
+        (("RUN/export", "--out", "x", "--model", "./no"), "--model: there is no ./no"),
     ],
 )
 def test_mistakes(

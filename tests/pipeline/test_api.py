@@ -102,7 +102,7 @@ def test_mistakes_start_nothing(tmp_path: Path, tiny_run: TinyRun) -> None:
         run(recipe(), ["declare.txt=1"])
     (problem,) = caught.value.problems
     assert problem.hint == "did you mean `text`?"
-    with pytest.raises(UsageError, match=r"holds no recipe\.yaml"):
+    with pytest.raises(UsageError, match=r"not the folder of a run"):
         resume("nothing")
     with pytest.raises(UsageError, match="no GPU of this name is known"):
         plan(tiny_run.recipe, gpus=1, gpu="Q5")

@@ -38,6 +38,12 @@ class Axolotl(RecipeTranslator):
     name = "axolotl"
     tool = AXOLOTL
     signs = "a recipe of axolotl has `base_model`"
+    table = TABLE
+    companies = (
+        {},
+        {"adapter": "lora", "lora_r": 8, "lora_alpha": 16},
+        {"val_set_size": 0.1, "eval_strategy": "steps"},
+    )
 
     def read(
         self, reader: Reader, recipe: ConfigFile, others: Sequence[ConfigFile], request: Request

@@ -42,6 +42,8 @@ class LlamaFactory(RecipeTranslator):
     name = "llama_factory"
     tool = LLAMA_FACTORY
     signs = "a recipe of LLaMA-Factory has `finetuning_type` or `cutoff_len`"
+    table = TABLE
+    companies = ({}, {"eval_strategy": "steps"})
 
     def kind(self, content: Mapping[str, Any]) -> str | None:
         return INFO_KIND if rows.is_info(content) else super().kind(content)

@@ -43,7 +43,7 @@ def _stage_problems(stage: Zero) -> Iterator[Problem]:
         if offload.device == "nvme" and stage.stage < 3:
             yield Problem(key=f"{block}.device", message="nvme needs stage 3")
         if (offload.device == "nvme") != bool(offload.path):
-            message = "is the folder that device nvme, and no other, writes to"
+            message = "device: nvme needs `path`, the folder that it writes to; cpu needs none"
             yield Problem(key=f"{block}.path", message=message)
 
 

@@ -80,7 +80,7 @@ def test_accepts(fakes: Draft202012Validator, path: str, value: object) -> None:
         ("name", "my run"),
         ("naem", "x"),
         ("launch", {"prcs": 1}),
-        ("launch.device", "gpu"),
+        ("launch.device", "tpu"),
         ("stages", {}),
         ("stages.Wrap", {"use": "wrap.red"}),
         ("stages.wrap", "wrap.red"),

@@ -94,7 +94,7 @@ def test_two_slots_that_give_the_same(planned: Callable[..., Plan], slot: str) -
         for name in (slot, other)
     ]
     assert (problem.key, problem.location and problem.location.line) == (f"{slot}.use", places[0])
-    assert problem.message.startswith("no slot reads the ")
+    assert problem.message.startswith("no slot reads its result")
     assert f"slot `{other}` (" in problem.message
     assert f"r.yaml:{places[1]}:" in problem.message
     assert f"`{slot}: null` or `{other}: null`" in problem.hint
@@ -102,7 +102,7 @@ def test_two_slots_that_give_the_same(planned: Callable[..., Plan], slot: str) -
 
 def test_a_slot_behind_its_reader(planned: Callable[..., Plan]) -> None:
     text = RECIPE + "  late: {use: optimizer.adam}\n"
-    with pytest.raises(RecipeError, match=r"late\.use: no slot reads the OptimizerPlan that it"):
+    with pytest.raises(RecipeError, match=r"late\.use: no slot reads its result: slot `optimizer`"):
         planned(text=text)
 
 
@@ -129,7 +129,7 @@ def test_a_stage_of_a_third_party_that_changes_what_it_takes(
 
     average = "  average: {use: average.mine}\n"
     assert plan(RECIPE.replace("  train:", f"{average}  train:")).warnings == ()
-    with pytest.raises(RecipeError, match=r"average.*no slot reads the Engine.*slot `wrap`"):
+    with pytest.raises(RecipeError, match=r"average.*no slot reads its result: slot `wrap`"):
         plan(RECIPE + average)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pipeline import cli
+from pipeline.commands.options import JSON_HELP
 from pipeline.errors import StageError
 from pipeline.recipe import load_recipe
 
@@ -375,3 +377,54 @@ main(["check", "missing.yaml"])
 
 def test_a_closed_terminal_changes_no_exit_code(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", CLOSED], cwd=tmp_path, check=False).returncode == 2
+
+
+def test_every_command_is_in_a_group_of_the_help() -> None:
+    grouped = [name for names in cli.GROUPS.values() for name in names.split()]
+    assert len(grouped) == len(set(grouped))
+    assert set(cli.COMMANDS) <= set(grouped)
+    shown = CliRunner().invoke(cli.main, ["--help"]).output
+    for heading, names in cli.GROUPS.items():
+        section = shown.partition(f"\n{heading}:\n")[2].partition("\n\n")[0]
+        listed = [line.split()[0] for line in section.splitlines()]
+        assert listed == [name for name in names.split() if name in cli.COMMANDS]
+
+
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_options_that_commands_share_have_one_wording(name: str) -> None:
+    command = cli.main.get_command(click.Context(cli.main), name)
+    assert command is not None
+    said = {opt: one for one in command.params for opt in one.opts if opt.startswith("--")}
+    if "--json" in said:
+        assert said["--json"].help == JSON_HELP
+    if "--out" in said:
+        assert said["--out"].opts == ["-o", "--out"]
+    assert not {"--to", "--output", "--output-dir"} & set(said) or name == "convert"
+    for option in said.values():
+        assert option.help, f"{name} {option.opts}: no help"
+        assert not re.search(r"\(?default:|by default", option.help.lower())
+        assert option.help[0].isupper()
+        assert re.sub(r" \[.*\]$", "", option.help).endswith(".")
+
+
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_help_is_in_plain_english(name: str) -> None:
+    shown = CliRunner().invoke(cli.main, [name, "--help"]).output
+    words = r"behind|besides?|anew|alone|bear|lend|tell of|those of|that of|of its own"
+    assert re.findall(rf"(?<!-)\b(?:{words})\b", shown) == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("rnu", "did you mean `run`?"),
+        ("stats", "did you mean `status`?"),
+        ("train", "did you mean `run`?"),
+        ("r.yaml", "write: pipe run r.yaml"),
+        ("xyzzy", "pipe --help lists them"),
+    ],
+)
+def test_a_command_that_there_is_not(typed: str, meant: str) -> None:
+    refused = CliRunner().invoke(cli.main, [typed])
+    assert refused.exit_code == 2
+    assert refused.stderr.splitlines()[-1] == f"Error: no command is called {typed} ({meant})"

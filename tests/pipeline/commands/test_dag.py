@@ -44,7 +44,7 @@ def test_text(recipe: Path) -> None:
 
 
 def test_mermaid(recipe: Path) -> None:
-    shown = dag(recipe, "--format", "mermaid")
+    shown = dag(recipe, "--mermaid")
     head, *lines = shown.stdout.splitlines()
     assert head == "flowchart LR"
     found = [
@@ -61,7 +61,7 @@ def test_mermaid(recipe: Path) -> None:
 
 
 def test_json(recipe: Path) -> None:
-    found = json.loads(dag(recipe, "--format", "json").stdout)
+    found = json.loads(dag(recipe, "--json").stdout)
     assert (found["schema_version"], found["name"]) == (1, "tiny")
     assert [slot["slot"] for slot in found["slots"]] == list(CHAIN)
     by_name = {slot["slot"]: slot for slot in found["slots"]}
@@ -83,7 +83,7 @@ def test_a_run_and_overrides(recipe: Path, tmp_path: Path) -> None:
 def test_mistakes(recipe: Path) -> None:
     gone = dag("nothing.yaml")
     assert (gone.exit_code, gone.stdout) == (2, "")
-    assert gone.stderr == "nothing.yaml: cannot read nothing.yaml: No such file or directory\n"
+    assert gone.stderr == "cannot read nothing.yaml: No such file or directory\n"
     broken = dag(recipe, "wrap=null")
     assert broken.exit_code == 2
-    assert "train.use: `train.causal_lm` needs Engine" in broken.stderr
+    assert "needs a slot `wrap` before it" in broken.stderr

@@ -274,7 +274,7 @@ TAKEN = "taken is there already (name another folder with --out)"
         (["Optimizer.Sgd"], f"`Optimizer.Sgd` {NO_NAME}"),
         (["optimizer.sgd_"], f"`optimizer.sgd_` {NO_NAME}"),
         (["optimizer.adamw"], "a stage called optimizer.adamw is installed already"),
-        (["optimizer.sgd", "-o", "taken"], TAKEN),
+        (["optimizer.sgd", "--out", "taken"], TAKEN),
     ],
 )
 def test_mistakes(

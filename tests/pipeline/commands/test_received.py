@@ -158,7 +158,7 @@ def test_a_damaged_folder(received: Path, file: str, kind: str, command: str) ->
         assert "runs/whole" in said
 
 
-WRITING = ("resume RUN", "export RUN --to out --procs 1")
+WRITING = ("resume RUN", "export RUN --out out --procs 1")
 WRITTEN = [*itertools.product(FILES, KINDS, WRITING)]
 
 
@@ -175,7 +175,7 @@ def test_a_damaged_folder_that_is_gone_on_with(
 SHOWING = {
     "status RUN": "recipe.yaml", "logs RUN": "recipe.yaml", "report RUN": "recipe.yaml",
     "compare RUN RUN": "recipe.yaml", "track RUN": "recipe.yaml", "verify RUN": "recipe.yaml",
-    "resume RUN": "recipe.yaml", "clean RUN": "recipe.yaml", "export RUN --to out": "recipe.yaml",
+    "resume RUN": "recipe.yaml", "clean RUN": "recipe.yaml", "export RUN --out out": "recipe.yaml",
     "run recipe.yaml --run-dir RUN": "recipe.yaml", "inspect RUN": "checkpoints.at",
     "verify  RUN": "export/export.json",
 }  # fmt: skip

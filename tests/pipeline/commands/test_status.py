@@ -133,7 +133,7 @@ def test_logs(project: Path, tiny_run: TinyRun) -> None:
     assert pipe("logs", "--rank", "1").stdout == other != whole
     missing = pipe("logs", "--rank", "2")
     assert (missing.exit_code, missing.stderr) == (
-        2, "error: runs/tiny has no log of rank 2 (known here: 0, 1)\n"
+        2, "run: runs/tiny\nerror: runs/tiny has no log of rank 2 (known here: 0, 1)\n"
     )  # fmt: skip
 
 
@@ -217,7 +217,8 @@ def test_runs_are_compared(project: Path, failed: tuple[Path, Outcome], tmp_path
     assert {row["name"]: row["better"] for row in found["results"]}["steps"] == []
 
 
-NO_RUN = "error: x is not a run folder: it holds no recipe.yaml (pipe ls shows runs)"
+TWO_RUNS = "Error: name two runs or more: pipe compare RUN RUN (pipe ls lists them)"
+NO_RUN = "error: x is not the folder of a run (pipe ls lists runs)"
 
 
 @pytest.mark.parametrize(
@@ -227,9 +228,9 @@ NO_RUN = "error: x is not a run folder: it holds no recipe.yaml (pipe ls shows r
         (["logs", "--follow"], "error: there is no run in runs (name the folder of a run)"),
         (["status", "x"], NO_RUN),
         (["report", "x"], NO_RUN),
-        (["compare", "x"], "Error: name two runs or more"),
+        (["compare", "x"], TWO_RUNS),
         (["compare", "x", "y"], NO_RUN),
-        (["status", "--follow", "--json"], "Error: --follow excludes --json"),
+        (["status", "x", "--follow", "--json"], "Error: --follow excludes --json"),
     ],
 )  # fmt: skip
 def test_where_there_is_no_run(
@@ -250,3 +251,13 @@ def test_a_recipe_whose_variables_are_not_set_here(tmp_path: Path) -> None:
     assert (chain, going_on) == ("· model", f"continue  pipe resume {tmp_path}")
     (tmp_path / "recipe.yaml").write_text("name: [")
     assert pipe("status", tmp_path).exit_code == 2
+
+
+def test_the_newest_run_is_named_and_taken(project: Path) -> None:
+    for command in ("status", "inspect", "report"):
+        shown = pipe(command)
+        assert (shown.exit_code, shown.stderr) == (0, "run: runs/tiny\n"), shown.output
+    # an override in its place is one of the newest run
+    refused = pipe("resume", "train.stpes=9", "--dry-run")
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith("run: runs/tiny\ncommand line, override 1: train.stpes:")

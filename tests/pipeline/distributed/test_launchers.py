@@ -232,7 +232,7 @@ def test_options_add_to_a_launcher() -> None:
     ("options", "variables", "words"),
     [
         (NodeOptions(nodes="2"), {}, "--node-rank, --rdzv not given, and no launcher or hostfile"),
-        (NodeOptions(nodes="x", node_rank=0, rdzv="h:1"), {}, "--nodes=x is neither N nor MIN:MAX"),
+        (NodeOptions(nodes="x", node_rank=0, rdzv="h:1"), {}, "--nodes=x is neither a number"),
         (NodeOptions(nodes="2", node_rank=0, rdzv="h:x"), {}, "--rdzv=h:x is not HOST:PORT"),
         (NodeOptions(nodes="2", node_rank=2, rdzv="h:1"), {}, "node 2 of 2 (options): node ranks"),
         (NodeOptions(nodes="3"), SKYPILOT, "node 1 of 3 (the options) contradicts node 1 of 2 "

@@ -366,7 +366,7 @@ def test_the_worst_comes_first(healthy: MachineReport) -> None:
 
 
 def test_every_finding_has_advice_and_is_documented() -> None:
-    """findings.toml has exactly the rules' findings; docs/dev/doctor.md has their severity."""
+    """findings.toml has exactly the findings of the rules; docs/dev/doctor.md their severity."""
     root = Path(__file__).parents[3]
     rules = (root / "pipeline/doctor/rules.py").read_text()
     assert set(re.findall(r'_finding\("([\w-]+)"', rules)) == set(advice())

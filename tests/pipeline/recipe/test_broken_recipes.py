@@ -11,6 +11,7 @@ from click.testing import CliRunner, Result
 
 from pipeline.chain.registry import Entry, Registry
 from pipeline.cli import main
+from pipeline.recipe.not_a_recipe import OTHER_TOOLS
 
 GOOD = """\
 name: good
@@ -50,7 +51,6 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
         changed("steps: 5", "stpes: 5"),
         (),
         [
-            "r.yaml:11:3: train.steps: is required",
             "r.yaml:13:5: train.stpes: unknown field (did you mean `steps`?)",
         ],
     ),
@@ -95,7 +95,10 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
     "text for a list": (
         changed("[a.txt]", "a.txt"),
         (),
-        ["r.yaml:6:12: data.files: must be a list, not the text `a.txt`"],
+        [
+            "r.yaml:6:12: data.files: must be a list, not the text `a.txt` (write `files: "
+            "[a.txt]`)",
+        ],
     ),
     "wrong type in a list": (
         changed("[a.txt]", "[a.txt, 3]"),
@@ -118,7 +121,9 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
     "wrong name": (
         changed("name: good", "name: my run"),
         (),
-        ["r.yaml:1:7: name: must match ^[A-Za-z0-9._-]+$, not the text `my run`"],
+        [
+            "r.yaml:1:7: name: must match ^[A-Za-z0-9._-]+$, not the text `my run` (write my-run)",
+        ],
     ),
     "no name": (changed("name: good\n", ""), (), ["r.yaml:1:1: name: is required"]),
     "wrong choice": (
@@ -151,30 +156,29 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
         changed("  optimizer: {use: optimizer.adam}\n", ""),
         (),
         [
-            "r.yaml:8:10: wrap.use: `wrap.red` needs OptimizerPlan, which no slot before it gives "
-            "(stages that give it: optimizer.adam)"
+            "r.yaml:8:10: wrap.use: `wrap.red` needs a slot `optimizer` before it (add "
+            "`optimizer: {use: optimizer.adam}` before slot `wrap`)",
         ],
     ),
     "wrong order": (
         changed("  model: {use: model.fake}\n", "") + "  model: {use: model.fake}\n",
         (),
         [
-            f"r.yaml:{place}: {slot}.use: `{use}` needs ModelSource, which slot `model` gives only "
-            f"after it (move slot `model` (r.yaml:13:3) before `{slot}`)"
-            for place, slot, use in (
-                ("4:10", "data", "data.text"),
-                ("6:20", "optimizer", "optimizer.adam"),
-                ("8:10", "wrap", "wrap.red"),
-            )
+            "r.yaml:4:10: data.use: `data.text` needs the result of slot `model`, which "
+            "comes after it (move slot `model` (r.yaml:13:3) before `data`)",
+            "r.yaml:6:20: optimizer.use: `optimizer.adam` needs the result of slot `model`,"
+            " which comes after it (move slot `model` (r.yaml:13:3) before `optimizer`)",
+            "r.yaml:8:10: wrap.use: `wrap.red` needs the result of slot `model`, which "
+            "comes after it (move slot `model` (r.yaml:13:3) before `wrap`)",
         ],
     ),
     "mismatched wrap and checkpoint": (
         changed("checkpoint.red", "checkpoint.blue"),
         (),
         [
-            "r.yaml:10:21: checkpoint.use: `checkpoint.blue` needs BlueEngine, but slot `wrap` "
-            "(wrap.red) gives RedEngine (`checkpoint` can be checkpoint.red, or `wrap` can be "
-            "wrap.blue)"
+            "r.yaml:10:21: checkpoint.use: `checkpoint.blue` needs another result than that"
+            " of slot `wrap` (wrap.red) (`checkpoint` can be checkpoint.red, or `wrap` can "
+            "be wrap.blue)",
         ],
     ),
     "unknown stage": (
@@ -207,7 +211,10 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
     "missing use": (
         changed("    use: wrap.red", "    stage: 2"),
         (),
-        ["r.yaml:8:3: wrap.use: is missing (`pipe stages` lists them)"],
+        [
+            "r.yaml:8:3: wrap.use: is missing (add `use: wrap.blue`, the stage's name; "
+            "`pipe stages` lists all)",
+        ],
     ),
     "use is no text": (
         changed("wrap.red", "[wrap.red]"),
@@ -243,10 +250,21 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
     "stages as a list": (
         "name: a\nstages:\n  - use: model.fake\n",
         (),
-        ["r.yaml:3:3: stages: must be a mapping of slots, each with `use` and the stage's fields"],
+        [
+            "r.yaml:3:3: stages: must be a mapping of slots, each with `use` and the "
+            "stage's fields (write a slot's name before each, without dashes: `model: {use:"
+            " ..., ...}`)",
+        ],
     ),
     "empty file": ("# nothing\n", (), ["r.yaml: the recipe is empty"]),
-    "not a mapping": ("- 1\n", (), ["r.yaml:1:1: a recipe is a mapping with `name` and `stages`"]),
+    "not a mapping": (
+        "- 1\n",
+        (),
+        [
+            "r.yaml:1:1: a recipe is a mapping with `name` and `stages` (pipe import "
+            "translates files of the Trainer, TRL, axolotl, accelerate and DeepSpeed)",
+        ],
+    ),
     "missing file of a field": (
         changed("model.fake", "model.fake, path: /nowhere/model"),
         (),
@@ -256,8 +274,7 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
         changed("[a.txt]", "[a.txt"),
         (),
         [
-            "r.yaml:7:12: not valid YAML: expected ',' or ']', but got ':' "
-            "while parsing a flow sequence"
+            "r.yaml:6:12: the [ that opens here is not closed (add ])",
         ],
     ),
     "tab": (
@@ -317,7 +334,10 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
     "unknown alias": (
         changed("a.txt", "*b"),
         (),
-        ["r.yaml:6:13: nothing is anchored as `&b` above"],
+        [
+            "r.yaml:6:13: nothing is anchored as `&b` above (put quotes around text that "
+            'begins with *: "*b")',
+        ],
     ),
     "a list as a key": (
         changed("steps: 5", "steps: 5\n    [a]: 1"),
@@ -360,8 +380,8 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
         changed("a.txt", "'${oc.env:HOME}'"),
         (),
         [
-            "r.yaml:6:13: data.files.0: environment variable `HOME` is not in the recipe's `env` "
-            "list (add it there)"
+            "r.yaml:6:13: data.files.0: environment variable `HOME` is not in the recipe's "
+            "`env` list (add `env: [HOME]` at the top)",
         ],
     ),
     "environment variable not set": (
@@ -471,8 +491,7 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
         GOOD,
         ("train.steps=[1",),
         [
-            "command line, override 1: not valid YAML: expected ',' or ']', but got '<stream end>' "
-            "while parsing a flow sequence"
+            "command line, override 1: the [ that opens here is not closed (add ])",
         ],
     ),
     "override with a wrong type": (
@@ -487,15 +506,15 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
         GOOD,
         ("train.steps.more=1",),
         [
-            "command line, override 1: `train.steps.more=1`: `train.steps` is `5`, "
-            "which has no parts"
+            "command line, override 1: `train.steps.more=1`: `train.steps` is one value, "
+            "`5` (write train.steps=VALUE, or the name of another field)",
         ],
     ),
     "override of an entry that is not there": (
         GOOD,
         ("data.files.1=b.txt",),
         [
-            "command line, override 1: `data.files.1=b.txt`: `1` is no entry of a list of 1 "
+            "command line, override 1: `data.files.1=b.txt`: `1` is not an entry of a list of 1 "
             "(entries count from 0)"
         ],
     ),
@@ -507,12 +526,11 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
         ("wrap.stage=7",),
         [
             "command line, override 1: wrap.stage: must be `1`, `2` or `3`, not `7`",
-            "r.yaml:1:1: name: is required",
             "r.yaml:1:1: naem: unknown key (did you mean `name`?)",
             "r.yaml:6:12: data.files: must be a list, not `3`",
-            "r.yaml:10:21: checkpoint.use: `checkpoint.blue` needs BlueEngine, but slot `wrap` "
-            "(wrap.red) gives RedEngine (`checkpoint` can be checkpoint.red, or `wrap` can be "
-            "wrap.blue)",
+            "r.yaml:10:21: checkpoint.use: `checkpoint.blue` needs another result than that"
+            " of slot `wrap` (wrap.red) (`checkpoint` can be checkpoint.red, or `wrap` can "
+            "be wrap.blue)",
             "r.yaml:13:12: train.steps: must be at least 1, not `0`",
         ],
     ),
@@ -544,10 +562,17 @@ ONE_FILE["a node that is lost at once"] = (
     ["command line, override 1: launch.timeouts.node: must be at least 3.0, not `1`"],
 )
 FILES: dict[str, tuple[dict[str, str], list[str]]] = {
-    "no such file": ({}, ["r.yaml: cannot read r.yaml: No such file or directory"]),
+    "no such file": (
+        {},
+        [
+            "cannot read r.yaml: No such file or directory",
+        ],
+    ),
     "extends a missing file": (
         {"r.yaml": "extends: [b.yaml]\n"},
-        ["r.yaml:1:11: cannot read b.yaml: No such file or directory"],
+        [
+            "r.yaml:1:11: cannot read b.yaml: No such file or directory",
+        ],
     ),
     "extends in a circle": (
         {
@@ -577,7 +602,9 @@ FILES: dict[str, tuple[dict[str, str], list[str]]] = {
             "r.yaml": "extends: b.yaml\nstages:\n  wrap: {use: wrap.blue, stage: 2}\n",
             "b.yaml": GOOD.replace("checkpoint.red", "checkpoint.blue"),
         },
-        ["r.yaml:3:26: wrap.stage: unknown field (known here: bucket)"],
+        [
+            "r.yaml:3:26: wrap.stage: unknown field (`stage` is a field of wrap.red)",
+        ],
     ),
 }
 
@@ -630,7 +657,7 @@ def test_what_is_no_recipe_is_not_shown(pipe: Callable[..., Result], text: str, 
     """A recipe from elsewhere can extend any file that its reader may read."""
     Path("r.yaml").write_text(f"extends: ./secret\n{GOOD}", encoding="utf-8")
     Path("secret").write_text(text, encoding="utf-8")
-    line = f"secret:{place}: a recipe is a mapping with `name` and `stages`"
+    line = f"secret:{place}: a recipe is a mapping with `name` and `stages` ({OTHER_TOOLS})"
     assert_refused(pipe("check", "r.yaml"), [line])
 
 
@@ -674,7 +701,7 @@ def test_hints_name_every_installed_stage(
     names = {"wrap.red": "Red", "optimizer.adam": "Adam", "optimizer.broken": "Nothing"}
     entries = [fake_entry(name, kind, "theirs") for name, kind in names.items()]
     result = CliRunner().invoke(main, ["check", "r.yaml"], obj=Registry(entries))
-    assert "OptimizerPlan, which no slot before it gives (stages that give it: optimizer.adam)" in (
+    assert "needs a slot `optimizer` before it (add `optimizer: {use: optimizer.adam}`" in (
         result.stderr
     )
 

@@ -82,7 +82,7 @@ def test_commands(mark: Path, tmp_path: Path, address: str) -> None:
     place = f"{address}/step-00000001"
     commands = (
         ("inspect", address), ("inspect", place), ("inspect", run), ("export", run),
-        ("export", place, "--model", model, "--to", tmp_path / "out"),
+        ("export", place, "--model", model, "--out", tmp_path / "out"),
         ("convert", place, tmp_path / "out", "--to", "canonical"),
     )  # fmt: skip
     for command in commands:

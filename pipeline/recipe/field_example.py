@@ -1,0 +1,77 @@
+"""What to write for a field whose value is of the wrong type: an example that can stand there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from pipeline.contracts.signature import dataclasses_in, default_of, field_types, init_fields
+from pipeline.recipe.dump import inline
+from pipeline.recipe.nodes import KeyPath
+
+_NONE = dataclasses.MISSING
+Adapter = Callable[[type], TypeAdapter[Any]]
+"""A dataclass -> what validates it."""
+
+
+def example(kind: type, path: KeyPath, written: Any, adapter: Adapter) -> str:
+    """Return a hint with a value that the field at `path` of the dataclass `kind` can have, as
+    close to the written one as possible; empty if there is none to name."""
+    owner = _owner(kind, path[:-1])
+    if owner is None or path[-1] not in field_types(owner):
+        return ""
+    name = str(path[-1])
+    for value in _guesses(field_types(owner)[name], written):
+        if _fits(adapter(owner), name, value):
+            return f"write `{name}: {inline(value)}`"
+    return _without(owner, name, written)
+
+
+def _owner(kind: type, path: KeyPath) -> type | None:
+    for part in path:
+        found = next(iter(dataclasses_in(field_types(kind).get(str(part)))), None)
+        if found is None:
+            return None
+        kind = found
+    return kind
+
+
+def _guesses(annotation: Any, written: Any) -> Iterator[Any]:
+    """Values that somebody who wrote `written` may mean."""
+    if isinstance(written, float) and written.is_integer():
+        yield int(written)
+    if written is False:
+        yield None
+    if not isinstance(written, list | dict) and written is not None:
+        yield [written]
+    for block in dataclasses_in(annotation):
+        if written is True:
+            yield {}
+        fields = sorted(init_fields(block), key=lambda field: default_of(field) is not _NONE)
+        yield from ({field.name: written} for field in fields)
+        if written is True:
+            yield {field.name: 2 for field in fields if default_of(field) is _NONE}
+
+
+def _fits(adapter: TypeAdapter[Any], name: str, value: Any) -> bool:
+    """Whether a field can have the value, whatever other fields lack."""
+    try:
+        adapter.validate_json(json.dumps({name: value}), strict=True)
+    except ValidationError as error:
+        return all(one["loc"][:1] != (name,) for one in error.errors(include_url=False))
+    except ValueError:
+        return False
+    return True
+
+
+def _without(owner: type, name: str, written: Any) -> str:
+    """The hint to leave a field out that has a default, for a value that means nothing."""
+    default = next(default_of(one) for one in init_fields(owner) if one.name == name)
+    several = isinstance(default, list | tuple) and isinstance(written, int | float)
+    if default is _NONE or dataclasses.is_dataclass(default) or not (written is None or several):
+        return ""
+    return f"leave it out for the default, {inline(default)}"

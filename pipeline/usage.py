@@ -1,0 +1,105 @@
+"""Commands and options that do not exist: what was meant. Loaded when a command line is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+import click
+
+from pipeline.chain.elsewhere import explained
+from pipeline.chain.registry import Registry
+from pipeline.errors import COMMAND_LINE, Location, Problem
+from pipeline.recipe import read_recipe
+from pipeline.recipe.unknown import UnknownKey
+from pipeline.utils.text import closest
+
+COMMANDS = {
+    **dict.fromkeys(("train", "start", "fit", "sft", "finetune", "pretrain", "exec"), "run"),
+    **dict.fromkeys(("continue", "restart"), "resume"),
+    **dict.fromkeys(("validate", "lint"), "check"),
+    **dict.fromkeys(("estimate", "dry-run", "memory"), "plan"),
+    **dict.fromkeys(("list", "runs", "ps"), "ls"),
+    **dict.fromkeys(("merge", "save"), "export"),
+    **dict.fromkeys(("copy", "clone", "recipes"), "cp"),
+    **dict.fromkeys(("new", "create", "wizard"), "init"),
+    **dict.fromkeys(("tail", "log"), "logs"),
+    **dict.fromkeys(("watch", "top", "monitor"), "status"),
+    **dict.fromkeys(("diff",), "compare"),
+    **dict.fromkeys(("rm", "delete", "prune"), "clean"),
+    **dict.fromkeys(("env", "info", "diagnose"), "doctor"),
+}
+"""What other programs call a command."""
+STAGES = ("eval", "evaluate", "test", "publish", "push", "upload", "average", "ema")
+"""Commands of other programs that are slots of a recipe here."""
+OPTIONS = {
+    "--config": "the recipe needs no option: pipe {command} {value}",
+    "--recipe": "the recipe needs no option: pipe {command} {value}",
+    "-c": "the recipe needs no option: pipe {command} {value}",
+    "--resume": "pipe resume RUN continues a run",
+    "--resume-from-checkpoint": "pipe resume RUN continues a run",
+    "--output-dir": "--run-dir names the folder of a run",
+    "--output": "--out names what is written",
+    "--to": "--out names what is written",
+    "--format": "--dtype is the format of the weights; exports are safetensors",
+    "--yes": "nothing is asked here",
+}
+"""Options of other programs, with what to write."""
+
+
+def command_meant(name: str, known: Collection[str]) -> str:
+    """Return the hint for a command that there is not."""
+    if Path(name).suffix in (".yaml", ".yml"):
+        return f"write: pipe run {name}"
+    if name.lower() in STAGES:
+        return f"{name} is a slot of a recipe: `pipe stages` lists what it can have"
+    found = COMMANDS.get(name.lower()) or closest(name, known)
+    return f"did you mean `{found}`?" if found else "pipe --help lists them"
+
+
+def option_meant(error: click.NoSuchOption, words: Sequence[str]) -> str:
+    """Return the hint for an option that a command does not have, in the command line's words after
+    `pipe`; empty if click's own is better."""
+    context = error.ctx
+    option = error.option_name
+    if context is None or not words:
+        return ""
+    value = _value(option, words)
+    fixed = OPTIONS.get(option.replace("_", "-"))
+    if fixed is not None:
+        return fixed.format(command=context.info_name, value=value or "RECIPE")
+    takes = {name for one in context.command.params for name in one.opts}
+    spelled = option.replace("_", "-")
+    if spelled in takes:
+        return f"write {spelled}"
+    if not any(one.name == "overrides" for one in context.command.params):
+        return ""
+    path = option.lstrip("-")
+    if "." in path:
+        return f"settings have no dashes: write {path}={value or 'VALUE'}"
+    return _setting(path, value, words)
+
+
+def _value(option: str, words: Sequence[str]) -> str:
+    """The value that an option was given, after = or as the next word."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word == option:
+            return "" if following.startswith("-") or "=" in following else following
+        if word.startswith(f"{option}="):
+            return word.partition("=")[2]
+    return ""
+
+
+def _setting(name: str, value: str, words: Sequence[str]) -> str:
+    """The override for an option that is a field of the recipe, or another tool's name for one."""
+    file = next((word for word in words if Path(word).is_file()), None)
+    recipe = read_recipe(file)[0] if file is not None else None
+    if recipe is None:
+        return ""
+    from pipeline.recipe.scalars import resolve
+
+    place = Location(file=f"{COMMAND_LINE}option")
+    unknown: Problem = UnknownKey(
+        message="", location=place, path=(name.replace("-", "_"),), value=resolve(value or "VALUE")
+    )
+    return "".join(one.hint for one in explained([unknown], recipe, Registry.installed()))

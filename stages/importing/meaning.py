@@ -1,0 +1,53 @@
+"""The outcome of a single key, for a hint where somebody has written it into a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.importing import ConfigFile, KeyOutcome
+from stages.importing.report import Draft, Report
+from stages.importing.rules import Table
+
+Company = Mapping[str, Any]
+"""Keys without which another one means nothing, such as `use_peft` for `lora_r`."""
+
+
+def meaning(
+    key: str,
+    value: Any,
+    table: Table,
+    companies: Sequence[Company],
+    draft: Callable[[ConfigFile], Draft],
+) -> KeyOutcome | None:
+    """Return the outcome of a key that the table, or a block in it, has; None if it has none.
+
+    `draft` reads a file. The key is read in each of the companies, until it has a place in the
+    recipe.
+    """
+    first: KeyOutcome | None = None
+    for blocks in places(table, key):
+        for company in companies:
+            content: Any = {key: value}
+            for block in reversed(blocks):
+                content = {block: content}
+            file = ConfigFile(path=Path("config.yaml"), content={**company, **content})
+            found = _outcome(draft(file).report, ".".join((*blocks, key)))
+            if found is not None and found.to:
+                return found
+            first = first or found
+    return first
+
+
+def places(table: Table, key: str, blocks: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the blocks around a key, for every place where the table has it."""
+    if key in table:
+        yield blocks
+    for block, inner in table.items():
+        if isinstance(inner, Mapping):
+            yield from places(inner, key, (*blocks, block))
+
+
+def _outcome(report: Report, key: str) -> KeyOutcome | None:
+    return next((one for one in report.outcomes() if one.key == key), None)
