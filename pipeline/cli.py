@@ -47,7 +47,7 @@ COMMANDS = {
     "track": ("track:track", "Send a run's remaining measurements to its trackers."),
     "inspect": ("inspect:inspect", "Show or verify the contents of a checkpoint."),
     "show": ("show:show", "Show a recipe with all values, or samples of its data."),
-    "dag": ("dag:dag", "Show which slot reads the result of which other slot."),
+    "dag": ("dag:dag", "Show which slots read each slot's result."),
     "clean": ("clean:clean", "List or remove files that are no longer needed."),
     "chat": ("chat:chat", "Chat with the model of a run."),
     "generate": ("chat:generate", "Answer one prompt with the model of a run."),

@@ -143,7 +143,7 @@ class Registry(Plugins[type]):
                 required = {need.type for need in needs(stage) if not need.optional}
                 if issubclass(gives(stage) or object, kind) and required <= {*inputs}:
                     return entry.name
-        raise PluginError(f"no installed stage gives {kind.__name__} without further slots")
+        raise PluginError(f"no installed stage returns {kind.__name__} without further slots")
 
     def hint(self, name: str) -> str:
         """Hint for a recipe that names a stage that is not installed."""

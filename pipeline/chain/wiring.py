@@ -118,14 +118,14 @@ def _missing(
         place = places.key(("stages", later.slot))
         hint = f"move slot `{later.slot}` ({place}) before `{link.slot}`"
     elif alike is not None and alike.gives is not None:
-        message += f" another result than that of slot `{alike.slot}` ({alike.use})"
+        message += f" another result than slot `{alike.slot}` ({alike.use})"
         hint = _exchange(need, link, alike, earlier, registry)
     else:
         givers = _givers(need, registry)
         fitting = [name for name in givers if _fits(registry.load(name), earlier)] or givers
         kinds = " or ".join(f"`{kind}`" for kind in dict.fromkeys(map(kind_of, fitting)))
         message += f" a slot {kinds} before it" if kinds else f" {need.type.__name__}"
-        hint = _to_add(by_use(fitting), link) if fitting else "no installed stage gives it"
+        hint = _to_add(by_use(fitting), link) if fitting else "no installed stage returns it"
     location = places.value(("stages", link.slot, "use"))
     return Problem(message=message, key=f"{link.slot}.use", hint=hint, location=location)
 

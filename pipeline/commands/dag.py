@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.option("--mermaid", is_flag=True, help="Print a Mermaid diagram, for GitHub or mkdocs.")
 @json_option
 def dag(recipe: Path, overrides: tuple[str, ...], mermaid: bool, as_json: bool) -> None:
-    """Show which slot of RECIPE reads the result of which other slot.
+    """Show which slots of RECIPE read each slot's result.
 
     RECIPE is a file, or the folder of a run.
     """

@@ -24,7 +24,7 @@ class GpuCount(Count):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str) and not value.lstrip("-").isdecimal():
-            self.fail(f"{value} is no number of GPUs; --gpu {value} is their kind.", param, ctx)
+            self.fail(f"{value} is not a number of GPUs; --gpu {value} is their kind.", param, ctx)
         return super().convert(value, param, ctx)
 
 

@@ -205,7 +205,7 @@ def _wrong_slot(slot: str, value: Any, places: SourceMap) -> list[Problem]:
 def _as_slot(slot: str, value: Any, *, command_line: bool) -> str:
     """What to write where a slot is no mapping."""
     if isinstance(value, list):
-        return "remove the dashes: a slot's fields are no list"
+        return "remove the dashes: a slot's fields are not a list"
     field, equals, rest = str(value).partition("=")
     if command_line and equals:
         return f"write {slot}.{field}={rest}"

@@ -186,7 +186,7 @@ class _Parser:
         if not key.text:
             # two braces open a mapping in a mapping: the value as a whole is meant as text
             place = parent.at if isinstance(key.node.value, dict) else key.node.at
-            self._say(place, "a key has to be text", "put quotes around text with { or [")
+            self._say(place, "a key must be text", "put quotes around text with { or [")
         elif key.text == "<<" and key.plain:
             self._say(key.node.at, "merge keys (`<<`) are not allowed", "use `extends`")
         elif key.text in parent.entries:

@@ -150,7 +150,7 @@ def _indentation(
     if lines[line].lstrip().startswith("- "):
         message, hint = "a list's entry among keys", "give the list a key, or remove the dash"
     else:
-        message = "its indentation is that of no line above"
+        message = "its indentation matches no line above"
         depths = {_indent(lines[n]) for n in range(line) if _has_key(lines[n])}
         nearest = min(depths, key=lambda depth: (abs(depth - column), -depth), default=0)
         hint = f"indent it by {nearest} spaces"

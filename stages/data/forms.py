@@ -90,7 +90,7 @@ def rows_with_forms(
                     if found != first:
                         raise row.error(
                             f"a row of form {found!r} in a file of {first!r} rows",
-                            hint="keep each form in files of its own, and name them in `sources`",
+                            hint="keep each form in separate files, and name them in `sources`",
                         )
                 except DataError as error:
                     mistakes.report(error)

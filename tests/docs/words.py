@@ -72,8 +72,10 @@ def messages() -> Iterator[Text]:
 
 def help_pages() -> Iterator[Text]:
     """The help of every command, and the page of every installed stage of ours."""
+    top = main.make_context("pipe", ["ls"], resilient_parsing=True)  # click keeps the help option
     for name, command in _commands(main, "pipe"):
-        yield Text(f"{name} --help", command.get_help(click.Context(command, info_name=name)))
+        context = click.Context(command, info_name=name, parent=top)
+        yield Text(f"{name} --help", command.get_help(context))
     registry = Registry.installed()
     for entry in registry.entries():
         if entry.distribution == "pipetrain":

@@ -342,7 +342,7 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
     "a list as a key": (
         changed("steps: 5", "steps: 5\n    [a]: 1"),
         (),
-        ["r.yaml:14:5: a key has to be text (put quotes around text with { or [)"],
+        ["r.yaml:14:5: a key must be text (put quotes around text with { or [)"],
     ),
     "no as a boolean": (
         changed("steps: 5", "steps: 5\n    shuffle: no"),

@@ -44,7 +44,7 @@ def problems(text: str) -> list[str]:
         ("a:\n\tb: 1", "r:2:1: a tab cannot be used here (use spaces)"),
         (
             "a:\n    b: 1\n  c: 2",
-            "r:3:3: its indentation is that of no line above (indent it by 4 spaces)",
+            "r:3:3: its indentation matches no line above (indent it by 4 spaces)",
         ),
         ("a: None", "r:1:4: `None` is text in YAML (write null)"),
     ],

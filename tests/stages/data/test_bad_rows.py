@@ -71,7 +71,7 @@ def test_all_mistakes_are_shown_at_once(ctx: Context, source: FakeSource, tmp_pa
         "developer, user, assistant, tool)\n"
         "  a.jsonl:5: `messages` is not a list of messages, or an empty one\n"
         "  a.jsonl:6: a row of form 'text' in a file of 'messages' rows "
-        "(keep each form in files of its own, and name them in `sources`)\n"
+        "(keep each form in separate files, and name them in `sources`)\n"
         "by kind:\n"
         "  2 rows: `messages[…].role` is '…', which is not a known role\n"
         "  1 row: not JSON: Expecting property name enclosed in double quotes: line 1 column 2 "
