@@ -96,8 +96,10 @@ def _draw(run: Follower, *, follow: bool) -> None:
                 if run.state != "running":
                     break
                 time.sleep(0.5)
-    for label, text in next_lines(run.folder, run.state):
-        click.echo(shown(f"{label:<{LABEL_WIDTH}}  {text}"))  # whole, so that it can be copied
+    lines = next_lines(run.folder, run.state)
+    width = max([LABEL_WIDTH, *(len(label) for label, _ in lines)])
+    for label, text in lines:
+        click.echo(shown(f"{label:<{width}}  {text}"))  # whole, so that it can be copied
 
 
 @click.command("logs")

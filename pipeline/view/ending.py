@@ -51,5 +51,5 @@ def next_lines(folder: Path, state: RunState) -> list[tuple[str, str]]:
     if state != "finished":
         lines.append(("continue", f"pipe resume {shlex.quote(run)}"))
     if has_model(folder):
-        lines.append(("chat", f"pipe chat {shlex.quote(run)}"))
+        lines.append(("talk to it", f"pipe chat {shlex.quote(run)}"))
     return lines

@@ -60,7 +60,7 @@ def test_its_end_shows_that_it_worked(done: Done) -> None:
     assert f"prompt {PROMPT}" in lines
     assert f"before {' '.join(first.split())}" in lines
     assert f"after {last}" in lines
-    assert lines[-1] == f"chat pipe chat {done.folder}"
+    assert lines[-1] == f"talk to it pipe chat {done.folder}"
 
 
 def test_the_export_answers(done: Done) -> None:

@@ -74,9 +74,9 @@ def test_a_finished_run(project: Path) -> None:
     assert chain == [f"✓ {slot}" for slot in ("track", *CHAIN)]
     labels = [line.split("  ")[0] for line in lines[3:]]
     numbers = ["training", "loss", "held out", "step", "speed", "memory", "saved"]
-    assert labels == [*numbers, "report", "chat"]
+    assert labels == [*numbers, "report", "talk to it"]
     assert "step 8 of 8" in lines[3]
-    assert lines[-2:] == ["report    runs/tiny/report.html", "chat      pipe chat runs/tiny"]
+    assert lines[-2:] == ["report      runs/tiny/report.html", "talk to it  pipe chat runs/tiny"]
     assert pipe("status").stdout.splitlines()[1] == shown.stdout.splitlines()[1]
     assert pipe("status", "--follow").stdout.splitlines()[1] == shown.stdout.splitlines()[1]
 

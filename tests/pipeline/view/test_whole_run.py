@@ -100,7 +100,7 @@ def test_lines(tiny_run: TinyRun) -> None:
         r"  run folder +runs/tiny",
         r"  train +runs/tiny/checkpoints/step-00000008",
         r"  (export|report) +runs/tiny/(export|report\.html)",
-        r"  chat +pipe chat runs/tiny",
+        r"  talk to it +pipe chat runs/tiny",
     )
     assert [line for line in rest if not any(re.fullmatch(form, line) for form in forms)] == []
 
