@@ -73,9 +73,12 @@ def test_a_finished_run(project: Path) -> None:
     chain = "  ".join(lines[1:3]).split("  ")
     assert chain == [f"✓ {slot}" for slot in ("track", *CHAIN)]
     labels = [line.split("  ")[0] for line in lines[3:]]
-    assert labels == ["training", "loss", "held out", "step", "speed", "memory", "saved", "report"]
+    usual = ["training", "loss", "held out", "step", "speed", "memory", "saved", "report"]
+    assert labels == [*usual, "talk to it"]
     assert "step 8 of 8" in lines[3]
-    assert lines[-1] == "report    runs/tiny/report.html"
+    assert [" ".join(line.split()) for line in lines[-2:]] == [
+        "report runs/tiny/report.html", "talk to it pipe chat runs/tiny"
+    ]  # fmt: skip
     assert pipe("status").stdout.splitlines()[1] == shown.stdout.splitlines()[1]
     assert pipe("status", "--follow").stdout.splitlines()[1] == shown.stdout.splitlines()[1]
 
