@@ -128,8 +128,8 @@ def test_dropped_rows_are_said_at_each_start(
         caplog.clear()
         data = stage.run(ctx, source)
         assert len(data.train) == 2
-        assert "5 rows, 2 samples" in caplog.text
-        assert "3 bad rows" in caplog.text, start
+        assert "5 rows (messages), 2 samples" in caplog.text
+        assert "3 rows dropped" in caplog.text, start
         warned = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
         assert warned == [
             "dropped 2 rows that cannot be trained on: `messages[…].role` is '…', which is not a "
