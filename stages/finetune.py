@@ -21,7 +21,11 @@ TOKENS = 8192
 SEQUENCE = 4096
 """Tokens of a sample, if neither the request nor its data says."""
 FEW = 2_000_000_000
-"""Parameters of a model of which all weights are trained, unless the request says."""
+"""Parameters up to which all weights are trained, unless the request says."""
+ANSWERS = 20_000_000_000
+"""Parameters up to which an answer of a few dozen tokens costs little next to the training."""
+ROOM = 1024
+"""Positions of a model that has room for a short question and its answer."""
 
 
 class Finetune:
@@ -64,6 +68,7 @@ class Finetune:
                 "global_batch_size": batch,
                 "micro_batch_size": min(most, -(-batch // request.ranks)),
                 **({"eval_every": chosen.eval_every, "eval_first": True} if chosen else {}),
+                **_answers(request),
             },
             "consolidate": {"use": "consolidate.stream"},
             "export": {"use": "export.safetensors", "dtype": "bf16"},
@@ -103,6 +108,8 @@ class Finetune:
         for name, value in values.items():
             where = "checkpoint.every" if name == "every" else name
             yield f"{where} {value}: {chosen.why[name]}"
+        if "generate" in train:
+            yield "generate: a question of the data, answered before and after training"
         most = f"at most {TOKENS:,} tokens a pass" if request.on_gpus else "least memory, on CPUs"
         yield f"micro_batch_size {train['micro_batch_size']}: {most}"
         if request.survey.template:
@@ -126,6 +133,16 @@ def _data(request: AdviceRequest, chosen: Choices | None, length: int) -> dict[s
         "heldout_fraction": chosen.fraction, "files": file, "sequence_length": length,
         "bad_rows": chosen.bad_rows,
     }  # fmt: skip
+
+
+def _answers(request: AdviceRequest) -> dict[str, Any]:
+    """A question of the data, answered before and after training."""
+    found = request.survey
+    prompt = found.prompt if found else None
+    small = found is not None and (found.parameters or ANSWERS) < ANSWERS
+    if prompt is None or not small or (found.positions or ROOM) < ROOM:
+        return {}
+    return {"generate": {"prompts": [prompt], "chat": True, "first": True, "max_tokens": 64}}
 
 
 def _attention(request: AdviceRequest) -> Mapping[str, str]:

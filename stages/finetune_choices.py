@@ -64,6 +64,8 @@ class DataSurvey:
     """Whether rows are running text, which is cut into blocks."""
     template: str | None = None
     """Chat template for a tokenizer that has none and needs one."""
+    prompt: str | None = None
+    """The first user's message that opens a conversation and is short."""
     guessed: str = ""
     """Why lengths are estimates; empty if the model's tokenizer has counted."""
     parameters: int | None = None

@@ -8,14 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline import Context, ModelSource, StageError, UsageError
+from pipeline import Context, DataError, ModelSource, StageError, UsageError
 from pipeline.utils import activity
 from stages.data import tokenize
 from stages.data.chat import ChatData
 from stages.data.documents import read_documents
 from stages.data.encode import Dropped, Encoded, RowEncoder
 from stages.data.encodings import TextTokenizer, plain_ids
-from stages.data.forms import Form, rows_with_forms
+from stages.data.forms import Form, read, rows_with_forms
+from stages.data.messages import Conversation
 from stages.data.mistakes import Mistake, Mistakes
 from stages.data.names import Names
 from stages.data.rows import TEXT, Row
@@ -30,6 +31,8 @@ MEASURED = 10_000
 MOST_CHARACTERS = 1 << 28
 """Characters of the rows that are kept to be tokenised."""
 UNLIMITED = 1 << 30
+QUESTION = 400
+"""Most characters of a question that the model answers before and after training."""
 CHARACTERS_A_TOKEN = 4
 FORMS: Mapping[Form, str] = {
     "messages": "chat messages", "sharegpt": "ShareGPT conversations",
@@ -93,12 +96,13 @@ def survey(ctx: Context, model: Mapping[str, Any], file: Path) -> DataSurvey:
         assert source is not None
         lengths = list(_encoded(source, found, mistakes))
     broken = _broken(mistakes)
+    short = (_prompt(form, row) for form, row in found) if source else iter(())
     if not lengths:
         raise UsageError(f"no row of {file} can be trained on: {broken[0].what}")
     return DataSurvey(
         name=file.name, form=FORMS[form], rows=rows, lengths=sorted(lengths), broken=broken,
         all_read=kept.whole and source is not None, running=form == "text", template=template,
-        guessed=why, **facts,
+        prompt=next(filter(None, short), None), guessed=why, **facts,
     )  # fmt: skip
 
 
@@ -152,6 +156,20 @@ def _encoded(
                     elif isinstance(one, Dropped):
                         mistakes.add(row.error(f"a row {one.why}"))
             doing.advance(len(batch))
+
+
+def _prompt(form: Form, row: Row) -> str | None:
+    """The user's message that a row begins with, if it is short."""
+    if form not in NEED_TEMPLATE:
+        return None
+    try:
+        chat = read(row, form, template=True, names=Names(), vocab_size=1)
+    except DataError:
+        return None
+    first = chat.messages[0] if isinstance(chat, Conversation) and chat.messages else {}
+    text = first.get("content")
+    fits = first.get("role") == "user" and isinstance(text, str) and 0 < len(text) <= QUESTION
+    return text if fits and "${" not in text else None  # which a recipe would interpolate
 
 
 def _batches(found: Sequence[tuple[Form, Row]]) -> Iterator[list[tuple[Form, Row]]]:

@@ -155,11 +155,47 @@ def test_a_look_at_each_form(form: str, model: dict[str, str], tmp_path: Path) -
         (1, "x.jsonl:22"),
     ]
     assert found.template == (None if form == "text" else "plain")
+    assert found.prompt == (None if form == "text" else "Hm?")
     assert found.parameters is not None
     assert 10_000 < found.parameters < 1_000_000
     low_rank, why = finetune.prefers_low_rank(found)
     assert not low_rank
     assert "parameters are few enough" in why
+
+
+def test_the_question_is_short_opens_a_conversation_and_can_stand_in_a_recipe(
+    model: dict[str, str], tmp_path: Path
+) -> None:
+    def asked(*messages: tuple[str, str]) -> dict[str, Any]:
+        turns = [{"role": role, "content": text} for role, text in messages]
+        return {"messages": [*turns, {"role": "assistant", "content": "Yes."}]}
+
+    unfit = [asked(("user", "x" * 401)), asked(("user", "${HOME}?")),
+             asked(("system", "Be brief."), ("user", "So?"))]  # fmt: skip
+    assert look(model, written(tmp_path / "no.jsonl", iter(unfit))).prompt is None
+    rows = [*unfit, asked(("user", "Now?")), asked(("user", "Later?"))]
+    assert look(model, written(tmp_path / "x.jsonl", iter(rows))).prompt == "Now?"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "positions", "asks"),
+    [(8_000_000_000, 8192, True), (8_000_000_000, None, True), (70_000_000_000, 8192, False),
+     (None, 8192, False), (1_000_000, 512, False)],
+)  # fmt: skip
+def test_the_recipe_asks_small_models(
+    parameters: int | None, positions: int | None, asks: bool, model: dict[str, str], tmp_path: Path
+) -> None:
+    of = looked(300, prompt="Hm?", parameters=parameters, positions=positions)
+    request = AdviceRequest(
+        name="x", model=model, data=tmp_path / "x.jsonl", lora=True, sequence=None,
+        global_batch=None, micro_batch=None, ranks=1, on_gpus=False, compute="fp32", survey=of,
+        folder=tmp_path, reasons=(),
+    )  # fmt: skip
+    slots = finetune(request)
+    asked = {"prompts": ["Hm?"], "chat": True, "first": True, "max_tokens": 64}
+    assert slots["train"].get("generate") == (asked if asks else None)
+    told = "generate: a question of the data, answered before and after training"
+    assert (told in finetune.explained(request, slots)) == asks
 
 
 def test_many_rows_are_measured_by_some(model: dict[str, str], tmp_path: Path) -> None:

@@ -66,6 +66,9 @@ def _of_metrics(records: list[dict[str, Any]]) -> Iterator[Mark]:
         if kind == "anomaly":
             text = f"{record['anomaly']}: {record.get('action', '')}"
             yield Mark(time=when, step=step, kind="anomaly", text=text, bad=True)
+        elif kind == "ended early":
+            text = shown(record["ended_early"])
+            yield Mark(time=when, step=step, kind="end of training", text=text)
         elif kind == "straggler":
             text = f"rank {record['straggler']}: {record.get('why', '')}"
             yield Mark(time=when, step=step, kind="straggler", text=text, bad=True)

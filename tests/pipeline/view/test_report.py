@@ -166,6 +166,13 @@ def test_marks_are_in_order_of_time(tmp_path: Path) -> None:
     assert [mark.kind for mark in found if mark.bad] == ["failure", "anomaly"]
 
 
+def test_an_early_end_of_training_is_a_mark(tmp_path: Path) -> None:
+    early = {"step": 6, "time": 1059.0, "ended_early": "the budget is over"}
+    found = facts.marks(read_history(made(tmp_path / "run", EVENTS, [*METRICS, early])))
+    ends = [mark for mark in found if mark.kind == "end of training"]
+    assert [(mark.step, mark.text, mark.bad) for mark in ends] == [(6, "the budget is over", False)]
+
+
 def test_runs_are_compared(tmp_path: Path) -> None:
     other = {**RECIPE, "seed": 7, "stages": {**RECIPE["stages"], "wrap": {"use": "wrap.fsdp"}}}
     one = read_history(made(tmp_path / "one", EVENTS, METRICS))
