@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from memories.cases import Case
-
 from pipeline.planning.estimate import ask_planners, step_peaks
 from pipeline.planning.forecast import BACKWARD, FORWARD, UPDATE, Held, StrategyMemory
 from pipeline.planning.planner import Job
