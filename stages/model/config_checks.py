@@ -71,6 +71,10 @@ TABLES = {
 """Models that look positions up in a table, and fail beyond it -> positions, by default."""
 
 
+POSITIONS = ("max_position_embeddings", "n_positions")
+"""Names that architectures give the number of positions in their configs."""
+
+
 def too_long(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
     """The problem of each slot whose samples may be longer than the model's positions: a mistake if
     positions are rows of a table, else a warning."""
@@ -78,6 +82,9 @@ def too_long(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
     part = whole.get("text_config")
     config: Mapping[str, Any] = part if isinstance(part, Mapping) else whole
     kind = config.get("model_type")
+    on_hub = stage.path is not None and not is_local(stage.path)
+    if on_hub and kind not in TABLES and not any(name in config for name in POSITIONS):
+        return  # known_models.json has sizes only, and the type's default may be another number
     context = stated_context(config)
     if context is None:
         return
@@ -100,11 +107,10 @@ def table_of_positions(config: Mapping[str, Any]) -> int | None:
 def stated_context(config: Mapping[str, Any]) -> int | None:
     """Positions that a config states, or its type by default, including those that scaling its
     rotary angles adds; None if it states none."""
-    names, kind = ("max_position_embeddings", "n_positions"), str(config.get("model_type"))
-    default = TABLES.get(kind) or next(
-        filter(None, (size_by_default(kind, n) for n in names)), None
-    )
-    stated = next((config[name] for name in names if name in config), default)
+    kind = str(config.get("model_type"))
+    defaults = (size_by_default(kind, name) for name in POSITIONS)
+    default = TABLES.get(kind) or next(filter(None, defaults), None)
+    stated = next((config[name] for name in POSITIONS if name in config), default)
     if type(stated) is not int or stated < 1:
         return None
     scaling = config.get("rope_parameters") or config.get("rope_scaling")

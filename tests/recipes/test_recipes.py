@@ -39,6 +39,7 @@ def test_all_promised_recipes_are_there() -> None:
 def test_recipe_passes_the_check_and_names_itself(path: Path) -> None:
     plan = plan_file(path, (), here=False)
     assert plan.recipe.name == path.stem
+    assert plan.warnings == ()
     adapter = ["adapter"] if path.stem in ADAPTED else []
     assert [step.slot for step in plan.steps] == [
         "model", *adapter, "precision", "data", "optimizer", "wrap", "checkpoint", "train",
