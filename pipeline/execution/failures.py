@@ -222,6 +222,8 @@ def _raised(run_dir: Path, report: Mapping[str, Any]) -> str:
         lines.append(f"  traceback: {_traceback_file(run_dir, report['rank'])}")
     if report.get("snapshot"):
         lines.append(f"  what held the memory: {report['snapshot']}")
+    if report["refused"]:
+        return "\n".join([*lines, "  the run is as it was before this command"])
     return "\n".join([*lines, continuation(run_dir)])
 
 
@@ -230,5 +232,5 @@ def _traceback_file(run_dir: Path, rank: int) -> Path:
 
 
 def continuation(run_dir: Path) -> str:
-    """The line that says how to go on."""
+    """The line that says how to continue."""
     return f"  continue with: pipe resume {shlex.quote(str(run_dir))}"

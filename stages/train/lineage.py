@@ -44,7 +44,7 @@ def require_same_lineage(
     found = [text for part in refused for text in _differences(part, progress.lineage, now)]
     raise ResumeRefused(
         f"the checkpoint at step {progress.step} belongs to another training: " + "; ".join(found),
-        hint="start a new run, or if that is intended: pipe resume RUN "
+        hint="start a new run, or if that is intended, the same command with "
         + " ".join(f"--accept {part}" for part in refused),
     )
 

@@ -108,8 +108,8 @@ def _cost(record: Mapping[str, Any], *, on_disk: bool) -> Iterator[str]:
         yield f"on disk after {record['checkpoint_seconds']:.2f} s"
     if "checkpoint_stall_seconds" in record:
         yield f"training paused for {record['checkpoint_stall_seconds']:.2f} s"
-    if "checkpoint_slowed_seconds" in record:
-        yield f"steps took {record['checkpoint_slowed_seconds']:+.2f} s meanwhile"
+    if record.get("checkpoint_slowed_seconds", 0) > 0:
+        yield f"steps took {record['checkpoint_slowed_seconds']:.2f} s longer meanwhile"
     if "checkpoint_user_seconds" in record:
         spent = record["checkpoint_user_seconds"] + record["checkpoint_system_seconds"]
         yield f"{spent:.2f} s of processor time"

@@ -103,7 +103,7 @@ def test_a_report_says_what_saves_cost(tmp_path: Path) -> None:
     told = [mark.text for mark in facts.marks(read_history(folder)) if mark.kind == "save"]
     assert told == [
         "on disk after 1.00 s",
-        "on disk after 1.00 s, training paused for 0.25 s, steps took +0.12 s meanwhile, "
+        "on disk after 1.00 s, training paused for 0.25 s, steps took 0.12 s longer meanwhile, "
         "0.75 s of processor time",
     ]
 

@@ -50,7 +50,7 @@ def refusal(then: dict[str, Any], *accept: str) -> str:
 def test_a_difference_is_told_and_may_be_accepted(part: str, then: object, told: str) -> None:
     refused = refusal({**NOW, part: then})
     assert refused.startswith(f"the checkpoint at step 5 belongs to another training: {told} (")
-    assert refused.endswith(f"pipe resume RUN --accept {part})")
+    assert refused.endswith(f"the same command with --accept {part})")
     others = set(NOW) - {part}
     assert refusal({**NOW, part: then}, *others) == refused
     assert refusal({**NOW, part: then}, part) == ""
@@ -64,8 +64,8 @@ def test_the_same_and_the_unknown_are_admitted() -> None:
 
 def test_each_of_several_differences_has_to_be_accepted() -> None:
     both = {**NOW, "tokenizer": "d" * 64, "data": {**DATA, "contents": "e" * 64}}
-    assert refusal(both).endswith("RUN --accept tokenizer --accept data)")
-    assert refusal(both, "tokenizer").endswith("RUN --accept data)")
+    assert refusal(both).endswith("with --accept tokenizer --accept data)")
+    assert refusal(both, "tokenizer").endswith("with --accept data)")
     assert refusal(both, "tokenizer", "data") == ""
 
 
