@@ -140,11 +140,11 @@ class StepCallback(ABC):
         """Return why training should end now, in words; empty to continue, as it does unless this
         is overridden.
 
-        Called on every rank before each step, also before the first of a resumed run. One rank's
-        reason is enough: all ranks end after the same step, and the run continues with a save and
-        with later slots. A step that was launched before the numbers of the last one were known
-        still counts, but a callback that has returned a reason is not called again: its `state`
-        is that of its decision.
+        Called on every rank before each step, also before the first. One rank's reason is enough:
+        all ranks end after the same step, and the run continues with a save and with later slots.
+        A step that was launched before the numbers of the last one were known still counts, but a
+        callback that has returned a reason is not called again: its `state` is that of its
+        decision.
         """
         return ""
 
@@ -205,7 +205,7 @@ class Callbacks(StepCallback):
         if can and not self._reasons:
             asked = {name: _reason(name, callback) for name, callback in can.items()}
             own = {name: reason for name, reason in asked.items() if reason}
-            if dist.any(bool(own)):  # the reasons themselves are sent at the end alone
+            if dist.any(bool(own)):  # the reasons themselves are only sent at the end
                 self._reasons = next(reasons for reasons in dist.gather(own) if reasons)
         return self.reason_to_end()
 

@@ -104,18 +104,20 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         self.callbacks.on_step(progress.step, progress, record)
         every = self.config.eval_every
         due = progress.step == args.max_steps or (every is not None and progress.step % every == 0)
-        if due and self.data.heldout is not None:
-            self._evaluate()
-        if progress.step < args.max_steps and self.ends_early(args.max_steps):
+        if due:
+            self.evaluate()
+        if self.ends_early(args.max_steps):
             control.should_save = control.should_training_stop = True
-            if not due and self.data.heldout is not None:
-                self._evaluate()
+            if not due:
+                self.evaluate()
         self._restart()
 
     def ends_early(self, steps: int) -> bool:
         """Whether a callback ends the training before its last step (collective)."""
         progress = self.progress
-        known, progress.stopped = progress.stopped, self.callbacks.agree_to_end(self.ctx.dist)
+        known, progress.stopped = progress.stopped, ""
+        if progress.step < steps:
+            progress.stopped = self.callbacks.agree_to_end(self.ctx.dist)
         if progress.stopped:
             again = progress.stopped == known
             self.reporter.ended_early(progress.step, steps, progress.stopped, again=again)
@@ -144,7 +146,10 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
             "data_wait_share": self._waited / seconds / ranks,
         }
 
-    def _evaluate(self) -> None:
+    def evaluate(self) -> None:
+        """Evaluate the weights on the held-out samples, if there are any (collective)."""
+        if self.data.heldout is None:
+            return
         model, dist, progress = self.trainer.model_wrapped, self.ctx.dist, self.progress
         axis = DataAxis(index=dist.rank, count=dist.world_size)
         size = self.config.microbatch_size(axis.count)

@@ -62,6 +62,7 @@ def train(
     steps = feed.total_steps(progress)
     if newest is not None and progress.step >= steps:
         ctx.log.info("nothing left to train: step %d of %d", progress.step, steps)
+        progress.stopped = ""
         return TrainedRun(checkpoint=str(newest), progress=progress)
     micro = config.microbatch_size(axis.count)
     accumulation = len(microbatches(config.global_batch_size, axis, micro))
@@ -88,11 +89,16 @@ def train(
     recorder = Recorder(
         config, ctx, data, feed, plan, progress, trainer, reporter, callbacks, loader.taken
     )
-    if newest is not None and recorder.ends_early(steps):
-        return TrainedRun(checkpoint=str(newest), progress=progress)
     trainer.add_callback(recorder)
+    if recorder.ends_early(steps):
+        if newest is None:
+            recorder.evaluate()
+            trainer.save_untrained()
+        checkpoint = newest or complete_checkpoints(root(ctx))[-1]
+        return TrainedRun(checkpoint=str(checkpoint), progress=progress)
     with ctx.dist.stop.deferred():
-        trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
+        # The Trainer resumes no checkpoint of step 0, whose weights are those that it has.
+        trainer.train(resume_from_checkpoint=str(newest) if progress.step else None)
         if recorder.stopped:
             ctx.dist.stop.end()
     return TrainedRun(checkpoint=str(complete_checkpoints(root(ctx))[-1]), progress=progress)
@@ -182,6 +188,11 @@ class _RecipeTrainer(Trainer):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> MicroBatches:
         return self._loader
+
+    def save_untrained(self) -> None:
+        """Save the state before the first step (collective)."""
+        self._save_checkpoint(self.model, None)
+        self.callback_handler.on_save(self.args, self.state, self.control)
 
     def _save(self, output_dir: str, state_dict: dict[str, Tensor] | None = None) -> None:
         """Save without a frozen base, and then without the description of the whole model too."""

@@ -203,6 +203,26 @@ def test_a_training_goes_on_under_other_settings_and_without_the_callback(tmp_pa
     assert (whole["progress"]["step"], whole["progress"]["stopped"]) == (9, "")
 
 
+def test_a_training_ends_before_its_first_step(tmp_path: Path) -> None:
+    told = run_ranks(train_bounded, 2, str(tmp_path), ENDLESS, 0, [1], "Bounded")
+    for one in told:
+        assert (one["progress"]["step"], one["progress"]["stopped"]) == (0, "0 steps are enough")
+        assert one["checkpoint"].endswith("step-00000000")
+        assert one["calls"] == [[], []]
+    on = run_ranks(train_bounded, 2, str(tmp_path), ENDLESS, 2, [0, 1], "Bounded")
+    assert [one["progress"]["step"] for one in on] == [3, 3]
+
+
+def test_a_callback_ends_the_training_of_all_stages_of_a_pipeline(tmp_path: Path) -> None:
+    case = replace(ENDLESS, setting=Setting(wrap="fsdp pipeline"))
+    for told in run_ranks(train_bounded, 2, str(tmp_path), case, 2, [1], "Bounded"):
+        assert (told["progress"]["step"], told["progress"]["stopped"]) == (3, "2 steps are enough")
+        assert told["checkpoint"].endswith("step-00000003")
+        assert told["calls"][1] == [["step", 1], ["step", 2], ["step", 3]]
+    on = run_ranks(train_bounded, 2, str(tmp_path), case, 9, [], "Bounded")
+    assert [(one["progress"]["step"], one["progress"]["stopped"]) for one in on] == [(9, "")] * 2
+
+
 def test_a_reason_is_a_text(tmp_path: Path) -> None:
     class Yes(Sink):
         def reason_to_end(self) -> Any:

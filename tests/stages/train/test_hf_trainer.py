@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline import DistContext, Progress, StepCallback
-from pipeline.execution.metrics import records
+from pipeline.execution.metrics import OWN, records
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
@@ -150,7 +150,9 @@ def test_speeds_are_of_all_ranks(tmp_path: Path) -> None:
     recipe = written(tmp_path, {}, {"steps": 3}, {})
     pipe = Pipe(tmp_path, tmp_path)
     assert pipe.run(recipe).code == 0
-    steps = [record for record in records(pipe.run_dir / "metrics.jsonl") if "loss" in record]
+    written_records = list(records(pipe.run_dir / "metrics.jsonl"))
+    assert {name for record in written_records for name in record} <= OWN
+    steps = [record for record in written_records if "loss" in record]
     rates = [1e-5 * scale for scale in (1, 0.75, 0.25)]  # a cosine over three steps
     assert [record["lr"] for record in steps] == pytest.approx(rates)
     for record in steps:
@@ -175,19 +177,34 @@ class Enough(StepCallback):
         return f"step {self.last} is enough" if self.asks and self.last >= self.at else ""
 
 
+def train_with(
+    dist: DistContext, folder: str, callback: StepCallback | None, steps: int = 9
+) -> dict[str, Any]:
+    ctx = context(dist, folder)
+    plan = AdamW(lr=1e-3).run(ctx)
+    precision = PrecisionPolicy(compute="fp32").run(ctx)
+    stage = HfTrainer(global_batch_size=4, steps=steps, micro_batch_size=1)
+    model = tiny_model(ctx, {}, "")
+    trained = stage.run(ctx, toy_data(), plan, precision, model, callback)
+    return {"lines": list(records(ctx.run_dir / "metrics.jsonl")), **trained.record()}
+
+
 def train_with_callback(dist: DistContext, folder: str) -> list[dict[str, Any]]:
     """Train until a callback of rank 1 ends it, and resume, when no rank asks."""
-    told = []
-    for asks in (dist.rank == 1, False):
-        ctx = context(dist, folder)
-        plan = AdamW(lr=1e-3).run(ctx)
-        precision = PrecisionPolicy(compute="fp32").run(ctx)
-        stage = HfTrainer(global_batch_size=4, steps=9, micro_batch_size=1)
-        model = tiny_model(ctx, {}, "")
-        trained = stage.run(ctx, toy_data(), plan, precision, model, Enough(2, asks))
-        lines = list(records(ctx.run_dir / "metrics.jsonl"))
-        told.append({"lines": lines, **trained.record()})
-    return told
+    return [train_with(dist, folder, Enough(2, asks)) for asks in (dist.rank == 1, False)]
+
+
+def train_from_an_end(dist: DistContext, folder: str) -> list[dict[str, Any]]:
+    """End a training before its first step; resume it with and without the callback; train the same
+    at once."""
+    ended = f"{folder}/ended"
+    return [
+        train_with(dist, ended, Enough(0, dist.rank == 1), steps=2),
+        train_with(dist, ended, Enough(0, False), steps=2),
+        train_with(dist, ended, None, steps=2),
+        train_with(dist, f"{folder}/whole", None, steps=2),
+        train_with(dist, ended, Enough(0, True), steps=2),
+    ]
 
 
 def test_a_callback_ends_the_training_of_all_ranks(tmp_path: Path) -> None:
@@ -200,3 +217,20 @@ def test_a_callback_ends_the_training_of_all_ranks(tmp_path: Path) -> None:
             "step 2 is enough"
         ]
         assert again == first
+
+
+def test_a_training_ends_before_its_first_step(tmp_path: Path) -> None:
+    for first, again, on, whole, over in run_ranks(train_from_an_end, 2, str(tmp_path)):
+        assert (first["progress"]["step"], first["progress"]["stopped"]) == (0, "step 0 is enough")
+        assert first["checkpoint"].endswith("checkpoint-0")
+        assert [sorted(line) for line in first["lines"] if "ended_early" in line] == [
+            ["ended_early", "step", "time"]
+        ]
+        assert [line["step"] for line in first["lines"] if "eval_loss" in line] == [0]
+        assert again == first
+        losses = [[line["loss"] for line in one["lines"] if "loss" in line] for one in (on, whole)]
+        assert losses[0] == losses[1]
+        assert len(losses[0]) == 2
+        # a training that is over cannot be ended
+        assert (over["progress"]["step"], over["progress"]["stopped"]) == (2, "")
+        assert over["lines"] == on["lines"]
