@@ -80,27 +80,41 @@ def require_known(state: Mapping[str, Any], plan: OptimizerPlan, optimizer: str)
         raise _not_declared(state, plan, optimizer)
 
 
-def require_declared(optimizer: Optimizer, plan: OptimizerPlan) -> None:
-    """Raise StageError if a step has added tensors to a parameter's state that the plan does not
-    declare: no checkpoint would have them, and a resume would go on without."""
-    for state in optimizer.state.values() if plan.packing is None else ():
-        if not _kept(state) <= set(plan.moments):
-            raise _not_declared(state, plan, type(optimizer).__name__)
-
-
 @contextlib.contextmanager
-def started_state(optimizer: Optimizer, plan: OptimizerPlan) -> Iterator[None]:
-    """Raise StageError where an update looks for something in a parameter's state that
-    `start_state` has not made, as the plan does not declare it."""
+def declared_state(optimizer: Optimizer, plan: OptimizerPlan) -> Iterator[None]:
+    """Raise StageError if the update in the body looks for something in a parameter's state that
+    the plan does not declare, so that `start_state` has not made it; or if it has added tensors
+    that the plan does not declare: no checkpoint would have them, and a resume would go on without.
+    """
+    started = {of: state for of, state in optimizer.state.items() if type(state) is dict}
+    optimizer.state.update((of, _Started(state)) for of, state in started.items())
     try:
         yield
-    except KeyError as error:
+    except _MissingState as error:
         counts = f"counts_updates={plan.counts_updates}"
         raise StageError(
             f"{type(optimizer).__name__} looks for {error} in a parameter's state, and its stage "
             f"declares moments {sorted(plan.moments)} and {counts}",
             hint="declare every key of its state; `step` is the count of updates",
         ) from error
+    finally:
+        for of, state in optimizer.state.items():
+            if isinstance(state, _Started):
+                optimizer.state[of] = dict(state)
+    for state in optimizer.state.values() if plan.packing is None else ():
+        if not _kept(state) <= set(plan.moments):
+            raise _not_declared(state, plan, type(optimizer).__name__)
+
+
+class _MissingState(KeyError):
+    """A key that a parameter's state does not have, unlike one that is missing elsewhere."""
+
+
+class _Started(dict[str, Any]):
+    """A parameter's state."""
+
+    def __missing__(self, key: str) -> Any:
+        raise _MissingState(key)
 
 
 def _kept(state: Mapping[str, Any]) -> set[str]:

@@ -35,12 +35,11 @@ from stages.wrap.loss_scaling import LossScaler
 from stages.wrap.module_engine import ModuleEngine
 from stages.wrap.optimizer_groups import grouped_state
 from stages.wrap.optimizer_state import (
+    declared_state,
     read_moments,
-    require_declared,
     require_known,
     set_updates,
     start_state,
-    started_state,
     updates,
     write_moments,
 )
@@ -144,9 +143,8 @@ class TorchEngine(ModuleEngine):
         if applied and self._applied:
             self._update(gradients, norm, scale)
         elif applied:  # the first update here shows what the rule keeps
-            with started_state(optimizer, self.plan):
+            with declared_state(optimizer, self.plan):
                 self._update(gradients, norm, scale)
-            require_declared(optimizer, self.plan)
         if scaler is not None:
             scaler.update(overflowed=overflowed)
         optimizer.zero_grad()

@@ -24,6 +24,7 @@ from stages.wrap.axes import Axes
 from stages.wrap.build import dtype_names, parameter_count, trained
 from stages.wrap.load_weights import LocalShard
 from stages.wrap.module_engine import ModuleEngine
+from stages.wrap.optimizer_state import declared_state
 from stages.wrap.zero import compat
 from stages.wrap.zero.state import ZeroState
 
@@ -37,6 +38,7 @@ class ZeroEngine(ModuleEngine):
     ) -> None:
         super().__init__(live, dist, axes)
         self.deepspeed = live
+        self._plan = plan
         self._scaling = precision.loss_scaling
         # Groups are renewed when a checkpoint is loaded, base rates are not.
         self._base_rates = [group["lr"] for group in live.optimizer.optimizer.param_groups]
@@ -56,7 +58,11 @@ class ZeroEngine(ModuleEngine):
         scaler = compat.loss_scaler(live)
         scale = 1.0 if scaler is None else float(scaler.cur_scale)
         self._veto.arm(should_step, lambda: compat.global_grad_norm(live))
-        live.step()
+        if self._state.applied:
+            live.step()
+        else:  # the first update here shows what the rule keeps
+            with declared_state(live.optimizer.optimizer, self._plan):
+                live.step()
         finite = bool(live.was_step_applied())
         if finite:
             self._grow_scale(scaler)

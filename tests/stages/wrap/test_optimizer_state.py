@@ -14,9 +14,18 @@ from tests.support.runs import context
 from tests.support.state import Setting, make_engine
 from tests.support.zero import summed_loss
 
+
+class Scheduled(torch.optim.SGD):
+    """A rule with a mistake that has nothing to do with parameters' state."""
+
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["schedule"]
+
+
 RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 0.1}),
+    "scheduled": (Scheduled, {"lr": 0.1}),
 }
 
 
@@ -47,10 +56,11 @@ def test_state_that_is_declared_is_saved(tmp_path: Path) -> None:
     assert found == ["momentum_buffer", "weight"]
 
 
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp full"])
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp full", "zero1", "zero3"])
 def test_state_that_a_step_adds_undeclared_ends_the_run(wrap: str, tmp_path: Path) -> None:
     """No checkpoint would hold it, and a resumed run would differ without a word."""
-    wanted = r"SGD keeps \['momentum_buffer'\] for a parameter, its stage declares \[\]; such"
+    wanted = r"in step\n[\s\S]*SGD keeps \['momentum_buffer'\] for a parameter, "
+    wanted += r"its stage declares \[\]; such"
     with pytest.raises(RankFailed, match=wanted):
         run_ranks(stepped, 1, str(tmp_path), wrap, ())
 
@@ -60,3 +70,8 @@ def test_state_that_a_step_looks_for_undeclared_is_named(tmp_path: Path) -> None
     wanted += r"\['square_avg'\] and counts_updates=False \(declare every key"
     with pytest.raises(RankFailed, match=wanted):
         run_ranks(stepped, 1, str(tmp_path), "ddp", ("square_avg",), "rmsprop")
+
+
+def test_a_key_that_is_missing_elsewhere_is_not_said_to_be_of_the_state(tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="KeyError: 'schedule'"):
+        run_ranks(stepped, 1, str(tmp_path), "ddp", (), "scheduled")
