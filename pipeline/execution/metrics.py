@@ -92,26 +92,51 @@ def _are_texts(generated: Any) -> bool:
     )
 
 
-NUMBERS = (
-    "loss", "eval_loss", "best_eval_loss", "grad_norm", "lr", "tokens", "samples", "time",
-    "total_steps", "step_seconds", "tokens_per_second", "mfu", "data_wait_share",
-    "communication_share", "peak_memory_bytes", "peak_host_memory_bytes", "checkpoint_seconds",
-    "checkpoint_stall_seconds", "checkpoint_user_seconds", "checkpoint_system_seconds",
-)  # fmt: skip
+FIELDS = {
+    "anomaly": (
+        "anomaly", "action", "anomalous_step", "anomalous_loss", "samples_from", "samples_to",
+    ),
+    "straggler": ("straggler", "share", "why"),
+    "generated": ("generated",),
+    "ended early": ("ended_early",),
+    "checkpoint written": (
+        "checkpoint_seconds", "checkpoint_bytes", "checkpoint_user_seconds",
+        "checkpoint_system_seconds", "checkpoint_slowed_seconds",
+    ),
+    "checkpoint": ("checkpoint_stall_seconds",),
+    "evaluation": ("eval_loss", "perplexity"),
+    "step": (
+        "loss", "grad_norm", "lr", "tokens", "samples", "applied", "loss_scale", "step_seconds",
+        "tokens_per_second", "tokens_per_second_per_rank", "target_tokens_per_second",
+        "samples_per_second", "data_wait_share", "mfu", "peak_memory_bytes",
+        "peak_host_memory_bytes", "profiled", "compute_share", "communication_share", "data_share",
+        "idle_share",
+    ),
+    "other": ("step", "time", "total_steps", "best_step", "best_eval_loss"),
+}  # fmt: skip
+"""Kind of record -> the fields that the training writes into it. The first tells the kind, as no
+record before it in this order has it; those of `other` place a record, and measure nothing. A field
+that is missing here counts as a plugin's number, with its own curve, line and tracker series."""
+KINDS = {fields[0]: kind for kind, fields in FIELDS.items() if kind != "other"}
+"""Key that tells a kind of record -> the kind."""
+OWN = frozenset(name for fields in FIELDS.values() for name in fields)
+"""All fields that the training writes."""
+NUMBERS = OWN - {
+    "step", "best_step", "applied", "profiled", "anomaly", "action", "why", "generated",
+    "ended_early",
+}  # fmt: skip
 """Fields that are numbers, or null."""
-KINDS = {
-    "anomaly": "anomaly",
-    "straggler": "straggler",
-    "generated": "generated",
-    "ended_early": "ended early",
-    "checkpoint_seconds": "checkpoint written",
-    "checkpoint_stall_seconds": "checkpoint",
-    "eval_loss": "evaluation",
-    "loss": "step",
-}
-"""Key that only one kind of record has -> its kind."""
+UNSENT = {*FIELDS["other"], "straggler"}
+"""Numbers that measure nothing."""
 
 
 def kind_of(record: Mapping[str, Any]) -> str:
     """Return what a record is of: a step, an evaluation, a checkpoint or something else."""
     return next((kind for key, kind in KINDS.items() if key in record), "other")
+
+
+def numbers(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield names and values of a record's numbers, without true and false."""
+    for name, value in record.items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield name, float(value)

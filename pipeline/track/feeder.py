@@ -15,7 +15,7 @@ from pipeline.chain.plan import Plan
 from pipeline.contracts.stage import ENVIRONMENT_FILE
 from pipeline.errors import in_words
 from pipeline.execution import rundir
-from pipeline.execution.metrics import is_record, kind_of
+from pipeline.execution.metrics import UNSENT, is_record, kind_of, numbers
 from pipeline.recipe import Recipe
 from pipeline.track.contract import Outcome, RunFacts, Tracker, TrackerStage
 from pipeline.utils.files import opened, private_folder, replace_text, wait_for_lock
@@ -26,8 +26,6 @@ from pipeline.view.tail import Tail
 FOLDER = "trackers"
 KEEP_SECONDS = 1.0
 """Seconds of sending between two writes of what has been sent."""
-UNSENT = ("step", "time", "total_steps", "profiled", "applied", "straggler")
-"""Fields of records that are no measurements."""
 
 
 @dataclass
@@ -149,10 +147,9 @@ def _kind(record: Mapping[str, Any]) -> str:
 
 def _measurements(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield names and values of a record's numbers; those of evaluations as `eval/loss`."""
-    for name, value in record.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if is_number and name not in UNSENT and not name.startswith("best_"):
-            yield ("eval/loss" if name == "eval_loss" else name), float(value)
+    for name, value in numbers(record):
+        if name not in UNSENT:
+            yield ("eval/loss" if name == "eval_loss" else name), value
 
 
 def facts_of(folder: Path, recipe: Recipe) -> RunFacts:

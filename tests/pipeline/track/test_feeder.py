@@ -67,6 +67,7 @@ def test_numbers_are_sent_and_nothing_else(tmp_path: Path) -> None:
 def test_numbers_of_several_plugins_are_sent(tmp_path: Path) -> None:
     folder, tracker = made(tmp_path / "run"), Noted()
     add(folder, [{"step": 1, "accuracy": 0.5}, {"step": 1, "entropy": 2}])
+    add(folder, [{"step": 1, "best_score": 3}])
     add(folder, [{"step": 2, "entropy": 1}])
     feeder(folder, tracker).close("stopped")
     add(folder, [{"step": 2, "accuracy": 0.75}])
@@ -74,6 +75,7 @@ def test_numbers_of_several_plugins_are_sent(tmp_path: Path) -> None:
     assert tracker.logged == [
         (1, {"accuracy": 0.5}),
         (1, {"entropy": 2.0}),
+        (1, {"best_score": 3.0}),
         (2, {"entropy": 1.0}),
         (2, {"accuracy": 0.75}),
     ]

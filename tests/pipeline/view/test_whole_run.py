@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.execution.metrics import kind_of, records
+from pipeline.execution.metrics import OWN, kind_of, records
 from tests.pipeline.conftest import TinyRun
 from tests.support.pipe import Pipe
 from tests.support.tier import spread
@@ -107,6 +107,7 @@ def test_lines(tiny_run: TinyRun) -> None:
 
 def test_metrics(tiny_run: TinyRun) -> None:
     found = tiny_run.records
+    assert {name for record in found for name in record} <= OWN
     kinds = [kind_of(record) for record in found]
     written = [record for record in found if kind_of(record) == "checkpoint written"]
     assert [list(types(record).items()) for record in (*in_order(found), *written)] == [

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pipeline.checkpoint.manifest import MANIFEST, Manifest
 from pipeline.contracts.precision import LossScaling
 from pipeline.contracts.training import Progress
+from pipeline.execution.metrics import OWN
 from pipeline.testing import plan_view, problems
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.train.anomalies import exclude, is_spike
@@ -139,6 +140,7 @@ def test_a_rollback_goes_on_behind_the_anomalous_batch(wrap: str, tmp_path: Path
         for line in anomalies(back)
     ]
     assert told == [(1, 2, 0, 8), (3, 4, 16, 24)]
+    assert {name for line in back["lines"] for name in line} <= OWN
 
 
 def test_an_epoch_whose_last_batch_is_skipped_ends_with_an_evaluation(tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ import pytest
 
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import UsageError
-from pipeline.execution.metrics import records
+from pipeline.execution.metrics import OWN, records
 from pipeline.planning.planner import Trial
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.planners import CheckpointPlanner
 from stages.train.causal_lm import TrainCausalLm
+from stages.train.meter import PEAKS
 from stages.train.planner import CausalLmPlanner
 from stages.train.profiling import STEP, WAIT, Breakdown, breakdown
 from stages.train.settings import Anomalies, EarlyStopping
@@ -110,6 +111,7 @@ def train(dist: DistContext, folder: str, wrap: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp full"])
 def test_a_profiled_step_of_two_ranks(wrap: str, tmp_path: Path) -> None:
     *steps, saved, written = run_ranks(train, 2, str(tmp_path), wrap)[0]
+    assert {*PEAKS, *(name for line in (*steps, saved, written) for name in line)} <= OWN
     assert [line["step"] for line in steps if line.get("profiled")] == [3]
     shares = [steps[2][f"{name}_share"] for name in Breakdown._fields]
     assert all(0 < share < 1 for share in shares)

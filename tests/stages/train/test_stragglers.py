@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pipeline.distributed.process_group import DistContext
-from pipeline.execution.metrics import Metrics, records
+from pipeline.execution.metrics import OWN, Metrics, records
 from stages.train import stragglers
 from stages.train.stragglers import Figures, StragglerWatch
 from tests.support.processes import run_ranks
@@ -53,6 +53,7 @@ def _train(dist: DistContext, folder: str) -> list[dict[str, Any]]:
 def test_a_rank_that_is_late(tmp_path: Any) -> None:
     found = run_ranks(_train, 2, str(tmp_path))[0]
     assert all(one["time"] > 1.7e9 for one in found)
+    assert {name for one in found for name in one} <= OWN
     late = [one for one in found if "for data" in one["why"]]
     assert [(one["step"], one["straggler"]) for one in late] == [(25, 1), (50, 1)]
     assert late[0]["share"] == pytest.approx(1, abs=0.5)
