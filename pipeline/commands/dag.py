@@ -38,7 +38,7 @@ def dag(recipe: Path, overrides: tuple[str, ...], mermaid: bool, as_json: bool) 
 def _text(plan: Plan) -> Iterator[str]:
     from pipeline.utils.text import align
 
-    rows = [("slot", "stage", "reads", "gives")]
+    rows = [("slot", "stage", "reads", "returns")]
     for step in plan.steps:
         reads = ", ".join(slot for slot in step.inputs.values() if slot is not None)
         rows.append((step.slot, step.use, reads, "" if step.gives is None else step.gives.__name__))
@@ -63,7 +63,7 @@ def _json(plan: Plan) -> Iterator[str]:
             "slot": step.slot,
             "use": step.use,
             "inputs": dict(step.inputs),
-            "gives": step.gives and step.gives.__name__,
+            "returns": step.gives and step.gives.__name__,
         }
         for step in plan.steps
     ]

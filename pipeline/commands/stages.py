@@ -70,7 +70,7 @@ def _explained(name: str, registry: Registry) -> dict[str, Any]:
         "version": entry.version,
         "doc": inspect.cleandoc(kind.__doc__ or ""),
         "needs": [{"type": need.type.__name__, "optional": need.optional} for need in needs(kind)],
-        "gives": given.__name__ if given else None,
+        "returns": given.__name__ if given else None,
         "fields": [dataclasses.asdict(row) for row in field_rows(kind)],
     }
 
@@ -85,7 +85,7 @@ def _page(explained: dict[str, Any]) -> Iterator[str]:
         for need in explained["needs"]
     ]
     yield f"needs: {', '.join(wanted) or 'nothing'}"
-    yield f"gives: {explained['gives'] or 'nothing'}"
+    yield f"returns: {explained['returns'] or 'nothing'}"
     yield ""
     yield "fields:" if explained["fields"] else "no fields"
     for row in explained["fields"]:

@@ -18,16 +18,8 @@ HEAVY_HALVES = {"adapter": "source", "wrap": "engine"}
 KINDS = {path.name.removesuffix(".py.j2") for path in TEMPLATES.glob("[!_]*.py.j2")}
 OTHER = "after_export"
 """Template of kinds that have none: a stage that runs after an export."""
-REFUSED = {
-    "average": "an average is kept by an engine around another one, which is not a small example; "
-    "derive from stages/average/ema.py, or average in a slot `consolidate` (`pipe new-stage "
-    "consolidate.NAME`)",
-    "precision": "precision.policy has a field for every dtype, and strategies know no others; "
-    "use it",
-    "train": "the contract of train stages changes with the next version; follow or end a training "
-    "from a callback (`pipe new-stage callback.NAME`), or derive from train.causal_lm",
-}
-"""Kind that is not written -> why, and what to do instead."""
+REFUSED = ("average", "precision", "train")
+"""Kinds that have no template, and whose stages do not run after an export."""
 _WORD = "[a-z](?:[a-z0-9_]*[a-z0-9])?"  # a distribution's name ends in a letter or digit
 _NAME = re.compile(rf"{_WORD}\.{_WORD}")
 
@@ -47,7 +39,9 @@ class NewStage:
                 hint="a kind, a dot and a word, as in optimizer.sgd",
             )
         if self.kind in REFUSED:
-            raise UsageError(f"no {self.kind} stage is written: {REFUSED[self.kind]}")
+            raise UsageError(
+                f"there is no example of the kind `{self.kind}`", hint="see docs/writing-a-stage.md"
+            )
         if self.name in Registry.installed():
             raise UsageError(f"a stage called {self.name} is installed already")
 

@@ -1,4 +1,4 @@
-"""Stages that give the trained weights, and the door for authors of one."""
+"""Stages that return the trained weights, and the door for authors of one."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ wrap.red (pipetrain 1.0)
 Wrap in red.
 
 needs: ModelSource, OptimizerPlan
-gives: RedEngine
+returns: RedEngine
 
 fields:
   stage: 1 | 2 | 3 (default 2)

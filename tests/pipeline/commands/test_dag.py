@@ -36,7 +36,7 @@ def test_text(recipe: Path) -> None:
     shown = dag(recipe)
     assert shown.exit_code == 0
     head, *rows = shown.stdout.splitlines()
-    assert head.split() == ["slot", "stage", "reads", "gives"]
+    assert head.split() == ["slot", "stage", "reads", "returns"]
     cells = [re.split(r"  +", row) for row in rows]
     assert [row[:2] for row in cells] == [[slot, f["use"]] for slot, f in CHAIN.items()]
     assert {row[0]: row[2].split(", ") for row in cells if len(row) == 4} == READS
@@ -69,7 +69,7 @@ def test_json(recipe: Path) -> None:
         "engine": "wrap", "data": "data", "optimizer": "optimizer", "checkpoints": "checkpoint",
         "model": "model", "callback": None,
     }  # fmt: skip
-    assert by_name["wrap"]["gives"] == "Engine"
+    assert by_name["wrap"]["returns"] == "Engine"
 
 
 def test_a_run_and_overrides(recipe: Path, tmp_path: Path) -> None:

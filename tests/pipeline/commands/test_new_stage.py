@@ -259,7 +259,10 @@ def test_they_do_the_same_under_every_strategy(
 def test_kinds_that_are_no_small_example_are_refused(kind: str, tmp_path: Path) -> None:
     refused = new_stage(f"{kind}.my_own", "--out", str(tmp_path / "new"))
     assert (refused.exit_code, refused.stdout) == (2, "")
-    assert refused.stderr == f"error: no {kind} stage is written: {REFUSED[kind]}\n"
+    what = f"there is no example of the kind `{kind}`"
+    assert refused.stderr == f"error: {what} (see docs/writing-a-stage.md)\n"
+    page = (ROOT / "docs" / "writing-a-stage.md").read_text("utf-8")
+    assert f"- `{kind}`: " in page
     assert not (tmp_path / "new").exists()
 
 
