@@ -168,8 +168,9 @@ def _prompt(form: Form, row: Row) -> str | None:
         return None
     first = chat.messages[0] if isinstance(chat, Conversation) and chat.messages else {}
     text = first.get("content")
-    fits = first.get("role") == "user" and isinstance(text, str) and 0 < len(text) <= QUESTION
-    return text if fits and "${" not in text else None  # which a recipe would interpolate
+    if first.get("role") != "user" or not isinstance(text, str) or not 0 < len(text) <= QUESTION:
+        return None
+    return None if "${" in text else text  # which a recipe would interpolate
 
 
 def _batches(found: Sequence[tuple[Form, Row]]) -> Iterator[list[tuple[Form, Row]]]:

@@ -64,13 +64,13 @@ def kind_page(kind: str, registry: Registry) -> str:
 
 
 def chained(stage: type) -> Iterator[str]:
-    """Yield what the stage takes from earlier slots, and what it gives later ones."""
+    """Yield what the stage takes from earlier slots, and what it returns to later ones."""
     wanted = [
         f"`{need.type.__name__}`" + " if there is one" * need.optional for need in needs(stage)
     ]
     given = gives(stage)
     yield f"Needs {', '.join(wanted) or 'nothing'}. "
-    yield f"Gives {f'`{given.__name__}`' if given else 'nothing'}."
+    yield f"Returns {f'`{given.__name__}`' if given else 'nothing'}."
 
 
 def recipe_page() -> str:

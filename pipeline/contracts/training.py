@@ -116,9 +116,9 @@ class Progress:
 class StepCallback(ABC):
     """Code of a plugin that a train stage calls after every update, such as a metrics sink.
 
-    A stage in a slot before the train slot gives it. It is called on every rank, in the thread that
-    trains, and may use collectives. It does not change `progress`. An exception fails the run;
-    `reason_to_end` ends the training well.
+    A stage in a slot before the train slot returns it. It is called on every rank, in the thread
+    that trains, and may use collectives. It does not change `progress`. An exception fails the
+    run; `reason_to_end` ends the training well.
     """
 
     @abstractmethod
@@ -161,7 +161,7 @@ class Callbacks(StepCallback):
     """Several callbacks, called in the given order; None and nested Callbacks are resolved.
 
     A stage that adds a callback to those of earlier slots takes `earlier: StepCallback | None` and
-    gives `Callbacks(earlier, its_own)`. States are kept by class name, numbered from the second
+    returns `Callbacks(earlier, its_own)`. States are kept by class name, numbered from the second
     callback of a class on, so a resume with other callbacks gives each its own state.
     """
 
@@ -306,7 +306,7 @@ class Checkpoints(ABC):
         """
 
     def resource_needs(self, length: TrainingLength) -> Iterator[ResourceNeed]:
-        """Resource needs of the checkpoints of a training of that length; called on rank 0 alone,
+        """Resource needs of the checkpoints of a training of that length; called only on rank 0,
         before the first step."""
         return iter(())
 

@@ -13,6 +13,7 @@ from typing import Any
 from pipeline.utils import jsonl
 from pipeline.utils.files import opened, replace_text
 from pipeline.utils.foreign import BLOCK, is_number, is_text, open_regular
+from pipeline.utils.text import plural
 
 
 class Metrics:
@@ -57,7 +58,10 @@ class Metrics:
                     shutil.copyfileobj(file, kept)
         if foreign > 0:
             logging.getLogger("pipe").warning(
-                "%s: %d lines are not metrics; left out, kept in %s", self.path, foreign, aside
+                "%s: left out %s without metrics; kept in %s",
+                self.path,
+                plural(foreign, "line"),
+                aside,
             )
 
 

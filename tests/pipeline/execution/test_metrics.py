@@ -47,7 +47,7 @@ def test_lines_that_are_none_of_ours_are_kept_aside(
     Metrics(path).rewind(5)
     assert list(records(path)) == [{"step": 1, "loss": 2.0}]
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == text
-    said = f"{path}: 4 lines are not metrics; left out, kept in {path}.damaged"
+    said = f"{path}: left out 4 lines without metrics; kept in {path}.damaged"
     assert [record.getMessage() for record in caplog.records] == [said]
     Metrics(path).rewind(5)
     assert len(caplog.records) == 1
