@@ -91,7 +91,11 @@ def is_record(record: dict[str, Any]) -> bool:
 
 def _are_texts(generated: Any) -> bool:
     return isinstance(generated, list) and all(
-        isinstance(one, dict) and is_text(one.get("prompt")) and is_text(one.get("text"))
+        isinstance(one, dict)
+        and type(one.get("number")) is int
+        and is_number(one["number"])
+        and is_text(one.get("prompt"))
+        and is_text(one.get("text"))
         for one in generated
     )
 

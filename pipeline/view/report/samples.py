@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from pipeline.utils.terminal import shown
+from pipeline.view.texts import by_prompt
 
 MOST_PROMPTS = 40
 MOST_ANSWERS = 20
@@ -36,14 +36,8 @@ class Prompt:
 
 
 def prompts(records: Iterable[Mapping[str, Any]]) -> list[Prompt]:
-    """Return the newest prompts of a run's records with their answers. Of two answers of the same
-    step, the later counts."""
-    answers: dict[tuple[int, str], dict[int, str]] = defaultdict(dict)
-    for record in records:
-        for sample in record.get("generated", ()):
-            key = sample.get("number", 0), sample["prompt"]
-            answers[key][record["step"]] = sample["text"]
-    found = list(answers.items())[-MOST_PROMPTS:]
+    """Return the newest prompts of a run's records with their answers."""
+    found = list(by_prompt(records).items())[-MOST_PROMPTS:]
     return [_prompt(text, by_step) for (_, text), by_step in found]
 
 

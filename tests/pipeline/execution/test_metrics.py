@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pipeline.execution.metrics import Metrics, records
+from pipeline.view.texts import before_and_after
 
 
 def test_rewind_leaves_one_record_a_step(tmp_path: Path) -> None:
@@ -79,3 +80,14 @@ def test_a_record_needs_a_step(tmp_path: Path, record: dict[str, object]) -> Non
     with pytest.raises(TypeError, match="needs an integer `step`"):
         Metrics(tmp_path / "metrics.jsonl").write(record)
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("number", [None, "0", 0.0, True, 10**400])
+def test_texts_without_a_number_are_left_out(tmp_path: Path, number: object) -> None:
+    one = {"prompt": "Who?", "text": "I"} | ({} if number is None else {"number": number})
+    whole = {"step": 1, "generated": [{"number": 0, "prompt": "Who?", "text": "I"}]}
+    lines = (json.dumps({"step": step, "generated": [one]}) for step in (0, 4))
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("\n".join([*lines, json.dumps(whole), ""]))
+    assert list(records(path)) == [whole]
+    assert list(before_and_after(records(path))) == []

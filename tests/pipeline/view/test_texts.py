@@ -37,3 +37,13 @@ def test_without_an_answer_before_training_there_is_none() -> None:
 def test_at_most_three_prompts() -> None:
     many = [(f"{n}?", "a") for n in range(5)]
     assert len(shown((0, many), (3, many))) == 9
+
+
+def test_a_prompt_that_was_changed_has_no_answer_before() -> None:
+    found = shown((0, [("Who?", "a"), ("When?", "b")]), (9, [("Whose?", "c"), ("When?", "d")]))
+    assert found == [("prompt", "When?"), ("  before", "b"), ("  after", "d")]
+
+
+def test_the_later_answer_of_a_step_counts() -> None:
+    found = shown((0, [("Who?", "a")]), (0, [("Who?", "b")]), (4, [("Who?", "c")]))
+    assert found[1:] == [("  before", "b"), ("  after", "c")]
