@@ -76,8 +76,8 @@ class Progress:
     of anomalous steps, and of steps that a rollback undid."""
     left_out_in_a_row: int = 0
     """Anomalous steps since the last update."""
-    texts: int = 0
-    """Step at which the model wrote texts last; 0 before the first time."""
+    texts_step: int | None = None
+    """Step at which the model wrote texts last; None before the first time."""
     rollbacks: int = 0
     """Number of times that training went back to a checkpoint."""
     callbacks: dict[str, Any] = field(default_factory=dict)
@@ -92,6 +92,8 @@ class Progress:
         fields = dict(record)
         if "origin" in fields:  # the name of `lineage` in checkpoints of version 0.1.0
             fields["lineage"] = fields.pop("origin")
+        if "texts" in fields:  # in older checkpoints; its 0 meant either
+            fields["texts_step"] = fields.pop("texts") or None
         return cls(**fields)
 
     def differs_from(self, recorded: Mapping[str, Any]) -> bool:

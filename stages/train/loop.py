@@ -135,7 +135,7 @@ class Training:
         evaluates = first or (own and self._evaluation_due() and not self.evaluated)
         settings = self.config.generate
         at_first = settings is not None and settings.first and not progress.step
-        writes = (own and self._texts_due()) or at_first
+        writes = (own and self._texts_due()) or (at_first and progress.texts_step is None)
         if evaluates:
             self._evaluate()
         if writes:
@@ -168,7 +168,7 @@ class Training:
 
     def _texts_due(self) -> bool:
         settings, step = self.config.generate, self.progress.step
-        if settings is None or self.progress.texts == step:
+        if settings is None or self.progress.texts_step == step:
             return False
         last = bool(self.progress.stopped) or step == self.step.feed.total_steps(self.progress)
         return last or (settings.every is not None and step % settings.every == 0)
@@ -181,7 +181,7 @@ class Training:
             texts = self.writer.write(self.step.engine, dist, step)
             if texts is None:
                 self._stop()  # a resumed run writes them first
-            self.progress.texts = step
+            self.progress.texts_step = step
             self.reporter.generated(step, texts)
 
     @contextlib.contextmanager

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.contracts.training import TrainingLength, ends_period
+from pipeline.contracts.training import Progress, TrainingLength, ends_period
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,11 @@ def test_periods_end_with_the_first_step_by_which_they_are_over(period: Fraction
 @given(st.integers(1, 40), st.integers(0, 200))
 def test_of_whole_steps_these_are_the_multiples(period: int, step: int) -> None:
     assert ends_period(step, Fraction(period)) == (step > 0 and step % period == 0)
+
+
+@pytest.mark.parametrize(("texts", "step"), [(0, None), (4, 4)])
+def test_older_checkpoints_have_one_zero_for_never_and_for_step_0(
+    texts: int, step: int | None
+) -> None:
+    assert Progress.from_record({"step": 4, "texts": texts}).texts_step == step
+    assert Progress.from_record(vars(Progress(texts_step=0))).texts_step == 0

@@ -73,6 +73,16 @@ class StopAt(StepCallback):
             progress.patience["evaluations"] = 1
 
 
+class EndsAtOnce(StepCallback):
+    """Ends the training before the first step."""
+
+    def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
+        pass
+
+    def reason_to_end(self) -> str:
+        return "enough"
+
+
 def train(
     dist: DistContext,
     folder: str,
@@ -81,8 +91,8 @@ def train(
     stop: int = 0,
     early: int = 0,
 ) -> list[dict[str, Any]]:
-    """Train four steps, or until a signal comes behind step `stop`, or stop early behind step
-    `early`; returns the records of the run."""
+    """Train four steps, or until a signal comes behind step `stop` (-1: none at all), or stop early
+    behind step `early`; returns the records of the run."""
     private_folder(Path(folder))
     ctx, setting = context(dist, folder), Setting(wrap=wrap)
     plan = AdamW(schedule="constant", warmup_steps=0, lr=0.05).run(ctx)
@@ -99,8 +109,9 @@ def train(
         early_stopping=EarlyStopping(patience=1),
         generate=generate,
     )
+    callback = EndsAtOnce() if stop < 0 else StopAt(stop, early)
     with contextlib.suppress(Interrupted):
-        loop.run(ctx, engine, toy_data(), plan, checkpoints, model, StopAt(stop, early))
+        loop.run(ctx, engine, toy_data(), plan, checkpoints, model, callback)
     checkpoints.close()
     engine.close()
     return list(records(ctx.run_dir / "metrics.jsonl"))
@@ -166,6 +177,16 @@ def test_texts_before_training_and_at_its_end(tmp_path: Path) -> None:
     plain = run_ranks(train, 1, str(tmp_path / "plain"), "ddp", None)[0]
     losses = [[r["loss"] for r in one if "loss" in r] for one in (found, plain)]
     assert losses[0] == losses[1]
+
+
+def test_texts_before_training_are_written_once(tmp_path: Path) -> None:
+    before = Generation(prompts=settings(1.0).prompts, first=True, max_tokens=5)
+    run = str(tmp_path / "run")
+    ended = run_ranks(train, 1, run, "ddp", before, -1)[0]
+    assert [line["step"] for line in ended if "generated" in line] == [0]
+    resumed = run_ranks(train, 1, run, "ddp", before)[0]
+    assert [line["step"] for line in resumed if "generated" in line] == [0, 4]
+    assert texts(resumed)[0] == texts(ended)[0]
 
 
 def test_it_changes_nothing(tmp_path: Path) -> None:
