@@ -41,10 +41,10 @@ from pipeline.execution.origins import write_origins
 from pipeline.execution.rank_logging import say
 from pipeline.execution.resume import plan_resume, results
 from pipeline.execution.selection import Selection, cut, ends_early
-from pipeline.utils.files import near, replace_text
+from pipeline.utils.files import replace_text
 from pipeline.utils.foreign import read_whole
 from pipeline.utils.terminal import hide_environment, shown, typed
-from pipeline.utils.text import align, duration
+from pipeline.utils.text import align, duration, shown_path
 from pipeline.view.ending import next_lines, outcome
 from pipeline.view.history import RunState
 from pipeline.view.screen import Display
@@ -233,7 +233,7 @@ def _show_results(plan: Plan, folder: Path) -> None:
     with contextlib.suppress(OSError):
         measured += outcome(folder)
     places = [("run folder", folder), *results(plan, Journal(folder / rundir.JOURNAL))]
-    found = [(name, near(place)) for name, place in places]
+    found = [(name, shown_path(place)) for name, place in places]
     state: RunState = "finished" if ends_early(plan) is None else "stopped"
     for line in align([*measured, *found, *next_lines(folder, state)], left=2):
         say(f"  {line}")

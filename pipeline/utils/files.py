@@ -30,11 +30,6 @@ def cache_folder() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "pipetrain"
 
 
-def near(place: str | Path) -> str:
-    """Return a path relative to the working folder if it is inside of it, else unchanged."""
-    return str(place).removeprefix(f"{Path.cwd()}/")
-
-
 def open_to_group(folder: Path) -> bool:
     """Whether a folder's group may read what is in it, and is inherited by new files."""
     mode = folder.stat().st_mode

@@ -47,10 +47,11 @@ def near_path(path: str | Path) -> str:
     return f"did you mean {shown_path(missing.with_name(found))}?" if found else ""
 
 
-def shown_path(path: Path) -> str:
-    """A path as people write it: relative to the current folder if it lies below it."""
+def shown_path(path: str | Path) -> str:
+    """A path as people write it: relative to the current folder if it lies below it. An address is
+    returned as it is."""
     here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+    return str(Path(path).relative_to(here) if Path(path).is_relative_to(here) else path)
 
 
 def human(size: float) -> str:

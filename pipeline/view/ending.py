@@ -9,7 +9,7 @@ from pathlib import Path
 from pipeline.execution import rundir
 from pipeline.execution.metrics import records
 from pipeline.execution.talk import has_model
-from pipeline.utils.files import near
+from pipeline.utils.text import shown_path
 from pipeline.view import measurements
 from pipeline.view.history import RunState, best_of
 from pipeline.view.speed import MeanSpeed
@@ -42,12 +42,12 @@ def outcome(folder: Path) -> Iterator[tuple[str, str]]:
 def next_lines(folder: Path, state: RunState) -> list[tuple[str, str]]:
     """Return labels with the files to look at and the commands to call after a run has ended; none
     while it is running."""
-    run = near(folder)
+    run = shown_path(folder)
     if state == "running":
         return []
     lines = []
     if (folder / REPORT).is_file():
-        lines.append(("report", near(folder / REPORT)))
+        lines.append(("report", shown_path(folder / REPORT)))
     if state != "finished":
         lines.append(("continue", f"pipe resume {shlex.quote(run)}"))
     if has_model(folder):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.utils.files import near
+from pipeline.utils.text import shown_path
 from pipeline.view.ending import next_lines, outcome
 from tests.pipeline.view.folders import made, step
 
@@ -49,7 +49,7 @@ def test_paths_in_the_working_folder_are_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert near(tmp_path / "a" / "b") == "a/b"
-    assert near(tmp_path) == str(tmp_path)
-    assert near(tmp_path.parent / "other") == str(tmp_path.parent / "other")
-    assert near(Path("a")) == "a"
+    assert shown_path(tmp_path / "a" / "b") == "a/b"
+    assert shown_path(tmp_path) == "."
+    assert shown_path(tmp_path.parent / "other") == str(tmp_path.parent / "other")
+    assert shown_path(Path("a")) == "a"
