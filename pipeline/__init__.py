@@ -54,7 +54,7 @@ if TYPE_CHECKING:
         VerifiesResult,
     )
     from pipeline.contracts.tensors import TensorReader, TensorSpec, Weights
-    from pipeline.contracts.text_model import Message, TextModel, Writing, Written
+    from pipeline.contracts.text_model import Message, OpensText, TextModel, Writing, Written
     from pipeline.contracts.training import (
         Callbacks,
         Checkpoints,

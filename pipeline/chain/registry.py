@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from pipeline.contracts.signature import gives, init_fields, name_of, needs
 from pipeline.contracts.stage import TAKES_ARTIFACTS, TAKES_NONE, TAKES_ONE
+from pipeline.contracts.text_model import OpensText
 from pipeline.errors import PluginError
 from pipeline.utils.text import closest
 
@@ -200,12 +201,27 @@ def _wrong_hook(stage: type) -> str:
     for name in TAKES_NONE:
         if hasattr(stage, name) and not _takes(getattr(stage, name)):
             return f"has a `{name}` that takes arguments ({name_of(stage)})"
+    if issubclass(stage, OpensText):
+        for name in ("open_folder", "open_trained", "open_source"):
+            if not _takes_as(getattr(OpensText, name), getattr(stage, name)):
+                return f"has a `{name}` that does not take what OpensText says ({name_of(stage)})"
     return ""
 
 
 def _takes(method: Any, *arguments: str) -> bool:
     try:
         inspect.signature(method).bind("self", *arguments)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _takes_as(protocol: Any, method: Any) -> bool:
+    """Whether a method can be called with the arguments of a protocol's."""
+    wanted = inspect.signature(protocol).parameters.values()
+    named = {one.name: one for one in wanted if one.kind is one.KEYWORD_ONLY}
+    try:
+        inspect.signature(method).bind(*(one for one in wanted if one.name not in named), **named)
     except (TypeError, ValueError):
         return False
     return True

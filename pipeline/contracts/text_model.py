@@ -1,27 +1,18 @@
-"""A loaded model that writes text: what `pipe chat` and `pipe generate` ask for an answer.
-
-A stage that gives an ExportedModel may have three methods that return one. The built-in ones have
-them; folders and checkpoints of a stage without them are opened by the built-in `export` stage.
-
-    @classmethod
-    def open_folder(cls, folder, ctx, model, *, trust_remote_code) -> TextModel
-        An export that the stage has written, or any folder in Hugging Face layout. `model` is the
-        ModelSource of the run that wrote it; None if that is not known.
-
-    def open_trained(self, ctx, weights, model, trained) -> TextModel
-        The model that `run` would export, without writing it.
-
-    def open_source(self, ctx, model) -> TextModel
-        The model before training, in the dtype of the export.
-
-Each loads onto `ctx.dist.device`, and raises StageError or UsageError.
-"""
+"""A loaded model that writes text: what `pipe chat` and `pipe generate` ask for an answer."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    from pipeline.contracts.model import ModelSource
+    from pipeline.contracts.stage import Context
+    from pipeline.contracts.tensors import Weights
+    from pipeline.contracts.training import TrainedRun
 
 Message = Mapping[str, str]
 """`role` (system, user, assistant) and `content`."""
@@ -77,3 +68,27 @@ class TextModel(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release the memory."""
+
+
+@runtime_checkable
+class OpensText(Protocol):
+    """A stage that exports models and loads them for `pipe chat`. The built-in `export` stage opens
+    folders and checkpoints of a stage without these methods.
+
+    Each loads onto `ctx.dist.device`. Raises StageError or UsageError.
+    """
+
+    @classmethod
+    def open_folder(
+        cls, folder: Path, ctx: Context, model: ModelSource | None, *, trust_remote_code: bool
+    ) -> TextModel:
+        """Load an export that the stage has written, or any folder in Hugging Face layout. `model`
+        is that of the run that wrote an adapter; None if it is not known."""
+
+    def open_trained(
+        self, ctx: Context, weights: Weights, model: ModelSource, trained: TrainedRun
+    ) -> TextModel:
+        """Load the model that `run` would export, without writing it."""
+
+    def open_source(self, ctx: Context, model: ModelSource) -> TextModel:
+        """Load the model before training, in the dtype of the export."""

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipeline.chain.plan import Plan, plan_file
 from pipeline.chain.registry import Registry
@@ -19,6 +19,7 @@ from pipeline.contracts.export import EXPORT_MANIFEST, ExportedModel
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.stage import Context
 from pipeline.contracts.tensors import Weights
+from pipeline.contracts.text_model import OpensText, TextModel
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import PipeError, UsageError
 from pipeline.execution import rundir
@@ -31,13 +32,9 @@ from pipeline.execution.export_recipe import (
     saver,
 )
 from pipeline.execution.in_process import artifact, scratch_context
-from pipeline.utils.files import near
 from pipeline.utils.foreign import read_json
-from pipeline.utils.text import plural
+from pipeline.utils.text import plural, shown_path
 from pipeline.utils.trust import TRUST_CODE, trusted
-
-if TYPE_CHECKING:
-    from pipeline.contracts.text_model import TextModel
 
 CONFIGS = ("config.json", "adapter_config.json")
 """Files by which a folder that transformers or peft loads is known."""
@@ -63,7 +60,7 @@ class Subject:
 
     def __str__(self) -> str:
         where = self.checkpoint if self.folder is None else str(self.folder)
-        shown = near(where or "")
+        shown = shown_path(where or "")
         return shown if self.step is None else f"step {self.step}, {shown}"
 
 
@@ -163,17 +160,15 @@ class Opener:
         subject = self._subject
         if subject.folder is not None:
             adapter = (subject.folder / CONFIGS[1]).is_file() and subject.run is not None
-            opened: TextModel = _writer(subject.folder).open_folder(
+            return _writer(subject.folder).open_folder(
                 subject.folder,
                 self._ctx,
                 self._given(ModelSource) if adapter else None,
                 trust_remote_code=trusted(TRUST_CODE),
             )
-            return opened
         weights, model = self._given(Weights), self._given(ModelSource)
         trained = self._given(TrainedRun)
-        opened = self._exporter.open_trained(self._ctx, weights, model, trained)
-        return opened
+        return self._exporter.open_trained(self._ctx, weights, model, trained)
 
     def base(self) -> TextModel:
         """Load the model that the training started from. Raises UsageError, StageError."""
@@ -182,8 +177,7 @@ class Opener:
                 f"{self._subject.folder} does not lie in a run, so its base model is not known",
                 hint="name the run instead",
             )
-        opened: TextModel = self._exporter.open_source(self._ctx, self._given(ModelSource))
-        return opened
+        return self._exporter.open_source(self._ctx, self._given(ModelSource))
 
     @functools.cached_property
     def _plan(self) -> Plan:
@@ -198,13 +192,13 @@ class Opener:
         return plan_file(file, ran=True)
 
     @property
-    def _exporter(self) -> Any:
+    def _exporter(self) -> OpensText:
         """The stage that would export it, or the built-in one if that loads no models."""
         stage = self._plan.steps[-1].stage
-        return stage if hasattr(stage, "open_trained") else _default()()
+        return stage if isinstance(stage, OpensText) else _default()()
 
     def _given(self, kind: type) -> Any:
-        """What the export would be given of a kind."""
+        """The artifact of a kind that the export takes."""
         plan = self._plan
         slots = {each.slot: each for each in plan.steps}
         before = [slots[slot] for slot in plan.steps[-1].inputs.values() if slot is not None]
@@ -239,17 +233,19 @@ def _device(asked: str) -> str:
     return asked
 
 
-def _writer(folder: Path) -> Any:
+def _writer(folder: Path) -> type[OpensText]:
     """The stage that opens a folder: the one that wrote it, or the built-in one."""
     name = _manifest(folder).get("writer")
     registry = Registry.installed()
     if isinstance(name, str) and name in registry:
         stage = registry.load(name)
-        if hasattr(stage, "open_folder"):
+        if issubclass(stage, OpensText):
             return stage
     return _default()
 
 
-def _default() -> Any:
+def _default() -> type[OpensText]:
     registry = Registry.installed()
-    return registry.load(registry.giving(ExportedModel, Weights, ModelSource))
+    stage = registry.load(registry.giving(ExportedModel, Weights, ModelSource))
+    assert issubclass(stage, OpensText)
+    return stage

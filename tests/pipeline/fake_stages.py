@@ -229,6 +229,54 @@ class RehearsesUntyped:
     def run_dry(self, ctx: Context, thing) -> None: ...  # type: ignore[no-untyped-def]
 
 
+class Opens:
+    """Opens no models for a chat."""
+
+    def run(self, ctx: Context) -> None: ...
+
+    @classmethod
+    def open_folder(
+        cls, folder: Any, ctx: Context, model: Any, *, trust_remote_code: bool
+    ) -> Any: ...
+
+    def open_trained(self, ctx: Context, weights: Any, model: Any, trained: Any) -> Any: ...
+
+    def open_source(self, ctx: Context, model: Any) -> Any: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpensOnInstances(Opens):
+    """Opens folders, but only where there is a stage already."""
+
+    def open_folder(
+        self, folder: Any, ctx: Context, model: Any, *, trust_remote_code: bool
+    ) -> Any: ...  # type: ignore[override]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpensTrusting(Opens):
+    """Opens folders, and asks nobody about their code."""
+
+    @classmethod
+    def open_folder(cls, folder: Any, ctx: Context, model: Any) -> Any: ...  # type: ignore[override]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpensSources(Opens):
+    """Opens the source of more than one model."""
+
+    def open_source(self, ctx: Context, model: Any, more: Any) -> Any: ...  # type: ignore[override]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpensWell(Opens):
+    """Opens what it should."""
+
+    def open_trained(
+        self, ctx: Context, weights: Any, model: Any, trained: Any, *, more: int = 0
+    ) -> Any: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class UsesUse:
     """Takes the recipe's own key."""

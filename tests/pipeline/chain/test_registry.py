@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from pipeline.chain.registry import Entry, Registry
+from pipeline.contracts.text_model import OpensText
 from pipeline.errors import PluginError
 
 
@@ -75,6 +76,23 @@ def test_a_method_without_types(
     fake_entry: Callable[..., Entry], attribute: str, method: str
 ) -> None:
     message = rf"{attribute}\.{method}: parameter `thing` is not annotated with one artifact"
+    with pytest.raises(PluginError, match=message):
+        Registry([fake_entry("a.b", attribute)]).load("a.b")
+
+
+@pytest.mark.parametrize(
+    ("attribute", "method"),
+    [
+        ("OpensOnInstances", "open_folder"),
+        ("OpensTrusting", "open_folder"),
+        ("OpensSources", "open_source"),
+    ],
+)
+def test_a_method_that_opens_other_models(
+    fake_entry: Callable[..., Entry], attribute: str, method: str
+) -> None:
+    assert issubclass(Registry([fake_entry("a.b", "OpensWell")]).load("a.b"), OpensText)
+    message = rf"has a `{method}` that does not take what OpensText says \(fake_stages.{attribute}"
     with pytest.raises(PluginError, match=message):
         Registry([fake_entry("a.b", attribute)]).load("a.b")
 
