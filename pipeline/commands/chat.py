@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.commands.completion import RUN
-from pipeline.commands.options import json_option
-from pipeline.commands.trust import OPTIONS
+from pipeline.commands.options import Count, json_option, newest_run, run_argument
+from pipeline.commands.trust import code_option
+from pipeline.utils.terminal import bare, shown
 
 if TYPE_CHECKING:
     from pipeline.contracts.text_model import TextModel, Written
@@ -25,12 +25,6 @@ if TYPE_CHECKING:
 Load = Callable[[], "TextModel"]
 TRAINED, BASE = "trained", "base"
 """The two models, as headings and as keys of --json."""
-CODE = "--trust-remote-code"
-
-
-def _trust(context: click.Context, parameter: click.Parameter, flag: bool) -> None:
-    if flag:
-        os.environ[OPTIONS[CODE][0]] = "1"
 
 
 def talk_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,7 +33,7 @@ def talk_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--step", metavar="N|best", help="The checkpoint of this step, or the best."),
         click.option("--beside", is_flag=True, help="Let the model before training answer, too."),
         click.option(
-            "--max-tokens", type=click.IntRange(1), default=256, show_default=True,
+            "--max-tokens", type=Count(1), default=256, show_default=True,
             help="Most tokens of an answer.",
         ),
         click.option(
@@ -53,8 +47,7 @@ def talk_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--device", default="auto", show_default=True,
             help="Device: cpu, cuda or cuda:N; auto takes a GPU if there is one.",
         ),
-        click.option(CODE, is_flag=True, expose_value=False, callback=_trust,
-                     help="Run model code that came with the model."),
+        code_option,
     )  # fmt: skip
     for option in reversed(options):
         command = option(command)
@@ -74,8 +67,11 @@ def generate(words: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """
     if len(words) > 2:
         raise click.UsageError("give at most a run and one prompt, the prompt in quotes")
-    prompt = sys.stdin.read() if words[-1] == "-" else words[-1]
-    with _opener(words[0] if len(words) == 2 else None, options) as (opener, subject):
+    run, prompt = words if len(words) == 2 else (None, words[0])
+    if run is None and Path(prompt).is_dir():
+        raise click.UsageError(f"the prompt is missing: {prompt} is a folder")
+    prompt = sys.stdin.read() if prompt == "-" else prompt
+    with _opener(run or str(newest_run()), options) as (opener, subject):
         facts = {name: _generated(name, load, subject, prompt, options, as_json=as_json)
                  for name, load in _loads(opener, options).items()}  # fmt: skip
     if as_json:
@@ -108,9 +104,9 @@ def _generated(
 
 
 @click.command("chat")
-@click.argument("run", required=False, metavar="[RUN]", shell_complete=RUN)
+@run_argument(address=True)
 @talk_options
-def chat(run: str | None, **options: Any) -> None:
+def chat(run: str, **options: Any) -> None:
     """Talk to the model of RUN, by default the newest run in ./runs.
 
     RUN is a run, an export or a checkpoint; of a run it is the newest export, or if there is none
@@ -144,6 +140,7 @@ class Models:
     def __init__(self, loads: Mapping[str, Load]) -> None:
         self._loads = loads
         self._open: dict[str, TextModel] = {}
+        self._in_turn = False
 
     @property
     def names(self) -> list[str]:
@@ -153,8 +150,10 @@ class Models:
     def model(self, name: str) -> TextModel:
         """Return a model, which is loaded if it is not in memory."""
         if name not in self._open:
-            if not all(other.has_room() for other in self._open.values()):
+            if not self._in_turn and not all(other.has_room() for other in self._open.values()):
                 _say("memory has no room for both models: they are loaded in turn")
+                self._in_turn = True
+            if self._in_turn:
                 self.close()
             self._open[name] = self._loads[name]()
         return self._open[name]
@@ -183,14 +182,10 @@ def _answer(line: str, models: Models, conversations: Mapping[str, Conversation]
 
 
 @contextlib.contextmanager
-def _opener(run: str | None, options: Mapping[str, Any]) -> Iterator[tuple[Opener, Subject]]:
-    """Yield what opens the models of a run, or of the newest one, and what that is."""
-    from pipeline.execution import rundir
+def _opener(run: str, options: Mapping[str, Any]) -> Iterator[tuple[Opener, Subject]]:
+    """Yield what opens the models of a run, and what that is."""
     from pipeline.execution.talk import found, opener
 
-    if run is None:
-        run = str(rundir.newest(Path("runs")))
-        _say(f"{run}, the newest run")
     subject = found(run, options["step"])
     if subject.newer is not None:
         _say(f"a newer checkpoint is there: --step {subject.newer}")
@@ -230,7 +225,7 @@ def _lines() -> Iterator[str]:
     """Yield what is typed, or the lines of standard input, which are shown."""
     if not sys.stdin.isatty():
         for line in sys.stdin:
-            click.echo(f"> {line.strip()}")
+            _show(f"> {line.strip()}\n")
             yield line.strip()
         return
     with contextlib.suppress(ImportError):
@@ -241,8 +236,9 @@ def _lines() -> Iterator[str]:
     click.echo()
 
 
-def _show(piece: str) -> None:
-    click.echo(piece, nl=False)
+def _show(text: str) -> None:
+    """Print text that is not ours. A guarded stream would let its carriage returns through."""
+    click.echo(shown(text), nl=False, file=bare(sys.stdout))
 
 
 def _end_answer(written: Written) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from pipeline.utils.trust import TRUST_CODE, TRUST_PICKLE, trusted
 
+F = TypeVar("F", bound=Callable[..., Any])
 OPTIONS = {
     "--trust-pickle": (
         TRUST_PICKLE,
@@ -22,23 +23,30 @@ OPTIONS = {
 }
 
 
-def trust_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options, each of which sets the environment variable of the same meaning."""
-    for flag, (variable, text) in reversed(OPTIONS.items()):
-        command = click.option(
-            flag, is_flag=True, expose_value=False, callback=_setting(variable), help=text
-        )(command)
-    return command
-
-
-def given() -> list[str]:
-    """The options that are in force."""
-    return [flag for flag, (variable, _) in OPTIONS.items() if trusted(variable)]
-
-
 def _setting(variable: str) -> Callable[[click.Context, click.Parameter, bool], None]:
     def set_if_given(context: click.Context, parameter: click.Parameter, flag: bool) -> None:
         if flag:
             os.environ[variable] = "1"
 
     return set_if_given
+
+
+def _trust_option(flag: str, text: str) -> Callable[[F], F]:
+    setting = _setting(OPTIONS[flag][0])
+    return click.option(flag, is_flag=True, expose_value=False, callback=setting, help=text)
+
+
+code_option = _trust_option("--trust-remote-code", "Run model code that came with the model.")
+"""The one option of a command that reads a folder instead of a recipe."""
+
+
+def trust_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options, each of which sets the environment variable of the same meaning."""
+    for flag, (_, text) in reversed(OPTIONS.items()):
+        command = _trust_option(flag, text)(command)
+    return command
+
+
+def given() -> list[str]:
+    """The options that are in force."""
+    return [flag for flag, (variable, _) in OPTIONS.items() if trusted(variable)]

@@ -8,16 +8,13 @@ from pathlib import Path
 import click
 
 from pipeline.commands.options import run_argument
+from pipeline.commands.trust import code_option
 
 
 @click.command("verify")
 @run_argument("folder", metavar="RUN|EXPORT")
-@click.option(
-    "--trust-remote-code",
-    is_flag=True,
-    help="Run the model code in the export, which some architectures need.",
-)
-def verify(folder: Path, trust_remote_code: bool) -> None:
+@code_option
+def verify(folder: Path) -> None:
     """Verify EXPORT, or the exports of RUN: nothing is damaged and the model computes the same.
 
     RUN is by default the newest run in ./runs. Reads and compares every byte, then loads the model
@@ -34,19 +31,20 @@ def verify(folder: Path, trust_remote_code: bool) -> None:
             raise UsageError(f"{export} is not there", hint="`pipe resume RUN` finishes a run")
         # the hub's cache holds links to files elsewhere; a run writes none
         within = export if is_run else None
-        _verify(export, _writer(export, within), trust_remote_code=trust_remote_code)
+        _verify(export, _writer(export, within))
     click.echo("verified")
 
 
-def _verify(folder: Path, name: str, *, trust_remote_code: bool) -> None:
+def _verify(folder: Path, name: str) -> None:
     from pipeline.chain.registry import Registry
     from pipeline.errors import ExportError, UsageError, system_errors_as
+    from pipeline.utils.trust import TRUST_CODE, trusted
 
     stage = Registry.installed().load(name)
     if not callable(getattr(stage, "verify", None)):
         raise UsageError(f"the stage {name}, which wrote {folder}, cannot verify it")
     with system_errors_as(ExportError):
-        stage.verify(folder, click.echo, trust_remote_code=trust_remote_code)  # type: ignore[attr-defined]
+        stage.verify(folder, click.echo, trust_remote_code=trusted(TRUST_CODE))  # type: ignore[attr-defined]
 
 
 def _writer(folder: Path, within: Path | None) -> str:

@@ -39,8 +39,8 @@ def scratch_context(
 
 
 def artifact(plan: Plan, step: PlannedSlot, ctx: Context, made: dict[str, Any]) -> Any:
-    """Return what a slot gives; it runs, and before it the slots that it needs, unless what they
-    give has been `made`."""
+    """Return the artifact of a slot. It runs, after the slots that it needs, unless their artifacts
+    have been `made`."""
     if step.slot not in made:
         slots = {each.slot: each for each in plan.steps}
         inputs = {

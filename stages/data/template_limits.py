@@ -54,6 +54,11 @@ class Limited:
         self._pipes: tuple[int, int] | None = None
         """Descriptors, not files: those might be finalized first where both are garbage at once."""
 
+    def start(self) -> None:
+        """Start the process now instead of at the first call."""
+        with self._guard:
+            self._pipes = self._pipes or self._start()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function. Raises TemplateLimitError, and what the function raises."""
         if self._owner not in (0, os.getpid()):  # a copy, whose lock another thread may have held

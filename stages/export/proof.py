@@ -51,16 +51,25 @@ def loading(failed: str) -> Iterator[None]:
     try:
         with compat.quiet():
             yield
+    except torch.OutOfMemoryError:  # of a GPU
+        raise
     except (OSError, ValueError, RuntimeError, KeyError, ImportError, StageError) as error:
         hint = "--trust-remote-code" if "trust_remote_code" in str(error) else ""
         raise ExportError(f"{failed}: {error}", hint=hint) from error
 
 
 @contextlib.contextmanager
-def loaded(folder: Path, passed: Sequence[str], *, trust_remote_code: bool) -> Iterator[nn.Module]:
-    """The model in a folder, as a user loads it; unless it fits into memory, its weights stay on
-    disk and are read when they are used. Raises ExportError when transformers cannot load it, or
-    finds tensors missing, or others too many than those `passed` through."""
+def loaded(
+    folder: Path,
+    passed: Sequence[str],
+    *,
+    trust_remote_code: bool,
+    device: torch.device | None = None,
+) -> Iterator[nn.Module]:
+    """The model in a folder, as a user loads it, on a GPU if that is its `device`; unless it fits
+    into host memory otherwise, its weights stay on disk and are read when they are used. Pickles
+    are not read. Raises ExportError when transformers cannot load it, or finds tensors missing, or
+    others too many than those `passed` through."""
     import transformers
 
     config = read_json(folder / "config.json")
@@ -70,7 +79,9 @@ def loaded(folder: Path, passed: Sequence[str], *, trust_remote_code: bool) -> I
     auto = getattr(transformers, compat.auto_class(config))
     with contextlib.ExitStack() as stack:
         options: dict[str, Any] = {}
-        if not _fits(folder):
+        if device is not None and device.type != "cpu":
+            options = {"device_map": {"": device}}
+        elif not _fits(folder):
             scratch = tempfile.TemporaryDirectory(prefix=".offload-", dir=folder.parent)
             options = {"device_map": ON_DISK, "offload_folder": stack.enter_context(scratch)}
         with loading("transformers cannot load the export"):
@@ -78,6 +89,7 @@ def loaded(folder: Path, passed: Sequence[str], *, trust_remote_code: bool) -> I
                 folder,
                 dtype="auto",
                 local_files_only=True,
+                use_safetensors=True,
                 trust_remote_code=trust_remote_code,
                 output_loading_info=True,
                 **options,

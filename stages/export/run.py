@@ -47,9 +47,14 @@ def export(
     return ExportedModel(folder=folder, files=found.files, total_bytes=plan.total)
 
 
-def require_same_base(ctx: Context, model: ModelSource, trained: TrainedRun) -> None:
+def require_same_base(
+    ctx: Context,
+    model: ModelSource,
+    trained: TrainedRun,
+    otherwise: str = "if that is intended: --accept weights",
+) -> None:
     """Raise ExportError when weights that come from the model's source are not those that were
-    trained on."""
+    trained on; its hint ends with what may be done `otherwise`."""
     then = trained.progress.lineage.get("weights")
     if not _needs_source(model) or then is None or "weights" in ctx.accept:
         return
@@ -57,7 +62,7 @@ def require_same_base(ctx: Context, model: ModelSource, trained: TrainedRun) -> 
         raise ExportError(
             f"the weights of {model.name} are not those that were trained on: their digest was "
             f"{then[:12]}, is {str(model.contents)[:12]}",
-            hint="put back the files, or if that is intended: --accept weights",
+            hint=f"put back the files, or {otherwise}",
         )
 
 

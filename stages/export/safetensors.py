@@ -88,7 +88,7 @@ class ExportSettings:
         from stages.export.run import require_same_base
         from stages.export.text_model import open_trained
 
-        require_same_base(ctx, model, trained)
+        require_same_base(ctx, model, trained, "name the export")
         return open_trained(ctx, model, weights, self.loads_as)
 
     def open_source(self, ctx: Context, model: ModelSource) -> TextModel:

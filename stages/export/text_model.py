@@ -40,18 +40,31 @@ from stages.export.proof import ROOM, loaded, loading
 from stages.model import compat
 from stages.model.config_checks import table_of_positions
 from stages.model.files import read_json, safetensors_files
+from stages.model.special_ids import aligned, wanted_ids
 from stages.precision.policy import emulates_narrow
+
+
+class Words:
+    """A tokenizer and its chat template. The template's process is a copy of this one, so it is
+    made before a model is loaded."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.render = Limited(tokenizer.apply_chat_template, "the model")
+        if getattr(tokenizer, "chat_template", None):
+            self.render.start()
 
 
 class LoadedModel(TextModel):
     """A model and tokenizer of transformers."""
 
     def __init__(
-        self, model: Any, tokenizer: Any, device: torch.device, held: contextlib.ExitStack
+        self, model: Any, words: Words, device: torch.device, held: contextlib.ExitStack
     ) -> None:
         """`held` keeps what the model reads while it runs."""
+        tokenizer = words.tokenizer
         self._model, self._tokenizer, self._held = model.eval(), tokenizer, held
-        self._device = device
+        self._render, self._device = words.render, device
         self.device, self.dtype = str(device), _dtype(model)
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
         self._most = table_of_positions(model.config.get_text_config().to_dict())
@@ -60,9 +73,8 @@ class LoadedModel(TextModel):
     def answer(
         self, messages: Sequence[Message], how: Writing, show: Callable[[str], object]
     ) -> Written:
-        render = Limited(self._tokenizer.apply_chat_template, "the model")
         try:
-            rendered = render(list(messages), add_generation_prompt=True, return_dict=True)
+            rendered = self._render(list(messages), add_generation_prompt=True, return_dict=True)
         except Exception as error:  # a template is a program and may raise anything
             raise StageError(f"the chat template refuses this conversation: {error}") from error
         return self._write(rendered["input_ids"], how, show)
@@ -72,7 +84,7 @@ class LoadedModel(TextModel):
 
     def _write(self, prompt: list[int], how: Writing, show: Callable[[str], object]) -> Written:
         if not prompt:
-            raise StageError("the prompt has no tokens", hint="give it a text")
+            raise StageError("the prompt has no tokens", hint="write a text")
         length = self._length(len(prompt), how.max_tokens)
         ids = torch.tensor([prompt], device=self._device)
         torch.manual_seed(how.seed)
@@ -146,27 +158,60 @@ def _drawing(temperature: float) -> dict[str, Any]:
 def open_folder(
     folder: Path, ctx: Context, source: ModelSource | None, *, trust_remote_code: bool
 ) -> LoadedModel:
-    """An export, or another folder in Hugging Face layout, as transformers loads it. Raises
-    UsageError for one that lacks files, or whose weights are pickles, and ExportError where
-    transformers cannot load it."""
-    passed = _looked_over(folder, ctx)
-    is_adapter = (folder / ADAPTER_CONFIG).is_file()
-    if not ((is_adapter and (folder / ADAPTER).is_file()) or safetensors_files(folder)):
+    """An export, or another folder in Hugging Face layout, as transformers loads it; an adapter on
+    the run's model, or on the folder that peft's config names. Raises UsageError for a folder that
+    lacks files, or whose weights are pickles, and ExportError where transformers cannot load it."""
+    if not (folder / ADAPTER_CONFIG).is_file():
+        return _whole(folder, ctx, folder, trust_remote_code=trust_remote_code)
+    _looked_over(folder, ctx, has_weights=(folder / ADAPTER).is_file())
+    if source is not None:
+        with contextlib.closing(source.export_view.weights()) as own:
+            under = _filled(source.export_view, own, AS_SOURCE, ctx.dist.device)
+    else:
+        base, speaks = _base_of(folder), (folder / "tokenizer_config.json").is_file()
+        under = _whole(base, ctx, folder if speaks else base, trust_remote_code=trust_remote_code)
+    peft = import_peft()
+    with loading("peft cannot load the adapter"), quiet(), _odd(folder):
+        under._model = peft.PeftModel.from_pretrained(
+            under._model, str(folder), autocast_adapter_dtype=False
+        ).eval()
+    return under
+
+
+def _base_of(folder: Path) -> Path:
+    """The folder of an adapter's base. Raises UsageError if it is none, or another adapter's."""
+    named = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
+    hint = "name the run that trained it, or export the whole model: export.safetensors"
+    if not (isinstance(named, str) and Path(named).is_dir()):
         raise UsageError(
-            f"{folder} holds no safetensors files",
-            hint="pickles are not read; `pipe export` writes safetensors",
+            f"{folder} holds only an adapter, and its base ({named}) is not on this machine",
+            hint=hint,
         )
-    if is_adapter:
-        return _with_adapter(folder, ctx, source, trust_remote_code=trust_remote_code)
+    if (Path(named) / ADAPTER_CONFIG).is_file():
+        raise UsageError(f"{folder} is an adapter, and its base ({named}) is one too", hint=hint)
+    return Path(named)
+
+
+def _whole(folder: Path, ctx: Context, speaks: Path, *, trust_remote_code: bool) -> LoadedModel:
+    """The model in a folder, with the tokenizer in `speaks`, whose ends of turns end its texts."""
+    files = safetensors_files(folder)  # an index may name anything
+    safe = bool(files) and all(file.suffix == ".safetensors" for file in files)
+    passed = _looked_over(folder, ctx, has_weights=safe)
+    device = ctx.dist.device
+    words = Words(_tokenizer(speaks, trust_remote_code=trust_remote_code))
+    model: Any
     with contextlib.ExitStack() as stack, activity(f"loading {folder.name}"), _odd(folder):
-        opened = loaded(folder, passed, trust_remote_code=trust_remote_code)
-        model = stack.enter_context(opened)
-        return LoadedModel(
-            _placed(model, ctx.dist.device),
-            _tokenizer(folder, trust_remote_code=trust_remote_code),
-            ctx.dist.device,
-            stack.pop_all(),
-        )
+        with _fitting(device):
+            model = stack.enter_context(
+                loaded(folder, passed, trust_remote_code=trust_remote_code, device=device)
+            )
+        if speaks != folder:
+            settings = model.generation_config
+            wanted = wanted_ids(words.tokenizer, model.config.get_text_config().vocab_size)
+            settings.eos_token_id = aligned(
+                settings.eos_token_id, wanted["eos_token_id"], several=True
+            )
+        return LoadedModel(_placed(model, device), words, device, stack.pop_all())
 
 
 @contextlib.contextmanager
@@ -180,21 +225,25 @@ def _odd(folder: Path) -> Iterator[None]:
         raise ExportError(f"{folder} cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def _looked_over(folder: Path, ctx: Context) -> Sequence[str]:
+def _looked_over(folder: Path, ctx: Context, *, has_weights: bool) -> Sequence[str]:
     """Names of the tensors that are passed through. Raises UsageError for an export that lacks
-    files, or parts of them; warns of one that was changed."""
+    files, or parts of them, and for a folder without safetensors; warns of one that was changed."""
     written = manifest.load(folder)
-    if written is None:
-        return ()
-    if written.proof is None:
-        raise UsageError(f"{folder} is an unfinished export", hint="export it again")
-    lost = target.damaged(folder, written)
-    if lost:
-        raise UsageError(f"{folder} is damaged: {lost}", hint="export it again")
-    changes = target.changed(folder)
-    if changes:
-        ctx.log.warning("%s: %s", folder, changes)
-    return written.passed
+    if written is not None:
+        if written.proof is None:
+            raise UsageError(f"{folder} is an unfinished export", hint="export it again")
+        lost = target.damaged(folder, written)
+        if lost:
+            raise UsageError(f"{folder} is damaged: {lost}", hint="export it again")
+        changes = target.changed(folder)
+        if changes:
+            ctx.log.warning("%s: %s", folder, changes)
+    if not has_weights:
+        raise UsageError(
+            f"{folder} holds no safetensors files",
+            hint="pickles are not read; `pipe export` writes safetensors",
+        )
+    return written.passed if written else ()
 
 
 def _tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
@@ -204,29 +253,6 @@ def _tokenizer(folder: Path, *, trust_remote_code: bool) -> Any:
         return AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=trust_remote_code
         )
-
-
-def _with_adapter(
-    folder: Path, ctx: Context, source: ModelSource | None, *, trust_remote_code: bool
-) -> LoadedModel:
-    """An adapter on its base: the run's model, or the folder that peft's config names."""
-    base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
-    if source is not None:
-        with contextlib.closing(source.export_view.weights()) as own:
-            under = _filled(source.export_view, own, AS_SOURCE, ctx.dist.device)
-    elif isinstance(base, str) and Path(base).is_dir():
-        under = open_folder(Path(base), ctx, None, trust_remote_code=trust_remote_code)
-    else:
-        raise UsageError(
-            f"{folder} holds only an adapter, and its base ({base}) is not on this machine",
-            hint="name the run that trained it, or export the whole model: export.safetensors",
-        )
-    peft = import_peft()
-    with loading("peft cannot load the adapter"), quiet(), _odd(folder):
-        under._model = peft.PeftModel.from_pretrained(
-            under._model, str(folder), autocast_adapter_dtype=False
-        ).eval()
-    return under
 
 
 def open_trained(ctx: Context, source: ModelSource, weights: Weights, dtype: str) -> LoadedModel:
@@ -251,6 +277,7 @@ def _filled(
 ) -> LoadedModel:
     """The module of `view` with `tensors`, read one after another. Raises UsageError where memory
     has no room for them, and StageError if they are not the module's."""
+    words = Words(view.tokenizer())
     model: Any
     model, own = module_tensors(view, tensors, dtype)
     size = sum(own.spec(name).nbytes for name in own.names())
@@ -263,11 +290,12 @@ def _filled(
     with activity(f"reading {Path(view.name).name}", size, BYTES) as reading:
         for name in own.names():
             tensor = own.read(name)
-            model.load_state_dict({name: tensor}, strict=False, assign=True)
+            module, _, leaf = name.rpartition(".")  # the whole model would be walked for each
+            model.get_submodule(module).load_state_dict({leaf: tensor}, strict=False, assign=True)
             reading.advance(tensor.numel() * tensor.element_size())
     view.tie(model)
     _as_exported(model, view, _dtype(model))
-    return LoadedModel(_placed(model, device), view.tokenizer(), device, contextlib.ExitStack())
+    return LoadedModel(_placed(model, device), words, device, contextlib.ExitStack())
 
 
 def _as_exported(model: Any, view: ModelSource, dtype: str) -> None:
@@ -287,7 +315,14 @@ def _placed(model: Any, device: torch.device) -> Any:
     not fit there."""
     if emulates_narrow(device) and not any(one.is_meta for one in model.parameters()):
         return model.float()
-    try:
+    with _fitting(device):
         return model if device.type == "cpu" else model.to(device)
+
+
+@contextlib.contextmanager
+def _fitting(device: torch.device) -> Iterator[None]:
+    """Raise UsageError for a model that does not fit on the device."""
+    try:
+        yield
     except torch.OutOfMemoryError as error:
         raise UsageError(f"the model does not fit on {device}", hint="--device cpu") from error

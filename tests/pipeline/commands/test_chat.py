@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from pipeline import cli
+from pipeline import Written, cli
 from pipeline.commands import chat
+from pipeline.testing import context
+from stages.data.template_limits import Limited
+from stages.export import text_model
 from tests.stages.data.fakes import PLAIN, FakeSource
 from tests.support.pipe import Pipe
 from tests.support.runs import TINY
@@ -188,6 +191,91 @@ def test_an_adapter_answers_on_its_base(place: Path) -> None:
     assert "moved does not lie in a run, so its base model is not known" in refused.stderr
 
 
+OTHER = (
+    "{% for m in messages %}[{{ m.content }}]<|s|>{% endfor %}"
+    "{% if add_generation_prompt %}:{% endif %}"
+)
+"""A template with other ends of turns than that of the base."""
+
+
+def test_an_adapter_outside_its_run_speaks_as_it_was_trained(place: Path, tmp_path: Path) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    folder = tmp_path / "adapter"
+    shutil.copytree(place / "runs/adapter/export", folder)
+    (folder / "export.json").unlink()
+    (folder / "chat_template.jinja").write_text(OTHER)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    end = tokenizer.convert_tokens_to_ids("<|s|>")
+    model = AutoPeftModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer(f"[{PROMPT}]<|s|>:", return_tensors="pt")
+    before = model.generation_config.eos_token_id
+    ends = [*(before if isinstance(before, list) else [before]), end]
+    output = model.generate(**ids, do_sample=False, max_new_tokens=TOKENS, eos_token_id=ends)
+    written = output[0, ids["input_ids"].shape[1] :].tolist()
+    found = said(str(folder), PROMPT)["trained"]
+    assert (found["text"], found["tokens"]) == (text_of(folder, written), len(written))
+    opened = text_model.open_folder(folder, context(tmp_path), None, trust_remote_code=False)
+    assert opened._ends >= {end, *ends}
+    opened.close()
+    base = place / "runs/whole/export"
+    with_base = text_model.open_folder(base, context(tmp_path), None, trust_remote_code=False)
+    assert end not in with_base._ends
+    with_base.close()
+
+
+def test_an_adapter_on_an_adapter_is_refused(place: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(place / "runs/adapter/export", folder)
+    (folder / "export.json").unlink()
+    config = json.loads((folder / "adapter_config.json").read_text())
+    for base in (folder, place / "runs/adapter/export"):
+        named = json.dumps(config | {"base_model_name_or_path": str(base)})
+        (folder / "adapter_config.json").write_text(named)
+        done = call("generate", str(folder), PROMPT)
+        assert done.exit_code == 2
+        assert f"{folder} is an adapter, and its base ({base}) is one too" in done.stderr
+
+
+def test_texts_of_a_model_command_no_terminal(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from stages.export.text_model import LoadedModel
+
+    def answer(self: Any, messages: Any, how: Any, show: Callable[[str], object]) -> Written:
+        text = "\x1b]0;owned\x07\rone\ttwo\n\x1b[2Jthree"
+        for piece in text.splitlines(keepends=True):
+            show(piece)
+        return Written(text=text, tokens=3, ended=True)
+
+    monkeypatch.setattr(LoadedModel, "answer", answer)
+    shown = "\\u001b]0;owned\\u0007\\u000done\ttwo\n\\u001b[2Jthree\n"
+    assert call("generate", "runs/whole", PROMPT).stdout == shown
+    done = call("chat", "runs/whole", typed="Wh\x1b[2Jo?\n")
+    assert done.stdout == f"> Wh\\u001b[2Jo?\n{shown}"
+
+
+def test_a_template_gets_its_process_before_the_model(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from stages.export.text_model import LoadedModel
+
+    order: list[str] = []
+    start, loaded = Limited._start, LoadedModel.__init__
+
+    def started(self: Limited) -> tuple[int, int]:
+        order.append("process")
+        return start(self)
+
+    def made(self: LoadedModel, *args: Any) -> None:
+        order.append("model")
+        loaded(self, *args)
+
+    monkeypatch.setattr(Limited, "_start", started)
+    monkeypatch.setattr(LoadedModel, "__init__", made)
+    done = call("chat", "runs/whole", "--max-tokens", "2", typed="Who?\nWho?\n")
+    assert done.exit_code == 0, done.output
+    assert order == ["process", "model"]
+
+
 def test_the_base_answers_next_to_it(place: Path) -> None:
     done = call("generate", "runs/whole", PROMPT, "--beside", "--max-tokens", str(TOKENS))
     found = said("runs/whole", PROMPT, "--beside")
@@ -242,12 +330,14 @@ def test_a_chat_with_both(place: Path, monkeypatch: pytest.MonkeyPatch, *, room:
     monkeypatch.setattr(LoadedModel, "__init__", count)
     monkeypatch.setattr(LoadedModel, "close", uncount)
     monkeypatch.setattr(LoadedModel, "has_room", lambda _: room)
-    done = call("chat", "runs/whole", "--beside", "--max-tokens", str(TOKENS), typed=f"{PROMPT}\n")
+    typed = f"{PROMPT}\n/reset\n{PROMPT}\n"
+    done = call("chat", "runs/whole", "--beside", "--max-tokens", str(TOKENS), typed=typed)
     assert done.exit_code == 0, done.output
     found = said("runs/whole", PROMPT, "--beside")
     trained, base = found["trained"]["text"], found["base"]["text"]
-    assert done.stdout == f"> {PROMPT}\ntrained:\n{trained}\nbase:\n{base}\n"
-    assert ("loaded in turn" in done.stderr) is not room
+    both = f"trained:\n{trained}\nbase:\n{base}\n"
+    assert done.stdout == f"> {PROMPT}\n{both}> /reset\n> {PROMPT}\n{both}"
+    assert done.stderr.count("loaded in turn") == (0 if room else 1)
     counts = [sum(opened[: n + 1]) for n in range(len(opened))]
     assert max(counts[: 8 if not room else 2]) == (2 if room else 1)
 
@@ -280,7 +370,7 @@ def test_the_newest_run_is_taken_and_said(place: Path) -> None:
     (place / "runs/bare/journal.jsonl").touch()
     done = call("generate", PROMPT, "--max-tokens", "3")
     assert done.exit_code == 0, done.output
-    assert "runs/bare, the newest run\n" in done.stderr
+    assert "run: runs/bare\n" in done.stderr
     assert "trained: step 8, runs/bare/checkpoints/step-00000008, bf16, cpu\n" in done.stderr
     assert "cut after 3 tokens; --max-tokens allows more" in done.stderr
 
@@ -331,6 +421,8 @@ def test_mistakes_are_named(place: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert "tokenizer is not a run, an export or a checkpoint" in refused("chat", "tokenizer")
     assert "--device: there is no cuda:9" in refused("chat", "runs/whole", "--device", "cuda:9")
     assert "--device: tpu" in refused("chat", "runs/whole", "--device", "tpu")
+    for words in (["runs/whole"], ["runs/whole", "--json"]):
+        assert "the prompt is missing: runs/whole is a folder" in refused("generate", *words)
     assert "at most a run and one prompt" in refused("generate", "runs/whole", "one", "two")
     empty = tmp_path / "runs/started"
     empty.mkdir(parents=True)
@@ -383,6 +475,14 @@ def test_pickles_are_not_read(
     done = call("generate", str(folder), PROMPT)
     assert done.exit_code == 2
     assert "holds no safetensors files (pickles are not read" in done.stderr
+    if run == "adapter":  # whose weights are not those next to it
+        shutil.copyfile(place / "runs/whole/export/model.safetensors", folder / "model.safetensors")
+    else:
+        names = dict.fromkeys(torch.load(folder / pickled, weights_only=True), pickled)
+        index = json.dumps({"metadata": {}, "weight_map": names})
+        (folder / "model.safetensors.index.json").write_text(index)
+    again = call("generate", str(folder), PROMPT)
+    assert (again.exit_code, again.stderr) == (2, done.stderr)
 
 
 def test_ctrl_c_ends_an_answer(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +490,7 @@ def test_ctrl_c_ends_an_answer(place: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     def interrupt(piece: str) -> None:
         shown.append(piece)
-        if len(shown) == 1:
+        if not piece.startswith("> "):
             raise KeyboardInterrupt
 
     monkeypatch.setattr(chat, "_show", interrupt)

@@ -237,6 +237,8 @@ def test_an_altered_base_is_neither_trained_on_nor_exported(tmp_path: Path) -> N
         require_same_lineage(lineage_of(again, tmp_path), (), done.progress)
     with pytest.raises(StageError, match="are not those that were trained on"):
         stage.run(context(tmp_path), weights, again, done)
+    with pytest.raises(StageError, match=r"\(put back the files, or name the export\)"):
+        stage.open_trained(context(tmp_path), weights, again, done)
     accepted = dataclasses.replace(context(tmp_path), accept=frozenset({"weights"}))
     assert stage.run(accepted, weights, again, done).total_bytes
     assert (
