@@ -171,7 +171,8 @@ def open_folder(
         base, speaks = _base_of(folder), (folder / "tokenizer_config.json").is_file()
         under = _whole(base, ctx, folder if speaks else base, trust_remote_code=trust_remote_code)
     peft = import_peft()
-    with loading("peft cannot load the adapter"), quiet(), _odd(folder):
+    failed = "peft cannot load the adapter"
+    with loading(failed), quiet(), _odd(folder), _fitting(ctx.dist.device):
         under._model = peft.PeftModel.from_pretrained(
             under._model, str(folder), autocast_adapter_dtype=False
         ).eval()
@@ -197,20 +198,18 @@ def _whole(folder: Path, ctx: Context, speaks: Path, *, trust_remote_code: bool)
     files = safetensors_files(folder)  # an index may name anything
     safe = bool(files) and all(file.suffix == ".safetensors" for file in files)
     passed = _looked_over(folder, ctx, has_weights=safe)
-    device = ctx.dist.device
-    words = Words(_tokenizer(speaks, trust_remote_code=trust_remote_code))
     model: Any
+    device = ctx.dist.device
     with contextlib.ExitStack() as stack, activity(f"loading {folder.name}"), _odd(folder):
+        words = Words(_tokenizer(speaks, trust_remote_code=trust_remote_code))
+        own = words.tokenizer
+        ends = [] if speaks == folder else wanted_ids(own, len(own))["eos_token_id"]
         with _fitting(device):
             model = stack.enter_context(
                 loaded(folder, passed, trust_remote_code=trust_remote_code, device=device)
             )
-        if speaks != folder:
-            settings = model.generation_config
-            wanted = wanted_ids(words.tokenizer, model.config.get_text_config().vocab_size)
-            settings.eos_token_id = aligned(
-                settings.eos_token_id, wanted["eos_token_id"], several=True
-            )
+        settings = model.generation_config
+        settings.eos_token_id = aligned(settings.eos_token_id, ends, several=True)
         return LoadedModel(_placed(model, device), words, device, stack.pop_all())
 
 
@@ -280,6 +279,7 @@ def _filled(
     words = Words(view.tokenizer())
     model: Any
     model, own = module_tensors(view, tensors, dtype)
+    _as_exported(model, view)
     size = sum(own.spec(name).nbytes for name in own.names())
     free = free_memory()
     if size > free:
@@ -294,16 +294,15 @@ def _filled(
             model.get_submodule(module).load_state_dict({leaf: tensor}, strict=False, assign=True)
             reading.advance(tensor.numel() * tensor.element_size())
     view.tie(model)
-    _as_exported(model, view, _dtype(model))
     return LoadedModel(_placed(model, device), words, device, contextlib.ExitStack())
 
 
-def _as_exported(model: Any, view: ModelSource, dtype: str) -> None:
+def _as_exported(model: Any, view: ModelSource) -> None:
     """Have a module generate as the folder of its export would: ends of turns, cache, attention."""
     from transformers import GenerationConfig
 
     with tempfile.TemporaryDirectory() as folder, compat.quiet():
-        view.save_assets(Path(folder), dtype=dtype)
+        view.save_assets(Path(folder), dtype="fp32")
         model.generation_config = GenerationConfig.from_pretrained(folder)
         use_cache = read_json(Path(folder) / "config.json").get("use_cache", True)
     model.config.use_cache = model.config.get_text_config().use_cache = use_cache

@@ -253,27 +253,59 @@ def test_texts_of_a_model_command_no_terminal(place: Path, monkeypatch: pytest.M
     assert done.stdout == f"> Wh\\u001b[2Jo?\n{shown}"
 
 
-def test_a_template_gets_its_process_before_the_model(
+@pytest.mark.parametrize("run", [["whole"], ["whole", "--step", "8"], ["moved"]])
+def test_templates_get_their_processes_before_the_weights(
+    place: Path, monkeypatch: pytest.MonkeyPatch, run: list[str]
+) -> None:
+    """A process is a copy of this one."""
+    order: list[str] = []
+
+    def noted(holder: Any, name: str, what: str) -> None:
+        real = getattr(holder, name)
+
+        def note(*args: Any, **options: Any) -> Any:
+            order.append(what)
+            return real(*args, **options)
+
+        monkeypatch.setattr(holder, name, note)
+
+    shutil.copytree(place / "runs/adapter/export", place / "runs/moved")
+    noted(Limited, "_start", "process")
+    noted(text_model, "loaded", "weights")
+    noted(torch.nn.Module, "load_state_dict", "weights")
+    done = call("chat", f"runs/{run[0]}", *run[1:], "--max-tokens", "2", typed="Who?\nWho?\n")
+    shutil.rmtree(place / "runs/moved")
+    assert done.exit_code == 0, done.output
+    assert order[0] == "process"
+    assert "process" not in order[order.index("weights") :]
+
+
+def test_each_tensor_is_put_where_it_belongs_without_a_search(
     place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from stages.export.text_model import LoadedModel
+    visited: list[str] = []
+    load = torch.nn.Module._load_from_state_dict
 
-    order: list[str] = []
-    start, loaded = Limited._start, LoadedModel.__init__
+    def visit(self: torch.nn.Module, *args: Any) -> None:
+        visited.append(type(self).__name__)
+        load(self, *args)
 
-    def started(self: Limited) -> tuple[int, int]:
-        order.append("process")
-        return start(self)
+    monkeypatch.setattr(torch.nn.Module, "_load_from_state_dict", visit)
+    said("runs/whole", PROMPT, "--step", "8")
+    assert len(visited) == len(load_file(place / "runs/whole/export/model.safetensors"))
 
-    def made(self: LoadedModel, *args: Any) -> None:
-        order.append("model")
-        loaded(self, *args)
 
-    monkeypatch.setattr(Limited, "_start", started)
-    monkeypatch.setattr(LoadedModel, "__init__", made)
-    done = call("chat", "runs/whole", "--max-tokens", "2", typed="Who?\nWho?\n")
-    assert done.exit_code == 0, done.output
-    assert order == ["process", "model"]
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_a_model_that_a_gpu_has_no_room_for(
+    place: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def full(*args: Any, **options: Any) -> Any:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
+    done = call(command, "runs/whole", *([PROMPT] if command == "generate" else []))
+    assert done.exit_code == 2
+    assert "the model does not fit on cpu" in done.stderr
 
 
 def test_the_base_answers_next_to_it(place: Path) -> None:

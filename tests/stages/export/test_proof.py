@@ -35,6 +35,20 @@ def test_one_flipped_bit_is_found(
     assert not (llama.folder.parent / "export.partial").exists()
 
 
+def test_a_gpu_takes_what_host_memory_has_no_room_for(
+    llama: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The meta device stands for a GPU."""
+    folder = llama.export().folder
+    monkeypatch.setattr(proof, "_fits", lambda folder: False)
+    meta = torch.device("meta")
+    with proof.loaded(folder, (), trust_remote_code=False, device=meta) as model:
+        assert {one.device for one in model.to(meta).parameters()} == {meta}
+        assert not getattr(model, "hf_device_map", {})
+    with proof.loaded(folder, (), trust_remote_code=False) as model:
+        assert model.hf_device_map == {"": "disk"}
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
