@@ -124,7 +124,7 @@ def _show_data(plan: Plan, *, count: int, as_json: bool) -> None:
         click.echo(shown.summary())
         colour = sys.stdout.isatty()
         for place, index in enumerate(indices):
-            # a stream's own index has no effect on people
+            # a stream's own index is not shown: it has no meaning for users
             number = place if shown.size is None else index
             text = _described(shown, index, number, colour=colour)
             click.echo(f"\n{text}", file=bare(sys.stdout))
