@@ -10,6 +10,7 @@ import click
 from pipeline.chain.elsewhere import explained
 from pipeline.chain.registry import Registry, kind_of
 from pipeline.errors import COMMAND_LINE, Location, Problem
+from pipeline.importing.unknown_keys import of_other_tools
 from pipeline.recipe import read_recipe
 from pipeline.recipe.shipped import by_use
 from pipeline.recipe.unknown import UnknownKey
@@ -111,4 +112,6 @@ def _setting(name: str, value: str, words: Sequence[str]) -> str:
     unknown: Problem = UnknownKey(
         message="", location=place, path=(name.replace("-", "_"),), value=resolve(value or "VALUE")
     )
-    return "".join(one.hint for one in explained([unknown], recipe, Registry.installed()))
+    return "".join(
+        one.hint for one in explained([unknown], recipe, Registry.installed(), of_other_tools)
+    )
