@@ -103,9 +103,10 @@ def run(
     """
     from pipeline.chain.plan import plan_file
     from pipeline.execution.selection import Selection
+    from pipeline.importing.unknown_keys import of_other_tools
 
     with _file_of(recipe) as file:
-        made = plan_file(file, overrides, here=True)
+        made = plan_file(file, overrides, here=True, foreign=of_other_tools)
         Selection(last=until).again(made)  # a slot that is not there is a mistake
         folder = Path(run_dir) if run_dir else rundir.create(Path(runs), made.recipe.name)
         options = ["--run-dir", str(folder), *(["--until", until] if until else [])]
@@ -126,12 +127,13 @@ def resume(
     `accept` names changes that are intended, as `pipe resume --accept`. Raises as `run` does.
     """
     from pipeline.chain.plan import plan_file
+    from pipeline.importing.unknown_keys import of_other_tools
 
     folder = rundir.existing(Path(run_dir))
     accepted = [word for name in accept for word in ("--accept", name)]
     with contextlib.ExitStack() as stack:
         file = None if recipe is None else stack.enter_context(_file_of(recipe))
-        plan_file(file or folder / rundir.RECIPE, overrides, here=True)
+        plan_file(file or folder / rundir.RECIPE, overrides, here=True, foreign=of_other_tools)
         other = [] if file is None else ["--recipe", str(file)]
         _call(["resume", str(folder), *overrides, *other, *accepted], on_event)
     return RunOutcome(folder.resolve())
@@ -165,9 +167,10 @@ def check(recipe: RecipeLike, overrides: Sequence[str] = ()) -> tuple[Problem, .
     """Find every mistake of a recipe, as `pipe check` does, without starting anything; return its
     warnings. Raises RecipeError, with all `problems`."""
     from pipeline.chain.plan import plan_file
+    from pipeline.importing.unknown_keys import of_other_tools
 
     with _file_of(recipe) as file:
-        return tuple(plan_file(file, overrides).warnings)
+        return tuple(plan_file(file, overrides, foreign=of_other_tools).warnings)
 
 
 @contextlib.contextmanager

@@ -25,50 +25,56 @@ from pipeline.utils.garbage import collect_rarely
 from pipeline.utils.terminal import guard
 from pipeline.view.terminal_activity import CommandActivities
 
-COMMANDS = {
-    "init": ("init:init", "Write a recipe for a model and data."),
-    "cp": ("cp:cp", "Copy a shipped recipe."),
-    "check": ("check:check", "Check a recipe for mistakes, without running it."),
-    "plan": ("plan:plan", "Predict memory, time and disk of a recipe."),
-    "advise": ("advise:advise", "Find a strategy for a model on given GPUs."),
-    "doctor": ("doctor:doctor", "Measure this machine and list what will fail or be slow."),
-    "import": ("import_:import_", "Translate other tools' configuration files into a recipe."),
-    "pin": ("pin:pin", "Write the commits of hub models and data sets into a recipe."),
-    "run": ("run:run", "Run all stages of a recipe."),
-    "resume": ("run:resume", "Continue a run where it stopped."),
-    "launch": ("launch:launch", "Print or submit the job script for a scheduler."),
-    "profile": ("profile:profile", "Record a few steps and show where their time goes."),
-    "bench": ("bench:bench", "Compare a recipe's speed under several strategies."),
-    "ls": ("ls:ls", "List runs."),
-    "status": ("status:status", "Show the progress of a run."),
-    "logs": ("status:logs", "Print or follow the log of a rank."),
-    "report": ("report:report", "Write the report of a run, one HTML file."),
-    "compare": ("report:compare", "Compare the results, recipes and environments of runs."),
-    "track": ("track:track", "Send a run's remaining measurements to its trackers."),
-    "inspect": ("inspect:inspect", "Show or verify the contents of a checkpoint."),
-    "show": ("show:show", "Show a recipe with all values, or samples of its data."),
-    "dag": ("dag:dag", "Show which slots read each slot's result."),
-    "clean": ("clean:clean", "List or remove files that are no longer needed."),
-    "chat": ("chat:chat", "Chat with the model of a run."),
-    "generate": ("chat:generate", "Answer one prompt with the model of a run."),
-    "export": ("export:export", "Export the model of a run or of a checkpoint."),
-    "verify": ("verify:verify", "Verify that an export is undamaged and works."),
-    "convert": ("convert:convert", "Convert a training state to another format."),
-    "stages": ("stages:stages", "List the installed stages, or explain one."),
-    "new-stage": ("new_stage:new_stage", "Write a plugin package with a working stage."),
-    "schema": ("stages:schema", "Print the JSON Schema of recipes, for editors."),
-    "completion": ("completion:completion", "Print the shell code that completes pipe commands."),
+HEADINGS = {
+    "Start": {
+        "init": ("init:init", "Write a recipe for a model and data."),
+        "cp": ("cp:cp", "Copy a shipped recipe."),
+        "check": ("check:check", "Check a recipe for mistakes, without running it."),
+        "plan": ("plan:plan", "Predict memory, time and disk of a recipe."),
+        "advise": ("advise:advise", "Find a strategy for a model on given GPUs."),
+        "doctor": ("doctor:doctor", "Measure this machine and list what will fail or be slow."),
+        "import": ("import_:import_", "Translate other tools' configuration files into a recipe."),
+        "pin": ("pin:pin", "Write the commits of hub models and data sets into a recipe."),
+    },
+    "Run": {
+        "run": ("run:run", "Run all stages of a recipe."),
+        "resume": ("run:resume", "Continue a run where it stopped."),
+        "launch": ("launch:launch", "Print or submit the job script for a scheduler."),
+        "profile": ("profile:profile", "Record a few steps and show where their time goes."),
+        "bench": ("bench:bench", "Compare a recipe's speed under several strategies."),
+    },
+    "Look": {
+        "ls": ("ls:ls", "List runs."),
+        "status": ("status:status", "Show the progress of a run."),
+        "logs": ("status:logs", "Print or follow the log of a rank."),
+        "report": ("report:report", "Write the report of a run, one HTML file."),
+        "compare": ("report:compare", "Compare the results, recipes and environments of runs."),
+        "track": ("track:track", "Send a run's remaining measurements to its trackers."),
+        "inspect": ("inspect:inspect", "Show or verify the contents of a checkpoint."),
+        "show": ("show:show", "Show a recipe with all values, or samples of its data."),
+        "dag": ("dag:dag", "Show which slots read each slot's result."),
+        "clean": ("clean:clean", "List or remove files that are no longer needed."),
+    },
+    "Use the model": {
+        "chat": ("chat:chat", "Chat with the model of a run."),
+        "generate": ("chat:generate", "Answer one prompt with the model of a run."),
+        "export": ("export:export", "Export the model of a run or of a checkpoint."),
+        "verify": ("verify:verify", "Verify that an export is undamaged and works."),
+        "convert": ("convert:convert", "Convert a training state to another format."),
+    },
+    "Extend": {
+        "stages": ("stages:stages", "List the installed stages, or explain one."),
+        "new-stage": ("new_stage:new_stage", "Write a plugin package with a working stage."),
+        "schema": ("stages:schema", "Print the JSON Schema of recipes, for editors."),
+        "completion": (
+            "completion:completion",
+            "Print the shell code that completes commands.",
+        ),
+    },
 }
-"""Name -> module and function in `pipeline.commands`, and the line in `pipe --help`."""
-
-GROUPS = {
-    "Start": "init cp check plan advise doctor import pin",
-    "Run": "run resume launch profile bench",
-    "Look": "ls status logs report compare track inspect show dag clean",
-    "Use the model": "chat generate export verify convert",
-    "Extend": "stages new-stage schema completion",
-}
-"""Heading in `pipe --help` -> the commands under it; a name without a command is left out."""
+"""Heading in `pipe --help` -> name -> module and function in `pipeline.commands`, and the line in
+`pipe --help`."""
+COMMANDS = {name: one for commands in HEADINGS.values() for name, one in commands.items()}
 
 
 WORDS = "pipe.words"
@@ -97,8 +103,8 @@ class Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         width = max(map(len, COMMANDS))
-        for heading, names in GROUPS.items():
-            rows = [(f"{n:<{width}}", COMMANDS[n][1]) for n in names.split() if n in COMMANDS]
+        for heading, commands in HEADINGS.items():
+            rows = [(f"{name:<{width}}", line) for name, (_, line) in commands.items()]
             with formatter.section(heading):
                 formatter.write_dl(rows)
 

@@ -8,9 +8,11 @@ from pathlib import Path
 import click
 
 from pipeline.chain.elsewhere import explained
-from pipeline.chain.registry import Registry
+from pipeline.chain.registry import Registry, kind_of
 from pipeline.errors import COMMAND_LINE, Location, Problem
+from pipeline.importing.unknown_keys import of_other_tools
 from pipeline.recipe import read_recipe
+from pipeline.recipe.shipped import by_use
 from pipeline.recipe.unknown import UnknownKey
 from pipeline.utils.text import closest
 
@@ -30,31 +32,39 @@ COMMANDS = {
     **dict.fromkeys(("env", "info", "diagnose"), "doctor"),
 }
 """What other programs call a command."""
-STAGES = ("eval", "evaluate", "test", "publish", "push", "upload", "average", "ema")
-"""Commands of other programs that are slots of a recipe here."""
 OPTIONS = {
-    "--config": "the recipe needs no option: pipe {command} {value}",
-    "--recipe": "the recipe needs no option: pipe {command} {value}",
-    "-c": "the recipe needs no option: pipe {command} {value}",
-    "--resume": "pipe resume RUN continues a run",
-    "--resume-from-checkpoint": "pipe resume RUN continues a run",
-    "--output-dir": "--run-dir names the folder of a run",
-    "--output": "--out names what is written",
-    "--to": "--out names what is written",
-    "--format": "--dtype is the format of the weights; exports are safetensors",
-    "--yes": "nothing is asked here",
+    **dict.fromkeys(("--config", "--recipe", "-c"), ("recipe",)),
+    **dict.fromkeys(("--resume", "--resume-from-checkpoint"), ("--fresh",)),
+    **dict.fromkeys(("--output-dir", "--output", "--to"), ("--out", "--run-dir")),
 }
-"""Options of other programs, with what to write."""
+"""Options of other programs -> parameters that a command can have for them."""
+INSTEAD = {
+    "recipe": "the recipe needs no option: pipe {command} {value}",
+    "--fresh": "pipe resume RUN continues a run",
+    "--out": "--out names what is written",
+    "--run-dir": "--run-dir names the folder of a run",
+}
+"""Parameter of a command -> what to write for another program's option."""
 
 
 def command_meant(name: str, known: Collection[str]) -> str:
     """Return the hint for a command that there is not."""
     if Path(name).suffix in (".yaml", ".yml"):
         return f"write: pipe run {name}"
-    if name.lower() in STAGES:
-        return f"{name} is a slot of a recipe: `pipe stages` lists what it can have"
-    found = COMMANDS.get(name.lower()) or closest(name, known)
+    alias, stage = COMMANDS.get(name.lower()), _stage_meant(name.lower())
+    if alias is None and stage and kind_of(stage) not in known:
+        return f"it is a slot of a recipe: `pipe stages {stage}` explains it"
+    found = alias or closest(name, known)
     return f"did you mean `{found}`?" if found else "pipe --help lists them"
+
+
+def _stage_meant(word: str) -> str:
+    """The stage that most recipes use for what a word says: its kind, the beginning of that, or
+    its own name; empty if there is none."""
+    names = Registry.installed().names()
+    kinds = {kind_of(name) for name in names if len(word) > 2 and kind_of(name).startswith(word)}
+    found = [name for name in names if kind_of(name) in kinds or name.endswith(f".{word}")]
+    return next(iter(by_use(found)), "")
 
 
 def option_meant(error: click.NoSuchOption, words: Sequence[str]) -> str:
@@ -65,13 +75,13 @@ def option_meant(error: click.NoSuchOption, words: Sequence[str]) -> str:
     if context is None or not words:
         return ""
     value = _value(option, words)
-    fixed = OPTIONS.get(option.replace("_", "-"))
-    if fixed is not None:
-        return fixed.format(command=context.info_name, value=value or "RECIPE")
     takes = {name for one in context.command.params for name in one.opts}
     spelled = option.replace("_", "-")
     if spelled in takes:
         return f"write {spelled}"
+    instead = next((one for one in OPTIONS.get(spelled, ()) if one in takes), None)
+    if instead is not None:
+        return INSTEAD[instead].format(command=context.info_name, value=value or "RECIPE")
     if not any(one.name == "overrides" for one in context.command.params):
         return ""
     path = option.lstrip("-")
@@ -102,4 +112,6 @@ def _setting(name: str, value: str, words: Sequence[str]) -> str:
     unknown: Problem = UnknownKey(
         message="", location=place, path=(name.replace("-", "_"),), value=resolve(value or "VALUE")
     )
-    return "".join(one.hint for one in explained([unknown], recipe, Registry.installed()))
+    return "".join(
+        one.hint for one in explained([unknown], recipe, Registry.installed(), of_other_tools)
+    )

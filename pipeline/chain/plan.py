@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.chain.common_fields import common_fields
-from pipeline.chain.elsewhere import explained
+from pipeline.chain.elsewhere import Foreign, explained
 from pipeline.chain.names import unpinned
 from pipeline.chain.registry import Registry
 from pipeline.chain.wiring import SlotType, inputs, missing_inputs, unread_results
@@ -20,7 +20,7 @@ from pipeline.recipe import Recipe, SlotSpec, read_recipe, unless_reported
 from pipeline.recipe.fields import build
 from pipeline.recipe.launch import Launch
 from pipeline.recipe.nodes import SourceMap
-from pipeline.recipe.unknown import UnknownKey
+from pipeline.recipe.unknown import MissingKey, UnknownKey
 from pipeline.utils.hub import pins_asked
 from pipeline.utils.text import plural
 
@@ -112,9 +112,10 @@ def plan_file(
     forecast: bool = False,
     ran: bool = False,
     started: Started | None = None,
+    foreign: Foreign | None = None,
 ) -> Plan:
     """`load_recipe` and `make_plan` in one, so that the problems of both come together; `forecast`
-    leaves out what only a run needs."""
+    leaves out what only a run needs. `foreign` knows keys of other programs."""
     known = registry or Registry.installed()
     recipe, problems = read_recipe(path, overrides, common_fields(known))
     if recipe is None:
@@ -129,7 +130,7 @@ def plan_file(
     )
     problems += unless_reported(more, problems)
     if problems:
-        raise RecipeError(in_order(explained(problems, recipe, known)))
+        raise RecipeError(in_order(explained(problems, recipe, known, foreign)))
     return plan
 
 
@@ -178,7 +179,7 @@ def _draft(
     if not recipe.stages and not incomplete:
         location = recipe.places.value(("stages",))
         problems.append(
-            Problem(message="a recipe needs at least one stage", key="stages", location=location)
+            MissingKey(message="a recipe needs at least one stage", key="stages", location=location)
         )
     if here:
         problems += _impossible_here(recipe, started)

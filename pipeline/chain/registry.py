@@ -10,9 +10,9 @@ import inspect
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, get_args, get_origin
 
-from pipeline.contracts.signature import gives, init_fields, name_of, needs
+from pipeline.contracts.signature import field_types, gives, init_fields, name_of, needs
 from pipeline.contracts.stage import TAKES_ARTIFACTS, TAKES_NONE, TAKES_ONE
 from pipeline.contracts.text_model import OpensText
 from pipeline.errors import PluginError
@@ -150,10 +150,19 @@ class Registry(Plugins[type]):
         """Hint for a recipe that names a stage that is not installed."""
         same_kind = self.names(kind_of(name))
         found = self._meant(name, same_kind or list(self._entries))
-        parts = [f"did you mean `{found}`?"] if found else []
+        parts = [f"did you mean `{found}`{self._numbered(name, found)}?"] if found else []
         if same_kind:
             parts.append(f"{kind_of(name)} stages: {', '.join(same_kind)}")
         return " ".join(parts) or "`pipe stages` lists what is installed"
+
+    def _numbered(self, name: str, found: str) -> str:
+        """The field of a stage that takes the number at the end of a name, as in `wrap.zero3`."""
+        number = re.search(r"\d+$", name)
+        with contextlib.suppress(PluginError):
+            for field, kind in field_types(self.load(found)).items() if number else ():
+                if number and get_origin(kind) is Literal and int(number[0]) in get_args(kind):
+                    return f" with `{field}: {int(number[0])}`"
+        return ""
 
     def _meant(self, name: str, options: Sequence[str]) -> str | None:
         """The stage of a name without its kind (`fsdp`), the one closest by letters, or one whose

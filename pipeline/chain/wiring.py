@@ -118,7 +118,7 @@ def _missing(
         place = places.key(("stages", later.slot))
         hint = f"move slot `{later.slot}` ({place}) before `{link.slot}`"
     elif alike is not None and alike.gives is not None:
-        message += f" another result than slot `{alike.slot}` ({alike.use})"
+        message = f"`{link.use}` cannot use the result of slot `{alike.slot}` ({alike.use})"
         hint = _exchange(need, link, alike, earlier, registry)
     else:
         givers = _givers(need, registry)

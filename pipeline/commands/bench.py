@@ -75,11 +75,12 @@ def bench(
     from pipeline.chain.plan import plan_file
     from pipeline.distributed.launchers import require_no_launcher
     from pipeline.errors import CommandStopped
+    from pipeline.importing.unknown_keys import of_other_tools
     from pipeline.planning.presets import chosen
 
     require_no_launcher("pipe bench")
     registry = registry or Registry.installed()
-    plan = resolved(plan_file(recipe, overrides, registry=registry), {})
+    plan = resolved(plan_file(recipe, overrides, registry=registry, foreign=of_other_tools), {})
     trials.require_measurable(plan)
     names = _parts(strategies, "--strategies")
     if names:

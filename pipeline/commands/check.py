@@ -23,6 +23,7 @@ from pipeline.errors import (
     StageError,
     UsageError,
 )
+from pipeline.importing.unknown_keys import of_other_tools
 from pipeline.utils import terminal
 from pipeline.utils.text import plural
 
@@ -53,7 +54,7 @@ def check(
     read.
     """
     try:
-        plan = plan_file(recipe, overrides, registry=registry)
+        plan = plan_file(recipe, overrides, registry=registry, foreign=of_other_tools)
     except RecipeError as error:
         if not as_json:
             raise

@@ -96,6 +96,7 @@ def launch(
     from pipeline.chain.plan import plan_file
     from pipeline.distributed.placement import bounds
     from pipeline.errors import UsageError
+    from pipeline.importing.unknown_keys import of_other_tools
     from pipeline.launch.targets import TARGETS as KNOWN
     from pipeline.launch.targets.surroundings import with_absolute_paths
 
@@ -110,7 +111,7 @@ def launch(
         few, most = bounds(nodes, "--nodes")
         own = str(most) if few == most else f"{{min: {few}, max: {most}}}"
         overrides = (*overrides, f"launch.nodes={own}")
-    plan = plan_file(recipe, overrides, forecast=True)
+    plan = plan_file(recipe, overrides, forecast=True, foreign=of_other_tools)
     elsewhere = bool(given["image"]) or kind.forgets or kind.fresh
     if elsewhere and not kind.takes_folder:  # the current folder is another one there
         overrides = tuple(map(with_absolute_paths, overrides))

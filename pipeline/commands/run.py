@@ -99,10 +99,11 @@ def run(
     from pipeline.execution.rank_logging import say
     from pipeline.execution.rehearsal import rehearsal
     from pipeline.execution.saved_plan import require_planned
+    from pipeline.importing.unknown_keys import of_other_tools
     from pipeline.launch.start import Job, start
 
     def plan(started: Started) -> Plan:
-        made = plan_file(recipe, overrides, here=True, started=started)
+        made = plan_file(recipe, overrides, here=True, started=started, foreign=of_other_tools)
         selection.again(made)  # a slot that is not there is a mistake
         if planned is not None:
             per_node = worker_local_world_size() if is_worker() else made.per_node
@@ -218,11 +219,12 @@ def resume(
     from pipeline.distributed.placement import NodeOptions
     from pipeline.execution import rundir
     from pipeline.execution.rehearsal import rehearsal
+    from pipeline.importing.unknown_keys import of_other_tools
     from pipeline.launch.start import Job, start
 
     def plan(started: Started) -> Plan:
         path = recipe or rundir.existing(run_dir) / rundir.RECIPE
-        made = plan_file(path, overrides, here=True, started=started)
+        made = plan_file(path, overrides, here=True, started=started, foreign=of_other_tools)
         selection.again(made)
         return made
 

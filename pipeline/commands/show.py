@@ -13,12 +13,14 @@ from typing import Any
 import click
 
 from pipeline.chain.common_fields import common_fields
+from pipeline.chain.elsewhere import explained
 from pipeline.chain.plan import Plan, in_order, load_slots, plan_file
 from pipeline.chain.registry import Registry
 from pipeline.commands.options import Count, json_option, overrides_argument, recipe_argument
 from pipeline.contracts.data import Sample
 from pipeline.errors import RecipeError
 from pipeline.execution.data_preview import Preview, Token, documents, preview
+from pipeline.importing.unknown_keys import of_other_tools
 from pipeline.recipe import Header, Recipe, read_recipe, unless_reported
 from pipeline.recipe.dump import render
 from pipeline.recipe.field_docs import plain_value
@@ -56,7 +58,7 @@ def show(
     """
     file = recipe / "recipe.yaml" if recipe.is_dir() else recipe
     if count is not None:
-        plan = plan_file(file, overrides, registry=registry)
+        plan = plan_file(file, overrides, registry=registry, foreign=of_other_tools)
         _show_data(plan, count=count, as_json=as_json)
         return
     loaded, values = _resolved(file, overrides, registry or Registry.installed())
@@ -78,7 +80,7 @@ def _resolved(
     _, stages, more = load_slots(recipe, registry)
     problems += unless_reported(more, problems)
     if problems:
-        raise RecipeError(in_order(problems))
+        raise RecipeError(in_order(explained(problems, recipe, registry, of_other_tools)))
     public = recipe.public()
     header = plain_value(Header(**{key: getattr(recipe, key) for key in HEADER_KEYS}))
     written = public.get("stages") or {}
@@ -124,7 +126,7 @@ def _show_data(plan: Plan, *, count: int, as_json: bool) -> None:
         click.echo(shown.summary())
         colour = sys.stdout.isatty()
         for place, index in enumerate(indices):
-            # a stream's own index has no effect on people
+            # a stream's own index is not shown: it has no meaning for users
             number = place if shown.size is None else index
             text = _described(shown, index, number, colour=colour)
             click.echo(f"\n{text}", file=bare(sys.stdout))

@@ -26,7 +26,6 @@ from pipeline.execution import rundir
 from pipeline.execution.journal import Journal
 from pipeline.recipe import load_recipe
 from pipeline.recipe.dump import render
-from pipeline.utils.text import near_path
 
 EXPORT = "export"
 """The default folder of an export in its run."""
@@ -48,7 +47,7 @@ class Choice(NamedTuple):
 
 def chosen(source: str, *, step: str | None, model: str | None, to: Path | None) -> Choice:
     """Find the checkpoint and its run. Raises UsageError."""
-    run = None
+    run, given = None, Path(source)
     if "://" not in source:
         source = str(Path(source).resolve())  # the recipe that names it lies elsewhere
         run = saver(Path(source))
@@ -60,8 +59,8 @@ def chosen(source: str, *, step: str | None, model: str | None, to: Path | None)
     if step is not None:
         raise UsageError(f"--step is for a run; {source} is one checkpoint")
     if "://" not in source and not Path(source).is_dir():
-        hint = "it is a recipe; name a run: pipe ls lists them" if Path(source).is_file() else ""
-        raise UsageError(f"no such folder: {source}", hint=hint or near_path(source))
+        wrong = f"{given} is not a folder" if given.exists() else f"no such folder: {source}"
+        raise UsageError(wrong, hint=rundir.run_meant(given))
     if run is None and model is None:
         raise UsageError(
             f"{source} does not lie in a run, so its architecture is not known",

@@ -100,24 +100,28 @@ def _made(folder: Path, *, exist_ok: bool) -> Path:
 def existing(folder: Path) -> Path:
     """`folder` if it holds a run; raises UsageError if not, and if its recipe lies elsewhere."""
     if not (folder / RECIPE).is_file():
-        raise UsageError(f"{folder} is not the folder of a run", hint=_run_meant(folder))
+        raise UsageError(f"{folder} is not the folder of a run", hint=run_meant(folder))
     with system_errors_as(UsageError):
         require_within(folder / RECIPE, folder)
     return folder
 
 
-def _run_meant(folder: Path) -> str:
-    """Return what to do about a folder that holds no run."""
-    if folder.is_file():
-        is_recipe = folder.suffix in (".yaml", ".yml")
-        return f"it is a recipe: pipe run {folder}" if is_recipe else "pipe ls lists runs"
+def run_meant(folder: Path) -> str:
+    """Return what to do about a path that is not the folder of a run."""
+    if folder.is_file() and folder.suffix in (".yaml", ".yml"):
+        return f"it is a recipe: pipe run {folder}"
     above = next((one for one in folder.parents if (one / RECIPE).is_file()), None)
     if above is not None:
         return f"did you mean {above}, the run that it is part of?"
     if not folder.is_absolute() and (Path("runs") / folder / RECIPE).is_file():
         return f"did you mean {Path('runs') / folder}?"
     near = "" if folder.exists() else near_path(folder) or near_path(Path("runs") / folder.name)
-    return near or "pipe ls lists runs"
+    if near:
+        return near
+    for root in (folder, Path("runs")):
+        with contextlib.suppress(UsageError):
+            return f"the newest run in {root} is {newest(root)}"
+    return "pipe run RECIPE starts a run"
 
 
 def require_kept(folder: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from pipeline.chain.plan import Plan, Started, plan_file
 from pipeline.chain.registry import Registry
 from pipeline.contracts.precision import Precision
+from pipeline.importing.unknown_keys import of_other_tools
 from pipeline.planning.estimate import Estimate, ask_planners, combine
 from pipeline.planning.hardware import (
     Hardware,
@@ -111,7 +112,12 @@ def check(
     # Options replace the recipe's device; one in the overrides contradicts them.
     lines = [*(["launch.device=cuda"] if machines.on_gpus else []), *overrides]
     return plan_file(
-        recipe, lines, registry=registry, forecast=True, started=Started(procs=machines.procs)
+        recipe,
+        lines,
+        registry=registry,
+        forecast=True,
+        started=Started(procs=machines.procs),
+        foreign=of_other_tools,
     )
 
 

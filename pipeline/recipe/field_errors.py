@@ -13,7 +13,7 @@ from pipeline.recipe.dump import inline
 from pipeline.recipe.field_example import Adapter, example
 from pipeline.recipe.nodes import KeyPath, SourceMap, dotted, lookup
 from pipeline.recipe.scalars import what_to_write
-from pipeline.recipe.unknown import UnknownKey
+from pipeline.recipe.unknown import MissingKey, UnknownKey
 from pipeline.utils.text import closest, did_you_mean
 
 _WANTED = {
@@ -146,7 +146,10 @@ def _problem(
         return UnknownKey(
             message=message, key=dotted(path), hint=hint, location=place,
             path=path, value=lookup(places.data, path),
+            closest=closest(str(path[-1]), _known(faults[0], kind)) or "",
         )  # fmt: skip
+    if faults[0].type == "missing":
+        return MissingKey(message=message, key=dotted(path), hint=hint, location=place)
     return Problem(message=message, key=dotted(path), hint=hint, location=place)
 
 
@@ -189,8 +192,13 @@ def _in_range(fault: _Fault, written: Any) -> str:
 def _hint(fault: _Fault, kind: type) -> str:
     if fault.type != "extra_forbidden":
         return ""
-    fields = {name for owner in _owners(kind, fault.path[:-1]) for name in field_types(owner)}
-    return did_you_mean(str(fault.path[-1]), sorted(fields))
+    return did_you_mean(str(fault.path[-1]), _known(fault, kind))
+
+
+def _known(fault: _Fault, kind: type) -> list[str]:
+    """The fields that a key next to them could have been."""
+    owners = _owners(kind, fault.path[:-1])
+    return sorted({name for owner in owners for name in field_types(owner)})
 
 
 def _owners(kind: type, path: KeyPath) -> list[type]:

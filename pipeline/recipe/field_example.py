@@ -21,23 +21,24 @@ Adapter = Callable[[type], TypeAdapter[Any]]
 def example(kind: type, path: KeyPath, written: Any, adapter: Adapter) -> str:
     """Return a hint with a value that the field at `path` of the dataclass `kind` can have, as
     close to the written one as possible; empty if there is none to name."""
-    owner = _owner(kind, path[:-1])
-    if owner is None or path[-1] not in field_types(owner):
+    owner = owner_of(kind, path)
+    if owner is None:
         return ""
     name = str(path[-1])
     for value in _guesses(field_types(owner)[name], written):
-        if _fits(adapter(owner), name, value):
+        if fits(adapter(owner), name, value):
             return f"write `{name}: {inline(value)}`"
     return _without(owner, name, written)
 
 
-def _owner(kind: type, path: KeyPath) -> type | None:
-    for part in path:
+def owner_of(kind: type, path: KeyPath) -> type | None:
+    """Return the dataclass that has the field at `path` of `kind`; None without such a field."""
+    for part in path[:-1]:
         found = next(iter(dataclasses_in(field_types(kind).get(str(part)))), None)
         if found is None:
             return None
         kind = found
-    return kind
+    return kind if path[-1] in field_types(kind) else None
 
 
 def _guesses(annotation: Any, written: Any) -> Iterator[Any]:
@@ -57,7 +58,7 @@ def _guesses(annotation: Any, written: Any) -> Iterator[Any]:
             yield {field.name: 2 for field in fields if default_of(field) is _NONE}
 
 
-def _fits(adapter: TypeAdapter[Any], name: str, value: Any) -> bool:
+def fits(adapter: TypeAdapter[Any], name: str, value: Any) -> bool:
     """Whether a field can have the value, whatever other fields lack."""
     try:
         adapter.validate_json(json.dumps({name: value}), strict=True)

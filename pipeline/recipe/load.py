@@ -21,8 +21,8 @@ from pipeline.recipe.merge import drop_removed
 from pipeline.recipe.nodes import KeyPath, Node, SourceMap, places_of, plain
 from pipeline.recipe.overrides import apply, put
 from pipeline.recipe.replaced import Common, lost
-from pipeline.recipe.unknown import UnknownKey
-from pipeline.utils.text import did_you_mean
+from pipeline.recipe.unknown import MissingKey, UnknownKey
+from pipeline.utils.text import closest, did_you_mean
 
 SLOT = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -151,7 +151,7 @@ def _unknown_key(key: str, tree: Node) -> Problem:
     hint = "slots belong under `stages`" if is_slot else did_you_mean(key, TOP_LEVEL)
     return UnknownKey(
         message="unknown key", key=key, hint=hint, location=tree.keys[key],
-        path=(key,), value=plain(node),
+        path=(key,), value=plain(node), closest=closest(key, TOP_LEVEL) or "",
     )  # fmt: skip
 
 
@@ -194,11 +194,13 @@ def _wrong_slot(slot: str, value: Any, places: SourceMap) -> list[Problem]:
         return problems
     use = value.get("use")
     if not isinstance(use, str) or not use:
-        given = "use" in value
-        place = places.value((*path, "use")) if given else places.key(path)
-        message = "must be a stage's name" if given else "is missing"
-        hint = "`pipe stages` lists them"
-        problems.append(Problem(message=message, key=f"{slot}.use", hint=hint, location=place))
+        key, hint = f"{slot}.use", "`pipe stages` lists them"
+        if "use" in value:
+            place, message = places.value((*path, "use")), "must be a stage's name"
+            problems.append(Problem(message=message, key=key, hint=hint, location=place))
+        else:
+            place = places.key(path)
+            problems.append(MissingKey(message="is missing", key=key, hint=hint, location=place))
     return problems
 
 

@@ -17,7 +17,7 @@ from pipeline.recipe.parse import parse
 from pipeline.recipe.replaced import Common, stays
 from pipeline.recipe.torn_overrides import torn
 from pipeline.recipe.unknown import UnknownKey
-from pipeline.utils.text import did_you_mean
+from pipeline.utils.text import closest, did_you_mean
 
 TOP_LEVEL = ("name", "seed", "launch", "env", "dry_run")
 
@@ -25,9 +25,11 @@ TOP_LEVEL = ("name", "seed", "launch", "env", "dry_run")
 class _RefusedError(Exception):
     """The override cannot be applied; says why."""
 
-    def __init__(self, message: str, hint: str = "", path: KeyPath = (), value: Any = None) -> None:
+    def __init__(
+        self, message: str, hint: str = "", path: KeyPath = (), value: Any = None, near: str = ""
+    ) -> None:
         super().__init__(message)
-        self.hint, self.path, self.value = hint, path, value
+        self.hint, self.path, self.value, self.near = hint, path, value, near
 
     def problem(self, override: str, place: Location) -> Problem:
         """The problem, which is one of an unknown key if the path is."""
@@ -35,8 +37,9 @@ class _RefusedError(Exception):
         if not self.path:
             return Problem(message=message, hint=self.hint, location=place)
         return UnknownKey(
-            message=message, hint=self.hint, location=place, path=self.path, value=self.value
-        )
+            message=message, hint=self.hint, location=place,
+            path=self.path, value=self.value, closest=self.near,
+        )  # fmt: skip
 
 
 def apply(
@@ -98,9 +101,10 @@ def _check_start(root: Node, parts: list[str], value: Any) -> None:
     if first == "stages" and len(parts) > 1:
         raise _RefusedError("a path starts with the slot", f"write {'.'.join(parts[1:])}=...")
     if first not in TOP_LEVEL and first not in slots:
-        hint = did_you_mean(first, [*slots, *TOP_LEVEL])
+        known = [*slots, *TOP_LEVEL]
+        hint, near = did_you_mean(first, known), closest(first, known) or ""
         path = (first,) if len(parts) == 1 else ()
-        raise _RefusedError(f"the recipe has no slot `{first}`", hint, path, value)
+        raise _RefusedError(f"the recipe has no slot `{first}`", hint, path, value, near)
 
 
 def _value(path: str, text: str, place: Location) -> tuple[Node, list[Problem]]:

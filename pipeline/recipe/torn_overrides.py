@@ -6,7 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-PATH = re.compile(
+import yaml
+
+PATH = re.compile(r"[A-Za-z_][\w-]*(?:\.[\w-]+)*")
+LIKE_ONE = re.compile(
     r"[-+~]*(?P<path>[A-Za-z_][\w-]*(?:[./][\w-]+)*)\s*(?P<mark>[:=]?)\s*(?P<value>.*)"
 )
 EXAMPLE = "such as train.steps=50"
@@ -26,20 +29,16 @@ def torn(word: str, after: Sequence[str]) -> Meant | None:
     if word.endswith((".yaml", ".yml")) and "=" not in word:
         hint = "a command takes one recipe; name one that it is laid over in its `extends`"
         return Meant(hint=hint)
-    open_value = _torn_value(word, after)
-    if open_value is not None:
-        return open_value
-    found = PATH.fullmatch(word)
+    if _is_override(word):
+        return _torn_value(word, after)
+    found = LIKE_ONE.fullmatch(word)
     path = found["path"].replace("/", ".") if found else ""
-    if "=" in word.lstrip("-+~") and found and found["mark"] == "=":
-        whole = f"{path}={found['value']}"
-        return None if whole == word or not found["value"] else Meant(override=whole)
+    if found and found["mark"] and found["value"]:
+        return Meant(override=f"{path}={found['value']}")
     if "=" in word.strip("= "):
         return None
     if found is None:
         return Meant()
-    if found["value"] and found["mark"]:
-        return Meant(override=f"{path}={found['value']}")
     used = 1 if after[:1] in (["="], [":"]) else 0
     value = after[used] if len(after) > used and not found["value"] else ""
     if not value or ("=" in value and not used):
@@ -47,13 +46,25 @@ def torn(word: str, after: Sequence[str]) -> Meant | None:
     return Meant(override=f"{path}={value.removeprefix('=')}", words=used + 1)
 
 
+def _is_override(word: str) -> bool:
+    path, equals, _ = word.partition("=")
+    return bool(equals and PATH.fullmatch(path))
+
+
 def _torn_value(word: str, after: Sequence[str]) -> Meant | None:
-    """A list or mapping that the shell has cut at its blanks."""
-    path, equals, value = word.partition("=")
-    if not equals or value.count("{") + value.count("[") <= value.count("}") + value.count("]"):
-        return None
-    for count in range(1, len(after) + 1):
-        value = " ".join([value, after[count - 1]])
-        if value.count("{") + value.count("[") == value.count("}") + value.count("]"):
-            return Meant(override=f"'{path}={value}', in quotes", words=count)
+    """The whole value of an override that the shell has cut at its blanks; None for one that is
+    YAML as it is, and for one that no words after it complete."""
+    for count in range(len(after) + 1):
+        if count and _is_override(after[count - 1]):
+            return None
+        whole = " ".join([word, *after[:count]])
+        if _is_yaml(whole.partition("=")[2]):
+            return Meant(override=f"'{whole}', in quotes", words=count) if count else None
     return None
+
+
+def _is_yaml(text: str) -> bool:
+    try:
+        return all(True for _ in yaml.parse(text, yaml.SafeLoader))
+    except yaml.YAMLError:
+        return False

@@ -22,7 +22,6 @@ KEYS: Mapping[str, str] = {
     "every_n_train_steps": "checkpoint.every",
     # torchtitan
     "local_batch_size": "train.micro_batch_size",
-    "batch_size": "train.global_batch_size",
     "max_norm": "optimizer.max_grad_norm",
     "data_parallel_shard_degree": "wrap.shard_size",
     "tensor_parallel_degree": "wrap.tensor_parallel.size",
@@ -30,7 +29,6 @@ KEYS: Mapping[str, str] = {
     "context_parallel_degree": "wrap.context_parallel.size",
     "expert_parallel_degree": "wrap.expert_parallel.size",
     "seq_len": "data.sequence_length",
-    "interval": "checkpoint.every",
     "keep_latest_k": "checkpoint.keep",
     # NeMo, Megatron
     "tp_size": "wrap.tensor_parallel.size",
@@ -47,6 +45,9 @@ STRATEGIES = {"ddp": "wrap.ddp", "fsdp": "wrap.fsdp", "deepspeed": "wrap.zero"}
 
 def outcome(key: str, value: Any) -> KeyOutcome | None:
     """Return what a recipe makes of a key; None if no tool here has it."""
+    if key == "batch_size":  # of a device in some tools, of all in others
+        both = f"per device: `micro_batch_size: {value}`, over all: `global_batch_size: {value}`"
+        return KeyOutcome(outcome="not translated", why=both)
     to = KEYS.get(key)
     if to == "wrap.use":
         value = next((use for name, use in STRATEGIES.items() if str(value).startswith(name)), None)

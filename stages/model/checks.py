@@ -211,7 +211,7 @@ def _path(stage: HfModel, path: str) -> Found:
         if not place.is_file():
             yield "path", f"no such file: {place}", near_path(place)
     elif place.is_file():
-        weights = place.suffix in (".json", ".safetensors", ".bin", ".index")
+        weights = place.suffix in (".json", ".safetensors", ".bin")
         hint = f"name its folder: {shown_path(place.parent)}" if weights else ""
         yield "path", f"{place} is a file, and no GGUF file", hint
     elif not place.is_dir():

@@ -128,7 +128,7 @@ def test_a_check_returns_warnings(tiny_run: TinyRun) -> None:
     assert check(tiny_run.recipe) == ()
     (warning,) = check(tiny_run.recipe, ["export=null"])
     assert warning.key == "consolidate.use"
-    assert warning.message.startswith("no slot reads the Weights that it gives")
+    assert warning.message.startswith("no slot reads its result")
 
 
 def test_mistakes_resume_nothing() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.errors import UsageError, in_words
+from pipeline.errors import in_words
 from pipeline.execution import rundir
 from pipeline.utils.files import replace_text
 from pipeline.utils.terminal import shown
@@ -67,13 +67,10 @@ def holds_runs(folder: Path) -> bool:
 
 
 def write_folder_report(folder: Path, to: Path | None = None) -> Path:
-    """Write the report of all runs in a folder, and return its path. Raises UsageError if there is
-    none, and OSError."""
-    found = runs_in(folder)
-    if not found:
-        raise UsageError(f"there is no run in {folder}", hint="name a folder with runs")
+    """Write the report of all runs in a folder that holds runs, and return its path. Raises
+    OSError."""
     path = to or folder / REPORT
-    replace_text(path, folder_page(folder, found, path.resolve().parent))
+    replace_text(path, folder_page(folder, runs_in(folder), path.resolve().parent))
     return path
 
 

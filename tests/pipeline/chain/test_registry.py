@@ -129,3 +129,15 @@ def test_a_module_that_is_missing() -> None:
 def test_hints(fake_entry: Callable[..., Entry], name: str, hint: str) -> None:
     registry = Registry([fake_entry("wrap.red", "Red"), fake_entry("wrap.blue", "Blue")])
     assert registry.hint(name) == hint
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("zero3", "did you mean `wrap.zero` with `stage: 3`?"),
+        ("wrap.zero1", "did you mean `wrap.zero` with `stage: 1`? wrap stages: "),
+        ("wrap.zero9", "did you mean `wrap.zero`? wrap stages: "),
+    ],
+)
+def test_a_number_in_a_name_is_a_field(name: str, hint: str) -> None:
+    assert Registry.installed().hint(name).startswith(hint)

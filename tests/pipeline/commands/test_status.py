@@ -218,7 +218,7 @@ def test_runs_are_compared(project: Path, failed: tuple[Path, Outcome], tmp_path
 
 
 TWO_RUNS = "Error: name two runs or more: pipe compare RUN RUN (pipe ls lists them)"
-NO_RUN = "error: x is not the folder of a run (pipe ls lists runs)"
+NO_RUN = "error: x is not the folder of a run (pipe run RECIPE starts a run)"
 
 
 @pytest.mark.parametrize(

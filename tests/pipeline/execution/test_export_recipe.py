@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import yaml
 from click.testing import CliRunner
 
 from pipeline.cli import main
+from pipeline.errors import UsageError
 from pipeline.execution.export_recipe import chosen, exports_of, recipe_text
 from pipeline.execution.journal import Journal
 from stages.export.safetensors import ExportSafetensors
@@ -43,6 +45,19 @@ def test_a_source_is_relative_to_where_the_command_is_given(run: Path, source: s
     other = chosen(source, step=None, model=None, to=Path("b/out"))
     assert len({choice.job.name[:4], other.job.name[:4]}) == 1
     assert choice.job != other.job
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("r.yaml", "r.yaml is not a folder (it is a recipe: pipe run r.yaml)"),
+        ("m.safetensors", "m.safetensors is not a folder (pipe run RECIPE starts a run)"),
+    ],
+)
+def test_a_file_is_no_run(run: Path, name: str, said: str) -> None:
+    Path(name).touch()
+    with pytest.raises(UsageError, match=re.escape(said)):
+        chosen(name, step=None, model=None, to=None)
 
 
 def test_of_a_run_that_cannot_be_written(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,9 @@ def test_a_given_folder_holds_one_run(tmp_path: Path) -> None:
     folder = rundir.claim(tmp_path / "run")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert rundir.claim(folder) == folder
-    with pytest.raises(UsageError, match=r"not the folder of a run \(pipe ls lists runs\)"):
+    with pytest.raises(
+        UsageError, match=r"not the folder of a run \(pipe run RECIPE starts a run\)"
+    ):
         rundir.existing(folder)
     (folder / "recipe.yaml").write_text("name: x\n")
     assert rundir.existing(folder) == folder

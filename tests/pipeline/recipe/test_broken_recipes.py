@@ -176,7 +176,7 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
         changed("checkpoint.red", "checkpoint.blue"),
         (),
         [
-            "r.yaml:10:21: checkpoint.use: `checkpoint.blue` needs another result than slot "
+            "r.yaml:10:21: checkpoint.use: `checkpoint.blue` cannot use the result of slot "
             "`wrap` (wrap.red) (`checkpoint` can be checkpoint.red, or `wrap` can be wrap.blue)",
         ],
     ),
@@ -527,7 +527,7 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
             "command line, override 1: wrap.stage: must be `1`, `2` or `3`, not `7`",
             "r.yaml:1:1: naem: unknown key (did you mean `name`?)",
             "r.yaml:6:12: data.files: must be a list, not `3`",
-            "r.yaml:10:21: checkpoint.use: `checkpoint.blue` needs another result than slot "
+            "r.yaml:10:21: checkpoint.use: `checkpoint.blue` cannot use the result of slot "
             "`wrap` (wrap.red) (`checkpoint` can be checkpoint.red, or `wrap` can be wrap.blue)",
             "r.yaml:13:12: train.steps: must be at least 1, not `0`",
         ],

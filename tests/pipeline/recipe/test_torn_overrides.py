@@ -23,10 +23,20 @@ from pipeline.recipe.torn_overrides import Meant, torn
         (["train/steps=5"], Meant(override="train.steps=5")),
         (["train.steps", "wrap.stage=2"], Meant()),
         (["a.b={c:", "1}"], Meant(override="'a.b={c: 1}', in quotes", words=1)),
+        (["train.steps= 5"], None),
+        (["a.b=\n- c"], None),
+        (["a.b=[ ':)','[a' ]", "a.c=]"], None),
+        (["a.b=[c", "a.d=e]"], None),
+        (["--train.steps=", "5"], Meant(override="train.steps=5", words=1)),
     ],
 )
 def test_what_is_meant(words: list[str], meant: Meant | None) -> None:
     assert torn(words[0], words[1:]) == meant
+
+
+@pytest.mark.parametrize("word", ["a=yes", "a=@b", "a=[b", "a=b: c: d"])
+def test_a_value_that_no_word_completes(word: str) -> None:
+    assert torn(word, ["c.d=e", "]"]) is None
 
 
 WORDS = st.text(st.sampled_from("ab.=:-+{}[] 5/"), max_size=8)
