@@ -65,6 +65,7 @@ class Recipe(Header):
     stages: Mapping[str, SlotSpec]
     places: SourceMap = field(compare=False, repr=False)
     source_files: tuple[Path, ...] = field(compare=False)
+    """The recipe's own file first; each before those that it overrides."""
     tree: Node = field(compare=False, repr=False)
     replaced: tuple[Problem, ...] = field(default=(), compare=False, repr=False)
     """Warnings of slots that were given another `use`: fields that stayed, and that were lost."""
