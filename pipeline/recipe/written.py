@@ -9,9 +9,10 @@ from typing import Any
 
 import yaml
 
-from pipeline.errors import Location
+from pipeline.errors import Location, Problem
 from pipeline.recipe.dump import inline
-from pipeline.recipe.nodes import KeyPath, lookup, plain
+from pipeline.recipe.interpolation import resolve
+from pipeline.recipe.nodes import KeyPath, Node, lookup, plain
 from pipeline.recipe.parse import parse
 
 
@@ -29,8 +30,22 @@ def with_value(text: str, path: KeyPath, value: Any, *, after: str, note: str) -
 
 def _values(text: str) -> Any:
     """The values of a recipe's text, each place with its own; None if it cannot be read."""
-    root, problems = parse(text, locate=lambda *_: Location(file=""), folder=Path("/"))
+    root, problems = _parsed(text)
     return None if root is None or problems else plain(root)
+
+
+def _parsed(text: str) -> tuple[Node | None, list[Problem]]:
+    return parse(text, locate=lambda *_: Location(file=""), folder=Path("/"))
+
+
+def reads_back(value: Any) -> bool:
+    """Whether a recipe can hold a value: text that begins like a path, has an interpolation or is
+    `???` is read as something else."""
+    root, problems = _parsed(inline({"value": value}))
+    if root is None or problems:
+        return False
+    data, unresolved = resolve(root)
+    return not unresolved and bool(data == {"value": value})
 
 
 def _edited(text: str, path: KeyPath, value: Any, *, after: str, note: str) -> str | None:
@@ -57,7 +72,7 @@ def _edited(text: str, path: KeyPath, value: Any, *, after: str, note: str) -> s
 
 
 def _new_line(text: str, column: int, end: int, entry: str) -> str:
-    """The text with an entry on a line of its own, after the line in which `end` is."""
+    """The text with an entry on its own line, after the line in which `end` is."""
     newline = "\r\n" if "\r\n" in text else "\n"
     found = re.compile(r"\r?\n|\Z").search(text, end)
     assert found is not None

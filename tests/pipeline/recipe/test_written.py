@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import Location
+from pipeline.recipe.dump import render
+from pipeline.recipe.load import read_recipe
 from pipeline.recipe.nodes import plain
 from pipeline.recipe.parse import parse
-from pipeline.recipe.written import with_value
+from pipeline.recipe.written import reads_back, with_value
 
 COMMIT = "c" * 40
 PATH = ("stages", "model", "revision")
@@ -51,6 +54,16 @@ def pinned(text: str) -> str | None:
 )
 def test_what_would_change_something_else_is_not_written(text: str) -> None:
     assert pinned(text) is None
+
+
+@given(text=st.text(max_size=20) | st.sampled_from(["./", "../x", "${", "\\${a}", "???", "=1"]))
+def test_what_reads_back_is_read_back(text: str) -> None:
+    recipe = Path(tempfile.mkdtemp()) / "x.yaml"
+    content = {"name": "x", "stages": {"a": {"use": "a.b", "c": [text]}}}
+    recipe.write_text(render(content), encoding="utf-8", newline="")
+    read, problems = read_recipe(recipe)
+    held = read is not None and not problems and read.stages["a"].fields["c"] == [text]
+    assert reads_back(text) == held
 
 
 @st.composite
