@@ -67,7 +67,10 @@ class Finetune:
                 "epochs": chosen.epochs if chosen else 1,
                 "global_batch_size": batch,
                 "micro_batch_size": min(most, -(-batch // request.ranks)),
-                **({"eval_every": chosen.eval_every, "eval_first": True} if chosen else {}),
+                **(
+                    {"eval_every": chosen.eval_every, "eval_first": True}
+                    if chosen and chosen.held else {}
+                ),
                 **_answers(request),
             },
             "consolidate": {"use": "consolidate.stream"},
@@ -107,7 +110,7 @@ class Finetune:
         }  # fmt: skip
         for name, value in values.items():
             where = "checkpoint.every" if name == "every" else name
-            yield f"{where} {value}: {chosen.why[name]}"
+            yield f"{where} {'null' if value is None else value}: {chosen.why[name]}"
         if "generate" in train:
             yield "generate: a question of the data, answered before and after training"
         most = f"at most {TOKENS:,} tokens a pass" if request.on_gpus else "least memory, on CPUs"

@@ -120,12 +120,13 @@ class Choices:
     """Samples to train on."""
     held: int
     fraction: float
-    """Samples held out, and their share of all."""
+    """Samples held out, and their share of all; 0 of a single sample."""
     epochs: int
     batch: int
     steps: int
     warmup: float
-    eval_every: int
+    eval_every: int | None
+    """None without samples that are held out."""
     save_every: int
     bad_rows: str
     why: Mapping[str, str]
@@ -136,7 +137,7 @@ def choose(survey: DataSurvey, *, sequence: int | None, batch: int | None, ranks
     processes."""
     why: dict[str, str] = {}
     length = _sequence(survey, sequence, why)
-    count = -(-survey.tokens // length) if survey.running else survey.usable
+    count = _blocks(survey.tokens, length) if survey.running else survey.usable
     held, fraction = _held(count, why)
     samples = max(count - held, 1)
     epochs = next((number for below, number in EPOCHS if samples < below), 1)
@@ -154,6 +155,8 @@ def choose(survey: DataSurvey, *, sequence: int | None, batch: int | None, ranks
     saved = evaluated * max(1, round(steps / SAVES / evaluated))
     why["eval_every"] = (
         f"{counted(1 + -(-steps // evaluated), 'evaluations')}, the first before training"
+        if held
+        else "there is nothing to evaluate on"
     )
     why["every"] = f"{counted(-(-steps // saved), 'checkpoints')}; the last two are kept"
     warmup = 0.1 if steps < SHORT else 0.03
@@ -167,7 +170,7 @@ def choose(survey: DataSurvey, *, sequence: int | None, batch: int | None, ranks
     )  # fmt: skip
     return Choices(
         sequence=length, samples=samples, held=held, fraction=fraction, epochs=epochs, batch=size,
-        steps=steps, warmup=warmup, eval_every=evaluated, save_every=saved,
+        steps=steps, warmup=warmup, eval_every=evaluated if held else None, save_every=saved,
         bad_rows="drop" if drop else "error", why=why,
     )  # fmt: skip
 
@@ -178,8 +181,9 @@ def _sequence(survey: DataSurvey, given: int | None, why: dict[str, str]) -> int
     if survey.running:
         fits = survey.tokens // BLOCKS
         chosen = given or max(UNIT, min(BLOCK, most, 1 << max(fits, 1).bit_length() - 1))
-        blocks = -(-survey.tokens // chosen)
-        why["sequence_length"] = f"{counted(survey.tokens, 'tokens')} are {blocks:,} blocks"
+        blocks = _blocks(survey.tokens, chosen)
+        are = "is one block" if blocks == 1 else f"are {blocks:,} blocks"
+        why["sequence_length"] = f"{counted(survey.tokens, 'tokens')} {are}"
         return chosen
     length, tail = survey.covering(COVERED), survey.covering(FEW_LONG)
     length = tail if length > 2 * tail else length
@@ -195,8 +199,16 @@ def _sequence(survey: DataSurvey, given: int | None, why: dict[str, str]) -> int
     return chosen
 
 
+def _blocks(tokens: int, length: int) -> int:
+    """Blocks of a text: its first token is no target."""
+    return max(1, -(-(tokens - 1) // length))
+
+
 def _held(count: int, why: dict[str, str]) -> tuple[int, float]:
     """Samples that are held out, and their share."""
+    if count == 1:
+        why["heldout_fraction"] = "the only sample is trained on"
+        return 0, 0.0
     fraction = HELD
     if count * HELD > MOST_HELD:
         fraction = float(f"{MOST_HELD / count:.1g}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import Context, DataError, ModelSource, StageError, UsageError
+from pipeline.planning import reads_back
 from pipeline.utils import activity
 from stages.data import tokenize
 from stages.data.chat import ChatData
@@ -34,6 +35,8 @@ UNLIMITED = 1 << 30
 QUESTION = 400
 """Most characters of a question that the model answers before and after training."""
 CHARACTERS_A_TOKEN = 4
+END = 1
+"""Tokens after a document."""
 FORMS: Mapping[Form, str] = {
     "messages": "chat messages", "sharegpt": "ShareGPT conversations",
     "prompt/completion": "prompts and completions", "alpaca": "Alpaca instructions",
@@ -57,7 +60,8 @@ class _Some:
         self.rows.append((form, row))
         self._characters += _characters(row.value)
         if len(self.rows) > 2 * MEASURED or self._characters > MOST_CHARACTERS:
-            self.rows = [one for one in self.rows if self._random.random() < 0.5]
+            chosen = [one for one in self.rows if self._random.random() < 0.5]
+            self.rows = chosen or self.rows[-1:]  # a row of any size is better than none
             self._characters = sum(_characters(one.value) for _, one in self.rows)
             self._share /= 2
 
@@ -98,7 +102,8 @@ def survey(ctx: Context, model: Mapping[str, Any], file: Path) -> DataSurvey:
     broken = _broken(mistakes)
     short = (_prompt(form, row) for form, row in found) if source else iter(())
     if not lengths:
-        raise UsageError(f"no row of {file} can be trained on: {broken[0].what}")
+        why = broken[0].what if broken else "they have no tokens"
+        raise UsageError(f"no row of {file} can be trained on: {why}")
     return DataSurvey(
         name=file.name, form=FORMS[form], rows=rows, lengths=sorted(lengths), broken=broken,
         all_read=kept.whole and source is not None, running=form == "text", template=template,
@@ -170,7 +175,7 @@ def _prompt(form: Form, row: Row) -> str | None:
     text = first.get("content")
     if first.get("role") != "user" or not isinstance(text, str) or not 0 < len(text) <= QUESTION:
         return None
-    return None if "${" in text else text  # which a recipe would interpolate
+    return text if reads_back(text) else None
 
 
 def _batches(found: Sequence[tuple[Form, Row]]) -> Iterator[list[tuple[Form, Row]]]:
@@ -197,7 +202,7 @@ def _texts(
         share = text[: MOST_CHARACTERS // 64]
         length = len(plain_ids(source.tokenizer(), [share])[0]) * len(text) // max(len(share), 1)
     return DataSurvey(
-        name=part.name.name, form="plain text", rows=1, lengths=[max(length, 1)], running=True,
+        name=part.name.name, form="plain text", rows=1, lengths=[length + END], running=True,
         guessed=why, **facts,
     )  # fmt: skip
 

@@ -134,11 +134,12 @@ class Draft:
         require_writable(target)
         example = target.with_suffix(".example.jsonl")
         with stoppable():
-            task = self.looked().request(place, example)
+            draft = self.looked()
+            task = draft.request(place, example)
             recipe, lines = advise(task, self.machines, self.margins, self.registry)
             if recipe is None and self.reason and not self.lora:
-                why = "all weights do not fit"
-                task = replace(task, lora=True, reasons=(f"LoRA: {why}",))
+                draft = replace(draft, lora=True, reason="all weights do not fit")
+                task = draft.request(place, example)
                 recipe, lines = advise(task, self.machines, self.margins, self.registry)
         click.echo("\n".join(line for line in lines if line not in self.shown))
         if recipe is None:
@@ -153,14 +154,14 @@ class Draft:
         yours = f"; its data is an example in {example}: put yours there" if made else ""
         click.echo(f"\nwritten: {target}{yours}")
         if "config" in place:
-            unnamed = ", and names no tokenizer: say model.tokenizer"
+            unnamed = ", and names no tokenizer: set model.tokenizer"
             click.echo(f"it starts from random weights{'' if 'tokenizer' in place else unnamed}")
         return target
 
     @property
     def target(self) -> Path:
         """The recipe."""
-        return self.out or Path(f"{_name(self.model, lora=self.lora)}.yaml")
+        return self.out or Path(f"{recipe_name(self.model)}.yaml")
 
     def request(self, place: dict[str, Any], example: Path) -> AdviceRequest:
         """What is asked of the planning."""
@@ -170,7 +171,7 @@ class Draft:
         machines = self.machines
         reasons = (f"{'LoRA' if self.lora else 'full'}: {self.reason}",) if self.reason else ()
         return AdviceRequest(
-            name=_name(self.model, lora=self.lora), model=place, data=self.data or example,
+            name=recipe_name(self.model, lora=self.lora), model=place, data=self.data or example,
             lora=self.lora, sequence=self.sequence, global_batch=self.global_batch,
             micro_batch=self.micro_batch, ranks=machines.procs or 1, on_gpus=machines.on_gpus,
             # most CPUs only emulate narrow floats
@@ -197,16 +198,18 @@ def require_whole(machines: HardwareOptions) -> None:
         raise UsageError("name the kind of the GPUs", hint=hint)
 
 
-def _name(model: str, *, lora: bool) -> str:
-    model = model if Path(model).exists() else model.partition("@")[0]
-    base = Path(model).name if Path(model).name != "config.json" else Path(model).parent.name
-    words = re.sub(r"[^A-Za-z0-9._-]+", "-", base.removesuffix(".gguf")).strip("-.") or "model"
+def recipe_name(model: str, *, lora: bool = False) -> str:
+    """Name of a recipe for a model: the last part of its path or hub id, in small letters."""
+    path = Path(model).expanduser()
+    path = path.resolve() if path.exists() else Path(model.partition("@")[0])
+    base = (path.parent if path.name == "config.json" else path).name.lower()
+    words = re.sub(r"[^a-z0-9._-]+", "-", base.removesuffix(".gguf")).strip("-.") or "model"
     return f"{words}-lora" if lora else words
 
 
 def where(model: str, revision: str | None) -> dict[str, Any]:
-    """Fields of the model slot: for a config, the folder of its weights, or the tokenizer beside
-    it. Paths are absolute."""
+    """Fields of the model slot: for a config, the folder of its weights, or the tokenizer next
+    to it. Paths are absolute."""
     path = Path(model).expanduser().absolute()
     if not model or (model[0] in "./~" and not path.exists()):
         raise UsageError(f"there is no such model: {model or 'its name is empty'}")

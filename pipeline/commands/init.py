@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from pipeline.chain.registry import Registry
-from pipeline.commands.advise import Draft, require_whole, require_writable, where
+from pipeline.commands.advise import Draft, recipe_name, require_whole, require_writable, where
 from pipeline.commands.hardware_options import EXISTING, asked_for
 from pipeline.commands.options import Count, out_option
 from pipeline.errors import UsageError
@@ -58,7 +58,7 @@ def init(
         _require_gpus(hardware)
     model = model or str(_asked("Model: a folder, a hub id or a GGUF file", None, str))
     data = data or Path(_asked("Data: a file of one JSON object a line", None, EXISTING))
-    target = out or Path(f"{_name(model)}.yaml")
+    target = out or Path(f"{recipe_name(model)}.yaml")
     require_writable(target)
     survey = look(where(model, revision), data)
     found = [*survey.lines()] if asks else []
@@ -86,13 +86,6 @@ def _low_rank(given: bool | None, survey: Any, *, asks: bool) -> tuple[bool, str
     click.echo(f"{'LoRA' if prefers else 'full'}: {why}")
     answer = _asked("Train low-rank updates only (LoRA)", prefers, bool)
     return answer, why if answer is prefers else ""
-
-
-def _name(model: str) -> str:
-    """Return the last part of a model's path or hub id, in small letters."""
-    path = Path(model)
-    found = path.resolve() if path.exists() else Path(model.partition("@")[0])
-    return found.name.removesuffix(".gguf").lower()
 
 
 def _require(asks: bool, **given: Any) -> None:

@@ -29,8 +29,9 @@ def pin(registry: Registry | None, recipe: Path) -> None:
     all recipes that extend it. Comments and layout stay. A second call changes nothing.
     """
     from pipeline.chain.registry import Registry
-    from pipeline.errors import UsageError
+    from pipeline.errors import UsageError, system_errors_as
     from pipeline.recipe import load_recipe
+    from pipeline.utils.files import overwrite
     from pipeline.utils.hub import commit_of
 
     known = registry or Registry.installed()
@@ -41,9 +42,14 @@ def pin(registry: Registry | None, recipe: Path) -> None:
         click.echo(f"nothing to pin: {'all names have' if names else 'no name of the hub needs'} "
                    "a commit")  # fmt: skip
         return
-    commits = [commit_of(edit.name) for edit in edits]  # nothing is written unless all are found
+    commits = [commit_of(edit.name) for edit in edits]
+    texts: dict[Path, str] = {}  # nothing is written unless all can be
     for edit, commit in zip(edits, commits, strict=True):
-        edit.write(commit)
+        texts[edit.file] = edit.made(texts.get(edit.file), commit)
+    with system_errors_as(UsageError):
+        for file, text in texts.items():
+            overwrite(file, text)
+    for edit, commit in zip(edits, commits, strict=True):
         click.echo(f"written: {edit.key}: {commit} in {edit.file}")
     left = [str(name) for _, name in _names(load_recipe(recipe), known) if not name.pinned]
     if left:
@@ -74,34 +80,43 @@ class _Edit:
     """Field of the same mapping that has the name."""
     file: Path
 
-    def write(self, commit: str) -> None:
-        """Write it into the file. Raises UsageError."""
+    def made(self, text: str | None, commit: str) -> str:
+        """Return the file's text, or a changed one, with the commit. Raises UsageError."""
         from pipeline.errors import UsageError, system_errors_as
+        from pipeline.recipe.dump import inline
         from pipeline.recipe.written import with_value
-        from pipeline.utils.files import overwrite
 
-        with system_errors_as(UsageError):
-            text = self.file.read_bytes().decode("utf-8")
-            note = self.name.asked[2]
-            overwrite(self.file, with_value(text, self.path, commit, after=self.after, note=note))
+        if text is None:
+            with system_errors_as(UsageError):
+                text = self.file.read_bytes().decode("utf-8")
+        note = self.name.asked[2]
+        made = with_value(text, self.path, commit, after=self.after, note=note)
+        if made is None:
+            message = f"{self.file}: {self.key} cannot be written here"
+            raise UsageError(message, hint=f"write {self.key}: {inline(commit)} yourself")
+        return made
 
 
 def _edit(recipe: Recipe, slot: str, name: HubName) -> _Edit:
-    """Find the file and the place of a name's revision: where one is written, or else next to the
-    name. Raises RecipeError for a name that is not written there."""
+    """Find the file and the place of a name's revision: where one is written for that name, or else
+    next to the name. Raises RecipeError for a name that is not written there."""
     from pipeline.chain.names import field_path
     from pipeline.errors import Problem, RecipeError
     from pipeline.recipe.nodes import lookup
+    from pipeline.utils.files import near
 
     places = recipe.places
     path, named_by = field_path(slot, name.key), field_path(slot, name.named_by)
-    for written in (named_by, path):
-        if "${" in str(lookup(places.data, written)):
-            message = f"{name.repo} is not written here: it is {lookup(places.data, written)}"
-            key, place = ".".join(map(str, written[1:])), places.value(written)
+    for field in (named_by, path):
+        if "${" in str(lookup(places.data, field)):
+            message = f"{name.repo} is not written here: it is {lookup(places.data, field)}"
+            key, place = ".".join(map(str, field[1:])), places.value(field)
             hint = f"set {slot}.{name.key} yourself"
             raise RecipeError([Problem(message=message, key=key, hint=hint, location=place)])
-    place = places.value(path if path in places.values else named_by)
+    # A revision in a file that the name's file extends belongs to another name.
+    written = [named_by, *([path] if path in places.values else [])]
+    written_in = {Path(places.value(one).file).absolute() for one in written}
+    file = next(one for one in recipe.source_files if one in written_in)
     after = str(named_by[-1])
     key = f"{slot}.{name.key}"
-    return _Edit(name=name, key=key, path=path, after=after, file=Path(place.file))
+    return _Edit(name=name, key=key, path=path, after=after, file=Path(near(file)))

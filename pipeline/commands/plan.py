@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from pipeline.commands.pinned import pinned_option
 from pipeline.commands.trust import trust_options
 from pipeline.errors import NoFit, PipeError, UsageError, in_words, system_errors_as
 from pipeline.utils.files import try_writing
+from pipeline.utils.terminal import SCREEN
 
 if TYPE_CHECKING:
     from pipeline.planning.search import Candidate
@@ -51,22 +53,28 @@ def plan(
     """Predict memory in every phase, disk, network and time of RECIPE.
 
     Runs each kind of block once on tensors without memory: needs no GPU, no weights, and no network
-    except for the model's config. Exit code 3 if the recipe does not fit.
+    except for the model's config, and for the commits of hub names that --out keeps in the plan.
+    Exit code 3 if the recipe does not fit.
 
     OVERRIDES change the recipe first, such as train.micro_batch_size=2.
     """
+    from pipeline.chain.names import resolved
     from pipeline.distributed.signals import stoppable
     from pipeline.planning.memory_plan import check, estimate_plan
     from pipeline.planning.report import lines
 
     if quiet and as_json:
         raise click.UsageError("--quiet excludes --json")
+    if quiet:
+        os.environ[SCREEN] = "quiet"
     machines, margins = asked_for(**hardware)
     with system_errors_as(UsageError):
         try_writing(out) if out else None
     known = registry or Registry.installed()
     with stoppable():
         checked = check(recipe, overrides, machines, known)
+        if out is not None:  # what is run under the plan names the same commits
+            checked = resolved(checked, {})
         memory_plan = estimate_plan(checked, machines, margins, trace=trace)
     record = memory_plan.record() if out or as_json else {}
     if out is not None:

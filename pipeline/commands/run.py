@@ -92,10 +92,12 @@ def run(
 
     OVERRIDES change the recipe first, such as train.steps=50 wrap.stage=2.
     """
+    from pipeline.chain.names import resolved
     from pipeline.chain.plan import Started, plan_file
     from pipeline.distributed.environment import is_worker, worker_local_world_size
     from pipeline.distributed.placement import NodeOptions
     from pipeline.execution import rundir
+    from pipeline.execution.journal import Journal
     from pipeline.execution.rank_logging import say
     from pipeline.execution.rehearsal import rehearsal
     from pipeline.execution.saved_plan import require_planned
@@ -106,6 +108,7 @@ def run(
         made = plan_file(recipe, overrides, here=True, started=started, foreign=of_other_tools)
         selection.again(made)  # a slot that is not there is a mistake
         if planned is not None:
+            made = resolved(made, Journal(run_dir / rundir.JOURNAL).commits() if run_dir else {})
             per_node = worker_local_world_size() if is_worker() else made.per_node
             require_planned(made, per_node, planned)
         return made

@@ -15,18 +15,15 @@ import click
 
 from pipeline.errors import StageError, system_errors_as
 from pipeline.utils.files import opened, private_folder
-from pipeline.utils.terminal import ShownFormatter, bare, shown
+from pipeline.utils.terminal import SCREEN, ShownFormatter, bare, quiet, shown
 
-SCREEN = "PIPE_SCREEN"
-"""Environment variable: what shows the run (`live`, `lines`, `quiet` or `json`), and `verbose`
-behind it if debug messages are wanted too."""
 IN_DISPLAY = {"in_display": True}
 """`extra` of a log message whose facts a live display shows by itself."""
 
 
 def say(text: str) -> None:
     """Print a line of the launching process, unless only warnings and errors are wanted."""
-    if "quiet" not in os.environ.get(SCREEN, ""):
+    if not quiet():
         click.echo(text)
 
 

@@ -71,5 +71,6 @@ if TYPE_CHECKING:
     )
     from pipeline.planning.topology import Division, Topology
     from pipeline.planning.trace.compile_compat import traced_backend
+    from pipeline.recipe.written import reads_back
 else:
     __getattr__ = lazily(__name__, __file__)

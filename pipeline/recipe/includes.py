@@ -32,6 +32,7 @@ class Sources:
     def __init__(self, keys: Sequence[str]) -> None:
         self._keys = keys
         self.files: list[Path] = []
+        """Each before those that it overrides."""
         self.problems: list[Problem] = []
 
     def read(self, path: Path) -> Node | None:
@@ -52,14 +53,15 @@ class Sources:
 
     def _extended(self, root: Node, path: Path, chain: tuple[Path, ...]) -> Node | None:
         parents = [
-            self._read(path.parent / name, place, chain) for name, place in self._extends(root)
+            self._read(path.parent / name, place, chain)
+            for name, place in reversed(self._extends(root))
         ]
         if None in parents:
             return None
         entries = {key: node for key, node in root.entries().items() if key != "extends"}
         keys = {key: place for key, place in root.keys.items() if key != "extends"}
         tree = Node(value={}, at=root.at)
-        for layer in (*parents, Node(value=entries, at=root.at, keys=keys)):
+        for layer in (*reversed(parents), Node(value=entries, at=root.at, keys=keys)):
             if layer is not None:
                 tree = merge(tree, layer)
         return tree

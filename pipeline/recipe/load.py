@@ -14,6 +14,7 @@ from pydantic import Field
 from pipeline.errors import Location, Problem, RecipeError
 from pipeline.recipe.dump import render
 from pipeline.recipe.fields import build
+from pipeline.recipe.former import without_former
 from pipeline.recipe.includes import Sources
 from pipeline.recipe.interpolation import resolve
 from pipeline.recipe.launch import Launch
@@ -65,9 +66,11 @@ class Recipe(Header):
     stages: Mapping[str, SlotSpec]
     places: SourceMap = field(compare=False, repr=False)
     source_files: tuple[Path, ...] = field(compare=False)
+    """The recipe's own file first; each before those that it overrides."""
     tree: Node = field(compare=False, repr=False)
     replaced: tuple[Problem, ...] = field(default=(), compare=False, repr=False)
-    """Warnings of slots that were given another `use`: fields that stayed, and that were lost."""
+    """Warnings of slots that were given another `use`: fields that stayed, and that were lost; and
+    of fields of earlier versions."""
 
     def origin(self, path: KeyPath) -> str:
         """`file:line:column` or the override that set the value at `path`; `default` if nothing."""
@@ -106,7 +109,8 @@ def read_recipe(
         return None, sources.problems
     from_files = list(lost(tree, common))
     tree, wrong_overrides, stayed = apply(tree, overrides, common)
-    tree, unknown = _known(drop_removed(tree))
+    tree, former = without_former(drop_removed(tree))
+    tree, unknown = _known(tree)
     data, unresolved = resolve(tree)
     places = places_of(tree)
     given = {key: value for key, value in data.items() if key in HEADER_KEYS}
@@ -118,7 +122,7 @@ def read_recipe(
         places=places,
         source_files=tuple(sources.files),
         tree=tree,
-        replaced=(*from_files, *stayed),
+        replaced=(*from_files, *stayed, *former),
     )
     known = [*sources.problems, *wrong_overrides, *unknown, *unresolved]
     return recipe, known + unless_reported(wrong_header + wrong_slots, known)

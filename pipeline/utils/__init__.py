@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     )
     from pipeline.utils.foreign import open_regular, parse_json, read_whole, require_regular
     from pipeline.utils.host_copy import HostCopy
-    from pipeline.utils.hub import COMMIT, HubName, commit_of
+    from pipeline.utils.hub import COMMIT, HubName, commit_of, pins_asked
     from pipeline.utils.jsonl import append_line, read_lines
     from pipeline.utils.lazy import lazily
     from pipeline.utils.packages import optional, unheard

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,13 +18,19 @@ from typing import Any, Literal
 import click
 
 from pipeline.errors import StageError
+from pipeline.utils.terminal import quiet
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 MAIN = "main"
 PINNED = "PIPE_PINNED"
 """Environment variable that `--pinned` sets: refuse what names no commit."""
+TOO_MANY, BROKEN = 429, 500
+"""HTTP status of a hub that is asked too often, and the first of those that fail."""
 SECONDS = 10.0
 """Limit of the hub's answer."""
+AGAIN = 60.0
+"""Seconds in which a hub that has not answered is not asked again: a recipe's stages, planner and
+start all ask, for each name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +83,10 @@ def commit_of(name: HubName, known: Known | None = None) -> str:
     return _asked(replace(name, named_by="", key=""))
 
 
+_silent: dict[str, tuple[float, str]] = {}
+"""Address of a hub that does not answer -> until when it is not asked again, and why."""
+
+
 @functools.cache
 def _asked(name: HubName) -> str:
     """Ask the hub once a process, or else its cache."""
@@ -90,6 +101,9 @@ def _asked(name: HubName) -> str:
     kind, repo, branch = name.asked
     if constants.HF_HUB_OFFLINE:
         return _cached(name, "HF_HUB_OFFLINE is set")
+    until, why = _silent.get(constants.ENDPOINT, (0.0, ""))
+    if time.monotonic() < until:
+        return _cached(name, why)
     try:
         found = HfApi().repo_info(repo, repo_type=kind, revision=branch, timeout=SECONDS).sha
     except RevisionNotFoundError as error:
@@ -102,8 +116,11 @@ def _asked(name: HubName) -> str:
         raise StageError(f"{name.repo}: the hub shows no such {kind}", hint=hint) from error
     except Exception as error:  # of the network, whose library changes with the hub's client
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-        why = f"answers {status}" if status else f"cannot be reached, {type(error).__name__}"
-        return _cached(name, f"{constants.ENDPOINT} {why}")
+        how = f"answers {status}" if status else f"cannot be reached, {type(error).__name__}"
+        why = f"{constants.ENDPOINT} {how}"
+        if status is None or status == TOO_MANY or status >= BROKEN:
+            _silent[constants.ENDPOINT] = time.monotonic() + AGAIN, why
+        return _cached(name, why)
     if not found:
         raise StageError(f"{name.repo}: the hub does not say the commit of {branch}")
     _say(name, found)
@@ -142,7 +159,7 @@ def _cache() -> Path:
 
 
 def _say(name: HubName, commit: str, how: str = "") -> None:
-    if "quiet" not in os.environ.get("PIPE_SCREEN", ""):
+    if not quiet():
         click.echo(f"{name} is {name.revision or MAIN} at {commit}{how}", err=True)
 
 

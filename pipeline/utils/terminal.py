@@ -19,6 +19,9 @@ from urllib.parse import quote
 from pipeline.utils.foreign import parse_json
 from pipeline.utils.variables import is_harmless, says_secret
 
+SCREEN = "PIPE_SCREEN"
+"""Environment variable: what shows the run (`live`, `lines`, `quiet` or `json`), followed by
+`verbose` if debug messages are wanted too."""
 UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters but tabs and line breaks
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # writing direction
@@ -51,6 +54,12 @@ _SIGNED = re.compile(
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[^\s,:\[\]{}"]+')
 """A string or another value without parts in JSON."""
+
+
+def quiet() -> bool:
+    """Whether only warnings and errors are wanted."""
+    return "quiet" in os.environ.get(SCREEN, "")
+
 
 _hidden: dict[str, str] = {}
 """Texts that are not shown, and what is shown instead."""

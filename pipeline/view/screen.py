@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Literal, TextIO
 from pipeline.contracts.engine import Engine
 from pipeline.distributed.environment import is_worker
 from pipeline.errors import in_words
-from pipeline.execution.rank_logging import SCREEN
-from pipeline.utils.terminal import shown
+from pipeline.utils.terminal import SCREEN, shown
 from pipeline.utils.text import plural
 from pipeline.view.follow import Follower
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,13 @@ from pipeline import (
     StageError,
     UsageError,
 )
-from pipeline.utils import parse_json, read_whole, replace_text, require_code_trust
+from pipeline.utils import (
+    parse_json,
+    pins_asked,
+    read_whole,
+    replace_text,
+    require_code_trust,
+)
 from stages.data.sources import file_problems
 
 Count = Annotated[int, Gt(0)]
@@ -68,7 +75,8 @@ class EvaluateLm:
     batch_size: Count = 1
     """Windows, or examples of a task, of one forward pass."""
     tasks: tuple[str, ...] = ()
-    """Names of lm-eval tasks (EleutherAI's lm-evaluation-harness), which fetches their data."""
+    """Names of lm-eval tasks (EleutherAI's lm-evaluation-harness), which fetches their data,
+    at no commit: with `--pinned` only tasks that `task_folder` defines are accepted."""
     task_folder: str | None = None
     """Folder with definitions of further tasks, in lm-eval's YAML. That is code: it imports the
     functions that it names, and its templates are not in a sandbox. So it takes
@@ -90,6 +98,10 @@ class EvaluateLm:
         if self.tasks and importlib.util.find_spec("lm_eval") is None:
             message = "needs the package lm_eval, which is not installed"
             yield Problem(key="tasks", message=message, hint="pip install 'pipetrain[evaluate]'")
+        if pins_asked() and (fetched := [*self._fetched()]):
+            message = f"lm-eval names no commit of the data of {', '.join(fetched)}"
+            hint = "define it in `task_folder` with a `revision` in its `dataset_kwargs`"
+            yield Problem(key="tasks", message=message, hint=hint)
         if self.task_folder is not None and not Path(self.task_folder).expanduser().is_dir():
             yield Problem(key="task_folder", message=f"no such folder: {self.task_folder}")
         elif self.task_folder is not None:
@@ -112,6 +124,14 @@ class EvaluateLm:
 
         return evaluate(self, ctx, exported, model, briefly=True)
 
+    def _fetched(self) -> Iterator[str]:
+        """Yield the tasks that the task folder does not define."""
+        folder = None if self.task_folder is None else Path(self.task_folder).expanduser()
+        files = [] if folder is None else [*folder.rglob("*.yaml")]
+        text = "\n".join(file.read_text("utf-8", "replace") for file in files if file.is_file())
+        own = re.findall(r"^(?:task|group|tag):\s*[\"']?([^\s\"'#]+)", text, re.MULTILINE)
+        yield from (task for task in self.tasks if task not in own)
+
     def _require_trust(self) -> None:
         """Raise UsageError unless what the task folder makes lm-eval run may run."""
         if self.task_folder is not None:
@@ -129,7 +149,7 @@ class EvaluatedModel(Durable):
     """JSON."""
 
     def save(self) -> None:
-        """Write the results beside those of other slots (rank 0)."""
+        """Write the results next to other slots' results (rank 0)."""
         known = _read(self.file) | {self.slot: dict(self.results)}
         replace_text(self.file, json.dumps(known, indent=1, allow_nan=False) + "\n")
 

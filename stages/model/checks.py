@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline import PlanView, Problem, StageError, UsageError
 from pipeline.utils import (
+    COMMIT,
     did_you_mean,
     near_path,
+    pins_asked,
     require_code_trust,
     require_trust,
     shown_path,
@@ -116,6 +118,14 @@ def _untrusted(key: str, origin: str) -> Found:
         yield key, str(error), ""
 
 
+def _unpinned(key: str, kernel: str) -> Found:
+    """A kernel of the hub without a commit, if commits are asked for."""
+    commit = kernel.partition("@")[2].partition(":")[0]
+    if pins_asked() and not COMMIT.fullmatch(commit):
+        name = kernel.partition("@")[0].partition(":")[0]
+        yield key, f"the hub's kernel {name} names no commit", f"write {name}@COMMIT"
+
+
 def _exclusive(stage: HfModel) -> Found:
     if stage.path is None and stage.config is None:
         hint = "set `path` to a folder, a GGUF file or a hub id, or `config` to an architecture"
@@ -153,6 +163,7 @@ def _config_file(stage: HfModel, file: Path, key: str) -> Found:
 def _config(stage: HfModel, config: Mapping[str, Any], key: str) -> Found:
     for kernel in kernels_named(config):
         yield from _untrusted(key, f"the hub's kernel {kernel}")
+        yield from _unpinned(key, kernel)
     kind, known = config.get("model_type"), causal_types()
     wrong = wrong_size(config)
     if wrong:
@@ -284,6 +295,11 @@ def _attention(stage: HfModel, plan: PlanView) -> Found:
     if name.startswith(FLASH) or "/" in name:
         package = "kernels" if "/" in name or not _installed("flash_attn") else "flash_attn"
         yield from _needs(plan, "attention", name, package, package)
+        if "/" in name:
+            yield from _unpinned("attention", name)
+        elif package == "kernels" and pins_asked():
+            message = f"{name} without the package flash_attn is the hub's, at no commit"
+            yield "attention", message, "install flash_attn, or set attention: sdpa"
     elif name == "flex_attention" and plan.device == "cpu":
         yield "attention", "flex_attention computes no gradients on a CPU", "use sdpa"
     elif name == "sdpa":

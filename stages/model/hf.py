@@ -63,7 +63,8 @@ class HfModel:
     attention: str = "sdpa"
     """Attention implementation of transformers: `sdpa`, `eager`, `flex_attention`,
     `flash_attention_2` (or 3, 4), or a kernel of the hub (`kernels-community/flash-attn2`),
-    which needs `--trust-remote-code` on the command line."""
+    which needs `--trust-remote-code` on the command line, and with `--pinned` its commit:
+    `OWNER/NAME@COMMIT`."""
     activation_checkpointing: ActivationCheckpointing | None = None
     """Drop activations in forward and compute them again in backward; null keeps them."""
     compile: Compile | None = None

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pipeline.errors import PipeError
 from pipeline.execution.in_process import scratch_context
 from pipeline.planning import AdviceRequest
+from stages import finetune_data
 from stages.finetune import finetune
 from stages.finetune_choices import Broken, DataSurvey, choose
 from stages.finetune_data import survey
@@ -49,15 +50,20 @@ def test_numbers_by_the_number_of_rows(rows: int) -> None:
     assert found.bad_rows == "error"
 
 
-@given(rows=st.integers(2, 3_000_000), length=st.integers(2, 9_000), ranks=st.integers(1, 512))
+@given(rows=st.integers(1, 3_000_000), length=st.integers(2, 9_000), ranks=st.integers(1, 512))
 def test_every_training_is_evaluated_and_saved(rows: int, length: int, ranks: int) -> None:
     found = choose(looked(rows, length), sequence=None, batch=None, ranks=ranks)
-    assert 1 <= found.eval_every <= max(1, found.steps // 5)
-    assert found.eval_every <= found.save_every <= found.steps
-    assert found.save_every % found.eval_every == 0
+    assert found.samples + found.held == rows
+    if rows == 1:
+        assert (found.held, found.fraction, found.eval_every) == (0, 0.0, None)
+    else:
+        assert found.eval_every is not None
+        assert 1 <= found.eval_every <= max(1, found.steps // 5)
+        assert found.save_every % found.eval_every == 0
+        assert 1 <= found.held <= max(1, rows // 10)
+        assert found.held == max(1, round(rows * found.fraction))
+    assert 1 <= found.save_every <= found.steps
     assert found.batch % ranks == 0
-    assert 1 <= found.held <= max(1, rows // 10)
-    assert found.held == max(1, round(rows * found.fraction))
     assert found.epochs * rows < 100_000 or found.epochs == 1
     assert found.sequence <= 4096
     assert found.sequence >= min(length, 4096)
@@ -170,7 +176,8 @@ def test_the_question_is_short_opens_a_conversation_and_can_stand_in_a_recipe(
         turns = [{"role": role, "content": text} for role, text in messages]
         return {"messages": [*turns, {"role": "assistant", "content": "Yes."}]}
 
-    unfit = [asked(("user", "x" * 401)), asked(("user", "${HOME}?")),
+    unfit = [asked(("user", "x" * 401)), asked(("user", "${HOME}?")), asked(("user", "???")),
+             asked(("user", "./run.sh fails")), asked(("user", "../x?")),
              asked(("system", "Be brief."), ("user", "So?"))]  # fmt: skip
     assert look(model, written(tmp_path / "no.jsonl", iter(unfit))).prompt is None
     rows = [*unfit, asked(("user", "Now?")), asked(("user", "Later?"))]
@@ -213,19 +220,37 @@ def test_many_rows_are_measured_by_some(model: dict[str, str], tmp_path: Path) -
 def test_plain_text(model: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("abcd" * 1000)
     found = look(model, tmp_path / "x.txt")
-    assert (found.running, found.lengths) == (True, [4000])
+    assert (found.running, found.lengths) == (True, [4001])
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("", "no row in this file"), ('{"a": 1}\n' * 3, r"no row of .*x.jsonl can be trained on: ")],
-)
+    [
+        ("", "no row in this file"),
+        ('{"a": 1}\n' * 3, r"no row of .*x.jsonl can be trained on: "),
+        ('{"text": ""}\n' * 3, r"no row of .*x.jsonl can be trained on: "),
+        ('{"messages": [{"role": "user", "content": "Hm?"}]}\n' * 3,
+         r"no row of .*x.jsonl can be trained on: "),
+    ],
+)  # fmt: skip
 def test_nothing_to_train_on(
     content: str, message: str, model: dict[str, str], tmp_path: Path
 ) -> None:
     (tmp_path / "x.jsonl").write_text(content)
     with pytest.raises(PipeError, match=message):
         look(model, tmp_path / "x.jsonl")
+
+
+def test_rows_that_are_larger_than_what_is_kept(
+    model: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(finetune_data, "MOST_CHARACTERS", 100)
+    for count in range(1, 30):
+        file = written(tmp_path / "x.jsonl", (FORMS["text"]("a" * 1000) for _ in range(count)))
+        found = look(model, file)
+        assert found.rows == found.usable == count
+        assert set(found.lengths) == {1001}
+        assert not found.all_read
 
 
 def test_a_tokenizer_that_cannot_be_had(tmp_path: Path) -> None:

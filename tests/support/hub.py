@@ -153,6 +153,7 @@ def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HubCache:
     monkeypatch.setenv("HF_HUB_CACHE", str(place))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     hub._asked.cache_clear()
+    hub._silent.clear()
     return HubCache(place)
 
 

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from pipeline.chain.names import resolved, unpinned
 from pipeline.chain.plan import plan_file
 from pipeline.cli import main
+from pipeline.utils import hub
 from tests.pipeline.conftest import TinyRun
 from tests.support.hub import FIRST, SECOND, HubCache, HubServer, hub_cache, serving
 from tests.support.pipe import Outcome, Pipe
@@ -111,17 +112,38 @@ def test_a_name_that_nobody_knows(
     assert not (by_name.parent / "runs").exists()
 
 
+def test_a_saved_plan_names_the_commit(
+    by_name: Path, hub_cache: HubCache, tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(by_name.parent)
+    hub_cache.add("tiny/model", FIRST, tiny_run.folder / "export", main=FIRST)
+    planned = invoke("plan", "tiny.yaml", "--out", "plan.json", "--quiet")
+    assert planned.exit_code == 0, planned.stderr
+    assert planned.stderr == ""
+    identity = json.loads(Path("plan.json").read_text())["identity"]
+    assert identity["stages"]["model"]["revision"] == FIRST
+    same = invoke("run", "tiny.yaml", "--plan", "plan.json", "--dry-run")
+    assert same.exit_code == 0, same.stderr
+    hub_cache.add("tiny/model", SECOND, tiny_run.folder / "export", main=SECOND)
+    hub._asked.cache_clear()
+    for more in ([], ["--dry-run"]):
+        moved = invoke("run", "tiny.yaml", "--plan", "plan.json", *more)
+        assert moved.exit_code == 4, moved.output
+        assert f'model.revision is "{SECOND}" instead of "{FIRST}"' in moved.stderr
+    assert not Path("runs").exists()
+
+
 @pytest.fixture
-def hub(tiny_run: TinyRun) -> Iterator[HubServer]:
+def served(tiny_run: TinyRun) -> Iterator[HubServer]:
     """Serve a hub with a tiny model."""
-    with serving() as served:
-        served.add("tiny/model", tiny_run.folder / "export", main=FIRST)
-        yield served
+    with serving() as made:
+        made.add("tiny/model", tiny_run.folder / "export", main=FIRST)
+        yield made
 
 
-def test_a_run_keeps_the_commit(by_name: Path, hub: HubServer, plugin: Path) -> None:
+def test_a_run_keeps_the_commit(by_name: Path, served: HubServer, plugin: Path) -> None:
     pipe = Pipe(plugin, by_name.parent)
-    environment = hub.environment(by_name.parent / "cache")
+    environment = served.environment(by_name.parent / "cache")
 
     def call(*arguments: str, **more: str) -> Outcome:
         return pipe.end(pipe.start("-m", "pipetrain", *arguments, **environment, **more))
@@ -135,23 +157,53 @@ def test_a_run_keeps_the_commit(by_name: Path, hub: HubServer, plugin: Path) -> 
     assert first.code == 0, first.stderr
     assert f"model: tiny/model is main at {FIRST}\n" in first.stderr
     assert commits("one") == (FIRST, "the hub, main at the start")
-    hub.repositories["models", "tiny/model"].refs["main"] = SECOND
+    served.repositories["models", "tiny/model"].refs["main"] = SECOND
     # the same command goes on with the commit, and so does a resume, which needs no hub for it
-    hub.requests.clear()
+    served.requests.clear()
     second = call("run", "tiny.yaml", "--run-dir", "one", "--until", "train")
     assert second.code == 0, second.stderr
     assert f"main at {FIRST}, as when this run began" in second.stderr
-    hub.status = 503
+    served.status = 503
     third = call("resume", "one", PIPE_PINNED="1")
     assert third.code == 0, third.stderr
     assert "tiny/model is" not in third.stderr
     assert commits("one")[0] == FIRST
-    asked = [line for line in hub.requests if line.startswith("GET /api/models")]
+    asked = [line for line in served.requests if line.startswith("GET /api/models")]
     assert not [line for line in asked if "revision" in line]
     # offline, a new run takes what is in the cache, and says so
     offline = call("run", "tiny.yaml", "--run-dir", "two", "--until", "data")
     assert offline.code == 0, offline.stderr
     assert f"main at {FIRST}, the only commit in this machine's cache" in offline.stderr
-    hub.status = None
+    served.status = None
     third_run = call("run", "tiny.yaml", "--run-dir", "three", "--until", "data")
     assert commits("three")[0] == SECOND, third_run.stderr
+
+
+def test_a_run_of_an_earlier_version_is_resumed(
+    by_name: Path, served: HubServer, plugin: Path
+) -> None:
+    """Its recipe allows names without a commit by a field that is gone."""
+    pipe = Pipe(plugin, by_name.parent)
+    environment = served.environment(by_name.parent / "cache")
+
+    def call(*arguments: str) -> Outcome:
+        return pipe.end(pipe.start("-m", "pipetrain", *arguments, **environment))
+
+    first = call("run", "tiny.yaml", "--run-dir", "one", "--until", "train")
+    recipe = by_name.parent / "one/recipe.yaml"
+    content = yaml.safe_load(recipe.read_text())
+    content["stages"]["model"] |= {"revision": None, "allow_floating_revision": True}
+    recipe.write_text(yaml.safe_dump(content, sort_keys=False))
+    assert first.code == 0, first.stderr
+    resumed = call("resume", "one")
+    assert resumed.code == 0, resumed.stderr
+    assert (
+        "model.allow_floating_revision: is not a field any more, and has no effect (leave it out: "
+        "names without a commit are accepted)"
+    ) in resumed.stderr
+    assert f"main at {FIRST}, as when this run began" in resumed.stderr
+    model = yaml.safe_load(recipe.read_text())["stages"]["model"]
+    assert model == {"use": "model.hf", "path": "tiny/model", "revision": FIRST}
+    checked = invoke("check", str(by_name), "model.allow_floating_revision=true")
+    assert checked.exit_code == 0
+    assert "model.allow_floating_revision: is not a field any more" in checked.stderr

@@ -15,6 +15,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from pipeline.cli import main
+from pipeline.commands.advise import recipe_name
 from pipeline.execution.metrics import records
 from tests.pipeline.conftest import TinyRun
 from tests.support.hub import FIRST, SECOND, serving
@@ -107,6 +108,22 @@ def test_gpus_that_are_elsewhere(project: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("meta-llama/Llama-3.1-8B@main", "llama-3.1-8b"),
+        ("x/SmolLM2.Q4_1.gguf", "smollm2.q4_1"),
+        ("Tiny", "tiny"),
+        ("Tiny/config.json", "tiny"),
+        ("Tiny/.", "tiny"),
+        ("ä ö/é", "model"),
+    ],
+)
+def test_a_recipe_has_one_name(model: str, name: str, project: Path) -> None:
+    assert recipe_name(model) == name
+    assert recipe_name(model, lora=True) == f"{name}-lora"
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ([], "error: say --model and --data (in a terminal, you are asked)"),
@@ -165,6 +182,42 @@ def conversations(count: int, broken: Sequence[int]) -> str:
                             {"role": "assistant", "content": said}]}  # fmt: skip
         lines.append('{"messages": \n' if number in broken else f"{json.dumps(row)}\n")
     return "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "trained", "held"),
+    [
+        ("x.jsonl", conversations(1, ()), "1 sample", 0),
+        ("x.jsonl", conversations(3, (0, 2)), "1 sample", 0),
+        ("x.jsonl", conversations(2, ()), "1 sample", 1),
+        ("x.txt", "a" * 64, "1 sample", 0),
+        ("x.txt", "a" * 65, "1 sample", 1),
+        ("x.jsonl", '{"text": "aa"}\n', "1 sample", 0),
+    ],
+)
+def test_little_data(name: str, content: str, trained: str, held: int, project: Path) -> None:
+    Path(name).write_text(content)
+    made = pipe("init", "--model", "Tiny", "--data", name, "--full", "--gpus", "0", "-y")
+    assert made.exit_code == 0, made.stderr
+    if not held:
+        assert "heldout_fraction 0.0: the only sample is trained on" in made.stdout
+        assert "eval_every null: there is nothing to evaluate on" in made.stdout
+    checked = pipe("check", "tiny.yaml", "--data")
+    assert checked.exit_code == 0, checked.stderr
+    told = f"{trained} to train on, {held} held out" if held else f"{trained} to train on"
+    assert told in checked.stdout
+
+
+def test_a_question_that_a_recipe_would_misread(project: Path) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": said}, {"role": "assistant", "content": "Yes."}]}
+        for said in ("???", "./run.sh fails", "${HOME}?", "Why?")
+    ]
+    Path("x.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows * 3))
+    made = pipe("init", "--model", "Tiny", "--data", "x.jsonl", "--full", "--gpus", "0", "-y")
+    assert made.exit_code == 0, made.stderr
+    train = yaml.safe_load(Path("tiny.yaml").read_text())["stages"]["train"]
+    assert train.get("generate", {"prompts": ["Why?"]})["prompts"] == ["Why?"]
 
 
 def test_a_run_of_what_init_wrote(project: Path, plugin: Path) -> None:

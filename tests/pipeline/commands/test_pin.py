@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pipeline.cli import main
+from pipeline.recipe import load_recipe
 from tests.support.hub import FIRST, SECOND, HubCache, hub_cache
 
 __all__ = ["hub_cache"]
@@ -137,6 +138,60 @@ def test_a_branch_is_replaced_where_it_is_written() -> None:
     assert made.stdout == f"written: model.revision: {SECOND} in x.yaml\n"
     assert Path("base.yaml").read_text() == base
     assert f"  model: {{revision: '{SECOND}'}}\n" in Path("x.yaml").read_text()
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("extends", ["base.yaml", "[base.yaml, middle.yaml]"])
+def test_a_revision_of_another_name_stays(extends: str) -> None:
+    base = "stages: {model: {use: model.hf, path: owner/name, revision: v2}}\n"
+    Path("base.yaml").write_text(base)
+    Path("middle.yaml").write_text("stages: {model: {path: owner/second}}\n")
+    own = "" if "middle" in extends else "\nstages:\n  model:\n    path: owner/second"
+    refused = pin("x.yaml", f"name: x\nextends: {extends}{own}\n")
+    assert "owner/second: this machine's cache" in refused.stderr
+    cached = Path("hub/models--owner--second/refs")
+    cached.mkdir(parents=True)
+    (cached / "v2").write_text(SECOND)
+    made = pin("x.yaml")
+    assert made.exit_code == 0, made.stderr
+    file = "middle.yaml" if "middle" in extends else "x.yaml"
+    assert made.stdout == f"written: model.revision: {SECOND} in {file}\n"
+    assert Path("base.yaml").read_text() == base
+    model = load_recipe("x.yaml").stages["model"].fields
+    assert model == {"path": "owner/second", "revision": SECOND}
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "name: &r main\nstages:\n  model: {use: model.hf, path: owner/name, revision: *r}\n",
+        "name: x\nstages:\n  model:\n    use: model.hf\n    ? path\n    : owner/name\n",
+        "name: x\nstages: {model: {use: model.hf, path: owner/name, revision}}\n",
+    ],
+)
+def test_a_layout_that_cannot_be_kept_is_refused(text: str) -> None:
+    refused = pin("x.yaml", text)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr.splitlines()[-1] == (
+        f"error: x.yaml: model.revision cannot be written here (write model.revision: '{FIRST}' "
+        "yourself)"
+    )
+    assert Path("x.yaml").read_text() == text
+
+
+@pytest.mark.usefixtures("cache")
+def test_nothing_is_written_unless_all_can_be() -> None:
+    base = (
+        "stages:\n  data:\n    use: data.chat\n    sources:\n"
+        "      - ? dataset\n        : owner/rows\n"
+    )
+    Path("base.yaml").write_text(base)
+    own = "name: x\nextends: base.yaml\nstages:\n  model: {use: model.hf, path: owner/name}\n"
+    refused = pin("x.yaml", own)
+    assert "base.yaml: data.sources.0.revision cannot be written here" in refused.stderr
+    assert Path("base.yaml").read_text() == base
+    assert Path("x.yaml").read_text() == own
 
 
 @pytest.mark.usefixtures("cache")

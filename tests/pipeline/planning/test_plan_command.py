@@ -204,7 +204,9 @@ def test_low_rank_updates_replace_all_weights_that_nobody_has_asked_for(
         machines=HardwareOptions(gpus=1, memory=0.1, host_memory=8), margins=Margins(overhead=0),
         registry=Registry.installed(),
     )  # fmt: skip
-    stages = yaml.safe_load(draft.write().read_text("utf-8"))["stages"]
+    recipe = yaml.safe_load(draft.write().read_text("utf-8"))
+    assert recipe["name"] == f"{tmp_path.name.lower()}-lora"
+    stages = recipe["stages"]
     assert stages["adapter"]["use"] == "adapter.lora"
     said = capsys.readouterr().out
     assert said.startswith("LoRA: all weights do not fit\n")

@@ -80,7 +80,7 @@ def test_several_bases_in_order() -> None:
     recipe = load_recipe("r.yaml")
     assert recipe.seed == 2
     assert recipe.stages["train"].fields == {"steps": 6, "lr": 2.0}
-    assert [file.name for file in recipe.source_files] == ["r.yaml", "base.yaml", "two.yaml"]
+    assert [file.name for file in recipe.source_files] == ["r.yaml", "two.yaml", "base.yaml"]
 
 
 def test_one_base_reached_twice_is_no_circle() -> None:

@@ -8,6 +8,7 @@ import pytest
 from huggingface_hub import constants
 
 from pipeline.errors import StageError
+from pipeline.utils import hub
 from pipeline.utils.hub import HubName, commit_of, recorded
 from tests.support.hub import FIRST, SECOND, HubCache, HubServer, hub_cache, hub_server
 
@@ -29,6 +30,33 @@ def test_the_hub_is_asked_once(hub_server: HubServer, capsys: pytest.CaptureFixt
     ]  # fmt: skip
     said = [f"model: owner/name is main at {FIRST}", f"model: owner/name is v1 at {SECOND}"]
     assert capsys.readouterr().err.splitlines() == said
+
+
+def test_a_hub_that_fails_is_not_asked_again_for_a_while(
+    hub_server: HubServer,
+    hub_cache: HubCache,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    hub_server.add("owner/name", main=FIRST)
+    hub_server.status = 503
+    for name in (model(), model(), model("owner/other"), model()):
+        with pytest.raises(StageError, match="answers 503"):
+            commit_of(name)
+    assert len(hub_server.requests) == 1
+    hub_cache.refer("model", "owner/third", main=SECOND)  # what is here needs no network
+    assert commit_of(model("owner/third")) == SECOND
+    hub._silent.clear()
+    monkeypatch.setattr(hub, "AGAIN", 0.0)
+    with pytest.raises(StageError, match="answers 503"):
+        commit_of(model())
+    hub_server.status = None
+    assert commit_of(model()) == FIRST
+    monkeypatch.setenv("PIPE_SCREEN", "quiet")
+    hub._asked.cache_clear()
+    capsys.readouterr()
+    assert commit_of(model()) == FIRST
+    assert capsys.readouterr().err == ""
 
 
 def test_a_data_set(hub_server: HubServer, capsys: pytest.CaptureFixture[str]) -> None:

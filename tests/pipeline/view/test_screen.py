@@ -14,9 +14,9 @@ from rich.console import Console
 
 from pipeline.distributed.environment import CONTRACT
 from pipeline.distributed.signals import Interrupted
-from pipeline.execution.rank_logging import SCREEN
 from pipeline.execution.rundir import locked
 from pipeline.utils.files import replace_text
+from pipeline.utils.terminal import SCREEN
 from pipeline.view.events import JsonScreen
 from pipeline.view.follow import Follower
 from pipeline.view.live import Header

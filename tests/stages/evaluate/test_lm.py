@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from pipeline.contracts.data import NO_TARGET
 from pipeline.contracts.export import ExportedModel
+from pipeline.contracts.stage import PlanView
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError, UsageError
 from pipeline.testing import problems
@@ -28,6 +29,7 @@ from tests.support.processes import run_ranks
 from tests.support.runs import context as rank_context
 from tests.support.weights import trained
 
+VIEW = PlanView(name="r", seed=0, procs=1, device="cpu", slots={})
 DOCUMENTS = ["a b c a b", "c", "b b a c c c a a b a c b a"]
 IDS = {"a": 3, "b": 4, "c": 5}
 
@@ -36,6 +38,18 @@ LONG = {
     "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 4,
     "short_factor": [1.0] * 3, "long_factor": [4.0, 5.0, 6.0],
 }  # fmt: skip
+
+
+def test_with_pins_data_of_tasks_are_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.yaml").write_text('task: "mine"  # ours\ndataset_path: json\n')
+    stage = EvaluateLm(tasks=("mine", "arc_easy", "piqa"), task_folder=str(tmp_path))
+    said = "lm-eval names no commit of the data of arc_easy, piqa"
+    for pinned in (False, True):
+        monkeypatch.setenv("PIPE_PINNED", str(int(pinned)))
+        found = [one.message for one in stage.check(VIEW)]
+        assert (said in found) == pinned
+    ours = replace(stage, tasks=("mine",))
+    assert not [one for one in ours.check(VIEW) if "commit" in one.message]
 
 
 @pytest.fixture(scope="module")

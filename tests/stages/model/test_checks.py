@@ -48,6 +48,20 @@ def test_a_kernel_that_a_config_names(
         assert any(said in each for each in found(**fields))  # type: ignore[arg-type]
 
 
+def test_with_pins_a_kernel_names_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_config = {"model_type": "llama", "_attn_implementation": "any/kernel"}
+    asked = {"attention": "any/kernel@v1:fast"}, {"config": of_config}
+    said = "the hub's kernel any/kernel names no commit (write any/kernel@COMMIT)"
+    for pinned in (False, True):
+        monkeypatch.setenv("PIPE_PINNED", str(int(pinned)))
+        for fields in asked:
+            assert any(said in each for each in found(**fields)) == pinned  # type: ignore[arg-type]
+        at_commit = found(attention=f"any/kernel@{COMMIT}:fast")
+        assert not any("names no commit" in each for each in at_commit)
+        fetched = "flash_attention_2 without the package flash_attn is the hub's, at no commit"
+        assert any(fetched in each for each in found(attention="flash_attention_2")) == pinned
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
