@@ -26,7 +26,8 @@ FIRST_CALL_SECONDS = 60.0
 LAST_CALL_SECONDS = 5.0
 """The same for later rounds, whose nodes are there already unless they are lost."""
 GATHER_SECONDS = 2.0
-"""Seconds to wait for further reports behind the first: a lost peer makes others fail too."""
+"""Seconds to wait for further reports after the first, and for a beat of the nodes that have sent
+none: a lost peer makes others fail first."""
 GRAVITY = ("raised", "stalled", "died", "lost")
 """Kinds of failures: of several in a round, the last of these is the cause."""
 
@@ -201,7 +202,8 @@ class Coordinator:
             self._stop = self._stop or "for good"
         if kinds & set(GRAVITY):
             self._failed_at = now if self._failed_at is None else self._failed_at
-            if len(given) == len(reports) or now - self._failed_at >= GATHER_SECONDS:
+            heard = self._failed_at + GATHER_SECONDS
+            if all(report or self._beats_after(n, heard) for n, report in reports.items()):
                 self._decide(given, now)
         elif len(given) == len(reports):
             self._end_round(kinds, now)
@@ -212,12 +214,16 @@ class Coordinator:
         """How a member's part in this round has ended; None while it goes on."""
         node = self._nodes[agent]
         if self._is_lost(agent, now):
-            text = f"{self._name(agent)} gave no sign of life for {self.lost_seconds:g} s"
+            text = f"{self._name(agent)} was lost: no sign of life for {self.lost_seconds:g} s"
             return Report(kind="lost", text=text, restart="always")
         return node.beat.report if node.beat.round == self.round else None
 
     def _is_lost(self, agent: str, now: float) -> bool:
         return agent != self.own and now - self._nodes[agent].seen >= self.lost_seconds
+
+    def _beats_after(self, agent: str, then: float) -> bool:
+        """Whether a node is known to be alive at a time."""
+        return (self._ticked if agent == self.own else self._nodes[agent].seen) >= then
 
     def _others_wait(self) -> bool:
         """Whether a node that is not a member could become one."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,16 +22,16 @@ from tests.support.pipe import Forked, Outcome, Pipe
 from tests.support.ports import free_port
 from tests.support.tiny_recipe import losses, training
 
-Start = Callable[[Path], list[Forked]]
+Start = Callable[..., list[Forked]]
 
 
 @pytest.fixture
 def start(pipe: Pipe, tmp_path_factory: pytest.TempPathFactory) -> Start:
     """Start a recipe on two nodes."""
 
-    def both(recipe: Path) -> list[Forked]:
+    def both(recipe: Path, nodes: str = "2") -> list[Forked]:
         where = f"127.0.0.1:{free_port()}"
-        command = ("run", str(recipe), "--run-dir", str(pipe.run_dir), "--nodes", "2")
+        command = ("run", str(recipe), "--run-dir", str(pipe.run_dir), "--nodes", nodes)
         said = [tmp_path_factory.mktemp("said") for _ in range(2)]
         return [
             pipe.fork(said[n], *command, "--rdzv", where, "--node-rank", str(n)) for n in range(2)
@@ -43,11 +45,11 @@ def ends(nodes: Sequence[Forked]) -> list[Outcome]:
     return [node.end() for node in nodes]
 
 
-def tiny(pipe: Pipe) -> Path:
+def tiny(pipe: Pipe, **settings: Any) -> Path:
     """Write a recipe of a training that takes a while, of one rank a node."""
     stages = training(checkpoint={"every": 1000}, train={"steps": 2000, "micro_batch_size": 1})
     path = pipe.folder / "tiny.yaml"
-    launch = {"procs": 1, "device": "cpu"}
+    launch = {"procs": 1, "device": "cpu", **settings}
     path.write_text(json.dumps({"name": "tiny", "launch": launch, "stages": stages}))
     return path
 
@@ -87,6 +89,24 @@ def test_a_rank_that_dies_while_its_node_stops_is_a_failure(pipe: Pipe, start: S
     assert [node.code for node in found] == [1, 1], found
     assert all("rank 1" in node.stderr for node in found), found
     assert pipe.events()[-1]["event"] == "run failed"
+
+
+def test_an_elastic_run_loses_a_node_before_its_first_checkpoint(pipe: Pipe, start: Start) -> None:
+    """The rank that is left raises an error at once, before the node is known to be lost."""
+    recipe = tiny(pipe, timeouts={"node": 4}, restarts={"backoff": 0})
+    nodes = start(recipe, "1:2")
+    pipe.wait_for(lambda: len(losses(pipe.run_dir)) >= 2)
+    nodes[1].send(signal.SIGKILL)
+    nodes[1].end()
+    pipe.wait_for(lambda: any("restart" in event for event in pipe.events()), limit=60)
+    before = len(losses(pipe.run_dir))
+    pipe.wait_for(lambda: len(losses(pipe.run_dir)) > before, limit=60)
+    nodes[0].send(signal.SIGTERM)
+    found = nodes[0].end()
+    assert found.code == 75, found
+    assert re.search(r"node 1 \(.+, 127.0.0.1\) was lost: no sign of life for 4 s", found.stderr)
+    restarted = next(event for event in pipe.events() if "restart" in event)
+    assert (restarted["restart"], restarted["procs"]) == (1, 2)
 
 
 def test_a_folder_that_everybody_can_write_in_is_run_by_no_node(pipe: Pipe, tmp_path: Path) -> None:

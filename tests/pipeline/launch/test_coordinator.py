@@ -151,11 +151,42 @@ def test_a_node_that_is_lost_and_comes_back() -> None:
     nodes.run(LOST_SECONDS + GATHER_SECONDS + 2)
     assert nodes.places()[0] is None
     text = nodes.coordinator.notes[0].text
-    assert text == "node 1 (h1, 10.0.0.1) gave no sign of life for 10 s"
+    assert text == "node 1 (h1, 10.0.0.1) was lost: no sign of life for 10 s"
     nodes.run(30)
     nodes.say(1, silent=False)
     nodes.run(3)
     assert nodes.places() == [(0, 4), (2, 4)]
+
+
+@pytest.mark.parametrize("before", [0.0, 3.0])
+def test_the_error_of_a_rank_whose_node_is_lost_waits_for_that_verdict(before: float) -> None:
+    """The broken connection is seen at once on the node that is left, its cause later."""
+    nodes = Nodes(fewest=1)
+    nodes.start(0, 1)
+    nodes.coordinator.own = nodes.states[0]["agent"]
+    nodes.run(2)
+    nodes.say(1, silent=True)
+    nodes.run(before)
+    nodes.say(0, report=RAISED)
+    nodes.run(LOST_SECONDS - 2 - before)
+    assert nodes.over is None
+    assert nodes.coordinator.notes == []
+    nodes.run(3)
+    assert nodes.over is None
+    (note,) = nodes.coordinator.notes
+    assert note.text == "node 1 (h1, 10.0.0.1) was lost: no sign of life for 10 s"
+    nodes.run(LAST_CALL_SECONDS + 3)
+    assert nodes.replies[0].place is not None
+    assert nodes.replies[0].place.world_size == 2
+
+
+def test_the_error_of_a_rank_ends_the_run_soon_while_all_nodes_beat() -> None:
+    nodes = Nodes()
+    nodes.start(0, 1)
+    nodes.run(2)
+    nodes.say(0, report=RAISED)
+    nodes.run(GATHER_SECONDS + 1)
+    assert nodes.over == Over(kind="failed", text="connection closed")
 
 
 def test_too_few_nodes() -> None:
@@ -324,7 +355,7 @@ def test_the_limit_of_a_lost_node_is_the_recipes() -> None:
     assert nodes.replies[0].place is not None
     assert nodes.replies[0].lost_seconds == 40
     nodes.run(5)
-    assert nodes.coordinator.notes[0].text == "node 1 (h1, 10.0.0.1) gave no sign of life for 40 s"
+    assert nodes.coordinator.notes[0].text == "node 1 (h1, 10.0.0.1) was lost: no sign of life for 40 s"
 
 
 def test_node_0_is_not_lost_to_itself() -> None:
