@@ -64,6 +64,17 @@ def slurm(environ: Environ) -> Placement | None:
     )  # fmt: skip
 
 
+def require_task(environ: Environ) -> None:
+    """Raise UsageError in the batch script of a Slurm job of several nodes, where `srun` was
+    forgotten: a run would use the first of them only."""
+    nodes = optional(environ, "SLURM_NNODES") or 1
+    if nodes > 1 and "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" not in environ:
+        raise UsageError(
+            f"this Slurm job has {nodes} nodes, but this is the batch script, not a task",
+            hint="start it with `srun pipe run ...`, or unset SLURM_NNODES",
+        )
+
+
 def kubeflow(environ: Environ) -> NodePlacement | None:
     """torchrun's options as variables (PET_*), which Kubeflow's Trainer sets."""
     if "PET_NNODES" not in environ:

@@ -26,6 +26,7 @@ from pipeline.distributed.placement import (
     RankPlacement,
     combined,
 )
+from pipeline.distributed.schedulers import require_task
 from pipeline.distributed.signals import Interrupted, LastWords, default_signals, stoppable
 from pipeline.errors import (
     CommandStopped,
@@ -105,6 +106,8 @@ def start(job: Job, options: NodeOptions | None = None) -> None:
     hide_environment()
     job.selection.announce()
     found = combined(options or NodeOptions(), placement(os.environ))
+    if found is None:
+        require_task(os.environ)
     if isinstance(found, RankPlacement):
         os.environ |= found.environment()
     if worker_rank() > 0:

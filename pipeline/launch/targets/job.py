@@ -146,8 +146,8 @@ def command_line(command: str) -> str:
 def token_made_here() -> str:
     """The comment on the nodes' secret of a job that takes it from the environment."""
     return comment(
-        f"Nodes take part that know {TOKEN}, a secret. `pipe launch --submit` makes one; otherwise "
-        "make it before you submit this:"
+        f"Only nodes that know the secret {TOKEN} can join. `pipe launch --submit` makes one; "
+        "otherwise make it before you submit this:"
     ) + command_line(f"export {TOKEN}={NEW_TOKEN}")
 
 

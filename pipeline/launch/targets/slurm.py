@@ -43,8 +43,8 @@ def _options(job: Job) -> Iterator[str]:
     yield _option("nodes", str(most) if few == most else f"{few}-{most}")
     yield _option("ntasks-per-node", str(ranks if job.tasks == "gpu" else 1))
     yield comment(
-        "A core for each rank, where Slurm would give one to each task; --extra=--cpus-per-task=N "
-        "asks for more."
+        "One core per rank; Slurm's default is one per task. --extra=--cpus-per-task=N asks for "
+        "more."
     )
     yield _option("cpus-per-task", str(1 if job.tasks == "gpu" else ranks))
     if not any(line.startswith("--mem") for line in job.extra):
@@ -59,7 +59,7 @@ def _options(job: Job) -> Iterator[str]:
         f"exit code {STOPPED}."
     )
     yield _option("signal", f"USR1@{job.grace}")
-    yield comment("When it was preempted, or a node has failed, it goes back into the queue.")
+    yield comment("If it is preempted or a node fails, it goes back into the queue.")
     yield _option("requeue")
     yield _option("open-mode", "append")
     yield _option("output", f"{job.name}-%j.out")
@@ -85,12 +85,15 @@ def _body(job: Job) -> Iterator[str]:
         )
         wait = 0
     if job.needs_token:
-        yield comment("Nodes take part that know this secret, which is another one in each start.")
+        yield comment("Only nodes that know this secret can join; every start makes a new one.")
         yield f"{TOKEN}={NEW_TOKEN}\nexport {TOKEN}\n"
     if job.setup:
-        yield comment("What `pipe` needs on a node.") + f"{job.setup}\n"
-    elif job.activation and not job.image:
-        yield comment("The environment in which `pipe launch` was called; --setup sets another.")
+        yield comment("What `pipe` needs on a node (--setup).") + f"{job.setup}\n"
+    if job.activation and not job.image and "activate" not in job.setup:
+        yield comment(
+            "The environment in which `pipe launch` was called; a --setup that has the word "
+            "`activate` sets another."
+        )
         yield "".join(f"{line}\n" for line in job.activation)
     yield comment("Since Slurm 22.05 srun does not take the number of cores from the job.")
     yield 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"\n'

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from pipeline.cli import main
 from pipeline.distributed.launchers import placement
 from pipeline.distributed.placement import NodeOptions, NodePlacement, RankPlacement, combined
+from pipeline.distributed.schedulers import require_task
 from pipeline.errors import UsageError
 
 Variables = dict[str, str]
@@ -206,6 +207,29 @@ def test_commands_refuse_a_part(
     assert result.exit_code == 2
     assert "error: OMPI_COMM_WORLD_SIZE=4 is set by a launcher of several" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+
+
+def test_a_batch_script_without_srun_is_told_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "recipe.yaml").write_text("name: x\nstages: {}\n")
+    for name, value in BATCH.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(main, ["run", str(tmp_path / "recipe.yaml")])
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "error: this Slurm job has 2 nodes, but this is the batch script, not a task (start it "
+        "with `srun pipe run ...`, or unset SLURM_NNODES)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{}, BATCH | {"SLURM_NNODES": "1"}, without(BATCH, "SLURM_NNODES"), TASKS,
+     BATCH | {"SLURM_STEP_NUM_TASKS": "1"}, without(BATCH, "SLURM_PROCID")],
+)  # fmt: skip
+def test_these_are_not_batch_scripts_of_several_nodes(variables: Variables) -> None:
+    require_task(variables)
 
 
 OPTIONS = NodeOptions(nodes="2", node_rank=1, rdzv="n0:1234")

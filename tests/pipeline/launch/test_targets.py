@@ -418,8 +418,9 @@ def test_slurm_activates_the_environment_and_asks_for_memory(
     assert (done.returncode, done.stdout) == (0, "yes\n")
     assert "activate" not in printed("slurm", "--image", "a")
     own = printed("slurm", "--setup", "module load cuda", "--extra=--mem=64G")
-    assert "activate" not in own
-    assert "\nmodule load cuda\n" in own
+    assert 0 < own.index("\nmodule load cuda\n") < own.index(f"\n. '{venv}/bin/activate'\n")
+    other = printed("slurm", "--setup", ". /other/bin/activate")
+    assert re.findall(r"^\. .*$", other, re.MULTILINE) == [". /other/bin/activate"]
     assert re.findall(r"^#SBATCH (--mem.*)$", own, re.MULTILINE) == ["--mem=64G"]
     monkeypatch.setattr(sys, "prefix", sys.base_prefix)
     monkeypatch.setenv("CONDA_PREFIX", sys.base_prefix)
