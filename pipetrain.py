@@ -80,7 +80,7 @@ def end_with_a_code(command: str) -> Callable[[], None]:
     taken = {n: handler for n, handler in before.items() if handler is not signal.SIG_IGN}
 
     def end(number: int, frame: FrameType | None) -> None:
-        words = f"error: stopped by {signal.Signals(number).name}\n"
+        words = f"stopped by {signal.Signals(number).name}\n"
         with contextlib.suppress(OSError):  # a closed terminal
             os.write(2, words.encode())
         os._exit(STOPPED if command in STOPPABLE else 128 + number)

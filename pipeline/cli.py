@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import click
 
-from pipeline.errors import PipeError, RecipeError, in_words, is_expected
+from pipeline.errors import PipeError, in_words, is_expected
 from pipeline.execution.rank_logging import hush_asides
 from pipeline.utils.activities import show_in
 from pipeline.utils.garbage import collect_rarely
@@ -127,8 +127,7 @@ class Commands(click.Group):
             with contextlib.closing(CommandActivities()) as place, show_in(place):
                 return super().invoke(ctx)
         except PipeError as error:
-            prefix = "" if isinstance(error, RecipeError) else "error: "
-            _leave(f"{prefix}{error}", error.exit_code)
+            _leave(f"{error.prefix}{error}", error.exit_code)
         except KeyboardInterrupt:
             _leave("interrupted", 130)
         except click.MissingParameter as error:

@@ -67,6 +67,8 @@ class PipeError(Exception):
 
     exit_code = 1
     restart: Restart = "never"
+    prefix = "error: "
+    """Precedes the message on the screen."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(f"{message} ({hint})" if hint else message)
@@ -93,6 +95,7 @@ class RecipeError(PipeError):
     """A recipe has mistakes; carries all of them, one line each."""
 
     exit_code = 2
+    prefix = ""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
@@ -189,10 +192,13 @@ class RunStopped(PipeError):
     exit code is EX_TEMPFAIL of sysexits.h."""
 
     exit_code = 75
+    prefix = ""
 
 
 class CommandStopped(PipeError):
     """A signal ended a command; the exit code is 128 plus the signal's number."""
+
+    prefix = ""
 
     def __init__(self, signal_number: int, message: str) -> None:
         self.exit_code = 128 + signal_number

@@ -41,7 +41,12 @@ def cp(name: str | None, to: Path) -> None:
     absent = absent_files(load_recipe(to / file.name), to)
     if absent:
         names = ", ".join(map(str, absent))
-        click.echo(f"not there yet: {names}; put them there, or name your own", err=True)
+        do, put = ("do", "files") if len(absent) > 1 else ("does", "file")
+        click.echo(
+            f"{names} {do} not exist yet: put your {put} there, or name yours "
+            "in the recipe, such as data.files",
+            err=True,
+        )
     check = f"pipe check {shlex.quote(str(to / file.name))}"
     click.echo(f"paths in it are relative to it; next: {check}", err=True)
 

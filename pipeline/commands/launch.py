@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands import trust
+from pipeline.commands import pinned, trust
 from pipeline.commands.options import Count, overrides_argument, recipe_argument
+from pipeline.commands.pinned import pinned_option
 from pipeline.commands.trust import trust_options
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ DEFAULTS: dict[str, Any] = {"grace": 300, "tasks": "node"}
     multiple=True,
     help="Option for the target, such as --partition=a. May be repeated.",
 )
+@pinned_option
 @trust_options
 def launch(
     recipe: Path,
@@ -113,13 +115,13 @@ def launch(
         overrides = (*overrides, f"launch.nodes={own}")
     plan = plan_file(recipe, overrides, forecast=True, foreign=of_other_tools)
     elsewhere = bool(given["image"]) or kind.forgets or kind.fresh
-    if elsewhere and not kind.takes_folder:  # the current folder is another one there
+    if not kind.takes_folder:  # the current folder may be another one there
         overrides = tuple(map(with_absolute_paths, overrides))
         run_dir = run_dir.absolute() if kind.brings else run_dir
     around = _surroundings(target, kind, plan, run_dir, given["mounts"], elsewhere=elsewhere)
-    place = _place(recipe, kind, image=bool(given["image"]))
+    place = _place(recipe, kind)
     arguments = ["run", place, *overrides, "--run-dir", str(run_dir)]
-    arguments += trust.given()
+    arguments += [*trust.given(), *pinned.given()]
     job = _job(plan, arguments, gpus, {**given, **around})
     lacking = next((n for n in kind.needs_with_gpus if job.gpus and not getattr(job, n)), None)
     if lacking is not None:
@@ -174,13 +176,13 @@ def _require_kept(target: str, kind: Target, run_dir: Path, mounts: Sequence[str
         )
 
 
-def _place(recipe: Path, kind: Target, *, image: bool) -> str:
-    """Return where the command finds the recipe: as it was given, but in a container at the same
-    absolute place, and in a folder that goes along at the same one in there."""
+def _place(recipe: Path, kind: Target) -> str:
+    """Return where the command finds the recipe: at the same absolute place, and in a folder that
+    goes along at the same one in there."""
     here, folder = recipe.absolute(), Path.cwd()
     if kind.takes_folder:
         return str(here.relative_to(folder) if here.is_relative_to(folder) else here)
-    return str(here if image or kind.forgets else recipe)
+    return str(here)
 
 
 def _surroundings(
@@ -234,7 +236,10 @@ def _job(plan: Plan, arguments: Sequence[str], gpus: int | None, given: dict[str
     if gpus is None and not on_cpu:
         raise UsageError("the number of GPUs of a node is not known", hint="give --gpus")
     if launch.procs is not None and gpus and gpus != launch.procs:
-        raise UsageError(f"--gpus {gpus}, but launch.procs is {launch.procs}: one process a GPU")
+        raise UsageError(
+            f"--gpus {gpus}, but launch.procs is {launch.procs}: each GPU has one process",
+            hint=f"add launch.procs={gpus}",
+        )
     fields: dict[str, Any] = {n: value or DEFAULTS.get(n, value) for n, value in given.items()}
     fields |= {name: fields[name] or "" for name in ("kind", "image", "setup", "time_limit")}
     if given["tasks"] == "gpu" and few != most:

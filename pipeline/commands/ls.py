@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shlex
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,12 +14,21 @@ import click
 
 from pipeline.commands.options import json_option
 
+DEFAULT = "runs"
+
 
 @click.command("ls")
-@click.argument("runs", type=click.Path(path_type=Path), default="runs")
+@click.argument("runs", type=click.Path(path_type=Path), default=DEFAULT)
 @json_option
 def ls(runs: Path, as_json: bool) -> None:
     """List the runs in the folder RUNS, by default ./runs; the newest is last."""
+    from pipeline.errors import UsageError
+    from pipeline.execution import rundir
+
+    if (runs / rundir.RECIPE).is_file() and (runs / rundir.JOURNAL).exists():
+        raise UsageError(f"{runs} is a run", hint=f"pipe status {shlex.quote(str(runs))}")
+    if not runs.is_dir() and runs != Path(DEFAULT):
+        raise UsageError(f"{runs}: no such folder")
     found = sorted(_runs(runs), key=lambda run: run["started"])
     if as_json:
         click.echo(json.dumps(found, indent=1))
@@ -28,7 +38,8 @@ def ls(runs: Path, as_json: bool) -> None:
         loss = "" if run["loss"] is None else f"loss {run['loss']:.4f}"
         slot = "" if run["slot"] is None or run["state"] == "finished" else f"in {run['slot']}"
         step = "" if run["step"] is None else f"step {run['step']}"
-        best = run["best"] and f"best {run['best']['eval_loss']:.4f} at step {run['best']['step']}"
+        best = run["best"]
+        best = best and f"held out {best['eval_loss']:.4f} at step {best['step']} (best)"
         fields = (started, f"{run['state']:<9}", run["folder"], step, loss, best, slot)
         click.echo("  ".join(field for field in fields if field))
         if run["damage"]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from pipeline.utils.hub import PINNED
+from pipeline.utils.hub import PINNED, pins_asked
 
 
 def pinned_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -17,6 +17,11 @@ def pinned_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.option("--pinned", is_flag=True, expose_value=False, callback=_set, help=text)(
         command
     )
+
+
+def given() -> list[str]:
+    """Return the option, if names without a commit are refused here."""
+    return ["--pinned"] if pins_asked() else []
 
 
 def _set(context: click.Context, parameter: click.Parameter, flag: bool) -> None:

@@ -34,10 +34,10 @@ def optional(environ: Environ, name: str) -> int | None:
 def incomplete(environ: Environ, found: list[str], missing: list[str]) -> UsageError:
     """The error for a launcher that has set some of its variables and not others."""
     return UsageError(
-        f"{settings(environ, found)} is set by a launcher of several processes, but not "
-        f"{', '.join(missing)}: each process would start its own run",
-        hint="have it start torchrun, once a node, and that `-m pipetrain run`; "
-        f"or unset {', '.join(found)} for a run by itself",
+        f"{settings(environ, found)} {'are' if len(found) > 1 else 'is'} set by a launcher of "
+        f"several processes, but not {', '.join(missing)}: each process would start its own run",
+        hint="start `torchrun -m pipetrain run RECIPE` once per node; "
+        f"or unset {' and '.join(found)}",
     )
 
 

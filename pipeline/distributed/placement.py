@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import click
+
 from pipeline.distributed.environment import JOB
 from pipeline.distributed.hosts import own_rank, read_hostfile
 from pipeline.errors import UsageError
@@ -146,6 +148,8 @@ def _laid_over(options: NodeOptions, base: NodePlacement | None) -> NodePlacemen
         own["node_rank"] = options.node_rank
     if options.rdzv is not None:
         own["host"], own["port"] = address(options.rdzv, "--rdzv")
+        if options.rdzv.removeprefix("[").removesuffix("]") == own["host"]:
+            click.echo(f"--rdzv {options.rdzv} names no port: {RDZV_PORT} is taken", err=True)
     if base is None:
         made = NodePlacement(source="options", **own)  # type: ignore[arg-type]
     else:
@@ -154,7 +158,8 @@ def _laid_over(options: NodeOptions, base: NodePlacement | None) -> NodePlacemen
             said = replace(made, source="the options").describe()
             raise UsageError(f"{said} contradicts {base.describe()}")
     if made.node_rank >= made.max_nodes:
-        raise UsageError(f"{made.describe()}: node ranks count from 0")
+        ranks = {1: "0", 2: "0 or 1"}.get(made.max_nodes, f"from 0 to {made.max_nodes - 1}")
+        raise UsageError(f"--node-rank must be {ranks}, as there are {made.max_nodes} nodes")
     return made
 
 
@@ -167,6 +172,10 @@ def bounds(text: str, where: str) -> tuple[int, int]:
     """Fewest and most nodes of `N` or `MIN:MAX`. Raises UsageError naming `where` it is from."""
     low, colon, high = text.strip().partition(":")
     parts = (low, high) if colon else (low, low)
+    if all(part.isdecimal() for part in parts) and "0" in (
+        part.lstrip("0") or "0" for part in parts
+    ):
+        raise UsageError(f"{where}={text}: must be at least 1")
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise UsageError(f"{where}={text} is neither a number nor MIN:MAX, such as 2 or 2:4")
     if int(parts[0]) > int(parts[1]):

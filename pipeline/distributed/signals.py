@@ -19,6 +19,10 @@ ENDING = (
 """Signals that end a process by default and that people and batch systems send to ask for it."""
 
 
+SHOW_CURSOR = "\x1b[?25h"
+"""Undoes what a display at the terminal's bottom has hidden."""
+
+
 class Interrupted(BaseException):
     """A signal asked this process to end, or another rank. No `except Exception` of a stage
     swallows it."""
@@ -123,6 +127,21 @@ def interruptible(*, force_after: float | None) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def at_second_interrupt(words: str) -> None:
+    """Print these words when a second Ctrl-C ends the process, in the body of `interruptible`."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        with contextlib.suppress(OSError):  # a closed terminal
+            os.write(2, (f"\n{SHOW_CURSOR}" if os.isatty(2) else "").encode() + words.encode())
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, end)
 
 
 class LastWords:

@@ -77,6 +77,16 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
     return (record for record in jsonl.read_lines(path) if is_record(record))
 
 
+def saved_step(file: Path) -> int | None:
+    """Return the step of the newest checkpoint that a run's `metrics.jsonl` tells, in its last
+    64 KiB; None if there is none."""
+    saved = (
+        r for r in reversed(jsonl.read_tail(file)) if is_record(r) and "checkpoint_seconds" in r
+    )
+    found = next(saved, None)
+    return found and found["step"]
+
+
 def is_record(record: dict[str, Any]) -> bool:
     """Whether it has a step, and what its readers use is of the kind that they expect."""
     steps = (record.get("step"), record.get("best_step", 0) or 0)

@@ -21,6 +21,7 @@ from pipeline.launch import allocator, flight_recorder
 from pipeline.launch.ranks import LocalRanks
 from pipeline.launch.restarts import Attempts
 from pipeline.launch.stalls import report_stall
+from pipeline.launch.stops import announce
 from pipeline.launch.watch import Watch, landmarks
 from pipeline.recipe.launch import Launch
 from pipeline.utils.files import anonymous_file
@@ -121,6 +122,7 @@ def supervise(
             check(None)
             time.sleep(POLL_SECONDS)
     except Interrupted as interrupted:
+        announce(interrupted, ranks, run_dir)
         try:
             _wind_down(ranks, watch, run_dir, interrupted, check)
         except RunFailed as error:

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.chain.names import resolved
-from pipeline.chain.plan import Plan, Started
+from pipeline.chain.plan import Plan, PlannedSlot, Started
+from pipeline.contracts.training import TrainedRun
 from pipeline.distributed.environment import STOPPED, is_worker, started, worker_rank
 from pipeline.distributed.launchers import placement
 from pipeline.distributed.placement import (
@@ -38,6 +39,7 @@ from pipeline.errors import (
 )
 from pipeline.execution import activity_record, failures, rundir
 from pipeline.execution.journal import Journal
+from pipeline.execution.metrics import saved_step
 from pipeline.execution.origins import write_origins
 from pipeline.execution.rank_logging import say
 from pipeline.execution.resume import plan_resume, results
@@ -242,6 +244,19 @@ def _show_results(plan: Plan, folder: Path) -> None:
         say(f"  {line}")
 
 
+def _continues(plan: Plan, folder: Path, journal: Journal) -> str:
+    """Say from where a run goes on."""
+    done = [step.slot for step in plan.steps if step.slot in journal.finished()]
+    left = [step for step in plan.steps if step.slot not in done]
+    step = saved_step(folder / rundir.METRICS) if any(map(_trains, left)) else None
+    where = "" if step is None else f" at step {step}"
+    return f"continues{where} ({len(done)} of {len(plan.steps)} slots done)"
+
+
+def _trains(step: PlannedSlot) -> bool:
+    return step.gives is not None and issubclass(step.gives, TrainedRun)
+
+
 @contextlib.contextmanager
 def opened(plan: Plan, folder: Path) -> Iterator[None]:
     """Record the start and the end of a run in its folder, whose lock is held, and print a good
@@ -256,6 +271,8 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
         replace_text(recipe, plan.recipe.dump())
         here = rundir.environment()
         changes = rundir.write_environment(folder, here)
+        if journal.events():
+            say(_continues(plan, folder, journal))
         failures.clear(folder)
         activity_record.clear(folder)
         replaced = [str(note) for note in plan.recipe.replaced]

@@ -143,13 +143,21 @@ def _cached(name: HubName, why: str) -> str:
     if there:
         hint = f"set `revision` to one of these: {', '.join(sorted(there))}"
     else:
-        kind_option = " --repo-type dataset" if kind == "dataset" else ""
-        hint = (
-            f"run `hf download {repo}{kind_option}` where there is a network, copy its files here "
-            "and name them by their path"
-        )
+        hint = _by_hand(kind, repo)
     missing = f"{name.repo}: this machine's cache {folder} has no commit of {branch}, and {why}"
     raise StageError(missing, hint=hint)
+
+
+def _by_hand(kind: str, repo: str) -> str:
+    """Say how to get a model or data set without a network here."""
+    own = repo.rpartition("/")[2]
+    option, extra, field = "", " (for a plan config.json is enough)", f"set model.path=./{own}"
+    if kind == "dataset":
+        option, extra, field = " --repo-type dataset", "", "name its files by their path"
+    return (
+        f"`hf download {repo}{option} --local-dir {own}` where there is a network{extra}, copy the "
+        f"folder here, and {field}"
+    )
 
 
 def _cache() -> Path:

@@ -125,7 +125,7 @@ def test_a_signal_stops_the_run(pipe: Pipe, procs: int, number: signal.Signals) 
     result = pipe.end(process, limit=15)
     assert result.code == 75
     assert result.stderr.splitlines() == [
-        f"error: stopped by {number.name}",
+        f"stopped by {number.name}",
         f"  continue with: pipe resume '{pipe.run_dir}'",
     ]
     last = pipe.events()[-1]
@@ -135,7 +135,7 @@ def test_a_signal_stops_the_run(pipe: Pipe, procs: int, number: signal.Signals) 
 def test_a_signal_to_one_rank_stops_the_run(pipe: Pipe) -> None:
     result = pipe.run(pipe.recipe(procs=2, train={"fault": "term", "rank": 1}))
     assert result.code == 75
-    assert result.stderr.splitlines()[0] == "error: stopped by SIGTERM"
+    assert result.stderr.splitlines()[0] == "stopped by SIGTERM"
 
 
 def test_ranks_die_with_a_killed_launcher_and_the_run_can_be_resumed(pipe: Pipe) -> None:

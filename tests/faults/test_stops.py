@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from shlex import quote
 
 import psutil
 import pytest
@@ -215,5 +216,23 @@ def test_a_second_ctrl_c_ends_everything(pipe: Pipe, command: Command) -> None:
     process.send(signal.SIGINT)
     time.sleep(0.3)
     process.send(signal.SIGINT)
-    assert process.end().code == -signal.SIGINT
+    result = process.end()
+    assert result.code == -signal.SIGINT
+    assert result.stderr == (
+        "SIGINT: saving after this step, then stopping; again: stop now and lose the steps since "
+        "the newest checkpoint\n"
+        f"stopped by a second SIGINT\n  continue with: pipe resume {quote(str(pipe.run_dir))}\n"
+    )
     pipe.wait_for(lambda: not ranks(pipe.run_dir), limit=5)
+
+
+def test_a_stop_is_answered_at_once(pipe: Pipe, command: Command) -> None:
+    process = command()
+    pipe.wait_for(lambda: newest(pipe.run_dir) >= SAVE_EVERY)
+    process.send(signal.SIGTERM)
+    result = process.end()
+    assert result.code == 75
+    first, last, then = result.stderr.splitlines()
+    assert first == "SIGTERM: saving after this step, then stopping"
+    assert last == "stopped by SIGTERM"
+    assert then == f"  continue with: pipe resume {quote(str(pipe.run_dir))}"

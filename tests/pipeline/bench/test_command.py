@@ -78,7 +78,7 @@ def test_an_interrupt_keeps_the_rows_before_it(
     ]  # fmt: skip
     missing = ["blue on 3 processes", "blue on 4 processes"]
     assert f"stopped by SIGINT before the end of {', '.join(missing)}" in lines
-    assert result.stderr.endswith("error: stopped by SIGINT\n")
+    assert result.stderr.endswith("stopped by SIGINT\n")
     told = json.loads(Path("here/bench.json").read_text())
     assert told["missing"] == missing
     assert [row["efficiency"] for row in told["rows"]] == [1.0, 0.75]

@@ -54,7 +54,11 @@ def test_files_that_are_missing_are_named() -> None:
     said = cp("quickstart", "new").stderr.splitlines()
     texts = ["new/data/tickets.jsonl", "new/data/tickets_heldout.jsonl"]
     absent = ", ".join([model, *texts])
-    assert said[0] == f"not there yet: {absent}; put them there, or name your own"
+    said_first = (
+        f"{absent} do not exist yet: put your files there, or name yours in the recipe, such as "
+        "data.files"
+    )
+    assert said[0] == said_first
     for file in (model, *texts):
         Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).touch()

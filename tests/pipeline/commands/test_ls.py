@@ -73,10 +73,10 @@ def test_lines(runs: Path) -> None:
     lines = listed(str(runs)).splitlines()
     assert len(lines) == 5
     assert lines[0].endswith(
-        f"finished   {runs}/finished  step 4  loss 1.0000  best 0.5000 at step 3"
+        f"finished   {runs}/finished  step 4  loss 1.0000  held out 0.5000 at step 3 (best)"
     )
     assert lines[-1].endswith(
-        f"failed     {runs}/failed  step 2  loss 2.0000  best 0.5000 at step 3  in train"
+        f"failed     {runs}/failed  step 2  loss 2.0000  held out 0.5000 at step 3 (best)  in train"
     )
 
 
@@ -94,9 +94,9 @@ def test_a_damaged_journal_hides_no_other_run(runs: Path) -> None:
 
 
 def test_none(tmp_path: Path) -> None:
-    result = CliRunner().invoke(main, ["ls", str(tmp_path / "none")])
+    result = CliRunner().invoke(main, ["ls", str(tmp_path)])
     assert (result.exit_code, result.stdout) == (0, "")
-    assert result.stderr == f"no runs in {tmp_path}/none\n"
+    assert result.stderr == f"no runs in {tmp_path}\n"
     assert listed("--json", str(tmp_path)) == "[]\n"
 
 
@@ -107,4 +107,13 @@ def test_garbage_in_metrics_is_passed_over(tmp_path: Path) -> None:
         file.write(garbage)
     result = CliRunner().invoke(main, ["ls", str(tmp_path)])
     assert result.exit_code == 0
-    assert "step 2  loss 2.0000  best 0.5000 at step 3" in result.output
+    assert "step 2  loss 2.0000  held out 0.5000 at step 3 (best)" in result.output
+
+
+def test_a_run_or_no_folder_is_not_a_list(runs: Path) -> None:
+    one = CliRunner().invoke(main, ["ls", str(runs / "finished")])
+    assert one.exit_code == 2
+    hint = f"pipe status {runs}/finished"
+    assert one.stderr == f"error: {runs}/finished is a run ({hint})\n"
+    none = CliRunner().invoke(main, ["ls", str(runs / "nope")])
+    assert (none.exit_code, none.stderr) == (2, f"error: {runs}/nope: no such folder\n")

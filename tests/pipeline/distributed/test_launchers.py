@@ -150,7 +150,7 @@ def test_one_node_of_kubeflow_says_how_many_processes() -> None:
     ("variables", "words"),
     [
         (without(TORCHRUN, "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-         "RANK=3 and WORLD_SIZE=4 is set by a launcher of several processes, but not LOCAL_RANK: "
+         "RANK=3 and WORLD_SIZE=4 are set by a launcher of several processes, but not LOCAL_RANK: "
          "each process would start its own run"),
         ({"LOCAL_RANK": "0"}, "LOCAL_RANK=0 is set by a launcher of several processes, but not "
          "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT: each"),
@@ -244,6 +244,20 @@ def test_options_alone() -> None:
     assert (elastic.host, elastic.port) == ("fd00::1", 99)
 
 
+@pytest.mark.parametrize(
+    ("rdzv", "said"),
+    [("node0", True), ("[fd00::1]", True), ("node0:29400", False), ("[fd00::1]:29400", False)],
+)
+def test_a_port_that_is_assumed_is_said(
+    capsys: pytest.CaptureFixture[str], rdzv: str, said: bool
+) -> None:
+    found = combined(NodeOptions(nodes="2", node_rank=1, rdzv=rdzv), None)
+    assert isinstance(found, NodePlacement)
+    assert found.port == 29400
+    line = f"--rdzv {rdzv} names no port: 29400 is taken\n"
+    assert capsys.readouterr().err == (line if said else "")
+
+
 def test_options_add_to_a_launcher() -> None:
     found = combined(NodeOptions(rdzv="ib0"), placement(SKYPILOT))
     assert found == node("SkyPilot", 1, 2, "ib0")
@@ -258,7 +272,10 @@ def test_options_add_to_a_launcher() -> None:
         (NodeOptions(nodes="2"), {}, "--node-rank, --rdzv not given, and no launcher or hostfile"),
         (NodeOptions(nodes="x", node_rank=0, rdzv="h:1"), {}, "--nodes=x is neither a number"),
         (NodeOptions(nodes="2", node_rank=0, rdzv="h:x"), {}, "--rdzv=h:x is not HOST:PORT"),
-        (NodeOptions(nodes="2", node_rank=2, rdzv="h:1"), {}, "node 2 of 2 (options): node ranks"),
+        (NodeOptions(nodes="0", node_rank=0, rdzv="h:1"), {}, "--nodes=0: must be at least 1"),
+        (NodeOptions(nodes="2", node_rank=3, rdzv="h:1"), {}, "--node-rank must be 0 or 1, as "
+         "there are 2 nodes"),
+        (NodeOptions(nodes="4", node_rank=4, rdzv="h:1"), {}, "--node-rank must be from 0 to 3"),
         (NodeOptions(nodes="3"), SKYPILOT, "node 1 of 3 (the options) contradicts node 1 of 2 "
          "(SkyPilot)"),
         (NodeOptions(node_rank=0), SKYPILOT, "node 0 of 2 (the options) contradicts node 1 of 2"),

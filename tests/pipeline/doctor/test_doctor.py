@@ -281,7 +281,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
         time.sleep(0.02)
     process.terminate()
     _, said = process.communicate(timeout=20)
-    assert (process.returncode, said.splitlines()[-1]) == (143, "error: stopped by SIGTERM")
+    assert (process.returncode, said.splitlines()[-1]) == (143, "stopped by SIGTERM")
     assert children
     assert not any(child.is_running() for child in children)
     assert list(tmp_path.iterdir()) == []

@@ -355,7 +355,10 @@ def test_the_limit_of_a_lost_node_is_the_recipes() -> None:
     assert nodes.replies[0].place is not None
     assert nodes.replies[0].lost_seconds == 40
     nodes.run(5)
-    assert nodes.coordinator.notes[0].text == "node 1 (h1, 10.0.0.1) was lost: no sign of life for 40 s"
+    assert (
+        nodes.coordinator.notes[0].text
+        == "node 1 (h1, 10.0.0.1) was lost: no sign of life for 40 s"
+    )
 
 
 def test_node_0_is_not_lost_to_itself() -> None:

@@ -22,6 +22,7 @@ from pipeline.cli import main
 from pipeline.commands.launch import TARGETS as NAMES
 from pipeline.launch.targets import TARGETS
 from pipeline.launch.targets.job import Job
+from pipeline.utils.hub import PINNED
 from pipeline.utils.trust import TRUST_CODE, TRUST_PICKLE
 from tests.support.models import tiny_llama_config
 from tests.support.tier import examples
@@ -338,6 +339,23 @@ def test_a_container_of_slurm_sees_the_run_and_what_the_recipe_names(named: Path
     assert "mkdir" not in kept
 
 
+def test_a_batch_script_may_be_submitted_from_anywhere(
+    named: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(named.parent)
+    text = printed_of(Path("r.yaml"), "slurm", "--run-dir", "runs/a").stdout
+    assert f"  pipe run {named} --run-dir {named.parent}/runs/a\n" in text
+
+
+def test_names_without_a_commit_are_refused_by_the_job_too(
+    named: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PINNED, "0")
+    assert "--pinned" not in printed_of(named, "slurm").stdout
+    text = printed_of(named, "slurm", "--pinned").stdout
+    assert f"  pipe run {named} --run-dir /shared/run --pinned\n" in text
+
+
 @pytest.mark.parametrize("target", ["slurm", "docker", "kubeflow"])
 def test_paths_of_the_command_line_are_the_same_in_a_container(
     named: Path, monkeypatch: pytest.MonkeyPatch, target: str
@@ -373,7 +391,6 @@ def test_a_container_of_slurm_sees_a_run_folder_that_is_relative(
     assert f"mkdir -p '{folder}'\n" in text
     assert f"{folder}:{folder}'" in text
     assert f"--run-dir '{folder}'" in text
-    assert "--run-dir runs/x" in printed_of(named, "slurm", "--run-dir", "runs/x").stdout
     assert "--run-dir runs/x" in printed_of(named, "skypilot", "--run-dir", "runs/x").stdout
 
 
@@ -502,7 +519,7 @@ def _run(script: str) -> list[str]:
         ("slurm", ["--print", "--time-limit", "1\nrm -rf x"], "is not one line"),
         ("slurm", ["--print", "--extra", "partition=a"], "'partition=a' is not an option"),
         ("slurm", ["--print", "--gpu-kind", "a\nb"], "is not one line"),
-        ("slurm", ["--print", "--gpus", "4"], "--gpus 4, but launch.procs is 8"),
+        ("slurm", ["--print", "--gpus", "4"], "(add launch.procs=4)"),
         ("slurm", ["--print", "--nodes", "2:1"], "--nodes=2:1: MIN is above MAX"),
         ("slurm", ["--print", "--nodes", "1:2", "--tasks", "gpu"], "an elastic run needs one task"),
     ],

@@ -120,8 +120,9 @@ def test_the_only_commit_of_a_cache(
 def test_nothing_is_known(hub_cache: HubCache) -> None:
     message = (
         f"owner/name: this machine's cache {hub_cache.folder}/models--owner--name has no "
-        "commit of main, and HF_HUB_OFFLINE is set (run `hf download owner/name` where there is a "
-        "network, copy its files here and name them by their path)"
+        "commit of main, and HF_HUB_OFFLINE is set (`hf download owner/name --local-dir name` "
+        "where there is a network (for a plan config.json is enough), copy the folder here, and "
+        "set model.path=./name)"
     )
     with pytest.raises(StageError, match=re.escape(message)):
         commit_of(model())
