@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from pathlib import Path
 
@@ -15,20 +16,21 @@ from pipeline.launch.ranks import LocalRanks
 
 
 def announce(interrupted: Interrupted, ranks: LocalRanks, run_dir: Path) -> None:
-    """Say what a signal to this process brings about, and have a second Ctrl-C say how to go on."""
-    phases = {ranks.heartbeats.read(number).phase for number in range(len(ranks.places))}
-    trains = bool(phases - {Phase.LOAD})
+    """Say what a signal to this process brings about in a training, where ranks do not end at once,
+    and have a second Ctrl-C say how to go on."""
     at_second_interrupt(f"stopped by a second SIGINT\n{failures.continuation(run_dir)}\n")
-    if not interrupted.cause or ranks.ends():
-        return  # another process got it, and has said so
-    does = "saving after this step, then stopping" if trains else "stopping"
-    again = f"; again: stop now{_loss(run_dir) if trains else ''}"
-    is_interrupt = interrupted.number == signal.SIGINT
-    click.echo(f"{interrupted.cause}: {does}{again if is_interrupt else ''}", err=True)
+    phases = {ranks.heartbeats.read(number).phase for number in range(len(ranks.places))}
+    if phases == {Phase.LOAD} or not interrupted.cause or ranks.ends():
+        return  # also where another process got it, which has said so
+    again = f"; again: stop now and lose the steps since {_saved(run_dir)}"
+    how = again if interrupted.number == signal.SIGINT else ""
+    with contextlib.suppress(OSError):  # a closed terminal
+        click.echo(f"{interrupted.cause}: saving after this step, then stopping{how}", err=True)
 
 
-def _loss(run_dir: Path) -> str:
-    """Say which steps a kill costs."""
-    saved = saved_step(run_dir / rundir.METRICS)
-    where = "the newest checkpoint" if saved is None else f"step {saved}"
-    return f" and lose the steps since {where}"
+def _saved(run_dir: Path) -> str:
+    with contextlib.suppress(OSError):  # the folder may be gone
+        step = saved_step(run_dir / rundir.METRICS)
+        if step is not None:
+            return f"step {step}"
+    return "the newest checkpoint"

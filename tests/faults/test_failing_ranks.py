@@ -46,7 +46,7 @@ def test_a_run_folder_that_is_deleted_meanwhile(pipe: Pipe, fault: str) -> None:
     result = pipe.run(recipe)
     assert result.code == 1, result.stderr
     (said,) = (line for line in result.stderr.splitlines() if line.startswith("error: "))
-    assert said.startswith(f"error: {pipe.run_dir} is gone: it was deleted or moved while the run")
+    assert said.startswith(f"error: {pipe.run_dir} is gone: it was deleted or moved during the run")
     assert "starting again" not in result.stderr
     assert "pipe resume" not in result.stderr
     assert ("Traceback" in result.stderr) == (fault == "vanish and raise")  # an error of its own

@@ -15,6 +15,7 @@ def test_a_finished_train_is_not_repeated_to_redo_an_export(pipe: Pipe) -> None:
     (pipe.run_dir / "calls.txt").unlink()
     resumed = pipe("resume", str(pipe.run_dir))
     assert resumed.code == 0, resumed.stderr
+    assert resumed.stdout.startswith("continues (2 of 4 slots done)\n")
     assert pipe.calls() == ["declare", "export", "report", "closed declare"]
     assert (pipe.run_dir / "export.txt").read_text() == "trained exported"
 

@@ -122,7 +122,9 @@ def test_stops_lose_no_step(pipe: Pipe, command: Command, calm: tuple[bytes, lis
             break
     assert 75 in codes
     if result is None or result.code != 0:
+        saved = newest(pipe.run_dir)
         result = command().end()
+        assert f"\ncontinues at step {saved} (" in result.stdout
     assert result.code == 0, result.stderr
     assert outcome(pipe.run_dir, STEPS) == calm
     assert evaluations(pipe.run_dir) == [*range(7, STEPS, 7), STEPS]
