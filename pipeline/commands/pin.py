@@ -103,7 +103,7 @@ def _edit(recipe: Recipe, slot: str, name: HubName) -> _Edit:
     from pipeline.chain.names import field_path
     from pipeline.errors import Problem, RecipeError
     from pipeline.recipe.nodes import lookup
-    from pipeline.utils.files import near
+    from pipeline.utils.text import shown_path
 
     places = recipe.places
     path, named_by = field_path(slot, name.key), field_path(slot, name.named_by)
@@ -119,4 +119,4 @@ def _edit(recipe: Recipe, slot: str, name: HubName) -> _Edit:
     file = next(one for one in recipe.source_files if one in written_in)
     after = str(named_by[-1])
     key = f"{slot}.{name.key}"
-    return _Edit(name=name, key=key, path=path, after=after, file=Path(near(file)))
+    return _Edit(name=name, key=key, path=path, after=after, file=Path(shown_path(file)))
