@@ -53,6 +53,9 @@ class RunOutcome:
     folder: Path
     """The run's folder."""
 
+    def __init__(self, folder: str | Path) -> None:
+        object.__setattr__(self, "folder", Path(folder))
+
     def history(self) -> History:
         """Return everything that the folder says of the run: metrics, events, the best."""
         from pipeline.view.history import read_history

@@ -144,9 +144,8 @@ class StepCallback(ABC):
 
         Called on every rank before each step, also before the first. One rank's reason is enough:
         all ranks end after the same step, and the run continues with a save and with later slots.
-        A step that was launched before the numbers of the last one were known still counts, but a
-        callback that has returned a reason is not called again: its `state` is that of its
-        decision.
+        A step that was launched before the numbers of the last one were known still counts:
+        `on_step` and `on_evaluation` are called for it, but nobody is asked again.
         """
         return ""
 
@@ -182,34 +181,32 @@ class Callbacks(StepCallback):
         number = sum(other.partition("#")[0] == name for other in self._callbacks)
         return f"{name}#{number + 1}" if number else name
 
-    def _called(self) -> Iterator[StepCallback]:
-        """Yield the callbacks that have given no reason to end."""
-        for name, callback in self._callbacks.items():
-            if name not in self._reasons:
-                yield callback
-
     def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
-        for callback in self._called():
+        for callback in self._callbacks.values():
             callback.on_step(step, progress, record)
 
     def on_evaluation(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
-        for callback in self._called():
+        for callback in self._callbacks.values():
             callback.on_evaluation(step, progress, record)
 
     def reason_to_end(self) -> str:
-        """The first reason that was agreed on; empty before that."""
-        return next(iter(self._reasons.values()), "")
+        """The first reason that was agreed on or, before that, of a callback of this rank."""
+        known = iter(self._reasons.values())
+        return next(known, "") or next(iter(self._own_reasons().values()), "")
+
+    def _own_reasons(self) -> dict[str, str]:
+        """Callback -> its reason on this rank, of those that have one. Raises StageError."""
+        asked = {n: _reason(n, c) for n, c in self._callbacks.items() if _can_end(c)}
+        return {name: reason for name, reason in asked.items() if reason}
 
     def agree_to_end(self, dist: DistContext) -> str:
         """Ask the callbacks that can end the training, and return the reason of the first rank that
         has one, the same on all ranks (collective); empty if training goes on."""
-        can = {n: c for n, c in self._callbacks.items() if _can_end(c)}
-        if can and not self._reasons:
-            asked = {name: _reason(name, callback) for name, callback in can.items()}
-            own = {name: reason for name, reason in asked.items() if reason}
+        if not self._reasons and any(map(_can_end, self._callbacks.values())):
+            own = self._own_reasons()
             if dist.any(bool(own)):  # the reasons themselves are only sent at the end
                 self._reasons = next(reasons for reasons in dist.gather(own) if reasons)
-        return self.reason_to_end()
+        return next(iter(self._reasons.values()), "")
 
     def state(self) -> dict[str, Any]:
         """Non-empty states by the names of callbacks, and reasons of callbacks without a state."""

@@ -1,7 +1,8 @@
 """Doors: packages whose names are imported from their modules when they are first asked for.
 
 A door lists its names once, as imports under `if TYPE_CHECKING`, which type checkers and editors
-read; at run time they are resolved one by one (PEP 562), so importing the door imports nothing.
+read (`name as name` re-exports a name); at run time they are resolved one by one (PEP 562), so
+importing the door imports nothing.
 """
 
 from __future__ import annotations
@@ -23,13 +24,19 @@ def names_of(file: str) -> Mapping[str, str]:
     return {alias.name: str(node.module) for node in imports for alias in node.names}
 
 
-def lazily(package: str, file: str) -> Callable[[str], Any]:
-    """A door's `__getattr__`, given its `__name__` and `__file__`."""
+def lazily(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """A door's `__getattr__` and `__dir__`, given its `__name__` and `__file__`. `__all__` is
+    resolved like a name."""
+
+    def listed() -> list[str]:
+        return sorted(names_of(file))
 
     def found(name: str) -> Any:
+        if name == "__all__":
+            return listed()
         homes = {} if name.startswith("__") else names_of(file)
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return getattr(importlib.import_module(homes[name]), name)
 
-    return found
+    return found, listed

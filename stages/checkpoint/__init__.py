@@ -7,6 +7,6 @@ from typing import TYPE_CHECKING
 from pipeline.utils import lazily
 
 if TYPE_CHECKING:
-    from stages.checkpoint.sharded import ShardedCheckpoint
+    from stages.checkpoint.sharded import ShardedCheckpoint as ShardedCheckpoint
 else:
-    __getattr__ = lazily(__name__, __file__)
+    __getattr__, __dir__ = lazily(__name__, __file__)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pipeline.utils import lazily
 
 if TYPE_CHECKING:
-    from stages.data.tokenize import pad_id, tokenizer_identity
+    from stages.data.tokenize import pad_id as pad_id
+    from stages.data.tokenize import tokenizer_identity as tokenizer_identity
 else:
-    __getattr__ = lazily(__name__, __file__)
+    __getattr__, __dir__ = lazily(__name__, __file__)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from pipeline.utils import lazily
 
 if TYPE_CHECKING:
-    from stages.model.declared import DerivedSource, outline
-    from stages.model.hf import HfModel
+    from stages.model.declared import DerivedSource as DerivedSource
+    from stages.model.declared import outline as outline
+    from stages.model.hf import HfModel as HfModel
 else:
-    __getattr__ = lazily(__name__, __file__)
+    __getattr__, __dir__ = lazily(__name__, __file__)

@@ -117,10 +117,10 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         progress = self.progress
         known, progress.stopped = progress.stopped, ""
         if progress.step < steps:
-            progress.stopped = self.callbacks.agree_to_end(self.ctx.dist)
+            reason = self.callbacks.agree_to_end(self.ctx.dist)
+            progress.stopped = reason and (known or reason)  # the end of before, after a resume
         if progress.stopped:
-            again = progress.stopped == known
-            self.reporter.ended_early(progress.step, steps, progress.stopped, again=again)
+            self.reporter.ended_early(progress.step, steps, progress.stopped, again=bool(known))
         return bool(progress.stopped)
 
     def _rate(self, steps: int) -> float:

@@ -148,14 +148,13 @@ class Training:
         progress, total = self.progress, self.step.feed.total_steps(self.progress)
         known, progress.stopped = progress.stopped, ""
         if progress.step < total:
-            progress.stopped = reason_to_stop(
+            reason = reason_to_stop(
                 progress, self.config.early_stopping
             ) or self.callbacks.agree_to_end(self.ctx.dist)
+            progress.stopped = reason and (known or reason)  # the end of before, after a resume
         if progress.stopped:
             self.launched.tell()
-            self.reporter.ended_early(
-                progress.step, total, progress.stopped, again=progress.stopped == known
-            )
+            self.reporter.ended_early(progress.step, total, progress.stopped, again=bool(known))
         return progress.step < total and not progress.stopped
 
     def _evaluation_due(self) -> bool:

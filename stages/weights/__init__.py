@@ -8,6 +8,6 @@ from typing import TYPE_CHECKING
 from pipeline.utils import lazily
 
 if TYPE_CHECKING:
-    from stages.weights.views import JoinedReader
+    from stages.weights.views import JoinedReader as JoinedReader
 else:
-    __getattr__ = lazily(__name__, __file__)
+    __getattr__, __dir__ = lazily(__name__, __file__)

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 from pipeline.utils import lazily
 
 if TYPE_CHECKING:
-    from stages.wrap.build import build_module, declared_facts, verify_engine
-    from stages.wrap.optimizer_groups import make_optimizer
-    from stages.wrap.torch_compat import prime_buckets
-    from stages.wrap.torch_engine import TorchEngine
+    from stages.wrap.build import build_module as build_module
+    from stages.wrap.build import declared_facts as declared_facts
+    from stages.wrap.build import verify_engine as verify_engine
+    from stages.wrap.optimizer_groups import make_optimizer as make_optimizer
+    from stages.wrap.torch_compat import prime_buckets as prime_buckets
+    from stages.wrap.torch_engine import TorchEngine as TorchEngine
 else:
-    __getattr__ = lazily(__name__, __file__)
+    __getattr__, __dir__ = lazily(__name__, __file__)

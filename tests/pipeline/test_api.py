@@ -208,7 +208,7 @@ def test_an_export_in_a_folder_of_its_own(tiny_run: TinyRun, tmp_path: Path) -> 
     content = yaml.safe_load((folder / "recipe.yaml").read_text())
     content["stages"]["export"]["folder"] = str(tmp_path / "model")
     (folder / "recipe.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
-    assert RunOutcome(folder).export is None
+    assert RunOutcome(str(folder)).export is None
     (tmp_path / "model").mkdir()
     Journal(folder / "journal.jsonl").write(
         "slot finished",

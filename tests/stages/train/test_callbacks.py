@@ -167,13 +167,13 @@ ENDLESS = Poisoned(
 
 @pytest.mark.parametrize("kind", ["Bounded", "Forgetful"])
 def test_a_callback_ends_the_training_of_all_ranks_with_a_reason(kind: str, tmp_path: Path) -> None:
-    """The numbers of step 2 are known after the launch of step 3, which counts."""
+    """The numbers of step 2 are known after the launch of step 3, which counts, also for the
+    callback that had the reason."""
     first = run_ranks(train_bounded, 2, str(tmp_path), ENDLESS, 2, [0, 1], kind)
     for told in first:
         assert (told["progress"]["step"], told["progress"]["stopped"]) == (3, "2 steps are enough")
         bounded, sink = told["calls"]
-        assert bounded == [["step", 1], ["step", 2]]
-        assert sink == [["step", 1], ["step", 2], ["step", 3]]
+        assert bounded == sink == [["step", 1], ["step", 2], ["step", 3]]
         assert told["checkpoint"].endswith("step-00000003")
     assert [one["ended_early"] for one in first[0]["lines"] if "ended_early" in one] == [
         "2 steps are enough"
@@ -197,8 +197,8 @@ def test_one_rank_ends_the_training_of_all(tmp_path: Path) -> None:
 def test_a_training_goes_on_under_other_settings_and_without_the_callback(tmp_path: Path) -> None:
     run_ranks(train_bounded, 1, str(tmp_path), ENDLESS, 2, [0], "Bounded")
     on = run_ranks(train_bounded, 1, str(tmp_path), ENDLESS, 4, [0], "Bounded")[0]
-    assert on["calls"][0] == [["restore", 2], ["step", 4], ["step", 5]]
-    assert (on["progress"]["step"], on["progress"]["stopped"]) == (6, "4 steps are enough")
+    assert on["calls"][0] == [["restore", 3], ["step", 4], ["step", 5]]
+    assert (on["progress"]["step"], on["progress"]["stopped"]) == (5, "4 steps are enough")
     whole = run_ranks(train, 1, str(tmp_path), ENDLESS)[0]
     assert (whole["progress"]["step"], whole["progress"]["stopped"]) == (9, "")
 
@@ -231,6 +231,15 @@ def test_a_reason_is_a_text(tmp_path: Path) -> None:
     ctx = testing.context(tmp_path)
     with pytest.raises(StageError, match=r"Yes returned True as its reason to end, which is not a"):
         Callbacks(Yes()).agree_to_end(ctx.dist)
+
+
+def test_reasons_are_asked_for_until_one_is_agreed_on(tmp_path: Path) -> None:
+    both, ctx = Callbacks(Bounded(1, True), Bounded(2, True)), testing.context(tmp_path)
+    assert (both.reason_to_end(), both.agree_to_end(ctx.dist)) == ("", "")
+    for step in (1, 2):
+        both.on_step(step, Progress(step=step, metrics={"loss": 2.0}), {"loss": 2.0})
+        assert both.agree_to_end(ctx.dist) == "1 steps are enough"
+        assert both.reason_to_end() == "1 steps are enough"
 
 
 class AfterEvaluation(Sink):
