@@ -40,7 +40,8 @@ def ls(runs: Path, as_json: bool) -> None:
         step = "" if run["step"] is None else f"step {run['step']}"
         best = run["best"]
         best = best and f"held out {best['eval_loss']:.4f} at step {best['step']} (best)"
-        fields = (started, f"{run['state']:<9}", run["folder"], step, loss, best, slot)
+        early = run["ended_early"] and f"ended early: {run['ended_early']}"
+        fields = (started, f"{run['state']:<9}", run["folder"], step, loss, best, slot, early)
         click.echo("  ".join(field for field in fields if field))
         if run["damage"]:
             click.echo(f"  {run['damage']}", err=True)
@@ -66,7 +67,7 @@ def _described(folder: Path) -> dict[str, Any]:
     except PermissionError:
         raise
     except Exception as error:
-        nothing = dict.fromkeys(("slot", "step", "loss", "best"))
+        nothing = dict.fromkeys(("slot", "step", "loss", "best", "ended_early"))
         started = folder.stat().st_mtime
         said = {"state": "damaged", "damage": in_words(error), "started": started}
         return {"folder": str(folder), **said, **nothing}
@@ -78,7 +79,8 @@ def _describe(folder: Path) -> dict[str, Any]:
     from pipeline.execution.journal import Journal
     from pipeline.execution.metrics import is_record
     from pipeline.utils.jsonl import read_tail
-    from pipeline.view.history import best_of, state_of
+    from pipeline.utils.terminal import shown
+    from pipeline.view.history import best_of, ended_early, state_of
 
     events: list[dict[str, Any]] = []
     damage = None
@@ -98,4 +100,5 @@ def _describe(folder: Path) -> dict[str, Any]:
         "step": metrics.get("step"),
         "loss": metrics.get("loss"),
         "best": best_of(newest),
+        "ended_early": shown(ended_early(newest)) or None,
     }

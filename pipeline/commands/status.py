@@ -66,6 +66,7 @@ def _facts(run: Follower) -> dict[str, object]:
         },
         "mean_tokens_per_second": run.speed.mean("tokens_per_second"),
         "seconds_left": run.seconds_left,
+        "ended_early": run.ended_early or None,
     }
 
 

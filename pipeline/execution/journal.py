@@ -7,6 +7,7 @@ relative to it: a run that is moved or copied finds its own results.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -188,11 +189,18 @@ def is_event(record: Mapping[str, Any]) -> bool:
 
 
 def _relative(value: Any, folder: str) -> Any:
-    """A JSON value with paths inside the folder written relative to it."""
+    """A JSON value with paths inside the folder written relative to it. A text that begins like one
+    is a path if something is there: a sentence may begin with a path, too."""
     if isinstance(value, str) and (value == folder or value.startswith(f"{folder}/")):
-        return {IN_RUN: value[len(folder) + 1 :]}
+        return {IN_RUN: value[len(folder) + 1 :]} if _is_there(value) else value
     if isinstance(value, Mapping):
         return {key: _relative(inner, folder) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_relative(inner, folder) for inner in value]
     return value
+
+
+def _is_there(text: str) -> bool:
+    with contextlib.suppress(ValueError):  # a null character
+        return os.path.lexists(text)
+    return False

@@ -13,13 +13,14 @@ Importing a planner imports no torch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pipeline.chain.binding import Results
 from pipeline.chain.registry import Plugins
+from pipeline.contracts.data import Data
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import UsageError
@@ -27,7 +28,7 @@ from pipeline.planning.shapes import SampleShape, Step
 from pipeline.planning.topology import Division, Topology
 
 if TYPE_CHECKING:
-    from pipeline.chain.plan import Plan
+    from pipeline.chain.plan import Plan, PlannedSlot
 
 S = TypeVar("S")
 
@@ -214,11 +215,11 @@ class Job:
             topology = dataclasses.replace(topology, stages=division.stages)
         for one in plan.steps:
             if issubclass(one.gives or object, TrainedRun) and one.slot not in planners:
-                who = f"slot `{one.slot}` ({one.use})"
-                raise UsageError(f"this recipe cannot be planned: {who} has no forecast")
+                raise UsageError(f"this recipe cannot be planned: {_no_planner(one)}", hint=HINT)
         results = forecasts(plan, topology, planners, Results())
-        why = "nothing can be planned: no slot of the recipe forecasts the length of its samples"
-        samples, step = results.require(SampleShape, why), results.latest(Step)
+        samples, step = results.latest(SampleShape), results.latest(Step)
+        if samples is None:
+            raise UsageError(_no_samples(plan, planners), hint=HINT)
         return cls(
             plan=plan, topology=topology, planners=planners, samples=samples, step=step,
             division=division,
@@ -230,16 +231,41 @@ def forecasts(
 ) -> Results:
     """The results `known`, each planner's forecast by slot, and a sentence for each slot without a
     forecast. Raises the planners' errors."""
-    results, mute = Results(known), []
+    results, mute = Results(known), {}
     for step in plan.steps:
-        planner, named = planners.get(step.slot), f"slot `{step.slot}` ({step.use})"
+        planner = planners.get(step.slot)
         if planner is None:
-            mute.append(f"{named} has no forecast")
+            mute[step.slot] = _no_planner(step)
         elif hasattr(planner, "forecast"):
-            missing = ", ".join(results.missing(planner, "forecast"))
+            missing = results.missing(planner, "forecast")
             if missing:
-                mute.append(f"{named} needs forecasts that no earlier slot provides: {missing}")
+                mute[step.slot] = _needs(step, missing, mute)
             else:
                 results[step.slot] = results.call(planner, "forecast", topology)
-    results |= Results.of(tuple(mute))
+    results |= Results.of(tuple(mute.values()))
     return results
+
+
+HINT = "docs/writing-a-stage.md shows a planner of each kind"
+
+
+def _no_planner(step: PlannedSlot) -> str:
+    return f"slot `{step.slot}` ({step.use}) has no planner"
+
+
+def _no_samples(plan: Plan, planners: Mapping[str, Any]) -> str:
+    """Say why no slot forecasts the length of its samples."""
+    data = [one for one in plan.steps if issubclass(one.gives or object, Data)]
+    mute = [_no_planner(one) for one in data if one.slot not in planners]
+    why = "; ".join(mute) or "no slot of the recipe gives data"
+    return f"nothing can be planned without the length of samples: {why}"
+
+
+def _needs(step: PlannedSlot, missing: Sequence[str], mute: Mapping[str, str]) -> str:
+    """Say what a planner lacks, and which slots could forecast it: those that the stage takes from
+    and that have told nothing."""
+    named = f"slot `{step.slot}` ({step.use})"
+    silent = [mute[slot] for slot in step.inputs.values() if slot in mute]
+    if silent:
+        return f"{' and '.join(silent)}, and slot `{step.slot}` needs it ({', '.join(missing)})"
+    return f"{named} needs forecasts that no earlier slot provides: {', '.join(missing)}"

@@ -175,7 +175,8 @@ def _shown(value: Any) -> Any:
 
 
 def failure(folder: Path, slot: str, error: Exception) -> str:
-    """Say in a line that an error has ended the tracking; its traceback goes into a file."""
+    """Say in a line that an error has ended the tracking; its traceback goes into a file. The
+    caller says what sends the rest."""
     where = folder / FOLDER / f"{slot}.txt"
     why = shown(in_words(error).splitlines()[0])
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import shlex
 import signal
 import sys
 import threading
@@ -47,7 +48,8 @@ def main(folder: Path, slot: str, seconds: float) -> int:
             follow(feeder, ending)
     except Exception as error:
         with contextlib.suppress(OSError):  # rank 0 may be gone
-            print(failure(folder, slot, error), file=said, flush=True)
+            rest = f"`pipe track {shlex.quote(str(folder))}` sends the rest"
+            print(f"{failure(folder, slot, error)}; {rest}", file=said, flush=True)
         return 1
     return 0
 

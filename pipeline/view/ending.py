@@ -9,9 +9,10 @@ from pathlib import Path
 from pipeline.execution import rundir
 from pipeline.execution.metrics import records
 from pipeline.execution.talk import has_model
+from pipeline.utils.terminal import shown
 from pipeline.utils.text import shown_path
 from pipeline.view import measurements
-from pipeline.view.history import RunState, best_of
+from pipeline.view.history import RunState, best_of, ended_early
 from pipeline.view.speed import MeanSpeed
 from pipeline.view.texts import before_and_after
 from pipeline.view.words import count, held_out
@@ -22,15 +23,20 @@ REPORT = "report.html"
 
 def outcome(folder: Path) -> Iterator[tuple[str, str]]:
     """Yield labels and texts of what the training of a run measured: steps and mean speed, the
-    first and the last held-out loss, plugins' numbers, and answers before and after training.
-    Raises OSError."""
+    reason of an early end, the first and the last held-out loss, plugins' numbers, and answers
+    before and after training. Raises OSError."""
     found = list(records(folder / rundir.METRICS))
     steps = [record for record in found if "loss" in record]
     speed = MeanSpeed.of(steps)
     if steps:
         rate = speed.mean("tokens_per_second")
         mean = "" if rate is None else f", {count(rate)} tokens/s (mean)"
-        yield "steps", f"{steps[-1]['step']}{mean}"
+        total = steps[-1].get("total_steps")
+        whole = f" of {total}" if total and total > steps[-1]["step"] else ""
+        yield "steps", f"{steps[-1]['step']}{whole}{mean}"
+    reason = ended_early(found)
+    if reason:
+        yield "ended early", shown(reason)
     text = held_out([record for record in found if "eval_loss" in record], best_of(found))
     if text:
         yield "held-out loss", text

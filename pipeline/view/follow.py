@@ -65,6 +65,8 @@ class Follower:
     """The newest profiled step's record; empty without one."""
     saved: dict[str, Any] = field(default_factory=dict, init=False)
     """The newest checkpoint's record; empty before the first."""
+    ended_early: str = field(default="", init=False)
+    """Why training ended before its last step; empty if it did not."""
 
     def __post_init__(self) -> None:
         self.chain = Chain(self.slots)
@@ -118,7 +120,10 @@ class Follower:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the last step at the mean speed of the newest steps; None if not known."""
+        """Seconds until the last step at the mean speed of the newest steps; None if not known, or
+        if the training has ended."""
+        if self.ended_early or self.state == "finished":
+            return None
         total, step = self.step.get("total_steps"), self.step.get("step")
         if total is None or step is None or not self.paces:
             return None
@@ -131,11 +136,13 @@ class Follower:
         self.measured.clear()
         self.speed = MeanSpeed()
         self.step, self.evaluation, self.first_evaluation = {}, {}, {}
-        self.communication, self.saved = {}, {}
+        self.communication, self.saved, self.ended_early = {}, {}, ""
 
     def _note(self, record: dict[str, Any]) -> None:
+        if "ended_early" in record:
+            self.ended_early = record["ended_early"]
         if "loss" in record:
-            self.step = record
+            self.step, self.ended_early = record, ""
             if record["loss"] is not None:
                 self.losses.append((record["step"], record["loss"]))
             if record.get("step_seconds") is not None:

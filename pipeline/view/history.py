@@ -135,6 +135,17 @@ def best_of(metrics: list[dict[str, Any]]) -> dict[str, Any] | None:
     return best and {"step": best["best_step"], "eval_loss": best["best_eval_loss"]}
 
 
+def ended_early(records: Iterable[Mapping[str, Any]]) -> str:
+    """Return why training ended before its last step; empty if it did not, or went on since."""
+    reason = ""
+    for record in records:
+        if "ended_early" in record:
+            reason = record["ended_early"]
+        elif "loss" in record:
+            reason = ""
+    return reason
+
+
 Kinds = Mapping[str, Callable[[Any], bool]]
 SURROUNDINGS: Kinds = {
     "command": lambda value: isinstance(value, list),

@@ -166,6 +166,8 @@ def _rows(
     loss = Text(number(step["loss"]), style="bold")
     loss.append(f"  {sparkline(losses, CURVE_WIDTH, marks.bars)}", style="cyan")
     yield "loss", loss
+    if run.ended_early:
+        yield "ended early", Text(shown(run.ended_early))
     if run.evaluation:
         yield "held out", Text(_evaluation(run, dot))
     yield from _measured(run, marks)

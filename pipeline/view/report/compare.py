@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import align, duration, human
 from pipeline.view import measurements
-from pipeline.view.history import History
+from pipeline.view.history import History, ended_early
 from pipeline.view.report.curves import curve
 from pipeline.view.report.facts import busy_seconds, where
 from pipeline.view.report.page import Plot, Series, render
@@ -69,6 +69,9 @@ def _results(history: History) -> Iterator[tuple[str, Value]]:
     if last:
         yield "steps", Value(text=str(last["step"]))
         yield "training loss", _lower(last["loss"])
+    reason = ended_early(history.metrics)
+    if reason:
+        yield "ended early", Value(text=shown(reason))
     if history.evaluations:
         yield "first held-out loss", Value(text=number(history.evaluations[0]["eval_loss"]))
         yield "last held-out loss", _lower(history.evaluations[-1]["eval_loss"])

@@ -57,7 +57,7 @@ def test_json(runs: Path) -> None:
         return {
             "folder": str(runs / name), "state": state, "started": started,
             "slot": "train", "step": step, "loss": loss, "damage": None,
-            "best": step and {"step": 3, "eval_loss": 0.5},
+            "best": step and {"step": 3, "eval_loss": 0.5}, "ended_early": None,
         }  # fmt: skip
 
     assert found == [
@@ -117,3 +117,14 @@ def test_a_run_or_no_folder_is_not_a_list(runs: Path) -> None:
     assert one.stderr == f"error: {runs}/finished is a run ({hint})\n"
     none = CliRunner().invoke(main, ["ls", str(runs / "nope")])
     assert (none.exit_code, none.stderr) == (2, f"error: {runs}/nope: no such folder\n")
+
+
+def test_a_training_that_ended_early(tmp_path: Path) -> None:
+    run = a_run(tmp_path, "early", "run started", "run finished", steps=4)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 4, "ended_early": "enough\x1b[2J"}) + "\n")
+    assert listed(str(tmp_path)).rstrip().endswith("  ended early: enough\\u001b[2J")
+    assert json.loads(listed("--json", str(tmp_path)))[0]["ended_early"] == "enough\\u001b[2J"
+    with (run / "metrics.jsonl").open("a") as file:  # resumed with other settings
+        file.write(json.dumps({"step": 5, "loss": 1.0}) + "\n")
+    assert "ended early" not in listed(str(tmp_path))

@@ -88,7 +88,7 @@ def test_as_json(project: Path, tiny_run: TinyRun, failed: tuple[Path, Outcome])
     steps = [record for record in tiny_run.records if "loss" in record]
     assert found["step"] == steps[-1]
     assert (found["evaluation"]["step"], found["checkpoint"]["step"]) == (8, 8)
-    assert found["seconds_left"] == 0
+    assert (found["seconds_left"], found["ended_early"]) == (None, None)
     speed = sum(one["tokens_per_second"] * one["step_seconds"] for one in steps)
     mean = speed / sum(one["step_seconds"] for one in steps)
     assert found["mean_tokens_per_second"] == pytest.approx(mean)

@@ -240,7 +240,7 @@ def test_an_old_line_that_makes_no_sense_is_damage(tmp_path: Path, line: bytes) 
 
 def test_addresses_in_the_run_move_with_it(tmp_path: Path) -> None:
     first = tmp_path / "first"
-    first.mkdir()
+    (first / "checkpoints" / "step-00000004").mkdir(parents=True)
     a_journal(first)
     second = first.rename(tmp_path / "second")
     assert str(first) not in (second / "journal.jsonl").read_text()
@@ -265,3 +265,13 @@ def test_a_journal_is_its_owners_and_is_not_written_through_a_link(tmp_path: Pat
     journal.path.unlink()
     journal.write("run started")
     assert journal.path.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_sentence_that_begins_with_a_path_is_a_text(tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    journal = Journal(tmp_path / "journal.jsonl")
+    record = {"folder": str(tmp_path / "export"), "stopped": f"{tmp_path}/stop is there\x00"}
+    journal.write("slot finished", slot="train", digest="1", record=record)
+    written = json.loads(journal.path.read_text())["record"]
+    assert written == {"folder": {"in run": "export"}, "stopped": record["stopped"]}
+    assert journal.finished()["train"].record == record

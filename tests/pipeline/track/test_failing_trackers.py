@@ -4,6 +4,7 @@ each, and goes on in the same run of a tracker that works."""
 from __future__ import annotations
 
 import json
+import shlex
 import sqlite3
 from pathlib import Path
 
@@ -50,7 +51,8 @@ def test_each_is_a_line(run: Outcome, project: Pipe) -> None:
         file = project.folder / f"run/trackers/{slot}.txt"
         (line,) = [line for line in said if line.startswith(f"{slot}: ") and "track.f" not in line]
         why = f"ConnectionError: no network in {slot.removeprefix('in_')}"
-        assert line == f"{slot}: tracking has ended: {why} (more in {file})"
+        rest = f"`pipe track {shlex.quote(str(file.parent.parent))}` sends the rest"
+        assert line == f"{slot}: tracking has ended: {why} (more in {file}); {rest}"
         assert file.read_text().rstrip().endswith(f"{why}\nmore of it")
     (line,) = [line for line in said if line.startswith("hanging: not")]
     rest = f"the rest is sent by `pipe track {project.folder / 'run'}`"

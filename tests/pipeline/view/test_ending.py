@@ -20,7 +20,7 @@ def test_what_came_out(tmp_path: Path) -> None:
         {"step": 2, "eval_loss": 3.0, "best_step": 2, "best_eval_loss": 3.0},
     ]
     assert dict(outcome(made(tmp_path / "run", [], records))) == {
-        "steps": "2, 250 tokens/s (mean)",
+        "steps": "2 of 20, 250 tokens/s (mean)",
         "held-out loss": "4.0000 (step 0) -> 3.0000 (step 2)",
         "accuracy": "0.5 at step 2",
     }
@@ -30,6 +30,15 @@ def test_what_came_out(tmp_path: Path) -> None:
     once = dict(outcome(made(tmp_path / "once", [], records[:1])))
     assert once == {"held-out loss": "4.0000 (step 0)"}
     assert dict(outcome(tmp_path)) == {}
+
+
+def test_a_training_that_ended_early(tmp_path: Path) -> None:
+    end = {"step": 2, "time": 9.0, "ended_early": "enough"}
+    found = dict(outcome(made(tmp_path / "run", [], [step(1), step(2), end])))
+    assert found["ended early"] == "enough"
+    assert found["steps"].startswith("2 of 20, ")
+    on = dict(outcome(made(tmp_path / "on", [], [step(1), step(2), end, step(3)])))
+    assert "ended early" not in on
 
 
 def test_what_to_do_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,15 @@ def test_texts_of_a_folder_cannot_command_the_terminal(tmp_path: Path) -> None:
     assert lines[2:] == ["· model\\u009b", "a\\u001b[2J  2 \\u001b]0;b\\u0007"]
 
 
+def test_a_training_that_ended_early_has_nothing_left(tmp_path: Path) -> None:
+    end = {"step": 2, "time": 1030.0, "ended_early": "enough"}
+    lines = text(made(tmp_path / "run", TRAINING, [step(1), step(2), end]))
+    assert lines[3].rstrip().endswith("step 2 of 20")
+    assert "ended early  enough" in lines
+    resumed = text(made(tmp_path / "on", TRAINING, [step(1), step(2), end, step(3)]))
+    assert not [line for line in resumed if line.startswith("ended early")]
+
+
 def test_while_training(tmp_path: Path) -> None:
     records = [
         *[step(number) for number in range(1, 11)],
