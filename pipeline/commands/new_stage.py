@@ -30,7 +30,9 @@ def new_stage(name: str, out: Path | None) -> None:
         click.echo(path)
     if new.template != new.kind:
         click.echo(
-            f"there is no example of the kind `{new.kind}`: it runs after an export", err=True
+            f"there is no example of the kind `{new.kind}`: this stage runs after an export",
+            err=True,
         )
-    package = shlex.quote(f"{written[0].parent}[dev]")
-    click.echo(f"next: pip install -e {package} && pipe stages {name}", err=True)
+    folder = str(written[0].parent)
+    install = f"pip install -e {shlex.quote(f'{folder}[dev]')}"
+    click.echo(f"next: {install} && pytest {shlex.quote(folder)}", err=True)

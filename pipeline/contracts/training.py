@@ -314,6 +314,10 @@ class Checkpoints(ABC):
         Raises CheckpointError when there is none."""
         raise CheckpointError("these checkpoints do not record which one is the best")
 
+    def close(self) -> None:
+        """Release what they hold, at the end of the run or after a failure. Does nothing unless
+        overridden."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedRun(Durable):

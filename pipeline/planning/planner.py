@@ -215,11 +215,11 @@ class Job:
             topology = dataclasses.replace(topology, stages=division.stages)
         for one in plan.steps:
             if issubclass(one.gives or object, TrainedRun) and one.slot not in planners:
-                raise UsageError(f"this recipe cannot be planned: {_no_planner(one)}", hint=HINT)
+                raise UsageError(f"this recipe cannot be planned: {_no_planner(one)}")
         results = forecasts(plan, topology, planners, Results())
         samples, step = results.latest(SampleShape), results.latest(Step)
         if samples is None:
-            raise UsageError(_no_samples(plan, planners), hint=HINT)
+            raise UsageError(_no_samples(plan, planners))
         return cls(
             plan=plan, topology=topology, planners=planners, samples=samples, step=step,
             division=division,
@@ -244,9 +244,6 @@ def forecasts(
                 results[step.slot] = results.call(planner, "forecast", topology)
     results |= Results.of(tuple(mute.values()))
     return results
-
-
-HINT = "docs/writing-a-stage.md shows a planner of each kind"
 
 
 def _no_planner(step: PlannedSlot) -> str:

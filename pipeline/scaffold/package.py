@@ -12,9 +12,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pipeline.chain.registry import Registry
 from pipeline.errors import UsageError
 
+PLANNER = "planner"
 TEMPLATES = Path(__file__).parent / "templates"
-HEAVY_HALVES = {"adapter": "source", "wrap": "engine"}
-"""Kind of stage -> its second module, which imports torch."""
+SECOND = {"adapter": "source", "data": PLANNER, "optimizer": PLANNER, "wrap": "engine"}
+"""Kind of stage -> its second module: a half that imports torch, or its planner."""
 KINDS = {path.name.removesuffix(".py.j2") for path in TEMPLATES.glob("[!_]*.py.j2")}
 OTHER = "after_export"
 """Template of kinds that have none: a stage that runs after an export."""
@@ -67,11 +68,17 @@ class NewStage:
 
     @property
     def modules(self) -> dict[str, str]:
-        """The package's modules, each with its template: the stage's, and its heavy half if the
-        kind has one."""
+        """The package's modules, each with its template: the stage's, and the second one of its
+        kind."""
         found = {self.module: self.template}
-        half = HEAVY_HALVES.get(self.template)
+        half = SECOND.get(self.template)
         return found if half is None else {**found, f"{self.module}_{half}": f"_{self.kind}_{half}"}
+
+    @property
+    def planner(self) -> str:
+        """Entry point of its planner; empty if its kind has none."""
+        has = SECOND.get(self.template) == PLANNER
+        return f"{self.module}_{PLANNER}:{self.stage}Planner" if has else ""
 
     @property
     def stage(self) -> str:

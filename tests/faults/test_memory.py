@@ -31,8 +31,8 @@ def test_a_lack_of_device_memory(pipe: Pipe) -> None:
     )
     assert lines[-2:] == [
         f"  continue with: pipe resume '{pipe.run_dir}'",
-        "  there is no plan: nothing can be planned: no slot of the recipe forecasts the length of "
-        "its samples",
+        "  there is no plan: nothing can be planned without the length of samples: slot `data` "
+        "(fault.data) has no planner",
     ]
 
 

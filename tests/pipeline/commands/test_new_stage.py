@@ -43,7 +43,7 @@ SLOTS: dict[str, dict[str, Any]] = {
 }
 """A chain that has a stage of every kind."""
 OWN = [kind for kind in SLOTS if kind != "train"]
-AFTER = "there is no example of the kind `report`: it runs after an export\n"
+AFTER = "there is no example of the kind `report`: this stage runs after an export\n"
 REASON = "the loss of 3 steps is "
 
 
@@ -122,7 +122,7 @@ def test_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                 f"tests/test_{module}.py",
             )
         ]
-        then = f"next: pip install -e '{package}[dev]' && pipe stages {name}\n"
+        then = f"next: pip install -e '{package}[dev]' && pytest {package}\n"
         assert written.stderr == note + then
 
 
@@ -133,6 +133,22 @@ def test_packages_are_in_style(packages: dict[str, Path]) -> None:
             [*command, *map(str, packages.values())], capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.full
+def test_a_strict_type_checker_finds_nothing(packages: dict[str, Path]) -> None:
+    modules = [str(file) for folder in packages.values() for file in sorted(folder.glob("*.py"))]
+    command = [sys.executable, "-m", "mypy", "--strict", *modules]
+    path = os.pathsep.join(map(str, packages.values()))
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=packages["model"].parent,
+        env=os.environ | {"MYPYPATH": path},
+    )
+    assert done.returncode == 0, done.stdout
 
 
 def test_their_own_tests_pass(packages: dict[str, Path], installed: Path) -> None:

@@ -136,7 +136,7 @@ def test_only_slots_without_a_planner_are_not_counted(tmp_path: Path) -> None:
     evaluate = {"use": "evaluate.lm", "files": str(RECIPES / "data" / "persuasion.txt")}
     recipe = extended(tmp_path, {"export": {}, "evaluate": evaluate})
     (caveat,) = planned(recipe)["caveats"]
-    assert caveat == "slot `evaluate` (evaluate.lm) has no forecast"
+    assert caveat == "slot `evaluate` (evaluate.lm) has no planner"
     assert f"not counted: {caveat}" in pipe("plan", recipe).stdout.splitlines()
     ours = {one.name for one in Registry.installed().entries() if one.distribution == BUILT_IN}
     without = {"evaluate.lm", "wrap.accelerate", "train.hf_trainer"}
@@ -146,9 +146,14 @@ def test_only_slots_without_a_planner_are_not_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("use", "why"),
     [
-        ("wrap.fsdp", "no slot wraps the model; slot `wrap` (wrap.fsdp) has no forecast"),
-        ("data.chat", "forecasts the length of its samples"),
-        ("train.causal_lm", "cannot be planned: slot `train` (train.causal_lm) has no forecast"),
+        ("wrap.fsdp", "no slot wraps the model; slot `wrap` (wrap.fsdp) has no planner"),
+        ("data.chat", "the length of samples: slot `data` (data.chat) has no planner"),
+        (
+            "optimizer.adamw",
+            "slot `optimizer` (optimizer.adamw) has no planner, and slot `wrap` needs it "
+            "(OptimizerShape)",
+        ),
+        ("train.causal_lm", "cannot be planned: slot `train` (train.causal_lm) has no planner"),
     ],
 )
 def test_a_slot_that_others_build_on_has_to_tell(

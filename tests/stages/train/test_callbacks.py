@@ -17,6 +17,7 @@ from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Callbacks, Progress, StepCallback
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
+from pipeline.execution.metrics import records
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.hf_trainer import HfTrainer
 from stages.train.settings import Anomalies
@@ -277,11 +278,12 @@ def test_the_documented_callback_works(tmp_path: Path) -> None:
     exec(compile("from __future__ import annotations\n" + code, "the guide", "exec"), found)
     ctx, sink = testing.context(tmp_path), Sink()
     callback = found["Losses"]().run(ctx, sink)
-    for step in (1, 2, 3):
-        callback.on_step(step, Progress(step=step, metrics={"loss": 2.0}), {"loss": 2.0})
-    assert (tmp_path / "losses.txt").read_text() == "1 2.0\n2 2.0\n3 2.0\n"
-    assert len(sink.calls) == 3
+    for step, loss in ((1, 2.0), (2, 3.0)):
+        callback.on_step(step, Progress(step=step, metrics={"loss": loss}), {"loss": loss})
+    written = list(records(tmp_path / "metrics.jsonl"))
+    assert [(one["step"], round(one["loss_ema"], 6)) for one in written] == [(1, 2.0), (2, 2.1)]
+    assert len(sink.calls) == 2
     resumed = found["Losses"]().run(ctx, None)
-    resumed.restore({name: {"lines": ["1 2.0\n"]} for name in callback.state()})
-    resumed.on_step(2, Progress(step=2, metrics={"loss": 3.0}), {"loss": 3.0})
-    assert (tmp_path / "losses.txt").read_text() == "1 2.0\n2 3.0\n"
+    resumed.restore(callback.state())
+    resumed.on_step(3, Progress(step=3, metrics={"loss": 2.1}), {"loss": 2.1})
+    assert [*records(tmp_path / "metrics.jsonl")][-1]["loss_ema"] == pytest.approx(2.1)
