@@ -254,7 +254,7 @@ def _no_samples(plan: Plan, planners: Mapping[str, Any]) -> str:
     """Say why no slot forecasts the length of its samples."""
     data = [one for one in plan.steps if issubclass(one.gives or object, Data)]
     mute = [_no_planner(one) for one in data if one.slot not in planners]
-    why = "; ".join(mute) or "no slot of the recipe gives data"
+    why = "; ".join(mute) or "the recipe has no data slot"
     return f"nothing can be planned without the length of samples: {why}"
 
 
