@@ -262,7 +262,7 @@ def _needs(step: PlannedSlot, missing: Sequence[str], mute: Mapping[str, str]) -
     """Say what a planner lacks, and which slots could forecast it: those that the stage takes from
     and that have told nothing."""
     named = f"slot `{step.slot}` ({step.use})"
-    silent = [mute[slot] for slot in step.inputs.values() if slot in mute]
+    silent = [why for slot, why in mute.items() if slot in step.inputs.values()]
     if silent:
         return f"{' and '.join(silent)}, and slot `{step.slot}` needs it ({', '.join(missing)})"
     return f"{named} needs forecasts that no earlier slot provides: {', '.join(missing)}"
