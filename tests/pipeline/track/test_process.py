@@ -206,5 +206,5 @@ def test_a_recipe_that_cannot_be_read_is_in_a_file(
     file = feeder.ctx.run_dir / "trackers/track.txt"
     (line,) = caplog.messages
     assert line.startswith("track: tracking has ended: ")
-    assert line.endswith(f"(more in {file})")
+    assert f"(more in {file}); `pipe track " in line
     assert "there is no stage `track.unknown`" in file.read_text()
