@@ -270,7 +270,7 @@ def test_an_edited_manifest(root: Path, name: str) -> None:
 
 COLUMN_EDITS: dict[str, tuple[Change, str]] = {
     "wider rows": (
-        change_run("weight/b", 7, 101), "9000 elements are no rows of the length"
+        change_run("weight/b", 7, 101), "9000 elements do not make whole rows of the length"
     ),
     "other rows": (change_run("weight/b", 7, 90), "weight/b: is divided by columns of other rows"),
     "no rows": (change_run("weight/b", 7, 0), "weight/b: divided among ranks that do not exist"),
@@ -292,7 +292,7 @@ COLUMN_EDITS: dict[str, tuple[Change, str]] = {
         change_run("exp_avg/b", 7, 50), "is divided by columns of rows of different lengths"
     ),
     "a longer field list": (lambda m: runs_of(m, "weight/b")[0].append(0), "another version: runs"),
-    "a version without columns": (lambda m: m.update(version=2), "as its version does not know it"),
+    "a version without columns": (lambda m: m.update(version=2), "its version does not have"),
 }  # fmt: skip
 
 

@@ -121,5 +121,5 @@ def test_columns_that_version_2_cannot_have(root: Path) -> None:
         runs_of(manifest, "weight/b")[:] = [[0, 90, 90, 0, 0, 1, 0, 10, 2, 1]]
 
     edit(root, change)
-    with pytest.raises(Damaged, match="divided as its version does not know it"):
+    with pytest.raises(Damaged, match="divided in a way that its version does not have"):
         read_digests(LocalStore(root), NAME)

@@ -92,8 +92,8 @@ def test_under_another_launcher_nothing_is_made(
     ("options", "message"),
     [
         (["--steps", "9-4"],
-         "Error: Invalid value for '--steps': 9-4 is no step, and no range of at most 20, as in "
-         "4-6"),
+         "Error: Invalid value for '--steps': 9-4 is neither a step nor a range of at most 20, "
+         "as in 4-6"),
         (["--run-dir", "taken"], "error: taken already holds a run (name a new folder)"),
     ],
 )  # fmt: skip

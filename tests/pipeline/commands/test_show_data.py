@@ -45,7 +45,7 @@ def show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_samples_with_marks(show: Any) -> None:
     result = show("r.yaml", "--data", "5")
     assert result.exit_code == 0, result.output
-    assert "2 rows, 2 samples, 56 tokens, 12 target" in result.stderr
+    assert "2 rows (messages), 56 tokens, 12 trained on" in result.stderr
     first, *samples = result.stdout.split("\n\n")
     assert first == "2 samples to train on, 0 held out"
     assert sorted(samples) == [

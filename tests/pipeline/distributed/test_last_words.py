@@ -73,6 +73,6 @@ def test_a_folder_that_is_gone_at_the_end(
             if error is not None:
                 raise error
 
-    with pytest.raises(RunFailed, match="run is gone: it was deleted or moved while"):
+    with pytest.raises(RunFailed, match="run is gone: it was deleted or moved during"):
         work()
     assert not folder.exists()

@@ -67,7 +67,7 @@ def test_a_run_that_is_named(tmp_path: Path) -> None:
         margins_for("A100", record=run, overhead=None, runs=tmp_path)
     with pytest.raises(UsageError, match="No such file"):
         read_record(tmp_path / "nowhere")
-    with pytest.raises(UsageError, match="no record of a run's memory: reserved_bytes"):
+    with pytest.raises(UsageError, match="not a record of a run's memory: reserved_bytes"):
         read_record(run_of(tmp_path, "broken", reserved_bytes=0))
 
 

@@ -79,7 +79,7 @@ def test_recipes_stay_what_they_are() -> None:
 def test_no_message_commands_the_terminal(pipe: Callable[..., Result], command: tuple[str]) -> None:
     Path("r.yaml").write_text(f'name: "{json.dumps(EVIL)[1:-7]}"\nstages: {{}}\n', "utf-8")
     result = pipe(*command)
-    assert result.exit_code == (0 if command[0] == "ls" else 2)
+    assert result.exit_code == 2
     assert UNSAFE.search(result.output) is None
     assert "Traceback" not in result.output
 
