@@ -37,7 +37,7 @@ def test_a_finished_run_has_nothing_to_do_and_needs_no_torch(pipe: Pipe) -> None
     name = pipe.run_dir.name
     assert results == [
         f"  run folder  {name}",
-        f"  checkpoint  {name}/train.txt",
+        f"  train       {name}/train.txt",
         f"  export      {name}/export.txt",
         f"  report      {name}/report.html",
     ]

@@ -263,6 +263,8 @@ def test_a_run_of_what_init_wrote(project: Path, plugin: Path) -> None:
     assert "data: 278 samples to train on, 15 held out" in checked.stdout
     run = Pipe(plugin, project)("run", "moved/x.yaml", "--run-dir", "run", "launch.threads=1")
     assert run.code == 0, run.stderr
+    ends = [line.split() for line in run.stdout.splitlines()]
+    assert ["checkpoint", "run/checkpoints/step-00000105"] in ends
     metrics = [*records(Path("run/metrics.jsonl"))]
     losses = [one["eval_loss"] for one in metrics if "eval_loss" in one]
     assert len(losses) == 12
