@@ -160,7 +160,7 @@ def _of_training(request: AdviceRequest, slots: Mapping[str, Mapping[str, Any]])
         yield f"lora: rank {RANK}, alpha {ALPHA}: {scale}"
     if not request.on_gpus:
         yield f"compute {compute}: most CPUs only emulate bf16"
-        cores = "one process uses all cores; more take memory and save no time"
+        cores = "one process uses all cores; each further one takes as much memory again"
         yield f"procs {request.ranks}: {cores}"
     else:
         yield f"compute {compute}: these GPUs compute in it at full speed"

@@ -244,7 +244,7 @@ def test_a_run_of_what_init_wrote(project: Path, plugin: Path) -> None:
         "lr 0.0001: all weights of a model below 1B parameters (0.0002 for LoRA)",
         "weight_decay 0.1: all weights (0 for LoRA)",
         "compute fp32: most CPUs only emulate bf16",
-        "procs 1: one process uses all cores; more take memory and save no time",
+        "procs 1: one process uses all cores; each further one takes as much memory again",
         "export.dtype bf16: half the size of fp32, as most models have it",
         "heldout_fraction 0.05: 15 samples to evaluate on",
         "epochs 3: 278 samples to train on",
