@@ -4,6 +4,7 @@ model."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,12 @@ SEQUENCE = 4096
 """Tokens of a sample, if neither the request nor its data says."""
 FEW = 2_000_000_000
 """Parameters up to which all weights are trained, unless the request says."""
+SMALL = 1_000_000_000
+"""Parameters below which all weights take a higher learning rate: SmolLM2's authors fine-tune their
+135M and 360M with 1e-3 on half a million samples (alignment-handbook, recipes/smollm2)."""
+LARGE = 30_000_000_000
+"""Parameters from which LoRA takes half the learning rate (Dettmers et al. 2023, table 9)."""
+RANK, ALPHA = 16, 32
 ANSWERS = 20_000_000_000
 """Parameters up to which an answer of a few dozen tokens costs little next to the training."""
 ROOM = 1024
@@ -41,8 +48,7 @@ class Finetune:
             chosen = _choices(request)
             batch, length = chosen.batch, chosen.sequence
         most = request.micro_batch or (max(TOKENS // length, 1) if request.on_gpus else 1)
-        low_rank = {"adapter": {"use": "adapter.lora", "rank": 16, "alpha": 32}}
-        rates = {"lr": 1e-4 if request.lora else 1e-5, "weight_decay": 0.0 if request.lora else 0.1}
+        low_rank = {"adapter": {"use": "adapter.lora", "rank": RANK, "alpha": ALPHA}}
         template = request.survey.template if request.survey else None
         return {
             "model": {
@@ -55,7 +61,7 @@ class Finetune:
             "data": _data(request, chosen, length),
             "optimizer": {
                 "use": "optimizer.adamw", "warmup_ratio": chosen.warmup if chosen else 0.03,
-                **rates,
+                "lr": _rate(request)[0], "weight_decay": 0.0 if request.lora else 0.1,
             },
             "wrap": {},
             "checkpoint": {
@@ -90,13 +96,13 @@ class Finetune:
             return True, "the model's size is not known: low-rank updates fit almost anywhere"
         told = f"{size / 1e9:.2g}B" if size >= 1e9 else f"{size / 1e6:.3g}M"
         if size <= FEW:
-            return False, f"{told} parameters are few enough to train all of them"
+            return False, f"with {told} parameters, all weights can be trained"
         return True, f"low-rank updates of {told} parameters take a fraction of their memory"
 
     def explained(
         self, request: AdviceRequest, slots: Mapping[str, Mapping[str, Any]]
     ) -> Iterator[str]:
-        """Yield a line for each number that the data has decided, as `slots` have it in the end."""
+        """Yield a line for each choice, as `slots` have it in the end."""
         if request.survey is None:
             return
         yield from request.survey.lines()
@@ -115,8 +121,51 @@ class Finetune:
             yield "generate: a question of the data, answered before and after training"
         most = f"at most {TOKENS:,} tokens a pass" if request.on_gpus else "least memory, on CPUs"
         yield f"micro_batch_size {train['micro_batch_size']}: {most}"
+        yield from _of_training(request, slots)
         if request.survey.template:
             yield f"chat_template {request.survey.template}: the tokenizer has none"
+
+
+def _size(request: AdviceRequest) -> int:
+    """Parameters of the model; as of a large one where they are not known."""
+    return (request.survey.parameters if request.survey else None) or LARGE
+
+
+def _rate(request: AdviceRequest) -> tuple[float, str]:
+    """Return the learning rate, and why. For all weights, it and the weight decay are those of
+    Llama 2's fine-tuning (Touvron et al. 2023, section 3.1); LoRA takes about ten times the rate
+    (Schulman et al. 2025, LoRA Without Regret)."""
+    size = _size(request)
+    if request.lora:
+        return (
+            (1e-4, "LoRA from 30B parameters")
+            if size >= LARGE
+            else (2e-4, "LoRA below 30B parameters")
+        )
+    return (2e-5, "all weights from 1B parameters") if size >= SMALL else (
+        1e-4, "all weights of a model below 1B parameters"
+    )  # fmt: skip
+
+
+def _of_training(request: AdviceRequest, slots: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+    """A line for each choice that follows from the model and the machines."""
+    optimizer, compute = slots["optimizer"], slots["precision"]["compute"]
+    other = _rate(replace(request, lora=not request.lora))[0]
+    others = "all weights" if request.lora else "LoRA"
+    yield f"lr {optimizer['lr']:g}: {_rate(request)[1]} ({other:g} for {others})"
+    decay = "LoRA has few weights to decay" if request.lora else "all weights (0 for LoRA)"
+    yield f"weight_decay {optimizer['weight_decay']:g}: {decay}"
+    if request.lora:
+        scale = f"updates are multiplied by alpha / rank = {ALPHA / RANK:g}"
+        yield f"lora: rank {RANK}, alpha {ALPHA}: {scale}"
+    if not request.on_gpus:
+        yield f"compute {compute}: most CPUs only emulate bf16"
+        cores = "one process uses all cores; each further one takes as much memory again"
+        yield f"procs {request.ranks}: {cores}"
+    else:
+        yield f"compute {compute}: these GPUs compute in it at full speed"
+        yield f"procs {request.ranks}: one for each GPU"
+    yield f"export.dtype {slots['export']['dtype']}: half the size of fp32, as most models have it"
 
 
 def _choices(request: AdviceRequest) -> Choices:

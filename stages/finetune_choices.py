@@ -58,6 +58,8 @@ class DataSurvey:
     lengths: Sequence[int] = field(repr=False)
     """Tokens of each row that can be used, or of some, chosen at random; sorted."""
     broken: tuple[Broken, ...] = ()
+    empty: Broken | None = None
+    """Usable rows with an empty answer, among those that were laid out."""
     all_read: bool = True
     """Whether every row has been laid out and tokenised."""
     running: bool = False
@@ -70,6 +72,8 @@ class DataSurvey:
     """Why lengths are estimates; empty if the model's tokenizer has counted."""
     parameters: int | None = None
     """Of the model."""
+    weights: str = ""
+    """Type that the model's weights are quantized to; empty if they are not."""
     positions: int | None = None
     """Most tokens that the model was made for."""
 
@@ -99,6 +103,13 @@ class DataSurvey:
         yield f"data: {counted(self.rows, 'rows')} of {self.form} in {self.name}{told}"
         for one in self.broken:
             yield f"  {counted(one.number, 'rows')}: {one.what} (first: {one.first})"
+        if self.empty is not None:
+            what, number, first = self.empty
+            among = "" if self.all_read else f" of {len(self.lengths):,} that were read"
+            yield (
+                f"  {counted(number, 'rows')}{among} {what}; `data.empty: drop` leaves "
+                f"{'it' if number == 1 else 'them'} out (first: {first})"
+            )
         some = len(self.lengths) < self.usable
         how = f"; measured on {len(self.lengths):,} rows, chosen at random" if some else ""
         about = "about " if some or self.guessed else ""
@@ -107,6 +118,8 @@ class DataSurvey:
             f"tokens: {about}{self.tokens:,}; a row has {self.covering(0.5):,} (median), "
             f"{self.covering(0.95):,} (95 %), {self.lengths[-1]:,} (longest){how}{guessed}"
         )
+        if self.weights:
+            yield f"weights: {self.weights}, dequantized to fp32"
         if self.guessed:
             yield f"  the model's tokenizer cannot be read: {self.guessed}"
 
@@ -164,8 +177,9 @@ def choose(survey: DataSurvey, *, sequence: int | None, batch: int | None, ranks
     drop = bool(survey.broken) or not survey.all_read
     broken = sum(one.number for one in survey.broken)
     why["bad_rows"] = (
-        f"{counted(broken, 'broken rows')} left out, and said" if broken
-        else "not every row was looked at: broken ones would be left out, and said" if drop
+        f"{counted(broken, 'broken rows')} {'is' if broken == 1 else 'are'} left out and reported"
+        if broken
+        else "not every row was looked at: broken ones are left out and reported" if drop
         else "no row is broken"
     )  # fmt: skip
     return Choices(

@@ -13,6 +13,7 @@ from pipeline.planning import reads_back
 from pipeline.utils import activity
 from stages.data import tokenize
 from stages.data.chat import ChatData
+from stages.data.conversations import EMPTY
 from stages.data.documents import read_documents
 from stages.data.encode import Dropped, Encoded, RowEncoder
 from stages.data.encodings import TextTokenizer, plain_ids
@@ -24,6 +25,8 @@ from stages.data.rows import TEXT, Row
 from stages.data.sources import LocalFile
 from stages.finetune_choices import Broken, DataSurvey
 from stages.model.declared import outline
+from stages.model.files import is_gguf, is_local, local
+from stages.model.gguf import quantization
 from stages.model.hf import HfModel
 from stages.model.read import read_config
 
@@ -90,7 +93,7 @@ def survey(ctx: Context, model: Mapping[str, Any], file: Path) -> DataSurvey:
                          if mistakes.count else f"{file} has no rows")  # fmt: skip
     form = max(forms, key=lambda one: forms[one])
     rows, found = sum(forms.values()) + mistakes.count, [*kept.rows]
-    template = None
+    template, empty = None, list[Row]()
     if source is None:
         lengths = [_characters(row.value) // CHARACTERS_A_TOKEN + 8 for _, row in found]
     else:
@@ -98,7 +101,7 @@ def survey(ctx: Context, model: Mapping[str, Any], file: Path) -> DataSurvey:
             template = "plain"
             source, _ = _source(ctx, {**model, "chat_template": template})
         assert source is not None
-        lengths = list(_encoded(source, found, mistakes))
+        lengths = list(_encoded(source, found, mistakes, empty))
     broken = _broken(mistakes)
     short = (_prompt(form, row) for form, row in found) if source else iter(())
     if not lengths:
@@ -107,7 +110,7 @@ def survey(ctx: Context, model: Mapping[str, Any], file: Path) -> DataSurvey:
     return DataSurvey(
         name=file.name, form=FORMS[form], rows=rows, lengths=sorted(lengths), broken=broken,
         all_read=kept.whole and source is not None, running=form == "text", template=template,
-        prompt=next(filter(None, short), None), guessed=why, **facts,
+        empty=_with_empty(empty), prompt=next(filter(None, short), None), guessed=why, **facts,
     )  # fmt: skip
 
 
@@ -122,7 +125,7 @@ def _source(ctx: Context, model: Mapping[str, Any]) -> tuple[ModelSource | None,
 
 
 def _facts(ctx: Context, model: Mapping[str, Any], source: ModelSource | None) -> dict[str, Any]:
-    """Parameters and positions of the model, as far as they are known."""
+    """Parameters, positions and weights of the model, as far as they are known."""
     try:
         config = read_config(HfModel(**model))
         source = source or HfModel(config=config).run(ctx)
@@ -135,13 +138,29 @@ def _facts(ctx: Context, model: Mapping[str, Any], source: ModelSource | None) -
         parameters = sum(one.numel() for one in outline(source).parameters())
     return {
         "positions": positions if isinstance(positions, int) else None, "parameters": parameters,
+        "weights": _quantized(HfModel(**model)),
     }  # fmt: skip
 
 
+def _quantized(model: HfModel) -> str:
+    """Type that most weights of a GGUF file are quantized to; empty if they are not, or if it is
+    not here."""
+    if model.path is None or not is_local(model.path) or model.init == "random":
+        return ""
+    file = local(model.path) / (model.gguf_file or "")
+    if not is_gguf(file.name):
+        return ""
+    try:
+        return quantization(file)
+    except StageError:  # reported with the tokenizer
+        return ""
+
+
 def _encoded(
-    source: ModelSource, found: Sequence[tuple[Form, Row]], mistakes: Mistakes
+    source: ModelSource, found: Sequence[tuple[Form, Row]], mistakes: Mistakes, empty: list[Row]
 ) -> Iterator[int]:
-    """Yield the tokens of each row that can be laid out; `mistakes` gets the others."""
+    """Yield the tokens of each row that can be laid out; `mistakes` gets the others, and `empty`
+    those with an empty answer."""
     tokenizer = source.tokenizer()
     encoder = RowEncoder(
         stage=ChatData(sequence_length=UNLIMITED), names=Names(),
@@ -155,6 +174,8 @@ def _encoded(
                 if isinstance(result, Mistake):
                     mistakes.add(row.error(result.message, hint=result.hint))
                     continue
+                if any(isinstance(one, Encoded) and EMPTY in one.notes for one in result):
+                    empty.append(row)
                 for one in result:
                     if isinstance(one, Encoded):
                         yield len(one.ids)
@@ -188,6 +209,13 @@ def _broken(mistakes: Mistakes) -> tuple[Broken, ...]:
         Broken(what, count, f"{Path(first.file).name}:{first.row}")
         for what, count, first in mistakes.kinds()
     )
+
+
+def _with_empty(rows: Sequence[Row]) -> Broken | None:
+    first = min(rows, key=lambda row: row.number, default=None)
+    if first is None:
+        return None
+    return Broken(EMPTY, len(rows), f"{Path(first.file).name}:{first.number}")
 
 
 def _texts(

@@ -163,6 +163,13 @@ class Draft:
         """The recipe."""
         return self.out or Path(f"{recipe_name(self.model)}.yaml")
 
+    @property
+    def name(self) -> str:
+        """The recipe's name: that of a file that was asked for, or the model's."""
+        return recipe_name(
+            self.out.stem if self.out else self.model, lora=self.lora and not self.out
+        )
+
     def request(self, place: dict[str, Any], example: Path) -> AdviceRequest:
         """What is asked of the planning."""
         from pipeline.planning.advise import AdviceRequest
@@ -171,7 +178,7 @@ class Draft:
         machines = self.machines
         reasons = (f"{'LoRA' if self.lora else 'full'}: {self.reason}",) if self.reason else ()
         return AdviceRequest(
-            name=recipe_name(self.model, lora=self.lora), model=place, data=self.data or example,
+            name=self.name, model=place, data=self.data or example,
             lora=self.lora, sequence=self.sequence, global_batch=self.global_batch,
             micro_batch=self.micro_batch, ranks=machines.procs or 1, on_gpus=machines.on_gpus,
             # most CPUs only emulate narrow floats

@@ -237,8 +237,10 @@ def _show_results(plan: Plan, folder: Path) -> None:
     measured: list[tuple[str, str]] = []
     with contextlib.suppress(OSError):
         measured += outcome(folder)
+    trained = [step.slot for step in plan.steps if _trains(step)]
+    names = {trained[0]: "checkpoint"} if len(trained) == 1 else {}
     places = [("run folder", folder), *results(plan, Journal(folder / rundir.JOURNAL))]
-    found = [(name, shown_path(place)) for name, place in places]
+    found = [(names.get(name, name), shown_path(place)) for name, place in places]
     state: RunState = "finished" if ends_early(plan) is None else "stopped"
     for line in align([*measured, *found, *next_lines(folder, state)], left=2):
         say(f"  {line}")

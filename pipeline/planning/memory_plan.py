@@ -16,6 +16,7 @@ from pipeline.planning.hardware import (
     Hardware,
     HardwareOptions,
     Margins,
+    narrow_dtype,
     resolve_hardware,
     resolve_topology,
 )
@@ -40,6 +41,8 @@ class MemoryPlan:
     """Memory that is too small, `device` or `host` -> the phase with the largest peak."""
     time: StepTime
     speed: Speed | None
+    wider: str = ""
+    """What to say of a recipe that computes in fp32 on GPUs; else empty."""
     profiled: int | None = None
     """Peak of the device in bytes by the model's profile, if the recipe was traced as well."""
 
@@ -139,7 +142,8 @@ def estimate_plan(
         profiled = estimate.peak
         estimate = combine(topology, results, traced=step_peaks(job))
     policy = results.latest(Precision)
-    hardware = resolve_hardware(machines, topology, compute=policy.compute if policy else "fp32")
+    compute = policy.compute if policy else "fp32"
+    hardware = resolve_hardware(machines, topology, compute=compute)
     time = step_time(estimate, topology, hardware)
     return MemoryPlan(
         plan=plan,
@@ -151,8 +155,15 @@ def estimate_plan(
         short=shortages(estimate, topology, hardware, margins),
         time=time,
         speed=speed(time, estimate, topology, hardware),
+        wider="" if topology.device == "cpu" or compute != "fp32" else _wider(plan, machines),
         profiled=profiled,
     )
+
+
+def _wider(plan: Plan, machines: HardwareOptions) -> str:
+    slots = (one.slot for one in plan.steps if issubclass(one.gives or object, Precision))
+    usual = f"{next(slots, 'precision')}.compute={narrow_dtype(machines)}"
+    return f"computes in fp32, as the recipe says; {usual} is usual on GPUs"
 
 
 def shortages(

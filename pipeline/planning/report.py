@@ -76,7 +76,10 @@ def _head(memory_plan: MemoryPlan) -> Iterator[str]:
     device = "CPU process" if topology.device == "cpu" else memory_plan.hardware.kind or "GPU"
     yield f"{recipe.name} on {plural(topology.nodes, 'node')}, {ranks} x {device}"
     if written not in (None, ranks):
-        yield f"the recipe says {written} processes; planned for {ranks}, as the options say"
+        said = plural(written, "process")
+        yield f"the recipe says {said}; planned for {ranks}, as the options say"
+    if memory_plan.wider:
+        yield memory_plan.wider
     parameters, trained = memory_plan.model.parameters, memory_plan.model.trained
     yield f"{parameters / 1e9:.3g} G parameters, {trained / 1e9:.3g} G of them trained"
     yield (

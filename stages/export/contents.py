@@ -20,13 +20,27 @@ from stages.export.proof import compare, loaded, logits, record, reference, toke
 from stages.export.weight_files import Shard
 from stages.model import compat
 from stages.model.assets import save_tokenizer
+from stages.model.config_checks import has_template
 from stages.model.declared import outline
-from stages.model.files import read_json
+from stages.model.files import has_tokenizer, read_json
 from stages.weights.converted import ConvertedReader
 from stages.weights.views import CastReader, JoinedReader
 
 MERGED_TOLERANCE = 1e-4
 """Largest relative difference of fp32 logits that may come from adding before multiplying."""
+
+_TOKENIZER = 'tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")'
+_CHAT = """\
+messages = [{"role": "user", "content": "Hello!"}]
+inputs = tokenizer.apply_chat_template(
+    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+)
+answer = model.generate(**inputs, max_new_tokens=64)[0, inputs["input_ids"].shape[1] :]
+print(tokenizer.decode(answer, skip_special_tokens=True))"""
+_TEXT = """\
+inputs = tokenizer("Once upon a time", return_tensors="pt")
+text = model.generate(**inputs, max_new_tokens=64)[0]
+print(tokenizer.decode(text, skip_special_tokens=True))"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +56,13 @@ class ModelContents:
     max_shard_size: int
 
     def usage(self, folder: Path) -> str:
-        """Python that loads the model in `folder`."""
+        """Python that loads what `folder` holds: the model, its tokenizer, and a chat template."""
         auto = compat.auto_class(read_json(folder / "config.json"))
         load = f'model = {auto}.from_pretrained("path/to/this/folder", dtype="auto")'
-        return f"from transformers import {auto}\n\n{load}"
+        if not has_tokenizer(folder):
+            return f"from transformers import {auto}\n\n{load}"
+        asked = _CHAT if has_template(folder) else _TEXT
+        return f"from transformers import {auto}, AutoTokenizer\n\n{load}\n{_TOKENIZER}\n\n{asked}"
 
     @functools.cached_property
     def weights(self) -> Weights:

@@ -186,6 +186,6 @@ pipeline_tag: text-generation
 {usage}
 ```
 
-`pipe verify` proves again that the files are whole, and that a model computes what it did.
+`pipe verify` checks again that the files are intact and that the model computes the same outputs.
 """
     (folder / CARD).write_text(text, encoding="utf-8")

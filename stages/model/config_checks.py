@@ -48,7 +48,7 @@ def _found(model: HfModel, place: Path) -> tuple[bool, bool]:
     if model.tokenizer is None and model.gguf_file is not None:
         place = place / model.gguf_file
     if not is_gguf(place.name):
-        return has_tokenizer(place), _has_template(place)
+        return has_tokenizer(place), has_template(place)
     try:
         metadata, _ = gguf_header(place)
     except StageError:
@@ -56,7 +56,8 @@ def _found(model: HfModel, place: Path) -> tuple[bool, bool]:
     return "tokenizer.ggml.model" in metadata, "tokenizer.chat_template" in metadata
 
 
-def _has_template(folder: Path) -> bool:
+def has_template(folder: Path) -> bool:
+    """Whether a folder has a chat template."""
     if any((folder / name).exists() for name in TEMPLATES):
         return True
     with contextlib.suppress(StageError):

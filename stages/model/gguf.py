@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,6 +23,9 @@ from stages.weights.converted import ConvertedReader
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+FLOATS = ("F16", "F32", "F64", "BF16")
+"""Names of types that are not quantized."""
+
 
 def gguf_reader(file: Path) -> Any:
     """Return the gguf package's reader of a file, without the arrays of its metadata. Raises
@@ -35,6 +39,16 @@ def gguf_reader(file: Path) -> Any:
     except (OSError, ValueError, KeyError, IndexError, OverflowError) as error:
         hint = "download or copy it again"
         raise StageError(f"{file} cannot be read as GGUF: {error}", hint=hint) from error
+
+
+def quantization(file: Path) -> str:
+    """Return the name of the type that most of a file's weights are quantized to, such as Q4_1;
+    empty where most are floating-point numbers. Raises what `gguf_reader` does."""
+    sizes = Counter[str]()
+    for tensor in gguf_reader(file).tensors:
+        sizes[tensor.tensor_type.name] += int(tensor.n_elements)
+    kind = max(sizes, key=lambda name: sizes[name], default="")
+    return "" if kind in FLOATS else kind
 
 
 def gguf_package() -> AbstractContextManager[None]:

@@ -166,7 +166,49 @@ def test_a_look_at_each_form(form: str, model: dict[str, str], tmp_path: Path) -
     assert 10_000 < found.parameters < 1_000_000
     low_rank, why = finetune.prefers_low_rank(found)
     assert not low_rank
-    assert "parameters are few enough" in why
+    assert why.endswith("parameters, all weights can be trained")
+
+
+def test_empty_answers_are_counted(model: dict[str, str], tmp_path: Path) -> None:
+    makes = FORMS["chat messages"]
+    file = written(tmp_path / "x.jsonl", map(makes, ["a", "", "b", "", "c"]))
+    found = look(model, file)
+    assert (found.usable, len(found.lengths), found.broken) == (5, 5, ())
+    assert [*found.lines()][1] == (
+        "  2 rows with an empty answer, which is trained as the end of a turn; `data.empty: drop` "
+        "leaves them out (first: x.jsonl:2)"
+    )
+    assert look(model, written(file, map(makes, "ab"))).empty is None
+
+
+GIGA = 1_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("lora", "size", "rate"),
+    [
+        (False, GIGA // 2, 1e-4), (False, 8 * GIGA, 2e-5), (False, None, 2e-5),
+        (True, GIGA // 2, 2e-4), (True, 8 * GIGA, 2e-4), (True, 70 * GIGA, 1e-4),
+        (True, None, 1e-4),
+    ],
+)  # fmt: skip
+def test_rates_by_size(lora: bool, size: int | None, rate: float, tmp_path: Path) -> None:
+    request = AdviceRequest(
+        name="x", model={"config": {"model_type": "llama"}}, data=tmp_path, lora=lora,
+        sequence=None, global_batch=None, micro_batch=None, ranks=4, on_gpus=True, compute="bf16",
+        survey=looked(300, parameters=size),
+    )  # fmt: skip
+    slots = finetune(request)
+    assert slots["optimizer"]["lr"] == rate
+    lines = [*finetune.explained(request, slots)]
+    assert sum(line.startswith(f"lr {rate:g}: ") for line in lines) == 1
+    assert ("lora: rank 16, alpha 32: updates are multiplied by alpha / rank = 2" in lines) == lora
+    assert "procs 4: one for each GPU" in lines
+    assert "compute bf16: these GPUs compute in it at full speed" in lines
+    assert [line for line in lines if line.startswith("weight_decay ")] == [
+        "weight_decay 0: LoRA has few weights to decay" if lora
+        else "weight_decay 0.1: all weights (0 for LoRA)"
+    ]  # fmt: skip
 
 
 def test_the_question_is_short_opens_a_conversation_and_can_stand_in_a_recipe(

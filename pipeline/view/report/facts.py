@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -26,10 +27,13 @@ class Mark:
     text: str
     bad: bool = False
     """Whether somebody should look at it."""
+    times: int = 1
+    """How often a warning came."""
 
 
 def marks(history: History) -> list[Mark]:
-    """Return starts, ends, failures, saves and what was unusual, in order of time."""
+    """Return starts, ends, failures, saves and what was unusual, in order of time; a warning that
+    comes again, as after a resume, once."""
     found = [*_of_metrics(history.metrics), *_of_journal(history.events)]
     known = [mark for mark in found if mark.time is not None]
     timeless = [mark for mark in found if mark.time is None]
@@ -38,6 +42,7 @@ def marks(history: History) -> list[Mark]:
 
 def _of_journal(events: list[dict[str, Any]]) -> Iterator[Mark]:
     starts = 0
+    warned = Counter(shown(str(one.get("text", ""))) for one in events if one["event"] == "warning")
     for event in events:
         kind, when = event["event"], event["time"]
         if kind == "run started":
@@ -51,7 +56,11 @@ def _of_journal(events: list[dict[str, Any]]) -> Iterator[Mark]:
             yield Mark(time=when, step=None, kind=name, text=problem, bad=bad)
         elif kind == "warning":
             text = shown(str(event.get("text", "")))
-            yield Mark(time=when, step=None, kind="warning", text=text, bad=True)
+            times = warned.pop(text, 0)
+            if times:
+                yield Mark(
+                    time=when, step=None, kind="warning", text=text, bad=True, times=times
+                )  # fmt: skip
         elif kind == "run finished":
             yield Mark(time=when, step=None, kind="end", text="every stage finished")
 
@@ -196,3 +205,11 @@ def memory_rows(history: History, plan: Mapping[str, Any]) -> list[tuple[str, st
         "measured, host memory of training in one process": last.get("peak_host_memory_bytes"),
     }
     return [(label, human(size)) for label, size in sizes.items() if size]
+
+
+def memory_title(labels: Iterable[str], plan: Mapping[str, Any]) -> str:
+    """Return the heading over what there is of the memory's plan and measurements."""
+    words = {label.partition(" ")[0].rstrip(",") for label in labels}
+    planned = "planned" in words or bool(plan.get("lines"))
+    both = planned and "measured" in words
+    return f"Memory, {'planned and measured' if both else 'planned' if planned else 'measured'}"

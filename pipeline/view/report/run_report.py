@@ -45,6 +45,7 @@ def run_page(history: History) -> str:
     marks, gpus = facts.marks(history), list(hardware_records(history.folder))
     rows = list(_recipe_rows(history))
     starts = [event for event in history.events if event["event"] == "run started"]
+    memory = facts.memory_rows(history, plan)
     return render(
         "run.html.j2",
         [*_plots(history), *gpu_plots(gpus)],
@@ -57,7 +58,8 @@ def run_page(history: History) -> str:
         tiles=list(facts.summary(history)),
         parts=-(-len(history.steps) // MOST_POINTS) if len(history.steps) > MOST_POINTS else 0,
         slots=list(_slots(history)),
-        memory=facts.memory_rows(history, plan),
+        memory=memory,
+        memory_title=facts.memory_title([label for label, _ in memory], plan),
         plan_lines=[str(line) for line in plan.get("lines", [])],
         gpus=gpu_rows(gpus),
         prompts=prompts(history.metrics),

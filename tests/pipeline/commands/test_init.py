@@ -52,7 +52,9 @@ def test_options(project: Path) -> None:
     made = pipe("init", "--model", "Tiny", "--data", "data.jsonl", *ON_CPUS)
     assert made.exit_code == 0, made.stderr
     assert made.stdout.endswith("it passes pipe check; next:\n  pipe run tiny.yaml\n")
-    stages = assert_good("tiny.yaml")["stages"]
+    recipe = assert_good("tiny.yaml")
+    assert recipe["name"] == "tiny"
+    stages = recipe["stages"]
     assert stages["model"] == {"use": "model.hf", "path": "./Tiny"}
     assert stages["data"] == {
         "use": "data.text", "heldout_fraction": 0.05, "files": "./data.jsonl",
@@ -82,7 +84,7 @@ def test_answers_are_typed_and_bad_ones_are_asked_again(project: Path) -> None:
         ("Error: File 'nothing.jsonl' does not exist.", ""),
         ("Data: a file of one JSON object a line:", "data.jsonl"),
         ("data: 8 rows of text in data.jsonl", ""),
-        ("parameters are few enough to train all of them", ""),
+        ("parameters, all weights can be trained", ""),
         ("Train low-rank updates only (LoRA) [y/N]:", "maybe"),
         ("Error: invalid input", ""),
         ("Train low-rank updates only (LoRA) [y/N]:", "yes"),
@@ -93,7 +95,9 @@ def test_answers_are_typed_and_bad_ones_are_asked_again(project: Path) -> None:
             terminal.press(f"{answer}\n".encode())
     assert terminal.end() == 0, terminal.text
     assert terminal.display[-2:] == ["it passes pipe check; next:", "  pipe run mine.yaml"]
-    stages = assert_good("mine.yaml")["stages"]
+    recipe = assert_good("mine.yaml")
+    assert recipe["name"] == "mine"
+    stages = recipe["stages"]
     assert stages["adapter"]["use"] == "adapter.lora"
     assert stages["data"]["sequence_length"] == 64
 
@@ -236,7 +240,12 @@ def test_a_run_of_what_init_wrote(project: Path, plugin: Path) -> None:
         "  7 rows: not JSON: Expecting value: line 1 column 14 (char 13) (first: rows.jsonl:1)",
     ]
     for line in (
-        "bad_rows drop: 7 broken rows left out, and said",
+        "bad_rows drop: 7 broken rows are left out and reported",
+        "lr 0.0001: all weights of a model below 1B parameters (0.0002 for LoRA)",
+        "weight_decay 0.1: all weights (0 for LoRA)",
+        "compute fp32: most CPUs only emulate bf16",
+        "procs 1: one process uses all cores; each further one takes as much memory again",
+        "export.dtype bf16: half the size of fp32, as most models have it",
         "heldout_fraction 0.05: 15 samples to evaluate on",
         "epochs 3: 278 samples to train on",
         "global_batch_size 8: 35 steps an epoch, 105 steps in all",
@@ -254,6 +263,8 @@ def test_a_run_of_what_init_wrote(project: Path, plugin: Path) -> None:
     assert "data: 278 samples to train on, 15 held out" in checked.stdout
     run = Pipe(plugin, project)("run", "moved/x.yaml", "--run-dir", "run", "launch.threads=1")
     assert run.code == 0, run.stderr
+    ends = [line.split() for line in run.stdout.splitlines()]
+    assert ["checkpoint", "run/checkpoints/step-00000105"] in ends
     metrics = [*records(Path("run/metrics.jsonl"))]
     losses = [one["eval_loss"] for one in metrics if "eval_loss" in one]
     assert len(losses) == 12

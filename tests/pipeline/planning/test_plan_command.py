@@ -106,6 +106,16 @@ def test_ranks_without_samples_and_other_processes_are_told() -> None:
     assert "the recipe says" not in pipe("plan", FSDP, "launch.procs=4").output
 
 
+def test_a_recipe_for_cpus_on_gpus() -> None:
+    given = ("plan", FSDP, "launch.procs=1", "precision.compute=fp32", "--gpus", "8")
+    said = pipe(*given, "--gpu", "H100").stdout.splitlines()
+    assert "the recipe says 1 process; planned for 8, as the options say" in said
+    usual = "computes in fp32, as the recipe says; precision.compute={} is usual on GPUs"
+    assert usual.format("bf16") in said
+    assert usual.format("fp16") in pipe(*given, "--gpu", "V100").stdout.splitlines()
+    assert "computes in" not in pipe("plan", FSDP, "--gpu", "H100").stdout
+
+
 def test_a_host_of_which_nothing_was_said_is_a_condition() -> None:
     verdict = pipe("plan", FSDP, "--gpu", "H100").stdout.splitlines()[0]
     assert pipe("plan", FSDP, "--gpu", "H100", "--quiet").output.splitlines()[-1:] == [verdict]
@@ -210,7 +220,8 @@ def test_low_rank_updates_replace_all_weights_that_nobody_has_asked_for(
         registry=Registry.installed(),
     )  # fmt: skip
     recipe = yaml.safe_load(draft.write().read_text("utf-8"))
-    assert recipe["name"] == f"{tmp_path.name.lower()}-lora"
+    assert recipe["name"] == "x"  # that of the file that was asked for
+    assert "adapter" in recipe["stages"]
     stages = recipe["stages"]
     assert stages["adapter"]["use"] == "adapter.lora"
     said = capsys.readouterr().out

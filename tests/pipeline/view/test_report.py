@@ -166,6 +166,36 @@ def test_marks_are_in_order_of_time(tmp_path: Path) -> None:
     assert [mark.kind for mark in found if mark.bad] == ["failure", "anomaly"]
 
 
+def test_a_warning_that_comes_again_is_one_mark(tmp_path: Path) -> None:
+    one, other = ({"event": "warning", "text": text} for text in ("slow <disk>", "little memory"))
+    at = len(TRAINING)
+    events = [*EVENTS[:2], {**one, "time": 1001.0}, {**other, "time": 1002.0}, *EVENTS[2:at]]
+    events += [*EVENTS[at:], {**one, "time": 1101.0}]
+    history = read_history(made(tmp_path / "run", events, METRICS))
+    found = [mark for mark in facts.marks(history) if mark.kind == "warning"]
+    told = [(mark.time, mark.text, mark.times) for mark in found]
+    assert told == [(1001.0, "slow <disk>", 2), (1002.0, "little memory", 1)]
+    page = run_page(history)
+    assert page.count("slow &lt;disk&gt;") == page.count("(2 times)") == 1
+    assert "(1 times)" not in page
+
+
+@pytest.mark.parametrize(
+    ("labels", "plan", "title"),
+    [
+        (["measured, host memory"], {}, "Memory, measured"),
+        (["planned per GPU"], {}, "Memory, planned"),
+        ([], {"lines": ["fits"]}, "Memory, planned"),
+        (["planned per GPU", "measured, tensors"], {}, "Memory, planned and measured"),
+        (["measured, tensors"], {"lines": ["fits"]}, "Memory, planned and measured"),
+    ],
+)
+def test_memory_is_named_by_what_is_there(
+    labels: list[str], plan: dict[str, Any], title: str
+) -> None:
+    assert facts.memory_title(labels, plan) == title
+
+
 def test_an_early_end_of_training_is_a_mark(tmp_path: Path) -> None:
     early = {"step": 6, "time": 1059.0, "ended_early": "the budget is over"}
     found = facts.marks(read_history(made(tmp_path / "run", EVENTS, [*METRICS, early])))

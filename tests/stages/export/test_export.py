@@ -120,6 +120,27 @@ def test_tokenizer_and_card_come_along(tmp_path: Path) -> None:
     assert {"tokenizer.json", "chat_template.jinja", "README.md"} <= set(done.files)
     card = (done.folder / "README.md").read_text()
     assert "- architecture: LlamaForCausalLM\n" in card
+    assert "`pipe verify` checks again that the files are intact" in card
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_the_card_s_python_answers(
+    chat: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_tokenizer(tmp_path / "words")
+    if not chat:
+        (tmp_path / "words/chat_template.jinja").unlink()
+    stage = HfModel(config=tiny_llama_config(), tokenizer=str(tmp_path / "words"))
+    source = stage.run(context(tmp_path, seed=7))
+    done = Run(tmp_path / "export", source, trained(source)).export(prompt="a b c")
+    card = (done.folder / "README.md").read_text()
+    code = card.partition("```python\n")[2].partition("```")[0]
+    assert ("apply_chat_template" in code) is chat
+    made: dict[str, Any] = {}
+    exec(code.replace("path/to/this/folder", str(done.folder)), made)
+    assert made["tokenizer"].get_vocab() == source.tokenizer().get_vocab()
+    assert type(made["model"]).__name__ == "LlamaForCausalLM"
+    assert capsys.readouterr().out.endswith("\n")
 
 
 def test_export_of_an_export(llama: Run, tmp_path: Path) -> None:

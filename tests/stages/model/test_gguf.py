@@ -19,7 +19,7 @@ from torch import Tensor
 from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.errors import StageError
 from stages.model import gguf as product
-from stages.model.gguf import GgufTensors
+from stages.model.gguf import GgufTensors, quantization
 from stages.model.hf import HfModel
 from stages.weights import converted
 from tests.support.gguf import write_llama, write_tensors
@@ -214,3 +214,20 @@ def test_half_of_a_model_s_matrix_costs_half(
     reader.read_into(name, 0, torch.empty(reader.spec(name).numel))
     assert 2 * (after - before) == pytest.approx(reader.bytes_read - after, rel=0.01)
     reader.close()
+
+
+def test_the_type_of_most_weights_is_named(tmp_path: Path) -> None:
+    def written(**kinds: tuple[int, Any]) -> str:
+        writer = gguf.GGUFWriter(tmp_path / "x.gguf", "llama")
+        for name, (rows, kind) in kinds.items():
+            values = np.zeros((rows, 64), np.float32)
+            data = values if kind is None else gguf.quantize(values, kind)
+            writer.add_tensor(name, data, raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return quantization(tmp_path / "x.gguf")
+
+    assert written(a=(8, Kind.Q4_1), b=(4, Kind.Q8_0), c=(2, None)) == "Q4_1"
+    assert written(a=(8, Kind.Q4_1), c=(16, None)) == ""
