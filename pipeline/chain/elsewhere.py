@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.chain.registry import Registry, kind_of
+from pipeline.chain.wiring import SlotType, position
 from pipeline.contracts.signature import field_types
 from pipeline.errors import PluginError, Problem
 from pipeline.recipe import Recipe
@@ -39,6 +41,7 @@ class Slots:
     def __init__(self, recipe: Recipe, registry: Registry) -> None:
         self.registry = registry
         self.uses = {slot: spec.use for slot, spec in recipe.stages.items()}
+        self.values = {slot: spec.fields for slot, spec in recipe.stages.items()}
 
     def fields(self, use: str) -> Mapping[str, Any]:
         """The fields of a stage; none for one that cannot be loaded."""
@@ -50,6 +53,37 @@ class Slots:
         """A hint that names the stages, or those of one kind, that have a field."""
         names = [use for use in self.registry.names(kind) if field in self.fields(use)]
         return f"`{field}` is a field of {' and '.join(names)}" if names else ""
+
+    def usual(self, slot: str) -> str:
+        """The stage of a slot; the one that most recipes use for a slot that the recipe lacks."""
+        return self.uses.get(slot) or next(iter(by_use(self.registry.names(slot))), "")
+
+    def added(self, slot: str, fields: Mapping[str, Any]) -> str:
+        """A slot that the recipe lacks, as YAML, and where it belongs; `use` may be left out."""
+        content = {"use": self.usual(slot)} | dict(fields)
+        text = f"a slot `{slot}: {shortened(content)}`"
+        with contextlib.suppress(PluginError):
+            where = position(self.registry.load(content["use"]), self._links())
+            return f"{text} {where}".rstrip()
+        return text
+
+    def _links(self) -> list[SlotType]:
+        found = []
+        for slot, use in self.uses.items():
+            kind = self.registry.load(use) if use in self.registry else None
+            found.append(SlotType(slot=slot, use=use, kind=kind))
+        return found
+
+    def replaced(self, slot: str, field: str) -> list[str]:
+        """The fields of a slot that the recipe sets, and that cannot be set together with one."""
+        set_here = {name for name, value in self.values.get(slot, {}).items() if value is not None}
+        with contextlib.suppress(PluginError):
+            use = self.uses.get(slot, "")
+            stage = self.registry.load(use) if use in self.registry else None
+            groups = getattr(stage, "one_of", ())
+            alternatives = {name for group in groups if field in group for name in group}
+            return sorted(alternatives & set_here - {field})
+        return []
 
 
 Foreign = Callable[[UnknownKey, Slots], tuple[str, Spot | None]]
@@ -89,6 +123,10 @@ def _stages(slot: str, fields: Mapping[str, Any], registry: Registry) -> str:
 def _hint(unknown: UnknownKey, slots: Slots, foreign: Foreign | None) -> tuple[str, Spot | None]:
     """The hint, and the field that is meant if it is one of the same slot."""
     path, slot, name = unknown.path, unknown.slot, unknown.name
+    if unknown.on_command_line and path[0] not in (*HEADER_KEYS, "stages", *slots.uses):
+        added = _missing_slot(unknown, slots)
+        if added or len(path) > 1:
+            return added, None
     if len(path) == 1 and isinstance(unknown.value, dict):
         return "", Spot(slot="", field=unknown.closest)
     if len(path) > 1 and len(path) != (2 if path[0] in HEADER_KEYS else 3):
@@ -104,6 +142,19 @@ def _hint(unknown: UnknownKey, slots: Slots, foreign: Foreign | None) -> tuple[s
     return hint, spot
 
 
+def _missing_slot(unknown: UnknownKey, slots: Slots) -> str:
+    """The hint for an override of a slot that the recipe lacks, and that is known."""
+    slot, *rest = map(str, unknown.path)
+    value: Any = unknown.value
+    for part in reversed(rest):
+        value = {part: value}
+    if isinstance(value, str) and value in slots.registry:
+        value = {"use": value}
+    if not isinstance(value, dict) or not slots.registry.names(slot):
+        return ""
+    return f"an override cannot add a slot: add to the recipe {slots.added(slot, value)}"
+
+
 def _other_slot(unknown: UnknownKey, slots: Slots) -> str:
     name, slot = unknown.name, unknown.slot
     if name in HEADER_KEYS and slot:
@@ -112,9 +163,17 @@ def _other_slot(unknown: UnknownKey, slots: Slots) -> str:
     if not others:
         return ""
     if unknown.on_command_line:
-        value = shortened(unknown.value)
-        return f"write {' or '.join(f'{other}.{name}={value}' for other in others)}"
+        values = [override(f"{other}.{name}", unknown.value) for other in others]
+        return f"write {' or '.join(values)}"
     return f"`{name}` belongs to slot {' or '.join(f'`{other}`' for other in others)}"
+
+
+def override(key: str, value: Any) -> str:
+    """An override, quoted where a shell would tear it."""
+    text = f"{key}={shortened(value)}"
+    if "'" in text and not set('"$`!\\').intersection(text):
+        return f'"{text}"'
+    return shlex.quote(text)
 
 
 def shortened(value: Any) -> str:

@@ -98,6 +98,20 @@ def _unread(link: SlotType, other: SlotType | None, places: SourceMap) -> Proble
     )
 
 
+def position(kind: type, links: Sequence[SlotType]) -> str:
+    """Return where a slot of this class can be added: after the first slots that meet its needs,
+    or before the first that needs its result; empty if any place will do."""
+    for index in range(1, len(links) + 1):
+        required = [need for need in needs(kind) if not need.optional]
+        if required and all(_producer(need, links[:index]) is not None for need in required):
+            return f"after `{links[index - 1].slot}`"
+    for link in links:
+        wanted = needs(link.kind) if link.kind is not None else ()
+        if any(_meets(gives(kind), need) for need in wanted):
+            return f"before `{link.slot}`"
+    return ""
+
+
 def _producer(need: Need, earlier: Sequence[SlotType]) -> str | None:
     return next((link.slot for link in reversed(earlier) if _meets(link.gives, need)), None)
 

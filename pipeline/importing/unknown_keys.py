@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pipeline.chain.elsewhere import Slots, Spot, shortened
+from pipeline.chain.elsewhere import Slots, Spot, override, shortened
 from pipeline.chain.registry import kind_of
 from pipeline.errors import PipeError, PluginError
 from pipeline.importing.translator import KeyOutcome, Translators
 from pipeline.recipe.field_example import fits, owner_of
 from pipeline.recipe.fields import adapter
 from pipeline.recipe.load import HEADER_KEYS, Header
-from pipeline.recipe.shipped import by_use
 from pipeline.recipe.unknown import UnknownKey
 
 
@@ -60,10 +59,21 @@ def _translated(
         return f"here that is {names}", own
     written = all(spot.slot in ("", *HEADER_KEYS, *slots.uses) for spot, _ in places)
     if unknown.on_command_line and written:
-        parts = [f"{spot.key}={shortened(new)}" for spot, new in places]
+        parts = [override(spot.key, new) for spot, new in places]
+        parts += [f"{spot.slot}.{other}=null" for spot, other in _replaced(places, slots)]
         return f"write {' '.join(parts)}", own
     parts = [_yaml(spot, new, unknown.slot, slots) for spot, new in places]
-    return f"write {' and '.join(parts)}", own
+    instead = [f"`{other}`" for _, other in _replaced(places, slots)]
+    verb = "add to the recipe" if unknown.on_command_line else "write"
+    of = f" in place of {' and '.join(instead)}" if instead else ""
+    return f"{verb} {' and '.join(parts)}{of}", own
+
+
+def _replaced(places: Sequence[tuple[Spot, Any]], slots: Slots) -> list[tuple[Spot, str]]:
+    """The fields that the recipe sets and that cannot be set together with new ones."""
+    written = [spot for spot, _ in places]
+    pairs = [(spot, other) for spot in written for other in slots.replaced(spot.slot, spot.field)]
+    return [(s, other) for s, other in pairs if Spot(slot=s.slot, field=other) not in written]
 
 
 def _spot(key: str, slots: Slots) -> Spot:
@@ -77,16 +87,11 @@ def _spot(key: str, slots: Slots) -> Spot:
     return Spot(slot=slot, field=field)
 
 
-def _use(slot: str, slots: Slots) -> str:
-    """The stage of a slot; the one that most recipes use if there is none."""
-    return slots.uses.get(slot) or next(iter(by_use(slots.registry.names(slot))), "")
-
-
 def _owner(spot: Spot, slots: Slots) -> type | None:
     """The dataclass that has the field; None if there is no such field."""
     if not spot.slot or spot.slot in HEADER_KEYS:
         return owner_of(Header, tuple(spot.key.split(".")))
-    use = _use(spot.slot, slots)
+    use = slots.usual(spot.slot)
     with contextlib.suppress(PluginError):
         stage = slots.registry.load(use) if use in slots.registry else None
         if stage is not None:
@@ -114,5 +119,7 @@ def _yaml(spot: Spot, value: Any, here: str, slots: Slots) -> str:
         return f"`{spot.slot}: {{{text}}}` at the top of the recipe"
     if spot.slot in slots.uses:
         return f"`{text}` in slot `{spot.slot}`"
-    own = "" if field == "use" else f"use: {_use(spot.slot, slots)}, "
-    return f"a slot `{spot.slot}: {{{own}{text}}}`"
+    content: Any = value
+    for part in reversed(spot.field.split(".")):
+        content = {part: content}
+    return slots.added(spot.slot, content)

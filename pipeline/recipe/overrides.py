@@ -103,8 +103,7 @@ def _check_start(root: Node, parts: list[str], value: Any) -> None:
     if first not in TOP_LEVEL and first not in slots:
         known = [*slots, *TOP_LEVEL]
         hint, near = did_you_mean(first, known), closest(first, known) or ""
-        path = (first,) if len(parts) == 1 else ()
-        raise _RefusedError(f"the recipe has no slot `{first}`", hint, path, value, near)
+        raise _RefusedError(f"the recipe has no slot `{first}`", hint, tuple(parts), value, near)
 
 
 def _value(path: str, text: str, place: Location) -> tuple[Node, list[Problem]]:

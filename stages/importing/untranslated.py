@@ -15,6 +15,9 @@ KEYS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("nnodes", "num_nodes"), "launch.nodes"),
     "accelerator": "launch.device",
+    **dict.fromkeys(("lora", "peft", "peft_config"), "adapter.use"),
+    "qlora": "adapter.quantize",
+    "completion_only_loss": "data.loss",  # of TRL, where the rows' form does not matter
     "strategy": "wrap.use",
     "max_epochs": "train.epochs",
     "accumulate_grad_batches": "train.accumulation",
@@ -51,4 +54,10 @@ def outcome(key: str, value: Any) -> KeyOutcome | None:
     to = KEYS.get(key)
     if to == "wrap.use":
         value = next((use for name, use in STRATEGIES.items() if str(value).startswith(name)), None)
+    if to == "adapter.use":
+        value = "adapter.lora" if value else None
+    if to == "adapter.quantize":
+        value = "nf4" if value else None
+    if to == "data.loss":
+        value = "completion" if value else "all"
     return None if to is None else KeyOutcome(outcome="translated", to={to: value})

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 
@@ -19,6 +19,12 @@ GIVE_SAMPLES = "give some in the data slot (heldout_fraction or heldout_files)"
 @dataclass(frozen=True, kw_only=True)
 class BatchPlan:
     """The samples of each optimizer step, and their division into micro-batches."""
+
+    one_of: ClassVar[Sequence[Sequence[str]]] = (
+        ("steps", "epochs"),
+        ("micro_batch_size", "accumulation"),
+    )
+    """Fields of which at most one is set, for hints."""
 
     global_batch_size: Count
     """Samples in one optimizer step, over all ranks and micro-batches."""
@@ -41,7 +47,11 @@ class BatchPlan:
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         if (self.steps is None) == (self.epochs is None):
-            yield Problem(key="steps", message="give exactly one of steps and epochs")
+            slot = next((slot for slot, stage in plan.slots.items() if stage is self), "train")
+            both = f"add {slot}.epochs=null, or {slot}.steps=null"
+            hint = "such as `epochs: 3`" if self.steps is None else both
+            message = "give exactly one of steps and epochs"
+            yield Problem(key="steps", message=message, hint=hint)
         if self.micro_batch_size is not None and self.accumulation is not None:
             ranks = plan.data_ranks
             given = self.micro_batch_size * self.accumulation * ranks

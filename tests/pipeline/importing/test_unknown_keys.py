@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def hint(file: Path, key: str, value: object, *, command_line: bool = False) -> 
     ("key", "value", "words"),
     [
         # slots have names of their own: `loop` is the one with a train stage
-        ("optimizer.num_train_epochs", 3, "write `epochs: 3` in slot `loop`"),
+        ("optimizer.num_train_epochs", 3, "write `epochs: 3` in slot `loop` in place of `steps`"),
         ("loop.per_device_train_batch_size", 2, "write `micro_batch_size: 2`"),
         (
             "loop.batch_size",
@@ -64,10 +65,14 @@ def hint(file: Path, key: str, value: object, *, command_line: bool = False) -> 
         (
             "optimizer.bf16",
             True,
-            "write a slot `precision: {use: precision.policy, compute: bf16}`",
+            "write a slot `precision: {use: precision.policy, compute: bf16}` before `wrap`",
         ),
         ("weights.fp16", False, "leave it out: it is not set, or off"),
-        ("fp16", True, "write a slot `precision: {use: precision.policy, compute: fp16}`"),
+        (
+            "fp16",
+            True,
+            "write a slot `precision: {use: precision.policy, compute: fp16}` before `wrap`",
+        ),
         ("nproc_per_node", 8, "write `launch: {procs: 8}` at the top of the recipe"),
         ("strategy", "deepspeed_stage_2", "write `use: wrap.zero` in slot `wrap`"),
         ("wrap.tp_size", 2, "write `tensor_parallel: {size: 2}`"),
@@ -88,7 +93,9 @@ def test_in_a_file(file: Path, key: str, value: object, words: str) -> None:
 def test_on_the_command_line(file: Path) -> None:
     assert hint(file, "max_steps", 9, command_line=True) == "write loop.steps=9"
     # an override cannot add a slot
-    assert hint(file, "fp16", True, command_line=True).startswith("write a slot `precision: {")
+    assert hint(file, "fp16", True, command_line=True).startswith(
+        "add to the recipe a slot `precision: {"
+    )
 
 
 def test_a_field_that_the_slot_s_stage_does_not_have(file: Path, tmp_path: Path) -> None:
@@ -136,8 +143,8 @@ def test_every_hint_names_a_field_and_a_value_that_it_takes(
     unknown = UnknownKey(message="unknown field", location=place, path=path, value=value)
     said, _ = of_other_tools(unknown, Slots(load_recipe(file), Registry.installed()))
     if said.startswith("write ") and "`" not in said and "..." not in said:
-        follow(file, re.split(r" (?=[a-z_.]+=)", said.removeprefix("write ")))
-    for slot_, text in re.findall(r"a slot `(\w+): ({.*?})`(?: and |$)", said):
+        follow(file, shlex.split(said.removeprefix("write ")))
+    for slot_, text in re.findall(r"a slot `(\w+): ({.*?})`", said):
         follow(file, [], {slot_: yaml.safe_load(text)})
 
 
