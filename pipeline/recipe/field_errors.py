@@ -138,8 +138,9 @@ def _problem(
         # another member of the union took the value and complains about what is in it
         return None
     else:
-        message, hint = _wanted(faults, places, path)
-        hint = hint or example(kind, faults[0].path, lookup(places.data, path), adapter)
+        message, near = _wanted(faults, places, path)
+        given = example(kind, faults[0].path, lookup(places.data, path), adapter)
+        hint = given if given.startswith("seconds:") else near or given
     by_key = said and said[0].type in ("missing", "extra_forbidden")
     place = places.key(path) if by_key else places.value(path)
     if faults[0].type == "extra_forbidden":

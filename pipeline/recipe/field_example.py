@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
+from annotated_types import Unit
 from pydantic import TypeAdapter, ValidationError
 
 from pipeline.contracts.signature import dataclasses_in, default_of, field_types, init_fields
 from pipeline.recipe.dump import inline
 from pipeline.recipe.nodes import KeyPath
+from pipeline.recipe.scalars import in_seconds
 
 _NONE = dataclasses.MISSING
 Adapter = Callable[[type], TypeAdapter[Any]]
@@ -25,7 +29,15 @@ def example(kind: type, path: KeyPath, written: Any, adapter: Adapter) -> str:
     if owner is None:
         return ""
     name = str(path[-1])
-    for value in _guesses(field_types(owner)[name], written):
+    annotation = field_types(owner)[name]
+    if isinstance(written, str) and _in_unit(annotation, "s"):
+        seconds = in_seconds(written)
+        if seconds:
+            return seconds
+    guesses = _guesses(annotation, written)
+    if isinstance(written, float) and not fits(adapter(owner), name, "?"):  # not any text
+        guesses = itertools.chain([f"{inline(written)} epochs"], guesses)
+    for value in guesses:
         if fits(adapter(owner), name, value):
             return f"write `{name}: {inline(value)}`"
     return _without(owner, name, written)
@@ -41,6 +53,12 @@ def owner_of(kind: type, path: KeyPath) -> type | None:
     return kind if path[-1] in field_types(kind) else None
 
 
+def _in_unit(annotation: Any, unit: str) -> bool:
+    """Whether a field is a quantity in this unit, by its annotation."""
+    marked = Unit(unit) in getattr(annotation, "__metadata__", ())
+    return marked or any(_in_unit(one, unit) for one in get_args(annotation))
+
+
 def _guesses(annotation: Any, written: Any) -> Iterator[Any]:
     """Values that somebody who wrote `written` may mean."""
     if isinstance(written, float) and written.is_integer():
@@ -52,6 +70,10 @@ def _guesses(annotation: Any, written: Any) -> Iterator[Any]:
     for block in dataclasses_in(annotation):
         if written is True:
             yield {}
+        fields = init_fields(block)
+        numbers = re.split(r"\s*[:,x-]\s*", written) if isinstance(written, str) else []
+        if len(numbers) == len(fields) > 1 and all(one.isdecimal() for one in numbers):
+            yield {one.name: int(number) for one, number in zip(fields, numbers, strict=True)}
         fields = sorted(init_fields(block), key=lambda field: default_of(field) is not _NONE)
         yield from ({field.name: written} for field in fields)
         if written is True:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from annotated_types import Unit
 from pydantic import Field
 
-Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
+Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600), Unit("s")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +38,9 @@ class Restarts:
 
     limit: Annotated[int, Field(ge=0)] = 3
     """Restarts in a row without a new checkpoint or a finished stage; 0 never restarts."""
-    backoff: Annotated[float, Field(ge=0, le=3600)] = 5.0
+    backoff: Annotated[float, Field(ge=0, le=3600), Unit("s")] = 5.0
     """Seconds before the first restart; twice as many before each further one in a row."""
-    max_backoff: Annotated[float, Field(ge=0, le=24 * 3600)] = 300.0
+    max_backoff: Annotated[float, Field(ge=0, le=24 * 3600), Unit("s")] = 300.0
     """Most seconds before a restart."""
 
     def delay(self, number: int) -> float:
@@ -54,7 +55,7 @@ class Timeouts:
 
     rendezvous: Seconds = 600.0
     """Time for all processes and nodes to meet."""
-    node: Annotated[float, Field(ge=3, le=7 * 24 * 3600)] = 10.0
+    node: Annotated[float, Field(ge=3, le=7 * 24 * 3600), Unit("s")] = 10.0
     """Time without a message of a node, about one a second, after which it counts as lost; give a
     loaded machine or network more. Node 0 needs none to itself, and its value holds for all."""
     collectives: Seconds = 1800.0

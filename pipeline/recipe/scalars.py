@@ -66,6 +66,21 @@ def _in_words(text: str) -> str:
     return f"write all digits: {decimal} or {binary}"
 
 
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+def in_seconds(text: str) -> str:
+    """Hint for a duration such as `30m` or `2 hours`, where seconds are wanted; empty for a text
+    that is none."""
+    units = "s|secs?|seconds?|m|mins?|minutes?|h|hrs?|hours?|d|days?"
+    found = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?)\s*({units})", text)
+    number = None if found is None else _as_number(found[1])
+    factor = None if found is None else _SECONDS.get(found[2][0])
+    if number is None or factor is None:
+        return ""
+    return f"seconds: write {number * factor:g}"
+
+
 def _as_number(text: str) -> int | float | None:
     """The number in notations that YAML 1.1 or Python know and recipes do not."""
     for base in (10, 0):  # base 0 goes by the prefix, as in 0x10

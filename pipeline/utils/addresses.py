@@ -38,6 +38,10 @@ def address_problems(key: str, text: str | None) -> Iterator[Problem]:
     store's library."""
     protocol, mark, rest = (text or "").partition("://")
     if not mark:
+        protocol, mark, rest = (text or "").partition(":/")
+        if mark and protocol in PROTOCOLS:
+            meant = f"did you mean {protocol}://{rest.lstrip('/')}?"
+            yield Problem(key=key, message=f"{text}: one slash is missing", hint=meant)
         return
     if "::" in protocol or "::" in rest:
         hint = "give the address of the files themselves"

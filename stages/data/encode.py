@@ -178,11 +178,14 @@ class RowEncoder:
         assert isinstance(example, Tokens)
         return Encoded(ids=np.array(example.ids, np.int64), trained=np.array(example.trained, bool))
 
-    def _encoded(self, example: _Found, tokens: TextTokens) -> Encoded:
+    def _encoded(self, example: _Found, tokens: TextTokens) -> Encoded | Dropped:
         if isinstance(example, Completion):
             return self._completion(example, tokens)
         assert isinstance(example, LaidOut)
         targets = self._conversation.targets(example, tokens)
+        says = any(message["role"] == "assistant" for message in example.chat.messages)
+        if not says and not targets.trained.any():
+            return Dropped(why="without a message of the assistant")
         return Encoded(
             ids=np.concatenate([tokens.ids, np.array(targets.end, np.int64)]),
             trained=np.concatenate([targets.trained, np.ones(len(targets.end), bool)]),

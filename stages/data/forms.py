@@ -129,7 +129,9 @@ def _form(row: Row, given: Form | None, names: Names) -> Form:
     if not names.columns:
         hint += "; `columns` says what they are called here"
     there = sorted(key for key, value in row.value.items() if value is not None)
-    raise row.error(f"has {there}", hint=_meant(there, names) or hint)
+    lacks = f"no {wanted[0]}" if given is not None else "fits no form"
+    has = ", ".join(f"`{key}`" for key in there) or "nothing"
+    raise row.error(f"{lacks}; it has {has}", hint=_meant(there, names) or hint)
 
 
 PAIRS = (

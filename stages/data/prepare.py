@@ -279,4 +279,9 @@ class Rows:
             "packing: %s in %s, %.1f%% full", counted(count, "rows"),
             counted(packs.counts["samples"], "samples"), 100 * filled,
         )  # fmt: skip
+        if packs.counts["samples"] == count > 1:
+            self.ctx.log.warning(
+                "packing joined no rows: raise data.sequence_length (%d), or leave packing out",
+                length,
+            )
         return PackedSamples(rows, packs)

@@ -196,6 +196,23 @@ def _meant(row: Row, text: str) -> str:
     return _HINT
 
 
+_AFTER = {"{": "object", "[": "list"}
+
+
+def _in_words(error: Exception) -> str:
+    """Return the mistake of a text that is no JSON, and its place: rows are lines, so that only an
+    array's file has further ones."""
+    if not isinstance(error, json.JSONDecodeError):
+        return f"not JSON: {error}"
+    line = f"line {error.lineno}, " if error.lineno > 1 else ""
+    place = f"at {line}column {error.colno}"
+    if error.msg != "Extra data":
+        return f"not JSON: {error.msg} {place}"
+    what = _AFTER.get(error.doc.lstrip()[:1], "value")
+    comma = " (a trailing comma?)" if error.doc[error.pos :].strip() == "," else ""
+    return f"text after the {what}, {place}{comma}"
+
+
 def _decoded(row: Row, text: str, what: str = "") -> tuple[Any, bool]:
     """Return the value of a JSON text, and whether a _Twice stands for an object within it."""
     try:
@@ -204,7 +221,10 @@ def _decoded(row: Row, text: str, what: str = "") -> tuple[Any, bool]:
         except _TwiceError:
             return _MARKING.decode(text), True
     except (ValueError, RecursionError) as error:
-        message = f"`{what}` is not JSON: {error}" if what else f"not JSON: {error}"
+        message = _in_words(error)
+        if what:
+            mark = " is " if message.startswith("not ") else ": "
+            message = f"`{what}`{mark}{message}"
         raise row.error(message, hint="" if what else _meant(row, text)) from error
 
 
@@ -277,7 +297,8 @@ def require(row: Row, value: Any, kind_: type, what: str, words: str = "") -> An
     """Return `value` if it is of the given JSON type (`words` if set); raise the row's error, which
     calls it `what`, otherwise."""
     if not isinstance(value, kind_):
-        raise row.error(f"{what} is {kind(value)}, not {words or _WORDS[kind_]}")
+        wanted = "" if value is None else f", not {words or _WORDS[kind_]}"
+        raise row.error(f"{what} is {kind(value)}{wanted}")
     return value
 
 

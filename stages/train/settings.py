@@ -64,6 +64,16 @@ class BatchPlan:
                     hint="leave out one of micro_batch_size and accumulation",
                 )
 
+        share = -(-self.global_batch_size // (plan.data_ranks or 1))
+        if self.micro_batch_size is not None and self.micro_batch_size > share:
+            yield Problem(
+                key="micro_batch_size",
+                message=f"{self.micro_batch_size} is more than the {share} samples of a step on a "
+                f"rank: micro-batches have {share}",
+                hint="raise global_batch_size for larger ones",
+                warning=True,
+            )
+
     def microbatch_size(self, ranks: int) -> int:
         """Samples of one forward pass, given or derived, on `ranks` data-parallel ranks."""
         if self.micro_batch_size is not None:

@@ -63,8 +63,8 @@ def test_all_mistakes_are_shown_at_once(ctx: Context, source: FakeSource, tmp_pa
     stage = chat(tmp_path, GOOD, "{bad", USR, BOOT, EMPTY, TEXT, GOOD)
     assert told(tmp_path, stage, ctx, source) == (
         "5 of 7 rows cannot be trained on:\n"
-        "  a.jsonl:2: not JSON: Expecting property name enclosed in double quotes: line 1 column 2 "
-        "(char 1) (one JSON object a line; a .json file can also be one array of objects)\n"
+        "  a.jsonl:2: not JSON: Expecting property name enclosed in double quotes at column 2 "
+        "(one JSON object a line; a .json file can also be one array of objects)\n"
         "  a.jsonl:3: `messages[0].role` is 'usr', which is not a known role (did you mean "
         "`user`?)\n"
         "  a.jsonl:4: `messages[1].role` is 'boot', which is not a known role (known here: system, "
@@ -74,8 +74,8 @@ def test_all_mistakes_are_shown_at_once(ctx: Context, source: FakeSource, tmp_pa
         "(keep each form in separate files, and name them in `sources`)\n"
         "by kind:\n"
         "  2 rows: `messages[…].role` is '…', which is not a known role\n"
-        "  1 row: not JSON: Expecting property name enclosed in double quotes: line 1 column 2 "
-        "(char 1)\n"
+        "  1 row: not JSON: Expecting property name enclosed in double quotes at column 2"
+        "\n"
         "  1 row: a row of form 'text' in a file of 'messages' rows\n"
         "  1 row: `messages` is not a list of messages, or an empty one\n"
         "`bad_rows: drop` leaves such rows out"
@@ -135,7 +135,7 @@ def test_dropped_rows_are_said_at_each_start(
             "dropped 2 rows that cannot be trained on: `messages[…].role` is '…', which is not a "
             f"known role, the first: {tmp_path}/a.jsonl:3",
             "dropped 1 row that cannot be trained on: not JSON: Expecting property name enclosed "
-            f"in double quotes: line 1 column 2 (char 1), the first: {tmp_path}/a.jsonl:2",
+            f"in double quotes at column 2, the first: {tmp_path}/a.jsonl:2",
         ]
     moved = (tmp_path / "a.jsonl").rename(tmp_path / "b.jsonl")  # the same content: no new tokens
     caplog.clear()
@@ -263,7 +263,7 @@ def test_rows_of_tables(ctx: Context, source: FakeSource, tmp_path: Path) -> Non
     assert len(chat(tmp_path, files=str(file), bad_rows="drop").run(ctx, source).train) == 2
     found = told(tmp_path, chat(tmp_path, files=str(file)), ctx, source)
     assert "a.parquet:2: `messages[0].role` is 'usr'" in found
-    assert "a.parquet:3: has [] (a row has one of" in found
+    assert "a.parquet:3: fits no form; it has nothing (a row has one of" in found
 
 
 LINES = ['{"text": "abcdefgh"}', "{bad", '{"text": 3}', '{"body": "x"}', '{"text": "ijklmnop"}']

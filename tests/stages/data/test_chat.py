@@ -231,7 +231,7 @@ def test_the_first_of_many_dropped_rows_is_named(
     silent = {"messages": [message("user", "A")]}
     chat({"messages": HELLO}, *[silent] * 6).run(ctx, FakeSource())
     (told,) = [each for each in caplog.messages if each.startswith("dropped")]
-    assert told.startswith("dropped 6 rows without a token to train on, the first: ")
+    assert told.startswith("dropped 6 rows without a message of the assistant, the first: ")
     assert told.endswith("rows.jsonl:2")
 
 
@@ -240,7 +240,7 @@ def test_a_set_without_targets_is_refused(ctx: Context, chat: Any, tmp_path: Pat
     with pytest.raises(StageError) as caught:
         chat(silent, silent).run(ctx, FakeSource())
     assert str(caught.value) == (
-        "no token to train on in 2 rows: 2 rows without a token to train on "
+        "no token to train on in 2 rows: 2 rows without a message of the assistant "
         "(check `loss`, the roles of the messages, the chat template and `sequence_length`)"
     )
     held = tmp_path / "held.jsonl"

@@ -71,7 +71,7 @@ CHAT = {
     "empty file": Case(b"", "a.jsonl:1: no row in this file"),
     "blank file": Case(b"\n\n", "a.jsonl:1: no row in this file"),
     "truncated JSON": Case(LINE + LINE[:-9], "a.jsonl:2: not JSON: "),
-    "two objects a line": Case(LINE + LINE[:-1] + LINE, "a.jsonl:2: not JSON: Extra data"),
+    "two objects a line": Case(LINE + LINE[:-1] + LINE, "a.jsonl:2: text after the object, at column "),
     "a row that is no object": Case(
         LINE + b"[1]\n",
         "a.jsonl:2: is a list, not an object (one JSON object a line; a .json file can also be one "
@@ -85,7 +85,7 @@ CHAT = {
     ),
     "array of numbers": Case(b"[1]", "a.json:1: is a number, not an object", file="a.json"),
     "text behind an array": Case(
-        b"[" + LINE + b"] x", "a.json:1: not JSON: Extra data", file="a.json"
+        b"[" + LINE + b"] x", "a.json:1: text after the list, at line 2, column 3", file="a.json"
     ),
     "empty array": Case(b" [ ]\n", "a.json:1: no row in this file", file="a.json"),
     "deep JSON": Case(LINE + b'{"a":' * 200_000, "a.jsonl:2: not JSON: "),
@@ -93,8 +93,8 @@ CHAT = {
         {"prompt": "x", "completion": "y"},
         "a row of form 'prompt/completion' in a file of 'messages' rows",
     ),
-    "no form": second({"body": "x", "id": None}, f"has ['body'] ({KEYS}"),
-    "half a form": second({"prompt": "x"}, f"has ['prompt'] ({KEYS}"),
+    "no form": second({"body": "x", "id": None}, f"fits no form; it has `body` ({KEYS}"),
+    "half a form": second({"prompt": "x"}, f"fits no form; it has `prompt` ({KEYS}"),
     "two forms": second(
         {**GOOD, "text": "x"}, "could be of form 'messages' or 'text' (set `form`)"
     ),
@@ -102,16 +102,16 @@ CHAT = {
         {"messages": []}, "`messages` is not a list of messages, or an empty one"
     ),
     "messages as text": second(
-        {"messages": "hi"}, "`messages` is not JSON: Expecting value: line 1 column 1 (char 0)"
+        {"messages": "hi"}, "`messages` is not JSON: Expecting value at column 1"
     ),
     "a message as text": second({"messages": ["hi"]}, "`messages[0]` is text, not an object"),
     "unknown role": second(
         {"messages": [USER, {"role": "asistant", "content": "b"}]},
         "`messages[1].role` is 'asistant', which is not a known role (did you mean `assistant`?)",
     ),
-    "missing role": second({"messages": [{"content": "x"}]}, "`messages[0].role` is missing, not"),
+    "missing role": second({"messages": [{"content": "x"}]}, "`messages[0].role` is missing"),
     "missing content": second(
-        {"messages": [{"role": "user"}]}, "`messages[0].content` is missing, not text"
+        {"messages": [{"role": "user"}]}, "`messages[0].content` is missing"
     ),
     "content of the wrong type": second(said(3), "`messages[0].content` is a number, not text"),
     "a part that is no text": second(
@@ -119,7 +119,7 @@ CHAT = {
         "`messages[0].content[1]` is of type 'image_url'; only 'text' can be read",
     ),
     "a part without text": second(
-        said([{"type": "text"}]), "`messages[0].content[0].text` is missing, not text"
+        said([{"type": "text"}]), "`messages[0].content[0].text` is missing"
     ),
     "tool call without tools": second(
         {"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}]},
@@ -132,7 +132,7 @@ CHAT = {
     ),
     "a call without name": second(
         calling([{"function": {"arguments": {}}}]),
-        "`messages[1].tool_calls[0].function.name` is missing, not text",
+        "`messages[1].tool_calls[0].function.name` is missing",
     ),
     "arguments that are no JSON": second(
         calling([{"name": "f", "arguments": "{x"}]),
@@ -182,7 +182,7 @@ CHAT = {
     ),
     "ShareGPT without a value": Case(
         [{"conversations": [{"from": "human"}]}],
-        "a.jsonl:1: `conversations[0].value` is missing, not text",
+        "a.jsonl:1: `conversations[0].value` is missing",
     ),
     "a pair of text and messages": Case(
         [{"prompt": "x", "completion": [ASSISTANT]}],
@@ -224,7 +224,7 @@ CHAT = {
     ),
     "zero trainable tokens": Case(
         [{"messages": [USER]}, {"messages": [USER, {**ASSISTANT, "train": False}]}],
-        "no token to train on in 2 rows: 2 rows without a token to train on (check `loss`",
+        "no token to train on in 2 rows: 1 row without a message of the assistant; 1 row without a token to train on (check `loss`",
     ),
     "too long": Case(
         [GOOD],
@@ -293,7 +293,7 @@ TEXT = {
     "empty file": Case(b"", "a.txt: no text in this file", "a.txt"),
     "damaged gz": Case(b"not gzip", "a.txt.gz: cannot be read: ", "a.txt.gz"),
     "a number": Case([{"text": "x"}, {"text": 3}], "a.jsonl:2: 'text' is a number, not text"),
-    "null": Case([{"text": None}], "a.jsonl:1: 'text' is missing, not text"),
+    "null": Case([{"text": None}], "a.jsonl:1: 'text' is missing"),
     "no key": Case(
         [{"text": "x"}, {"body": "y"}],
         "a.jsonl:2: no key 'text'; it has ['body'] (set `text_key`)",
@@ -372,7 +372,7 @@ def test_a_row_that_is_not_of_the_form_that_was_set(
     file = written(tmp_path / "a.jsonl", [half])
     stage = ChatData(files=str(file), cache=str(tmp_path / "cache"), form=form)
     assert error_of(tmp_path, lambda: stage.run(ctx, source)) == (
-        f"a.jsonl:1: has ['output', 'prompt'] (a row has one of: {keys}; `columns` says what they "
+        f"a.jsonl:1: no {keys}; it has `output`, `prompt` (a row has one of: {keys}; `columns` says what they "
         "are called here)"
     )
 
@@ -381,7 +381,7 @@ def test_lines_of_text_are_no_messages(ctx: Context, source: FakeSource, tmp_pat
     file = written(tmp_path / "a.txt", b"hello\n")
     stage = ChatData(files=str(file), cache=str(tmp_path / "cache"), form="messages")
     assert error_of(tmp_path, lambda: stage.run(ctx, source)).startswith(
-        "a.txt:1: has ['text'] (a row has one of: `messages`; `columns` says"
+        "a.txt:1: no `messages`; it has `text` (a row has one of: `messages`; `columns` says"
     )
 
 
@@ -393,7 +393,9 @@ def test_parquet_tables(ctx: Context, source: FakeSource, tmp_path: Path) -> Non
         "a.parquet: no column 'text'; it has ['body']"
     )
     chat = ChatData(files=str(file), cache=cache)
-    assert error_of(tmp_path, lambda: chat.run(ctx, source)).startswith("a.parquet:1: has ['body']")
+    assert error_of(tmp_path, lambda: chat.run(ctx, source)).startswith(
+        "a.parquet:1: fits no form; it has `body`"
+    )
 
 
 NOT_UTF8 = pyarrow.Array.from_buffers(
