@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.contracts.stage import NamesHub
@@ -37,10 +38,12 @@ def unpinned(recipe: Recipe, stages: Mapping[str, Any]) -> Iterator[Problem]:
             continue
         key = name.key if name.revision else name.named_by
         branch = f"{name.revision!r} is a branch or tag, not a commit"
+        here = Path(name.repo).is_dir()
+        local = f"for the folder of this name write ./{name.repo}; {PIN_HINT}"
         yield Problem(
             message=branch if name.revision else f"{name.repo} names no commit",
-            key=f"{slot}.{key}", hint=PIN_HINT, location=recipe.places.value(field_path(slot, key)),
-            warning=True,
+            key=f"{slot}.{key}", hint=local if here else PIN_HINT,
+            location=recipe.places.value(field_path(slot, key)), warning=True,
         )  # fmt: skip
 
 

@@ -110,6 +110,9 @@ def run_meant(folder: Path) -> str:
     """Return what to do about a path that is not the folder of a run."""
     if folder.is_file() and folder.suffix in (".yaml", ".yml"):
         return f"it is a recipe: pipe run {folder}"
+    recipe = folder.with_name(f"{folder.name}.yaml")
+    if recipe.is_file() and not (Path("runs") / folder / RECIPE).is_file():
+        return f"{recipe} is a recipe: pipe run {recipe} starts a run, pipe ls lists runs"
     above = next((one for one in folder.parents if (one / RECIPE).is_file()), None)
     if above is not None:
         return f"did you mean {above}, the run that it is part of?"

@@ -17,6 +17,11 @@ from pipeline.utils.foreign import read_whole
 
 def read_config(path: Path) -> ConfigFile:
     """Return the file's content. Raises UsageError, and RecipeError for mistakes in YAML."""
+    if path.suffix in (".py", ".sh", ".ipynb"):
+        hint = (
+            "write its arguments as YAML, one a line as in `learning_rate: 2.0e-5`, and import that"
+        )
+        raise UsageError(f"{path} is a script, not a file of settings", hint=hint)
     try:
         text = read_whole(path).decode("utf-8-sig")
     except OSError as error:

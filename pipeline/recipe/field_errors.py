@@ -193,7 +193,11 @@ def _in_range(fault: _Fault, written: Any) -> str:
 def _hint(fault: _Fault, kind: type) -> str:
     if fault.type != "extra_forbidden":
         return ""
-    return did_you_mean(str(fault.path[-1]), _known(fault, kind))
+    name = str(fault.path[-1])
+    field, _, value = name.partition(" ")
+    if value and field in _known(fault, kind):  # in braces, where YAML takes it for a key
+        return f"a colon is missing: write `{field}: {value.strip()}`"
+    return did_you_mean(name, _known(fault, kind))
 
 
 def _known(fault: _Fault, kind: type) -> list[str]:

@@ -8,6 +8,7 @@ from pipeline.recipe.shipped import shipped
 from pipeline.utils.text import closest, near_path, shown_path
 
 RUN_RECIPE = "recipe.yaml"
+RECIPES = (".yaml", ".yml")
 DATA = (".jsonl", ".parquet", ".txt", ".csv", ".gz", ".zst", ".arrow")
 WEIGHTS = (".gguf", ".safetensors", ".bin", ".pt")
 OTHER_TOOLS = "pipe import translates files of the Trainer, TRL, axolotl, accelerate and DeepSpeed"
@@ -20,12 +21,12 @@ def hint_for(path: Path) -> str:
         return _folder(path, name)
     if "=" in path.name:
         return "the recipe comes first: pipe run RECIPE path=value"
-    for suffix in (".yaml", ".yml"):
+    for suffix in RECIPES:
         if path.with_name(path.name + suffix).is_file():
             return f"did you mean {name}{suffix}?"
     known = shipped()
     ours = path.stem if path.stem in known else None
-    near = "" if ours else near_path(path)
+    near = "" if ours else near_path(path, RECIPES)
     ours = ours or (None if near else closest(path.stem, known))
     return near if ours is None else _shipped(ours, known[ours])
 

@@ -31,14 +31,15 @@ def did_you_mean(word: str, options: Iterable[str]) -> str:
     return f"known here: {', '.join(names)}" if names else ""
 
 
-def near_path(path: str | Path) -> str:
+def near_path(path: str | Path, suffixes: Sequence[str] = ()) -> str:
     """A hint that names the file or folder next to a missing `path` whose name is most like its
-    own; empty without one."""
+    own, of those with one of the `suffixes` if any are given; empty without one."""
     missing = Path(path)
     if missing.exists():
         return ""
     try:
-        names = [one.name for one in missing.parent.iterdir()]
+        found_here = missing.parent.iterdir()
+        names = [one.name for one in found_here if not suffixes or one.suffix in suffixes]
     except OSError:
         return ""
     stems = {Path(name).stem: name for name in names}  # endings are alike, and say nothing

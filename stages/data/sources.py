@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import json
 import os
-import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +20,7 @@ from pipeline import DataError, Problem, StageError
 from pipeline.utils import HubName, commit_of, near_path, optional, replace_text, shown_path
 from stages.data.cache import cache_folder, digest
 from stages.data.rows import KNOWN, Report, Row, raised, require_columns, rows
+from stages.variables import instead_of_variable
 
 if TYPE_CHECKING:
     from stages.data.fields import Source
@@ -83,7 +83,7 @@ def file_problems(key: str, patterns: Patterns) -> Iterator[Problem]:
             yield Problem(message=message, key=key, hint="pack rows into larger files")
             continue
         elif not matches:
-            hint = _variable(pattern) or _existing(Path(pattern))
+            hint = instead_of_variable(pattern) or _existing(Path(pattern))
             if not hint and not Path(pattern).is_absolute():
                 hint = f"paths are relative to the working directory, {Path.cwd()}"
             yield Problem(message=f"no such file: {pattern}", key=key, hint=hint)
@@ -92,16 +92,6 @@ def file_problems(key: str, patterns: Patterns) -> Iterator[Problem]:
             if path.resolve() in seen:
                 yield Problem(message=f"{path} is named twice", key=key)
             seen.add(path.resolve())
-
-
-def _variable(pattern: str) -> str:
-    """The hint for a path with a variable of the shell, which a recipe does not expand."""
-    found = re.search(r"\$(\w+)", pattern)
-    if found is None:
-        return ""
-    name = found[1]
-    path = pattern.replace(found[0], f"${{oc.env:{name}}}")
-    return f"write {path}, and `env: [{name}]` at the top of the recipe"
 
 
 def kind_problems(key: str, name: str) -> Iterator[Problem]:

@@ -51,6 +51,10 @@ def outcome(key: str, value: Any) -> KeyOutcome | None:
     if key == "batch_size":  # of a device in some tools, of all in others
         both = f"per device: `micro_batch_size: {value}`, over all: `global_batch_size: {value}`"
         return KeyOutcome(outcome="not translated", why=both)
+    if key == "zero_optimization":
+        how = "its fields stand in the slot `wrap` itself, as in `stage: 3`"
+        hint = f"{how}; pipe import translates DeepSpeed's files"
+        return KeyOutcome(outcome="not translated", hint=hint)
     to = KEYS.get(key)
     if to == "wrap.use":
         value = next((use for name, use in STRATEGIES.items() if str(value).startswith(name)), None)

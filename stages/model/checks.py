@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from pipeline.utils import (
 )
 from stages.model.chat_template import read_template
 from stages.model.compat import causal_types, is_multimodal
-from stages.model.config_checks import NOT_BY_TEXT, sees_later_tokens, wrong_size
+from stages.model.config_checks import NOT_BY_TEXT, sees_later_tokens, uneven_heads, wrong_size
 from stages.model.files import (
     HUB_ID,
     REVISION,
@@ -38,6 +37,7 @@ from stages.model.files import (
 from stages.model.read import config_at_hand
 from stages.model.rotary_config import other_angles
 from stages.model.source_text_compat import attentions, suited_attention
+from stages.variables import instead_of_variable
 
 if TYPE_CHECKING:
     from stages.model.hf import HfModel
@@ -131,7 +131,8 @@ def _exclusive(stage: HfModel) -> Found:
         hint = "set `path` to a folder, a GGUF file or a hub id, or `config` to an architecture"
         yield "path", "the model is not given", hint
     if stage.path is not None and stage.config is not None:
-        yield "config", "`path` and `config` exclude each other", ""
+        hint = "set one of them to null, such as config: null"
+        yield "path", "`path` and `config` exclude each other", hint
     if stage.path is None:
         for key in ("revision", "gguf_file"):
             if getattr(stage, key) is not None:
@@ -180,6 +181,8 @@ def _config(stage: HfModel, config: Mapping[str, Any], key: str) -> Found:
     elif known and kind not in known:
         hint = did_you_mean(kind, known)
         yield key, f"transformers has no causal language model of type {kind!r}", hint
+    elif uneven := uneven_heads(config):
+        yield key, uneven, ""
     else:
         for unsuited in (sees_later_tokens(config), other_angles(config, of_transformers=True)):
             if unsuited:
@@ -254,14 +257,16 @@ def _hub(stage: HfModel, path: str) -> Found:
     if not HUB_ID.fullmatch(path):
         repo, mark, revision = path.partition("@")
         split = f"write `path: {repo}` and `revision: {revision}`"
-        hint = split if mark and HUB_ID.fullmatch(repo) else LOCAL_PATH
-        variable = re.match(r"\$(\w+)", path)
-        if variable is not None:
-            name = variable[1]
-            hint = f"write ${{oc.env:{name}}}, and `env: [{name}]` at the top of the recipe"
+        hint = split if mark and HUB_ID.fullmatch(repo) else _as_local(path)
         yield "path", f"{path!r} is neither a hub id (owner/name) nor a local path", hint
     elif stage.revision is not None and not REVISION.fullmatch(stage.revision):
         yield "revision", f"{stage.revision!r} is not a commit, branch or tag", ""
+
+
+def _as_local(path: str) -> str:
+    """What to write for a path that is not marked as a local one."""
+    there = f"write ./{path}" if Path(path).exists() else LOCAL_PATH
+    return instead_of_variable(path) or there
 
 
 def _tokenizer(stage: HfModel, path: str) -> Found:
@@ -269,7 +274,7 @@ def _tokenizer(stage: HfModel, path: str) -> Found:
     revision = stage.tokenizer_revision
     if not is_local(path):
         if not HUB_ID.fullmatch(path):
-            yield key, f"{path!r} is neither a hub id nor a local path", LOCAL_PATH
+            yield key, f"{path!r} is neither a hub id nor a local path", _as_local(path)
         elif revision is not None and not REVISION.fullmatch(revision):
             yield "tokenizer_revision", f"{revision!r} is not a commit, branch or tag", ""
     elif revision is not None:

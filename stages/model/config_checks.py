@@ -13,7 +13,7 @@ from pipeline import PlanView, Problem, StageError
 from stages.model.files import has_tokenizer, is_gguf, is_local, local, read_json
 from stages.model.hf import HfModel
 from stages.model.read import config_at_hand, gguf_header
-from stages.model.source_text_compat import size_by_default
+from stages.model.source_text_compat import needs_even_heads, size_by_default
 
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
@@ -188,6 +188,16 @@ _NEVER_0 = (
     "hidden_size", "vocab_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
     "head_dim", "max_position_embeddings", "n_embd", "n_head", "n_positions", "d_model",
 )  # fmt: skip
+
+
+def uneven_heads(config: Mapping[str, Any]) -> str:
+    """Return a sentence about heads that do not divide the hidden size, where the type needs that;
+    empty if they do."""
+    kind, names = str(config.get("model_type")), ("hidden_size", "num_attention_heads")
+    size, heads = (config.get(name) or size_by_default(kind, name) for name in names)
+    if not (size and heads and size % heads and needs_even_heads(kind)):
+        return ""
+    return f"hidden_size is {size}, which num_attention_heads ({heads}) does not divide"
 
 
 def wrong_size(config: Mapping[str, Any]) -> str:

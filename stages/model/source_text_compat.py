@@ -33,6 +33,11 @@ def size_by_default(kind: str, name: str) -> int | None:
     return int(stated) if re.fullmatch(r"\d[\d_]*", stated) else None
 
 
+def needs_even_heads(kind: str) -> bool:
+    """Whether a type's config refuses a hidden size that its heads do not divide."""
+    return "not a multiple of the number of attention" in _code(kind, "configuration")
+
+
 @functools.cache
 def _default(kind: str, name: str) -> str:
     """The default of a field in the source of a type's config; empty if it is not found."""

@@ -71,7 +71,9 @@ CHAT = {
     "empty file": Case(b"", "a.jsonl:1: no row in this file"),
     "blank file": Case(b"\n\n", "a.jsonl:1: no row in this file"),
     "truncated JSON": Case(LINE + LINE[:-9], "a.jsonl:2: not JSON: "),
-    "two objects a line": Case(LINE + LINE[:-1] + LINE, "a.jsonl:2: text after the object, at column "),
+    "two objects a line": Case(
+        LINE + LINE[:-1] + LINE, "a.jsonl:2: text after the object, at column "
+    ),
     "a row that is no object": Case(
         LINE + b"[1]\n",
         "a.jsonl:2: is a list, not an object (one JSON object a line; a .json file can also be one "
@@ -224,7 +226,8 @@ CHAT = {
     ),
     "zero trainable tokens": Case(
         [{"messages": [USER]}, {"messages": [USER, {**ASSISTANT, "train": False}]}],
-        "no token to train on in 2 rows: 1 row without a message of the assistant; 1 row without a token to train on (check `loss`",
+        "no token to train on in 2 rows: 1 row without a message of the assistant; "
+        "1 row without a token to train on (check `loss`",
     ),
     "too long": Case(
         [GOOD],
@@ -372,8 +375,8 @@ def test_a_row_that_is_not_of_the_form_that_was_set(
     file = written(tmp_path / "a.jsonl", [half])
     stage = ChatData(files=str(file), cache=str(tmp_path / "cache"), form=form)
     assert error_of(tmp_path, lambda: stage.run(ctx, source)) == (
-        f"a.jsonl:1: no {keys}; it has `output`, `prompt` (a row has one of: {keys}; `columns` says what they "
-        "are called here)"
+        f"a.jsonl:1: no {keys}; it has `output`, `prompt` (a row has one of: {keys}; "
+        "`columns` says what they are called here)"
     )
 
 

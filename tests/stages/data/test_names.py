@@ -117,8 +117,8 @@ def test_names_are_part_of_what_the_tokens_are(rows: Rows) -> None:
 
 def test_a_column_that_a_row_does_not_have(rows: Rows) -> None:
     assert rows.error([{"messages": [USER, BOT]}], columns={"messages": "dialog"}) == (
-        "a.jsonl:1: fits no form; it has `messages` (a row has one of: `dialog`; `conversations`; `prompt` and "
-        "`completion`; `instruction` and `output`; `text`; `input_ids`)"
+        "a.jsonl:1: fits no form; it has `messages` (a row has one of: `dialog`; `conversations`; "
+        "`prompt` and `completion`; `instruction` and `output`; `text`; `input_ids`)"
     )
 
 

@@ -68,7 +68,8 @@ def test_with_pins_a_kernel_names_its_commit(monkeypatch: pytest.MonkeyPatch) ->
         ({}, "path: the model is not given"),
         (
             {"path": "a/b", "revision": COMMIT, "config": {"model_type": "llama"}},
-            "config: `path` and `config` exclude each other",
+            "path: `path` and `config` exclude each other (set one of them to null, "
+            "such as config: null)",
         ),
         ({"config": {"hidden_size": 3}}, "config: `model_type` is missing"),
         ({"config": "./nowhere.json"}, "config: no such file: nowhere.json"),
