@@ -107,7 +107,7 @@ def checkpoint_of(run: str, step: str | None) -> str:
         name = f"step-{step:0>8}"
         if name not in names:
             there = ", ".join(str(step_number(one)) for one in names)
-            raise UsageError(f"{run} has no checkpoint of step {step[:40]}; there are {there}")
+            raise UsageError(f"{run} has no checkpoint of step {step[:40]}; it has {there}")
         return store.locate(name)
 
 

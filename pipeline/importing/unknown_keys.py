@@ -65,7 +65,7 @@ def _translated(
     parts = [_yaml(spot, new, unknown.slot, slots) for spot, new in places]
     instead = [f"`{other}`" for _, other in _replaced(places, slots)]
     verb = "add to the recipe" if unknown.on_command_line else "write"
-    of = f" in place of {' and '.join(instead)}" if instead else ""
+    of = f" instead of {' and '.join(instead)}" if instead else ""
     return f"{verb} {' and '.join(parts)}{of}", own
 
 

@@ -281,7 +281,7 @@ class Rows:
         )  # fmt: skip
         if packs.counts["samples"] == count > 1:
             self.ctx.log.warning(
-                "packing joined no rows: raise data.sequence_length (%d), or leave packing out",
+                "packing joined no rows: raise `sequence_length` (%d), or leave packing out",
                 length,
             )
         return PackedSamples(rows, packs)

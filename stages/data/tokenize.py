@@ -96,9 +96,11 @@ def ends_with(text: str, token: str | None) -> bool:
 def check_ids(model: ModelSource, largest: int) -> None:
     """Raise StageError if the data holds an id beyond the model's embedding."""
     if largest >= model.vocab_size:
+        size = len(model.tokenizer())
         raise StageError(
             f"the tokenizer made id {largest}, but {model.name} embeds {model.vocab_size} tokens",
-            hint="this tokenizer belongs to another model",
+            hint=f"this tokenizer belongs to another model; a new one needs `vocab_size: {size}` "
+            "in its `config`",
         )
 
 

@@ -158,7 +158,7 @@ def pipe(*arguments: object) -> Result:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("RUN", "--step", "3"), "has no checkpoint of step 3; there are 2, 4"),
+        (("RUN", "--step", "3"), "has no checkpoint of step 3; it has 2, 4"),
         (("RUN", "--step", "best"), "no checkpoint of .* has a loss on held-out data"),
         (("RUN/nothing", "--out", "x"), "no such folder"),
         (("RUN/export", "--out", "x"), r"does not lie in a run.*--model names"),

@@ -441,7 +441,7 @@ def test_mistakes_are_named(place: Path, tmp_path: Path, monkeypatch: pytest.Mon
         return done.stderr
 
     assert "nowhere is not there" in refused("chat", "nowhere")
-    assert "has no checkpoint of step 5; there are 4, 8" in refused(
+    assert "has no checkpoint of step 5; it has 4, 8" in refused(
         "generate", "runs/whole", PROMPT, "--step", "5"
     )
     assert "no checkpoint of runs/whole has a loss" in refused(

@@ -55,7 +55,7 @@ def hint(file: Path, key: str, value: object, *, command_line: bool = False) -> 
     ("key", "value", "words"),
     [
         # slots have names of their own: `loop` is the one with a train stage
-        ("optimizer.num_train_epochs", 3, "write `epochs: 3` in slot `loop` in place of `steps`"),
+        ("optimizer.num_train_epochs", 3, "write `epochs: 3` in slot `loop` instead of `steps`"),
         ("loop.per_device_train_batch_size", 2, "write `micro_batch_size: 2`"),
         (
             "loop.batch_size",

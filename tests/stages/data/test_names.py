@@ -125,7 +125,7 @@ def test_a_column_that_a_row_does_not_have(rows: Rows) -> None:
 @pytest.mark.parametrize(
     ("fields", "key", "message"),
     [
-        ({"columns": {"mesages": "x"}}, "columns.mesages", "is no key that is read of a row or a"),
+        ({"columns": {"mesages": "x"}}, "columns.mesages", "is not a key of a row or a"),
         ({"columns": {"prompt": "x", "text": "x"}}, "columns.text", "'x' is `prompt` already"),
         ({"role_names": {"bot": "asistant"}}, "role_names.bot", "'asistant' is not a role"),
         (

@@ -111,6 +111,9 @@ def test_an_epoch_has_the_same_loss_packed_and_unpacked(
     assert alone.fingerprint != together.fingerprint
     assert 2 * len(together.train) < len(alone.train)
     assert "packing: " in caplog.text
+    assert "joined no rows" not in caplog.text
+    dataclasses.replace(stage, packing=True, sequence_length=40).run(ctx, source)
+    assert "packing joined no rows: raise `sequence_length` (40)" in caplog.text
     pairs = [(alone.train, together.train)]
     if fraction:
         assert alone.heldout is not None

@@ -16,7 +16,7 @@ from pipeline.errors import StageError
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
-from stages.train.batches import Feed
+from stages.train.batches import Feed, microbatches
 from stages.train.causal_lm import TrainCausalLm
 from stages.wrap.ddp import Ddp
 from stages.wrap.fsdp import Fsdp
@@ -40,6 +40,25 @@ def test_contradicting_batch_sizes_show_the_arithmetic() -> None:
     given = {"global_batch_size": 32, "steps": 1, "micro_batch_size": 2, "accumulation": 3}
     assert "2 x 3 x 4 = 24" in problems(**given)[0]
     assert problems(**{**given, "global_batch_size": 24}) == []
+
+
+def test_steps_over_epochs_name_the_override_to_add() -> None:
+    stage = TrainCausalLm(global_batch_size=8, steps=1, epochs=1.0)
+    view = PlanView(name="t", seed=0, procs=1, device="cpu", slots={"loop": stage})
+    assert [one.hint for one in stage.check(view)] == ["add loop.epochs=null, or loop.steps=null"]
+
+
+@pytest.mark.parametrize(("procs", "share"), [(1, 8), (2, 4), (3, 3)])
+def test_a_micro_batch_larger_than_its_step_is_said(procs: int, share: int) -> None:
+    """The ranges that training cuts are the ones that the warning names."""
+    stage = TrainCausalLm(global_batch_size=8, steps=1, micro_batch_size=16)
+    view = PlanView(name="t", seed=0, procs=procs, device="cpu", slots={"loop": stage})
+    (told,) = stage.check(view)
+    assert told.warning
+    assert told.message.endswith(f": micro-batches have {share}")
+    cut = [microbatches(8, DataAxis(index=index, count=procs), 16) for index in range(procs)]
+    assert max(end - start for ranges in cut for start, end in ranges) == share
+    assert problems(procs, global_batch_size=8, steps=1, micro_batch_size=share) == []
 
 
 @pytest.mark.parametrize(
