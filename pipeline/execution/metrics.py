@@ -23,13 +23,21 @@ class Metrics:
         self.path = path
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record; it is not in a buffer of ours when this returns.
+        """Append one record; it is on its way to the disk when this returns.
 
-        It has an integer `step`, and what was measured there: every number under a name that the
-        training does not use (docs/training.md) gets a curve in reports, a line in displays, and is
-        sent to trackers. Numbers of NumPy and tensors of one element are taken; what is not finite
-        becomes null. Raises TypeError for a record without a step, or with what JSON cannot hold.
+        It has an integer `step`, and what was measured there: every number gets a curve in reports,
+        a line in displays, and is sent to trackers. Numbers of NumPy and tensors of one element are
+        taken; what is not finite becomes null. Raises TypeError for a record without a step, or
+        with what JSON cannot hold, and ValueError for a name that the training uses (FIELDS): its
+        own numbers would be mixed with those.
         """
+        taken = sorted(record.keys() & (OWN - {"step", "time"}))
+        if taken:
+            raise ValueError(f"`{taken[0]}` is a name of the training's numbers: choose another")
+        self.write_training(record)
+
+    def write_training(self, record: dict[str, Any]) -> None:
+        """Append one record of a stage that trains: as `write`, with the names in FIELDS too."""
         if self.path is not None:
             plain = {name: _plain(value) for name, value in record.items()}
             if type(plain.get("step")) is not int:

@@ -41,13 +41,15 @@ class Reporter(StepCallback):
 
     def anomaly(self, step: int, facts: Mapping[str, Any]) -> None:
         """Report a step without update. Its record has the next step's number and no `loss`."""
-        self._ctx.metrics.write({"step": step, "time": time.time(), **_json(facts)})
+        self._ctx.metrics.write_training({"step": step, "time": time.time(), **_json(facts)})
         shown = "  ".join(f"{name} {value}" for name, value in facts.items() if value is not None)
         self._ctx.log.warning(shown)
 
     def generated(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """Report texts that were generated."""
-        self._ctx.metrics.write({"step": step, "time": time.time(), "generated": list(samples)})
+        self._ctx.metrics.write_training(
+            {"step": step, "time": time.time(), "generated": list(samples)}
+        )
         for sample in samples:
             answer = sample["text"] if sample["text"].strip() else "(empty answer)"
             text = f"{sample['prompt']} -> {answer}"
@@ -59,12 +61,14 @@ class Reporter(StepCallback):
         self.show()
         self._ctx.log.info("training ends early, at step %d of %d: %s", step, total, reason)
         if not again:
-            self._ctx.metrics.write({"step": step, "time": time.time(), "ended_early": reason})
+            self._ctx.metrics.write_training(
+                {"step": step, "time": time.time(), "ended_early": reason}
+            )
 
     def saved(self, step: int, *, stalled: float) -> None:
         """Report a checkpoint, for which training paused for `stalled` seconds."""
         record = {"step": step, "time": time.time(), "checkpoint_stall_seconds": stalled}
-        self._ctx.metrics.write(record)
+        self._ctx.metrics.write_training(record)
 
     def written(self, checkpoint: WrittenCheckpoint, *, slowed: float | None) -> None:
         """Report a checkpoint that is on disk. Steps took `slowed` seconds more while it was
@@ -79,7 +83,7 @@ class Reporter(StepCallback):
         }
         if slowed is not None:
             record["checkpoint_slowed_seconds"] = slowed
-        self._ctx.metrics.write(record)
+        self._ctx.metrics.write_training(record)
 
     def rewind(self, step: int) -> None:
         """Drop reports of steps after `step`."""
@@ -96,7 +100,7 @@ class Reporter(StepCallback):
     def _write(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
         # The best is repeated in every record, so that readers only need the last line.
         best = {f"best_{name}": value for name, value in progress.best.items()}
-        self._ctx.metrics.write({"step": step, **_json(record), **best})
+        self._ctx.metrics.write_training({"step": step, **_json(record), **best})
 
     def _line(self, records: Sequence[Mapping[str, float]]) -> list[str]:
         """The last step's numbers, and mean speeds of all."""

@@ -98,7 +98,7 @@ class StragglerWatch:
                 step, found.rank, 100 * found.share, found.why,
             )  # fmt: skip
             record = {"straggler": found.rank, "share": round(found.share, 3), "why": found.why}
-            self.ctx.metrics.write({"step": step, "time": time.time(), **record})
+            self.ctx.metrics.write_training({"step": step, "time": time.time(), **record})
         return True
 
     def _arithmetic(self) -> float:

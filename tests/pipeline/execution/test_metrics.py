@@ -17,14 +17,14 @@ def test_rewind_leaves_one_record_a_step(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     metrics = Metrics(path)
     for step in range(1, 6):
-        metrics.write({"step": step, "loss": 1.0 / step})
-    metrics.write({"step": 4, "eval_loss": 2.0})
+        metrics.write_training({"step": step, "loss": 1.0 / step})
+    metrics.write_training({"step": 4, "eval_loss": 2.0})
     with path.open("a") as file:
         file.write('{"step": 6, "lo')
     metrics.rewind(4)
     kept = [{"step": step, "loss": 1.0 / step} for step in range(1, 5)]
     assert list(records(path)) == [*kept, {"step": 4, "eval_loss": 2.0}]
-    metrics.write({"step": 5, "loss": 9.0})
+    metrics.write_training({"step": 5, "loss": 9.0})
     assert [r["step"] for r in records(path) if "loss" in r] == [1, 2, 3, 4, 5]
     metrics.rewind(0)
     assert path.read_text() == ""
@@ -80,6 +80,21 @@ def test_a_record_needs_a_step(tmp_path: Path, record: dict[str, object]) -> Non
     with pytest.raises(TypeError, match="needs an integer `step`"):
         Metrics(tmp_path / "metrics.jsonl").write(record)
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("path", ["metrics.jsonl", None])
+@pytest.mark.parametrize("name", ["loss", "best_step", "ended_early", "generated", "mfu"])
+def test_a_plugin_does_not_write_the_training_s_numbers(
+    tmp_path: Path, path: str | None, name: str
+) -> None:
+    metrics = Metrics(tmp_path / path if path else None)
+    with pytest.raises(ValueError, match=f"`{name}` is a name of the training's numbers"):
+        metrics.write({"step": 1, name: 1.0, "mine": 2.0})
+    assert list(tmp_path.iterdir()) == []
+    metrics.write({"step": 1, "time": 5.0, "mine": 2.0})
+    assert list(records(tmp_path / "metrics.jsonl") if path else []) == (
+        [{"step": 1, "time": 5.0, "mine": 2.0}] if path else []
+    )
 
 
 @pytest.mark.parametrize("number", [None, "0", 0.0, True, 10**400])

@@ -283,7 +283,7 @@ def test_problems_are_those_of_the_slot(make: Make) -> None:
 
 def test_context(tmp_path: Path) -> None:
     ctx = context(tmp_path / "run", seed=3)
-    ctx.metrics.write({"step": 1, "loss": 2.5})
+    ctx.metrics.write_training({"step": 1, "loss": 2.5})
     assert (ctx.run_dir, ctx.seed) == (tmp_path / "run", 3)
     assert (ctx.dist.rank, ctx.dist.world_size, ctx.dist.device.type) == (0, 1, "cpu")
     assert json.loads((tmp_path / "run" / "metrics.jsonl").read_text("utf-8")) == {
