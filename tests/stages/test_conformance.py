@@ -43,7 +43,7 @@ VALID: Mapping[str, Mapping[str, Any]] = {
 INVALID: Mapping[str, list[tuple[str, Mapping[str, Any]]]] = {
     "model.hf": [
         ("path", {}),
-        ("config", {"path": "./model", "config": {"model_type": "llama"}}),
+        ("path", {"path": "./model", "config": {"model_type": "llama"}}),
         ("trust_remote_code", {"path": "./model", "trust_remote_code": 1}),
     ],
     "precision.policy": [("compute", {"compute": "fp8"}), ("master", {"master": "fp16"})],

@@ -237,7 +237,7 @@ def test_a_run_of_what_init_wrote(project: Path, plugin: Path) -> None:
     said = made.stdout.splitlines()
     assert said[:2] == [
         "data: 300 rows of chat messages in rows.jsonl, 7 of them broken",
-        "  7 rows: not JSON: Expecting value: line 1 column 14 (char 13) (first: rows.jsonl:1)",
+        "  7 rows: not JSON: Expecting value at column 14 (first: rows.jsonl:1)",
     ]
     for line in (
         "bad_rows drop: 7 broken rows are left out and reported",

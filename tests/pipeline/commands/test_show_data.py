@@ -113,7 +113,7 @@ def test_mistakes(show: Any) -> None:
     Path("rows.jsonl").write_text("{}")
     row = show("r.yaml", "--data", "1")
     assert (row.exit_code, row.stdout) == (1, "")
-    assert "rows.jsonl:1: has []" in row.stderr
+    assert "rows.jsonl:1: fits no form; it has nothing" in row.stderr
     Path("bare.yaml").write_text("name: bare\nstages: {optimizer: {use: optimizer.adamw}}\n")
     bare = show("bare.yaml", "--data", "1")
     assert (bare.exit_code, bare.stderr) == (2, "error: no slot of this recipe provides data\n")

@@ -33,7 +33,8 @@ def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
         rundir.claim(tmp_path / "file" / "run")
 
 
-def test_a_given_folder_holds_one_run(tmp_path: Path) -> None:
+def test_a_given_folder_holds_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where there is no newest run to name
     folder = rundir.claim(tmp_path / "run")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert rundir.claim(folder) == folder

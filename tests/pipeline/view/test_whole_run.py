@@ -98,7 +98,7 @@ def test_lines(tiny_run: TinyRun) -> None:
         r"  steps +8, [\d,]+ tokens/s \(mean\)",
         r"  held-out loss +\d\.\d{4} \(step 4\) -> TEXT",
         r"  run folder +runs/tiny",
-        r"  train +runs/tiny/checkpoints/step-00000008",
+        r"  checkpoint +runs/tiny/checkpoints/step-00000008",
         r"  (export|report) +runs/tiny/(export|report\.html)",
         r"  talk to it +pipe chat runs/tiny",
     )

@@ -281,7 +281,9 @@ def test_an_object_store(ctx: Context, folder: Path) -> None:
     with pytest.raises(StageError, match=r"^memory:/+corpus/9\.jsonl\.gz:2: no key 'text'"):
         taken(bad, 0, 1)
     memory.pipe_file("/corpus/_SUCCESS", b"")
-    with pytest.raises(StageError, match=r"corpus/_SUCCESS: unknown kind of file \(known: \.txt"):
+    with pytest.raises(
+        StageError, match=r"corpus/_SUCCESS: unknown kind of file \(convert it to one of: \.txt"
+    ):
         opened(dataclasses.replace(stage, shards="memory://corpus/*"), ctx)
     memory.rm("/corpus", recursive=True)
     with pytest.raises(StageError, match="no such file: memory://corpus/"):

@@ -115,7 +115,7 @@ def test_a_model_without_blocks_is_refused(fields: dict[str, Any], tmp_path: Any
 def test_eager_attention_cannot_be_kept() -> None:
     keep = {"activation_checkpointing": {"keep": "attention"}, "config": SIZED}
     (problem,) = problems(HfModel, {**keep, "attention": "eager"}, plan=plan_view({}))
-    assert problem.message.startswith("eager attention is no single operation")
+    assert problem.message.startswith("eager attention is not one operation")
     assert not problems(HfModel, keep, plan=plan_view({}))
 
 

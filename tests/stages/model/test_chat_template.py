@@ -53,8 +53,8 @@ def test_mistakes_show_in_the_check(tmp_path: Path) -> None:
     assert "did you mean chatml" in problem("chatm").replace("`", "").replace("'", "")
     assert "known here: chatml, gemma, llama3, plain" in problem("zephyr")
     assert f"{bad}:2: no chat template: " in problem(str(bad))
-    assert "is no file" in problem(str(tmp_path))
-    assert "is no file" in problem(str(tmp_path / "absent.jinja"))
+    assert "is not a file" in problem(str(tmp_path))
+    assert "is not a file" in problem(str(tmp_path / "absent.jinja"))
 
 
 def test_tokens_that_the_tokenizer_lacks() -> None:

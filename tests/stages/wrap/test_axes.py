@@ -136,7 +136,7 @@ CONFIG = {"model_type": "llama", "num_attention_heads": 6, "num_hidden_layers": 
         (
             {"expert_parallel": ExpertParallel(size=4), "sharding": "hybrid_shard"},
             {"num_experts": 8},
-            "shard_size: has to be given with expert_parallel",
+            "shard_size: is required with expert_parallel",
         ),
     ],
 )  # fmt: skip
