@@ -104,12 +104,11 @@ def run(
     Raises RecipeError and UsageError before anything is started, RunFailed, and RunStopped when
     somebody else has stopped it.
     """
-    from pipeline.chain.plan import plan_file
     from pipeline.execution.selection import Selection
-    from pipeline.importing.unknown_keys import of_other_tools
+    from pipeline.importing.unknown_keys import plan_recipe
 
     with _file_of(recipe) as file:
-        made = plan_file(file, overrides, here=True, foreign=of_other_tools)
+        made = plan_recipe(file, overrides, here=True)
         Selection(last=until).again(made)  # a slot that is not there is a mistake
         folder = Path(run_dir) if run_dir else rundir.create(Path(runs), made.recipe.name)
         options = ["--run-dir", str(folder), *(["--until", until] if until else [])]
@@ -129,14 +128,13 @@ def resume(
 
     `accept` names changes that are intended, as `pipe resume --accept`. Raises as `run` does.
     """
-    from pipeline.chain.plan import plan_file
-    from pipeline.importing.unknown_keys import of_other_tools
+    from pipeline.importing.unknown_keys import plan_recipe
 
     folder = rundir.existing(Path(run_dir))
     accepted = [word for name in accept for word in ("--accept", name)]
     with contextlib.ExitStack() as stack:
         file = None if recipe is None else stack.enter_context(_file_of(recipe))
-        plan_file(file or folder / rundir.RECIPE, overrides, here=True, foreign=of_other_tools)
+        plan_recipe(file or folder / rundir.RECIPE, overrides, here=True)
         other = [] if file is None else ["--recipe", str(file)]
         _call(["resume", str(folder), *overrides, *other, *accepted], on_event)
     return RunOutcome(folder.resolve())
@@ -169,11 +167,10 @@ def plan(
 def check(recipe: RecipeLike, overrides: Sequence[str] = ()) -> tuple[Problem, ...]:
     """Find every mistake of a recipe, as `pipe check` does, without starting anything; return its
     warnings. Raises RecipeError, with all `problems`."""
-    from pipeline.chain.plan import plan_file
-    from pipeline.importing.unknown_keys import of_other_tools
+    from pipeline.importing.unknown_keys import plan_recipe
 
     with _file_of(recipe) as file:
-        return tuple(plan_file(file, overrides, foreign=of_other_tools).warnings)
+        return tuple(plan_recipe(file, overrides).warnings)
 
 
 @contextlib.contextmanager

@@ -72,15 +72,14 @@ def bench(
     from pipeline.bench import report, trials
     from pipeline.bench.session import Benchmark
     from pipeline.chain.names import resolved
-    from pipeline.chain.plan import plan_file
     from pipeline.distributed.launchers import require_no_launcher
     from pipeline.errors import CommandStopped
-    from pipeline.importing.unknown_keys import of_other_tools
+    from pipeline.importing.unknown_keys import plan_recipe
     from pipeline.planning.presets import chosen
 
     require_no_launcher("pipe bench")
     registry = registry or Registry.installed()
-    plan = resolved(plan_file(recipe, overrides, registry=registry, foreign=of_other_tools), {})
+    plan = resolved(plan_recipe(recipe, overrides, registry=registry), {})
     trials.require_measurable(plan)
     names = _parts(strategies, "--strategies")
     if names:

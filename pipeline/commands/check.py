@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from pipeline.chain.names import unpinned
-from pipeline.chain.plan import Plan, plan_file
+from pipeline.chain.plan import Plan
 from pipeline.chain.registry import Registry
 from pipeline.commands.options import json_option, overrides_argument, recipe_argument
 from pipeline.commands.pinned import pinned_option
@@ -23,7 +23,7 @@ from pipeline.errors import (
     StageError,
     UsageError,
 )
-from pipeline.importing.unknown_keys import of_other_tools
+from pipeline.importing.unknown_keys import plan_recipe
 from pipeline.utils import terminal
 from pipeline.utils.text import plural
 
@@ -54,7 +54,7 @@ def check(
     read.
     """
     try:
-        plan = plan_file(recipe, overrides, registry=registry, foreign=of_other_tools)
+        plan = plan_recipe(recipe, overrides, registry=registry)
     except RecipeError as error:
         if not as_json:
             raise

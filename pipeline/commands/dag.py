@@ -25,13 +25,10 @@ def dag(recipe: Path, overrides: tuple[str, ...], mermaid: bool, as_json: bool) 
 
     RECIPE is a file, or the folder of a run.
     """
-    from pipeline.chain.plan import plan_file
     from pipeline.execution import rundir
-    from pipeline.importing.unknown_keys import of_other_tools
+    from pipeline.importing.unknown_keys import plan_recipe
 
-    plan = plan_file(
-        recipe / rundir.RECIPE if recipe.is_dir() else recipe, overrides, foreign=of_other_tools
-    )
+    plan = plan_recipe(recipe / rundir.RECIPE if recipe.is_dir() else recipe, overrides)
     if mermaid and as_json:
         raise click.UsageError("--mermaid excludes --json")
     drawn = _mermaid if mermaid else _json if as_json else _text

@@ -95,10 +95,9 @@ def launch(
     OVERRIDES change the recipe first, such as train.steps=50. The recipe is checked. Environment
     variables that it reads are passed by name; the script holds none of their values.
     """
-    from pipeline.chain.plan import plan_file
     from pipeline.distributed.placement import bounds
     from pipeline.errors import UsageError
-    from pipeline.importing.unknown_keys import of_other_tools
+    from pipeline.importing.unknown_keys import plan_recipe
     from pipeline.launch.targets import TARGETS as KNOWN
     from pipeline.launch.targets.surroundings import with_absolute_paths
 
@@ -113,7 +112,7 @@ def launch(
         few, most = bounds(nodes, "--nodes")
         own = str(most) if few == most else f"{{min: {few}, max: {most}}}"
         overrides = (*overrides, f"launch.nodes={own}")
-    plan = plan_file(recipe, overrides, forecast=True, foreign=of_other_tools)
+    plan = plan_recipe(recipe, overrides, forecast=True)
     elsewhere = bool(given["image"]) or kind.forgets or kind.fresh
     if not kind.takes_folder:  # the current folder may be another one there
         overrides = tuple(map(with_absolute_paths, overrides))

@@ -53,12 +53,12 @@ def profile(
     from pipeline.errors import UsageError, system_errors_as
     from pipeline.execution import rundir
     from pipeline.execution.metrics import records
-    from pipeline.importing.unknown_keys import of_other_tools
+    from pipeline.importing.unknown_keys import plan_recipe
     from pipeline.launch.start import Job, start
     from pipeline.utils.files import replace_text
 
     require_no_launcher("pipe profile")
-    original = plan_file(recipe, overrides, here=True, foreign=of_other_tools)
+    original = plan_recipe(recipe, overrides, here=True)
     runs = Path("runs")
     if run_dir is not None and (run_dir / rundir.RECIPE).exists():
         raise UsageError(f"{run_dir} already holds a run", hint="name a new folder")

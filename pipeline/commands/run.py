@@ -93,7 +93,7 @@ def run(
     OVERRIDES change the recipe first, such as train.steps=50 wrap.stage=2.
     """
     from pipeline.chain.names import resolved
-    from pipeline.chain.plan import Started, plan_file
+    from pipeline.chain.plan import Started
     from pipeline.distributed.environment import is_worker, worker_local_world_size
     from pipeline.distributed.placement import NodeOptions
     from pipeline.execution import rundir
@@ -101,11 +101,11 @@ def run(
     from pipeline.execution.rank_logging import say
     from pipeline.execution.rehearsal import rehearsal
     from pipeline.execution.saved_plan import require_planned
-    from pipeline.importing.unknown_keys import of_other_tools
+    from pipeline.importing.unknown_keys import plan_recipe
     from pipeline.launch.start import Job, start
 
     def plan(started: Started) -> Plan:
-        made = plan_file(recipe, overrides, here=True, started=started, foreign=of_other_tools)
+        made = plan_recipe(recipe, overrides, here=True, started=started)
         selection.again(made)  # a slot that is not there is a mistake
         if planned is not None:
             made = resolved(made, Journal(run_dir / rundir.JOURNAL).commits() if run_dir else {})
@@ -218,16 +218,16 @@ def resume(
     processes, the micro-batch size and the accumulation may change. A different model, tokenizer,
     data, order or global batch is refused unless --accept names it.
     """
-    from pipeline.chain.plan import Started, plan_file
+    from pipeline.chain.plan import Started
     from pipeline.distributed.placement import NodeOptions
     from pipeline.execution import rundir
     from pipeline.execution.rehearsal import rehearsal
-    from pipeline.importing.unknown_keys import of_other_tools
+    from pipeline.importing.unknown_keys import plan_recipe
     from pipeline.launch.start import Job, start
 
     def plan(started: Started) -> Plan:
         path = recipe or rundir.existing(run_dir) / rundir.RECIPE
-        made = plan_file(path, overrides, here=True, started=started, foreign=of_other_tools)
+        made = plan_recipe(path, overrides, here=True, started=started)
         selection.again(made)
         return made
 

@@ -14,13 +14,13 @@ import click
 
 from pipeline.chain.common_fields import common_fields
 from pipeline.chain.elsewhere import explained
-from pipeline.chain.plan import Plan, in_order, load_slots, plan_file
+from pipeline.chain.plan import Plan, in_order, load_slots
 from pipeline.chain.registry import Registry
 from pipeline.commands.options import Count, json_option, overrides_argument, recipe_argument
 from pipeline.contracts.data import Sample
 from pipeline.errors import RecipeError
 from pipeline.execution.data_preview import Preview, Token, documents, preview
-from pipeline.importing.unknown_keys import of_other_tools
+from pipeline.importing.unknown_keys import of_other_tools, plan_recipe
 from pipeline.recipe import Header, Recipe, read_recipe, unless_reported
 from pipeline.recipe.dump import render
 from pipeline.recipe.field_docs import plain_value
@@ -58,7 +58,7 @@ def show(
     """
     file = recipe / "recipe.yaml" if recipe.is_dir() else recipe
     if count is not None:
-        plan = plan_file(file, overrides, registry=registry, foreign=of_other_tools)
+        plan = plan_recipe(file, overrides, registry=registry)
         _show_data(plan, count=count, as_json=as_json)
         return
     loaded, values = _resolved(file, overrides, registry or Registry.installed())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeline.chain.elsewhere import Slots, Spot, override, shortened
+from pipeline.chain.plan import plan_file
 from pipeline.chain.registry import kind_of
 from pipeline.errors import PipeError, PluginError
 from pipeline.importing.translator import KeyOutcome, Translators
@@ -32,6 +34,10 @@ def of_other_tools(unknown: UnknownKey, slots: Slots) -> tuple[str, Spot | None]
             return ": ".join(part for part in (outcome.why, outcome.hint) if part), None
     # why a value is refused is about a file of the tool; what to do instead is about the recipe
     return next((one.hint for one in outcomes if one.hint), ""), None
+
+
+plan_recipe = functools.partial(plan_file, foreign=of_other_tools)
+"""As `plan_file`, of a recipe that a person wrote: hints know the keys of other tools."""
 
 
 def _outcomes(name: str, value: Any) -> Iterator[KeyOutcome]:

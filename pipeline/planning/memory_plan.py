@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.chain.plan import Plan, Started, plan_file
+from pipeline.chain.plan import Plan, Started
 from pipeline.chain.registry import Registry
 from pipeline.contracts.precision import Precision
-from pipeline.importing.unknown_keys import of_other_tools
+from pipeline.importing.unknown_keys import plan_recipe
 from pipeline.planning.estimate import Estimate, ask_planners, combine
 from pipeline.planning.hardware import (
     Hardware,
@@ -114,13 +114,8 @@ def check(
     """Check a recipe for the machines of the options. Raises RecipeError."""
     # Options replace the recipe's device; one in the overrides contradicts them.
     lines = [*(["launch.device=cuda"] if machines.on_gpus else []), *overrides]
-    return plan_file(
-        recipe,
-        lines,
-        registry=registry,
-        forecast=True,
-        started=Started(procs=machines.procs),
-        foreign=of_other_tools,
+    return plan_recipe(
+        recipe, lines, registry=registry, forecast=True, started=Started(procs=machines.procs)
     )
 
 

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
+
+from pipeline.utils.terminal import shown
 
 MOST_PROMPTS = 3
 MOST_LETTERS = 200
+"""Prompts, and letters of a text, in the last lines of a run."""
+MOST_IN_REPORT = 40
+MOST_ANSWERS = 20
+"""Prompts in a report, and answers to a prompt there: the first, and the newest."""
 
 
 def by_prompt(found: Iterable[Mapping[str, Any]]) -> dict[tuple[int, str], dict[int, str]]:
@@ -28,13 +35,58 @@ def before_and_after(found: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, 
     last = max(itertools.chain(*answers.values()), default=0)
     both = (item for item in answers.items() if last and {0, last} <= item[1].keys())
     for (_, prompt), by_step in itertools.islice(both, MOST_PROMPTS):
-        yield "prompt", _shown(prompt)
-        yield "  before", _shown(by_step[0])
-        yield "  after", _shown(by_step[last])
+        yield "prompt", _in_short(prompt)
+        yield "  before", _in_short(by_step[0])
+        yield "  after", _in_short(by_step[last])
 
 
-def _shown(text: str) -> str:
+def _in_short(text: str) -> str:
     line = " ".join(text.split())
     if not line:
         return "(empty answer)"
     return line if len(line) <= MOST_LETTERS else f"{line[:MOST_LETTERS].rstrip()} ..."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The text that a model wrote after a prompt."""
+
+    when: str
+    """`before training`, `step 20`."""
+    text: str
+    """Empty where it wrote nothing but white space."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A prompt, and its answers in the order of the training."""
+
+    text: str
+    shown: list[Answer]
+    """The first and the last, to be compared; one where there is one."""
+    between: list[Answer]
+    left_out: int
+
+
+def prompts(records: Iterable[Mapping[str, Any]]) -> list[Prompt]:
+    """Return the newest prompts of a run's records with their answers, for a report."""
+    found = list(by_prompt(records).items())[-MOST_IN_REPORT:]
+    return [_prompt(text, by_step) for (_, text), by_step in found]
+
+
+def _prompt(text: str, by_step: Mapping[int, str]) -> Prompt:
+    first, *rest = _answers(by_step)
+    kept = rest[max(0, len(rest) - MOST_ANSWERS + 1) :]
+    return Prompt(
+        text=shown(text),
+        shown=[first, *kept[-1:]],
+        between=kept[:-1],
+        left_out=len(rest) - len(kept),
+    )
+
+
+def _answers(by_step: Mapping[int, str]) -> Iterator[Answer]:
+    for step in sorted(by_step):
+        when = f"step {step}" if step else "before training"
+        text = by_step[step]
+        yield Answer(when=when, text=shown(text) if text.strip() else "")

@@ -24,7 +24,7 @@ from pipeline.view.report import facts
 from pipeline.view.report.curves import MOST_POINTS, Curve, curve
 from pipeline.view.report.gpus import gpu_plots, gpu_rows
 from pipeline.view.report.page import Plot, Series, render
-from pipeline.view.report.samples import prompts
+from pipeline.view.texts import prompts
 
 MOST_MARKS = 200
 MOST_ROWS = 400
