@@ -37,12 +37,7 @@ def screens(
 ) -> dict[str, pyte.Screen]:
     """Run a command in a terminal; return its screen when each text of `at` was first shown, under
     that text, and at its end, under `end`. Exits if the command fails."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(folder)
-        os.environ["TERM"] = "xterm-256color"
-        os.execvp(command[0], command)
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, columns, 0, 0))
+    pid, terminal = _started(command, columns, ROWS, folder)
     screen, found = pyte.Screen(columns, ROWS), {}
     stream = pyte.ByteStream(screen)
     for output in _outputs(terminal):
@@ -51,9 +46,7 @@ def screens(
             if text not in found and text in "\n".join(screen.display):
                 _settle(terminal, stream)
                 found[text] = _copy(screen)
-    _, status = os.waitpid(pid, 0)
-    if status:
-        sys.exit("\n".join(screen.display))
+    _require_success(pid, screen)
     return {**found, "end": screen}
 
 
@@ -71,12 +64,7 @@ def recorded(
     """Run a command in a terminal; return its screens, one for each change that stood for a fifth
     of a second, and the last. Texts that are `hidden` are left out of what it prints, such as
     the path of a temporary folder. Exits if the command fails."""
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(folder)
-        os.environ["TERM"] = "xterm-256color"
-        os.execvp(command[0], command)
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    pid, terminal = _started(command, columns, rows, folder)
     screen, frames, began = pyte.Screen(columns, rows), list[Frame](), time.monotonic()
     stream = pyte.ByteStream(screen)
     for output in _outputs(terminal):
@@ -85,10 +73,25 @@ def recorded(
         stream.feed(output)
         if not select.select([terminal], [], [], 0.2)[0]:
             frames.append(Frame(time.monotonic() - began, _copy(screen)))
+    _require_success(pid, screen)
+    return [*frames, Frame(time.monotonic() - began, screen)]
+
+
+def _started(command: Sequence[str], columns: int, rows: int, folder: Path) -> tuple[int, int]:
+    """Start a command in a new terminal; return its process and the terminal."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(folder)
+        os.environ["TERM"] = "xterm-256color"
+        os.execvp(command[0], command)
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    return pid, terminal
+
+
+def _require_success(pid: int, screen: pyte.Screen) -> None:
     _, status = os.waitpid(pid, 0)
     if status:
         sys.exit("\n".join(screen.display))
-    return [*frames, Frame(time.monotonic() - began, screen)]
 
 
 def _outputs(terminal: int) -> Iterator[bytes]:

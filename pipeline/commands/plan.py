@@ -25,7 +25,8 @@ from pipeline.utils.files import try_writing
 from pipeline.utils.terminal import SCREEN
 
 if TYPE_CHECKING:
-    from pipeline.planning.search import Candidate
+    from pipeline.planning.memory_plan import MemoryPlan
+    from pipeline.planning.search import Candidate, SearchBase
 
 
 @click.command()
@@ -85,17 +86,12 @@ def plan(
         click.echo(next(shown) if quiet else "\n".join(shown))
     found: list[Candidate] | None = []
     if memory_plan.short and not quiet:
-        from pipeline.planning import choice
         from pipeline.planning.search import SearchBase
 
         base = SearchBase(
             recipe=recipe, overrides=overrides, machines=machines, margins=margins, registry=known
         )
-        try:
-            found = [*choice.remedies(memory_plan, base)]
-        except PipeError as error:
-            found = None
-            click.echo(f"no remedies can be found: {in_words(error)}", err=True)
+        found = _remedies(memory_plan, base)
         if not as_json and found is not None:
             title = "it would fit with" if found else "nothing here makes it fit"
             click.echo("\n".join([title, *(f"  {way.line()}" for way in found)]))
@@ -104,3 +100,14 @@ def plan(
         click.echo(json.dumps(record | {"remedies": remedies}, allow_nan=False))
     if memory_plan.short:
         sys.exit(NoFit.exit_code)
+
+
+def _remedies(memory_plan: MemoryPlan, base: SearchBase) -> list[Candidate] | None:
+    """Return what would fit; None, with the reason on standard error, if nothing can be tried."""
+    from pipeline.planning.choice import remedies
+
+    try:
+        return [*remedies(memory_plan, base)]
+    except PipeError as error:
+        click.echo(f"no remedies can be found: {in_words(error)}", err=True)
+        return None

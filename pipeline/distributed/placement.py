@@ -172,12 +172,10 @@ def bounds(text: str, where: str) -> tuple[int, int]:
     """Fewest and most nodes of `N` or `MIN:MAX`. Raises UsageError naming `where` it is from."""
     low, colon, high = text.strip().partition(":")
     parts = (low, high) if colon else (low, low)
-    if all(part.isdecimal() for part in parts) and "0" in (
-        part.lstrip("0") or "0" for part in parts
-    ):
-        raise UsageError(f"{where}={text}: must be at least 1")
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+    if not all(part.isdecimal() for part in parts):
         raise UsageError(f"{where}={text} is neither a number nor MIN:MAX, such as 2 or 2:4")
+    if not all(map(int, parts)):
+        raise UsageError(f"{where}={text}: must be at least 1")
     if int(parts[0]) > int(parts[1]):
         raise UsageError(f"{where}={text}: MIN is above MAX")
     return int(parts[0]), int(parts[1])

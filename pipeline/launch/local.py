@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,17 +13,18 @@ import click
 
 from pipeline.chain.plan import Plan
 from pipeline.distributed.environment import FINISHED, STOPPED, STORE, place
-from pipeline.distributed.signals import ENDING, Interrupted
+from pipeline.distributed.heartbeat import Phase
+from pipeline.distributed.signals import ENDING, Interrupted, at_second_interrupt
 from pipeline.errors import RunFailed, in_words
 from pipeline.execution import failures, rundir
 from pipeline.execution.failures import Exit
 from pipeline.execution.journal import Journal
+from pipeline.execution.metrics import saved_step
 from pipeline.hardware.host import cores_each
 from pipeline.launch import allocator, flight_recorder
 from pipeline.launch.ranks import LocalRanks
 from pipeline.launch.restarts import Attempts
 from pipeline.launch.stalls import report_stall
-from pipeline.launch.stops import announce
 from pipeline.launch.watch import Watch, landmarks
 from pipeline.recipe.launch import Launch
 from pipeline.utils.files import anonymous_file
@@ -122,12 +125,29 @@ def supervise(
             check(None)
             time.sleep(POLL_SECONDS)
     except Interrupted as interrupted:
-        announce(interrupted, ranks, run_dir)
+        _announce(interrupted, ranks, run_dir)
         try:
             _wind_down(ranks, watch, run_dir, interrupted, check)
         except RunFailed as error:
             error.stopping = True
             raise
+
+
+def _announce(interrupted: Interrupted, ranks: LocalRanks, run_dir: Path) -> None:
+    """Print what a signal to this process leads to while ranks train, as they save first, and have
+    a second Ctrl-C print how to continue."""
+    at_second_interrupt(f"stopped by a second SIGINT\n{failures.continuation(run_dir)}\n")
+    phases = {ranks.heartbeats.read(number).phase for number in range(len(ranks.places))}
+    if phases == {Phase.LOAD} or not interrupted.cause or ranks.ends():
+        return  # also where another process got it, which has said so
+    step = None
+    with contextlib.suppress(OSError):  # the folder may be gone
+        step = saved_step(run_dir / rundir.METRICS)
+    since = "the newest checkpoint" if step is None else f"step {step}"
+    again = f"; again: stop now and lose the steps since {since}"
+    how = again if interrupted.number == signal.SIGINT else ""
+    with contextlib.suppress(OSError):  # a closed terminal
+        click.echo(f"{interrupted.cause}: saving after this step, then stopping{how}", err=True)
 
 
 def _look(ranks: LocalRanks, watch: Watch, run_dir: Path) -> None:

@@ -148,13 +148,17 @@ def write_samples(
     counts["dropped"] += mistakes.count
     notes = [*mistakes.notes(), *noted.notes()]
     if not targets:
-        reasons = "; ".join(note.text.removeprefix("dropped ") for note in notes)
-        raise StageError(
-            f"no token to train on in {counted(counts['rows'], 'rows')}: {reasons}",
-            hint="check `loss`, the roles of the messages, the chat template and `sequence_length`",
-        )
+        raise _nothing(counts["rows"], notes)
     write_notes(folder, notes)
     return counts
+
+
+def _nothing(rows: int, notes: Sequence[Note]) -> StageError:
+    reasons = "; ".join(note.text.removeprefix("dropped ") for note in notes)
+    return StageError(
+        f"no token to train on in {counted(rows, 'rows')}: {reasons}",
+        hint="check `loss`, the roles of the messages, the chat template and `sequence_length`",
+    )
 
 
 class _Noted:

@@ -7,10 +7,8 @@ import hashlib
 import json
 import re
 import shutil
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +16,7 @@ import pytest
 from huggingface_hub import constants
 
 from pipeline.utils import hub
+from tests.support.served import Handler, served
 
 FIRST, SECOND = "1" * 40, "2" * 40
 """Commits."""
@@ -94,14 +93,12 @@ def _entry(file: Path) -> dict[str, Any]:
 @contextlib.contextmanager
 def serving() -> Iterator[HubServer]:
     """Serve a hub on a port of this machine, at `url`."""
-    served = HubServer()
+    hub = HubServer()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
+    class Answering(Handler):
+        def do_GET(self) -> None:  # noqa: N802
             line = f"{self.command} {self.path.partition('?')[0]}"
-            status, headers, content = served.answer(line)
+            status, headers, content = hub.answer(line)
             self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(content))}.items():
                 self.send_header(name, value)
@@ -111,16 +108,8 @@ def serving() -> Iterator[HubServer]:
 
         do_HEAD = do_GET  # noqa: N815
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        served.url = f"http://127.0.0.1:{server.server_port}"
-        threading.Thread(target=server.serve_forever).start()
-        try:
-            yield served
-        finally:
-            server.shutdown()
+    with served(Answering) as hub.url:
+        yield hub
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,12 +127,18 @@ def test_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert written.stderr == note + then
 
 
+def _run(
+    command: Sequence[str], folder: Path | None = None, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=folder, env=os.environ | variables
+    )
+
+
 def test_packages_are_in_style(packages: dict[str, Path]) -> None:
     for options in (["format", "--check"], ["check"]):
         command = [sys.executable, "-m", "ruff", *options, "--config", "pyproject.toml"]
-        done = subprocess.run(
-            [*command, *map(str, packages.values())], capture_output=True, text=True, check=False
-        )
+        done = _run([*command, *map(str, packages.values())])
         assert done.returncode == 0, done.stdout
 
 
@@ -140,28 +147,15 @@ def test_a_strict_type_checker_finds_nothing(packages: dict[str, Path]) -> None:
     modules = [str(file) for folder in packages.values() for file in sorted(folder.glob("*.py"))]
     command = [sys.executable, "-m", "mypy", "--strict", *modules]
     path = os.pathsep.join(map(str, packages.values()))
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=packages["model"].parent,
-        env=os.environ | {"MYPYPATH": path},
-    )
+    done = _run(command, packages["model"].parent, MYPYPATH=path)
     assert done.returncode == 0, done.stdout
 
 
 def test_their_own_tests_pass(packages: dict[str, Path], installed: Path) -> None:
     path = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])
     options = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib"]
-    own = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *map(str, packages.values())],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=packages["model"].parent,
-        env=os.environ | {"PYTHONPATH": path},
-    )
+    command = [sys.executable, "-m", "pytest", *options, *map(str, packages.values())]
+    own = _run(command, packages["model"].parent, PYTHONPATH=path)
     assert own.returncode == 0, own.stdout
     for kind in packages:
         assert f"{kind}/tests" not in own.stdout  # nothing failed or was skipped

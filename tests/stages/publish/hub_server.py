@@ -7,13 +7,13 @@ import contextlib
 import hashlib
 import json
 import re
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from huggingface_hub.utils.sha import git_hash
+
+from tests.support.served import Handler, served
 
 TOKEN = "hf_aVerySecretTokenOfThirtyFourChars"
 Files = dict[str, bytes]
@@ -168,10 +168,8 @@ def serving() -> Iterator[Hub]:
     """Serve a hub on a port of this machine, at `hub.url`."""
     hub = Hub()
 
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_GET(self) -> None:
+    class Answering(Handler):
+        def do_GET(self) -> None:  # noqa: N802
             line = f"{self.command} {self.path.partition('?')[0]}"
             status, content = 200, None
             try:
@@ -197,13 +195,5 @@ def serving() -> Iterator[Hub]:
             self.rfile.readline()
             return body
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        hub.url = f"http://127.0.0.1:{server.server_port}"
-        threading.Thread(target=server.serve_forever).start()
-        try:
-            yield hub
-        finally:
-            server.shutdown()
+    with served(Answering) as hub.url:
+        yield hub
