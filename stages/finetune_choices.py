@@ -48,7 +48,7 @@ class Broken(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DataSurvey:
-    """What the rows of a file are."""
+    """Numbers about the rows of a file."""
 
     name: str
     form: str
@@ -97,7 +97,7 @@ class DataSurvey:
         return round(share * self.usable)
 
     def lines(self) -> Iterator[str]:
-        """What was found, for people."""
+        """Yield the survey in words."""
         broken = sum(one.number for one in self.broken)
         told = f", {broken:,} of them broken" if broken else ""
         yield f"data: {counted(self.rows, 'rows')} of {self.form} in {self.name}{told}"

@@ -106,7 +106,7 @@ class Draft:
     margins: Margins
     registry: Registry
     survey: Any = None
-    """What the template has found in the data, if it has been asked."""
+    """The template's survey of the data, if it has made one."""
     shown: Sequence[str] = ()
     """Lines that are on the screen already."""
 
@@ -171,7 +171,7 @@ class Draft:
         )
 
     def request(self, place: dict[str, Any], example: Path) -> AdviceRequest:
-        """What is asked of the planning."""
+        """Return the request to the planner."""
         from pipeline.planning.advise import AdviceRequest
         from pipeline.planning.hardware import narrow_dtype
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Conversation:
-    """What was said to one model, and how it is to answer."""
+    """The messages of a conversation with one model, and the settings of its answers."""
 
     writing: Writing
     system: str | None = None

@@ -76,7 +76,7 @@ class OtherTool:
 
     name: str
     advice: str
-    """What to do with its files; empty if there is nothing to say."""
+    """A hint for its files; may be empty."""
 
 
 class Translator(ABC):

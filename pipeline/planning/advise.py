@@ -57,7 +57,7 @@ class AdviceRequest:
     compute: str
     """Compute dtype that suits the devices, such as `bf16`."""
     survey: Any = None
-    """What the template has found in the data, if it has looked."""
+    """The template's survey of the data, if it has made one."""
     reasons: tuple[str, ...] = ()
     """More lines that say why."""
     folder: Path | None = None
@@ -75,7 +75,7 @@ class AdviceRequest:
 
 
 class Template(Protocol):
-    """What a recipe is drafted from."""
+    """Drafts a recipe for a request."""
 
     def __call__(self, request: AdviceRequest, /) -> Mapping[str, Mapping[str, Any]]:
         """Return the slots of a recipe for a request, with an empty one called `wrap`."""
@@ -235,7 +235,7 @@ def _low_rank(base: SearchBase, strategies: Sequence[Strategy]) -> Iterator[str]
 
 
 def look(model: Mapping[str, Any], file: Path) -> Any:
-    """What the template finds in a file of data, for a model slot's fields. Raises PipeError."""
+    """Return the template's survey of a data file, for a model slot's fields. Raises PipeError."""
     log = logging.Logger("pipe.look", logging.ERROR)
     with scratch_context(log) as ctx:
         return Templates.finetune().look(ctx, model, file)

@@ -42,7 +42,7 @@ class MemoryPlan:
     time: StepTime
     speed: Speed | None
     wider: str = ""
-    """What to say of a recipe that computes in fp32 on GPUs; else empty."""
+    """A note on a recipe that computes in fp32 on GPUs; else empty."""
     profiled: int | None = None
     """Peak of the device in bytes by the model's profile, if the recipe was traced as well."""
 

@@ -180,7 +180,7 @@ def _trap(written: str, wanted: list[str]) -> str:
 
 
 def _in_range(fault: _Fault, written: Any) -> str:
-    """What to write for a number or a text that is out of range; empty without a good guess."""
+    """Return a hint for a number or a text that is out of range; empty without a good guess."""
     if fault.most is not None and fault.most <= 1 and isinstance(written, int | float):
         return f"{written} % is {written / 100}" if 1 < written <= 100 else ""
     if fault.type == "string_pattern_mismatch" and isinstance(written, str):

@@ -1,4 +1,4 @@
-"""What to write for a field whose value is of the wrong type: an example that can stand there."""
+"""Examples of values for fields whose value is of the wrong type."""
 
 from __future__ import annotations
 

@@ -209,7 +209,7 @@ def _wrong_slot(slot: str, value: Any, places: SourceMap) -> list[Problem]:
 
 
 def _as_slot(slot: str, value: Any, *, command_line: bool) -> str:
-    """What to write where a slot is no mapping."""
+    """Return the hint for a slot that is not a mapping."""
     if isinstance(value, list):
         return "remove the dashes: a slot's fields are not a list"
     field, equals, rest = str(value).partition("=")

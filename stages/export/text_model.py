@@ -149,7 +149,8 @@ def _streamer(tokenizer: Any, show: Callable[[str], object]) -> Any:
 
 
 def _drawing(temperature: float) -> dict[str, Any]:
-    """What generation is asked for. Drawing keeps the other settings of generation_config.json."""
+    """Return the options for transformers' generate. Sampling keeps the other settings of
+    generation_config.json."""
     if temperature:
         return {"do_sample": True, "temperature": temperature}
     return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}

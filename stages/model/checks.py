@@ -264,7 +264,7 @@ def _hub(stage: HfModel, path: str) -> Found:
 
 
 def _as_local(path: str) -> str:
-    """What to write for a path that is not marked as a local one."""
+    """Return the hint for a path that is not marked as a local one."""
     there = f"write ./{path}" if Path(path).exists() else LOCAL_PATH
     return instead_of_variable(path) or there
 

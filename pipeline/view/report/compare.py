@@ -37,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Value:
-    """What a run has of a property."""
+    """A run's value of a property."""
 
     text: str
     rank: float | None = None
