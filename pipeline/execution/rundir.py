@@ -34,6 +34,7 @@ from typing import IO, Any
 from pipeline.checkpoint import location
 from pipeline.contracts.stage import ENVIRONMENT_FILE
 from pipeline.errors import RunFailed, RunLocked, UsageError, in_words, kind_of, system_errors_as
+from pipeline.utils.addresses import path_problems
 from pipeline.utils.files import GROUP_FOLDER, naming, opened, replace_text
 from pipeline.utils.foreign import open_regular, read_json, require_within
 from pipeline.utils.terminal import shown
@@ -90,6 +91,8 @@ def require_free(folder: Path, *, fresh: bool = False) -> None:
 
 
 def _made(folder: Path, *, exist_ok: bool) -> Path:
+    for problem in path_problems("", str(folder)):
+        raise UsageError(problem.message, hint=problem.hint)
     try:
         folder.mkdir(parents=True, exist_ok=exist_ok, mode=0o700)
     except OSError as error:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from pipeline.utils.activities import activity as activity
     from pipeline.utils.addresses import address_problems as address_problems
     from pipeline.utils.addresses import open_address as open_address
+    from pipeline.utils.addresses import path_problems as path_problems
     from pipeline.utils.dtensors import local_part as local_part
     from pipeline.utils.dtensors import own_chunk as own_chunk
     from pipeline.utils.fake_tensors import has_values as has_values

@@ -53,6 +53,14 @@ def address_problems(key: str, text: str | None) -> Iterator[Problem]:
         yield from _missing_package(key, protocol)
 
 
+def path_problems(key: str, text: str | None) -> Iterator[Problem]:
+    """The mistake of an address under `key`, where only a path of this machine can stand."""
+    protocol, mark, rest = (text or "").partition(":/")
+    if mark and (protocol in PROTOCOLS or rest.startswith("/")):
+        hint = "give a path; what is written there can be copied to the store afterwards"
+        yield Problem(key=key, message=f"{text} is an address, not a path", hint=hint)
+
+
 def _missing_package(key: str, protocol: str) -> Iterator[Problem]:
     from fsspec.registry import known_implementations
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from pipeline import PlanView, Problem
-from pipeline.utils import address_problems
+from pipeline.utils import address_problems, path_problems
 from stages.checkpoint.settings import CheckpointSettings
 
 
@@ -40,9 +40,5 @@ class FullCheckpoint(CheckpointSettings):
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from super().check(plan)
-        if self.folder is not None and "://" in self.folder:
-            yield Problem(
-                key="folder",
-                message="several processes cannot write into one object",
-                hint="use checkpoint.sharded",
-            )
+        for problem in path_problems("folder", self.folder):
+            yield replace(problem, hint="use checkpoint.sharded")

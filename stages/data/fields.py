@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from pipeline import Problem
-from pipeline.utils import HubName
+from pipeline.utils import HubName, path_problems
 from stages.data.sources import each_pattern, file_problems, find_files
 from stages.model.files import HUB_ID, REVISION
 
@@ -129,6 +129,7 @@ def problems(selection: Selection) -> Iterator[Problem]:
     for key in held[1:]:
         yield _excludes(key, held[0])
     yield from _duplicates(selection)
+    yield from path_problems("cache", selection.cache)
 
 
 def _excludes(key: str, other: str) -> Problem:

@@ -83,7 +83,8 @@ def file_problems(key: str, patterns: Patterns) -> Iterator[Problem]:
             yield Problem(message=message, key=key, hint="pack rows into larger files")
             continue
         elif not matches:
-            hint = instead_of_variable(pattern) or _existing(Path(pattern))
+            address = "://" in pattern and "data.stream reads addresses, in `shards`"
+            hint = address or instead_of_variable(pattern) or _existing(Path(pattern))
             if not hint and not Path(pattern).is_absolute():
                 hint = f"paths are relative to the working directory, {Path.cwd()}"
             yield Problem(message=f"no such file: {pattern}", key=key, hint=hint)

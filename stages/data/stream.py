@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from pipeline import Context, Data, ModelSource, PlanView, Problem, TrainedRun
-from pipeline.utils import address_problems
+from pipeline.utils import address_problems, path_problems
 from stages.data.fields import DocumentSettings
 from stages.data.sources import each_pattern, file_problems, find_files
 from stages.model.config_checks import tokenizer_problems
@@ -62,6 +62,7 @@ class StreamData(DocumentSettings):
         for path in find_files(self.heldout_files):
             if path.resolve() in known:
                 yield Problem(message=f"{path} is also trained on", key="heldout_files")
+        yield from path_problems("cache", self.cache)
         yield from tokenizer_problems(plan)
         for stage in plan.giving(TrainedRun):
             if getattr(stage, "epochs", None) is not None:

@@ -20,6 +20,7 @@ from pipeline import (
     TrainedRun,
     Weights,
 )
+from pipeline.utils import path_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ class ExportSettings:
     def check(self, plan: PlanView) -> Iterator[Problem]:
         from stages.export.target import PARTIAL, changed, foreign
 
+        yield from path_problems("folder", self.folder)
         if not self.prompt.strip():
             yield Problem(message="must not be empty", key="prompt")
         folder = None if self.folder is None else Path(self.folder).expanduser()

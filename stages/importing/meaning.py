@@ -29,15 +29,20 @@ def meaning(
     first: KeyOutcome | None = None
     for blocks in places(table, key):
         for company in companies:
-            content: Any = {key: value}
-            for block in reversed(blocks):
-                content = {block: content}
-            file = ConfigFile(path=Path("config.yaml"), content={**company, **content})
+            content = _among(company, blocks, {key: value})
+            file = ConfigFile(path=Path("config.yaml"), content=content)
             found = _outcome(draft(file).report, ".".join((*blocks, key)))
             if found is not None and found.to:
                 return found
             first = first or found
     return first
+
+
+def _among(company: Company, blocks: Sequence[str], content: Company) -> Company:
+    """Return the company, with more keys in a block of it."""
+    if not blocks:
+        return {**company, **content}
+    return {**company, blocks[0]: _among(company.get(blocks[0], {}), blocks[1:], content)}
 
 
 def places(table: Table, key: str, blocks: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

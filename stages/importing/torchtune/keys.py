@@ -31,7 +31,8 @@ OPTIMIZERS: Mapping[str, dict[str, str]] = {
     **{name: {"moments": "8bit"} for name in _EIGHT_BITS},
 }
 """Name in lower case -> fields of optimizer.adamw."""
-SCHEDULES = {"torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup": "cosine"}
+COSINE = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
+SCHEDULES = {COSINE: "cosine"}
 LOSSES = ("torchtune.modules.loss.cewithchunkedoutputloss",
           "torchtune.modules.loss.linearcrossentropyloss", "torch.nn.crossentropyloss")  # fmt: skip
 CHECKPOINTERS = ("torchtune.training.fullmodelhfcheckpointer",)

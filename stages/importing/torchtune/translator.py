@@ -15,7 +15,7 @@ from stages.importing.rules import Table
 from stages.importing.sources import HELD, TRAIN
 from stages.importing.tools import COMPONENT, TORCHTUNE
 from stages.importing.torchtune.interpolation import resolved
-from stages.importing.torchtune.keys import TOP
+from stages.importing.torchtune.keys import COSINE, TOP
 from stages.importing.torchtune.loggers import logger
 from stages.importing.torchtune.model import PLAIN, family, read_model
 from stages.importing.torchtune.rows import read_set, strict, takes_template
@@ -37,6 +37,8 @@ class Torchtune(RecipeTranslator):
 
     name = "torchtune"
     tool = TORCHTUNE
+    table = {key: rule for key, rule in TOP.items() if key != "batch_size"}  # of all elsewhere
+    companies = ({}, {"lr_scheduler": {COMPONENT: COSINE}})
     beside = ()
     signs = "a recipe of torchtune has blocks with `_component_`"
 

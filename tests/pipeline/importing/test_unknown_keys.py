@@ -76,6 +76,14 @@ def hint(file: Path, key: str, value: object, *, command_line: bool = False) -> 
         ("nproc_per_node", 8, "write `launch: {procs: 8}` at the top of the recipe"),
         ("strategy", "deepspeed_stage_2", "write `use: wrap.zero` in slot `wrap`"),
         ("wrap.tp_size", 2, "write `tensor_parallel: {size: 2}`"),
+        # torchtune, where one key counts in a block with another only
+        ("clip_grad_norm", 1.0, "write `max_grad_norm: 1.0` in slot `optimizer`"),
+        (
+            "enable_activation_checkpointing",
+            True,
+            "write `activation_checkpointing: {}` in slot `weights`",
+        ),
+        ("optimizer.num_warmup_steps", 10, "write `warmup_steps: 10`"),
         # values that the field does not take
         ("strategy", "auto", "here that is `wrap.use`"),
         ("devices", "auto", "here that is `launch.procs`"),

@@ -40,3 +40,10 @@ def test_addresses(key: str, address: str | None, told: str | None) -> None:
 def test_the_full_checkpoint_starts_from_the_same() -> None:
     (problem,) = FullCheckpoint(start_from="foo://x").check(PLAN)
     assert (problem.key, problem.message) == ("start_from", "foo:// is not opened")
+
+
+@pytest.mark.parametrize("folder", ["s3://bucket/x", "s3:/bucket/x", "foo://x"])
+def test_the_full_checkpoint_takes_a_path(folder: str) -> None:
+    (problem,) = FullCheckpoint(folder=folder).check(PLAN)
+    found = (problem.key, problem.message, problem.hint)
+    assert found == ("folder", f"{folder} is an address, not a path", "use checkpoint.sharded")
