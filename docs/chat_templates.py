@@ -225,13 +225,17 @@ def table() -> str:
     lines = [f"{number}. {name}" for number, name in enumerate(CHATS, 1)]
     heads = [str(number) for number in range(1, len(CHATS) + 1)]
     lines += ["", f"| | {' | '.join(heads)} |", "|" + "---|" * (len(CHATS) + 1)]
-    for name, (text, training) in templates().items():
-        plain = tokenizer(text)
-        other = tokenizer(training) if training else None
-        signs = [outcome(plain, other, chat) for chat in CHATS.values()]
-        lines.append(f"| {name} | {' | '.join(signs)} |")
+    lines += [row(name, *texts) for name, texts in templates().items()]
     lines += ["", *(f"- `{sign}` {words}" for sign, words in LEGEND.items())]
     return "\n".join(lines) + "\n"
+
+
+def row(name: str, text: str, training: str | None) -> str:
+    """Return the row of a template in the table."""
+    plain = tokenizer(text)
+    other = tokenizer(training) if training else None
+    signs = [outcome(plain, other, chat) for chat in CHATS.values()]
+    return f"| {name} | {' | '.join(signs)} |"
 
 
 def written(page: str, content: str) -> str:

@@ -57,6 +57,7 @@ def test_every_setting_is_measured_and_planned(tmp_path: Path) -> None:
     assert f"| {FEW[0]} |" in text
 
 
+@pytest.mark.full
 def test_what_was_measured_is_kept_when_the_time_is_over(tmp_path: Path) -> None:
     command = [sys.executable, str(PROGRAM), "--tiny", "--no-tests", "--out", str(tmp_path)]
     ended = subprocess.run([*command, "--minutes", "0.1"], capture_output=True, text=True)
