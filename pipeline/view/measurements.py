@@ -7,13 +7,13 @@ from typing import Any
 
 from pipeline.execution.metrics import OWN, kind_of, numbers
 
-KINDS = ("step", "evaluation", "other")
+MEASURED_KINDS = ("step", "evaluation", "other")
 """Kinds of records in which plugins' numbers are looked for."""
 
 
 def measured(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield names and values of the numbers in a record that the training does not write."""
-    if kind_of(record) in KINDS:
+    if kind_of(record) in MEASURED_KINDS:
         yield from ((name, value) for name, value in numbers(record) if name not in OWN)
 
 
