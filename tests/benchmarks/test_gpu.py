@@ -16,7 +16,7 @@ from gpu.step_profile import kind_of, summary
 from tests.support.tier import FULL
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "gpu"
-FEW = ("1b compiled, trainer", "1b saves")
+FEW = ("1b compiled, trainer",)
 """Settings that the quick tier measures."""
 
 

@@ -31,7 +31,7 @@ def by_name(tmp_path: Path) -> Path:
     stages["model"] = {"use": "model.hf", "path": "tiny/model"}
     stages["train"] = {"use": "train.causal_lm", "steps": 2, "global_batch_size": 4}
     file = tmp_path / "tiny.yaml"
-    launch = {"procs": 2, "device": "cpu", "threads": 1, "restarts": {"limit": 0}}
+    launch = {"procs": 1, "device": "cpu", "threads": 1, "restarts": {"limit": 0}}
     content = {"name": "tiny", "launch": launch, "stages": stages}
     file.write_text(yaml.safe_dump(content, sort_keys=False))
     return file
