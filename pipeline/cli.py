@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import click
 
-from pipeline.errors import PipeError, in_words, is_expected
+from pipeline.errors import PipeError, UsageError, in_words, is_expected
 from pipeline.execution.rank_logging import hush_asides
 from pipeline.utils.activities import show_in
 from pipeline.utils.garbage import collect_rarely
@@ -146,6 +146,8 @@ class Commands(click.Group):
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise
         except Exception as error:
+            if isinstance(error, PermissionError) and error.filename:
+                _leave(f"error: {in_words(error)}", UsageError.exit_code)
             if not is_expected(error):
                 _give_up(error)
             click.echo(f"error: {in_words(error)}", err=True)

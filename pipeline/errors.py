@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -250,8 +251,21 @@ def in_words(error: BaseException) -> str:
     if isinstance(error, PipeError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+        said = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+        return f"{said}{_owner(error)}"
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _owner(error: OSError) -> str:
+    """Who can open the file or folder that is denied to this user, as the end of a message."""
+    if error.errno != errno.EACCES or not isinstance(error.filename, str):
+        return ""
+    for path in (Path(error.filename), *Path(error.filename).absolute().parents):
+        with contextlib.suppress(OSError):
+            if path.stat().st_uid != os.geteuid():
+                return f" ({path} belongs to {path.owner()}, who can open it to a group)"
+            return ""
+    return ""
 
 
 def first_mistake(error: ValidationError) -> str:

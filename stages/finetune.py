@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 TOKENS = 8192
 """Tokens of a forward pass on one GPU, if the request does not say: enough to keep it busy."""
+TOKENS_ON_CPUS = 1024
+"""The same on CPUs, which a single short sample keeps waiting for memory."""
 SEQUENCE = 4096
 """Tokens of a sample, if neither the request nor its data says."""
 FEW = 2_000_000_000
@@ -47,7 +49,7 @@ class Finetune:
         else:
             chosen = _choices(request)
             batch, length = chosen.batch, chosen.sequence
-        most = request.micro_batch or (max(TOKENS // length, 1) if request.on_gpus else 1)
+        most = request.micro_batch or max(_most_tokens(request) // length, 1)
         low_rank = {"adapter": {"use": "adapter.lora", "rank": RANK, "alpha": ALPHA}}
         template = request.survey.template if request.survey else None
         return {
@@ -119,11 +121,15 @@ class Finetune:
             yield f"{where} {'null' if value is None else value}: {chosen.why[name]}"
         if "generate" in train:
             yield "generate: a question of the data, answered before and after training"
-        most = f"at most {TOKENS:,} tokens a pass" if request.on_gpus else "least memory, on CPUs"
+        most = f"at most {_most_tokens(request):,} tokens per pass"
         yield f"micro_batch_size {train['micro_batch_size']}: {most}"
         yield from _of_training(request, slots)
         if request.survey.template:
             yield f"chat_template {request.survey.template}: the tokenizer has none"
+
+
+def _most_tokens(request: AdviceRequest) -> int:
+    return TOKENS if request.on_gpus else TOKENS_ON_CPUS
 
 
 def _size(request: AdviceRequest) -> int:

@@ -100,9 +100,12 @@ def launch(
     from pipeline.importing.unknown_keys import plan_recipe
     from pipeline.launch.targets import TARGETS as KNOWN
     from pipeline.launch.targets.surroundings import with_absolute_paths
+    from pipeline.utils.addresses import path_problems
 
     if shows == submit:
         raise UsageError("use exactly one of --print and --submit")
+    for problem in path_problems("", str(run_dir)):
+        raise UsageError(f"--run-dir: {problem.message}", hint=problem.hint)
     kind = KNOWN[target]
     _require_options(target, kind, given)
     _require_forms(kind, given)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shlex
 import time
@@ -24,12 +23,14 @@ def ls(runs: Path, as_json: bool) -> None:
     """List the runs in the folder RUNS, by default ./runs; the newest is last."""
     from pipeline.errors import UsageError
     from pipeline.execution import rundir
+    from pipeline.utils.text import plural
 
     if (runs / rundir.RECIPE).is_file() and (runs / rundir.JOURNAL).exists():
         raise UsageError(f"{runs} is a run", hint=f"pipe status {shlex.quote(str(runs))}")
     if not runs.is_dir() and runs != Path(DEFAULT):
         raise UsageError(f"{runs}: no such folder")
-    found = sorted(_runs(runs), key=lambda run: run["started"])
+    closed: list[Path] = []
+    found = sorted(_runs(runs, closed), key=lambda run: run["started"])
     if as_json:
         click.echo(json.dumps(found, indent=1))
         return
@@ -45,17 +46,22 @@ def ls(runs: Path, as_json: bool) -> None:
         click.echo("  ".join(field for field in fields if field))
         if run["damage"]:
             click.echo(f"  {run['damage']}", err=True)
-    if not found:
+    if closed:
+        click.echo(f"{plural(len(closed), 'folder')} of others cannot be read", err=True)
+    elif not found:
         click.echo(f"no runs in {runs}", err=True)
 
 
-def _runs(root: Path) -> Iterator[dict[str, Any]]:
+def _runs(root: Path, closed: list[Path]) -> Iterator[dict[str, Any]]:
+    """Yield descriptions of runs; add the folders to `closed` that others have not opened."""
     from pipeline.execution import rundir
 
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
-        with contextlib.suppress(PermissionError):  # other people's runs are theirs
+        try:
             if (folder / rundir.RECIPE).is_file():
                 yield _described(folder)
+        except PermissionError:
+            closed.append(folder)
 
 
 def _described(folder: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -16,6 +17,7 @@ from pipeline.distributed.placement import NodePlacement
 from pipeline.distributed.signals import Interrupted
 from pipeline.errors import RunFailed, UsageError, in_words
 from pipeline.execution import rundir
+from pipeline.execution.rank_logging import say
 from pipeline.launch.exchange import BEAT_SECONDS, Link, OwnLink, Server
 from pipeline.launch.local import for_gpus, set_threads, supervise
 from pipeline.launch.messages import MOST_TEXT, Beat, Over, Place, Reply, Report
@@ -27,6 +29,10 @@ from pipeline.view.screen import Screen
 SILENCE = 1.2
 """Part of node 0's `timeouts.node` without an answer after which this node ends its ranks: by then
 the others go on without it."""
+
+
+SOON = 5.0
+"""Seconds until a node says that it waits for others."""
 
 
 class _RoundOverError(Exception):
@@ -83,11 +89,14 @@ class Agent:
 
     def _wait_for_round(self, link: Link) -> Reply:
         """The reply that gives this node a place, or ends the run."""
-        last = link.beat.round
+        last, said_at = link.beat.round, time.monotonic() + SOON
         while True:
             reply = link.reply
             if reply is not None and (reply.over or (reply.place and reply.round > last)):
                 return reply
+            if time.monotonic() > said_at:
+                say(f"node {self._node} waits for the other nodes at {self._host}:{self._port}")
+                said_at = math.inf
             self._pause(link)
 
     def _wait_until_over(self, link: Link, number: int) -> None:

@@ -139,7 +139,10 @@ class Coordinator:
         if not 0 <= beat.node < self.most:
             return f"node rank {beat.node} is none of {self.most} nodes, which count from 0"
         if beat.agent in self._replaced:
-            return f"another process was started for node rank {beat.node}"
+            return (
+                f"another process was started for node rank {beat.node}: each node needs its own "
+                "(--node-rank)"
+            )
         if beat.agent in self._nodes:
             return ""
         alive = {agent: self._nodes[agent] for agent in self._alive()}

@@ -128,6 +128,11 @@ class Candidate:
         """The candidate without one of its savings."""
         return replace(self, saved=[one for one in self.saved if one is not saved])
 
+    def needs_no_more_than(self, other: Candidate) -> bool:
+        """Whether another candidate needs as much memory, of GPUs and of hosts."""
+        mine, its = self.memory_plan, other.memory_plan
+        return mine.needed <= its.needed and mine.estimate.host_peak <= its.estimate.host_peak
+
     def line(self) -> str:
         """Arguments to add to a command, and the memory that the recipe then needs."""
         words = shlex.join([*self.base.options, *overrides(self.changes)])
@@ -164,11 +169,12 @@ def most_saving(
 
 
 def relaxed(candidate: Candidate) -> Candidate:
-    """Remove each saving without which the candidate still fits with head-room; one without that
-    keeps all that only cost time."""
+    """Remove each saving that saves nothing, or without which the candidate still fits with
+    head-room; one without that keeps all that only cost time."""
     for one in reversed(candidate.saved if candidate.fits else ()):
         less = candidate.without(one)
         optional = less.roomy if candidate.roomy or one.order < AWAY else less.fits
+        optional = optional or less.needs_no_more_than(candidate)
         candidate = less if optional else candidate
     return candidate
 

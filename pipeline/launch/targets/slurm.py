@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator
 
 from pipeline.distributed.environment import TOKEN
-from pipeline.errors import RunStopped
+from pipeline.errors import RunStopped, UsageError
 from pipeline.launch.targets.job import (
     FLAG,
     MOUNT_WITH_OPTIONS,
@@ -24,8 +24,25 @@ TIME: Form = (re.compile(r"(\d+-)?\d+(:\d+){0,2}"), "[DAYS-]HOURS:MINUTES:SECOND
 
 
 def write(job: Job) -> str:
-    """The script for `sbatch`."""
+    """The script for `sbatch`. Raises UsageError where a job would be stopped at its start."""
+    limit = _seconds(job.time_limit) if job.time_limit else None
+    if limit is not None and limit <= job.grace:
+        raise UsageError(
+            f"a job with --time-limit {job.time_limit} would be stopped at its start, --grace "
+            f"{job.grace} seconds before its end",
+            hint="raise --time-limit, or lower --grace",
+        )
     return "".join(["#!/bin/bash\n", *_head(job), "\n", *_options(job), "\n", *_body(job)])
+
+
+def _seconds(limit: str) -> int:
+    """The seconds of a time limit: MINUTES[:SECONDS], HOURS:MINUTES:SECONDS or DAYS-HOURS[:...]."""
+    days, dash, rest = limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if not dash and len(parts) < 3:
+        parts = [0, *parts]
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
+    return 60 * (60 * (24 * int(days or 0) + hours) + minutes) + seconds
 
 
 def _head(job: Job) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import re
 import resource
@@ -257,6 +258,16 @@ def test_errors_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
     result = fails_with(StageError("the disk is full", hint="make room"), monkeypatch)
     assert result.exit_code == 1
     assert result.stderr == "error: the disk is full (make room)\n"
+
+
+def test_what_another_user_owns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("os.geteuid", lambda: tmp_path.stat().st_uid + 1)
+    file = tmp_path / "run" / "recipe.yaml"
+    denied = PermissionError(errno.EACCES, "Permission denied", str(file))
+    result = fails_with(denied, monkeypatch)
+    owner = f"{tmp_path} belongs to {tmp_path.owner()}, who can open it to a group"
+    assert result.stderr == f"error: Permission denied: {file} ({owner})\n"
+    assert result.exit_code == 2
 
 
 def test_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:

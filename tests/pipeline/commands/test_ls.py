@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -98,6 +99,20 @@ def test_none(tmp_path: Path) -> None:
     assert (result.exit_code, result.stdout) == (0, "")
     assert result.stderr == f"no runs in {tmp_path}\n"
     assert listed("--json", str(tmp_path)) == "[]\n"
+
+
+def test_folders_of_others(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_file = Path.is_file
+
+    def closed(path: Path) -> bool:
+        if path.parent.name == "finished":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", closed)
+    result = CliRunner().invoke(main, ["ls", str(runs)])
+    assert result.exit_code == 0
+    assert "1 folder of others cannot be read" in result.stderr.splitlines()
 
 
 def test_garbage_in_metrics_is_passed_over(tmp_path: Path) -> None:

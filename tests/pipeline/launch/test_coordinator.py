@@ -253,7 +253,7 @@ def test_an_agent_that_is_started_again_replaces_the_one_before() -> None:
     nodes.run(1)
     over = nodes.replies[1].over
     assert over is not None
-    assert over.text == "another process was started for node rank 1"
+    assert over.text.startswith("another process was started for node rank 1")
 
 
 def test_a_lost_node_may_come_back_on_another_machine() -> None:

@@ -517,6 +517,13 @@ def _run(script: str) -> list[str]:
         ),
         ("slurm", ["--print", "--time-limit", "1 day"], "'1 day' is not [DAYS-]HOURS:MINUTES"),
         ("slurm", ["--print", "--time-limit", "1\nrm -rf x"], "is not one line"),
+        ("slurm", ["--print", "--time-limit", "5"], "would be stopped at its start, --grace 300 s"),
+        (
+            "slurm",
+            ["--print", "--time-limit", "1:00:00", "--grace", "7200"],
+            "(raise --time-limit, or lower --grace)",
+        ),
+        ("slurm", ["--print", "--run-dir", "s3:/b/run"], "--run-dir: s3:/b/run is an address"),
         ("slurm", ["--print", "--extra", "partition=a"], "'partition=a' is not an option"),
         ("slurm", ["--print", "--gpu-kind", "a\nb"], "is not one line"),
         ("slurm", ["--print", "--gpus", "4"], "(add launch.procs=4)"),
