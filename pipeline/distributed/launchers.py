@@ -138,8 +138,8 @@ def _mpi_master(environ: Environ, size: int, here: int | None, source: str) -> t
     if here != size:
         raise UsageError(
             f"{source} does not say where rank 0 is",
-            hint="set MASTER_ADDR and MASTER_PORT to an address of rank 0's machine and a free "
-            "port there (mpirun -x MASTER_ADDR=...)",
+            hint="name rank 0's machine and a free port there: "
+            "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500",
         )
     job = environ.get("PMIX_NAMESPACE") or str(os.getppid())
     own = 20_000 + zlib.crc32(job.encode()) % 20_000

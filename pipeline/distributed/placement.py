@@ -149,7 +149,7 @@ def _laid_over(options: NodeOptions, base: NodePlacement | None) -> NodePlacemen
     if options.rdzv is not None:
         own["host"], own["port"] = address(options.rdzv, "--rdzv")
         if options.rdzv.removeprefix("[").removesuffix("]") == own["host"]:
-            click.echo(f"--rdzv {options.rdzv} names no port: {RDZV_PORT} is taken", err=True)
+            click.echo(f"--rdzv {options.rdzv} names no port: using {RDZV_PORT}", err=True)
     if base is None:
         made = NodePlacement(source="options", **own)  # type: ignore[arg-type]
     else:

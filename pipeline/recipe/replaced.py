@@ -43,8 +43,8 @@ def stays(root: Node, merged: Node, common: Common) -> tuple[Node, list[Problem]
 
 
 def _kept(slot: str, old: Node, node: Node, kept: list[str], gone: list[str]) -> Problem:
-    parts = [f"{', '.join(kept)} stay"] if kept else []
-    parts += [f"{', '.join(gone)} of {old.at} do not, {_use(node)} has none like that"] * bool(gone)
+    parts = [f"kept {', '.join(kept)}"] if kept else []
+    parts += [f"dropped {', '.join(gone)}, which it does not have ({old.at})"] * bool(gone)
     return Problem(
         message=f"{_use(old)} became {_use(node)}: {'; '.join(parts)}",
         key=slot, location=node.entries()["use"].at, warning=True,

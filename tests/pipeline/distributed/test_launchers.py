@@ -254,7 +254,7 @@ def test_a_port_that_is_assumed_is_said(
     found = combined(NodeOptions(nodes="2", node_rank=1, rdzv=rdzv), None)
     assert isinstance(found, NodePlacement)
     assert found.port == 29400
-    line = f"--rdzv {rdzv} names no port: 29400 is taken\n"
+    line = f"--rdzv {rdzv} names no port: using 29400\n"
     assert capsys.readouterr().err == (line if said else "")
 
 

@@ -157,8 +157,8 @@ def test_fields_of_both_stages_stay_where_an_override_replaces_a_stage(tmp_path:
     slot, [note] = read("optimizer.use=o.b")
     assert slot == SlotSpec(use="o.b", fields={"lr": 0.3, "note": "x"})
     assert note == (
-        "command line, override 1: optimizer: o.a became o.b: lr, note stay; betas of "
-        "r.yaml:3:14 do not, o.b has none like that"
+        "command line, override 1: optimizer: o.a became o.b: kept lr, note; dropped betas, which "
+        "it does not have (r.yaml:3:14)"
     )
     slot, [note] = read("optimizer.use=o.b", "optimizer.lr=1", "optimizer.k=2")
     assert slot == SlotSpec(use="o.b", fields={"lr": 1, "note": "x", "k": 2})
