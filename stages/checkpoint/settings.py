@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from annotated_types import Ge, Gt
@@ -59,6 +60,10 @@ class CheckpointSettings:
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from address_problems("start_from", self.start_from)
+        path = self.start_from
+        if path is not None and "://" not in path and not Path(path).expanduser().exists():
+            message = f"{path} does not exist here, and a new run needs it"
+            yield Problem(key="start_from", message=message, warning=True)
         yield from epoch_problems(plan, every=self.every)
         if self.keep_every is not None and isinstance(self.every, str):
             message = f"counts steps, and `every` counts epochs ({self.every}): they rarely meet"

@@ -45,7 +45,8 @@ class Selection:
 
     files: str | tuple[str, ...] = ()
     """Paths or glob patterns of .txt, .jsonl, .json (an object a line, or one array of objects) or
-    .parquet files; all but the last also with .gz. `./x` in a recipe is next to it, `x` in the working directory."""
+    .parquet files; all but the last also with .gz. `./x` in a recipe is next to
+    it, `x` in the working directory."""
     sources: tuple[Source, ...] = ()
     """Instead of `files`: several sources, mixed by weight. An epoch holds every sample of every
     source at least once, and repeats samples until the shares match the weights."""

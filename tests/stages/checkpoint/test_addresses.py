@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
@@ -27,7 +28,7 @@ def no_google(monkeypatch: pytest.MonkeyPatch) -> None:
         ("foo://x/y", "foo:// is not opened"),
         ("gs://bucket/x", "gs:// needs a package"),
         ("memory://x", None),
-        ("runs/here", None),
+        (str(Path(__file__).parent), None),
         (None, None),
     ],
 )
@@ -35,6 +36,13 @@ def test_addresses(key: str, address: str | None, told: str | None) -> None:
     (*found,) = ShardedCheckpoint(**{key: address}).check(PLAN)
     assert [(problem.key, problem.message) for problem in found] == ([(key, told)] if told else [])
     assert all(problem.hint for problem in found)
+
+
+def test_a_start_that_is_not_there_is_a_warning() -> None:
+    """A run that has checkpoints of its own does not need it any more."""
+    (problem,) = ShardedCheckpoint(start_from="runs/gone").check(PLAN)
+    assert (problem.key, problem.warning) == ("start_from", True)
+    assert problem.message == "runs/gone does not exist here, and a new run needs it"
 
 
 def test_the_full_checkpoint_starts_from_the_same() -> None:
