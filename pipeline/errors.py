@@ -263,7 +263,8 @@ def _owner(error: OSError) -> str:
     for path in (Path(error.filename), *Path(error.filename).absolute().parents):
         with contextlib.suppress(OSError):
             if path.stat().st_uid != os.geteuid():
-                return f" ({path} belongs to {path.owner()}, who can open it with chgrp -R and chmod -R g+rX)"
+                how = "chgrp -R and chmod -R g+rX"
+                return f" ({path} belongs to {path.owner()}, who can open it with {how})"
             return ""
     return ""
 
