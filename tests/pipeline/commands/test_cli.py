@@ -265,7 +265,8 @@ def test_what_another_user_owns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     file = tmp_path / "run" / "recipe.yaml"
     denied = PermissionError(errno.EACCES, "Permission denied", str(file))
     result = fails_with(denied, monkeypatch)
-    owner = f"{tmp_path} belongs to {tmp_path.owner()}, who can open it with chgrp -R and chmod -R g+rX"
+    how = "chgrp -R and chmod -R g+rX"
+    owner = f"{tmp_path} belongs to {tmp_path.owner()}, who can open it with {how}"
     assert result.stderr == f"error: Permission denied: {file} ({owner})\n"
     assert result.exit_code == 2
 
