@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 from pipeline.chain.kinds import wrong_artifact
+from pipeline.chain.plugin_code import line_in
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.signature import (
     dataclasses_in,
@@ -155,7 +156,9 @@ def _checked(made: Any) -> Generator[str, None, list[Problem]]:
     try:
         found: list[Any] = list(checked(made))
     except Exception as error:
-        yield f"check raised {type(error).__name__} instead of yielding a Problem: {error}"
+        line = line_in(error, type(made).__module__)
+        at = f", at {line}" if line else ""
+        yield f"check raised {type(error).__name__} instead of yielding a Problem: {error}{at}"
         return []
     for each in found:
         if not isinstance(each, Problem):

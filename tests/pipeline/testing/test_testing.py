@@ -167,7 +167,7 @@ FAULTS: dict[str, tuple[tuple[str, str], str]] = {
     ),
     "check that raises": (
         ("if self.size == 13:", "if 1 / (self.size - 3):"),
-        "check raised ZeroDivisionError instead of yielding a Problem: division by zero",
+        "check raised ZeroDivisionError instead of yielding a Problem: division by zero, at /",
     ),
     "check that refuses": (
         ("if self.size == 13:", "if self.size == 3:"),
