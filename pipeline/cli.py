@@ -155,7 +155,10 @@ class Commands(click.Group):
 
 
 def _give_up(error: Exception) -> NoReturn:
-    """Report a bug of ours: one line and a file, or the traceback with PIPE_DEBUG=1."""
+    """Report a bug, of ours or of an installed plugin: one line and a file, or the traceback with
+    PIPE_DEBUG=1."""
+    from pipeline.chain.plugin_code import culprit, line_in
+
     if os.environ.get("PIPE_DEBUG") == "1":
         raise error
     with tempfile.NamedTemporaryFile(
@@ -163,6 +166,11 @@ def _give_up(error: Exception) -> NoReturn:
     ) as file:
         file.writelines(traceback.format_exception(error))
     summary = f"{type(error).__name__}: {error}".splitlines()[0]
+    stage = culprit(error)
+    if stage is not None:
+        what = f"a bug in the stage {stage.name} of {stage}: {summary}"
+        line = line_in(error, stage.value)
+        _leave(f"error: {what}, at {line} (report it to its authors with {file.name})", 1)
     _leave(f"error: a bug in pipe: {summary} (please report it with {file.name})", 1)
 
 

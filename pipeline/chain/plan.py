@@ -9,7 +9,9 @@ from typing import Any
 
 from pipeline.chain.common_fields import common_fields
 from pipeline.chain.elsewhere import Foreign, explained
+from pipeline.chain.kinds import wrong_artifact
 from pipeline.chain.names import unpinned
+from pipeline.chain.plugin_code import line_in
 from pipeline.chain.registry import Registry
 from pipeline.chain.wiring import SlotType, inputs, missing_inputs, unread_results
 from pipeline.contracts.signature import needs
@@ -173,7 +175,7 @@ def _draft(
     problems += recipe.replaced
     view = _view(recipe, stages, started, forecast)
     for slot, stage in stages.items() if not ran else ():
-        problems += _checked(slot, stage, view, recipe.places)
+        problems += _checked(slot, recipe.stages[slot].use, stage, view, recipe.places)
     if pins_asked() and not ran:
         problems += [replace(one, warning=False) for one in unpinned(recipe, stages)]
     if not recipe.stages and not incomplete:
@@ -214,6 +216,9 @@ def _load(
         return None, None, [Problem(message=message, key=key, hint=hint, location=location)]
     try:
         kind = registry.load(spec.use)
+        wrong = wrong_artifact(kind, spec.use)
+        if wrong:  # of other slots nothing can be said
+            return None, None, [Problem(message=wrong, key=key, location=location)]
         return kind, *build(kind, spec.fields, places=places, path=("stages", slot))
     except PluginError as error:
         return kind, None, [Problem(message=str(error), key=key, location=location)]
@@ -284,23 +289,29 @@ def require_sound(plan: Plan, kind: type) -> None:
         problem
         for step in plan.steps
         if isinstance(step.stage, kind)
-        for problem in _checked(step.slot, step.stage, plan.view, plan.recipe.places)
+        for problem in _checked(step.slot, step.use, step.stage, plan.view, plan.recipe.places)
         if not problem.warning
     ]
     if problems:
         raise RecipeError(in_order(problems))
 
 
-def _checked(slot: str, stage: Any, view: PlanView, places: SourceMap) -> list[Problem]:
+def _checked(slot: str, use: str, stage: Any, view: PlanView, places: SourceMap) -> list[Problem]:
     """Problems that the stage itself finds, with their places filled in."""
     if not isinstance(stage, Checked):
         return []
     try:
-        found = list(stage.check(view))
+        found: list[Any] = list(stage.check(view))
     except Exception as error:
-        reason = f"its check failed: {type(error).__name__}: {error}"
-        found = [Problem(message=f"`{type(stage).__qualname__}` is at fault, {reason}")]
-    return [_placed(problem, slot, places) for problem in found]
+        line = line_in(error, type(stage).__module__)
+        at = f", at {line}" if line else ""
+        found = [Problem(message=f"check of {use} failed: {type(error).__name__}: {error}{at}")]
+    foreign = dict.fromkeys(type(one).__name__ for one in found if not isinstance(one, Problem))
+    problems = [one for one in found if isinstance(one, Problem)]
+    problems += [
+        Problem(message=f"check of {use} yields {kind} instead of Problem") for kind in foreign
+    ]
+    return [_placed(problem, slot, places) for problem in problems]
 
 
 def _placed(problem: Problem, slot: str, places: SourceMap) -> Problem:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, get_args, get_origin
 
+from pipeline.contracts.export import VERIFY, ExportedModel, VerifiesExport
 from pipeline.contracts.signature import field_types, gives, init_fields, name_of, needs
 from pipeline.contracts.stage import TAKES_ARTIFACTS, TAKES_NONE, TAKES_ONE
 from pipeline.contracts.text_model import OpensText
@@ -117,10 +118,15 @@ class Plugins(Generic[T]):
         try:
             return point.load()
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
+            from pipeline.chain.plugin_code import line_in
+
+            line = line_in(error, entry.value)
+            reason = f"{type(error).__name__}: {error}" + (f", at {line}" if line else "")
+            hint = f"repair or uninstall {entry.distribution}"
+            if isinstance(error, TypeError) and str(error).startswith("non-default argument"):
+                hint = "write `@dataclass(frozen=True, kw_only=True)`"
             raise PluginError(
-                f"{self.noun} `{entry.name}` of {entry} cannot be loaded: {reason}",
-                hint=f"repair or uninstall {entry.distribution}",
+                f"{self.noun} `{entry.name}` of {entry} cannot be loaded: {reason}", hint=hint
             ) from error
 
 
@@ -153,7 +159,8 @@ class Registry(Plugins[type]):
         parts = [f"did you mean `{found}`{self._numbered(name, found)}?"] if found else []
         if same_kind:
             parts.append(f"{kind_of(name)} stages: {', '.join(same_kind)}")
-        return " ".join(parts) or "`pipe stages` lists what is installed"
+        shown = " ".join(parts) or "`pipe stages` lists what is installed"
+        return f"{shown}; or install its package into this environment"
 
     def _numbered(self, name: str, found: str) -> str:
         """The field of a stage that takes the number at the end of a name, as in `wrap.zero3`."""
@@ -214,6 +221,10 @@ def _wrong_hook(stage: type) -> str:
         for name in ("open_folder", "open_trained", "open_source"):
             if not _takes_as(getattr(OpensText, name), getattr(stage, name)):
                 return f"has a `{name}` that does not take what OpensText says ({name_of(stage)})"
+    verify = getattr(stage, "verify", None)
+    exports = verify is not None and issubclass(gives(stage) or object, ExportedModel)
+    if exports and not _takes_as(VerifiesExport.verify, verify):
+        return f"has a `verify` that `pipe verify` cannot call: write `{VERIFY}`"
     return ""
 
 

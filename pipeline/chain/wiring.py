@@ -59,20 +59,24 @@ def missing_inputs(
 
 
 def unread_results(links: Sequence[SlotType], places: SourceMap) -> list[Problem]:
-    """A mistake for every result that no slot reads though another slot gives such a result too,
-    and otherwise a warning, in a chain that leads to a result that lasts. Those may be read by
-    nobody: they are what a run is for."""
+    """A mistake for every result that no slot reads though another slot gives such a result too, or
+    an earlier slot could have read it; and otherwise a warning, in a chain that leads to a result
+    that lasts. Those may be read by nobody: they are what a run is for."""
     if any(link.kind is None for link in links):
         return []
     taken = [set(inputs(links, index).values()) for index in range(len(links))]
     read = {slot for slots in taken for slot in slots}
     leads = any(_lasts(link) for link in links)
     problems = []
-    for link, own in zip(links, taken, strict=True):
+    for index, (link, own) in enumerate(zip(links, taken, strict=True)):
         if link.gives is None or _lasts(link) or link.slot in read:
             continue
         alike = [o for o in links if o is not link and _alike(o.gives, link.gives)]
         other = next((o for o in alike if o.slot in read), None)
+        reader = next((o for o in links[:index] if _reads(o, link)), None) if not alike else None
+        if reader is not None:
+            problems.append(_late(link, reader, places))
+            continue
         # a chain may end, unfinished, with a slot that changes what it takes
         if leads or (other is not None and other.slot not in own):
             problems.append(_unread(link, other, places))
@@ -81,6 +85,21 @@ def unread_results(links: Sequence[SlotType], places: SourceMap) -> list[Problem
 
 def _lasts(link: SlotType) -> bool:
     return link.gives is not None and issubclass(link.gives, Durable)
+
+
+def _reads(link: SlotType, other: SlotType) -> bool:
+    return link.kind is not None and any(_meets(other.gives, need) for need in needs(link.kind))
+
+
+def _late(link: SlotType, reader: SlotType, places: SourceMap) -> Problem:
+    place = places.value(("stages", reader.slot, "use"))
+    return Problem(
+        message=f"no slot reads its result: slot `{reader.slot}` ({reader.use}, {place}) comes "
+        "before it",
+        key=f"{link.slot}.use",
+        hint=f"move it before slot `{reader.slot}`",
+        location=places.value(("stages", link.slot, "use")),
+    )
 
 
 def _unread(link: SlotType, other: SlotType | None, places: SourceMap) -> Problem:

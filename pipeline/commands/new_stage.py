@@ -17,8 +17,9 @@ def new_stage(name: str, out: Path | None) -> None:
     """Write a plugin package with the stage NAME, such as optimizer.sgd.
 
     The package works as it is, its test too. Kinds with an example: adapter, callback, checkpoint,
-    consolidate, data, export, model, optimizer, track (a tracker), wrap (a strategy). For any other
-    kind it is a stage that runs after an export. Change it to what you need.
+    consolidate, data, export, model, optimizer, track (a tracker), wrap (a strategy). Any other
+    kind is a stage that runs after an export, except average, precision and train, which have no
+    example. Change it to what you need.
     """
     from pipeline.errors import UsageError, system_errors_as
     from pipeline.scaffold.package import NewStage, write_package

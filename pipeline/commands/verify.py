@@ -37,14 +37,22 @@ def verify(folder: Path) -> None:
 
 def _verify(folder: Path, name: str) -> None:
     from pipeline.chain.registry import Registry
+    from pipeline.contracts.export import VERIFY, ExportedModel
+    from pipeline.contracts.signature import gives
     from pipeline.errors import ExportError, UsageError, system_errors_as
     from pipeline.utils.trust import TRUST_CODE, trusted
 
-    stage = Registry.installed().load(name)
-    if not callable(getattr(stage, "verify", None)):
-        raise UsageError(f"the stage {name}, which wrote {folder}, cannot verify it")
+    registry = Registry.installed()
+    wrote = f"the stage {name}, which wrote {folder},"
+    if name not in registry:
+        raise UsageError(
+            f"{wrote} is not installed", hint="install its package into this environment"
+        )
+    stage = registry.load(name)
+    if not issubclass(gives(stage) or object, ExportedModel) or not hasattr(stage, "verify"):
+        raise UsageError(f"{wrote} cannot verify it", hint=f"its class lacks `{VERIFY}`")
     with system_errors_as(ExportError):
-        stage.verify(folder, click.echo, trust_remote_code=trusted(TRUST_CODE))  # type: ignore[attr-defined]
+        stage.verify(folder, click.echo, trust_remote_code=trusted(TRUST_CODE))
 
 
 def _writer(folder: Path, within: Path | None) -> str:

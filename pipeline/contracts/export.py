@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pipeline.contracts.stage import Durable
 from pipeline.errors import ExportError
@@ -33,3 +33,22 @@ class ExportedModel(Durable):
         if missing:
             raise ExportError(f"the exported model is gone: {folder / missing[0]}")
         return cls(folder=folder, files=record["files"], total_bytes=record["total_bytes"])
+
+
+class VerifiesExport(Protocol):
+    """A stage that exports models and takes part in `pipe verify`, which finds it by the `writer`
+    in a folder's EXPORT_MANIFEST."""
+
+    @classmethod
+    def verify(
+        cls, folder: Path, report: Callable[[str], object], *, trust_remote_code: bool
+    ) -> None:
+        """Verify a folder that the stage has written; `report` prints a line. Raises
+        ExportError."""
+
+
+VERIFY = (
+    "@classmethod def verify(cls, folder: Path, report: Callable[[str], object], *, "
+    "trust_remote_code: bool) -> None"
+)
+"""The method of VerifiesExport in messages."""

@@ -21,7 +21,7 @@ from pipeline.contracts.stage import Context
 from pipeline.contracts.tensors import Weights
 from pipeline.contracts.text_model import OpensText, TextModel
 from pipeline.contracts.training import TrainedRun
-from pipeline.errors import PipeError, UsageError
+from pipeline.errors import PipeError, PluginError, UsageError
 from pipeline.execution import rundir
 from pipeline.execution.export_recipe import (
     EXPORT,
@@ -32,6 +32,7 @@ from pipeline.execution.export_recipe import (
     saver,
 )
 from pipeline.execution.in_process import artifact, scratch_context
+from pipeline.execution.journal import Journal
 from pipeline.utils.foreign import read_json
 from pipeline.utils.text import plural, shown_path
 from pipeline.utils.trust import TRUST_CODE, trusted
@@ -64,12 +65,27 @@ class Subject:
         return shown if self.step is None else f"step {self.step}, {shown}"
 
 
-def has_model(run: Path) -> bool:
-    """Whether there is a model of this run to talk to."""
+def can_talk(run: Path) -> bool:
+    """Whether there is a model of this run to talk to; one that has no tokenizer does not talk."""
     try:
-        return bool(_exports(run)) or location.known(run) is not None
+        exports = _exports(run)
+        if exports:
+            newest = _newest(exports)  # an adapter speaks with the tokenizer of its base
+            return any(newest.glob("tokenizer*")) or (newest / CONFIGS[1]).is_file()
+        return location.known(run) is not None and _has_tokenizer(run)
     except (PipeError, OSError):
         return False
+
+
+def _has_tokenizer(run: Path) -> bool:
+    """Whether a run has trained on the tokens of a tokenizer; of a training that has not finished,
+    that is not known, and assumed."""
+    for done in Journal(run / rundir.JOURNAL).finished().values():
+        progress = (done.record or {}).get("progress")
+        lineage = progress.get("lineage") if isinstance(progress, dict) else None
+        if isinstance(lineage, dict) and "tokenizer" in lineage:
+            return lineage["tokenizer"] is not None
+    return True
 
 
 def found(source: str, step: str | None) -> Subject:
@@ -87,7 +103,13 @@ def found(source: str, step: str | None) -> Subject:
         run = parent if (parent / rundir.RECIPE).is_file() else None
         return Subject(run=run, folder=folder.absolute(), step=_exported_step(folder))
     if (folder / EXPORT_MANIFEST).is_file():
-        raise UsageError(f"{source} is damaged: config.json is missing", hint="export it again")
+        if _opens(folder):
+            raise UsageError(f"{source} is damaged: config.json is missing", hint="export it again")
+        raise UsageError(
+            f"{source} is not in Hugging Face layout, and the stage {_manifest(folder)['writer']}, "
+            "which wrote it, does not open it",
+            hint="name its run, whose checkpoints can be read",
+        )
     run = saver(folder.resolve()) if "://" not in source else None
     if run is None:
         raise UsageError(
@@ -102,7 +124,7 @@ def _in_run(run: Path, step: str | None) -> Subject:
     rundir.existing(run)
     exports = _exports(run) if step is None else []
     if exports:
-        newest = max(exports, key=lambda one: (one / EXPORT_MANIFEST).stat().st_mtime)
+        newest = _newest(exports)
         at = _exported_step(newest)
         folder = newest.absolute()
         return Subject(run=run.absolute(), folder=folder, step=at, newer=_newer(run, at))
@@ -118,12 +140,27 @@ def _in_run(run: Path, step: str | None) -> Subject:
 
 
 def _exports(run: Path) -> list[Path]:
-    """The exports of a run that are there: its slots', and those of `pipe export` in it."""
+    """The exports of a run that can be opened: its slots', and those of `pipe export` in it."""
     slots: list[Path] = []
     with contextlib.suppress(UsageError):  # its recipe exports nothing
         slots = exports_of(run)
     later = [one for one in run.glob(f"{EXPORT}*") if not one.name.endswith(PARTIAL)]
-    return [one for one in [*slots, *later] if (one / EXPORT_MANIFEST).is_file()]
+    there = [one for one in [*slots, *later] if (one / EXPORT_MANIFEST).is_file()]
+    return [one for one in there if any((one / name).is_file() for name in CONFIGS) or _opens(one)]
+
+
+def _newest(exports: list[Path]) -> Path:
+    return max(exports, key=lambda one: (one / EXPORT_MANIFEST).stat().st_mtime)
+
+
+def _opens(folder: Path) -> bool:
+    """Whether the stage that wrote an export opens it; one that is not known may be built in."""
+    name, registry = _manifest(folder).get("writer"), Registry.installed()
+    if not isinstance(name, str):
+        return True
+    with contextlib.suppress(PluginError):
+        return name in registry and issubclass(registry.load(name), OpensText)
+    return False
 
 
 def _newer(run: Path, step: int | None) -> int | None:
@@ -198,12 +235,15 @@ class Opener:
         return stage if isinstance(stage, OpensText) else _default()()
 
     def _given(self, kind: type) -> Any:
-        """The artifact of a kind that the export takes."""
+        """The artifact of a kind: that which the export takes, or the latest one. Raises UsageError
+        if no slot returns one."""
         plan = self._plan
-        slots = {each.slot: each for each in plan.steps}
-        before = [slots[slot] for slot in plan.steps[-1].inputs.values() if slot is not None]
-        step = next(each for each in before if each.gives and issubclass(each.gives, kind))
-        return artifact(plan, step, self._ctx, self._artifacts)
+        taken = plan.steps[-1].inputs.values()
+        steps = sorted(plan.steps, key=lambda each: each.slot in taken)  # stable
+        found = [each for each in steps if each.gives and issubclass(each.gives, kind)]
+        if not found:
+            raise UsageError(f"no slot of the run's recipe returns {kind.__name__}")
+        return artifact(plan, found[-1], self._ctx, self._artifacts)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from pipeline.planning.forecast import (
 )
 from pipeline.planning.moments import KEPT, LOGITS, OFFLOADED, held, inside
 from pipeline.planning.pipelined import PipelinePeaks, amounts, exchanged
-from pipeline.planning.planner import Job, forecasts
+from pipeline.planning.planner import Job, forecasts, require_told
 from pipeline.planning.profile import ZERO, Line, Peak, Profile
 from pipeline.planning.shapes import ModelShape, Step
 from pipeline.planning.topology import Topology
@@ -77,9 +77,12 @@ class Estimate:
 
 def ask_planners(job: Job, profile: Profile) -> Results:
     """The model's profile, every slot's forecast, and a sentence for each slot without one. Raises
-    the planners' errors."""
+    the planners' errors, and UsageError if nothing forecasts the strategy or a step."""
     known = Results.of(profile, profile.model, job.samples, job.step)
-    return forecasts(job.plan, job.topology, job.planners, known)
+    results, silent = forecasts(job.plan, job.topology, job.planners, known)
+    require_told(job.plan, silent)
+    results |= Results.of(tuple(silent.values()))
+    return results
 
 
 def combine(
@@ -89,7 +92,7 @@ def combine(
     UsageError without a planner that forecasts a strategy or a step."""
     model = results.require(ModelShape, "the model has no shape")
     caveats, extras = (*model.caveats, *results.each(str)), [*results.each(Extra)]
-    why = "; ".join(["this recipe cannot be planned: {}", *caveats])
+    why = "this recipe cannot be planned: {}"
     profile = results.require(Profile, "the model has no profile")
     step = results.require(Step, why.format("no slot forecasts a training step"))
     share: StrategyMemory = results.require(StrategyMemory, why.format("no slot wraps the model"))

@@ -213,10 +213,9 @@ class Job:
         division = next((one for one in divisions if one is not None), None)
         if division is not None:
             topology = dataclasses.replace(topology, stages=division.stages)
-        for one in plan.steps:
-            if issubclass(one.gives or object, TrainedRun) and one.slot not in planners:
-                raise UsageError(f"this recipe cannot be planned: {_no_planner(one)}")
-        results = forecasts(plan, topology, planners, Results())
+        silent = {one.slot: _no_planner(one) for one in plan.steps if one.slot not in planners}
+        require_told(plan, silent)
+        results, _ = forecasts(plan, topology, planners, Results())
         samples, step = results.latest(SampleShape), results.latest(Step)
         if samples is None:
             raise UsageError(_no_samples(plan, planners))
@@ -226,11 +225,21 @@ class Job:
         )  # fmt: skip
 
 
+def require_told(plan: Plan, silent: Mapping[str, str]) -> None:
+    """Raise UsageError if the slot that wraps the model, or one that trains, is one of the silent
+    slots, which have a sentence that says why: without their forecasts there is no plan."""
+    wraps = [one.slot for one in plan.steps if issubclass(one.gives or object, Engine)][:1]
+    trains = [one.slot for one in plan.steps if issubclass(one.gives or object, TrainedRun)]
+    why = dict.fromkeys(silent[slot] for slot in (*wraps, *trains) if slot in silent)
+    if why:
+        raise UsageError(f"this recipe cannot be planned: {'; '.join(why)}")
+
+
 def forecasts(
     plan: Plan, topology: Topology, planners: Mapping[str, Any], known: Results
-) -> Results:
-    """The results `known`, each planner's forecast by slot, and a sentence for each slot without a
-    forecast. Raises the planners' errors."""
+) -> tuple[Results, dict[str, str]]:
+    """The results `known` and each planner's forecast by slot; and a sentence for each slot without
+    a forecast. Raises the planners' errors."""
     results, mute = Results(known), {}
     for step in plan.steps:
         planner = planners.get(step.slot)
@@ -242,8 +251,7 @@ def forecasts(
                 mute[step.slot] = _needs(step, missing, mute)
             else:
                 results[step.slot] = results.call(planner, "forecast", topology)
-    results |= Results.of(tuple(mute.values()))
-    return results
+    return results, mute
 
 
 def _no_planner(step: PlannedSlot) -> str:

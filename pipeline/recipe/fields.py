@@ -14,7 +14,7 @@ import json
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Annotated, Any, TypeVar
 
 from pydantic import (
@@ -22,6 +22,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PydanticSchemaGenerationError,
     TypeAdapter,
     ValidationError,
     create_model,
@@ -57,7 +58,46 @@ def adapter(kind: type) -> TypeAdapter[Any]:
     except PluginError:
         raise
     except Exception as error:
-        raise PluginError(f"{name_of(kind)}: its fields cannot be understood: {error}") from error
+        unfit = [f"field `{key}`: the type {name}" for key, name in _unfit(kind)]
+        why = f"{'; '.join(unfit)} cannot be written in a recipe" if unfit else ""
+        why = why or f"its fields cannot be understood: {error}"
+        hint = "use numbers, texts, lists, mappings, dataclasses" if unfit else ""
+        raise PluginError(f"{name_of(kind)}: {why}", hint=hint) from error
+
+
+def _unfit(kind: type, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Keys of the fields whose types no recipe can hold, with the names of the types."""
+    for name, annotation in field_types(kind).items():
+        for inner in _innermost(annotation):
+            if isinstance(inner, type) and dataclasses.is_dataclass(inner):
+                yield from _unfit(inner, f"{prefix}{name}.")
+            elif not _is_fit(inner):
+                yield f"{prefix}{name}", getattr(inner, "__name__", str(inner))
+
+
+def _innermost(annotation: Any) -> Iterator[Any]:
+    """The types in an annotation. A class with arguments that holds them in no way that pydantic
+    knows, such as an array, stands for them."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        yield from _innermost(args[0])
+    elif origin in (None, typing.Literal):
+        yield annotation
+    elif origin not in (typing.Union, types.UnionType) and not _is_fit(origin):
+        yield origin
+    else:
+        for arg in args:
+            yield from _innermost(arg)
+
+
+def _is_fit(annotation: Any) -> bool:
+    try:
+        TypeAdapter(annotation)
+    except PydanticSchemaGenerationError:
+        return annotation is Ellipsis
+    except Exception:  # it means something only next to other types
+        return True
+    return True
 
 
 @functools.cache

@@ -14,8 +14,13 @@ from pipeline.errors import UsageError
 
 PLANNER = "planner"
 TEMPLATES = Path(__file__).parent / "templates"
-SECOND = {"adapter": "source", "data": PLANNER, "optimizer": PLANNER, "wrap": "engine"}
-"""Kind of stage -> its second module: a half that imports torch, or its planner."""
+SECOND: dict[str, tuple[str, ...]] = {
+    "adapter": ("source",),
+    "data": (PLANNER,),
+    "optimizer": ("rule", PLANNER),
+    "wrap": ("engine",),
+}
+"""Kind of stage -> its further modules: a half that imports torch, and its planner."""
 KINDS = {path.name.removesuffix(".py.j2") for path in TEMPLATES.glob("[!_]*.py.j2")}
 OTHER = "after_export"
 """Template of kinds that have none: a stage that runs after an export."""
@@ -68,16 +73,16 @@ class NewStage:
 
     @property
     def modules(self) -> dict[str, str]:
-        """The package's modules, each with its template: the stage's, and the second one of its
-        kind."""
-        found = {self.module: self.template}
-        half = SECOND.get(self.template)
-        return found if half is None else {**found, f"{self.module}_{half}": f"_{self.kind}_{half}"}
+        """The package's modules, each with its template: the stage's, and the further ones of
+        its kind."""
+        halves = SECOND.get(self.template, ())
+        further = {f"{self.module}_{half}": f"_{self.kind}_{half}" for half in halves}
+        return {self.module: self.template, **further}
 
     @property
     def planner(self) -> str:
         """Entry point of its planner; empty if its kind has none."""
-        has = SECOND.get(self.template) == PLANNER
+        has = PLANNER in SECOND.get(self.template, ())
         return f"{self.module}_{PLANNER}:{self.stage}Planner" if has else ""
 
     @property

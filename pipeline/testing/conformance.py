@@ -19,6 +19,10 @@ from pipeline.testing.helpers import problems
 Fields = Mapping[str, Any]
 HEAVY = {"torch", "transformers", "deepspeed", "accelerate"}
 """Packages that only `run` may import: they take seconds, and `pipe check` takes none."""
+NO_ENTRY = (
+    f"no entry point of the group `{GROUP}` leads to it "
+    "(add it to pyproject.toml, then `pip install -e .` again)"
+)
 
 
 def assert_conforms(
@@ -45,7 +49,7 @@ def check_stage(
     """
     pairs = list(invalid)
     entries = [entry for entry in Registry.installed().entries() if _leads_to(entry, stage)]
-    found = [] if entries else [f"no entry point of the group `{GROUP}` leads to it"]
+    found = [] if entries else [NO_ENTRY]
     for entry in entries or [_unregistered(stage)]:
         found += _violations(stage, entry, valid or {}, pairs)
     return list(dict.fromkeys(found))

@@ -10,12 +10,9 @@ import typing
 from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
-from pipeline.contracts.data import Data
+from pipeline.chain.kinds import wrong_artifact
+from pipeline.chain.plugin_code import line_in
 from pipeline.contracts.engine import Engine
-from pipeline.contracts.export import ExportedModel
-from pipeline.contracts.model import ModelSource
-from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.precision import Precision
 from pipeline.contracts.signature import (
     dataclasses_in,
     default_of,
@@ -25,28 +22,12 @@ from pipeline.contracts.signature import (
     needs,
 )
 from pipeline.contracts.stage import Context
-from pipeline.contracts.tensors import Weights
-from pipeline.contracts.training import Checkpoints, TrainedRun
-from pipeline.errors import Problem
+from pipeline.errors import PluginError, Problem
 from pipeline.planning.planner import Planners
 from pipeline.planning.presets import presets
 from pipeline.recipe.field_docs import plain_value
 from pipeline.recipe.fields import adapter, field_docs
 from pipeline.testing.helpers import checked, make
-
-KINDS: dict[str, type] = {
-    "model": ModelSource,
-    "adapter": ModelSource,
-    "precision": Precision,
-    "data": Data,
-    "optimizer": OptimizerPlan,
-    "wrap": Engine,
-    "checkpoint": Checkpoints,
-    "train": TrainedRun,
-    "consolidate": Weights,
-    "export": ExportedModel,
-}
-"""Artifact of each known kind of stage; a new kind may give anything."""
 
 
 def in_name(stage: type, name: str) -> Iterator[str]:
@@ -54,13 +35,9 @@ def in_name(stage: type, name: str) -> Iterator[str]:
     kind, _, rest = name.partition(".")
     if not all(part.isidentifier() and part.islower() for part in (kind, rest)):
         yield f"its name `{name}` is not kind.name in lower-case letters, digits and underscores"
-    given, wanted = gives(stage), KINDS.get(kind)
-    if wanted is not None and (given is None or not issubclass(given, wanted)):
-        shown = given.__name__ if given else "nothing"
-        yield (
-            f"is called `{name}`, but {kind} stages return {wanted.__name__}, "
-            f"and it returns {shown}"
-        )
+    wrong = wrong_artifact(stage, name)
+    if wrong:
+        yield wrong
 
 
 def in_run(stage: Any) -> Iterator[str]:
@@ -85,6 +62,8 @@ def in_fields(stage: type) -> Iterator[str]:
         unfit += [*_undocumented(kind, prefix), *_unwritable_defaults(kind, prefix)]
     try:
         adapter(stage).json_schema()
+    except PluginError as error:
+        unfit.append(str(error))
     except Exception as error:
         unfit.append(f"there is no JSON Schema of its fields: {error}")
     yield from unfit
@@ -177,7 +156,9 @@ def _checked(made: Any) -> Generator[str, None, list[Problem]]:
     try:
         found: list[Any] = list(checked(made))
     except Exception as error:
-        yield f"check raised {type(error).__name__} instead of yielding a Problem: {error}"
+        line = line_in(error, type(made).__module__)
+        at = f", at {line}" if line else ""
+        yield f"check raised {type(error).__name__} instead of yielding a Problem: {error}{at}"
         return []
     for each in found:
         if not isinstance(each, Problem):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pipeline.execution import rundir
 from pipeline.execution.metrics import records
-from pipeline.execution.talk import has_model
+from pipeline.execution.talk import can_talk
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import shown_path
 from pipeline.view import measurements
@@ -56,6 +56,6 @@ def next_lines(folder: Path, state: RunState) -> list[tuple[str, str]]:
         lines.append(("report", shown_path(folder / REPORT)))
     if state != "finished":
         lines.append(("continue", f"pipe resume {shlex.quote(run)}"))
-    if has_model(folder):
+    if can_talk(folder):
         lines.append(("talk to it", f"pipe chat {shlex.quote(run)}"))
     return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -144,9 +145,11 @@ class OptimizerSettings:
 
         `optimizer` is a torch optimizer class, made with parameter groups, `lr`, `weight_decay` and
         `rule`. `moments`, `counts_updates` and `packing` are those of OptimizerPlan. With `shards`,
-        each group has the number of this process's shard.
+        each group has the number of this process's shard. Raises StageError if the class does not
+        take these arguments.
         """
         rule = {"lr": self.lr, "weight_decay": self.weight_decay, **rule}
+        _require_takes(optimizer, rule)
         return OptimizerPlan(
             algorithm=self.algorithm,
             hyperparameters=rule,
@@ -199,6 +202,15 @@ class OptimizerSettings:
 
     def _warmup(self, total: int) -> int:
         return self.warmup_steps or steps_in(self.warmup_ratio, total)
+
+
+def _require_takes(optimizer: Callable[..., Optimizer], rule: Mapping[str, Any]) -> None:
+    try:
+        inspect.signature(optimizer).bind([], **rule)
+    except TypeError as error:
+        name = getattr(optimizer, "__name__", str(optimizer))
+        called = ", ".join(["groups", *(f"{each}=..." for each in rule)])
+        raise StageError(f"{name}: {error}", hint=f"it is called as {name}({called})") from None
 
 
 def steps_in(ratio: float, total: int) -> int:

@@ -70,7 +70,7 @@ def test_the_surface_is_frozen() -> None:
 
 def test_the_guide_names_all_that_the_first_door_gives() -> None:
     guide = (ROOT / "docs" / "writing-a-stage.md").read_text("utf-8")
-    table = guide.partition("## The door")[2].partition("Further doors")[0]
+    table = guide.partition("## What to import")[2].partition("More modules to import from")[0]
     assert set(re.findall(r"`(\w+)`", table)) - {"pipeline"} == set(names("pipeline"))
 
 

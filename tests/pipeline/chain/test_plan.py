@@ -13,6 +13,7 @@ from pipeline.chain.plan import Plan, PlannedSlot, Started, make_plan
 from pipeline.chain.registry import Entry, Registry
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import Context
+from pipeline.contracts.training import StepCallback, TrainedRun
 from pipeline.errors import RecipeError
 from pipeline.hardware.gpus import gpu_count
 from pipeline.recipe import load_recipe
@@ -98,6 +99,44 @@ def test_two_slots_that_give_the_same(planned: Callable[..., Plan], slot: str) -
     assert f"slot `{other}` (" in problem.message
     assert f"r.yaml:{places[1]}:" in problem.message
     assert f"`{slot}: null` or `{other}: null`" in problem.hint
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """A callback."""
+
+    def run(self, ctx: Context) -> StepCallback:
+        raise AssertionError("never run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """Train, with a callback if there is one."""
+
+    def run(self, ctx: Context, engine: Engine, callback: StepCallback | None) -> TrainedRun:
+        raise AssertionError("never run")
+
+
+def test_an_optional_slot_after_its_only_reader(
+    fake_entry: Callable[..., Entry], registry: Registry, tmp_path: Path
+) -> None:
+    import fake_stages
+
+    fake_stages.Watch, fake_stages.Watched = Watch, Watched
+    entries = fake_entry("callback.mine", "Watch"), fake_entry("train.watched", "Watched")
+    known = Registry([*registry.entries(), *entries])
+    train, callback = "  fit: {use: train.watched}\n", "  watch: {use: callback.mine}\n"
+    before = RECIPE.partition("  data:")[0] + "  optimizer: {use: optimizer.adam}\n"
+    before += "  wrap: {use: wrap.red}\n"
+    file = tmp_path / "r.yaml"
+    file.write_text(before + callback + train)
+    assert make_plan(load_recipe(file), registry=known).warnings == ()
+    file.write_text(before + train + callback)
+    with pytest.raises(RecipeError) as refused:
+        make_plan(load_recipe(file), registry=known)
+    [problem] = refused.value.problems
+    assert problem.message.startswith("no slot reads its result: slot `fit` (train.watched, ")
+    assert (problem.key, problem.hint) == ("watch.use", "move it before slot `fit`")
 
 
 def test_a_slot_behind_its_reader(planned: Callable[..., Plan]) -> None:

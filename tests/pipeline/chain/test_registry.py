@@ -128,7 +128,7 @@ def test_a_module_that_is_missing() -> None:
 )
 def test_hints(fake_entry: Callable[..., Entry], name: str, hint: str) -> None:
     registry = Registry([fake_entry("wrap.red", "Red"), fake_entry("wrap.blue", "Blue")])
-    assert registry.hint(name) == hint
+    assert registry.hint(name) == f"{hint}; or install its package into this environment"
 
 
 @pytest.mark.parametrize(

@@ -241,7 +241,7 @@ def test_an_unknown_stage(pipe: Callable[..., Result]) -> None:
     assert result.exit_code == 2
     assert result.stderr == (
         "error: there is no stage `wrap.rad` (did you mean `wrap.red`? "
-        "wrap stages: wrap.blue, wrap.red)\n"
+        "wrap stages: wrap.blue, wrap.red; or install its package into this environment)\n"
     )
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -142,6 +144,21 @@ def test_packages_are_in_style(packages: dict[str, Path]) -> None:
         assert done.returncode == 0, done.stdout
 
 
+def test_a_further_module_is_in_the_wheel(packages: dict[str, Path], tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    shutil.copytree(packages["optimizer"], package)
+    (package / "pipetrain_optimizer_my_own_extra.py").touch()
+    (package / "setup_notes.py").touch()
+    command = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
+    built = _run([sys.executable, *command, str(package)])
+    assert built.returncode == 0, built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as files:
+        modules = [name for name in files.namelist() if "dist-info" not in name]
+    module = "pipetrain_optimizer_my_own"
+    assert sorted(modules) == [f"{module}{half}.py" for half in ("", "_extra", "_planner", "_rule")]
+
+
 @pytest.mark.full
 def test_a_strict_type_checker_finds_nothing(packages: dict[str, Path]) -> None:
     modules = [str(file) for folder in packages.values() for file in sorted(folder.glob("*.py"))]
@@ -229,6 +246,27 @@ def test_the_export_is_half_of_what_was_trained(run: Path) -> None:
     state = open_state(str(run / "checkpoints" / "step-00000004"), Reading())
     assert state.state.moments == ["momentum_buffer"]
     state.close()
+
+
+def test_the_run_can_be_talked_to(pipe: Pipe, run: Path) -> None:
+    """Its export takes no TrainedRun, by which a checkpoint is opened."""
+    answers = []
+    for options in ([], ["--step", "4"]):
+        done = pipe("generate", str(run), "1 + 1 =", "--max-tokens", "4", "--json", *options)
+        assert done.code == 0, done.stderr
+        answers.append(json.loads(done.stdout))
+    assert [one["export"] is not None for one in answers] == [True, False]
+    assert answers[0]["trained"]["text"] == answers[1]["trained"]["text"]
+
+
+def test_its_export_is_verified(pipe: Pipe, run: Path, tmp_path: Path) -> None:
+    done = pipe("verify", str(run))
+    assert (done.code, done.stdout.splitlines()[-1]) == (0, "verified"), done.stderr
+    later = pipe("export", str(run), "--out", str(tmp_path / "later"))
+    assert later.code == 0, later.stderr
+    (tmp_path / "later" / "config.json").write_text("{}")
+    done = pipe("verify", str(tmp_path / "later"))
+    assert (done.code, done.stderr) == (1, f"error: {tmp_path}/later/config.json has changed\n")
 
 
 def test_a_resumed_run_does_not_train_on(pipe: Pipe, run: Path) -> None:

@@ -13,6 +13,7 @@ from pipeline.chain.registry import Entry, Registry
 from pipeline.cli import main
 from pipeline.recipe.not_a_recipe import OTHER_TOOLS
 
+FAULTY = f"{Path(__file__).parents[1] / 'fake_stages.py'}:165"
 GOOD = """\
 name: good
 stages:
@@ -185,13 +186,16 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
         (),
         [
             "r.yaml:9:10: wrap.use: there is no stage `wrap.rde` (did you mean `wrap.red`? "
-            "wrap stages: wrap.blue, wrap.red)"
+            "wrap stages: wrap.blue, wrap.red; or install its package into this environment)"
         ],
     ),
     "stage without its kind": (
         changed("wrap.red", "blue"),
         (),
-        ["r.yaml:9:10: wrap.use: there is no stage `blue` (did you mean `wrap.blue`?)"],
+        [
+            "r.yaml:9:10: wrap.use: there is no stage `blue` (did you mean `wrap.blue`?; or "
+            "install its package into this environment)"
+        ],
     ),
     "plugin that cannot be loaded": (
         GOOD + "  last: {use: broken.missing}\n",
@@ -205,7 +209,7 @@ ONE_FILE: dict[str, tuple[str, tuple[str, ...], list[str]]] = {
     "plugin whose check fails": (
         GOOD + "  last: {use: broken.check}\n",
         (),
-        ["r.yaml:14:3: last: `Faulty` is at fault, its check failed: KeyError: 'oops'"],
+        [f"r.yaml:14:3: last: check of broken.check failed: KeyError: 'oops', at {FAULTY}"],
     ),
     "missing use": (
         changed("    use: wrap.red", "    stage: 2"),
@@ -717,5 +721,6 @@ def test_the_built_in_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert lines[3] == (
         "r.yaml:7:21: checkpoint.use: there is no stage `checkpoint.deepspeed` "
         "(did you mean `checkpoint.sharded`? "
-        "checkpoint stages: checkpoint.full, checkpoint.sharded)"
+        "checkpoint stages: checkpoint.full, checkpoint.sharded; or install its package into this "
+        "environment)"
     )

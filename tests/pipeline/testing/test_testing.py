@@ -133,7 +133,8 @@ FAULTS: dict[str, tuple[tuple[str, str], str]] = {
     ),
     "type that no recipe can hold": (
         ('where: Path = Path("here")', "where: ModelSource | None = None"),
-        "there is no JSON Schema of its fields: ",
+        "field `where`: the type ModelSource cannot be written in a recipe "
+        "(use numbers, texts, lists, mappings, dataclasses)",
     ),
     "set": (
         ('where: Path = Path("here")', 'where: frozenset[str] = frozenset({"here"})'),
@@ -166,7 +167,7 @@ FAULTS: dict[str, tuple[tuple[str, str], str]] = {
     ),
     "check that raises": (
         ("if self.size == 13:", "if 1 / (self.size - 3):"),
-        "check raised ZeroDivisionError instead of yielding a Problem: division by zero",
+        "check raised ZeroDivisionError instead of yielding a Problem: division by zero, at /",
     ),
     "check that refuses": (
         ("if self.size == 13:", "if self.size == 3:"),
@@ -245,8 +246,9 @@ def test_valid_fields_that_are_refused(make: Make) -> None:
          "underscores"),
         ("Optimizer.x", "its name `Optimizer.x` is not kind.name in lower-case letters, digits and "
          "underscores"),
-        ("wrap.thing", "is called `wrap.thing`, but wrap stages return Engine, and it returns "
-         "OptimizerPlan"),
+        ("wrap.thing", "wrap.thing returns OptimizerPlan; stages of kind wrap return Engine"),
+        ("callback.thing", "callback.thing returns OptimizerPlan; stages of kind callback return "
+         "StepCallback"),
     ],
 )  # fmt: skip
 def test_names(make: Make, name: str, expected: str) -> None:
@@ -262,7 +264,8 @@ def test_a_stage_that_is_not_registered(make: Make, tmp_path: Path) -> None:
     stage = make()
     (tmp_path / "acme-1.0.dist-info" / "entry_points.txt").unlink()
     assert check_stage(stage, valid=VALID) == [
-        "no entry point of the group `pipe.stages` leads to it"
+        "no entry point of the group `pipe.stages` leads to it "
+        "(add it to pyproject.toml, then `pip install -e .` again)"
     ]
 
 

@@ -96,3 +96,13 @@ def test_an_update_uses_the_groups_rate(tmp_path: Path) -> None:
     plan.build(plan.groups(named)).step()
     torch.testing.assert_close(slow.detach(), torch.full((2, 2), -0.01))
     torch.testing.assert_close(fast.detach(), torch.full((2, 2), -0.03))
+
+
+def test_a_class_that_takes_other_arguments_is_named() -> None:
+    class SignSgd(torch.optim.SGD):
+        def __init__(self, params: Any, lr: float, momentum: float) -> None:
+            raise AssertionError("never made")
+
+    hint = r"called as SignSgd\(groups, lr=\.\.\., weight_decay=\.\.\., momentum=\.\.\.\)"
+    with pytest.raises(StageError, match=rf"SignSgd: .*'weight_decay' \(it is {hint}"):
+        AdamW(lr=0.1).plan(SignSgd, moments=(), momentum=0.9)
