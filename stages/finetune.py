@@ -118,7 +118,7 @@ class Finetune:
             where = "checkpoint.every" if name == "every" else name
             yield f"{where} {'null' if value is None else value}: {chosen.why[name]}"
         if "generate" in train:
-            yield "generate: a question of the data, answered before and after training"
+            yield "generate: a question from the data, answered before and after training"
         most = f"at most {TOKENS:,} tokens a pass" if request.on_gpus else "least memory, on CPUs"
         yield f"micro_batch_size {train['micro_batch_size']}: {most}"
         yield from _of_training(request, slots)

@@ -50,6 +50,11 @@ def is_local(name: str) -> bool:
     return bool(re.match(r"[/~]|\.\.?/", name)) or Path(name).exists()
 
 
+def local_files(name: str) -> list[str]:
+    """Return the pattern of a file, or of all files of a folder."""
+    return [f"{rules.path(name)}{'/*' if Path(name).is_dir() else ''}"]
+
+
 def requested(draft: Draft, request: Request) -> bool:
     """Fill the slot with the files of `--data`, if there are any."""
     files = [str(Path(each).expanduser().absolute()) for each in request.data]
@@ -181,8 +186,7 @@ def _place(report: Report, one: str) -> dict[str, Any] | None:
     if beside and (name in LOADERS or is_local(name) or not name):
         return _local(report, one, [rules.path(each) for each in beside], more)
     if is_local(name) or name.endswith(READ):
-        folder = "/*" if Path(name).is_dir() else ""
-        return _local(report, one, [f"{rules.path(name)}{folder}"], more)
+        return _local(report, one, local_files(name), more)
     return _hub(report, one, name, more)
 
 

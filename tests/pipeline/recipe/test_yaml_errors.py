@@ -32,7 +32,7 @@ def problems(text: str) -> list[str]:
     ("text", "problem"),
     [
         ("a: b: c", 'r:1:4: text with a colon in it (put quotes around it: `a: "b: c"`)'),
-        ("a:b\nc: 1", "r:1:1: a blank is missing after the colon (write `a: b`)"),
+        ("a:b\nc: 1", "r:1:1: a space is missing after the colon (write `a: b`)"),
         ("a = 1\nb: 1", "r:1:1: a key is followed by a colon, not by = (write `a: 1`)"),
         ("a\nb: 1", "r:1:1: a colon is missing here (write `a:`)"),
         ("// a\nb: 1", "r:1:1: a comment begins with #"),
