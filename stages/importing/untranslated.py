@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,6 +47,7 @@ KEYS: Mapping[str, str] = {
     "train_iters": "train.steps",
     "clip_grad": "optimizer.max_grad_norm",
     "seq_length": "data.sequence_length",
+    "save": "checkpoint.folder",
     "save_interval": "checkpoint.every",
     "eval_interval": "train.eval_every",
     "log_interval": "train.log_every",
@@ -118,10 +120,11 @@ ALWAYS: Mapping[str, str] = {
 def advice(key: str, value: Any) -> str:
     """Return what to do about a key in a recipe; empty if its outcome says it."""
     pair = f"{key}: {'no' if value is False else value}"
-    found = ADVICE.get(pair) or ALWAYS.get(pair) or ALWAYS.get(key)
-    if not found and not is_off(value):
-        found = ADVICE.get(key)
-    return (found or "").format(value=value)
+    found = ADVICE.get(pair) or ALWAYS.get(pair) or ALWAYS.get(key) or ADVICE.get(key, "")
+    if found and is_off(value) and found is ADVICE.get(key):
+        found = "leave it out: {value} is the default"
+    shown = "..." if isinstance(value, Mapping | list) else value
+    return found.format(value=shown if isinstance(shown, str) else json.dumps(value))
 
 
 def outcome(key: str, value: Any) -> KeyOutcome | None:

@@ -178,8 +178,12 @@ def test_advice_is_about_values(file: Path) -> None:
     assert hint(file, "loop.label_smoothing_factor", 0.1).startswith(
         "leave it out: recipes have no"
     )
-    assert hint(file, "loop.label_smoothing_factor", 0) == "leave it out: every recipe does this"
+    assert hint(file, "loop.label_smoothing_factor", 0) == "leave it out: 0 is the default"
     assert hint(file, "loop.group_by_length", False) == "leave it out: false is the default"
+    assert hint(file, "wrap.deepspeed", {"zero_optimization": {"stage": 2}}) == (
+        "its settings stand in slot `wrap` with `use: wrap.zero`: `pipe import config.yaml ...` "
+        "translates both"
+    )
     # also in a block of a header
     path = ("launch", "timeouts", "nccl")
     nccl = UnknownKey(message="unknown field", path=path, value=60)

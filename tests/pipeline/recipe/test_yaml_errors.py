@@ -46,6 +46,15 @@ def problems(text: str) -> list[str]:
             "a:\n    b: 1\n  c: 2",
             "r:3:3: its indentation matches no line above (indent it by 4 spaces)",
         ),
+        (
+            "a:\n  x:\n    b: 1\n  c: 2\n    d: 3",
+            "r:4:3: indented less than the lines above and below, and it has a value (indent it by "
+            "4 spaces)",
+        ),
+        (
+            "a:\n  b: 1\n  c: 2\n    d: 3",
+            "r:4:5: indented deeper than line 3, which has a value already (indent it by 2 spaces)",
+        ),
         ("a: None", "r:1:4: `None` is text in YAML (write null)"),
     ],
 )
