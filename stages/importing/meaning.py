@@ -24,9 +24,9 @@ def meaning(
     """Return the outcome of a key that the table, or a block in it, has; None if it has none.
 
     `draft` reads a file. The key is read in each of the companies, next to the other keys of the
-    content and then without them, until it has a place in the recipe.
+    content, until it has a place in the recipe; without them only where it contradicts one.
     """
-    first: KeyOutcome | None = None
+    last: KeyOutcome | None = None
     others = {name: each for name, each in content.items() if name != key and name in table}
     for beside in (others, {}) if others else ({},):
         for blocks in places(table, key):
@@ -35,8 +35,10 @@ def meaning(
                 found = _outcome(draft(file).report, ".".join((*blocks, key)))
                 if found is not None and found.to:
                     return found
-                first = first or found
-    return first
+                last = found or last
+        if last is not None and last.outcome == "default":
+            break
+    return last
 
 
 def _file(company: Company, blocks: Sequence[str], content: Company) -> ConfigFile:

@@ -139,14 +139,23 @@ def hints(file: Path, keys: Mapping[str, object]) -> list[str]:
     ("keys", "words"),
     [
         ({"eval_strategy": "steps", "eval_steps": 10}, "write `eval_every: 10`"),
+        ({"eval_steps": 10, "eval_strategy": "steps"}, "write `eval_every: 10`"),
         ({"eval_steps": 10, "learning_rate": "fast"}, "write `eval_every: 10`"),
         (
             {"lora_r": 16, "lora_alpha": 32},
             "write a slot `adapter: {use: adapter.lora, rank: 16, alpha: 32}` after `weights`",
         ),
         (
+            {"lora_alpha": 32, "lora_r": 16},
+            "write a slot `adapter: {use: adapter.lora, alpha: 32, rank: 16}` after `weights`",
+        ),
+        (
             {"dataset_name": "a/b", "dataset_config": "c"},
             "write `sources: [{dataset: a/b, config: c, split: train}]` in slot `data`",
+        ),
+        (
+            {"save_steps": 10, "save_strategy": "epoch"},
+            "leave it out: it has no effect with the other settings",
         ),
         # two that contradict are read one by one
         ({"max_length": 8, "max_seq_length": 9}, "write `sequence_length: 8` in slot `data`"),
@@ -154,8 +163,6 @@ def hints(file: Path, keys: Mapping[str, object]) -> list[str]:
 )
 def test_keys_are_read_together(file: Path, keys: Mapping[str, object], words: str) -> None:
     assert hints(file, keys)[0] == words
-    if "max_length" not in keys and "learning_rate" not in keys:
-        assert hints(file, keys)[1] == words
 
 
 @pytest.mark.parametrize("slot", ["lora", "peft"])
