@@ -30,17 +30,20 @@ COMMANDS = {
     **dict.fromkeys(("diff",), "compare"),
     **dict.fromkeys(("rm", "delete", "prune"), "clean"),
     **dict.fromkeys(("env", "info", "diagnose"), "doctor"),
+    **dict.fromkeys(("infer", "inference", "predict", "complete"), "generate"),
 }
 """What other programs call a command."""
 OPTIONS = {
     **dict.fromkeys(("--config", "--recipe", "-c"), ("recipe",)),
     **dict.fromkeys(("--resume", "--resume-from-checkpoint"), ("--fresh",)),
+    "--nnodes": ("--nodes",),
     **dict.fromkeys(("--output-dir", "--output", "--to"), ("--out", "--run-dir")),
 }
 """Options of other programs -> parameters that a command can have for them."""
 INSTEAD = {
     "recipe": "the recipe needs no option: pipe {command} {value}",
     "--fresh": "pipe resume RUN continues a run",
+    "--nodes": "use --nodes {value} --node-rank NUMBER --rdzv HOST:PORT",
     "--out": "--out names what is written",
     "--run-dir": "--run-dir names the folder of a run",
 }
@@ -81,7 +84,8 @@ def option_meant(error: click.NoSuchOption, words: Sequence[str]) -> str:
         return f"write {spelled}"
     instead = next((one for one in OPTIONS.get(spelled, ()) if one in takes), None)
     if instead is not None:
-        return INSTEAD[instead].format(command=context.info_name, value=value or "RECIPE")
+        value = value or instead.removeprefix("--").upper()
+        return INSTEAD[instead].format(command=context.info_name, value=value)
     if not any(one.name == "overrides" for one in context.command.params):
         return ""
     path = option.lstrip("-")

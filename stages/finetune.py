@@ -120,7 +120,7 @@ class Finetune:
             where = "checkpoint.every" if name == "every" else name
             yield f"{where} {'null' if value is None else value}: {chosen.why[name]}"
         if "generate" in train:
-            yield "generate: a question of the data, answered before and after training"
+            yield "generate: a question from the data, answered before and after training"
         most = f"at most {_most_tokens(request):,} tokens per pass"
         yield f"micro_batch_size {train['micro_batch_size']}: {most}"
         yield from _of_training(request, slots)

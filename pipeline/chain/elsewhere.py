@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ from pipeline.contracts.signature import field_types
 from pipeline.errors import PluginError, Problem
 from pipeline.recipe import Recipe
 from pipeline.recipe.dump import inline
-from pipeline.recipe.load import HEADER_KEYS
+from pipeline.recipe.field_example import owner_of
+from pipeline.recipe.fields import build
+from pipeline.recipe.load import HEADER_KEYS, Header
 from pipeline.recipe.shipped import by_use
-from pipeline.recipe.unknown import MissingKey, UnknownKey
+from pipeline.recipe.unknown import MissingKey, NoSlot, UnknownKey
 
 LONGEST = 90
 """Most characters of a value in a hint."""
@@ -86,9 +88,22 @@ class Slots:
         return []
 
 
-Foreign = Callable[[UnknownKey, Slots], tuple[str, Spot | None]]
-"""Knows keys of other programs: returns the hint, empty if there is none, and the field that is
-meant if it is one of the same slot."""
+@dataclass(frozen=True, kw_only=True)
+class Meant:
+    """What an unknown key means in another program."""
+
+    hint: str = ""
+    """Empty if there is none."""
+    spot: Spot | None = None
+    """The field that is meant if it is one of the same slot."""
+    places: Sequence[tuple[Spot, Any]] = ()
+    """All fields that are meant, and their values."""
+    sure: bool = False
+    """Whether the hint holds also where another slot has a field of the key's name."""
+
+
+Foreign = Callable[[Sequence[UnknownKey], Slots], Sequence[Meant]]
+"""Knows keys of other programs: returns what each of a recipe's unknown keys means there."""
 
 
 def explained(
@@ -97,31 +112,71 @@ def explained(
     """Return the problems with better hints for unknown keys. A field that is missing because its
     name is the unknown one is no problem of its own."""
     slots = Slots(recipe, registry)
+    every = [one for problem in problems for one in _about_slots(problem, slots, recipe, foreign)]
+    unknown = [one for one in every if isinstance(one, UnknownKey)]
+    elsewhere = iter(foreign(unknown, slots) if foreign is not None and unknown else ())
     found, meant = [], set()
-    for problem in problems:
+    for problem in every:
         if isinstance(problem, UnknownKey):
+            there = next(elsewhere, Meant())
             with contextlib.suppress(PluginError):
-                hint, spot = _hint(problem, slots, foreign)
+                hint, spot = _hint(problem, slots, there)
                 meant |= {spot.key} if spot else set()
                 problem = replace(problem, hint=hint) if hint else problem
-        elif isinstance(problem, MissingKey) and problem.key.endswith(".use"):
-            slot = problem.key.removesuffix(".use")
-            problem = replace(problem, hint=_stages(slot, recipe.stages[slot].fields, registry))
         found.append(problem)
     return [one for one in found if not (isinstance(one, MissingKey) and one.key in meant)]
 
 
-def _stages(slot: str, fields: Mapping[str, Any], registry: Registry) -> str:
-    """The hint for a slot without `use`."""
-    for field, value in fields.items():
-        if isinstance(value, str) and value in registry:
-            return f"write `use: {value}` for `{field}: {value}`"
-    recommended = next(iter(by_use(registry.names(slot))), f"{slot}.name")
-    return f"add `use: {recommended}`, the stage's name; `pipe stages` lists all"
+def _about_slots(
+    problem: Problem, slots: Slots, recipe: Recipe, foreign: Foreign | None
+) -> Iterator[Problem]:
+    """The problem, with a better hint if it is of a slot as a whole. The fields of a slot without
+    `use` are those of the stage that is meant."""
+    if isinstance(problem, MissingKey) and problem.key.endswith(".use"):
+        slot = problem.key.removesuffix(".use")
+        hint, use = _stage_meant(slot, slots, foreign)
+        slots.uses[slot] = use
+        yield replace(problem, hint=hint)
+        yield from _unknown_to(use, slot, slots, recipe)
+        return
+    if isinstance(problem, NoSlot) and not slots.registry.names(problem.name):
+        owners = [slot for slot, use in slots.uses.items() if problem.name in slots.fields(use)]
+        if owners:
+            hint = f"`{problem.name}` is a field of slot `{owners[0]}`: indent it as the others"
+            problem = replace(problem, hint=hint)
+    yield problem
 
 
-def _hint(unknown: UnknownKey, slots: Slots, foreign: Foreign | None) -> tuple[str, Spot | None]:
+def _stage_meant(slot: str, slots: Slots, foreign: Foreign | None) -> tuple[str, str]:
+    """The hint for a slot without `use`, and the stage that is meant; empty if nothing says it."""
+    for field, value in slots.values[slot].items():
+        if isinstance(value, str) and value in slots.registry:
+            return f"write `use: {value}` for `{field}: {value}`", value
+    use = next(iter(by_use(slots.registry.names(slot))), "")
+    if not use and foreign is not None:  # `lora:` and `peft:`
+        named = UnknownKey(message="", path=(slot,), value=True)
+        places = foreign([named], slots)[0].places
+        use = next((value for spot, value in places if spot.field == "use"), "")
+    return f"add `use: {use or f'{slot}.name'}`, the stage's name; `pipe stages` lists all", use
+
+
+def _unknown_to(use: str, slot: str, slots: Slots, recipe: Recipe) -> Iterator[UnknownKey]:
+    """The keys of a slot without `use` that no stage has, of the kind that is meant."""
+    if use not in slots.registry:
+        return
+    same_kind = slots.registry.names(kind_of(use))
+    known = {name for one in same_kind for name in slots.fields(one)}
+    with contextlib.suppress(PluginError):
+        kind, fields, path = slots.registry.load(use), slots.values[slot], ("stages", slot)
+        for one in build(kind, fields, places=recipe.places, path=path)[1]:
+            if isinstance(one, UnknownKey) and one.name not in known:
+                yield one
+
+
+def _hint(unknown: UnknownKey, slots: Slots, there: Meant) -> tuple[str, Spot | None]:
     """The hint, and the field that is meant if it is one of the same slot."""
+    if there.sure:
+        return there.hint, there.spot
     path, slot, name = unknown.path, unknown.slot, unknown.name
     if unknown.on_command_line and path[0] not in (*HEADER_KEYS, "stages", *slots.uses):
         added = _missing_slot(unknown, slots)
@@ -135,8 +190,8 @@ def _hint(unknown: UnknownKey, slots: Slots, foreign: Foreign | None) -> tuple[s
     hint = _other_slot(unknown, slots) or (here and slots.stages_with(name, kind_of(here)))
     if hint:
         return hint, None
-    hint, spot = foreign(unknown, slots) if foreign is not None else ("", None)
-    hint = hint or slots.stages_with(name)
+    spot = there.spot
+    hint = there.hint or slots.stages_with(name)
     if not hint and (unknown.closest in slots.fields(here) or not slot):
         spot = Spot(slot=slot, field=unknown.closest)
     return hint, spot
@@ -159,6 +214,10 @@ def _other_slot(unknown: UnknownKey, slots: Slots) -> str:
     name, slot = unknown.name, unknown.slot
     if name in HEADER_KEYS and slot:
         return f"`{name}` stands at the top of a recipe, not in a slot"
+    block = next((one for one in HEADER_KEYS if owner_of(Header, (one, name))), "")
+    if block and slot != block and len(unknown.path) != 2:
+        value = f"write {override(f'{block}.{name}', unknown.value)}"
+        return value if unknown.on_command_line else f"`{name}` belongs to `{block}`"
     others = [one for one, use in slots.uses.items() if one != slot and name in slots.fields(use)]
     if not others:
         return ""

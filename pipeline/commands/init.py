@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from pipeline.errors import UsageError
 COUNT = Count(min=1)
 
 
-@click.command("init")
+@click.command("init", context_settings={"allow_extra_args": True})
 @click.option("--model", help="A folder, a hub id, or a GGUF file.")
 @click.option("--data", type=EXISTING, help="Conversations or texts to train on, as JSON lines.")
 @click.option("--lora/--full", default=None, help="Train low-rank updates, or all weights.")
@@ -52,6 +54,7 @@ def init(
     """
     from pipeline.planning.advise import look
 
+    _no_arguments(click.get_current_context().args)
     asks = not yes and sys.stdin.isatty()
     _require(asks, model=model, data=data)
     if not hardware["gpus"] and not asks:
@@ -86,6 +89,16 @@ def _low_rank(given: bool | None, survey: Any, *, asks: bool) -> tuple[bool, str
     click.echo(f"{'LoRA' if prefers else 'full'}: {why}")
     answer = _asked("Train low-rank updates only (LoRA)", prefers, bool)
     return answer, why if answer is prefers else ""
+
+
+def _no_arguments(words: Sequence[str]) -> None:
+    """Raise UsageError for a model and data without their options."""
+    if words:
+        options = ["--model", "--data"]
+        if len(words) == 1 and Path(words[0]).is_file() and not words[0].endswith(".gguf"):
+            options = ["--data"]
+        named = itertools.chain(*zip(options, words, strict=False))
+        raise UsageError(f"{words[0]} has no option in front", hint=f"write {shlex.join(named)}")
 
 
 def _require(asks: bool, **given: Any) -> None:

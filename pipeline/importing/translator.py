@@ -99,10 +99,15 @@ class Translator(ABC):
         """Return the unsupported tool whose file this is, if the keys show it."""
         return None
 
-    def meaning(self, key: str, value: Any) -> KeyOutcome | None:
+    def meaning(self, key: str, content: Mapping[str, Any]) -> KeyOutcome | None:
         """Return the outcome of one key that stands in a recipe, where it has no meaning; None if
-        no file of these tools has it."""
+        no file of these tools has it. `content` has its value, and all such keys of the recipe."""
         return None
+
+    def advice(self, key: str, value: Any) -> str:
+        """Return what to do about such a key where that is not what its outcome says; empty for
+        all others."""
+        return ""
 
     @abstractmethod
     def translate(self, files: Sequence[ConfigFile], request: Request) -> Translation:

@@ -4,75 +4,147 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
-from pipeline.chain.elsewhere import Slots, Spot, override, shortened
+from pipeline.chain.elsewhere import Meant, Slots, Spot, override, shortened
 from pipeline.chain.plan import plan_file
 from pipeline.chain.registry import kind_of
 from pipeline.errors import PipeError, PluginError
-from pipeline.importing.translator import KeyOutcome, Translators
+from pipeline.importing.translator import KeyOutcome, Translator, Translators
 from pipeline.recipe.field_example import fits, owner_of
 from pipeline.recipe.fields import adapter
 from pipeline.recipe.load import HEADER_KEYS, Header
 from pipeline.recipe.unknown import UnknownKey
 
+Places: TypeAlias = Sequence[tuple[Spot, Any]]
+"""Fields, and the value that each gets."""
 
-def of_other_tools(unknown: UnknownKey, slots: Slots) -> tuple[str, Spot | None]:
-    """Return the hint for a key of another tool, and the field that it means if that is one of the
-    same slot; an empty hint for a key that no tool has, or that only a whole file explains."""
-    name = unknown.name
-    stage = slots.uses.get(unknown.slot, "").partition(".")[2]
-    names = dict.fromkeys((name, name.replace("-", "_"), f"{stage}_{name}"))  # `r` is `lora_r`
-    outcomes = [one for each in names for one in _outcomes(each, unknown.value)]
-    for outcome in sorted(outcomes, key=lambda one: not one.to):
+
+def of_other_tools(unknown: Sequence[UnknownKey], slots: Slots) -> list[Meant]:
+    """Return what each of a recipe's unknown keys means in other tools, which read all of them as
+    one file. No hint for a key that no tool has, or that only a whole file explains."""
+    content = {name: each.value for each in unknown for name in _names(each, slots)}
+    found = []
+    for each in unknown:
+        outcomes = list(_outcomes(each, content, slots))
+        found.append(sorted(outcomes, key=lambda one: not one.to))
+    places: list[Places] = [
+        [
+            (_spot(key, slots), each.value if _equal(new, each.value) else new)
+            for key, new in (one[0].to if one else {}).items()
+        ]
+        for each, one in zip(unknown, found, strict=True)
+    ]
+    return [
+        _meant(each, outcomes, own, [*itertools.chain(*places)], slots)
+        for each, outcomes, own in zip(unknown, found, places, strict=True)
+    ]
+
+
+def _names(unknown: UnknownKey, slots: Slots) -> Iterable[str]:
+    """What tools may call a key: `r` in the slot of adapter.lora is `lora_r`."""
+    name, stage = unknown.name, slots.uses.get(unknown.slot, "").partition(".")[2]
+    return dict.fromkeys((name, name.replace("-", "_"), f"{stage}_{name}"))
+
+
+def _meant(
+    unknown: UnknownKey, outcomes: Sequence[KeyOutcome], own: Places, every: Places, slots: Slots
+) -> Meant:
+    advice = next(filter(None, _advice(unknown, slots)), "")
+    if advice:
+        return Meant(hint=advice, sure=True)
+    for outcome in outcomes:
         if outcome.to:
-            return _translated(outcome.to, unknown, slots)
+            return _translated(own, every, unknown, slots)
         if outcome.outcome == "default":
-            return f"leave it out: it {outcome.why}", None
+            verb = outcome.why.split(" ")[0] in ("is", "has", "changes", "follows")
+            why = f"{'it ' if verb else ''}{outcome.why}"
+            if unknown.value is None or unknown.value is False:
+                why = f"{shortened(unknown.value)} is the default"
+            return Meant(hint=f"leave it out: {why}")
         if outcome.outcome == "not translated":
-            return ": ".join(part for part in (outcome.why, outcome.hint) if part), None
+            return Meant(hint=": ".join(part for part in (outcome.why, outcome.hint) if part))
     # why a value is refused is about a file of the tool; what to do instead is about the recipe
-    return next((one.hint for one in outcomes if one.hint), ""), None
+    return Meant(hint=next((one.hint for one in outcomes if one.hint), ""))
 
 
 plan_recipe = functools.partial(plan_file, foreign=of_other_tools)
 """As `plan_file`, of a recipe that a person wrote: hints know the keys of other tools."""
 
 
-def _outcomes(name: str, value: Any) -> Iterator[KeyOutcome]:
+def _translators() -> Iterator[Translator]:
     translators = Translators.installed()
     for entry in translators.names():
-        with contextlib.suppress(PipeError):  # it is the recipe that is at fault
-            outcome = translators.load(entry)().meaning(name, value)
-            if outcome is not None:
-                yield outcome
+        with contextlib.suppress(PluginError):  # it is the recipe that is at fault
+            yield translators.load(entry)()
 
 
-def _translated(
-    to: Mapping[str, Any], unknown: UnknownKey, slots: Slots
-) -> tuple[str, Spot | None]:
-    """The hint to write values at their places; only the names of fields that cannot have them."""
-    value = unknown.value
-    places = [(_spot(key, slots), value if new == value else new) for key, new in to.items()]
+def _advice(unknown: UnknownKey, slots: Slots) -> Iterator[str]:
+    for translator in _translators():
+        yield from (translator.advice(name, unknown.value) for name in _names(unknown, slots))
+
+
+def _outcomes(
+    unknown: UnknownKey, content: Mapping[str, Any], slots: Slots
+) -> Iterator[KeyOutcome]:
+    for name in _names(unknown, slots):
+        for translator in _translators():
+            with contextlib.suppress(PipeError):
+                found = translator.meaning(name, {**content, name: unknown.value})
+                if found is not None:
+                    yield found
+
+
+def _translated(places: Places, every: Places, unknown: UnknownKey, slots: Slots) -> Meant:
+    """The hint to write values at their places; only the names of fields that cannot have them. A
+    slot that the recipe lacks gets its fields of `every` place."""
     owners = [_owner(spot, slots) for spot, _ in places]
     if None in owners:
         spot = places[owners.index(None)][0]
-        return slots.stages_with(spot.field.partition(".")[0], kind_of(spot.slot)), None
+        return Meant(hint=slots.stages_with(spot.field.partition(".")[0], kind_of(spot.slot)))
     own = next((spot for spot, _ in places if spot.slot == unknown.slot), None)
     if not all(_takes(spot, new, slots) for spot, new in places):
         names = " and ".join(f"`{spot.key}`" for spot, _ in places)
-        return f"here that is {names}", own
+        return Meant(hint=f"here that is {names}", spot=own, places=places)
     written = all(spot.slot in ("", *HEADER_KEYS, *slots.uses) for spot, _ in places)
     if unknown.on_command_line and written:
         parts = [override(spot.key, new) for spot, new in places]
         parts += [f"{spot.slot}.{other}=null" for spot, other in _replaced(places, slots)]
-        return f"write {' '.join(parts)}", own
-    parts = [_yaml(spot, new, unknown.slot, slots) for spot, new in places]
+        return Meant(hint=f"write {' '.join(parts)}", spot=own, places=places)
+    parts = [
+        _yaml(spot, new, unknown.slot, slots) for spot, new in places if not _absent(spot, slots)
+    ]
+    for slot in dict.fromkeys(spot.slot for spot, _ in places if _absent(spot, slots)):
+        beside = [(spot, new) for spot, new in every if _takes(spot, new, slots)]
+        fields = {spot.field: new for spot, new in (*beside, *places) if spot.slot == slot}
+        parts.append(slots.added(slot, _nested(fields)))
     instead = [f"`{other}`" for _, other in _replaced(places, slots)]
     verb = "add to the recipe" if unknown.on_command_line else "write"
     of = f" instead of {' and '.join(instead)}" if instead else ""
-    return f"{verb} {' and '.join(parts)}{of}", own
+    return Meant(hint=f"{verb} {' and '.join(parts)}{of}", spot=own, places=places)
+
+
+def _equal(new: Any, value: Any) -> bool:
+    """Whether they are the same, also as 2 and 2.0, but not as 1 and true."""
+    return isinstance(new, bool) == isinstance(value, bool) and bool(new == value)
+
+
+def _absent(spot: Spot, slots: Slots) -> bool:
+    return spot.slot not in ("", *HEADER_KEYS, *slots.uses)
+
+
+def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted names as blocks."""
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        *blocks, field = name.split(".")
+        inner = found
+        for block in blocks:
+            inner = inner.setdefault(block, {})
+        inner[field] = value
+    return found
 
 
 def _replaced(places: Sequence[tuple[Spot, Any]], slots: Slots) -> list[tuple[Spot, str]]:
@@ -123,9 +195,4 @@ def _yaml(spot: Spot, value: Any, here: str, slots: Slots) -> str:
         return f"`{text}`"
     if spot.slot in HEADER_KEYS:
         return f"`{spot.slot}: {{{text}}}` at the top of the recipe"
-    if spot.slot in slots.uses:
-        return f"`{text}` in slot `{spot.slot}`"
-    content: Any = value
-    for part in reversed(spot.field.split(".")):
-        content = {part: content}
-    return slots.added(spot.slot, content)
+    return f"`{text}` in slot `{spot.slot}`"

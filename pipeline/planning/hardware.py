@@ -156,8 +156,9 @@ def _gpu(machines: HardwareOptions) -> Accelerator | None:
     if machines.gpu is not None and known is None:
         meant = closest(machines.gpu.upper(), [one.name for one in accelerators()])
         which = f"did you mean `{meant}`?" if meant else f"known: {_known()}"
+        instead = "say --memory" if machines.memory is None else "leave out --gpu"
         raise UsageError(
-            f"--gpu {machines.gpu}: no GPU of this name is known", hint=f"{which} or say --memory"
+            f"--gpu {machines.gpu}: no GPU of this name is known", hint=f"{which} or {instead}"
         )
     return known
 

@@ -35,6 +35,8 @@ def example(kind: type, path: KeyPath, written: Any, adapter: Adapter) -> str:
         if seconds:
             return seconds
     guesses = _guesses(annotation, written)
+    if written is True and _default(owner, name) == 0:  # off, as `false` would be
+        guesses = itertools.chain(guesses, [1])
     if isinstance(written, float) and not fits(adapter(owner), name, "?"):  # not any text
         guesses = itertools.chain([f"{inline(written)} epochs"], guesses)
     for value in guesses:
@@ -91,9 +93,13 @@ def fits(adapter: TypeAdapter[Any], name: str, value: Any) -> bool:
     return True
 
 
+def _default(owner: type, name: str) -> Any:
+    return next(default_of(one) for one in init_fields(owner) if one.name == name)
+
+
 def _without(owner: type, name: str, written: Any) -> str:
     """The hint to leave a field out that has a default, for a value that means nothing."""
-    default = next(default_of(one) for one in init_fields(owner) if one.name == name)
+    default = _default(owner, name)
     several = isinstance(default, list | tuple) and isinstance(written, int | float)
     if default is _NONE or dataclasses.is_dataclass(default) or not (written is None or several):
         return ""

@@ -22,7 +22,7 @@ from pipeline.recipe.merge import drop_removed
 from pipeline.recipe.nodes import KeyPath, Node, SourceMap, places_of, plain
 from pipeline.recipe.overrides import apply, put
 from pipeline.recipe.replaced import Common, lost
-from pipeline.recipe.unknown import MissingKey, UnknownKey
+from pipeline.recipe.unknown import MissingKey, NoSlot, UnknownKey
 from pipeline.utils.text import closest, did_you_mean
 
 SLOT = re.compile(r"[a-z][a-z0-9_]*")
@@ -194,7 +194,8 @@ def _wrong_slot(slot: str, value: Any, places: SourceMap) -> list[Problem]:
     if not isinstance(value, Mapping):
         hint = _as_slot(slot, value, command_line=places.value(path).on_command_line)
         message = "a slot is a mapping with `use` and the stage's fields"
-        problems.append(Problem(message=message, key=slot, hint=hint, location=places.value(path)))
+        place = places.value(path)
+        problems.append(NoSlot(message=message, key=slot, hint=hint, location=place, name=slot))
         return problems
     use = value.get("use")
     if not isinstance(use, str) or not use:

@@ -15,6 +15,13 @@ class MissingKey(Problem):
 
 
 @dataclass(frozen=True, kw_only=True)
+class NoSlot(Problem):
+    """A key at the place of a slot whose value is no mapping."""
+
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class UnknownKey(Problem):
     """A key of a recipe or an override that has no meaning where it stands. Its hint knows the keys
     of that place only; `pipeline.chain.elsewhere` knows those of other places."""

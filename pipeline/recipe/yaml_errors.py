@@ -90,7 +90,7 @@ def _colon(
         return None
     before = _before(lines, line)
     if before is not None and _indent(lines[line]) > _indent(lines[before]):
-        return _no_key(lines, before) or Mistake(
+        return _no_key(lines, before) or _too_far_left(lines, before, line) or Mistake(
             line=line, column=_indent(lines[line]),
             message=f"indented deeper than line {before + 1}, which has a value already",
             hint=f"indent it by {_indent(lines[before])} spaces",
@@ -105,12 +105,24 @@ def _colon(
     )  # fmt: skip
 
 
+def _too_far_left(lines: Sequence[str], line: int, after: int) -> Mistake | None:
+    """A line between two that are indented deeper than it is, and equally deep."""
+    above, depth = _before(lines, line), _indent(lines[after])
+    if above is None or _indent(lines[above]) != depth:
+        return None
+    return Mistake(
+        line=line, column=_indent(lines[line]),
+        message="indented less than the lines above and below, and it has a value",
+        hint=f"indent it by {depth} spaces",
+    )  # fmt: skip
+
+
 def _no_key(lines: Sequence[str], line: int) -> Mistake | None:
     """`key:value` and `key = value`."""
     found = KEY.fullmatch(lines[line].rstrip())
     if found is None:
         return None
-    message = "a blank is missing after the colon"
+    message = "a space is missing after the colon"
     if found["mark"] == "=":
         message = "a key is followed by a colon, not by ="
     hint = f"write `{found['key']}: {found['value']}`"

@@ -48,7 +48,9 @@ def address_problems(key: str, text: str | None) -> Iterator[Problem]:
         yield Problem(key=key, message=f"{text}: a chain of file systems is not opened", hint=hint)
     elif protocol not in PROTOCOLS:
         known = ", ".join(f"{each}://" for each in PROTOCOLS)
-        yield Problem(key=key, message=f"{protocol}:// is not opened", hint=f"known: {known}")
+        lower = protocol.lower()
+        hint = f"did you mean {lower}://{rest}?" if lower in PROTOCOLS else f"known: {known}"
+        yield Problem(key=key, message=f"{protocol}:// is not opened", hint=hint)
     else:
         yield from _missing_package(key, protocol)
 

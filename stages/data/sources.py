@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -58,6 +59,9 @@ def _is_everything(pattern: str) -> bool:
     return pattern.startswith("/") and "**" in pattern.split("/")[:2]
 
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
 def _existing(pattern: Path) -> str:
     """Return a hint with what there is in the place of a pattern that matches no file."""
     folder = pattern if pattern.is_dir() else pattern.parent
@@ -87,6 +91,9 @@ def file_problems(key: str, patterns: Patterns) -> Iterator[Problem]:
             hint = address or instead_of_variable(pattern) or _existing(Path(pattern))
             if not hint and not Path(pattern).is_absolute():
                 hint = f"paths are relative to the working directory, {Path.cwd()}"
+                if _HUB_NAME.fullmatch(pattern) and not pattern.endswith(KNOWN):
+                    source = f"sources: [{{dataset: {pattern}, split: train}}]"
+                    hint = f"a data set of the hub: `{source}`; {hint}"
             yield Problem(message=f"no such file: {pattern}", key=key, hint=hint)
         for path in matches:
             yield from kind_problems(key, str(path))

@@ -60,8 +60,8 @@ class RecipeTranslator(Translator):
         self.finish(draft)
         return reader.translation(draft)
 
-    def meaning(self, key: str, value: Any) -> KeyOutcome | None:
-        return meaning(key, value, self.table, self.companies, self._draft)
+    def meaning(self, key: str, content: Mapping[str, Any]) -> KeyOutcome | None:
+        return meaning(key, content, self.table, self.companies, self._draft)
 
     def _draft(self, file: ConfigFile) -> Draft:
         reader = Reader([file])

@@ -51,7 +51,7 @@ def applied(rule: Rule, value: Any) -> RuleResult:
 
 
 def unset() -> RuleResult:
-    """Return the result of a value that gives nothing."""
+    """Return the result of a value that gives nothing: null, or one that is off."""
     return RuleResult(outcome="default", why="is not set, or off")
 
 
@@ -91,7 +91,7 @@ def allowed(*values: Any, hint: str = "", blocks: bool = False) -> Rule:
 
     def rule(value: Any) -> RuleResult:
         if value is None or value == "auto" or _among(value, values):
-            return RuleResult(outcome="default", why="is so in every recipe")
+            return RuleResult(outcome="default", why="every recipe does this")
         return refused(f"is always {values[0]} in a recipe", hint, blocks=blocks)
 
     return rule

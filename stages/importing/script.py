@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pipeline.importing import Request
 from stages.importing.report import Draft
-from stages.importing.sources import NO_COMMIT, put_files, requested
+from stages.importing.sources import NO_COMMIT, is_local, local_files, put_files, requested
 
 
 def script_data(draft: Draft, request: Request) -> None:
@@ -17,8 +17,15 @@ def script_data(draft: Draft, request: Request) -> None:
     elif report.given("dataset"):
         # A script of transformers for plain text has blocks, a script of TRL has rows.
         blocks = any(entry.key == "block_size" for entry in report.of("data.sequence_length"))
-        draft.slot("data", "data.text" if blocks else "data.chat")
-        _hub_sources(draft)
+        name = report.value("dataset")
+        if is_local(name):
+            put_files(draft, local_files(name), "dataset")
+            why, hint = "files are read as a whole", "put those rows in a separate file"
+            report.refuse("dataset.config", "dataset.heldout", why=why, hint=hint)
+            report.ignore("dataset.split")
+        else:
+            draft.slot("data", "data.text" if blocks else "data.chat")
+            _hub_sources(draft)
     else:
         draft.slot("data", "data.text")
         draft.lacks("data.files", "text files, or use: data.chat for conversations")

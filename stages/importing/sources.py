@@ -12,6 +12,7 @@ The facts of data set n begin with `rows.n.`, those of one to evaluate on with `
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,6 +49,15 @@ class Style:
 def is_local(name: str) -> bool:
     """Return whether a name is a path, not the id of something on the hub."""
     return bool(re.match(r"[/~]|\.\.?/", name)) or Path(name).exists()
+
+
+def local_files(name: str) -> list[str]:
+    """Return the path of a file, or patterns of the files of a folder that a recipe reads."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return [rules.path(name)]
+    kinds = [kind for kind in READ if any(folder.glob(f"*{kind}"))]
+    return [f"{rules.path(name)}/*{kind}" for kind in kinds or [""]]
 
 
 def requested(draft: Draft, request: Request) -> bool:
@@ -181,8 +191,7 @@ def _place(report: Report, one: str) -> dict[str, Any] | None:
     if beside and (name in LOADERS or is_local(name) or not name):
         return _local(report, one, [rules.path(each) for each in beside], more)
     if is_local(name) or name.endswith(READ):
-        folder = "/*" if Path(name).is_dir() else ""
-        return _local(report, one, [f"{rules.path(name)}{folder}"], more)
+        return _local(report, one, local_files(name), more)
     return _hub(report, one, name, more)
 
 
@@ -207,14 +216,16 @@ def _hub(report: Report, one: str, name: str, more: dict[str, Any]) -> dict[str,
 
 
 def _has_fields(file: str) -> bool:
-    """Return whether the first row has fields for data.chat, not text alone."""
+    """Return whether the first row of a file, or of those of a pattern, has fields for data.chat,
+    not text alone."""
     from stages.data.forms import KEYS
     from stages.data.rows import TEXT, rows
 
     if file.endswith(TEXT):
         return False
     try:
-        first = next(rows(Path(file)), None)
+        files = sorted(glob.glob(file, recursive=True))  # noqa: PTH207 (absolute patterns)
+        first = next(rows(Path(files[0])), None) if files else None
     except (DataError, StageError, OSError):
         return False  # `pipe check` and the run report what is wrong with the file
     keys = first.value.keys() if first is not None else set()

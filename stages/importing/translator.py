@@ -72,7 +72,10 @@ class HuggingFace(Translator):
         draft = compose(reader.report, request, files[0].path.stem, script_data)
         return reader.translation(draft)
 
-    def meaning(self, key: str, value: Any) -> KeyOutcome | None:
+    def advice(self, key: str, value: Any) -> str:
+        return untranslated.advice(key, value)
+
+    def meaning(self, key: str, content: Mapping[str, Any]) -> KeyOutcome | None:
         found = None
         for kind, table in TABLES.items():
 
@@ -83,8 +86,8 @@ class HuggingFace(Translator):
                     set_defaults(reader.report, alone=True)
                 return compose(reader.report, Request(), "recipe", script_data)
 
-            one = meaning(key, value, table, COMPANIES[kind], draft)
+            one = meaning(key, content, table, COMPANIES[kind], draft)
             if one is not None and one.to:
                 return one
             found = found or one
-        return untranslated.outcome(key, value) or found
+        return untranslated.outcome(key, content[key]) or found

@@ -238,9 +238,19 @@ def _path(stage: HfModel, path: str) -> Found:
         if stage.init != "random":
             yield from _pickles(place)
     else:
-        gguf = sorted(place.glob("*.gguf"))
-        hint = f"set `gguf_file: {gguf[0].name}`" if gguf else "expected Hugging Face layout"
-        yield "path", f"no config.json in {place}", hint
+        yield "path", f"no config.json in {place}", _instead_of(place)
+
+
+def _instead_of(folder: Path) -> str:
+    """What to name instead of a folder that holds no model itself."""
+    gguf, inner = sorted(folder.glob("*.gguf")), sorted(folder.glob("*/config.json"))
+    run = "it is a run; " if (folder / "recipe.yaml").is_file() else ""
+    if gguf:
+        return f"set `gguf_file: {gguf[0].name}`"
+    if inner:
+        return f"{run}{'its model is' if run else 'there is'} {shown_path(inner[0].parent)}"
+    export = f"`pipe export {shown_path(folder)} --out FOLDER` writes its model"
+    return f"{run}{export}" if run else "expected Hugging Face layout"
 
 
 def _pickles(folder: Path) -> Found:

@@ -29,6 +29,8 @@ def tokenizer_problems(plan: PlanView, *, no_template: str | None = None) -> Ite
         return
     if given is not None and (not is_local(given) or not local(given).exists()):
         return  # the model slot reports a missing path
+    if model.tokenizer is None and model.config is None and config_at_hand(model) is None:
+        return  # as it does a folder without a model
     has, has_template = (False, False) if given is None else _found(model, local(given))
     if not has:
         yield Problem(

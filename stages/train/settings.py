@@ -48,7 +48,7 @@ class BatchPlan:
     def check(self, plan: PlanView) -> Iterator[Problem]:
         if (self.steps is None) == (self.epochs is None):
             slot = next((slot for slot, stage in plan.slots.items() if stage is self), "train")
-            both = f"add {slot}.epochs=null, or {slot}.steps=null"
+            both = f"remove one of the two lines, or add {slot}.epochs=null to the command line"
             hint = "such as `epochs: 3`" if self.steps is None else both
             message = "give exactly one of steps and epochs"
             yield Problem(key="steps", message=message, hint=hint)

@@ -243,7 +243,7 @@ def test_the_recipe_asks_small_models(
     slots = finetune(request)
     asked = {"prompts": ["Hm?"], "chat": True, "first": True, "max_tokens": 64}
     assert slots["train"].get("generate") == (asked if asks else None)
-    told = "generate: a question of the data, answered before and after training"
+    told = "generate: a question from the data, answered before and after training"
     assert (told in finetune.explained(request, slots)) == asks
 
 

@@ -37,7 +37,7 @@ class Torchtune(RecipeTranslator):
 
     name = "torchtune"
     tool = TORCHTUNE
-    table = {key: rule for key, rule in TOP.items() if key != "batch_size"}  # of all elsewhere
+    table = TOP
     companies = ({}, {"lr_scheduler": {COMPONENT: COSINE}})
     beside = ()
     signs = "a recipe of torchtune has blocks with `_component_`"

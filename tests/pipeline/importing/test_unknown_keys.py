@@ -18,8 +18,9 @@ from pipeline.chain.plan import plan_file
 from pipeline.chain.registry import Registry
 from pipeline.errors import COMMAND_LINE, Location, Problem, RecipeError
 from pipeline.importing.translator import installed_translators
-from pipeline.importing.unknown_keys import of_other_tools
+from pipeline.importing.unknown_keys import of_other_tools, plan_recipe
 from pipeline.recipe import load_recipe
+from pipeline.recipe.dump import render
 from pipeline.recipe.unknown import MissingKey, UnknownKey
 from stages.importing.reader import TABLES
 from stages.importing.untranslated import KEYS
@@ -67,7 +68,7 @@ def hint(file: Path, key: str, value: object, *, command_line: bool = False) -> 
             True,
             "write a slot `precision: {use: precision.policy, compute: bf16}` before `wrap`",
         ),
-        ("weights.fp16", False, "leave it out: it is not set, or off"),
+        ("weights.fp16", False, "leave it out: false is the default"),
         (
             "fp16",
             True,
@@ -90,7 +91,7 @@ def hint(file: Path, key: str, value: object, *, command_line: bool = False) -> 
         ("devices", -1, "here that is `launch.procs`"),
         ("accelerator", "tpu", "here that is `launch.device`"),
         ("wrap.data_parallel_shard_degree", -1, "here that is `wrap.shard_size`"),
-        ("loop.dataloader_pin_memory", True, ""),
+        ("loop.dataloader_prefetch_factor", 2, ""),
         ("weights.interval", 5, ""),
     ],
 )
@@ -124,6 +125,79 @@ def test_a_field_that_is_missing_because_of_its_name(file: Path) -> None:
     assert [one.key for one in found] == ["loop.max_steps"]
 
 
+def hints(file: Path, keys: Mapping[str, object]) -> list[str]:
+    """Return the hints for keys of the slot `loop` that one recipe has."""
+    unknown: list[Problem] = [
+        UnknownKey(message="unknown field", path=("stages", "loop", key), value=value)
+        for key, value in keys.items()
+    ]
+    found = explained(unknown, load_recipe(file), Registry.installed(), of_other_tools)
+    return [one.hint for one in found]
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"eval_strategy": "steps", "eval_steps": 10}, "write `eval_every: 10`"),
+        ({"eval_steps": 10, "eval_strategy": "steps"}, "write `eval_every: 10`"),
+        ({"eval_steps": 10, "learning_rate": "fast"}, "write `eval_every: 10`"),
+        (
+            {"lora_r": 16, "lora_alpha": 32},
+            "write a slot `adapter: {use: adapter.lora, rank: 16, alpha: 32}` after `weights`",
+        ),
+        (
+            {"lora_alpha": 32, "lora_r": 16},
+            "write a slot `adapter: {use: adapter.lora, alpha: 32, rank: 16}` after `weights`",
+        ),
+        (
+            {"dataset_name": "a/b", "dataset_config": "c"},
+            "write `sources: [{dataset: a/b, config: c, split: train}]` in slot `data`",
+        ),
+        (
+            {"save_steps": 10, "save_strategy": "epoch"},
+            "leave it out: it has no effect with the other settings",
+        ),
+        # two that contradict are read one by one
+        ({"max_length": 8, "max_seq_length": 9}, "write `sequence_length: 8` in slot `data`"),
+    ],
+)
+def test_keys_are_read_together(file: Path, keys: Mapping[str, object], words: str) -> None:
+    assert hints(file, keys)[0] == words
+
+
+@pytest.mark.parametrize("slot", ["lora", "peft"])
+def test_a_slot_without_use(tmp_path: Path, slot: str) -> None:
+    recipe = tmp_path / "r.yaml"
+    fields = "{r: 8, lora_alpha: 16, bias: none}"
+    recipe.write_text(f"{RECIPE.replace('WRAP', 'wrap.fsdp')}  {slot}: {fields}\n")
+    with pytest.raises(RecipeError) as error:
+        plan_recipe(recipe)
+    found = {one.key: one.hint for one in error.value.problems if one.key.startswith(slot)}
+    assert found.pop(f"{slot}.use").startswith("add `use: adapter.lora`")
+    assert found == {
+        f"{slot}.r": "write `rank: 8`",
+        f"{slot}.lora_alpha": "write `alpha: 16`",
+        f"{slot}.bias": "leave it out: every recipe does this",
+    }
+
+
+def test_advice_is_about_values(file: Path) -> None:
+    assert hint(file, "loop.label_smoothing_factor", 0.1).startswith(
+        "leave it out: recipes have no"
+    )
+    assert hint(file, "loop.label_smoothing_factor", 0) == "leave it out: 0 is the default"
+    assert hint(file, "loop.group_by_length", False) == "leave it out: false is the default"
+    assert hint(file, "wrap.deepspeed", {"zero_optimization": {"stage": 2}}) == (
+        "its settings stand in slot `wrap` with `use: wrap.zero`: `pipe import config.yaml ...` "
+        "translates both"
+    )
+    # also in a block of a header
+    path = ("launch", "timeouts", "nccl")
+    nccl = UnknownKey(message="unknown field", path=path, value=60)
+    found = explained([nccl], load_recipe(file), Registry.installed(), of_other_tools)
+    assert found[0].hint == "here that is `collectives`"
+
+
 def names(table: Mapping[str, Any]) -> Iterator[str]:
     """Yield the keys of a table, and of the tables in it."""
     for key, inner in table.items():
@@ -149,7 +223,7 @@ def test_every_hint_names_a_field_and_a_value_that_it_takes(
     place = Location(file=f"{COMMAND_LINE}override 1")
     path = ("stages", slot, key) if slot else (key,)
     unknown = UnknownKey(message="unknown field", location=place, path=path, value=value)
-    said, _ = of_other_tools(unknown, Slots(load_recipe(file), Registry.installed()))
+    said = of_other_tools([unknown], Slots(load_recipe(file), Registry.installed()))[0].hint
     if said.startswith("write ") and "`" not in said and "..." not in said:
         follow(file, shlex.split(said.removeprefix("write ")))
     for slot_, text in re.findall(r"a slot `(\w+): ({.*?})`", said):
@@ -161,7 +235,7 @@ def follow(file: Path, overrides: list[str], slots: Mapping[str, Any] | None = N
     recipe = yaml.safe_load(file.read_text())
     recipe["stages"] |= slots or {}
     other = file.with_name("followed.yaml")
-    other.write_text(yaml.safe_dump(recipe, sort_keys=False))
+    other.write_text(render(recipe, lambda path: ""))
     try:
         plan_file(other, overrides, ran=True)
     except RecipeError as error:

@@ -32,7 +32,7 @@ def problems(text: str) -> list[str]:
     ("text", "problem"),
     [
         ("a: b: c", 'r:1:4: text with a colon in it (put quotes around it: `a: "b: c"`)'),
-        ("a:b\nc: 1", "r:1:1: a blank is missing after the colon (write `a: b`)"),
+        ("a:b\nc: 1", "r:1:1: a space is missing after the colon (write `a: b`)"),
         ("a = 1\nb: 1", "r:1:1: a key is followed by a colon, not by = (write `a: 1`)"),
         ("a\nb: 1", "r:1:1: a colon is missing here (write `a:`)"),
         ("// a\nb: 1", "r:1:1: a comment begins with #"),
@@ -45,6 +45,15 @@ def problems(text: str) -> list[str]:
         (
             "a:\n    b: 1\n  c: 2",
             "r:3:3: its indentation matches no line above (indent it by 4 spaces)",
+        ),
+        (
+            "a:\n  x:\n    b: 1\n  c: 2\n    d: 3",
+            "r:4:3: indented less than the lines above and below, and it has a value (indent it by "
+            "4 spaces)",
+        ),
+        (
+            "a:\n  b: 1\n  c: 2\n    d: 3",
+            "r:4:5: indented deeper than line 3, which has a value already (indent it by 2 spaces)",
         ),
         ("a: None", "r:1:4: `None` is text in YAML (write null)"),
     ],

@@ -103,8 +103,9 @@ CHAT = {
     "no messages": second(
         {"messages": []}, "`messages` is not a list of messages, or an empty one"
     ),
-    "messages as text": second(
-        {"messages": "hi"}, "`messages` is not JSON: Expecting value at column 1"
+    "messages as text": second({"messages": "hi"}, "`messages` is text, not a list"),
+    "messages as text that is no JSON": second(
+        {"messages": "[hi]"}, "`messages` is not JSON: Expecting value at column 2"
     ),
     "a message as text": second({"messages": ["hi"]}, "`messages[0]` is text, not an object"),
     "unknown role": second(

@@ -576,6 +576,21 @@ def test_data_sets_on_the_hub() -> None:
     assert not left_out(local)
 
 
+@pytest.mark.parametrize(
+    ("row", "use"),
+    [('{"text": "a"}', "data.text"), ('{"prompt": "a", "completion": "b"}', "data.chat")],
+)
+def test_a_data_set_in_a_folder(tmp_path: Path, row: str, use: str) -> None:
+    (tmp_path / "a.jsonl").write_text(f"{row}\n")
+    (tmp_path / "README.md").write_text("# rows\n")
+    given = {"output_dir": "x", "dataset_name": str(tmp_path), "dataset_test_split": "test"}
+    made = translated(given)
+    data = slot(made, "data")
+    assert (data["use"], data["files"]) == (use, [f"{tmp_path}/*.jsonl"])
+    assert "sources" not in data
+    assert left_out(made)["dataset_test_split"] == "files are read as a whole"
+
+
 def test_what_deepspeed_does_unless_told() -> None:
     engine = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-4}}, "fp16": {"enabled": True}}
     made = translated(engine)

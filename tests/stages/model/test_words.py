@@ -52,6 +52,7 @@ def test_a_model_without_a_tokenizer(kind: type, rows: Any, tmp_path: Path) -> N
     stage = kind(**{"shards" if kind is StreamData else "files": rows({"text": "a"})})
     assert told(HfModel(config=tiny_llama_config()), stage) == [NONE]
     (tmp_path / "bare").mkdir()
+    (tmp_path / "bare/config.json").write_text(json.dumps(tiny_llama_config()))
     assert told(HfModel(path=str(tmp_path / "bare")), stage) == [NONE]
     words = folder(tmp_path, template=False)
     assert told(HfModel(path=str(words)), stage) == []
@@ -87,3 +88,16 @@ def test_a_chat_template_is_found(place: str, rows: Any, tmp_path: Path) -> None
         file = words / "tokenizer_config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "chat_template": "x"}))
     assert told(HfModel(path=str(words)), ChatData(files=rows(CHAT))) == []
+
+
+def test_a_folder_without_a_model_is_a_mistake_of_the_model_slot(tmp_path: Path, rows: Any) -> None:
+    (tmp_path / "run/export").mkdir(parents=True)
+    (tmp_path / "run/recipe.yaml").write_text("name: r\n")
+    model = HfModel(path=str(tmp_path / "run"))
+    assert told(model, ChatData(files=rows(CHAT), sequence_length=8)) == []
+    command = f"`pipe export {tmp_path}/run --out FOLDER` writes its model"
+    plan = PlanView(name="r", seed=0, procs=1, device="cpu", slots={"model": model})
+    assert [problem.hint for problem in model.check(plan)] == [f"it is a run; {command}"]
+    (tmp_path / "run/export/config.json").write_text("{}")
+    meant = f"it is a run; its model is {tmp_path}/run/export"
+    assert [problem.hint for problem in model.check(plan)] == [meant]

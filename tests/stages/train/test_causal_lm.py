@@ -45,7 +45,8 @@ def test_contradicting_batch_sizes_show_the_arithmetic() -> None:
 def test_steps_over_epochs_name_the_override_to_add() -> None:
     stage = TrainCausalLm(global_batch_size=8, steps=1, epochs=1.0)
     view = PlanView(name="t", seed=0, procs=1, device="cpu", slots={"loop": stage})
-    assert [one.hint for one in stage.check(view)] == ["add loop.epochs=null, or loop.steps=null"]
+    hint = "remove one of the two lines, or add loop.epochs=null to the command line"
+    assert [one.hint for one in stage.check(view)] == [hint]
 
 
 @pytest.mark.parametrize(("procs", "share"), [(1, 8), (2, 4), (3, 3)])
