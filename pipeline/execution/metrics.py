@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.checkpoint import location
 from pipeline.utils import jsonl
 from pipeline.utils.files import opened, replace_text
 from pipeline.utils.foreign import BLOCK, is_number, is_text, open_regular
@@ -86,13 +87,15 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def saved_step(file: Path) -> int | None:
-    """Return the step of the newest checkpoint that a run's `metrics.jsonl` tells, in its last
-    64 KiB; None if there is none."""
+    """Return the step of the newest checkpoint of the run whose `metrics.jsonl` it is: of those on
+    this machine or, where there are none, that the last 64 KiB of the file tell; None if there is
+    none."""
+    found = location.newest_step(file.parent)
     saved = (
         r for r in reversed(jsonl.read_tail(file)) if is_record(r) and "checkpoint_seconds" in r
     )
-    found = next(saved, None)
-    return found and found["step"]
+    told = next(saved, None)
+    return found if found is not None else told and told["step"]
 
 
 def is_record(record: dict[str, Any]) -> bool:

@@ -123,7 +123,7 @@ def state_of(folder: Path, events: list[dict[str, Any]], *, ended: bool = False)
     if newest == "run finished":
         return "finished"
     # under another launcher, rank 0 may be stopped before it can say that another one failed
-    failed = newest == "run failed" or failures.first_rank(folder) is not None
+    failed = newest == "run failed" or failures.in_force(folder)
     return "failed" if failed else "stopped"
 
 

@@ -57,7 +57,7 @@ def train(
     newest, progress = _newest(ctx)
     require_same_lineage(identity, ctx.accept, progress)
     progress.lineage = identity
-    feed = Feed(config, data, ctx.seed, axis, ctx.dist.device)
+    feed = Feed(config, data, ctx.seed, axis, ctx.dist.device, vocabulary=model.vocab_size)
     ctx.on_exit(feed.close)
     steps = feed.total_steps(progress)
     if newest is not None and progress.step >= steps:

@@ -60,7 +60,10 @@ def train(
     ctx.metrics.rewind(-1 if restored is None else restored.step)
     progress = restored or Progress()
     progress.lineage = identity
-    feed = Feed(config, data, ctx.seed, engine.data_axis, engine.device, workers=config.workers)
+    feed = Feed(
+        config, data, ctx.seed, engine.data_axis, engine.device,
+        workers=config.workers, vocabulary=model.vocab_size,
+    )  # fmt: skip
     plain = SummedLoss(config.loss_chunk_size, compiled_by=model.compiled_by)
     router = config.router_loss
     monitor = AnomalyMonitor(config.anomalies, engine.total)
