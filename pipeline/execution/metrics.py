@@ -141,7 +141,8 @@ FIELDS = {
         "peak_host_memory_bytes", "profiled", "compute_share", "communication_share", "data_share",
         "idle_share",
     ),
-    "other": ("step", "time", "total_steps", "best_step", "best_eval_loss"),
+    "training length": ("total_steps",),
+    "other": ("step", "time", "best_step", "best_eval_loss"),
 }  # fmt: skip
 """Kind of record -> the fields that the training writes into it. The first tells the kind, as no
 record before it in this order has it; those of `other` place a record, and measure nothing. A field
@@ -155,7 +156,7 @@ NUMBERS = OWN - {
     "ended_early",
 }  # fmt: skip
 """Fields that are numbers, or null."""
-UNSENT = {*FIELDS["other"], "straggler"}
+UNSENT = {*FIELDS["other"], "straggler", "total_steps"}
 """Numbers that measure nothing."""
 
 

@@ -152,6 +152,9 @@ class Follower:
             if record.get("step_seconds") is not None:
                 self.paces.append(record["step_seconds"])
             self.speed.add(record)
+        elif record.get("total_steps") and self.step:  # of a start that had no step to take
+            total = max(record["total_steps"], self.step["step"])
+            self.step = {**self.step, "total_steps": total}
         if "eval_loss" in record:
             self.evaluation = record
             if self._metrics.whole and not self.first_evaluation:

@@ -26,6 +26,7 @@ from stages.train.generate import Writer
 from stages.train.launched import LaunchedSteps
 from stages.train.loss import SummedLoss
 from stages.train.meter import StepMeter
+from stages.train.nothing_left import Length
 from stages.train.profiling import Profiler
 from stages.train.report import Reporter
 from stages.train.saves import Saves
@@ -118,7 +119,8 @@ class Training:
         self.meter.restart(progress)
         total = feed.total_steps(progress)
         if progress.step >= total:
-            self.ctx.log.info("nothing left to train: step %d of %d", progress.step, total)
+            shortfall = Length.of(config, self.data, progress).shortfall(self.ctx.slot)
+            self.reporter.nothing_left(progress.step, total, shortfall)
         else:
             for warning in self.step.plan.schedule_warnings(total):
                 self.ctx.log.warning("%s", warning)

@@ -65,6 +65,16 @@ class Reporter(StepCallback):
                 {"step": step, "time": time.time(), "ended_early": reason}
             )
 
+    def nothing_left(self, step: int, total: int, shortfall: str) -> None:
+        """Report that a resumed training has no step to take, with the new total for readers;
+        `shortfall` says that its recipe gives it less than is done, if it does."""
+        if shortfall:
+            self._ctx.log.warning("%s", shortfall)
+        else:
+            self._ctx.log.info("nothing left to train: step %d of %d", step, total)
+        record = {"step": step, "time": time.time(), "total_steps": total}
+        self._ctx.metrics.write_training(record)
+
     def saved(self, step: int, *, stalled: float) -> None:
         """Report a checkpoint, for which training paused for `stalled` seconds."""
         record = {"step": step, "time": time.time(), "checkpoint_stall_seconds": stalled}
