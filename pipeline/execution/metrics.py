@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,14 @@ class Metrics:
             if type(plain.get("step")) is not int:
                 raise TypeError(f"a record of metrics needs an integer `step`: {record!r}")
             jsonl.append_line(self.path, plain)
+
+    def write_length(self, step: int, total: int) -> None:
+        """Append the steps of the whole training, of which `step` are done and none is taken now,
+        unless the file says so already."""
+        if self.path is not None:
+            known = [one["total_steps"] for one in records(self.path) if one.get("total_steps")]
+            if known[-1:] != [total]:
+                self.write_training({"step": step, "time": time.time(), "total_steps": total})
 
     def rewind(self, step: int) -> None:
         """Drop records later than `step`, and a line that a crash cut short, so that a resumed run

@@ -217,7 +217,10 @@ def _run_as_rank(folder: Path, store: Store, accept: Sequence[str]) -> None:
     except (Exception, SystemExit):
         if failures.first_rank(folder) == worker_rank():
             error = failures.first(folder, [])
-            raise (undo.said(error, folder) if undo.did_nothing(folder) else error) from None
+            with contextlib.suppress(OSError, JournalDamaged):
+                if undo.did_nothing(folder):  # as rank 0 sees, too
+                    undo.said(error, folder)
+            raise error from None
         sys.exit(1)
 
 

@@ -65,7 +65,6 @@ def _refused(folder: Path, start: dict[str, object]) -> bool:
     return "changed" in start and failures.refused(folder)
 
 
-def said(error: PipeError, folder: Path) -> PipeError:
-    """Have the error say that the run is as it was; returns it."""
+def said(error: PipeError, folder: Path) -> None:
+    """Have the error say that the run is as it was."""
     error.args = (f"{failures.without_continuation(str(error), folder)}\n{UNDONE}",)
-    return error

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pipeline import Context, Data, Progress, StageError
-from pipeline.checkpoint.location import known
+from pipeline import Checkpoints, Context, Data, Progress, StageError
 from stages.train.settings import BatchPlan
 
 
@@ -43,10 +42,12 @@ class Length:
         )
 
 
-def require_steps_left(ctx: Context, length: Length, progress: Progress, total: int) -> None:
+def require_steps_left(
+    ctx: Context, checkpoints: Checkpoints, length: Length, progress: Progress, total: int
+) -> None:
     """Raise StageError if a run that starts from another's checkpoint has no step to take."""
-    begins = progress.step > 0 and "loss" not in progress.metrics and known(ctx.run_dir) is None
-    if begins and progress.step >= total:
+    own = "loss" in progress.metrics or not getattr(checkpoints, "start_from", None)
+    if not own and progress.step >= total:
         name, more = length.name, f"{length.done + length.given:.10g}"
         counts = f"step count ({progress.step})"
         if name == "epochs":
@@ -54,6 +55,6 @@ def require_steps_left(ctx: Context, length: Length, progress: Progress, total: 
         raise StageError(
             f"`start_from` continues its {counts}, and `{ctx.slot}.{name}` is "
             f"{length.given:.10g}: nothing would be trained",
-            hint=f"to go on: {ctx.slot}.{name}={more}; to train its weights again: its export as "
-            "the model slot's path, without start_from",
+            hint=f"to continue: {ctx.slot}.{name}={more}; to train its weights again: its export "
+            "as the model slot's path, without start_from",
         )

@@ -65,8 +65,8 @@ def train(
         config, data, ctx.seed, engine.data_axis, engine.device,
         workers=config.workers, vocabulary=model.vocab_size,
     )  # fmt: skip
-    total = feed.total_steps(progress)
-    require_steps_left(ctx, Length.of(config, data, progress), progress, total)
+    given = Length.of(config, data, progress)
+    require_steps_left(ctx, checkpoints, given, progress, feed.total_steps(progress))
     plain = SummedLoss(config.loss_chunk_size, compiled_by=model.compiled_by)
     router = config.router_loss
     monitor = AnomalyMonitor(config.anomalies, engine.total)

@@ -38,10 +38,10 @@ def test_a_run_that_another_begins_must_have_a_step_to_take(pipe: Pipe) -> None:
     recipe = write(pipe.folder / "b.yaml", training(checkpoint=start, train={"steps": 2}))
     pipe.run_dir = pipe.folder / "second"
     for overrides, said in (
-        ([], "step count (5), and `train.steps` is 2: nothing would be trained (to go on: "
+        ([], "step count (5), and `train.steps` is 2: nothing would be trained (to continue: "
              "train.steps=7; "),
         (["train.steps=null", "train.epochs=1"], "position in the data (1.25 epochs), and "
-         "`train.epochs` is 1: nothing would be trained (to go on: train.epochs=2.25; "),
+         "`train.epochs` is 1: nothing would be trained (to continue: train.epochs=2.25; "),
     ):  # fmt: skip
         refused = pipe("run", str(recipe), *overrides, "--run-dir", str(pipe.run_dir))
         assert refused.code == 1
