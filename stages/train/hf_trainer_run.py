@@ -88,6 +88,7 @@ def train(
     trainer.remove_callback(PrinterCallback)
     callbacks = Callbacks(reporter, callback)
     callbacks.restore(progress.callbacks)
+    callbacks.state()  # one that cannot be saved is found before anything is trained
     recorder = Recorder(
         config, ctx, data, feed, plan, progress, trainer, reporter, callbacks, loader.taken
     )

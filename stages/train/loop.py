@@ -116,6 +116,7 @@ class Training:
         samples = feed.samples(progress.samples)
         verify_packing(self.step.engine, self.data, samples, self.cross_entropy)
         self.callbacks.restore(progress.callbacks)
+        self.callbacks.state()  # one that cannot be saved is found before anything is trained
         self.meter.restart(progress)
         total = feed.total_steps(progress)
         if progress.step >= total:

@@ -108,6 +108,25 @@ def test_a_state_that_no_checkpoint_could_hold_is_refused(state: Any, problem: s
         Callbacks(sink).state()
 
 
+class Unwritable(Sink):
+    def state(self) -> Mapping[str, Any]:
+        return {"q": deque([1])}
+
+
+def refused(dist: DistContext, folder: str, case: Poisoned) -> tuple[str, bool]:
+    sink = Unwritable()
+    with pytest.raises(StageError) as caught:
+        train(dist, folder, case, sink)
+    return str(caught.value), bool(sink.calls)
+
+
+def test_a_state_that_cannot_be_saved_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
+    case = Poisoned(setting=Setting(wrap="ddp"), batches=range(2), anomalies=Anomalies())
+    ((said, called),) = run_ranks(refused, 1, str(tmp_path), case)
+    assert "Unwritable is not JSON: q is a deque (return lists" in said
+    assert not called
+
+
 def test_what_is_no_callback_is_refused() -> None:
     class Duck:
         def on_step(self, *_: object) -> None: ...
