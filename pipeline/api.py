@@ -102,7 +102,7 @@ def run(
     everything, and is raised when it has.
 
     Raises RecipeError and UsageError before anything is started, RunFailed, and RunStopped when
-    somebody else has stopped it.
+    somebody else has stopped it; both have the run's `folder`.
     """
     from pipeline.execution.selection import Selection
     from pipeline.importing.unknown_keys import plan_recipe
@@ -112,7 +112,7 @@ def run(
         Selection(last=until).again(made)  # a slot that is not there is a mistake
         folder = Path(run_dir) if run_dir else rundir.create(Path(runs), made.recipe.name)
         options = ["--run-dir", str(folder), *(["--until", until] if until else [])]
-        _call(["run", str(file), *overrides, *options], on_event)
+        _call(["run", str(file), *overrides, *options], folder, on_event)
     return RunOutcome(folder.resolve())
 
 
@@ -136,7 +136,7 @@ def resume(
         file = None if recipe is None else stack.enter_context(_file_of(recipe))
         plan_recipe(file or folder / rundir.RECIPE, overrides, here=True)
         other = [] if file is None else ["--recipe", str(file)]
-        _call(["resume", str(folder), *overrides, *other, *accepted], on_event)
+        _call(["resume", str(folder), *overrides, *other, *accepted], folder, on_event)
     return RunOutcome(folder.resolve())
 
 
@@ -198,8 +198,9 @@ def _absolute(value: Any) -> Any:
     return value
 
 
-def _call(arguments: Sequence[str], on_event: Listener | None) -> None:
-    """Call `pipe` with events as JSON. Raises UsageError, RunFailed and RunStopped."""
+def _call(arguments: Sequence[str], folder: Path, on_event: Listener | None) -> None:
+    """Call `pipe` with events as JSON. Raises UsageError, and RunFailed and RunStopped with the
+    run's folder."""
     said: deque[str] = deque(maxlen=LAST_LINES)
     with subprocess.Popen(
         [sys.executable, "-P", "-m", "pipetrain", *arguments, "--json"],
@@ -225,12 +226,13 @@ def _call(arguments: Sequence[str], on_event: Listener | None) -> None:
         finally:
             process.wait()
             listener.join()
-    if process.returncode == STOPPED:
-        raise RunStopped("\n".join(said))
     if process.returncode == UsageError.exit_code:
         raise UsageError("\n".join(said))
     if process.returncode:
-        raise RunFailed("\n".join(said))
+        kind = RunStopped if process.returncode == STOPPED else RunFailed
+        error = kind("\n".join(said))
+        error.folder = folder.resolve()
+        raise error
 
 
 def _collect(stderr: IO[str], said: deque[str]) -> None:

@@ -171,6 +171,9 @@ class ExportError(StageError):
 class RunFailed(PipeError):
     """A worker process failed; carries the first failing rank's error as its message."""
 
+    folder: Path
+    """The run's folder; on errors that `pipeline.run` and `pipeline.resume` raise."""
+
     def __init__(
         self,
         message: str,
@@ -192,6 +195,8 @@ class RunStopped(PipeError):
     """A signal asked the run to end, and all that was done is kept: the same command goes on. The
     exit code is EX_TEMPFAIL of sysexits.h."""
 
+    folder: Path
+    """The run's folder; on errors that `pipeline.run` and `pipeline.resume` raise."""
     exit_code = 75
     prefix = ""
 

@@ -15,6 +15,7 @@ from pipeline.checkpoint.manifest import MANIFEST
 from pipeline.checkpoint.store import Store, locate, open_store, step_name, step_number
 from pipeline.errors import (
     CheckpointError,
+    PipeError,
     ResumeRefused,
     UsageError,
     in_words,
@@ -131,6 +132,16 @@ def find(named: str) -> tuple[Store, str]:
             damaged = f"; damaged ones are at {aside}" if aside else ""
             raise UsageError(f"{named} holds no checkpoint{damaged}", hint=hint)
         return store, ""
+
+
+def newest_step(run_dir: Path) -> int | None:
+    """Return the step of the run's newest checkpoint; None if it has none on this machine."""
+    with contextlib.suppress(PipeError, OSError):
+        place = known(run_dir)
+        if place is not None and "://" not in place:
+            names = open_store(place).names()
+            return step_number(names[-1]) if names else None
+    return None
 
 
 def agreed_start(start_from: str, dist: DistContext) -> str:

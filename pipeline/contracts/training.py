@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
@@ -150,7 +151,8 @@ class StepCallback(ABC):
         return ""
 
     def state(self) -> Mapping[str, Any]:
-        """JSON to keep in a checkpoint; that of rank 0 is kept. Called before every save."""
+        """JSON to keep in a checkpoint; that of rank 0 is kept. Called before the first step and
+        before every save."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -167,6 +169,7 @@ class Callbacks(StepCallback):
     """
 
     def __init__(self, *callbacks: StepCallback | None) -> None:
+        """Raises StageError for what is no StepCallback."""
         self._callbacks: dict[str, StepCallback] = {}
         self._reasons: dict[str, str] = {}
         """Callback -> its reason to end the training, the same on all ranks."""
@@ -174,6 +177,7 @@ class Callbacks(StepCallback):
             several = given._callbacks.values() if isinstance(given, Callbacks) else [given]
             for callback in several:
                 if callback is not None:
+                    _require_callback(callback)
                     self._callbacks[self._free_name(type(callback))] = callback
 
     def _free_name(self, kind: type) -> str:
@@ -209,8 +213,9 @@ class Callbacks(StepCallback):
         return next(iter(self._reasons.values()), "")
 
     def state(self) -> dict[str, Any]:
-        """Non-empty states by the names of callbacks, and reasons of callbacks without a state."""
-        states = {name: dict(callback.state()) for name, callback in self._callbacks.items()}
+        """Non-empty states by the names of callbacks, and reasons of callbacks without a state.
+        Raises StageError for a state that is not JSON."""
+        states = {name: _state(name, callback) for name, callback in self._callbacks.items()}
         kept = {name: state for name, state in states.items() if state}
         reasons = {name: why for name, why in self._reasons.items() if name not in kept}
         return {**kept, **({REASONS: reasons} if reasons else {})}
@@ -232,6 +237,50 @@ REASONS = "reasons to end"
 
 def _can_end(callback: StepCallback) -> bool:
     return type(callback).reason_to_end is not StepCallback.reason_to_end
+
+
+def _require_callback(callback: object) -> None:
+    if not isinstance(callback, StepCallback):
+        kind = type(callback)
+        raise StageError(
+            f"{kind.__module__}:{kind.__qualname__} is not a callback",
+            hint=f"derive {kind.__qualname__} from StepCallback",
+        )
+
+
+def _state(name: str, callback: StepCallback) -> dict[str, Any]:
+    """Return a callback's state, which can be written as JSON."""
+    state: object = callback.state()
+    if not isinstance(state, Mapping):
+        raise StageError(
+            f"the state of the callback {name} is a {type(state).__name__}",
+            hint="`state` returns a mapping",
+        )
+    found = dict(state)
+    odd = _not_json(found)
+    if odd:
+        raise StageError(
+            f"the state of the callback {name} is not JSON: {odd}",
+            hint="return lists, finite numbers and texts",
+        )
+    return found
+
+
+def _not_json(value: object, path: str = "") -> str:
+    """Return what of a value cannot be written as JSON; empty if all of it can."""
+    inner: Iterable[tuple[str, object]] = ()
+    if isinstance(value, dict):
+        odd = [key for key in value if not isinstance(key, str | int)]
+        if odd:
+            return f"{path or 'it'} has the key {odd[0]!r}"
+        inner = ((f"{path}.{key}" if path else str(key), one) for key, one in value.items())
+    elif isinstance(value, list | tuple):
+        inner = ((f"{path}[{number}]", one) for number, one in enumerate(value))
+    elif isinstance(value, float) and not math.isfinite(value):
+        return f"{path} is {value}"
+    elif not (value is None or isinstance(value, str | int | float)):
+        return f"{path} is a {type(value).__name__}"
+    return next(filter(None, (_not_json(one, at) for at, one in inner)), "")
 
 
 def _reason(name: str, callback: StepCallback) -> str:

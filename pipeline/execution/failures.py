@@ -20,10 +20,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.errors import (
+    BadRows,
+    DataError,
+    EngineMismatch,
     PipeError,
+    RecipeError,
     Restart,
     ResumeRefused,
     RunFailed,
+    UsageError,
     in_words,
     is_expected,
 )
@@ -32,8 +37,12 @@ from pipeline.utils.foreign import parse_json, read_whole
 from pipeline.utils.terminal import shown
 
 FOLDER = "failures"
+UNDONE = "undone"
+"""File in it: the command that failed has left the run as it was."""
 SPARE = "PIPE_FAILURES"
 """Environment variable: a file of the launcher's, in memory, for reports that the disk refuses."""
+MISTAKES = (BadRows, DataError, EngineMismatch, RecipeError, ResumeRefused, UsageError)
+"""Errors that come again unless a person changes the recipe or the data."""
 MOST_LINES = 12
 """Lines of an error's message that are kept; libraries append whole native stacks to theirs."""
 
@@ -46,8 +55,25 @@ class Exit(NamedTuple):
 
 
 def clear(run_dir: Path) -> None:
-    """Forget the failures of an earlier start."""
+    """Forget the failures of an earlier command."""
     shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
+
+
+def clear_reports(run_dir: Path) -> None:
+    """Forget the reports of a start that is repeated; its tracebacks stay until the next failure,
+    or the next command."""
+    for path in (run_dir / FOLDER).glob("rank-*.json"):
+        path.unlink(missing_ok=True)
+
+
+def undo(run_dir: Path) -> None:
+    """Note that the reports are of a command that left the run as it was."""
+    (private_folder(run_dir / FOLDER) / UNDONE).touch()
+
+
+def in_force(run_dir: Path) -> bool:
+    """Whether a rank raised in the newest command, unless that left the run as it was."""
+    return first_rank(run_dir) is not None and not (run_dir / FOLDER / UNDONE).exists()
 
 
 def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
@@ -61,6 +87,7 @@ def record(run_dir: Path, rank: int, slot: str, error: BaseException) -> None:
             "message": shown(describe(error)),
             "expected": is_expected(error),
             "refused": isinstance(error, ResumeRefused),
+            "mistake": isinstance(error, MISTAKES),
             "memory": _memory(error),
             "snapshot": _snapshot(run_dir, rank) if _memory(error) == "device" else None,
             "restart": _restart(error),
@@ -222,15 +249,21 @@ def _raised(run_dir: Path, report: Mapping[str, Any]) -> str:
         lines.append(f"  traceback: {_traceback_file(run_dir, report['rank'])}")
     if report.get("snapshot"):
         lines.append(f"  what held the memory: {report['snapshot']}")
-    if report["refused"]:
-        return "\n".join([*lines, "  the run is as it was before this command"])
-    return "\n".join([*lines, continuation(run_dir)])
+    return "\n".join([*lines, continuation(run_dir, mistake=bool(report.get("mistake")))])
 
 
 def _traceback_file(run_dir: Path, rank: int) -> Path:
     return run_dir / FOLDER / f"rank-{rank:05d}.txt"
 
 
-def continuation(run_dir: Path) -> str:
-    """The line that says how to continue."""
-    return f"  continue with: pipe resume {shlex.quote(str(run_dir))}"
+def continuation(run_dir: Path, *, mistake: bool = False) -> str:
+    """The line that says how to continue, perhaps after a `mistake` was corrected."""
+    when = "after the change" if mistake else "continue with"
+    return f"  {when}: pipe resume {shlex.quote(str(run_dir))}"
+
+
+def without_continuation(text: str, run_dir: Path) -> str:
+    """A failure's text without the line that says how to continue."""
+    for mistake in (False, True):
+        text = text.removesuffix(f"\n{continuation(run_dir, mistake=mistake)}")
+    return text

@@ -14,7 +14,7 @@ import re
 import shlex
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ IN_RUN = "in run"
 """Key of an object that stands for a path inside the run's folder, and has no other key."""
 OPTIONAL: Mapping[str, Any] = {
     "slot": str, "seconds": (int, float), "procs": int, "device": str, "problem": str,
-    "environment": dict, "hub": list,
+    "environment": dict, "hub": list, "changed": bool, "undone": bool,
 }  # fmt: skip
 """Keys that not every event has -> their kind."""
 _SUM = re.compile(rb', "xxh3": "([0-9a-f]{16})"\}')
@@ -72,14 +72,20 @@ class Journal:
             os.fsync(file.fileno())
 
     def events(self) -> list[dict[str, Any]]:
-        """Events in order; a last line that a crash cut short is passed over. Raises
-        JournalDamaged."""
-        return list(self._read())
+        """Events in order, without those of commands that were undone; a last line that a crash cut
+        short is passed over. Raises JournalDamaged."""
+        return counted(self._read())
+
+    def newest_command(self) -> list[dict[str, Any]]:
+        """Events of the newest `pipe run` or `pipe resume`, its restarts too, whether or not it was
+        undone. Raises JournalDamaged."""
+        events = list(self._read())
+        return events[command_begins(events) :]
 
     def finished(self) -> dict[str, Finished]:
         """The latest finish of every slot that was not set aside since."""
         found: dict[str, Finished] = {}
-        for event in self._read():
+        for event in self.events():
             if event["event"] == "slot finished":
                 found[event["slot"]] = Finished(digest=event["digest"], record=event["record"])
             elif event["event"] == "slot set aside":
@@ -153,6 +159,32 @@ class Journal:
             f"mv {whole} {file}; what finished later runs again, training from its newest "
             "checkpoint",
         )
+
+
+def command_begins(events: Sequence[Mapping[str, Any]]) -> int:
+    """Return the index at which the newest command begins: with the slots that it set aside, or
+    with its first start. 0 without one."""
+    begin = max(
+        (
+            at for at, event in enumerate(events)
+            if event["event"] == "run started" and not event.get("restart")
+        ),
+        default=0,
+    )  # fmt: skip
+    while begin and events[begin - 1]["event"] == "slot set aside":
+        begin -= 1
+    return begin
+
+
+def counted(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return events without those of commands that failed before they did anything, and left the
+    run as it was (`run failed` with `undone`)."""
+    found: list[dict[str, Any]] = []
+    for event in events:
+        found.append(event)
+        if event.get("undone"):
+            del found[command_begins(found) :]
+    return found
 
 
 def _whole_lines(content: bytes) -> bytes:

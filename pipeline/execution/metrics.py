@@ -6,10 +6,12 @@ import json
 import logging
 import math
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.checkpoint import location
 from pipeline.utils import jsonl
 from pipeline.utils.files import opened, replace_text
 from pipeline.utils.foreign import BLOCK, is_number, is_text, open_regular
@@ -43,6 +45,14 @@ class Metrics:
             if type(plain.get("step")) is not int:
                 raise TypeError(f"a record of metrics needs an integer `step`: {record!r}")
             jsonl.append_line(self.path, plain)
+
+    def write_length(self, step: int, total: int) -> None:
+        """Append the steps of the whole training, of which `step` are done and none is taken now,
+        unless the file says so already."""
+        if self.path is not None:
+            known = [one["total_steps"] for one in records(self.path) if one.get("total_steps")]
+            if known[-1:] != [total]:
+                self.write_training({"step": step, "time": time.time(), "total_steps": total})
 
     def rewind(self, step: int) -> None:
         """Drop records later than `step`, and a line that a crash cut short, so that a resumed run
@@ -86,13 +96,15 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def saved_step(file: Path) -> int | None:
-    """Return the step of the newest checkpoint that a run's `metrics.jsonl` tells, in its last
-    64 KiB; None if there is none."""
+    """Return the step of the newest checkpoint of the run whose `metrics.jsonl` it is: of those on
+    this machine or, where there are none, that the last 64 KiB of the file tell; None if there is
+    none."""
+    found = location.newest_step(file.parent)
     saved = (
         r for r in reversed(jsonl.read_tail(file)) if is_record(r) and "checkpoint_seconds" in r
     )
-    found = next(saved, None)
-    return found and found["step"]
+    told = next(saved, None)
+    return found if found is not None else told and told["step"]
 
 
 def is_record(record: dict[str, Any]) -> bool:
@@ -138,7 +150,8 @@ FIELDS = {
         "peak_host_memory_bytes", "profiled", "compute_share", "communication_share", "data_share",
         "idle_share",
     ),
-    "other": ("step", "time", "total_steps", "best_step", "best_eval_loss"),
+    "training length": ("total_steps",),
+    "other": ("step", "time", "best_step", "best_eval_loss"),
 }  # fmt: skip
 """Kind of record -> the fields that the training writes into it. The first tells the kind, as no
 record before it in this order has it; those of `other` place a record, and measure nothing. A field
@@ -152,7 +165,7 @@ NUMBERS = OWN - {
     "ended_early",
 }  # fmt: skip
 """Fields that are numbers, or null."""
-UNSENT = {*FIELDS["other"], "straggler"}
+UNSENT = {*FIELDS["other"], "straggler", "total_steps"}
 """Numbers that measure nothing."""
 
 

@@ -51,7 +51,7 @@ def plan_resume(
     a slot that runs reads its result and no disk has it. `log` gets a line for each lost result.
     Without `thorough`, the contents of results are not verified. Slots of `again` count as not
     finished."""
-    found = _finished(plan, journal)
+    found = finished_in(plan, journal)
     finished = {slot: done for slot, done in found.items() if slot not in again}
     steps = {step.slot: step for step in plan.steps}
     records = {slot: done.record or {} for slot, done in finished.items()}
@@ -129,7 +129,7 @@ def restored(step: PlannedSlot, record: Mapping[str, Any]) -> Durable:
 
 def results(plan: Plan, journal: Journal) -> Iterator[tuple[str, Path]]:
     """Slot and place of every durable result that lies on disk."""
-    finished = _finished(plan, journal)
+    finished = finished_in(plan, journal)
     for step in plan.steps:
         done = finished.get(step.slot)
         place = None if done is None else _place(done.record or {})
@@ -161,7 +161,7 @@ def digests(plan: Plan) -> dict[str, str]:
     return found
 
 
-def _finished(plan: Plan, journal: Journal) -> dict[str, Finished]:
+def finished_in(plan: Plan, journal: Journal) -> dict[str, Finished]:
     """Finished slots that have not changed, and neither have the slots that they depend on."""
     now = digests(plan)
     return {

@@ -87,6 +87,8 @@ class Runner:
             "slot finished", step, digest=self.digests[step.slot], record=record,
             seconds=round(time.perf_counter() - began, 3),
         )  # fmt: skip
+        if record is not None and self.ctx.dist.is_main:  # which has written that it is there
+            self.ctx.dist.heartbeat.landmark()
 
     def _give(self, step: PlannedSlot) -> dict[str, Any] | None:
         """Run the stage and keep what it gives; the record of a durable artifact."""
@@ -102,10 +104,7 @@ class Runner:
         require_same_artifact(artifact, self.ctx)
         if step.gives is not None:
             self.artifacts[step.slot] = artifact
-        if not isinstance(artifact, Durable):
-            return None
-        self.ctx.dist.heartbeat.landmark()
-        return artifact.record()
+        return artifact.record() if isinstance(artifact, Durable) else None
 
     def _note(self, event: str, step: PlannedSlot, **facts: Any) -> None:
         if self.ctx.dist.is_main:

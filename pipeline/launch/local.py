@@ -81,10 +81,10 @@ def restarted(run_dir: Path, plan: Plan, problem: str, number: int, wait: float)
     """Record and show a failure after which the run is started again in `wait` seconds, as number
     `number` in a row."""
     journal = Journal(run_dir / rundir.JOURNAL)
-    journal.write("run failed", problem=shown(problem))
-    first = problem.removesuffix(f"\n{failures.continuation(run_dir)}")
+    first = failures.without_continuation(problem, run_dir)
+    journal.write("run failed", problem=shown(first), restarting=True)
     click.echo(f"{first}\n  starting again in {wait:g} s (restart {number})", err=True)
-    failures.clear(run_dir)
+    failures.clear_reports(run_dir)
     journal.write("run started", procs=plan.view.procs, device=plan.view.device, restart=number)
 
 

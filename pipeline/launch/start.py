@@ -31,6 +31,7 @@ from pipeline.distributed.schedulers import require_task
 from pipeline.distributed.signals import Interrupted, LastWords, default_signals, stoppable
 from pipeline.errors import (
     CommandStopped,
+    JournalDamaged,
     PipeError,
     RunStopped,
     UsageError,
@@ -42,10 +43,10 @@ from pipeline.execution.journal import Journal
 from pipeline.execution.metrics import saved_step
 from pipeline.execution.origins import write_origins
 from pipeline.execution.rank_logging import say
-from pipeline.execution.resume import plan_resume, results
+from pipeline.execution.resume import finished_in, plan_resume, results
 from pipeline.execution.selection import Selection, cut, ends_early
+from pipeline.launch import undo
 from pipeline.utils.files import replace_text
-from pipeline.utils.foreign import read_whole
 from pipeline.utils.terminal import hide_environment, shown, typed
 from pipeline.utils.text import align, duration, shown_path
 from pipeline.view.ending import next_lines, outcome
@@ -215,7 +216,11 @@ def _run_as_rank(folder: Path, store: Store, accept: Sequence[str]) -> None:
         sys.exit(STOPPED)
     except (Exception, SystemExit):
         if failures.first_rank(folder) == worker_rank():
-            raise failures.first(folder, []) from None
+            error = failures.first(folder, [])
+            with contextlib.suppress(OSError, JournalDamaged):
+                if undo.did_nothing(folder):  # as rank 0 sees, too
+                    undo.said(error, folder)
+            raise error from None
         sys.exit(1)
 
 
@@ -248,7 +253,7 @@ def _show_results(plan: Plan, folder: Path) -> None:
 
 def _continues(plan: Plan, folder: Path, journal: Journal) -> str:
     """Say from where a run goes on."""
-    done = [step.slot for step in plan.steps if step.slot in journal.finished()]
+    done = finished_in(plan, journal)
     left = [step for step in plan.steps if step.slot not in done]
     step = saved_step(folder / rundir.METRICS) if any(map(_trains, left)) else None
     where = "" if step is None else f" at step {step}"
@@ -264,13 +269,13 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
     """Record the start and the end of a run in its folder, whose lock is held, and print a good
     end.
 
-    If the run refuses to continue under a recipe, the run's own recipe is put back.
+    A command that fails before it has done anything under other settings is undone.
     """
-    journal, recipe = Journal(folder / rundir.JOURNAL), folder / rundir.RECIPE
+    journal = Journal(folder / rundir.JOURNAL)
     with system_errors_as(UsageError):
-        before = read_whole(recipe, within=folder).decode("utf-8") if recipe.exists() else None
+        before, recipe = undo.Before(folder), plan.recipe.dump()
         write_origins(folder, plan.recipe)
-        replace_text(recipe, plan.recipe.dump())
+        replace_text(folder / rundir.RECIPE, recipe)
         here = rundir.environment()
         changes = rundir.write_environment(folder, here)
         if journal.events():
@@ -280,6 +285,7 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
         replaced = [str(note) for note in plan.recipe.replaced]
         journal.write(
             "run started", procs=plan.view.procs, device=plan.view.device, environment=here,
+            **({} if before.recipe is None else {"changed": before.recipe != recipe}),
             **({"replaced": replaced} if replaced else {}),
             **({"hub": plan.hub} if plan.hub else {}),
         )  # fmt: skip
@@ -329,16 +335,20 @@ def report(folder: Path, words: LastWords) -> None:
         click.echo(f"{folder}/report.html could not be written: {why} (later: {how})", err=True)
 
 
-def _journal_end(journal: Journal, folder: Path, error: BaseException, before: str | None) -> None:
-    """Record how the run has ended, and put back its recipe `before` if it has refused the new one.
-    A full disk may be what has ended it."""
+def _journal_end(journal: Journal, folder: Path, error: BaseException, before: undo.Before) -> None:
+    """Record how the run has ended, or that it is as it was `before`. A full disk may be what has
+    ended it."""
     with contextlib.suppress(OSError):
-        if isinstance(error, PipeError):
-            journal.write("run failed", problem=shown(str(error)))
-        elif failures.first_rank(folder) is not None:
+        if not isinstance(error, PipeError) and failures.first_rank(folder) is not None:
             # torchrun stops rank 0 when another rank has failed, which has reported why
-            journal.write("run failed", problem=shown(str(failures.first(folder, []))))
-        else:
+            error = failures.first(folder, [])
+        if not isinstance(error, PipeError):
             journal.write("run stopped", problem=str(error) or type(error).__name__)
-        if before is not None and failures.refused(folder):
-            replace_text(folder / rundir.RECIPE, before)
+            return
+        note: dict[str, bool] = {}
+        with contextlib.suppress(OSError, JournalDamaged):
+            if undo.did_nothing(folder):
+                before.put_back()
+                undo.said(error, folder)
+                note = {"undone": True}
+        journal.write("run failed", problem=shown(str(error)), **note)

@@ -12,7 +12,7 @@ from pipeline.execution.talk import can_talk
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import shown_path
 from pipeline.view import measurements
-from pipeline.view.history import RunState, best_of, ended_early
+from pipeline.view.history import RunState, best_of, ended_early, steps_of
 from pipeline.view.speed import MeanSpeed
 from pipeline.view.texts import before_and_after
 from pipeline.view.words import count, held_out
@@ -26,7 +26,7 @@ def outcome(folder: Path) -> Iterator[tuple[str, str]]:
     reason of an early end, the first and the last held-out loss, plugins' numbers, and answers
     before and after training. Raises OSError."""
     found = list(records(folder / rundir.METRICS))
-    steps = [record for record in found if "loss" in record]
+    steps = steps_of(found)
     speed = MeanSpeed.of(steps)
     if steps:
         rate = speed.mean("tokens_per_second")

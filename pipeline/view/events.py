@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TextIO
 
+from pipeline.execution.journal import command_begins
 from pipeline.execution.metrics import kind_of
 from pipeline.view.follow import Follower
 from pipeline.view.screen import Now, Screen
@@ -48,10 +49,7 @@ class News:
 
 def _of_newest_start(events: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
     """Return the journal from the newest start on, with the slots that were set aside for it."""
-    begin = max((at for at, one in enumerate(events) if one["event"] == "run started"), default=0)
-    while begin and events[begin - 1]["event"] == "slot set aside":
-        begin -= 1
-    return events[begin:]
+    return events[command_begins(events) :]
 
 
 def _timed(records: Iterable[Mapping[str, Any]], time: float) -> Iterator[dict[str, Any]]:

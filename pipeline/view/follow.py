@@ -12,7 +12,7 @@ from typing import Any
 
 from pipeline.execution import rundir
 from pipeline.execution.activity_record import FILE as ACTIVITY
-from pipeline.execution.journal import is_event
+from pipeline.execution.journal import counted, is_event
 from pipeline.execution.metrics import is_record
 from pipeline.view.chain import Chain
 from pipeline.view.history import DOING, PLAN_FILE, PLANNED, RunState, json_in, state_of
@@ -70,7 +70,7 @@ class Follower:
 
     def __post_init__(self) -> None:
         self.chain = Chain(self.slots)
-        self._newest: list[dict[str, Any]] = []
+        self._events: list[dict[str, Any]] = []
         self._last_sign = 0.0
         self._journal = Tail(self.folder / rundir.JOURNAL)
         self._metrics = Tail(self.folder / rundir.METRICS, newest_bytes=NEWEST_BYTES)
@@ -78,8 +78,12 @@ class Follower:
     def look(self) -> Found:
         """Read what is new, and take note of it."""
         events = [event for event in self._journal.read() if is_event(event)]
-        self.chain.update(events)
-        self._newest = events[-1:] or self._newest
+        self._events += events
+        if any(event.get("undone") for event in events):
+            self._events, self.chain = counted(self._events), Chain(self.slots)
+            self.chain.update(self._events)
+        else:
+            self.chain.update(events)
         first = not self._metrics.began
         metrics = [record for record in self._metrics.read() if is_record(record)]
         if self._metrics.replaced:
@@ -109,7 +113,7 @@ class Follower:
         """Whether the run is under way, and how it ended if not."""
         if rundir.is_locked(self.folder):
             return "running"
-        return state_of(self.folder, self._newest)
+        return state_of(self.folder, self._events)
 
     @property
     def seconds(self) -> float:
@@ -148,6 +152,9 @@ class Follower:
             if record.get("step_seconds") is not None:
                 self.paces.append(record["step_seconds"])
             self.speed.add(record)
+        elif record.get("total_steps") and self.step:  # of a start that had no step to take
+            total = max(record["total_steps"], self.step["step"])
+            self.step = {**self.step, "total_steps": total}
         if "eval_loss" in record:
             self.evaluation = record
             if self._metrics.whole and not self.first_evaluation:

@@ -48,8 +48,8 @@ class History:
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """Records of training steps."""
-        return [record for record in self.metrics if "loss" in record]
+        """Records of training steps, as `steps_of` returns them."""
+        return steps_of(self.metrics)
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
@@ -123,8 +123,22 @@ def state_of(folder: Path, events: list[dict[str, Any]], *, ended: bool = False)
     if newest == "run finished":
         return "finished"
     # under another launcher, rank 0 may be stopped before it can say that another one failed
-    failed = newest == "run failed" or failures.first_rank(folder) is not None
+    failed = newest == "run failed" or failures.in_force(folder)
     return "failed" if failed else "stopped"
+
+
+def steps_of(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the records of training steps; the newest has the total of the run's newest start, and
+    no fewer than are done."""
+    steps: list[dict[str, Any]] = []
+    total = None
+    for record in records:
+        total = record.get("total_steps") or total
+        if "loss" in record:
+            steps.append({**record})
+    if steps and total:
+        steps[-1]["total_steps"] = max(total, steps[-1]["step"])
+    return steps
 
 
 def best_of(metrics: list[dict[str, Any]]) -> dict[str, Any] | None:

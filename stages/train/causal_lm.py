@@ -56,7 +56,8 @@ class TrainCausalLm(BatchPlan):
     cross-entropy only, whatever the config says. Held-out losses are without it."""
 
     log_every: Count = 10
-    """Steps between two lines on screen. `metrics.jsonl` has every step."""
+    """Steps between two lines on screen; the first step has one too, and a step after 30 s without
+    any. `metrics.jsonl` has every step."""
 
     eval_every: Period | None = None
     """Steps between evaluations on held-out samples, or a part of an epoch: `0.25 epochs`,

@@ -11,6 +11,7 @@ import torch
 from pipeline import Data, DataAxis, DistContext, Engine, MicroBatch, Objective, Progress
 from pipeline.utils import plural
 from stages.train.batches import collate, microbatches
+from stages.train.samples import counted_targets, read, require_targets
 from stages.train.settings import EarlyStopping
 
 
@@ -37,10 +38,15 @@ def evaluate(
 def heldout(
     data: Data, axis: DataAxis, device: torch.device, micro_batch_size: int
 ) -> Iterator[MicroBatch]:
-    """This rank's micro-batches of the held-out samples."""
+    """This rank's micro-batches of the held-out samples. Raises DataError for one that is not as
+    the set says."""
     assert data.heldout is not None
     for start, end in microbatches(len(data.heldout), axis, micro_batch_size):
-        yield collate([data.heldout[index] for index in range(start, end)], data.pad_id, device)
+        indices = range(start, end)
+        samples = read(data.heldout, indices)
+        if samples:
+            require_targets(data.heldout, indices, counted_targets(samples))
+        yield collate(samples, data.pad_id, device)
 
 
 def heldout_targets(data: Data) -> int:

@@ -34,7 +34,8 @@ class HfTrainer(BatchPlan):
     """
 
     log_every: Count = 10
-    """Steps between two lines on screen. `metrics.jsonl` has every step."""
+    """Steps between two lines on screen; the first step has one too, and a step after 30 s without
+    any. `metrics.jsonl` has every step."""
 
     eval_every: Count | None = None
     """Steps between evaluations on held-out samples; null evaluates at the end only."""

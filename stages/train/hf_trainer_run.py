@@ -36,6 +36,7 @@ from stages.train.hf_trainer import HfTrainer
 from stages.train.hf_trainer_record import Recorder, complete_checkpoints, root
 from stages.train.lineage import lineage, require_same_lineage
 from stages.train.loss import SummedLoss
+from stages.train.nothing_left import Length
 from stages.train.report import Reporter
 from stages.wrap.accelerate_compat import reset_state
 from stages.wrap.build import build_module, named_parameters
@@ -57,11 +58,14 @@ def train(
     newest, progress = _newest(ctx)
     require_same_lineage(identity, ctx.accept, progress)
     progress.lineage = identity
-    feed = Feed(config, data, ctx.seed, axis, ctx.dist.device)
+    feed = Feed(config, data, ctx.seed, axis, ctx.dist.device, vocabulary=model.vocab_size)
     ctx.on_exit(feed.close)
     steps = feed.total_steps(progress)
+    reporter = Reporter(ctx, log_every=config.log_every, total_steps=feed.total_steps)
+    ctx.metrics.rewind(progress.step)
     if newest is not None and progress.step >= steps:
-        ctx.log.info("nothing left to train: step %d of %d", progress.step, steps)
+        shortfall = Length.of(config, data, progress).shortfall(ctx.slot)
+        reporter.nothing_left(progress.step, steps, shortfall)
         progress.stopped = ""
         return TrainedRun(checkpoint=str(newest), progress=progress)
     micro = config.microbatch_size(axis.count)
@@ -82,10 +86,9 @@ def train(
     )
     ctx.on_exit(reset_state)
     trainer.remove_callback(PrinterCallback)
-    reporter = Reporter(ctx, log_every=config.log_every, total_steps=feed.total_steps)
     callbacks = Callbacks(reporter, callback)
     callbacks.restore(progress.callbacks)
-    ctx.metrics.rewind(progress.step)
+    callbacks.state()  # one that cannot be saved is found before anything is trained
     recorder = Recorder(
         config, ctx, data, feed, plan, progress, trainer, reporter, callbacks, loader.taken
     )

@@ -26,6 +26,7 @@ from stages.train.generate import Writer
 from stages.train.launched import LaunchedSteps
 from stages.train.loss import SummedLoss
 from stages.train.meter import StepMeter
+from stages.train.nothing_left import Length
 from stages.train.profiling import Profiler
 from stages.train.report import Reporter
 from stages.train.saves import Saves
@@ -115,10 +116,12 @@ class Training:
         samples = feed.samples(progress.samples)
         verify_packing(self.step.engine, self.data, samples, self.cross_entropy)
         self.callbacks.restore(progress.callbacks)
+        self.callbacks.state()  # one that cannot be saved is found before anything is trained
         self.meter.restart(progress)
         total = feed.total_steps(progress)
         if progress.step >= total:
-            self.ctx.log.info("nothing left to train: step %d of %d", progress.step, total)
+            shortfall = Length.of(config, self.data, progress).shortfall(self.ctx.slot)
+            self.reporter.nothing_left(progress.step, total, shortfall)
         else:
             for warning in self.step.plan.schedule_warnings(total):
                 self.ctx.log.warning("%s", warning)

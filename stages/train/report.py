@@ -10,9 +10,13 @@ from typing import Any
 from pipeline import IN_DISPLAY, Context, Progress, StepCallback, WrittenCheckpoint
 from pipeline.utils import duration
 
+QUIET_SECONDS = 30.0
+"""Seconds of training after which the next step has a line, whatever `log_every` says."""
+
 
 class Reporter(StepCallback):
-    """Writes a record of every step, and shows a line every `log_every` steps."""
+    """Writes a record of every step, and shows a line every `log_every` steps, for the first step
+    and when no line came for QUIET_SECONDS."""
 
     def __init__(
         self, ctx: Context, *, log_every: int, total_steps: Callable[[Progress], int]
@@ -24,10 +28,12 @@ class Reporter(StepCallback):
         self._last, self._total = 0, 0
 
     def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
+        first = not self._last
         self._last, self._total = step, self._total_steps(progress)
         self._write(step, progress, {**record, "total_steps": self._total})
         self._unshown.append(record)
-        if step % self._log_every == 0:
+        silent = sum(one["step_seconds"] for one in self._unshown)
+        if first or silent >= QUIET_SECONDS or step % self._log_every == 0:
             self.show()
 
     def on_evaluation(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
@@ -64,6 +70,15 @@ class Reporter(StepCallback):
             self._ctx.metrics.write_training(
                 {"step": step, "time": time.time(), "ended_early": reason}
             )
+
+    def nothing_left(self, step: int, total: int, shortfall: str) -> None:
+        """Report that a resumed training has no step to take, with the new total for readers;
+        `shortfall` says that its recipe gives it less than is done, if it does."""
+        if shortfall:
+            self._ctx.log.warning("%s", shortfall)
+        else:
+            self._ctx.log.info("nothing left to train: step %d of %d", step, total)
+        self._ctx.metrics.write_length(step, total)
 
     def saved(self, step: int, *, stalled: float) -> None:
         """Report a checkpoint, for which training paused for `stalled` seconds."""

@@ -30,6 +30,7 @@ from stages.train.lineage import lineage, require_same_lineage
 from stages.train.loop import Training
 from stages.train.loss import SummedLoss, WithRouterLoss
 from stages.train.meter import StepMeter
+from stages.train.nothing_left import Length, require_steps_left
 from stages.train.profiling import Profiler
 from stages.train.report import Reporter
 from stages.train.saves import Saves
@@ -60,7 +61,12 @@ def train(
     ctx.metrics.rewind(-1 if restored is None else restored.step)
     progress = restored or Progress()
     progress.lineage = identity
-    feed = Feed(config, data, ctx.seed, engine.data_axis, engine.device, workers=config.workers)
+    feed = Feed(
+        config, data, ctx.seed, engine.data_axis, engine.device,
+        workers=config.workers, vocabulary=model.vocab_size,
+    )  # fmt: skip
+    given = Length.of(config, data, progress)
+    require_steps_left(ctx, checkpoints, given, progress, feed.total_steps(progress))
     plain = SummedLoss(config.loss_chunk_size, compiled_by=model.compiled_by)
     router = config.router_loss
     monitor = AnomalyMonitor(config.anomalies, engine.total)

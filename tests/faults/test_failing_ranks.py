@@ -74,7 +74,7 @@ def test_an_expected_error_shows_its_message_only(pipe: Pipe) -> None:
     assert result.code == 1
     assert result.stderr.splitlines() == [
         "error: rank 0 failed in slot `train`: corpus.jsonl:7: no text (give it some)",
-        f"  continue with: pipe resume '{pipe.run_dir}'",
+        f"  after the change: pipe resume '{pipe.run_dir}'",
     ]
 
 

@@ -148,6 +148,7 @@ def test_a_failed_run_says_why_and_goes_on() -> None:
     said = str(caught.value).splitlines()
     assert any("ValueError: boom" in line for line in said)
     assert "pipe resume " in said[-1]
+    assert caught.value.folder == Path("mine").resolve()
     assert events[-1]["event"] == "run failed"
     assert "boom" in events[-1]["problem"]
     assert resume("mine", ["train.fault=none"]).history().state == "finished"
@@ -159,8 +160,9 @@ def test_a_run_that_somebody_stops() -> None:
             owner = Path("mine/lock").read_text().split()[1]
             os.kill(int(owner), signal.SIGTERM)
 
-    with pytest.raises(RunStopped, match=r"stopped by SIGTERM[\s\S]*pipe resume"):
+    with pytest.raises(RunStopped, match=r"stopped by SIGTERM[\s\S]*pipe resume") as caught:
         run(recipe(fault="hang"), run_dir="mine", on_event=stop)
+    assert caught.value.folder == Path("mine").resolve()
 
 
 def test_an_error_of_the_listener_stops_the_run() -> None:

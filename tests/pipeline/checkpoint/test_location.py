@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoint import location
+from pipeline.checkpoint.manifest import MANIFEST
 from pipeline.errors import CheckpointError, ResumeRefused
+from pipeline.execution.metrics import Metrics, saved_step
 
 
 def test_nothing_saved_nothing_known(tmp_path: Path) -> None:
@@ -32,6 +34,23 @@ def test_what_is_in_the_runs_folder_moves_with_it(tmp_path: Path) -> None:
     location.remember(old, str(old / "checkpoints"))
     new = old.rename(tmp_path / "new")
     assert location.known(new) == str(new / "checkpoints")
+
+
+def test_the_newest_checkpoint_is_known_before_training_tells_it(tmp_path: Path) -> None:
+    assert location.newest_step(tmp_path) is None
+    for step in (20, 30):
+        folder = tmp_path / "checkpoints" / f"step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / MANIFEST).write_text("{}")
+    assert location.newest_step(tmp_path) is None  # none of its own
+    location.remember(tmp_path, str(tmp_path / "checkpoints"))
+    assert location.newest_step(tmp_path) == 30
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics.write_training({"step": 20, "checkpoint_seconds": 1.0})
+    assert saved_step(tmp_path / "metrics.jsonl") == 30
+    location.remember(tmp_path, "s3://bucket/run")  # which is not asked
+    assert location.newest_step(tmp_path) is None
+    assert saved_step(tmp_path / "metrics.jsonl") == 20
 
 
 def test_a_place_that_cannot_be_kept(tmp_path: Path) -> None:

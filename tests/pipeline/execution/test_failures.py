@@ -47,7 +47,7 @@ def test_a_mistake_of_the_user_needs_no_traceback(tmp_path: Path) -> None:
     fail(tmp_path, 0, DataError("empty", file="a.txt", row=2), slot="")
     assert told(tmp_path, (0, 1)) == [
         "rank 0 failed before the first slot: a.txt:2: empty",
-        f"  continue with: pipe resume {tmp_path}",
+        f"  after the change: pipe resume {tmp_path}",
     ]
 
 

@@ -18,6 +18,7 @@ from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.signature import gives
 from pipeline.contracts.stage import Context, Durable
+from pipeline.distributed.heartbeat import Heartbeat
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from pipeline.execution.journal import Journal
@@ -207,6 +208,27 @@ def test_garbage_is_collected_once_behind_a_slot_that_was_the_last_to_read_live_
     assert run(several, journal) == [
         "one", "two", "freeze", "both", "closed one", "closed two", "collect", "end of both"
     ]  # fmt: skip
+
+
+def test_a_result_that_cannot_be_recorded_is_no_progress(
+    journal: Journal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the run would be started again for ever, each time without a restart in vain."""
+    beats = landmarks(monkeypatch)
+    run(chain(), journal)
+    assert len(beats) == 3  # file, copy, end
+    journal.path.unlink()
+    beats.clear()
+    monkeypatch.setattr(File, "record", lambda self: {"path": self.path})
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        run(chain(), journal)
+    assert beats == []
+
+
+def landmarks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    beats: list[str] = []
+    monkeypatch.setattr(Heartbeat, "landmark", lambda self: beats.append("landmark"))
+    return beats
 
 
 def test_a_failure_leaves_live_artifacts_to_close(journal: Journal) -> None:

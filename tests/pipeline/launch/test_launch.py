@@ -10,6 +10,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,8 @@ from pipeline.distributed.environment import place
 from pipeline.distributed.signals import ENDING, Interrupted, default_signals, interruptible
 from pipeline.errors import RecipeError, RunFailed
 from pipeline.execution import failures
-from pipeline.launch.local import run_ranks, set_threads
+from pipeline.execution.journal import Journal
+from pipeline.launch.local import restarted, run_ranks, set_threads
 from pipeline.launch.ranks import LocalRanks
 from pipeline.recipe import Launch, load_recipe
 from pipeline.utils.process_tree import GRACE, none_left, own_module
@@ -50,6 +53,24 @@ def test_an_ending_signal_raises_once(number: signal.Signals) -> None:
         assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     assert seen == [number]
     assert signal.getsignal(number) == before
+
+
+def test_a_failure_that_restarts_names_no_command_and_keeps_its_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan: Any = SimpleNamespace(view=SimpleNamespace(procs=2, device="cpu"))
+    failures.record(tmp_path, 1, "train", ValueError("boom"))
+    problem = str(failures.first(tmp_path, []))
+    assert problem.splitlines()[-1] == failures.continuation(tmp_path)
+    restarted(tmp_path, plan, problem, 1, 5.0)
+    failed, started = Journal(tmp_path / "journal.jsonl").events()
+    assert (failed["event"], failed["restarting"]) == ("run failed", True)
+    assert failed["problem"].startswith("rank 1 failed in slot `train`: ValueError: boom\n")
+    assert started["restart"] == 1
+    assert "starting again in 5 s (restart 1)" in capsys.readouterr().err
+    assert "pipe resume" not in failed["problem"]
+    assert failures.first_rank(tmp_path) is None
+    assert (tmp_path / "failures" / "rank-00001.txt").read_text().endswith("ValueError: boom\n")
 
 
 def test_a_process_stuck_in_a_native_call_ends_all_the_same() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -85,6 +88,51 @@ def test_several_callbacks_are_called_in_order_and_keep_states_of_their_own() ->
 
 
 NAME = f"{Sink.__module__}:Sink"
+
+
+@pytest.mark.parametrize(
+    ("state", "problem"),
+    [
+        ({"q": deque([1])}, "is not JSON: q is a deque (return lists, finite numbers and texts)"),
+        ({"a": [0, {"b": {1}}]}, "is not JSON: a[1].b is a set ("),
+        ({"a": (1, "b", None, True), "c": math.nan}, "is not JSON: c is nan ("),
+        ({"a": {("b", 1): 2}}, "is not JSON: a has the key ('b', 1) ("),
+        ([1, 2], "is a list (`state` returns a mapping)"),
+        (None, "is a NoneType (`state` returns a mapping)"),
+    ],
+)
+def test_a_state_that_no_checkpoint_could_hold_is_refused(state: Any, problem: str) -> None:
+    sink = Sink()
+    sink.state = lambda: state  # type: ignore[method-assign]
+    with pytest.raises(StageError, match=re.escape(f"the state of the callback {NAME} {problem}")):
+        Callbacks(sink).state()
+
+
+class Unwritable(Sink):
+    def state(self) -> Mapping[str, Any]:
+        return {"q": deque([1])}
+
+
+def refused(dist: DistContext, folder: str, case: Poisoned) -> tuple[str, bool]:
+    sink = Unwritable()
+    with pytest.raises(StageError) as caught:
+        train(dist, folder, case, sink)
+    return str(caught.value), bool(sink.calls)
+
+
+def test_a_state_that_cannot_be_saved_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
+    case = Poisoned(setting=Setting(wrap="ddp"), batches=range(2), anomalies=Anomalies())
+    ((said, called),) = run_ranks(refused, 1, str(tmp_path), case)
+    assert "Unwritable is not JSON: q is a deque (return lists" in said
+    assert not called
+
+
+def test_what_is_no_callback_is_refused() -> None:
+    class Duck:
+        def on_step(self, *_: object) -> None: ...
+
+    with pytest.raises(StageError, match=r"Duck is not a callback \(derive .*Duck from StepCall"):
+        Callbacks(None, Duck())  # type: ignore[arg-type]
 
 
 def train_with_sink(dist: DistContext, folder: str, case: Poisoned) -> dict[str, Any]:

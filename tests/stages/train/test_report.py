@@ -122,10 +122,35 @@ def test_speeds_of_every_step_and_of_the_line(
     }  # fmt: skip
     speeds = [second[name] for name in ("step_seconds", "tokens_per_second", "mfu")]
     assert speeds == [4.0, 75.0, 0.675]
+    line = (
+        "step {}/9  loss 2.5000  grad_norm 1.500  lr 0.25  {} tokens/s  mfu {}%  {} s/step  eta {}"
+    )
     assert caplog.messages == [
-        "step 2/9  loss 2.5000  grad_norm 1.500  lr 0.25  67 tokens/s  mfu 61.7%  3.00 s/step  "
-        "eta 0:21"
+        line.format(1, 50, "50.0", "2.00", "0:16"),
+        line.format(2, 75, "67.5", "4.00", "0:28"),
     ]
+    progress.step += 1
+    at(8.0)
+    steps.add(2.5, BatchStats(100, 400, 0.5))
+    assert len(caplog.messages) == 2
+    progress.step += 1
+    at(14.0)
+    steps.add(2.5, BatchStats(300, 900, 0.0))
+    assert caplog.messages[2:] == [line.format(4, 50, "46.2", "4.00", "0:20")]
+
+
+def test_a_slow_step_has_a_line_whatever_the_period(
+    tmp_path: Path, at: Callable[[float], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    progress, now = Progress(), 0.0
+    steps = Steps(tmp_path, progress, every=100)
+    for seconds in (42.0, 12.0, 12.0, 12.0, 12.0, 30.0):
+        progress.step += 1
+        now += seconds
+        at(now)
+        steps.add(2.5)
+    assert [message.split()[1] for message in caplog.messages] == ["1/9", "4/9", "6/9"]
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_step_that_is_done_is_on_disk_whenever_its_line_is_shown(
@@ -140,11 +165,11 @@ def test_a_step_that_is_done_is_on_disk_whenever_its_line_is_shown(
             (before, float(before)) for before in range(1, step + 1)
         ]
         assert progress.metrics["loss"] == step
-        assert len(caplog.messages) == (step >= 3)
+        assert len(caplog.messages) == 1 + (step >= 3)
     steps.reporter.show()
-    assert [message.split()[1] for message in caplog.messages] == ["3/9", "5/9"]
+    assert [message.split()[1] for message in caplog.messages] == ["1/9", "3/9", "5/9"]
     steps.reporter.show()
-    assert len(caplog.messages) == 2
+    assert len(caplog.messages) == 3
 
 
 def test_a_profiled_step_tells_its_own_time_and_communication(

@@ -1,0 +1,66 @@
+"""A command that fails before it has done anything leaves the run as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.execution import failures
+from pipeline.execution.journal import Journal
+from pipeline.execution.metrics import Metrics
+from pipeline.launch.undo import did_nothing
+
+
+@pytest.fixture
+def again(tmp_path: Path) -> Journal:
+    """The journal of a run that was resumed, with other settings, and has failed."""
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.write("run started", procs=1)
+    journal.write("run finished")
+    journal.write("slot set aside", slot="export")
+    journal.write("run started", procs=1, changed=True)
+    journal.write("slot started", slot="model", use="model.a")
+    journal.write("slot finished", slot="model", use="model.a", digest="d", record=None)
+    journal.write("slot started", slot="train", use="train.a")
+    return journal
+
+
+def test_events_of_an_undone_command_do_not_count(again: Journal) -> None:
+    again.write("run failed", problem="no", restarting=True)
+    again.write("run started", procs=1, restart=1)
+    assert did_nothing(again.path.parent)
+    again.write("run failed", problem="no", undone=True)
+    assert [event["event"] for event in again.events()] == ["run started", "run finished"]
+    assert again.ended_well()
+    assert again.finished() == {}
+    assert [event["event"] for event in again.newest_command()][:2] == [
+        "slot set aside", "run started",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("record", [{"loss": 1.0}, {"checkpoint_stall_seconds": 0.1}])
+def test_a_step_and_a_checkpoint_stay(again: Journal, record: dict[str, float]) -> None:
+    folder = again.path.parent
+    metrics, now = Metrics(folder / "metrics.jsonl"), again.events()[-1]["time"]
+    metrics.write_training({"step": 1, "time": now - 60, **record})
+    metrics.write_training({"step": 1, "time": now + 1, "eval_loss": 1.0})
+    assert did_nothing(folder)
+    metrics.write_training({"step": 2, "time": now + 2, **record})
+    assert not did_nothing(folder)
+
+
+def test_a_durable_result_stays(again: Journal) -> None:
+    again.write("slot finished", slot="train", use="train.a", digest="d", record={"file": "a"})
+    assert not did_nothing(again.path.parent)
+
+
+def test_a_failure_under_the_same_settings_counts(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl")
+    journal.write("run started", procs=1)
+    assert not did_nothing(tmp_path)
+    journal.write("run failed", problem="no")
+    journal.write("run started", procs=1, changed=False)
+    assert not did_nothing(tmp_path)
+    failures.record(tmp_path, 0, "train", failures.ResumeRefused("other data"))
+    assert did_nothing(tmp_path)  # who refuses has done nothing, whatever has changed
