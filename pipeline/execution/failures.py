@@ -150,6 +150,11 @@ def describe(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
+    from pipeline.chain.plugin_code import line_in_plugin
+
+    line = line_in_plugin(error)
+    if line:
+        return line
     frames = traceback.extract_tb(error.__traceback__)
     return f"{frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
 
@@ -254,6 +259,10 @@ def _raised(run_dir: Path, report: Mapping[str, Any]) -> str:
 
 def _traceback_file(run_dir: Path, rank: int) -> Path:
     return run_dir / FOLDER / f"rank-{rank:05d}.txt"
+
+
+ON_EVERY_NODE = "  to continue, start the same command again on every node"
+"""The line that says how to continue a run of several nodes."""
 
 
 def continuation(run_dir: Path, *, mistake: bool = False) -> str:

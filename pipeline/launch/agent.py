@@ -17,6 +17,7 @@ from pipeline.distributed.placement import NodePlacement
 from pipeline.distributed.signals import Interrupted
 from pipeline.errors import RunFailed, UsageError, in_words
 from pipeline.execution import rundir
+from pipeline.execution.failures import ON_EVERY_NODE
 from pipeline.execution.rank_logging import say
 from pipeline.launch.exchange import BEAT_SECONDS, Link, OwnLink, Server
 from pipeline.launch.local import for_gpus, set_threads, supervise
@@ -120,7 +121,7 @@ class Agent:
             reason = f": {link.refused}" if link.refused else ""
             raise RunFailed(
                 f"node 0 has not answered at {self._host}:{self._port} for {limit:.0f} s{reason}\n"
-                "  to continue, start the same command again on every node",
+                f"{ON_EVERY_NODE}",
                 restart="always",
             )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from pipeline.errors import RunFailed
+from pipeline.execution.failures import ON_EVERY_NODE
 from pipeline.launch.messages import Beat, Over, Place, Reply, Report
 from pipeline.launch.restarts import Attempts
 from pipeline.recipe.launch import Restarts, Timeouts
@@ -186,7 +187,7 @@ class Coordinator:
             self._give_up(
                 f"{len(alive)} of at least {self.fewest} nodes were there within "
                 f"{self.rendezvous_seconds:.0f} s: {', '.join(self._names(alive)) or 'none'}\n"
-                "  to continue, start the same command again on every node"
+                f"{ON_EVERY_NODE}"
             )
 
     def _begin(self, members: list[str]) -> None:

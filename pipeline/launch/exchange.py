@@ -14,6 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from pipeline.distributed.environment import TOKEN
 from pipeline.errors import RunFailed, UsageError, in_words
+from pipeline.execution.failures import ON_EVERY_NODE
 from pipeline.launch.coordinator import Coordinator
 from pipeline.launch.messages import Beat, Reply
 from pipeline.launch.wire import (
@@ -165,7 +166,7 @@ class Link:
         if self._failure is not None:
             raise RunFailed(
                 f"node {self.beat.node} cannot take part any more: {in_words(self._failure)}\n"
-                "  to continue, start the same command again on every node",
+                f"{ON_EVERY_NODE}",
             ) from self._failure
         return time.monotonic() - self._contact
 

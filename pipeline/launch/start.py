@@ -308,7 +308,9 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
             _journal_end(journal, folder, error, before)
             report(folder, words)
         if stopped:
-            raise RunStopped(f"stopped by {error}\n{failures.continuation(folder)}") from None
+            one_node = plan.view.procs == plan.per_node
+            how = failures.continuation(folder) if one_node else failures.ON_EVERY_NODE
+            raise RunStopped(f"stopped by {error}\n{how}") from None
         raise
     early = ends_early(plan)
     with LastWords(None) as words:

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from pipeline.execution import failures
 from pipeline.launch.coordinator import Coordinator
 from pipeline.launch.exchange import Link, Server
 from pipeline.launch.messages import Beat
@@ -71,6 +72,8 @@ def test_a_stop_is_told_with_the_node_that_got_the_signal(pipe: Pipe, start: Sta
     found = ends(nodes)
     assert [node.code for node in found] == [75, 75], found
     assert all("stopped by SIGUSR1 to node 1 (" in node.stderr for node in found), found
+    assert failures.ON_EVERY_NODE in found[0].stderr
+    assert "pipe resume" not in found[0].stderr
     assert pipe.events()[-1]["event"] == "run stopped"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.chain.registry import Entry
 from pipeline.errors import DataError
 from pipeline.execution import failures
 from pipeline.execution.failures import Exit
@@ -41,6 +42,18 @@ def test_the_earliest_report_is_shown_with_its_place(tmp_path: Path) -> None:
     assert "ValueError: first" in Path(lines[2].split(": ")[1]).read_text()
     failures.clear(tmp_path)
     assert failures.first_rank(tmp_path) is None
+
+
+def test_the_place_in_a_plugin_is_shown_whatever_it_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = Entry(name="callback.x", value=f"{__name__}:X", distribution="acme", version="1")
+    monkeypatch.setattr("pipeline.chain.plugin_code.installed_entries", lambda group: [entry])
+    try:
+        json.loads("no JSON")
+    except ValueError as error:
+        failures.record(tmp_path, 0, "train", error)
+    assert told(tmp_path, (0, 1))[1].startswith(f"  at {__file__}:")
 
 
 def test_a_mistake_of_the_user_needs_no_traceback(tmp_path: Path) -> None:
