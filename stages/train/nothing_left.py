@@ -1,4 +1,4 @@
-"""A training that begins at its last step, or behind it."""
+"""A training that begins at its last step, or after it."""
 
 from __future__ import annotations
 
