@@ -35,15 +35,15 @@ def culprit(error: BaseException) -> Entry | None:
 
 
 def line_in_plugin(error: BaseException) -> str:
-    """`file:line` of the innermost code of an installed plugin, whatever it called; empty without
-    any."""
+    """`file:line in function` of the innermost code of an installed plugin, whatever it called;
+    empty without any."""
     plugins = [one for one in installed_entries(GROUP) if one.distribution != BUILT_IN]
     packages = {_package(one.value) for one in plugins}
     found = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         package = _package(frame.f_globals.get("__name__", ""))
         if any(_belongs(package, each) for each in packages):
-            found = f"{frame.f_code.co_filename}:{line}"
+            found = f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
     return found
 
 

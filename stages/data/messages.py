@@ -108,7 +108,7 @@ def listed(row: Row, value: Any, where: str) -> Any:
     object of lists, one for each key, as `datasets` writes sequences of objects. Other values are
     returned as they are. Raises DataError for text that is no JSON, and lists of other lengths."""
     if isinstance(value, str):
-        if value.lstrip()[:1] not in ("[", "{"):
+        if value.strip() not in ("", "null") and value.lstrip()[0] not in "[{":
             raise row.error(f"`{where}` is text, not a list")
         value = parsed_json(row, value, where)
     if not isinstance(value, dict) or not value:

@@ -13,32 +13,25 @@ from gpu.page import mfu, page, ratio, step_seconds
 from gpu.settings import SETTINGS
 from gpu.step_profile import kind_of, summary
 
-from tests.support.tier import FULL
-
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "gpu"
-FEW = ("1b compiled, trainer",)
-"""Settings that the quick tier measures."""
 
 
-def measured(out: Path, *only: str) -> dict[str, Any]:
+def measured(out: Path) -> dict[str, Any]:
     """Run the program; return its JSON."""
-    options = [option for name in only for option in ("--only", name)]
     command = [sys.executable, str(PROGRAM), "--tiny", "--no-tests", "--minutes", "60"]
-    command += ["--out", str(out), *options]
+    command += ["--out", str(out)]
     ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found: dict[str, Any] = json.loads((out / "results.json").read_text("utf-8"))
     return found
 
 
+@pytest.mark.full
 def test_every_setting_is_measured_and_planned(tmp_path: Path) -> None:
-    names = [setting.name for setting in SETTINGS] if FULL else FEW
-    found = measured(tmp_path, *(() if FULL else FEW))
+    found = measured(tmp_path)
     measurements = {one["setting"]: one for one in found["rows"]}
-    assert {*measurements} == {*names}
+    assert {*measurements} == {setting.name for setting in SETTINGS}
     for setting in SETTINGS:
-        if setting.name not in names:
-            continue
         one = measurements[setting.name]
         assert "error" not in one, (setting.name, one["output"])
         assert found["plans"][setting.name]["peak"] > 0
@@ -54,7 +47,7 @@ def test_every_setting_is_measured_and_planned(tmp_path: Path) -> None:
         assert losses[-1] < losses[0] + 0.5  # it trains: the text is skewed
     text = (tmp_path / "results.md").read_text("utf-8")
     assert "## Failed" not in text
-    assert f"| {FEW[0]} |" in text
+    assert f"| {SETTINGS[0].name} |" in text
 
 
 @pytest.mark.full

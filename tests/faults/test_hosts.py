@@ -11,15 +11,13 @@ import pytest
 from tests.support import trials
 from tests.support.network import why_not
 from tests.support.pipe import Pipe
-from tests.support.tier import FULL, times
 from tests.support.trials import STEPS, Ended, write_recipe
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 
 FAULTS = (trials.lose_worker, trials.lose_agent, trials.freeze, trials.cut_link)
-REPEATS = times(quick=1, full=4)
+REPEATS = 4
 CASES = [(fault, hosts, seed) for seed in range(REPEATS) for hosts in (2, 3) for fault in FAULTS]
-QUICK = [(trials.cut_link, 2, 0)]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +45,8 @@ def check(ended: Ended) -> None:
     assert "Traceback" not in ended.said
 
 
-@pytest.mark.parametrize(("fault", "hosts", "seed"), CASES if FULL else QUICK)
+@pytest.mark.full
+@pytest.mark.parametrize(("fault", "hosts", "seed"), CASES)
 def test_a_run_recovers_bit_for_bit(
     pipe: Pipe,
     calm: Callable[[int], bytes],

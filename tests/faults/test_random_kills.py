@@ -18,10 +18,9 @@ from tests.support.faulty_ranks import infect
 from tests.support.injection import Fault
 from tests.support.ports import free_port
 from tests.support.processes import forking
-from tests.support.tier import times
 from tests.support.tiny_recipe import EXPORT, outcome, training, write
 
-KILLS, STEPS, RANKS = times(quick=2, full=20), 64, 2
+KILLS, STEPS, RANKS = 20, 64, 2
 Start = Callable[..., list[int]]
 
 
@@ -97,6 +96,7 @@ def _rank(
     main(arguments)
 
 
+@pytest.mark.full
 def test_kills_change_nothing(tmp_path: Path, start: Start) -> None:
     calm, run = tmp_path / "calm", tmp_path / "run"
     stages = training(checkpoint={"every": 1, "keep": 1}, train={"steps": STEPS})

@@ -60,7 +60,7 @@ def plain_loop(name: str) -> Any:
     return reference(source, toy_data(), seed=SEED, steps=STEPS, batch=BATCH, plan=plan)
 
 
-@pytest.mark.parametrize("name", spread(list(having("basic")), 3))
+@pytest.mark.parametrize("name", spread(list(having("basic")), 2))
 def test_an_optimizer_gives_the_numbers_of_a_plain_loop(name: str, tmp_path: Path) -> None:
     wrap, fields = STRATEGIES[name].use, dict(STRATEGIES[name].fields)
     cases = {

@@ -93,6 +93,7 @@ def test_a_run_that_is_killed_says_so(tmp_path: Path) -> None:
     assert measuring._reason(tmp_path, output, 1) == "step 3"
 
 
+@pytest.mark.full
 def test_a_real_benchmark(real: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     strategies = ["ddp", "fsdp"] if FULL else ["fsdp"]

@@ -179,6 +179,7 @@ def test_a_run_keeps_the_commit(by_name: Path, served: HubServer, plugin: Path) 
     assert commits("three")[0] == SECOND, third_run.stderr
 
 
+@pytest.mark.full
 def test_a_run_of_an_earlier_version_is_resumed(
     by_name: Path, served: HubServer, plugin: Path
 ) -> None:

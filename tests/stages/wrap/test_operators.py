@@ -184,6 +184,7 @@ load("number", [sys.argv[1]], extra_cflags=["-O0", "-DNUMBER=8"], build_director
 """
 
 
+@pytest.mark.full
 def test_another_program_that_compiles_is_waited_for(
     tmp_path: Path, kept: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
