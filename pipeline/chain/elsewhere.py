@@ -61,8 +61,9 @@ class Slots:
         return self.uses.get(slot) or next(iter(by_use(self.registry.names(slot))), "")
 
     def added(self, slot: str, fields: Mapping[str, Any]) -> str:
-        """A slot that the recipe lacks, as YAML, and where it belongs; `use` may be left out."""
-        content = {"use": self.usual(slot)} | dict(fields)
+        """A slot that the recipe lacks, as YAML, and where it belongs. `fields` have dotted names;
+        `use` may be left out."""
+        content = {"use": self.usual(slot)} | _nested(fields)
         text = f"a slot `{slot}: {shortened(content)}`"
         with contextlib.suppress(PluginError):
             where = position(self.registry.load(content["use"]), self._links())
@@ -90,7 +91,7 @@ class Slots:
 
 @dataclass(frozen=True, kw_only=True)
 class Meant:
-    """What an unknown key means in another program."""
+    """The meaning of an unknown key in another program."""
 
     hint: str = ""
     """Empty if there is none."""
@@ -130,8 +131,8 @@ def explained(
 def _about_slots(
     problem: Problem, slots: Slots, recipe: Recipe, foreign: Foreign | None
 ) -> Iterator[Problem]:
-    """The problem, with a better hint if it is of a slot as a whole. The fields of a slot without
-    `use` are those of the stage that is meant."""
+    """The problem, with a better hint if it is of a slot as a whole. A slot without `use` has the
+    fields of the stage that it seems to name."""
     if isinstance(problem, MissingKey) and problem.key.endswith(".use"):
         slot = problem.key.removesuffix(".use")
         hint, use = _stage_meant(slot, slots, foreign)
@@ -200,14 +201,24 @@ def _hint(unknown: UnknownKey, slots: Slots, there: Meant) -> tuple[str, Spot | 
 def _missing_slot(unknown: UnknownKey, slots: Slots) -> str:
     """The hint for an override of a slot that the recipe lacks, and that is known."""
     slot, *rest = map(str, unknown.path)
-    value: Any = unknown.value
-    for part in reversed(rest):
-        value = {part: value}
-    if isinstance(value, str) and value in slots.registry:
-        value = {"use": value}
-    if not isinstance(value, dict) or not slots.registry.names(slot):
+    fields: Any = {".".join(rest): unknown.value} if rest else unknown.value
+    if isinstance(fields, str) and fields in slots.registry:
+        fields = {"use": fields}
+    if not isinstance(fields, dict) or not slots.registry.names(slot):
         return ""
-    return f"an override cannot add a slot: add to the recipe {slots.added(slot, value)}"
+    return f"an override cannot add a slot: add to the recipe {slots.added(slot, fields)}"
+
+
+def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted names as blocks."""
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        *blocks, field = name.split(".")
+        inner = found
+        for block in blocks:
+            inner = inner.setdefault(block, {})
+        inner[field] = value
+    return found
 
 
 def _other_slot(unknown: UnknownKey, slots: Slots) -> str:

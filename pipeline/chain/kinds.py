@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipeline.chain.registry import kind_of
 from pipeline.contracts.data import Data
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.export import ExportedModel
@@ -32,7 +33,7 @@ KINDS: dict[str, type] = {
 def wrong_artifact(stage: type, name: str) -> str:
     """A sentence if a stage called `name` returns something else than its kind; otherwise empty.
     Raises PluginError for annotations that cannot be read."""
-    kind = name.partition(".")[0]
+    kind = kind_of(name)
     given, wanted = gives(stage), KINDS.get(kind)
     if wanted is None or (given is not None and issubclass(given, wanted)):
         return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable, Iterator
 
 from pipeline.chain.registry import BUILT_IN, GROUP, Entry, installed_entries
 
@@ -10,46 +11,47 @@ from pipeline.chain.registry import BUILT_IN, GROUP, Entry, installed_entries
 def line_in(error: BaseException, module: str) -> str:
     """`file:line` of the innermost code of a module, or of one next to it whose name begins alike;
     empty if the error comes from elsewhere."""
-    package = _package(module)
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
-    found = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        if _belongs(_package(frame.f_globals.get("__name__", "")), package):
-            found = f"{frame.f_code.co_filename}:{line}"
-    return found
+    lines = [line for package, line, _ in _calls(error) if _belongs(package, module)]
+    return lines[-1] if lines else ""
 
 
 def culprit(error: BaseException) -> Entry | None:
     """The stage of an installed plugin whose code has failed, in itself or in a library that it
     called; None for an error in pipetrain."""
-    entries = [one for one in installed_entries(GROUP) if one.distribution != BUILT_IN]
-    found = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        package = _package(frame.f_globals.get("__name__", ""))
-        if package in ("pipeline", "stages"):
-            found = None
-        else:
-            found = next((e for e in entries if _belongs(package, _package(e.value))), found)
+    plugin, found = _plugins(), None
+    for package, *_ in _calls(error):
+        found = None if package in ("pipeline", "stages") else plugin(package) or found
     return found
 
 
 def line_in_plugin(error: BaseException) -> str:
     """`file:line in function` of the innermost code of an installed plugin, whatever it called;
     empty without any."""
-    plugins = [one for one in installed_entries(GROUP) if one.distribution != BUILT_IN]
-    packages = {_package(one.value) for one in plugins}
-    found = ""
+    plugin = _plugins()
+    lines = [f"{line} in {name}" for package, line, name in _calls(error) if plugin(package)]
+    return lines[-1] if lines else ""
+
+
+def _calls(error: BaseException) -> Iterator[tuple[str, str, str]]:
+    """Package, `file:line` and function of each call that led to an error, the innermost last."""
     for frame, line in traceback.walk_tb(error.__traceback__):
-        package = _package(frame.f_globals.get("__name__", ""))
-        if any(_belongs(package, each) for each in packages):
-            found = f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_name}"
-    return found
+        code, module = frame.f_code, frame.f_globals.get("__name__", "")
+        yield _package(module), f"{code.co_filename}:{line}", code.co_name
+
+
+def _plugins() -> Callable[[str], Entry | None]:
+    """A function that returns the stage of the installed plugin that a package belongs to."""
+    plugins = [one for one in installed_entries(GROUP) if one.distribution != BUILT_IN]
+    return lambda package: next((e for e in plugins if _belongs(package, e.value)), None)
 
 
 def _package(module: str) -> str:
     return module.partition(":")[0].partition(".")[0]
 
 
-def _belongs(package: str, to: str) -> bool:
-    return package == to or package.startswith(f"{to}_")
+def _belongs(package: str, module: str) -> bool:
+    """Whether a package is a module's, or its name begins as that."""
+    own = _package(module)
+    return package == own or package.startswith(f"{own}_")

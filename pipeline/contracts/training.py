@@ -151,8 +151,8 @@ class StepCallback(ABC):
         return ""
 
     def state(self) -> Mapping[str, Any]:
-        """JSON to keep in a checkpoint; that of rank 0 is kept. Called before the first step and
-        before every save."""
+        """JSON to keep in a checkpoint, which has rank 0's. Called before the first step and before
+        every save."""
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -72,8 +72,8 @@ class Journal:
             os.fsync(file.fileno())
 
     def events(self) -> list[dict[str, Any]]:
-        """Events in order, without those of commands that were undone; a last line that a crash cut
-        short is passed over. Raises JournalDamaged."""
+        """Events in order, as `counted`; a last line that a crash cut short is passed over. Raises
+        JournalDamaged."""
         return counted(self._read())
 
     def newest_command(self) -> list[dict[str, Any]]:
@@ -177,7 +177,7 @@ def command_begins(events: Sequence[Mapping[str, Any]]) -> int:
 
 
 def counted(events: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return events without those of commands that failed before they did anything, and left the
+    """Return events, except for undone commands: they failed before they did anything, and left the
     run as it was (`run failed` with `undone`)."""
     found: list[dict[str, Any]] = []
     for event in events:

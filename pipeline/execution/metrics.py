@@ -100,11 +100,13 @@ def saved_step(file: Path) -> int | None:
     this machine or, where there are none, that the last 64 KiB of the file tell; None if there is
     none."""
     found = location.newest_step(file.parent)
+    if found is not None:
+        return found
     saved = (
         r for r in reversed(jsonl.read_tail(file)) if is_record(r) and "checkpoint_seconds" in r
     )
     told = next(saved, None)
-    return found if found is not None else told and told["step"]
+    return told and told["step"]
 
 
 def is_record(record: dict[str, Any]) -> bool:

@@ -140,7 +140,7 @@ def _in_run(run: Path, step: str | None) -> Subject:
 
 
 def _exports(run: Path) -> list[Path]:
-    """The exports of a run that can be opened: its slots', and those of `pipe export` in it."""
+    """The exports of a run that can be opened, by its slots and by `pipe export`."""
     slots: list[Path] = []
     with contextlib.suppress(UsageError):  # its recipe exports nothing
         slots = exports_of(run)

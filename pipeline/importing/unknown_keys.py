@@ -44,7 +44,7 @@ def of_other_tools(unknown: Sequence[UnknownKey], slots: Slots) -> list[Meant]:
 
 
 def _names(unknown: UnknownKey, slots: Slots) -> Iterable[str]:
-    """What tools may call a key: `r` in the slot of adapter.lora is `lora_r`."""
+    """Names of a key in other tools: `r` in the slot of adapter.lora is `lora_r`."""
     name, stage = unknown.name, slots.uses.get(unknown.slot, "").partition(".")[2]
     return dict.fromkeys((name, name.replace("-", "_"), f"{stage}_{name}"))
 
@@ -108,7 +108,7 @@ def _translated(places: Places, every: Places, unknown: UnknownKey, slots: Slots
     if not all(_takes(spot, new, slots) for spot, new in places):
         names = " and ".join(f"`{spot.key}`" for spot, _ in places)
         return Meant(hint=f"here that is {names}", spot=own, places=places)
-    written = all(spot.slot in ("", *HEADER_KEYS, *slots.uses) for spot, _ in places)
+    written = not any(_absent(spot, slots) for spot, _ in places)
     if unknown.on_command_line and written:
         parts = [override(spot.key, new) for spot, new in places]
         parts += [f"{spot.slot}.{other}=null" for spot, other in _replaced(places, slots)]
@@ -119,7 +119,7 @@ def _translated(places: Places, every: Places, unknown: UnknownKey, slots: Slots
     for slot in dict.fromkeys(spot.slot for spot, _ in places if _absent(spot, slots)):
         beside = [(spot, new) for spot, new in every if _takes(spot, new, slots)]
         fields = {spot.field: new for spot, new in (*beside, *places) if spot.slot == slot}
-        parts.append(slots.added(slot, _nested(fields)))
+        parts.append(slots.added(slot, fields))
     instead = [f"`{other}`" for _, other in _replaced(places, slots)]
     verb = "add to the recipe" if unknown.on_command_line else "write"
     of = f" instead of {' and '.join(instead)}" if instead else ""
@@ -133,18 +133,6 @@ def _equal(new: Any, value: Any) -> bool:
 
 def _absent(spot: Spot, slots: Slots) -> bool:
     return spot.slot not in ("", *HEADER_KEYS, *slots.uses)
-
-
-def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted names as blocks."""
-    found: dict[str, Any] = {}
-    for name, value in fields.items():
-        *blocks, field = name.split(".")
-        inner = found
-        for block in blocks:
-            inner = inner.setdefault(block, {})
-        inner[field] = value
-    return found
 
 
 def _replaced(places: Sequence[tuple[Spot, Any]], slots: Slots) -> list[tuple[Spot, str]]:

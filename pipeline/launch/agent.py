@@ -90,14 +90,14 @@ class Agent:
 
     def _wait_for_round(self, link: Link) -> Reply:
         """The reply that gives this node a place, or ends the run."""
-        last, said_at = link.beat.round, time.monotonic() + SOON
+        last, say_at = link.beat.round, time.monotonic() + SOON
         while True:
             reply = link.reply
             if reply is not None and (reply.over or (reply.place and reply.round > last)):
                 return reply
-            if time.monotonic() > said_at:
+            if time.monotonic() > say_at:
                 say(f"node {self._node} waits for the other nodes at {self._host}:{self._port}")
-                said_at = math.inf
+                say_at = math.inf
             self._pause(link)
 
     def _wait_until_over(self, link: Link, number: int) -> None:

@@ -52,17 +52,14 @@ def did_nothing(folder: Path) -> bool:
     checkpoint nor a durable result came of it. Raises OSError, JournalDamaged."""
     command = Journal(folder / rundir.JOURNAL).newest_command()
     starts = [event for event in command if event["event"] == "run started"]
-    if not starts or not (starts[0].get("changed") or _refused(folder, starts[0])):
+    changed = starts[0].get("changed") if starts else None
+    if changed is None or not (changed or failures.refused(folder)):
         return False
     results = [event for event in command if event["event"] == "slot finished" and event["record"]]
     newest = filter(is_record, jsonl.read_tail(folder / rundir.METRICS))
     since = starts[0]["time"]
     steps = [one for one in newest if any(key in one for key in DONE)]
     return not results and all((one.get("time") or 0.0) < since for one in steps)
-
-
-def _refused(folder: Path, start: dict[str, object]) -> bool:
-    return "changed" in start and failures.refused(folder)
 
 
 def said(error: PipeError, folder: Path) -> None:

@@ -127,17 +127,17 @@ def state_of(folder: Path, events: list[dict[str, Any]], *, ended: bool = False)
     return "failed" if failed else "stopped"
 
 
-def steps_of(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def steps_of(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the records of training steps; the newest has the total of the run's newest start, and
     no fewer than are done."""
     steps: list[dict[str, Any]] = []
-    total = None
+    total = 0
     for record in records:
         total = record.get("total_steps") or total
         if "loss" in record:
-            steps.append({**record})
+            steps.append(record)
     if steps and total:
-        steps[-1]["total_steps"] = max(total, steps[-1]["step"])
+        steps[-1] = {**steps[-1], "total_steps": max(total, steps[-1]["step"])}
     return steps
 
 

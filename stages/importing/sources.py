@@ -216,8 +216,8 @@ def _hub(report: Report, one: str, name: str, more: dict[str, Any]) -> dict[str,
 
 
 def _has_fields(file: str) -> bool:
-    """Return whether the first row of a file, or of those of a pattern, has fields for data.chat,
-    not text alone."""
+    """Return whether the first row of a file, or of a pattern's first file, has fields for
+    data.chat, and not only text."""
     from stages.data.forms import KEYS
     from stages.data.rows import TEXT, rows
 

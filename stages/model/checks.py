@@ -242,7 +242,7 @@ def _path(stage: HfModel, path: str) -> Found:
 
 
 def _instead_of(folder: Path) -> str:
-    """What to name instead of a folder that holds no model itself."""
+    """Return the hint for a folder that is not a model."""
     gguf, inner = sorted(folder.glob("*.gguf")), sorted(folder.glob("*/config.json"))
     run = "it is a run; " if (folder / "recipe.yaml").is_file() else ""
     if gguf:

@@ -23,7 +23,7 @@ from torch.profiler import record_function
 from pipeline import NO_TARGET, Data, DataAxis, MicroBatch, Progress, Sample, StageError
 from stages.train.prefetch import Prefetch
 from stages.train.profiling import WAIT
-from stages.train.samples import counted_targets, read, require_known, require_targets
+from stages.train.samples import read, require_known
 from stages.train.settings import BatchPlan
 from stages.train.transfer import Transfer
 
@@ -101,9 +101,9 @@ class BatchStats:
 CPU = torch.device("cpu")
 Place = tuple[int, int]
 """A step's position, and the number of a micro-batch in it."""
-Prepared = tuple[Callable[[], MicroBatch], list[int], list[int]]
-"""A function that gives a micro-batch on the device, and its samples' lengths without padding and
-target tokens."""
+Prepared = tuple[Callable[[], MicroBatch], list[int]]
+"""A function that gives a micro-batch on the device, and the lengths of its samples without
+padding."""
 
 
 class Feed:
@@ -171,18 +171,15 @@ class Feed:
         self, position: int, *, left: int | None = None
     ) -> Iterator[tuple[MicroBatch, BatchStats]]:
         """This rank's micro-batches of a step, each with its statistics. Raises DataError for a
-        sample that is not as the set says. Nothing behind the `left`
-        steps of the training, this one included, is prepared; None: the end is not known."""
+        sample that is not as the set says. Nothing after the `left` steps of the training, this one
+        included, is prepared; None: the end is not known."""
         self._behind = None if left is None else position + left * self._batch
         for number in range(len(self._shares(position))):
             began = time.perf_counter()
             with record_function(WAIT):
-                received, lengths, targets = self._take((position, number))
+                received, lengths = self._take((position, number))
                 batch = received()
             seconds = time.perf_counter() - began
-            indices = self._shares(position)[number]
-            if indices:
-                require_targets(self._data.train, indices, targets)
             squares = sum(length * length for length in lengths)
             yield batch, BatchStats(sum(lengths), squares, seconds)
 
@@ -220,5 +217,4 @@ class Feed:
         batch = collate(samples, self._data.pad_id, CPU)
         if self._vocabulary is not None:
             require_known(self._data.train, indices, batch, self._vocabulary)
-        lengths = [len(sample.input_ids) for sample in samples]
-        return self._transfer.begin(batch), lengths, counted_targets(samples)
+        return self._transfer.begin(batch), [len(sample.input_ids) for sample in samples]

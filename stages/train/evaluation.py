@@ -11,7 +11,7 @@ import torch
 from pipeline import Data, DataAxis, DistContext, Engine, MicroBatch, Objective, Progress
 from pipeline.utils import plural
 from stages.train.batches import collate, microbatches
-from stages.train.samples import counted_targets, read, require_targets
+from stages.train.samples import read
 from stages.train.settings import EarlyStopping
 
 
@@ -42,11 +42,7 @@ def heldout(
     the set says."""
     assert data.heldout is not None
     for start, end in microbatches(len(data.heldout), axis, micro_batch_size):
-        indices = range(start, end)
-        samples = read(data.heldout, indices)
-        if samples:
-            require_targets(data.heldout, indices, counted_targets(samples))
-        yield collate(samples, data.pad_id, device)
+        yield collate(read(data.heldout, range(start, end)), data.pad_id, device)
 
 
 def heldout_targets(data: Data) -> int:

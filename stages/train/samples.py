@@ -14,7 +14,8 @@ from pipeline import NO_TARGET, DataError, MicroBatch, Sample, Samples
 
 
 def read(samples: Samples, indices: Sequence[int]) -> list[Sample]:
-    """Return samples. Raises DataError for one that is none, or whose parts differ in length."""
+    """Return samples. Raises DataError for one that is none, whose parts differ in length, or that
+    has another number of targets than the set says."""
     found = [samples[index] for index in indices]
     for index, sample in zip(indices, found, strict=True):
         if not isinstance(sample, Sample):
@@ -29,16 +30,13 @@ def read(samples: Samples, indices: Sequence[int]) -> list[Sample]:
         if sample.positions is not None and len(sample.positions) != size:
             given = len(sample.positions)
             raise _error(samples, f"sample {index}: {size} input_ids, {given} positions")
+    if found:
+        _require_targets(samples, indices, found)
     return found
 
 
-def counted_targets(found: Sequence[Sample]) -> list[int]:
-    """Return the target tokens of each sample."""
-    return [int(np.count_nonzero(np.asarray(one.labels) != NO_TARGET)) for one in found]
-
-
-def require_targets(samples: Samples, indices: Sequence[int], counted: Sequence[int]) -> None:
-    """Raise DataError unless these samples have the targets that the set says."""
+def _require_targets(samples: Samples, indices: Sequence[int], found: Sequence[Sample]) -> None:
+    counted = [int(np.count_nonzero(np.asarray(one.labels) != NO_TARGET)) for one in found]
     whole, said = sum(counted), samples.total_targets(np.array(indices, np.int64))
     if whole == said:
         return
