@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from pipeline.api import plan as plan
     from pipeline.api import resume as resume
     from pipeline.api import run as run
+    from pipeline.contracts.callbacks import Callbacks as Callbacks
+    from pipeline.contracts.callbacks import StepCallback as StepCallback
     from pipeline.contracts.data import NO_TARGET as NO_TARGET
     from pipeline.contracts.data import Data as Data
     from pipeline.contracts.data import MicroBatch as MicroBatch
@@ -68,10 +70,8 @@ if TYPE_CHECKING:
     from pipeline.contracts.text_model import TextModel as TextModel
     from pipeline.contracts.text_model import Writing as Writing
     from pipeline.contracts.text_model import Written as Written
-    from pipeline.contracts.training import Callbacks as Callbacks
     from pipeline.contracts.training import Checkpoints as Checkpoints
     from pipeline.contracts.training import Progress as Progress
-    from pipeline.contracts.training import StepCallback as StepCallback
     from pipeline.contracts.training import TrainedRun as TrainedRun
     from pipeline.contracts.training import TrainingLength as TrainingLength
     from pipeline.contracts.training import WrittenCheckpoint as WrittenCheckpoint

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeline.chain.registry import kind_of
+from pipeline.contracts.callbacks import StepCallback
 from pipeline.contracts.data import Data
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.export import ExportedModel
@@ -11,7 +12,7 @@ from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.precision import Precision
 from pipeline.contracts.signature import gives
 from pipeline.contracts.tensors import Weights
-from pipeline.contracts.training import Checkpoints, StepCallback, TrainedRun
+from pipeline.contracts.training import Checkpoints, TrainedRun
 
 KINDS: dict[str, type] = {
     "model": ModelSource,

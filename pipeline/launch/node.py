@@ -18,7 +18,7 @@ from pipeline.launch.coordinator import Coordinator
 from pipeline.launch.exchange import Server
 from pipeline.launch.local import restarted
 from pipeline.launch.messages import MOST_TEXT, Over
-from pipeline.launch.start import is_done, opened
+from pipeline.launch.recorded import is_done, opened
 from pipeline.launch.wire import token
 from pipeline.view.screen import Screen
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline.contracts.callbacks import StepCallback
 from pipeline.contracts.data import Data, Sample
-from pipeline.contracts.training import StepCallback
 from pipeline.distributed.process_group import DistContext
 from pipeline.execution.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint

@@ -11,9 +11,10 @@ import pytest
 from pipeline.chain import plan as plan_module
 from pipeline.chain.plan import Plan, PlannedSlot, Started, make_plan
 from pipeline.chain.registry import Entry, Registry
+from pipeline.contracts.callbacks import StepCallback
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import Context
-from pipeline.contracts.training import StepCallback, TrainedRun
+from pipeline.contracts.training import TrainedRun
 from pipeline.errors import RecipeError
 from pipeline.hardware.gpus import gpu_count
 from pipeline.recipe import load_recipe

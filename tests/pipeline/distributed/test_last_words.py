@@ -15,7 +15,7 @@ from pipeline.chain.plan import plan_file
 from pipeline.distributed.signals import Interrupted, LastWords
 from pipeline.errors import RunFailed
 from pipeline.execution import rundir
-from pipeline.launch.start import opened
+from pipeline.launch.recorded import opened
 from tests.pipeline.conftest import TinyRun
 
 FIRST_PART = """

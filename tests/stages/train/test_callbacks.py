@@ -15,9 +15,10 @@ import pytest
 
 from pipeline import testing
 from pipeline.checkpoint.manifest import MANIFEST, Manifest
+from pipeline.contracts.callbacks import Callbacks, StepCallback
 from pipeline.contracts.signature import needs
 from pipeline.contracts.stage import Context
-from pipeline.contracts.training import Callbacks, Progress, StepCallback
+from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from pipeline.execution.metrics import records

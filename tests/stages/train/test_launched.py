@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from pipeline.contracts.callbacks import StepCallback
 from pipeline.contracts.engine import StepReport
-from pipeline.contracts.training import Progress, StepCallback
+from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from pipeline.execution.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint

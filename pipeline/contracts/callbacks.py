@@ -1,0 +1,191 @@
+"""Callbacks of a training: plugins' code that a train stage calls after every update."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pipeline.contracts.training import Progress
+from pipeline.errors import StageError
+
+if TYPE_CHECKING:
+    from pipeline.distributed.process_group import DistContext
+
+
+class StepCallback(ABC):
+    """Code of a plugin that a train stage calls after every update, such as a metrics sink.
+
+    A stage in a slot before the train slot returns it. It is called on every rank, in the thread
+    that trains, and may use collectives. It does not change `progress`. An exception fails the
+    run; `reason_to_end` ends the training well.
+    """
+
+    @abstractmethod
+    def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
+        """Called after update number `step` (from 1), before the model is evaluated and before a
+        checkpoint of this step is saved; not for steps that were dropped as anomalous. Where
+        neither comes next, the weights may be those of the next update; `progress` is
+        as of `step`.
+
+        `record` has the numbers that `metrics.jsonl` has of the step (docs/training.md): `loss`
+        and speeds over all ranks, `time` and `step_seconds` of this rank; NaN if unknown.
+        """
+
+    def on_evaluation(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
+        """Called after an evaluation of the weights of `step`, 0 before the first update, with the
+        held-out `eval_loss` and `perplexity` over all ranks. Does nothing unless overridden."""
+
+    def reason_to_end(self) -> str:
+        """Return why training should end now, in words; empty to continue, as it does unless this
+        is overridden.
+
+        Called on every rank before each step, also before the first. One rank's reason is enough:
+        all ranks end after the same step, and the run continues with a save and with later slots.
+        A step that was launched before the numbers of the last one were known still counts:
+        `on_step` and `on_evaluation` are called for it, but nobody is asked again.
+        """
+        return ""
+
+    def state(self) -> Mapping[str, Any]:
+        """JSON to keep in a checkpoint, which has rank 0's. Called before the first step and before
+        every save."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Called on every rank with the state from the checkpoint of `step`, before the next step:
+        when a run resumes, and when it goes back to a checkpoint. Not called without a state."""
+
+
+class Callbacks(StepCallback):
+    """Several callbacks, called in the given order; None and nested Callbacks are resolved.
+
+    A stage that adds a callback to those of earlier slots takes `earlier: StepCallback | None` and
+    returns `Callbacks(earlier, its_own)`. States are kept by class name, numbered from the second
+    callback of a class on, so a resume with other callbacks gives each its own state.
+    """
+
+    def __init__(self, *callbacks: StepCallback | None) -> None:
+        """Raises StageError for what is no StepCallback."""
+        self._callbacks: dict[str, StepCallback] = {}
+        self._reasons: dict[str, str] = {}
+        """Callback -> its reason to end the training, the same on all ranks."""
+        for given in callbacks:
+            several = given._callbacks.values() if isinstance(given, Callbacks) else [given]
+            for callback in several:
+                if callback is not None:
+                    _require_callback(callback)
+                    self._callbacks[self._free_name(type(callback))] = callback
+
+    def _free_name(self, kind: type) -> str:
+        name = f"{kind.__module__}:{kind.__qualname__}"
+        number = sum(other.partition("#")[0] == name for other in self._callbacks)
+        return f"{name}#{number + 1}" if number else name
+
+    def on_step(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
+        for callback in self._callbacks.values():
+            callback.on_step(step, progress, record)
+
+    def on_evaluation(self, step: int, progress: Progress, record: Mapping[str, float]) -> None:
+        for callback in self._callbacks.values():
+            callback.on_evaluation(step, progress, record)
+
+    def reason_to_end(self) -> str:
+        """The first reason that was agreed on or, before that, of a callback of this rank."""
+        known = iter(self._reasons.values())
+        return next(known, "") or next(iter(self._own_reasons().values()), "")
+
+    def _own_reasons(self) -> dict[str, str]:
+        """Callback -> its reason on this rank, of those that have one. Raises StageError."""
+        asked = {n: _reason(n, c) for n, c in self._callbacks.items() if _can_end(c)}
+        return {name: reason for name, reason in asked.items() if reason}
+
+    def agree_to_end(self, dist: DistContext) -> str:
+        """Ask the callbacks that can end the training, and return the reason of the first rank that
+        has one, the same on all ranks (collective); empty if training goes on."""
+        if not self._reasons and any(map(_can_end, self._callbacks.values())):
+            own = self._own_reasons()
+            if dist.any(bool(own)):  # the reasons themselves are only sent at the end
+                self._reasons = next(reasons for reasons in dist.gather(own) if reasons)
+        return next(iter(self._reasons.values()), "")
+
+    def state(self) -> dict[str, Any]:
+        """Non-empty states by the names of callbacks, and reasons of callbacks without a state.
+        Raises StageError for a state that is not JSON."""
+        states = {name: _state(name, callback) for name, callback in self._callbacks.items()}
+        kept = {name: state for name, state in states.items() if state}
+        reasons = {name: why for name, why in self._reasons.items() if name not in kept}
+        return {**kept, **({REASONS: reasons} if reasons else {})}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Give each callback its state. A callback that keeps a state decides by it whether the
+        training is still over, perhaps under other settings; the reason of one without a state
+        stands for as long as the recipe has the callback."""
+        reasons = state.get(REASONS, {})
+        self._reasons = {name: why for name, why in reasons.items() if name in self._callbacks}
+        for name, callback in self._callbacks.items():
+            if name in state:
+                callback.restore(state[name])
+
+
+REASONS = "reasons to end"
+"""Key of reasons in the state of callbacks, which is no class's name."""
+
+
+def _can_end(callback: StepCallback) -> bool:
+    return type(callback).reason_to_end is not StepCallback.reason_to_end
+
+
+def _require_callback(callback: object) -> None:
+    if not isinstance(callback, StepCallback):
+        kind = type(callback)
+        raise StageError(
+            f"{kind.__module__}:{kind.__qualname__} is not a callback",
+            hint=f"derive {kind.__qualname__} from StepCallback",
+        )
+
+
+def _state(name: str, callback: StepCallback) -> dict[str, Any]:
+    """Return a callback's state, which can be written as JSON."""
+    state: object = callback.state()
+    if not isinstance(state, Mapping):
+        raise StageError(
+            f"the state of the callback {name} is a {type(state).__name__}",
+            hint="`state` returns a mapping",
+        )
+    found = dict(state)
+    odd = _not_json(found)
+    if odd:
+        raise StageError(
+            f"the state of the callback {name} is not JSON: {odd}",
+            hint="return lists, finite numbers and texts",
+        )
+    return found
+
+
+def _not_json(value: object, path: str = "") -> str:
+    """Return what of a value cannot be written as JSON; empty if all of it can."""
+    inner: Iterable[tuple[str, object]] = ()
+    if isinstance(value, dict):
+        odd = [key for key in value if not isinstance(key, str | int)]
+        if odd:
+            return f"{path or 'it'} has the key {odd[0]!r}"
+        inner = ((f"{path}.{key}" if path else str(key), one) for key, one in value.items())
+    elif isinstance(value, list | tuple):
+        inner = ((f"{path}[{number}]", one) for number, one in enumerate(value))
+    elif isinstance(value, float) and not math.isfinite(value):
+        return f"{path} is {value}"
+    elif not (value is None or isinstance(value, str | int | float)):
+        return f"{path} is a {type(value).__name__}"
+    return next(filter(None, (_not_json(one, at) for at, one in inner)), "")
+
+
+def _reason(name: str, callback: StepCallback) -> str:
+    reason: object = callback.reason_to_end()
+    if not isinstance(reason, str):
+        raise StageError(
+            f"the callback {name} returned {reason!r} as its reason to end, which is not a text",
+            hint="return a sentence, or an empty text to continue",
+        )
+    return reason
