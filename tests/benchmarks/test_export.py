@@ -32,7 +32,7 @@ WRAPS: dict[str, Any] = {"fsdp": Fsdp(), "zero3": Zero(stage=3)}
 
 
 def start(program: str, *options: str) -> list[dict[str, Any]]:
-    """Run the program; return its JSON."""
+    """Run the program; return the rows of its JSON."""
     file = Path(options[-1])
     command = [sys.executable, str(BENCHMARKS / program), "--shape", "tiny"]
     ended = subprocess.run(
@@ -42,7 +42,7 @@ def start(program: str, *options: str) -> list[dict[str, Any]]:
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "| --- |" in ended.stdout
-    found: list[dict[str, Any]] = json.loads(file.read_text("utf-8"))
+    found: list[dict[str, Any]] = json.loads(file.read_text("utf-8"))["rows"]
     return found
 
 
