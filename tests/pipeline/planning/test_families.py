@@ -21,7 +21,7 @@ from tests.support.tier import spread
 
 EAGER = "does not support an attention implementation"
 SENTENCES = {
-    "has no transformer blocks; name their classes in `units`": """bert-generation big_bird biogpt
+    "name their classes": """bert-generation big_bird biogpt
         blenderbot blenderbot-small cpmant ctrl electra git marian megatron-bert mvp
         pegasus rembert roberta-prelayernorm roc_bert roformer xlm xlnet""",
     "random initialisation cannot be built": """cohere_compass_text dbrx gemma3 gemma3n gemma3n_text
