@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -13,22 +12,27 @@ from pipeline.errors import PipeError
 from pipeline.planning.estimate import ask_planners, combine
 from pipeline.planning.trace.profiling import profile
 from pipeline.planning.trace.run import run
-from stages.model.checks import problems
-from stages.model.hf import HfModel
 from stages.model.source_text_compat import attentions
 from tests.support.every_family import every, small
 from tests.support.tier import spread
 
 EAGER = "does not support an attention implementation"
 SENTENCES = {
-    "name their classes": """bert-generation big_bird biogpt
-        blenderbot blenderbot-small cpmant ctrl electra git marian megatron-bert mvp
-        pegasus rembert roberta-prelayernorm roc_bert roformer xlm xlnet""",
-    "random initialisation cannot be built": """cohere_compass_text dbrx gemma3 gemma3n gemma3n_text
+    "transformers does not say which modules of a .+ are its blocks": """biogpt blenderbot
+        blenderbot-small ctrl marian mvp openai-gpt pegasus""",
+    "each token of a .+ sees those after it, which it would be trained to predict": """bert
+        bert-generation big_bird camembert cpmant data2vec-text electra ernie megatron-bert reformer
+        rembert roberta roberta-prelayernorm roc_bert roformer xlm xlm-roberta xlm-roberta-xl xlnet
+        xmod""",
+    "the loss of a row of a prophetnet depends on its padding": "prophetnet",
+    "is a model of more than text, and an export needs weights of the rest": """fuyu gemma3 gemma3n
+        gemma4 gemma4_unified got_ocr2""",
+    "is a model of more than text, and its language model holds the part that reads images": "git",
+    "random initialisation cannot be built": """cohere_compass_text dbrx gemma3n_text
         gemma4_unified_assistant hunyuan_v1_dense hunyuan_v1_moe lfm2_moe ministral
-        moss_transcribe_diarize musicgen musicgen_melody qwen4_exp qwen4_exp_text reformer zamba""",
+        moss_transcribe_diarize musicgen musicgen_melody qwen4_exp qwen4_exp_text zamba""",
     "the model cannot be run on tensors without values": """bailing_hybrid jetmoe kimi_linear
-        longcat_flash minimax openai-gpt prophetnet xlstm xmod""",
+        longcat_flash minimax xlstm""",
     "the model runs some of its blocks more than once": "hrm_text",
     "its config has no num_hidden_layers": "blt",
     "the model's config cannot be used": "dots3_note mamba2",
@@ -66,12 +70,6 @@ def _apart(model: dict[str, object], folder: Path) -> float:
 def test_a_type_has_a_plan_or_a_sentence(kind: str, tmp_path: Path) -> None:
     if kind in SLOW:
         pytest.skip("it loops over tokens for minutes")
-    model = HfModel(config=small(kind), init="random")
-    refused = [one for one in problems(model) if not one.warning]
-    if refused:
-        with pytest.raises(PipeError, match=re.escape(refused[0].message)):
-            apart(kind, tmp_path)
-        return
     if kind not in MUTE:
         assert abs(apart(kind, tmp_path)) < 0.03
         return

@@ -28,6 +28,12 @@ LLAMA = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 1000,
     "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8,
 }  # fmt: skip
+CAVEATS = {
+    "llama8b_1m_context.yaml": [
+        "waiting for attention's exchanges: trainings with context parallelism that others "
+        "published took 1.3 to 2 times as long as is expected of them"
+    ],
+}
 MACHINE = ("--overhead", "0", "--host-memory", "8")
 
 
@@ -61,8 +67,7 @@ def test_every_recipe_can_be_planned(recipe: str) -> None:
     phases = ["load", "forward and loss", "backward", "optimizer step", "checkpoint", "resume"]
     assert list(record["device"]) == phases
     assert list(record["host"]) == [*phases, "export"]
-    divided = "context_parallel" in (RECIPES / recipe).read_text("utf-8")
-    assert ["context parallelism" in caveat for caveat in record["caveats"]] == [True] * divided
+    assert record["caveats"] == CAVEATS.get(recipe, [])
 
 
 def test_states_of_llama_8b_by_hand() -> None:
