@@ -23,6 +23,7 @@ from pipeline.utils.files import (
     let_group_read,
     naming,
     read_at,
+    remove_folder,
     sync,
     write_at,
 )
@@ -82,8 +83,8 @@ class LocalStore(Store):
         doomed = folder.with_name(folder.name.replace(".tmp-", ".deleted-"))
         with contextlib.suppress(OSError):
             folder.rename(doomed)
-            _remove(doomed)
-        _remove(folder)
+            remove_folder(doomed)
+        remove_folder(folder)
 
     def size(self, name: str, file: str) -> int | None:
         try:
@@ -135,7 +136,7 @@ class LocalStore(Store):
     def clean(self) -> None:
         for path in self._entries():
             if is_leftover(path.name):
-                _remove(path)
+                remove_folder(path)
 
     def _entries(self) -> Iterator[Path]:
         if self._root.is_dir():
@@ -229,12 +230,6 @@ class _DirectSink(_LocalSink):
         direct, self._direct = self._direct, None
         if direct is not None:
             os.close(direct)
-
-
-def _remove(folder: Path) -> None:
-    """Remove a folder as far as that is possible."""
-    with contextlib.suppress(OSError):  # rmtree ignores some of them only
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

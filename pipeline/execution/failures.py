@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import shlex
-import shutil
 import signal
 import sys
 import time
@@ -32,7 +31,7 @@ from pipeline.errors import (
     in_words,
     is_expected,
 )
-from pipeline.utils.files import private_folder, replace_text
+from pipeline.utils.files import private_folder, remove_folder, replace_text
 from pipeline.utils.foreign import parse_json, read_whole
 from pipeline.utils.terminal import shown
 
@@ -56,7 +55,7 @@ class Exit(NamedTuple):
 
 def clear(run_dir: Path) -> None:
     """Forget the failures of an earlier command."""
-    shutil.rmtree(run_dir / FOLDER, ignore_errors=True)
+    remove_folder(run_dir / FOLDER)
 
 
 def clear_reports(run_dir: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from pipeline.contracts.resources import require_resources
 from pipeline.contracts.stage import NeedsResources, RunsDry
 from pipeline.contracts.training import Checkpoints, Progress, TrainedRun
 from pipeline.execution.metrics import Metrics
+from pipeline.utils.files import remove_folder
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
@@ -52,9 +52,9 @@ def run_dry(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
     with contextlib.ExitStack() as stack:
         stack.callback(rng_state.apply, rng_state.capture(device), device)
         if ctx.dist.is_main:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_folder(folder)
             folder.mkdir()
-            removals.append(lambda: shutil.rmtree(folder, ignore_errors=True))
+            removals.append(lambda: remove_folder(folder))
         ctx.dist.barrier()
         stage_ctx = dataclasses.replace(
             ctx, run_dir=folder, metrics=Metrics(None), on_exit=removals.append

@@ -100,7 +100,7 @@ def opened(plan: Plan, folder: Path) -> Iterator[None]:
         replaced = [str(note) for note in plan.recipe.replaced]
         journal.write(
             "run started", procs=plan.view.procs, device=plan.view.device, environment=here,
-            **({} if before.recipe is None else {"changed": before.recipe != recipe}),
+            **({} if before.recipe is None else {"changed": before.recipe != recipe.encode()}),
             **({"replaced": replaced} if replaced else {}),
             **({"hub": plan.hub} if plan.hub else {}),
         )  # fmt: skip

@@ -11,7 +11,7 @@ from pipeline.execution import failures, origins, rundir
 from pipeline.execution.journal import Journal
 from pipeline.execution.metrics import is_record
 from pipeline.utils import jsonl
-from pipeline.utils.files import replace_text
+from pipeline.utils.files import replace_bytes
 from pipeline.utils.foreign import read_whole
 from pipeline.view.history import PLAN_FILE
 
@@ -26,24 +26,24 @@ class Before:
     """The settings of a run before a command."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises OSError, ValueError for a recipe that is not UTF-8."""
+        """Raises OSError."""
         self._folder = folder
-        self._files = {name: _text(folder / name) for name in SETTINGS}
+        self._files = {name: _content(folder / name) for name in SETTINGS}
         self.recipe = self._files[rundir.RECIPE]
         """None before the run's first start."""
 
     def put_back(self) -> None:
         """Write them again, and have nobody count the failure. Raises OSError."""
-        for name, text in self._files.items():
-            if text is None:
+        for name, content in self._files.items():
+            if content is None:
                 (self._folder / name).unlink(missing_ok=True)
             else:
-                replace_text(self._folder / name, text)
+                replace_bytes(self._folder / name, content)
         failures.undo(self._folder)
 
 
-def _text(file: Path) -> str | None:
-    return read_whole(file, within=file.parent).decode("utf-8") if file.exists() else None
+def _content(file: Path) -> bytes | None:
+    return read_whole(file, within=file.parent) if file.exists() else None
 
 
 def did_nothing(folder: Path) -> bool:

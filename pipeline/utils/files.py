@@ -7,6 +7,7 @@ import errno
 import fcntl
 import mmap
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,13 +98,26 @@ def _is_link(path: str | Path) -> OSError:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace the text of a file: a reader sees all of the old or all of the new text. Only its
+    """Replace the text of a file, as `replace_bytes` does."""
+    replace_bytes(path, text.encode())
+
+
+def replace_bytes(path: Path, content: bytes) -> None:
+    """Replace the content of a file: a reader sees all of the old or all of the new one. Only its
     owner can read it."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)
-    with naming(temporary), opened(temporary, "x") as file:
-        file.write(text)
+    with naming(temporary), opened(temporary, "xb") as file:
+        file.write(content)
     temporary.replace(path)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder as far as that is possible. Anything else at its place stays: to open a named
+    pipe, as rmtree does, waits without end."""
+    with contextlib.suppress(OSError):  # rmtree ignores some of them only
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def overwrite(path: Path, text: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from pipeline.execution import failures
 from pipeline.execution.journal import Journal
 from pipeline.execution.metrics import Metrics
-from pipeline.launch.undo import did_nothing
+from pipeline.launch.undo import SETTINGS, Before, did_nothing
 
 
 @pytest.fixture
@@ -64,3 +64,16 @@ def test_a_failure_under_the_same_settings_counts(tmp_path: Path) -> None:
     assert not did_nothing(tmp_path)
     failures.record(tmp_path, 0, "train", failures.ResumeRefused("other data"))
     assert did_nothing(tmp_path)  # who refuses has done nothing, whatever has changed
+
+
+def test_settings_are_put_back_whatever_they_hold(tmp_path: Path) -> None:
+    kept, *others = SETTINGS
+    (tmp_path / kept).write_bytes(b"name: r\r\n\xff")
+    (tmp_path / others[0]).write_bytes(b"")
+    before = Before(tmp_path)
+    for name in SETTINGS:
+        (tmp_path / name).write_text("of the command that fails")
+    before.put_back()
+    assert (tmp_path / kept).read_bytes() == b"name: r\r\n\xff"
+    assert (tmp_path / others[0]).read_bytes() == b""
+    assert not any((tmp_path / name).exists() for name in others[1:])

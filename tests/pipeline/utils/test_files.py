@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.utils.files import opened, page_aligned, private_folder, replace_text, try_writing
+from pipeline.utils.files import (
+    opened,
+    page_aligned,
+    private_folder,
+    remove_folder,
+    replace_text,
+    try_writing,
+)
 
 
 def test_memory_begins_with_a_page() -> None:
@@ -52,6 +59,19 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     replace_text(link, "new")
     assert target.read_text() == "kept"
     assert (link.read_text(), link.is_symlink()) == ("new", False)
+
+
+def test_a_folder_is_removed_and_anything_else_stays(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("kept")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder" / "inner").mkdir(parents=True)
+    os.mkfifo(tmp_path / "folder" / "inner" / "pipe")
+    for name in ("file", "link", "pipe", "folder", "absent"):
+        remove_folder(tmp_path / name)  # waits for no writer of a pipe
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"file", "kept", "link", "pipe"}
 
 
 def test_new_files_are_their_owners(tmp_path: Path) -> None:
