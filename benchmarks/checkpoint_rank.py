@@ -81,14 +81,14 @@ def take_step(engine: Any, dist: Any, count: int) -> float:
     import torch
 
     from pipeline import MicroBatch
-    from stages.train.loss import SummedLoss
+    from stages.objectives.cross_entropy import CrossEntropy
 
     generator = torch.Generator().manual_seed(dist.rank)
     tokens = torch.randint(0, 32000, (1, count), generator=generator)
-    batch = MicroBatch(input_ids=tokens, labels=tokens)
+    batch = MicroBatch(tokens={"input_ids": tokens, "labels": tokens})
     dist.barrier()
     began = time.perf_counter()
-    engine.accumulate([batch], SummedLoss(), scale=1 / count / dist.world_size)
+    engine.accumulate([batch], CrossEntropy(), counts={"targets": count * dist.world_size})
     engine.step(lr_scale=1.0)
     return time.perf_counter() - began
 

@@ -20,15 +20,15 @@ from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from pipeline.execution import rundir
 from pipeline.execution.metrics import Metrics
+from stages.batches.feed import Feed
 from stages.data.samples import TokenBlocks
 from stages.model.hf import HfModel
+from stages.objectives.cross_entropy import CrossEntropy
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from stages.train.anomalies import AnomalyMonitor
-from stages.train.batches import Feed
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.garbage import collect_behind
-from stages.train.loss import SummedLoss
 from stages.train.meter import StepMeter, TakenStep
 from stages.train.report import Reporter
 from stages.train.step import TrainStep
@@ -73,7 +73,7 @@ class OurLoop:
         self._meter = StepMeter(engine, ctx.dist, self._progress)
         self._step = TrainStep(
             engine=engine,
-            objective=SummedLoss(),
+            objective=CrossEntropy(),
             feed=feed,
             plan=self._plan,
             monitor=AnomalyMonitor(config.anomalies, engine.total),

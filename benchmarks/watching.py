@@ -31,7 +31,7 @@ from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from pipeline.execution.metrics import Metrics
-from stages.train.batches import BatchStats
+from stages.batches.feed import BatchStats
 from stages.train.meter import StepMeter
 from stages.train.report import Reporter
 from stages.train.step import StepResult
@@ -93,7 +93,7 @@ def metrics_seconds(folder: Path) -> float:
     result = StepResult(report=report, lr=1e-4, stats=stats, anomaly="")
     began = time.perf_counter()
     for step in range(1, CALLS + 1):
-        meter.observe(loss, stats)
+        meter.observe(loss, stats, {})
         taken = meter.end(result, progress, progress)
         reporter.on_step(step, progress, meter.record(taken))
     return (time.perf_counter() - began) / CALLS

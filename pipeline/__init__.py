@@ -32,13 +32,19 @@ if TYPE_CHECKING:
     from pipeline.contracts.engine import EngineState as EngineState
     from pipeline.contracts.engine import Fragment as Fragment
     from pipeline.contracts.engine import LossScale as LossScale
-    from pipeline.contracts.engine import Objective as Objective
     from pipeline.contracts.engine import ParameterGroup as ParameterGroup
     from pipeline.contracts.engine import StepGuard as StepGuard
     from pipeline.contracts.engine import StepReport as StepReport
     from pipeline.contracts.export import EXPORT_MANIFEST as EXPORT_MANIFEST
     from pipeline.contracts.export import ExportedModel as ExportedModel
     from pipeline.contracts.model import ModelSource as ModelSource
+    from pipeline.contracts.objective import LossParts as LossParts
+    from pipeline.contracts.objective import Measure as Measure
+    from pipeline.contracts.objective import Objective as Objective
+    from pipeline.contracts.objective import Scorer as Scorer
+    from pipeline.contracts.objective import ScoreRequest as ScoreRequest
+    from pipeline.contracts.objective import Scores as Scores
+    from pipeline.contracts.objective import Unit as Unit
     from pipeline.contracts.optimizer import NamedParameter as NamedParameter
     from pipeline.contracts.optimizer import OptimizerPlan as OptimizerPlan
     from pipeline.contracts.optimizer import StateCodec as StateCodec

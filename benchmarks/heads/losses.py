@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from apart.child import Check, Job, Place, Work
 from torch import Tensor
 
-from stages.train.loss import chunked_cross_entropy
+from stages.objectives.chunked import chunked_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Hidden states (tokens, width), weight (vocabulary, width), labels (tokens,) -> summed loss."""

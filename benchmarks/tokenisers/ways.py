@@ -48,7 +48,7 @@ class TokenizerSource(ModelSource):
     def vocab_size(self) -> int:
         return len(self._tokenizer)
 
-    build = weights = tie = blocks = save_assets = None  # type: ignore[assignment]
+    build = weights = tie = blocks = scorer = save_assets = None  # type: ignore[assignment]
 
 
 def _run(stage: TextData | ChatData, tokenizer: Any, folder: Path) -> Data:

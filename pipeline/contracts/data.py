@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,31 +23,113 @@ NO_TARGET = -100
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One training example. `labels[t]` is the token to be predicted at position t (already shifted
-    against `input_ids`), or NO_TARGET. All int64, shape (length,)."""
+    """One training example, or several that stay together: in one micro-batch, on one rank.
+
+    `labels[t]` is the token to be predicted at position t (already shifted against `input_ids`), or
+    NO_TARGET. Both are int64, shape (length,).
+    """
 
     input_ids: np.ndarray[Any, Any]
     labels: np.ndarray[Any, Any]
     positions: np.ndarray[Any, Any] | None = None
-    """The place of each token in its document, which begins anew at 0 with each of several in one
+    """The place of each token in its document, which starts again at 0 with each of several in one
     sample. No token attends to another document's. None: one document."""
+    apart: bool = False
+    """Whether each document is a line of the micro-batch, padded to its length, instead of all in
+    one line."""
+    tokens: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+    """Further columns with an entry for each token, shape (length, ...)."""
+    rows: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+    """Columns with an entry for each document, shape (documents, ...)."""
+    free: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+    """Arguments of the model that have no entry for each token, such as pixels; those of several
+    samples are joined along the first dimension."""
+
+    @property
+    def documents(self) -> int:
+        """Number of documents, each of which is a row of the micro-batch."""
+        return 1 if self.positions is None else int((self.positions == 0).sum())
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Samples of one forward pass. int64, shape (samples, length); short ones are padded on the
-    right with NO_TARGET."""
+    """Tensors of one forward pass, by name.
 
-    input_ids: Tensor
-    labels: Tensor
-    """The token to be predicted at each position, or NO_TARGET."""
-    positions: Tensor | None = None
-    """As in Sample; None: one document a sample."""
-    real: Tensor | None = None
-    """False for padding; None: there is none."""
+    A *line* holds one document or several. A *row* is a document: rows are in the order of the
+    data, line after line.
+    """
+
+    tokens: Mapping[str, Tensor]
+    """Tensors with an entry for each token, shape (lines, length, ...): `input_ids`, `labels` (the
+    token to be predicted at each position, or NO_TARGET), `positions` as in Sample (left out: one
+    document a line), `real` (False for padding; left out: there is none), and columns of the data.
+    They are padded, and cut along the sequence."""
+    rows: Mapping[str, Tensor] = field(default_factory=dict)
+    """Columns of the data with an entry for each row, shape (rows, ...)."""
+    free: Mapping[str, Tensor] = field(default_factory=dict)
+    """Further arguments of the model, neither padded nor cut."""
     documents: Sequence[Sequence[int]] | None = None
-    """Lengths of the documents of each sample, of padding too, which is one; for the host, as
-    `positions` are for the device. None: not known, or one document a sample."""
+    """Lengths of the documents of each line, of padding too, which is one; for the host, as
+    `positions` are for the device. None: not known, or one document a line."""
+    size: int = -1
+    """Number of rows; -1: one for each line."""
+
+    def __post_init__(self) -> None:
+        if self.size < 0:
+            object.__setattr__(self, "size", len(self.input_ids))
+
+    @property
+    def input_ids(self) -> Tensor:
+        return self.tokens["input_ids"]
+
+    @property
+    def labels(self) -> Tensor:
+        return self.tokens["labels"]
+
+    @property
+    def positions(self) -> Tensor | None:
+        return self.tokens.get("positions")
+
+    @property
+    def real(self) -> Tensor | None:
+        return self.tokens.get("real")
+
+    @property
+    def filler(self) -> bool:
+        """Whether there are no rows: the rank takes part in a forward pass that counts nothing."""
+        return self.size == 0
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
+        """The micro-batch with each of its tensors changed."""
+        sorts = ("tokens", "rows", "free")
+        made = {sort: {k: change(v) for k, v in getattr(self, sort).items()} for sort in sorts}
+        return replace(self, **made)  # type: ignore[arg-type]
+
+    def sum_rows(self, values: Tensor) -> Tensor:
+        """Sum `values`, shape (lines, length), over the tokens of each row, in the same order
+        whatever the device; shape (rows,)."""
+        if self.positions is None:
+            return (values if self.real is None else values * self.real).sum(1)[: self.size]
+        return (values.flatten() * self._members()).sum(1)
+
+    def row_ends(self) -> Tensor:
+        """The place of each row's last token among all tokens, line after line; shape (rows,)."""
+        import torch
+
+        own = self._members()
+        return (own * torch.arange(own.shape[1], device=own.device)).amax(1)
+
+    def _members(self) -> Tensor:
+        """Whether a token belongs to a row; shape (rows, tokens)."""
+        import torch
+
+        ids = self.input_ids
+        begin = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+        starts = (begin if self.positions is None else self.positions) == 0
+        real = torch.ones_like(starts) if self.real is None else self.real
+        number = (starts & real).flatten().cumsum(0) - 1
+        rows = torch.arange(self.size, device=ids.device)[:, None]
+        return (number == rows) & real.flatten()
 
 
 class Samples(ABC):
@@ -70,6 +152,11 @@ class Samples(ABC):
         batch, so sets that can answer for many indices at once override it."""
         return sum(map(self.targets, indices.tolist()))
 
+    def total_rows(self, indices: NDArray[np.int64]) -> int:
+        """Number of documents in the samples at `indices`, which may repeat. Reads them; sets that
+        know it otherwise override it."""
+        return sum(self[index].documents for index in indices.tolist())
+
     def order(self, seed: int, *, shuffle: bool) -> Order:
         """The indices in the order in which a run visits them, epoch after epoch."""
         from pipeline.contracts.sample_order import SampleOrder
@@ -84,7 +171,10 @@ class Data:
     train: Samples
     heldout: Samples | None
     pad_id: int
-    """Token that fills `input_ids` behind a short sample; its labels are NO_TARGET."""
+    """Token that fills `input_ids` after a short sample; its labels are NO_TARGET."""
+    group: int = 1
+    """Rows that belong together, such as the 2 of a pair: each sample holds one such group or
+    several, in order."""
     packed: bool = False
     """Whether samples can hold several documents: whether they have `positions`."""
     identity: Mapping[str, str | int | float | None]

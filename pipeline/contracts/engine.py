@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, SupportsFloat
+from typing import TYPE_CHECKING, Annotated, Any, SupportsFloat
 
 import pydantic.dataclasses
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from pipeline.contracts.data import MicroBatch
+    from pipeline.contracts.objective import LossParts, Measure, Objective, Unit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,25 +127,16 @@ StepGuard = Callable[[float], bool]
 update. The answer has to be the same on all ranks."""
 
 
-class Objective(Protocol):
-    """The function that is minimised: a loss that is a sum over target tokens."""
-
-    def __call__(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        """The loss of a micro-batch in nats, summed over its target tokens; a scalar in fp32.
-        Calls `model` once, by the names of its arguments."""
-        ...
-
-
 class Engine(ABC):
     """A model with its optimizer, living on this process's device under one strategy.
 
     Rules that every engine keeps:
 
     - `accumulate` takes all micro-batches of an optimizer step on this rank. Gradients become those
-      of `scale` times the loss summed over the batches of all ranks, however they are split. Every
-      rank gives as many micro-batches.
-    - `accumulate` and `evaluate` return parts of a loss that add up to it over all ranks (`total`):
-      0 where a rank computes none, or a copy of another's.
+      of the loss over the batches of all ranks, however they are split. Every rank gives as many
+      micro-batches; one without rows (`MicroBatch.filler`) adds nothing.
+    - `accumulate` returns parts of sums that add up to them over all ranks (`total`): 0 where a
+      rank computes none, or a copy of another's. `evaluate` yields rows on one rank only.
     - `step(lr_scale=...)` sets every group's learning rate to its base rate times `lr_scale`,
       clips by the global norm, steps, and clears gradients. The schedule is thus a pure function
       of the step and no part of the engine's state.
@@ -164,16 +156,16 @@ class Engine(ABC):
 
     @abstractmethod
     def accumulate(
-        self, batches: Iterable[MicroBatch], objective: Objective, *, scale: float
-    ) -> Tensor:
-        """Run forward and backward of a step (collective); returns this rank's part of the summed
-        loss, a scalar on the device."""
+        self, batches: Iterable[MicroBatch], objective: Objective, *, counts: Mapping[Unit, float]
+    ) -> LossParts:
+        """Run forward and backward of a step (collective); returns this rank's part of each sum, on
+        the device. `counts` are the step's numbers of the objective's units, over all ranks."""
 
     @abstractmethod
-    def evaluate(self, batches: Iterable[MicroBatch], objective: Objective) -> Tensor:
-        """This rank's part of the summed loss, a scalar on the device, without dropout and without
-        gradients, on the weights to be evaluated: the trained ones, unless an engine keeps others
-        for that (collective)."""
+    def evaluate(self, batches: Iterable[MicroBatch], measure: Measure) -> Generator[Tensor | None]:
+        """Measure each micro-batch (collective), without dropout and without gradients, on the
+        weights to be evaluated: the trained ones, unless an engine keeps others for that. Yields
+        the rows, shape (rows, width), on one of the ranks that share them, and None on others."""
 
     def total(self, values: Tensor) -> Tensor:
         """Sum of every rank's tensor (collective), in the memory of `values`."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed import ProcessGroup
 
+    from pipeline.contracts.objective import Scorer
     from pipeline.contracts.tensors import TensorReader, Weights
 
 
@@ -61,6 +63,16 @@ class ModelSource(ABC):
     @abstractmethod
     def tokenizer(self) -> Any:
         """The `transformers` tokenizer; raises StageError when the source has none."""
+
+    @abstractmethod
+    def scorer(
+        self,
+        model: nn.Module,
+        group: ProcessGroup | None = None,
+        forward: Callable[..., Any] | None = None,
+    ) -> Scorer:
+        """What runs `model`, that of `build`, wrapped or a stage of a pipeline, to scores. Ranks of
+        `group` have slices of the same sequences; `forward` is called instead of the model."""
 
     @property
     @abstractmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,10 +15,13 @@ from pipeline import (
     Engine,
     EngineState,
     Fragment,
+    LossParts,
+    Measure,
     MicroBatch,
     Objective,
     StepGuard,
     StepReport,
+    Unit,
 )
 
 EMA = "ema"
@@ -41,13 +44,13 @@ class EmaEngine(Engine):
         self._is_stale = False
 
     def accumulate(
-        self, batches: Iterable[MicroBatch], objective: Objective, *, scale: float
-    ) -> Tensor:
-        return self._engine.accumulate(batches, objective, scale=scale)
+        self, batches: Iterable[MicroBatch], objective: Objective, *, counts: Mapping[Unit, float]
+    ) -> LossParts:
+        return self._engine.accumulate(batches, objective, counts=counts)
 
-    def evaluate(self, batches: Iterable[MicroBatch], objective: Objective) -> Tensor:
+    def evaluate(self, batches: Iterable[MicroBatch], measure: Measure) -> Generator[Tensor | None]:
         with self._averages_in_place():
-            return self._engine.evaluate(batches, objective)
+            yield from self._engine.evaluate(batches, measure)
 
     def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
         report = self._engine.step(lr_scale=lr_scale, should_step=should_step)

@@ -54,6 +54,9 @@ class CountedSamples(Samples):
     def targets(self, index: int) -> int:
         return self.total_targets(np.array([index]))
 
+    def total_rows(self, indices: NDArray[np.int64]) -> int:
+        return len(indices)
+
     def checked(self, index: int) -> int:
         """Return the index. Raises IndexError if it is not in the set."""
         require_within(np.array([index]), len(self))
@@ -245,6 +248,13 @@ class TokenBlocks(CountedSamples):
             begin, end = np.searchsorted(self.starts, [starts + 1, stops])
             total -= int((end - begin).sum())
         return total
+
+    def total_rows(self, indices: NDArray[np.int64]) -> int:
+        if self.starts is None:
+            return len(indices)
+        starts, stops = self._bounds(indices)
+        begin, end = np.searchsorted(self.starts, [starts + 1, stops - 1])
+        return len(indices) + int((end - begin).sum())
 
     def _bounds(self, indices: Any) -> tuple[Any, Any]:
         """Return the start and end in the stream of one window, or of an array of them."""

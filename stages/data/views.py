@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +48,9 @@ class PackedSamples(CountedSamples):
 
     def total_targets(self, indices: NDArray[np.int64]) -> int:
         return int(self._targets[require_within(indices, len(self))].sum())
+
+    def total_rows(self, indices: NDArray[np.int64]) -> int:
+        return int((self._offsets[indices + 1] - self._offsets[indices]).sum())
 
 
 def pack_key(rows: Entry, first: int, count: int, length: int) -> str:
@@ -118,11 +121,17 @@ class Mixture(CountedSamples):
         return self._parts[part][(index - start) * len(self._parts[part]) // (stop - start)]
 
     def total_targets(self, indices: NDArray[np.int64]) -> int:
-        indices, total = require_within(indices, len(self)), 0
+        return sum(part.total_targets(own) for part, own in self._divided(indices))
+
+    def total_rows(self, indices: NDArray[np.int64]) -> int:
+        return sum(part.total_rows(own) for part, own in self._divided(indices))
+
+    def _divided(self, indices: NDArray[np.int64]) -> Iterator[tuple[Samples, NDArray[np.int64]]]:
+        """Yield each part with its own indices of these samples."""
+        indices = require_within(indices, len(self))
         for part, start, stop in zip(self._parts, self._starts, self._starts[1:], strict=False):
             places = indices[(start <= indices) & (indices < stop)] - start
-            total += part.total_targets(places * len(part) // (stop - start))
-        return total
+            yield part, places * len(part) // (stop - start)
 
 
 def shares(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:

@@ -15,6 +15,7 @@ import torch
 
 from pipeline import NO_TARGET, Context, ExportedModel, ModelSource, Sample, StageError
 from pipeline.utils import optional
+from stages.batches.layout import collate
 from stages.data import tokenize
 from stages.data.documents import read_documents
 from stages.data.fields import Source
@@ -25,8 +26,9 @@ from stages.model import compat
 from stages.model.declared import outline
 from stages.model.files import read_json
 from stages.model.rotary_compat import choose_by_document, depends_on_length, placed
-from stages.train.batches import collate
-from stages.train.loss import SummedLoss
+from stages.objectives.cross_entropy import RowLoss
+from stages.objectives.judge import measured
+from stages.objectives.scoring import ModelScorer
 
 BRIEF = 2
 """Windows that a dry run scores."""
@@ -160,11 +162,12 @@ def measure(
             yield from windows(encode(document), window, stride)
 
     left = itertools.islice(samples(), most)
-    objective = SummedLoss()
+    measure, scorer = RowLoss(), ModelScorer(model)
     device = model.get_input_embeddings().weight.device
     while batch := list(itertools.islice(left, config.batch_size)):
+        laid_out = placed(model, collate(batch, 0, device))
         with torch.no_grad():
-            nats += float(objective(model, placed(model, collate(batch, 0, device))))
+            nats += float(measured(measure, scorer, laid_out, laid_out).sum())
         totals["tokens"] += sum(int((sample.labels != NO_TARGET).sum()) for sample in batch)
     if not totals["tokens"]:
         raise StageError("no document has two tokens", hint="set prepend_bos: true")

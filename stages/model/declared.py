@@ -9,11 +9,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import ModelSource, StageError, TensorReader, Weights
+from pipeline import ModelSource, Scorer, StageError, TensorReader, Weights
 from stages.model import compat
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed import ProcessGroup
 
 
 SHOWN = 10
@@ -147,6 +148,14 @@ class DerivedSource(ModelSource):
 
     def tokenizer(self) -> Any:
         return self.base.tokenizer()
+
+    def scorer(
+        self,
+        model: nn.Module,
+        group: ProcessGroup | None = None,
+        forward: Callable[..., Any] | None = None,
+    ) -> Scorer:
+        return self.base.scorer(model, group, forward)
 
     @property
     def vocab_size(self) -> int:

@@ -58,7 +58,8 @@ def with_positions(batch: MicroBatch) -> MicroBatch:
     places = torch.arange(length, device=batch.input_ids.device).expand(rows, -1)
     if batch.real is not None:
         places = torch.where(batch.real, places, places - batch.real.sum(-1, keepdim=True))
-    return replace(batch, positions=places, documents=[[length]] * rows)
+    tokens = {**batch.tokens, "positions": places}
+    return replace(batch, tokens=tokens, documents=[[length]] * rows)
 
 
 def placed(model: nn.Module, batch: MicroBatch) -> MicroBatch:

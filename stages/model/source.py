@@ -7,14 +7,14 @@ import copy
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
-from pipeline import DtypeName, ModelSource, StageError, TensorReader, torch_dtype
+from pipeline import DtypeName, ModelSource, Scorer, StageError, TensorReader, torch_dtype
 from pipeline.utils import COMMIT
 from stages.data.sources import file_digests
 from stages.model import assets, compat
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from logging import Logger
 
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
     from pipeline import Context
     from stages.model.hf import HfModel
@@ -317,6 +318,16 @@ class HfSource(ModelSource):
 
     def tokenizer(self) -> Any:
         return self._tokenizer
+
+    def scorer(
+        self,
+        model: nn.Module,
+        group: ProcessGroup | None = None,
+        forward: Callable[..., Any] | None = None,
+    ) -> Scorer:
+        from stages.objectives.scoring import ModelScorer
+
+        return ModelScorer(model, group, forward)
 
     @property
     def vocab_size(self) -> int:

@@ -15,7 +15,9 @@ from pipeline import (
     Context,
     Data,
     Engine,
+    Measure,
     ModelSource,
+    Objective,
     OptimizerPlan,
     PlanView,
     Problem,
@@ -162,6 +164,19 @@ class TrainCausalLm(BatchPlan):
         from stages.train.start import train
 
         return train(self, ctx, engine, data, optimizer, checkpoints, model, callback)
+
+    def objective(self, model: ModelSource) -> Objective:
+        """What is minimised. A stage that inherits from this one may have another."""
+        from stages.objectives.cross_entropy import CrossEntropy
+
+        chunk, by, router = self.loss_chunk_size, model.compiled_by, self.router_loss
+        return CrossEntropy(chunk, compiled_by=by, router=router)
+
+    def measure(self) -> Measure:
+        """The held-out loss of each row: a sum over target tokens."""
+        from stages.objectives.cross_entropy import RowLoss
+
+        return RowLoss(self.loss_chunk_size)
 
     def verify_result(self, trained: TrainedRun) -> None:
         """Raise CheckpointError unless a canonical checkpoint on this machine has all its files in

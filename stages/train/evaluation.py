@@ -2,47 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator
 
 import numpy as np
-import torch
 
-from pipeline import Data, DataAxis, DistContext, Engine, MicroBatch, Objective, Progress
+from pipeline import Data, DistContext, Engine, Measure, Progress
 from pipeline.utils import plural
-from stages.train.batches import collate, microbatches
-from stages.train.samples import read
+from stages.objectives.rows import rows_in_order
 from stages.train.settings import EarlyStopping
 
 
 def evaluate(
-    engine: Engine, objective: Objective, data: Data, micro_batch_size: int, dist: DistContext
+    engine: Engine, measure: Measure, data: Data, micro_batch_size: int, dist: DistContext
 ) -> float | None:
-    """Mean loss in nats over all target tokens of the held-out samples (collective); None if a rank
-    was asked to stop meanwhile."""
-    stopped = False
-
-    def batches() -> Iterator[MicroBatch]:
-        nonlocal stopped
-        for batch in heldout(data, engine.data_axis, engine.device, micro_batch_size):
-            dist.heartbeat.beat()
-            stopped = dist.any(dist.stop.asked)
-            if stopped:
-                return
-            yield batch
-
-    summed = engine.total(engine.evaluate(batches(), objective))
-    return None if stopped else float(summed) / heldout_targets(data)
-
-
-def heldout(
-    data: Data, axis: DataAxis, device: torch.device, micro_batch_size: int
-) -> Iterator[MicroBatch]:
-    """This rank's micro-batches of the held-out samples. Raises DataError for one that is not as
-    the set says."""
+    """Mean over all target tokens of the held-out samples of the first number that `measure` has
+    for each row, its loss in nats (collective); None if a rank was asked to stop meanwhile."""
     assert data.heldout is not None
-    for start, end in microbatches(len(data.heldout), axis, micro_batch_size):
-        yield collate(read(data.heldout, range(start, end)), data.pad_id, device)
+    blocks, total = rows_in_order(engine, measure, data, data.heldout, micro_batch_size, dist), 0.0
+    with contextlib.closing(blocks):
+        for rows in blocks:
+            if rows is None:
+                return None
+            total += float(rows[:, 0].sum())
+    return total / heldout_targets(data)
 
 
 def heldout_targets(data: Data) -> int:

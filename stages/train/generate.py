@@ -1,28 +1,38 @@
 """Text that the model writes while it trains, under any strategy.
 
-An engine evaluates an objective on micro-batches, whatever it divides; here the objective chooses
-the next token instead of computing a loss. So there is no cache: each token costs a forward pass of
-the text so far, which is what a few short samples now and then may cost.
+An engine measures the rows of a sample set, whatever it divides; here they are texts, and the
+measure chooses the token after each. So there is no cache: each token costs a forward pass of the
+text so far, which a few short samples now and then may cost.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
-from pipeline import NO_TARGET, DistContext, Engine, Heartbeat, MicroBatch, ModelSource, StageError
-from pipeline.utils import local_part
+from pipeline import (
+    NO_TARGET,
+    Data,
+    DistContext,
+    Engine,
+    MicroBatch,
+    ModelSource,
+    Sample,
+    Samples,
+    ScoreRequest,
+    Scores,
+    StageError,
+)
+from stages.batches.layout import pad
 from stages.data.template_limits import Limited
-from stages.train.loss import model_output
+from stages.objectives.rows import rows_in_order
 from stages.train.settings import Generation
-from stages.train.vocabulary import VocabularyShard
 
 STRIDE = 64
 """Lengths are padded to multiples of this, so that few shapes occur."""
@@ -81,19 +91,26 @@ class Writer:
             going = [n for n, text in enumerate(texts) if not self._ends & set(text[-1:])]
             if not going:
                 break
-            if dist.any(dist.stop.asked):
-                return None
-            going_on = [(n, self._prompts[n] + texts[n]) for n in going]
             chooser = NextToken(self._settings.temperature, (self._seed, step, position))
-            batches = _marked(going_on, engine.device, self._most)
-            engine.evaluate(_with_signs(batches, dist.heartbeat), chooser)
-            chosen = chooser.shared(len(texts), engine.device)
-            for number in going:
-                texts[number].append(chosen[number])
+            chosen: list[int] = []
+            samples = Texts([(n, self._prompts[n] + texts[n]) for n in going])
+            data = Data(train=samples, heldout=None, pad_id=0, identity={})
+            for block in rows_in_order(engine, chooser, data, samples, 1, dist, self._layout):
+                if block is None:
+                    return None
+                chosen += block[:, 0].int().tolist()
+            for number, token in zip(going, chosen, strict=True):
+                texts[number].append(token)
         return [
             {"number": number, "prompt": prompt, "text": self._decoded(text)}
             for number, (prompt, text) in enumerate(zip(self._settings.prompts, texts, strict=True))
         ]
+
+    def _layout(self, batch: MicroBatch) -> MicroBatch:
+        """The micro-batch padded to one of few lengths, and to the most that the model has."""
+        length = batch.input_ids.shape[1]
+        longer = -(-length // STRIDE) * STRIDE
+        return pad(batch, 1, max(min(longer, self._most or longer), length), packed=False)
 
     def _decoded(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
@@ -108,91 +125,47 @@ def _ends(tokenizer: Any) -> set[int]:
     return {int(tokenizer.eos_token_id)} if tokenizer.eos_token_id is not None else set()
 
 
-def _marked(
-    texts: Sequence[tuple[int, list[int]]], device: torch.device, most: int | None
-) -> list[MicroBatch]:
-    """Return a micro-batch of each text, padded to at most `most` tokens. The label of its last
-    token, the only one, is its number."""
-    longest = max(len(ids) for _, ids in texts)
-    length = -(-longest // STRIDE) * STRIDE
-    length = length if most is None else min(length, most)
-    batches = []
-    for number, ids in texts:
-        input_ids = torch.zeros(1, length, dtype=torch.int64)
-        labels = torch.full_like(input_ids, NO_TARGET)
-        input_ids[0, : len(ids)] = torch.tensor(ids)
-        labels[0, len(ids) - 1] = number
-        real = torch.arange(length)[None] < len(ids)
-        tensors = {"input_ids": input_ids, "labels": labels, "real": real}
-        there: dict[str, Any] = {name: one.to(device) for name, one in tensors.items()}
-        batches.append(MicroBatch(**there))
-    return batches
+@dataclass(frozen=True)
+class Texts(Samples):
+    """Texts so far, each with its number."""
 
+    numbered: Sequence[tuple[int, Sequence[int]]]
 
-def _with_signs(batches: Sequence[MicroBatch], heartbeat: Heartbeat) -> Iterator[MicroBatch]:
-    for batch in batches:
-        heartbeat.beat()
-        yield batch
+    def __len__(self) -> int:
+        return len(self.numbered)
+
+    def __getitem__(self, index: int) -> Sample:
+        number, ids = self.numbered[index]
+        labels = np.full(len(ids), NO_TARGET)
+        return Sample(input_ids=np.array(ids), labels=labels, rows={"number": np.array([number])})
+
+    def targets(self, index: int) -> int:
+        return 0
 
 
 @dataclass
 class NextToken:
-    """Objective: chooses the token behind the marked one of each text, whose label is the text's
-    number; the loss is 0."""
+    """Measure: the token after each text."""
 
     temperature: float
     """0 takes the most probable token."""
     seed: tuple[int, ...]
+    width = 1
+    request = ScoreRequest(logits=True)
 
-    def __post_init__(self) -> None:
-        self._chosen: dict[int, Tensor] = {}
+    def __call__(self, scores: Scores, batch: MicroBatch) -> Tensor:
+        numbers = batch.rows["number"].tolist()
+        chosen = [
+            self._noisy(logits, number).argmax()
+            for logits, number in zip(scores.logits, numbers, strict=True)
+        ]
+        return torch.stack(chosen)[:, None]
 
-    def __call__(self, model: nn.Module, batch: MicroBatch) -> Tensor:
-        logits, labels = model_output(model, batch).logits, batch.labels
-        for row, column in torch.nonzero(labels != NO_TARGET).tolist():
-            number = int(labels[row, column])
-            self._chosen[number] = self._choose(logits[row, column], number)
-        return torch.zeros((), device=labels.device)
-
-    def _choose(self, logits: Tensor, number: int) -> Tensor:
-        """Return the id that is chosen by logits of shape (vocabulary,), which ranks may divide."""
-        if not isinstance(logits, DTensor):
-            return self._scores(logits, number, 0, logits.shape[0]).argmax()
-        shard = VocabularyShard.of(logits)
-        scores = self._scores(local_part(logits), number, shard.first, logits.shape[0])
-        return _argmax_over(scores, shard)
-
-    def _scores(self, logits: Tensor, number: int, first: int, whole: int) -> Tensor:
+    def _noisy(self, logits: Tensor, number: int) -> Tensor:
         """Return the logits, over the temperature and with Gumbel noise, so that the largest one is
-        a sample of the distribution (Gumbel 1954). The noise of a token does not depend on how the
-        `whole` vocabulary is divided."""
-        own = logits.to(torch.float32)
+        a sample of the distribution (Gumbel 1954)."""
         if self.temperature == 0:
-            return own
+            return logits
         generator = torch.Generator().manual_seed(zlib.crc32(repr((*self.seed, number)).encode()))
-        uniform = torch.rand(whole, generator=generator).clamp(min=1e-20)
-        noise = -torch.log(-torch.log(uniform))[first : first + len(own)]
-        return own / self.temperature + noise.to(own.device)
-
-    def shared(self, count: int, device: torch.device) -> list[int]:
-        """Return the ids that were chosen for texts 0 to `count` - 1 on any rank, -1 for none
-        (collective)."""
-        found = torch.full((count,), -1, dtype=torch.int64, device=device)
-        for number, chosen in self._chosen.items():
-            found[number] = chosen
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
-        ids: list[int] = found.tolist()
-        return ids
-
-
-def _argmax_over(scores: Tensor, shard: VocabularyShard) -> Tensor:
-    """Return the id of the largest score of all ranks that share the vocabulary (collective)."""
-    best = torch.full((2,), -torch.inf, dtype=torch.float64, device=scores.device)
-    if shard.size:
-        value, place = scores.max(0)
-        best = torch.stack([value.double(), (place + shard.first).double()])
-    found = [torch.empty_like(best) for _ in range(shard.group.size())]
-    torch.distributed.all_gather(found, best, group=shard.group)
-    values, ids = torch.stack(found).unbind(1)
-    return ids[values.argmax()].long()
+        uniform = torch.rand(len(logits), generator=generator).clamp(min=1e-20)
+        return logits / self.temperature - torch.log(-torch.log(uniform)).to(logits.device)

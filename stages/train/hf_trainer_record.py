@@ -25,12 +25,16 @@ from pipeline import (
     StageError,
 )
 from pipeline.utils import sync, sync_tree
+from stages.batches.feed import BatchStats, Feed, microbatches
+from stages.batches.layout import collate
+from stages.batches.samples import read
 from stages.formats.stored import PROGRESS
 from stages.model.rotary_compat import placed
-from stages.train.batches import BatchStats, Feed
-from stages.train.evaluation import heldout, heldout_targets, record_evaluation
+from stages.objectives.cross_entropy import RowLoss
+from stages.objectives.judge import measured
+from stages.objectives.scoring import ModelScorer
+from stages.train.evaluation import heldout_targets, record_evaluation
 from stages.train.hf_trainer import HfTrainer
-from stages.train.loss import SummedLoss
 from stages.train.report import Reporter
 from stages.train.step import advance
 
@@ -153,11 +157,14 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
         model, dist, progress = self.trainer.model_wrapped, self.ctx.dist, self.progress
         axis = DataAxis(index=dist.rank, count=dist.world_size)
         size = self.config.microbatch_size(axis.count)
-        objective, summed = SummedLoss(), torch.zeros((), device=dist.device)
+        measure, scorer = RowLoss(), ModelScorer(model)
+        summed = torch.zeros((), dtype=torch.float64, device=dist.device)
         model.eval()
         with torch.no_grad():
-            for batch in heldout(self.data, axis, dist.device, size):
-                summed += objective(model, placed(model, batch))
+            for start, end in microbatches(len(self.data.heldout), axis, size):
+                samples = read(self.data, self.data.heldout, range(start, end))
+                batch = placed(model, collate(samples, self.data.pad_id, dist.device))
+                summed += measured(measure, scorer, batch, batch).sum()
         model.train()
         if axis.count > 1:
             torch.distributed.all_reduce(summed)

@@ -29,13 +29,16 @@ from pipeline import (
     StepCallback,
     TrainedRun,
 )
+from stages.batches.feed import BatchStats, Feed, microbatches
+from stages.batches.layout import collate
 from stages.formats.stored import PROGRESS, read_json
 from stages.model.rotary_compat import placed
-from stages.train.batches import BatchStats, Feed, collate, microbatches
+from stages.objectives.cross_entropy import CrossEntropy
+from stages.objectives.judge import judged
+from stages.objectives.scoring import ModelScorer
 from stages.train.hf_trainer import HfTrainer
 from stages.train.hf_trainer_record import Recorder, complete_checkpoints, root
 from stages.train.lineage import lineage, require_same_lineage
-from stages.train.loss import SummedLoss
 from stages.train.nothing_left import Length
 from stages.train.report import Reporter
 from stages.wrap.accelerate_compat import reset_state
@@ -166,14 +169,14 @@ class MicroBatches:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         position = self.progress.samples
         for _ in range(self.progress.step, self.steps):
-            scale = self.axis.count / self.feed.targets(position)
+            scale = self.axis.count / self.feed.counts(position)["targets"]
             found = list(self.feed.microbatches(position))
             batches = [batch for batch, _ in found]
             self.taken += [stats for _, stats in found]
             empty = collate([], self.data.pad_id, batches[0].input_ids.device)
             for batch in [*batches, *[empty] * (self.accumulation - len(batches))]:
-                tensors = {key: value for key, value in vars(batch).items() if value is not None}
-                yield {**tensors, "scale": scale}
+                # The Trainer estimates the work by the ids.
+                yield {"input_ids": batch.input_ids, "batch": batch, "scale": scale}
             position += self.feed.count(position)
 
 
@@ -221,6 +224,7 @@ class _RecipeTrainer(Trainer):  # type: ignore[misc]
     ) -> Tensor:
         """The sum over this micro-batch's target tokens, over the mean number of a rank's targets
         in the step: averaged over ranks, the mean over all target tokens of the step."""
-        batch = MicroBatch(**{name: one for name, one in inputs.items() if name != "scale"})
-        loss: Tensor = SummedLoss()(model, placed(model, batch)) * inputs["scale"]
+        batch: MicroBatch = placed(model, inputs["batch"])
+        parts = judged(CrossEntropy(), ModelScorer(model), batch, batch)
+        loss: Tensor = parts.terms["targets"] * inputs["scale"]
         return loss

@@ -13,6 +13,7 @@ from pipeline import (
     Checkpoints,
     Context,
     Data,
+    Measure,
     Phase,
     Progress,
     ends_period,
@@ -24,7 +25,6 @@ from stages.train.evaluation import evaluate, reason_to_stop, record_evaluation
 from stages.train.garbage import collect_behind, collected_as_usual, collected_at_steps
 from stages.train.generate import Writer
 from stages.train.launched import LaunchedSteps
-from stages.train.loss import SummedLoss
 from stages.train.meter import StepMeter
 from stages.train.nothing_left import Length
 from stages.train.profiling import Profiler
@@ -46,8 +46,8 @@ class Training:
     checkpoints: Checkpoints
     saves: Saves
     progress: Progress
-    cross_entropy: SummedLoss
-    """Objective of evaluations."""
+    measure: Measure
+    """The held-out loss of each row."""
     step: TrainStep
     recovery: Recovery
     profiler: Profiler
@@ -114,7 +114,7 @@ class Training:
         progress, config, feed = self.progress, self.config, self.step.feed
         self.evaluated = "eval_loss" in progress.metrics
         samples = feed.samples(progress.samples)
-        verify_packing(self.step.engine, self.data, samples, self.cross_entropy)
+        verify_packing(self.step.engine, self.data, samples, self.measure)
         self.callbacks.restore(progress.callbacks)
         self.callbacks.state()  # one that cannot be saved is found before anything is trained
         self.meter.restart(progress)
@@ -200,7 +200,7 @@ class Training:
         dist.heartbeat.beat(Phase.EVALUATE)
         with self._paused():
             size = self.config.microbatch_size(engine.data_axis.count)
-            loss = evaluate(engine, self.cross_entropy, self.data, size, dist)
+            loss = evaluate(engine, self.measure, self.data, size, dist)
             if loss is None:
                 self._stop()  # a resumed run evaluates these weights first
             self.evaluated = True

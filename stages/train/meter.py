@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from pipeline import DistContext, Engine, Progress
 from pipeline.hardware import peak_beyond
 from pipeline.utils import HostCopy
-from stages.train.batches import BatchStats
+from stages.batches.feed import BatchStats
 from stages.train.flops import Cost
 from stages.train.profiling import Profile
 from stages.train.step import StepResult
@@ -73,6 +73,8 @@ class TakenStep:
     trained: tuple[int, int]
     """Target tokens and samples of the time between."""
     sums: HostCopy
+    metrics: Sequence[str]
+    """Names of the objective's metrics, the last of the sums."""
     greatest: Greatest
 
     @property
@@ -96,6 +98,7 @@ class StepMeter:
         self._ranks = dist.world_size
         self._cost = cost
         self._sums: HostCopy | None = None
+        self._metrics: Sequence[str] = ()
         self.restart(progress)
 
     def restart(self, progress: Progress) -> None:
@@ -103,15 +106,19 @@ class StepMeter:
         self._since = Moment(self._engine.device)
         self._tokens, self._samples = progress.tokens, progress.samples
 
-    def observe(self, loss: Tensor, stats: BatchStats) -> None:
-        """Take this rank's part of a step's mean loss (a scalar on the device, in nats) and its
-        batch statistics, before its update: ask for their sums over all ranks (collective)."""
+    def observe(self, loss: Tensor, stats: BatchStats, metrics: Mapping[str, Tensor]) -> None:
+        """Take this rank's part of a step's mean loss (a scalar on the device, in nats), its batch
+        statistics, and its parts of metrics by name, before its update: ask for their sums over all
+        ranks (collective)."""
         # Ranks that run one model together have the statistics of the same samples.
         alike = self._ranks // self._engine.data_axis.count
-        own = [0.0, *(value / alike for value in dataclasses.astuple(stats))]
+        own = [0.0, *(value / alike for value in dataclasses.astuple(stats)), *[0.0] * len(metrics)]
         host = torch.tensor(own, dtype=torch.float64, pin_memory=loss.is_cuda)
         sums = host.to(loss.device, non_blocking=True)
         sums[0] = loss.detach()
+        for place, value in enumerate(metrics.values(), len(own) - len(metrics)):
+            sums[place] = value.detach()
+        self._metrics = (*metrics,)
         self._sums = HostCopy(self._engine.total(sums))
 
     def end(
@@ -141,6 +148,7 @@ class StepMeter:
             ended=Moment(device),
             trained=(progress.tokens - self._tokens, progress.samples - self._samples),
             sums=self._sums,
+            metrics=self._metrics,
             greatest=greatest,
         )
         self._since, self._sums = taken.ended, None
@@ -153,7 +161,8 @@ class StepMeter:
         seconds, (targets, samples) = taken.seconds, taken.trained
         ranks, shares = self._ranks, self._engine.data_axis.count
         loss, *sums = taken.sums.read()
-        total = BatchStats(*sums)
+        named = len(sums) - len(taken.metrics)
+        total = BatchStats(*sums[:named])
         peaks, _ = taken.peaks()
         record = {
             "grad_norm": float(result.report.grad_norm),
@@ -171,6 +180,7 @@ class StepMeter:
             "tokens_per_second_per_rank": total.tokens / seconds / ranks,
             "data_wait_share": total.seconds / seconds / shares,
             **peaks,
+            **dict(zip(taken.metrics, sums[named:], strict=True)),
         }
         if self._cost is not None:
             spent = seconds * ranks

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pipeline import Context, Engine, MicroBatch, planning
+from pipeline import Context, Engine, LossParts, MicroBatch, Objective, Scores, planning
 from pipeline.planning import Planner, SampleShape, Saving, Step, Topology, TraceScope, Trial
 from stages.train.causal_lm import TrainCausalLm
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import Tensor
 
 MICROBATCHES = 3
 """Micro-batches to trace; further ones are like the last but one."""
@@ -78,50 +78,76 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
     ) -> None:
         """Trace two steps as `TrainStep` takes them, or one micro-batch."""
         from stages.model.compat import masks_of_values
-        from stages.train.loss import SummedLoss
+        from stages.objectives.cross_entropy import CrossEntropy
         from stages.wrap.experts_compat import balanced_routing
 
         step = self.forecast(topology, samples)
         batch = _batch(scope.samples or step.micro_batch, samples, engine.device)
-        objective = SummedLoss(self.stage.loss_chunk_size)
+        objective = Watched(CrossEntropy(self.stage.loss_chunk_size), scope)
         pipelined = len(engine.modules) > 1 or topology.stages > 1
-
-        def watched(model: nn.Module, batch: MicroBatch) -> Tensor:
-            scope.phase(planning.FORWARD)
-            loss = objective(model, batch)
-            scope.phase(planning.BACKWARD)
-            return loss
 
         # A pipeline keeps several micro-batches at a time: which ones depends on their number.
         counts = (1, step.microbatches if pipelined else min(step.microbatches, MICROBATCHES))
         chunks = _chunks(scope.once)
-        with masks_of_values(packed=samples.packed), balanced_routing(), chunks:
+        with (
+            masks_of_values(packed=samples.packed), balanced_routing(), chunks,
+            _forward_marked(engine, scope),
+        ):  # fmt: skip
             # The first step makes the optimizer's state.
             for count in counts[:1] if scope.samples else counts:
-                engine.accumulate([batch] * count, watched, scale=1 / step.tokens)
+                engine.accumulate([batch] * count, objective, counts={"targets": step.tokens})
                 scope.phase(planning.UPDATE)
                 engine.step(lr_scale=1.0, should_step=lambda norm: True)
         for phase in (planning.SAVE, planning.RESUME):  # with the memory between steps
             scope.phase(phase)
 
 
+class Watched:
+    """An objective after which backward begins."""
+
+    def __init__(self, objective: Objective, scope: TraceScope) -> None:
+        self.request, self.units = objective.request, objective.units
+        self.metrics = objective.metrics
+        self._objective, self._scope = objective, scope
+
+    def __call__(self, scores: Scores, batch: MicroBatch) -> LossParts:
+        parts = self._objective(scores, batch)
+        self._scope.phase(planning.BACKWARD)
+        return parts
+
+
+@contextlib.contextmanager
+def _forward_marked(engine: Engine, scope: TraceScope) -> Iterator[None]:
+    """Mark the beginning of each forward pass in the body."""
+
+    def begin(*given: Any) -> None:
+        scope.phase(planning.FORWARD)
+
+    hooks = [one.register_forward_pre_hook(begin, prepend=True) for one in engine.modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 @contextlib.contextmanager
 def _chunks(once: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
     """Compute one of a loss's equal chunks, which a long sample has thousands of, in the body."""
-    from stages.train import chunked_loss
+    from stages.objectives import chunked
 
-    original = chunked_loss._chunk
+    original = chunked._chunk
 
     def chunk(hidden: Tensor, *rest: Any) -> Any:
         rows = next(one for one in rest if isinstance(one, slice))
         size = min(rows.stop, len(hidden)) - rows.start
         return once(size, lambda: original(hidden, *rest))
 
-    chunked_loss._chunk = chunk  # type: ignore[assignment]
+    chunked._chunk = chunk  # type: ignore[assignment]
     try:
         yield
     finally:
-        chunked_loss._chunk = original
+        chunked._chunk = original
 
 
 def _batch(size: int, samples: SampleShape, device: torch.device) -> MicroBatch:
@@ -131,4 +157,5 @@ def _batch(size: int, samples: SampleShape, device: torch.device) -> MicroBatch:
     ids = torch.zeros(size, samples.length, dtype=torch.int64, device=device)
     half = torch.arange(samples.length, device=device) % max(samples.length // 2, 1)
     positions = half.expand(size, -1).contiguous() if samples.packed else None
-    return MicroBatch(input_ids=ids, labels=ids.clone(), positions=positions)
+    tokens = {"input_ids": ids, "labels": ids.clone()}
+    return MicroBatch(tokens=tokens if positions is None else {**tokens, "positions": positions})

@@ -18,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from pipeline import DistContext, Engine
 from pipeline.hardware import memory_history, write_snapshot
+from stages.batches.feed import WAIT
 
 FOLDER = "profile"
 T = TypeVar("T")
@@ -103,8 +104,6 @@ Span = tuple[float, float]
 
 STEP = "pipe: step"
 """The annotation around the step."""
-WAIT = "pipe: wait for data"
-"""The annotation around each wait for a micro-batch."""
 GLOO = "gloo:"
 NCCL = "nccl"
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")

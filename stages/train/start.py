@@ -20,15 +20,14 @@ from pipeline import (
     TrainedRun,
 )
 from pipeline.checkpoint import start_random_streams
+from stages.batches.feed import Feed
 from stages.train.anomalies import AnomalyMonitor, Recovery
-from stages.train.batches import Feed
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.flops import known_cost, known_peak
 from stages.train.generate import Writer
 from stages.train.launched import LaunchedSteps
 from stages.train.lineage import lineage, require_same_lineage
 from stages.train.loop import Training
-from stages.train.loss import SummedLoss, WithRouterLoss
 from stages.train.meter import StepMeter
 from stages.train.nothing_left import Length, require_steps_left
 from stages.train.profiling import Profiler
@@ -67,8 +66,6 @@ def train(
     )  # fmt: skip
     given = Length.of(config, data, progress)
     require_steps_left(ctx, checkpoints, given, progress, feed.total_steps(progress))
-    plain = SummedLoss(config.loss_chunk_size, compiled_by=model.compiled_by)
-    router = config.router_loss
     monitor = AnomalyMonitor(config.anomalies, engine.total)
     cost = known_cost(engine, model, known_peak(engine))
     meter = StepMeter(engine, ctx.dist, progress, cost)
@@ -84,10 +81,10 @@ def train(
         checkpoints=checkpoints,
         saves=saves,
         progress=progress,
-        cross_entropy=plain,
+        measure=config.measure(),
         step=TrainStep(
             engine=engine,
-            objective=plain if router is None else WithRouterLoss(plain, router),
+            objective=config.objective(model),
             feed=feed,
             plan=plan,
             monitor=monitor,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -18,8 +18,8 @@ from pipeline import (
     StageError,
     StepReport,
 )
+from stages.batches.feed import BatchStats, Feed
 from stages.train.anomalies import AnomalyMonitor
-from stages.train.batches import BatchStats, Feed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class StepResult:
 def advance(progress: Progress, feed: Feed) -> None:
     """Advance `progress` past the step at its position."""
     position = progress.samples
-    progress.tokens += feed.targets(position)
+    progress.tokens += feed.counts(position)["targets"]
     progress.samples += feed.count(position)
     progress.step += 1
     for name in ("eval_loss", "perplexity"):  # of the weights before the update
@@ -54,23 +54,27 @@ class TrainStep:
     feed: Feed
     plan: OptimizerPlan
     monitor: AnomalyMonitor
-    observe: Callable[[Tensor, BatchStats], None]
-    """Takes this rank's part of the step's mean loss, and its batch statistics, before the update
-    (collective)."""
+    observe: Callable[[Tensor, BatchStats, Mapping[str, Tensor]], None]
+    """Takes this rank's part of the step's mean loss, its batch statistics, and its parts of the
+    objective's metrics, before the update (collective)."""
     heartbeat: Heartbeat
 
     def __call__(self, progress: Progress) -> StepResult:
         """Take the step after `progress` (collective). Raises StageError without targets."""
         feed, monitor, position = self.feed, self.monitor, progress.samples
-        targets = feed.targets(position)
-        if targets == 0:
+        units, metrics = self.objective.units, self.objective.metrics
+        counts = feed.counts(position, {*units, *metrics.values()})
+        if not counts["targets"]:
             raise StageError(f"step {progress.step + 1}: no target token in the whole batch")
         taken: list[BatchStats] = []
         batches = self._batches(progress, taken)
-        loss = self.engine.accumulate(batches, self.objective, scale=1 / targets) / targets
+        parts = self.engine.accumulate(batches, self.objective, counts=counts)
+        loss, *more = (parts.terms[unit] / counts[unit] for unit in units)
+        loss = sum(more, loss)
         stats = sum(taken, BatchStats())
         monitor.observe(loss, progress)
-        self.observe(loss, stats)
+        measured = {name: parts.sums[name] / counts[unit] for name, unit in metrics.items()}
+        self.observe(loss, stats, measured)
         scale = self.plan.lr_scale(progress.step, feed.total_steps(progress))
         guard = monitor.should_step
         report = self.engine.step(lr_scale=scale, should_step=guard)

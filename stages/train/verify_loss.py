@@ -6,9 +6,10 @@ import itertools
 from collections.abc import Iterable
 
 import numpy as np
+import torch
 
-from pipeline import NO_TARGET, Data, Engine, Objective, Sample, StageError
-from stages.train.batches import collate
+from pipeline import NO_TARGET, Data, Engine, Measure, Sample, StageError
+from stages.batches.layout import collate
 
 SEARCHED = 256
 """Samples that are searched for a usable one."""
@@ -21,24 +22,22 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
 HINT = "set packing: false, or another `attention` in the model slot"
 
 
-def verify_packing(
-    engine: Engine, data: Data, samples: Iterable[Sample], objective: Objective
-) -> None:
-    """Raise StageError unless a document's loss behind another one is its loss alone (collective).
+def verify_packing(engine: Engine, data: Data, samples: Iterable[Sample], measure: Measure) -> None:
+    """Raise StageError if the loss of a document depends on the one before it (collective).
     Does nothing if none of the first `samples` is packed."""
     documents = _two_documents(samples) if data.packed else None
     if documents is None:
         return
     first, second = documents
     other = Sample(input_ids=np.full_like(first.input_ids, data.pad_id), labels=first.labels)
-    alone = _loss(engine, data, objective, second)
-    behind = _loss(engine, data, objective, _packed(first, second))
-    behind_other = _loss(engine, data, objective, _packed(other, second))
+    own = _loss(engine, data, measure, second)
+    after = _loss(engine, data, measure, _packed(first, second))
+    after_other = _loss(engine, data, measure, _packed(other, second))
     what = "a document sees the one before it in the same sample"
-    _require_close(what, behind_other, behind, LEAK)
+    _require_close(what, after_other, after, LEAK)
     what = "a document's loss in a packed sample differs from its loss in its own sample"
     dtypes = engine.describe().get("compute", ["fp32"])
-    _require_close(what, behind, alone, max(TOLERANCE.get(name, 1e-4) for name in dtypes))
+    _require_close(what, after, own, max(TOLERANCE.get(name, 1e-4) for name in dtypes))
 
 
 def _two_documents(samples: Iterable[Sample]) -> tuple[Sample, Sample] | None:
@@ -70,11 +69,13 @@ def _packed(first: Sample, second: Sample) -> Sample:
     )
 
 
-def _loss(engine: Engine, data: Data, objective: Objective, sample: Sample) -> float:
+def _loss(engine: Engine, data: Data, measure: Measure, sample: Sample) -> float:
     """Loss of a sample, without dropout: the mean of copies, two in a micro-batch of each
     data-parallel rank. With one, some attention finds packed documents that it misses in more."""
     batch = collate([sample, sample], data.pad_id, engine.device)
-    return float(engine.total(engine.evaluate([batch], objective))) / (2 * engine.data_axis.count)
+    (rows,) = engine.evaluate([batch], measure)
+    own = torch.zeros((), device=engine.device) if rows is None else rows[:, 0].sum()
+    return float(engine.total(own)) / (2 * engine.data_axis.count)
 
 
 def _require_close(what: str, found: float, expected: float, tolerance: float) -> None:

@@ -40,7 +40,10 @@ def build(
         accelerator = Accelerator(cpu=ctx.dist.device.type == "cpu", gradient_accumulation_steps=1)
         ctx.on_exit(compat.reset_state)
         wrapped, prepared = accelerator.prepare(module, optimizer)
-    engine = AcceleratedEngine(accelerator, wrapped, prepared.optimizer, ctx, precision, plan)
+    scorer = model.scorer(wrapped)
+    engine = AcceleratedEngine(
+        accelerator, wrapped, scorer, prepared.optimizer, ctx, precision, plan
+    )
     replicated = "DistributedDataParallel" if ctx.dist.world_size > 1 else "none"
     expected = {
         **declared_facts(ctx, precision),

@@ -219,6 +219,16 @@ def required(stage: Any, procs: int) -> Axes:
     return axes
 
 
+def least_microbatches(schedule: str, ranks: int, count: int) -> int:
+    """The number of micro-batches from `count` on that a schedule of torch can run."""
+    if schedule == "1F1B":
+        return max(count, ranks)
+    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):  # rounds of equal numbers
+        while count % max(1, count // ranks):
+            count += 1
+    return count
+
+
 def data_ranks(stage: Any, procs: int) -> int:
     """See `pipeline.DividesRanks`."""
     axes = Axes.of(stage, procs)

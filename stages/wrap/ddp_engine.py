@@ -50,9 +50,10 @@ def build(
     everyone = torch.distributed.group.WORLD
     axes = required(config, ctx.dist.world_size)
     module = build_module(ctx, model, precision, replicas=everyone, casts=True)
-    divide_sequence(module, axes, ctx.dist.device.type)
+    group = divide_sequence(module, axes, ctx.dist.device.type)
     replica = _replicate(config, module, ctx, precision)
-    engine = DdpEngine(replica, make_optimizer(plan, module), ctx, precision, plan, axes)
+    scorer, optimizer = model.scorer(replica, group), make_optimizer(plan, module)
+    engine = DdpEngine(replica, scorer, optimizer, ctx, precision, plan, axes)
     expected = {"engine": "DistributedDataParallel", "device": ctx.dist.device.type}
     verify_engine(ctx, engine, {**declared_facts(ctx, precision), **expected})
     return engine
@@ -182,8 +183,9 @@ class TracedReplica(TorchEngine):
     ) -> None:
         module = build_module(ctx, model, precision, casts=True)
         axes = required(ddp, ctx.dist.world_size)
-        divide_sequence(module, axes, ctx.dist.device.type)
-        super().__init__(module, make_optimizer(plan, module), ctx, precision, plan, axes)
+        group = divide_sequence(module, axes, ctx.dist.device.type)
+        scorer, optimizer = model.scorer(module, group), make_optimizer(plan, module)
+        super().__init__(module, scorer, optimizer, ctx, precision, plan, axes)
         self._views, self._sent_in = ddp.gradient_as_bucket_view, torch_dtype(precision.reduce)
         self._sums, self._reduces = BucketSums(), True
         for bucket in buckets(trained(module), ddp.bucket_cap_mb << 20):

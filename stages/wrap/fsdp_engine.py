@@ -42,9 +42,9 @@ def build(
         engine = build_pipeline(config, ctx, model, precision, plan, divider, mesh, axes)
     else:
         module = build_module(ctx, model, precision, shard=divider, **places(config, divider))
-        divide_sequence(module, axes, ctx.dist.device.type)
-        optimizer = make_optimizer(plan, module)
-        engine = FsdpEngine(config, mesh, module, optimizer, ctx, precision, plan, axes)
+        group = divide_sequence(module, axes, ctx.dist.device.type)
+        scorer, optimizer = model.scorer(module, group), make_optimizer(plan, module)
+        engine = FsdpEngine(config, mesh, module, scorer, optimizer, ctx, precision, plan, axes)
     expected = {
         **declared_facts(ctx, precision),
         "engine": "fully_shard",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,17 +17,23 @@ from torch.optim import Optimizer
 from pipeline import (
     Context,
     EngineState,
+    LossParts,
+    Measure,
     MicroBatch,
     ModelSource,
     NamedParameter,
     Objective,
     OptimizerPlan,
     Precision,
+    Scorer,
     StageError,
+    Unit,
     torch_dtype,
 )
+from stages.batches.layout import equal_shapes
 from stages.model.declared import outline
 from stages.model.documents_compat import known_documents
+from stages.objectives.judge import StepSums, judged, measured
 from stages.wrap.axes import FOLDED, Axes
 from stages.wrap.build import build_modules, shard_number
 from stages.wrap.context.attention import divide_sequence
@@ -35,8 +41,7 @@ from stages.wrap.fsdp_engine import FsdpEngine, places
 from stages.wrap.fsdp_units import UnitDivider
 from stages.wrap.gradients import total_norm
 from stages.wrap.optimizer_groups import build_optimizer, grouped_state
-from stages.wrap.pipeline.batches import equal_shapes
-from stages.wrap.pipeline.schedule import Pipeline, PipelinePlan, Stage
+from stages.wrap.pipeline.schedule import Passed, Pipeline, PipelinePlan, Stage
 from stages.wrap.pipeline.split import is_tied, keep_layers, layer_ranges
 from stages.wrap.pipeline.ties import TiedEmbedding
 from stages.wrap.tensor.divide import resolve_plan
@@ -77,12 +82,15 @@ def build_pipeline(
 
     cuts = [functools.partial(make, number=number) for number in shape.own()]
     modules = build_modules(ctx, model, precision, cuts, **places(config, divider))
-    for module in modules:
-        divide_sequence(module, axes, ctx.dist.device.type)
+    for stage in stages:
+        group = divide_sequence(stage.module, axes, ctx.dist.device.type)
+        if stage.last:
+            stage.scorer = model.scorer(stage.module, group, stage.forward)
     tie = _tie(shape, modules) if is_tied(whole) else None
     passes = Passes(Pipeline(shape, stages), whole, modules, tie)
     optimizer = _optimizer(plan, whole, modules)
-    return PipelineEngine(passes, config, mesh, modules[0], optimizer, ctx, precision, plan, axes)
+    rest = (modules[0], model.scorer(modules[0]), optimizer, ctx, precision, plan, axes)
+    return PipelineEngine(passes, config, mesh, *rest)
 
 
 def _pipeline_plan(
@@ -181,33 +189,55 @@ class PipelineEngine(FsdpEngine):
         return self.modules
 
     def accumulate(
-        self, batches: Iterable[MicroBatch], objective: Objective, *, scale: float
-    ) -> Tensor:
-        factor = scale * self.averaged_over * (1.0 if self.scaler is None else self.scaler.scale)
+        self, batches: Iterable[MicroBatch], objective: Objective, *, counts: Mapping[Unit, float]
+    ) -> LossParts:
+        factor = self.averaged_over * (1.0 if self.scaler is None else self.scaler.scale)
+        sums = StepSums(objective, self.device, counts, factor=factor)
         even = self._even(batches)
-        with known_documents(*even):
-            return self._part(self._pipeline.run(even, objective, scale=factor))
+
+        def loss(scorer: Scorer, number: int, inputs: Mapping[str, Tensor]) -> Tensor:
+            whole, own = even[number]
+            return sums.add(judged(objective, scorer, own, whole, **inputs))
+
+        with known_documents(*(own for _, own in even)):
+            self._pipeline.run(even, loss)
+        return sums.part(counted=self.counts_rows)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[MicroBatch], objective: Objective) -> Tensor:
-        total = torch.zeros((), device=self.device)
+    def evaluate(self, batches: Iterable[MicroBatch], measure: Measure) -> Generator[Tensor | None]:
         rest, size = iter(batches), EVALUATED * self._axes.pipeline
         for part in self.parts:
             part.eval()
         try:
             while some := list(itertools.islice(rest, size)):
-                even = self._even(some)
-                with known_documents(*even):
-                    total += self._pipeline.run(even, objective)
+                found = self._measured(self._even(some), measure)
+                yield from (found.get(number) for number in range(len(some)))
         finally:
             for part in self.parts:
                 part.train()
-        return self._part(total)
 
-    def _even(self, batches: Iterable[MicroBatch]) -> list[MicroBatch]:
-        """This rank's part of the micro-batches, all of one shape."""
+    def _measured(self, even: Sequence[Passed], measure: Measure) -> dict[int, Tensor]:
+        """The rows of each micro-batch that are this rank's to give."""
+        found: dict[int, Tensor] = {}
+
+        def rows(scorer: Scorer, number: int, inputs: Mapping[str, Tensor]) -> Tensor:
+            whole, own = even[number]
+            found[number] = measured(measure, scorer, own, whole, **inputs)
+            return torch.zeros((), device=self.device)
+
+        with known_documents(*(own for _, own in even)):
+            self._pipeline.run(even, rows)
+        return found if self.counts_rows else {}
+
+    @property
+    def counts_rows(self) -> bool:
+        return super().counts_rows and self._pipeline.ends_here
+
+    def _even(self, batches: Iterable[MicroBatch]) -> list[Passed]:
+        """The micro-batches and this rank's part of each, all of one shape."""
         given = list(batches)
-        return [self._own(one) for one in equal_shapes(given, self._pipeline.least(len(given)))]
+        even = equal_shapes(given, self._pipeline.least(len(given)))
+        return [self.laid_out(one) for one in even]
 
     def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         repeated = None

@@ -79,6 +79,7 @@ class ModelParts(Division):
         }
 
     def own(self, batch: MicroBatch) -> MicroBatch:
-        from stages.wrap.context.attention import own_tokens
+        from stages.batches.layout import padded, sequence_slice
 
-        return own_tokens(batch, self._axes, 0)
+        whole = padded(batch, self._axes.context * self._axes.tensor)
+        return whole if self._axes.context == 1 else sequence_slice(whole, 0, self._axes.context)

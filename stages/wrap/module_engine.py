@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from pipeline import DistContext, Engine, MicroBatch, Objective
+from pipeline import DistContext, Engine, LossParts, Measure, MicroBatch, Objective, Scorer, Unit
+from stages.batches.layout import padded, sequence_slice
 from stages.model.documents_compat import known_documents
 from stages.model.rotary_compat import depends_on_length, with_positions
+from stages.objectives.judge import StepSums, judged, measured
 from stages.wrap.axes import Axes
-from stages.wrap.context.attention import own_tokens
-from stages.wrap.padding import padded
 
 T = TypeVar("T")
 
@@ -27,10 +27,13 @@ class ModuleEngine(Engine):
     _waiting: Callable[[], None] | None = None
     """To be called before the training state changes."""
 
-    def __init__(self, model: nn.Module, dist: DistContext, axes: Axes | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, scorer: Scorer, dist: DistContext, axes: Axes | None = None
+    ) -> None:
         self.model = model
         self.modules = (model,)
         self.device = dist.device
+        self._scorer = scorer
         self._axes = axes or Axes(data=dist.world_size)
         self._here = self._axes.coordinates(dist.rank)
         self.data_axis = self._here.data
@@ -68,44 +71,46 @@ class ModuleEngine(Engine):
         """Accumulate gradients of `loss`, a scalar."""
 
     def accumulate(
-        self, batches: Iterable[MicroBatch], objective: Objective, *, scale: float
-    ) -> Tensor:
-        total = torch.zeros((), device=self.device)
+        self, batches: Iterable[MicroBatch], objective: Objective, *, counts: Mapping[Unit, float]
+    ) -> LossParts:
+        sums = StepSums(objective, self.device, counts, factor=self.averaged_over)
         for batch, last in with_last(batches):
-            own = self._own(batch)
+            whole, own = self.laid_out(batch)
             with self.microbatch(last=last), known_documents(own):
-                loss = objective(self.model, own)
-                self.backward(loss * (scale * self.averaged_over))
-            total += loss.detach()
-        return self._part(total)
+                self.backward(sums.add(judged(objective, self._scorer, own, whole)))
+        return sums.part(counted=self.counts_rows)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[MicroBatch], objective: Objective) -> Tensor:
-        total = torch.zeros((), device=self.device)
+    def evaluate(self, batches: Iterable[MicroBatch], measure: Measure) -> Generator[Tensor | None]:
         self.model.eval()
         try:
             for batch in batches:
-                own = self._own(batch)
+                whole, own = self.laid_out(batch)
                 with known_documents(own):
-                    total += objective(self.model, own)
+                    rows = measured(measure, self._scorer, own, whole)
+                yield rows if self.counts_rows else None
         finally:
             self.model.train()
-        return self._part(total)
 
     @functools.cached_property
     def _by_length(self) -> bool:
         """Whether the model has to be told how long each document is."""
         return any(map(depends_on_length, self.modules))
 
-    def _own(self, batch: MicroBatch) -> MicroBatch:
-        """This rank's part of a micro-batch: all of it, or its slice of the tokens."""
+    def laid_out(self, batch: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
+        """The micro-batch padded to a length that the axes divide, and this rank's part of it: all
+        of it, or its slice of the tokens."""
+        context = self._axes.context
+        whole = padded(batch, context * self._axes.tensor)
         if self._by_length:
-            batch = with_positions(padded(batch, self._axes.context * self._axes.tensor))
-        return own_tokens(batch, self._axes, self._here.context)
+            whole = with_positions(whole)
+        own = whole if context == 1 else sequence_slice(whole, self._here.context, context)
+        return whole, own
 
-    def _part(self, total: Tensor) -> Tensor:
-        """This rank's part of a loss, which a tensor-parallel group computes alike."""
-        return total if self._here.tensor == 0 else torch.zeros_like(total)
+    @property
+    def counts_rows(self) -> bool:
+        """Whether sums and rows are this rank's to give, of all that compute them alike."""
+        return self._here.tensor == 0 and self._here.context == 0
 
 
 def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:

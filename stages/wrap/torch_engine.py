@@ -20,6 +20,7 @@ from pipeline import (
     Fragment,
     OptimizerPlan,
     Precision,
+    Scorer,
     StepGuard,
     StepReport,
     dtype_name,
@@ -78,13 +79,14 @@ class TorchEngine(ModuleEngine):
     def __init__(
         self,
         model: nn.Module,
+        scorer: Scorer,
         optimizer: Optimizer,
         ctx: Context,
         precision: Precision,
         plan: OptimizerPlan,
         axes: Axes | None = None,
     ) -> None:
-        super().__init__(model, ctx.dist, axes)
+        super().__init__(model, scorer, ctx.dist, axes)
         self.optimizer = optimizer
         self.plan = plan
         scaling = precision.loss_scaling

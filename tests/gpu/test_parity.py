@@ -11,7 +11,7 @@ import torch
 
 from pipeline.distributed.process_group import DistContext
 from stages.model.hf import ActivationCheckpointing, Compile
-from stages.train.loss import SummedLoss
+from stages.objectives.cross_entropy import CrossEntropy
 from tests.gpu.training import (
     LENGTH,
     Case,
@@ -83,7 +83,7 @@ def test_the_loss_in_chunks(wrap: str, compute: str, gpu: DistContext, tmp_path:
     case = Case(wrap=wrap, compute=compute)
     # Products of other shapes are rounded to bf16 at other places.
     looser = 1.0 if compute == "fp32" else 2.0
-    assert_parity(gpu, tmp_path, case, objective=SummedLoss(CHUNK), looser=looser)
+    assert_parity(gpu, tmp_path, case, objective=CrossEntropy(CHUNK), looser=looser)
 
 
 def test_weights_in_host_memory(gpu: DistContext, tmp_path: Path) -> None:
@@ -124,4 +124,7 @@ def packed_steps(device: torch.device) -> Steps:
         for start in starts:
             positions[row, start:] = torch.arange(LENGTH - start)
     placed = positions.to(device)
-    return [[replace(batch, positions=placed) for batch in step] for step in made_steps(device)]
+    return [
+        [replace(batch, tokens={**batch.tokens, "positions": placed}) for batch in step]
+        for step in made_steps(device)
+    ]

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from pipeline.distributed.process_group import DistContext
-from stages.train.loss import SummedLoss
+from stages.objectives.cross_entropy import CrossEntropy
 from tests.gpu.training import Case, engine_of, lr_scale, made_steps, started, targets_of
+from tests.support.batches import accumulated
 
 WARM_UP = 2
 
@@ -37,12 +38,12 @@ def test_a_step_never_waits(
     wrap: str, chunk: int | None, compute: str, gpu: DistContext, tmp_path: Path
 ) -> None:
     engine = engine_of(started(gpu, tmp_path), Case(wrap=wrap, compute=compute))
-    objective, steps = SummedLoss(chunk), made_steps(gpu.device)
+    objective, steps = CrossEntropy(chunk), made_steps(gpu.device)
     scales = [1 / targets_of(batches) for batches in steps]
     losses, norms = [], []
     for step, batches in enumerate(steps):
         with waits_raise() if step >= WARM_UP else contextlib.nullcontext():
-            losses.append(engine.accumulate(batches, objective, scale=scales[step]))
+            losses.append(accumulated(engine, batches, 1 / scales[step], objective))
             norms.append(engine.step(lr_scale=lr_scale(step)).grad_norm)
     engine.close()
     assert float(losses[-1]) < float(losses[0])

@@ -15,16 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.contracts.data import NO_TARGET, MicroBatch
-from pipeline.contracts.engine import WEIGHT, Engine, Objective
+from pipeline.contracts.engine import WEIGHT, Engine
 from pipeline.contracts.model import ModelSource
+from pipeline.contracts.objective import Objective
 from pipeline.contracts.precision import torch_dtype
 from pipeline.contracts.stage import Context
 from pipeline.distributed.process_group import DistContext, environment_dist
 from stages.adapter.lora import Lora
 from stages.model.hf import HfModel
+from stages.objectives.cross_entropy import CrossEntropy
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
-from stages.train.loss import SummedLoss
+from tests.support.batches import accumulated, micro_batch
 from tests.support.runs import context
 from tests.support.strategies import Strategy
 
@@ -101,7 +103,7 @@ def _batch(number: int, rows: int, device: torch.device) -> MicroBatch:
     tokens = torch.randint(0, VOCABULARY, (rows, LENGTH + 1), generator=generator)
     labels = tokens[:, 1:].clone()
     labels[torch.rand(labels.shape, generator=generator) < 0.3] = NO_TARGET
-    return MicroBatch(input_ids=tokens[:, :-1].to(device), labels=labels.to(device))
+    return micro_batch(tokens[:, :-1].to(device), labels.to(device))
 
 
 def targets_of(batches: Sequence[MicroBatch]) -> int:
@@ -118,11 +120,11 @@ def train(
     engine: Engine, steps: Steps, *, objective: Objective | None = None, first: int = 0
 ) -> Trained:
     """Train on this rank's micro-batches, which all ranks share evenly."""
-    objective = objective or SummedLoss()
+    objective = objective or CrossEntropy()
     losses, norms, axis = [], [], engine.data_axis
     for step, batches in enumerate(steps, first):
         targets, own = targets_of(batches), [_share(batch, axis) for batch in batches]
-        part = engine.accumulate(own, objective, scale=1 / targets)
+        part = accumulated(engine, own, targets, objective)
         report = engine.step(lr_scale=lr_scale(step))
         losses.append(float(engine.total(part)) / targets)
         norms.append(report.grad_norm)
@@ -131,11 +133,7 @@ def train(
 
 def _share(batch: MicroBatch, axis: Any) -> MicroBatch:
     rows = slice(axis.index, None, axis.count)
-    return MicroBatch(
-        input_ids=batch.input_ids[rows],
-        labels=batch.labels[rows],
-        positions=None if batch.positions is None else batch.positions[rows],
-    )
+    return MicroBatch(tokens={name: one[rows] for name, one in batch.tokens.items()})
 
 
 def plain(

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from pipeline.contracts.data import MicroBatch
 from pipeline.contracts.engine import WEIGHT, Engine
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.precision import torch_dtype
@@ -21,6 +20,7 @@ from pipeline.distributed.process_group import DistContext
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from tests.parity.body import SEED, tiny_source
+from tests.support.batches import accumulated, micro_batch
 from tests.support.runs import context
 from tests.support.strategies import Strategy
 
@@ -39,10 +39,6 @@ Kept = dict[str, dict[str, torch.Tensor]]
 def loss_of(logits: torch.Tensor) -> torch.Tensor:
     """Return the mean cross-entropy of the next tokens."""
     return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), TOKENS[:, 1:].flatten())
-
-
-def objective(model: Any, batch: MicroBatch) -> torch.Tensor:
-    return loss_of(model(input_ids=batch.input_ids).logits)
 
 
 def plain_loop(source: ModelSource, master: torch.dtype, steps: int) -> Kept:
@@ -74,8 +70,9 @@ def train(ctx: Any, case: Mapping[str, Any], rule: AdamW, steps: int) -> Engine:
     engine: Engine = wrap.run(ctx, tiny_source(ctx), precision, rule.run(ctx))
     for _ in range(steps):
         # Every rank has the same tokens.
-        batch = MicroBatch(input_ids=TOKENS, labels=TOKENS)
-        engine.accumulate([batch], objective, scale=1 / engine.data_axis.count)
+        labels = F.pad(TOKENS[:, 1:], (0, 1), value=-100)
+        batch = micro_batch(TOKENS, labels)
+        accumulated(engine, [batch], engine.data_axis.count * TOKENS[:, 1:].numel())
         engine.step(lr_scale=1.0)
     return engine
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from pipeline import DistContext, MicroBatch
+from pipeline import DistContext
 from stages.optimizer.adamw import AdamW
 from tests.parity.body import tiny_source
 from tests.plugins.powersgd.powersgd import PowerSgd
+from tests.support.batches import accumulated, micro_batch
 from tests.support.processes import run_ranks
 from tests.support.runs import context
-from tests.support.zero import summed_loss
 
 
 def gradient_ranks(dist: DistContext, folder: str, rank: int) -> list[int]:
@@ -25,7 +25,7 @@ def gradient_ranks(dist: DistContext, folder: str, rank: int) -> list[int]:
     precision = PrecisionPolicy(compute="fp32").run(ctx)
     engine: Any = PowerSgd(rank=rank).run(ctx, tiny_source(ctx), precision, AdamW().run(ctx))
     tokens = torch.arange(12).view(2, 6) + dist.rank
-    engine.accumulate([MicroBatch(input_ids=tokens, labels=tokens)], summed_loss, scale=1.0)
+    accumulated(engine, [micro_batch(tokens, tokens)], 1)
     return [
         int(torch.linalg.matrix_rank(weight.grad, rtol=1e-4))
         for name, weight in engine.module.named_parameters()

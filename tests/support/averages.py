@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,9 +14,9 @@ from pipeline.distributed.process_group import DistContext
 from stages.average.ema import EmaAverage
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.consolidate.stream import ConsolidateStream
+from tests.support.batches import evaluated, micro_batch
 from tests.support.runs import context
 from tests.support.state import Setting, digest, hashed, make_engine, train
-from tests.support.zero import summed_loss
 
 DECAY, FIRST, LAST = 0.75, 3, 5
 
@@ -52,17 +53,17 @@ def average_run(dist: DistContext, folder: str, setting: Setting) -> dict[str, A
     )
     state = digest(engine, dist)
     ids = torch.arange(7)[None]
-    batches = [MicroBatch(input_ids=ids, labels=ids)]
-    own = inner.evaluate(batches, summed_loss)
+    batches = [micro_batch(ids, ids)]
+    own = evaluated(inner, batches)
     put: list[bool] = []
 
-    def observed(model: Any, batch: MicroBatch) -> torch.Tensor:
+    def observed() -> Iterator[MicroBatch]:
         both = zip(averaged(engine), trained(engine), strict=True)
         put.append(all(torch.equal(a, w) for a, w in both))
-        return summed_loss(model, batch)
+        yield from batches
 
-    other = engine.evaluate(batches, observed)
-    again = inner.evaluate(batches, summed_loss)
+    other = evaluated(engine, observed())
+    again = evaluated(inner, batches)
     checkpoints.save(Progress(step=FIRST, samples=36))
     address = checkpoints.finish()
     unchanged = digest(engine, dist) == state

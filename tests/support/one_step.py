@@ -11,7 +11,7 @@ from pipeline.distributed.process_group import DistContext
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
-from stages.train.loss import SummedLoss
+from tests.support.batches import accumulated, evaluated, micro_batch
 from tests.support.runs import context
 from tests.support.strategies import Strategy
 
@@ -32,15 +32,14 @@ def one_step(
     engine = Strategy(use=use, fields=fields).stage().run(ctx, source, precision, plan)
     axis = engine.data_axis
     own = [_row(number) for number in range(ROWS) if number % axis.count == axis.index]
-    targets, objective = ROWS * LENGTH, SummedLoss()
-    before = engine.total(engine.accumulate(own, objective, scale=1 / targets))
+    targets = ROWS * LENGTH
+    before = engine.total(accumulated(engine, own, targets))
     report = engine.step(lr_scale=1.0)
-    with torch.no_grad():
-        after = engine.total(engine.evaluate(own, objective))
+    after = engine.total(evaluated(engine, own))
     engine.close()
     return [float(before) / targets, float(after) / targets, float(report.grad_norm)]
 
 
 def _row(number: int) -> MicroBatch:
     ids = (torch.arange(LENGTH + 1)[None] * 37 + 11 * number) % 900 + 50
-    return MicroBatch(input_ids=ids[:, :-1], labels=ids[:, 1:].contiguous())
+    return micro_batch(ids[:, :-1], ids[:, 1:].contiguous())

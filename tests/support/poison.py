@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 
 from pipeline.contracts.callbacks import StepCallback
-from pipeline.contracts.data import Data, Sample
+from pipeline.contracts.data import Data, MicroBatch, Sample
+from pipeline.contracts.model import ModelSource
+from pipeline.contracts.objective import LossParts, Scores
 from pipeline.distributed.process_group import DistContext
 from pipeline.execution.metrics import records
 from stages.checkpoint.sharded import ShardedCheckpoint
+from stages.objectives.cross_entropy import CrossEntropy
 from stages.optimizer.adamw import AdamW
-from stages.train import start
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.loss import SummedLoss
 from stages.train.settings import Anomalies
 from tests.support.runs import ListedSamples, ToySamples, context
 from tests.support.state import Setting, digest, make_engine, source
@@ -62,15 +62,22 @@ class Batches(ListedSamples):
         super().__init__(chosen)
 
 
-class PoisonedLoss(SummedLoss):
+class PoisonedLoss(CrossEntropy):
     """The training loss, changed by the poison."""
 
-    def __call__(self, model: Any, batch: Any) -> torch.Tensor:
-        loss = super().__call__(model, batch)
+    def __call__(self, scores: Scores, batch: MicroBatch) -> LossParts:
+        parts = super().__call__(scores, batch)
         for token, factor in FACTORS.items():
             if bool((batch.input_ids == token).any()):
-                loss = loss * factor
-        return loss
+                parts = LossParts(terms={"targets": parts.terms["targets"] * factor})
+        return parts
+
+
+class PoisonedTraining(TrainCausalLm):
+    """Training by the poisoned loss."""
+
+    def objective(self, model: ModelSource) -> PoisonedLoss:
+        return PoisonedLoss()
 
 
 def train(
@@ -81,19 +88,15 @@ def train(
     plan = AdamW(lr=1e-2, warmup_steps=2, weight_decay=0.1, max_grad_norm=0.5).run(ctx)
     engine = make_engine(ctx, case.setting, plan)
     checkpoints = ShardedCheckpoint(every=case.every, keep=None).run(ctx, engine)
-    loop = TrainCausalLm(
+    loop = PoisonedTraining(
         global_batch_size=BATCH, micro_batch_size=1, shuffle=False, log_every=1,
         steps=case.steps, epochs=None if case.steps else 1.0, anomalies=case.anomalies,
         **case.fields,
     )  # fmt: skip
     heldout = None if case.steps else ToySamples(3, 99, 6)
     data = Data(train=Batches(case), heldout=heldout, pad_id=0, identity={})
-    start.SummedLoss = PoisonedLoss  # type: ignore[misc]
-    try:
-        model = source(ctx, case.setting)
-        trained = loop.run(ctx, engine, data, plan, checkpoints, model, callback)
-    finally:
-        start.SummedLoss = SummedLoss  # type: ignore[misc]
+    model = source(ctx, case.setting)
+    trained = loop.run(ctx, engine, data, plan, checkpoints, model, callback)
     state = digest(engine, dist)
     checkpoints.close()
     engine.close()

@@ -20,9 +20,10 @@ from pipeline.distributed.process_group import DistContext
 from stages.checkpoint.sharded import FullCheckpoint, ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.wrap.zero import OptimizerOffload, Zero
+from tests.support.batches import accumulated
 from tests.support.runs import context, tiny_model
 from tests.support.strategies import having
-from tests.support.zero import share, summed_loss
+from tests.support.zero import share
 
 WRAPS: dict[str, Any] = {name: one.stage() for name, one in having("resumes").items()}
 ADAMW = AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5)
@@ -80,7 +81,7 @@ def train(engine: Engine, first: int, last: int, samples: int = 12) -> list[floa
     losses = []
     for step in range(first, last):
         batches, targets = share(engine, step, samples)
-        total = engine.total(engine.accumulate(batches, summed_loss, scale=1 / targets))
+        total = engine.total(accumulated(engine, batches, targets))
         engine.step(lr_scale=1 - 0.05 * step)
         losses.append(float(total) / targets)
     return losses

@@ -20,13 +20,12 @@ from pipeline.contracts.model import ModelSource
 from pipeline.contracts.precision import LossScaling, Precision
 from pipeline.distributed.process_group import DistContext
 from stages.optimizer.adamw import AdamW
-from stages.train.loss import SummedLoss
 from stages.wrap.build import named_parameters
 from stages.wrap.zero import Zero
+from tests.support.batches import accumulated, micro_batch, summed_loss
 from tests.support.runs import TINY, context, tiny_model
 
 LR, DECAY, CLIP, LENGTH = 1e-3, 0.1, 0.5, 13
-summed_loss = SummedLoss()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +70,7 @@ def share(engine: Engine, step: int, samples: int) -> tuple[list[MicroBatch], in
     tokens, labels = batch(step, samples)
     axis = engine.data_axis
     rows = [slice(row, row + 1) for row in range(axis.index, samples, axis.count)]
-    batches = [MicroBatch(input_ids=tokens[row], labels=labels[row]) for row in rows]
+    batches = [micro_batch(tokens[row], labels[row]) for row in rows]
     return batches, int((labels != -100).sum())
 
 
@@ -108,7 +107,7 @@ def one_step(engine: Engine, step: int, case: Case) -> dict[str, Any]:
     """Run one optimizer step, with one sample in each rank's micro-batch."""
     batches, targets = share(engine, step, case.samples)
     factor = 1e6 if step == case.explode_at else 1.0
-    total = engine.total(engine.accumulate(batches, summed_loss, scale=factor / targets))
+    total = engine.total(accumulated(engine, batches, targets / factor))
     report = engine.step(lr_scale=1 - 0.1 * step)
     return {"loss": float(total) / targets, **vars(report)}
 
@@ -141,7 +140,7 @@ def plain(folder: str | Path, case: Case) -> tuple[list[float], list[float], dic
     losses, norms = [], []
     for step in range(case.last):
         tokens, labels = batch(step, case.samples)
-        whole = MicroBatch(input_ids=tokens, labels=labels)
+        whole = micro_batch(tokens, labels)
         loss = summed_loss(model, whole) / int((labels != -100).sum())
         loss.backward()
         limit = float("inf") if case.clip is None else case.clip

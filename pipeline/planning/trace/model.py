@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from pipeline.contracts.data import MicroBatch
-from pipeline.contracts.engine import DataAxis, Engine, Objective, StepGuard, StepReport
+from pipeline.contracts.engine import DataAxis, Engine, StepGuard, StepReport
 from pipeline.contracts.model import ModelSource
+from pipeline.contracts.objective import LossParts, Objective, Unit
 from pipeline.contracts.precision import Precision, torch_dtype
 from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.planning.shapes import Weight
@@ -132,6 +133,7 @@ class BareEngine(Engine):
             self.divided = Divided.of(division, model, source.blocks(model))
         self.model = model.to_empty(device="cpu").train()
         self.modules = (self.model,)
+        self._scorer = source.scorer(self.model)
         self.device = torch.device("cpu")
         self.data_axis = DataAxis(index=0, count=topology.ranks)
         self.random_stream, self.random_streams = 0, topology.ranks
@@ -160,20 +162,20 @@ class BareEngine(Engine):
         parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
 
     def accumulate(
-        self, batches: Iterable[MicroBatch], objective: Objective, *, scale: float
-    ) -> Tensor:
-        total = torch.zeros((), device=self.device)
+        self, batches: Iterable[MicroBatch], objective: Objective, *, counts: Mapping[Unit, float]
+    ) -> LossParts:
         for batch in batches:
             self._entrances.clear()  # of blocks that were computed again
             own = batch if self._division is None else self._division.own(batch)
-            loss = objective(self.model, own)
+            terms = objective(self._scorer(own, own, objective.request), own).terms
+            loss, *more = (term / counts[unit] for unit, term in terms.items())
+            loss = sum(more, loss)
             if self._entrances and self._division is not None and self._division.stages > 1:
                 trained = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
                 self.deferred = deferred_gradients(loss, self._entrances[0], trained)
             self._entrances.clear()
-            (loss * scale).backward()  # type: ignore[no-untyped-call]
-            total += loss.detach()
-        return total
+            loss.backward()  # type: ignore[no-untyped-call]
+        return LossParts(terms={unit: torch.zeros(()) for unit in objective.units})
 
     def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
         return StepReport(grad_norm=1.0, applied=False)

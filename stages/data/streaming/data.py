@@ -6,14 +6,14 @@ from __future__ import annotations
 import itertools
 import json
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pipeline import ENDLESS, Context, Data, ModelSource, Sample, SampleOrder, StageError
+from pipeline import ENDLESS, Context, Data, ModelSource, Sample, SampleOrder, Samples, StageError
 from stages.data import tokenize
 from stages.data.cache import cache_folder, digest
 from stages.data.documents import Documents
@@ -147,12 +147,17 @@ class StreamSamples(CountedSamples):
 
     def total_targets(self, indices: NDArray[np.int64]) -> int:
         # one by the index of the first block of its shard and window
+        return sum(shard.total_targets(own) for shard, own in self._divided(indices))
+
+    def total_rows(self, indices: NDArray[np.int64]) -> int:
+        return sum(shard.total_rows(own) for shard, own in self._divided(indices))
+
+    def _divided(self, indices: NDArray[np.int64]) -> Iterator[tuple[Samples, NDArray[np.int64]]]:
+        """Yield each shard with its own indices of these samples."""
+        # one by the index of the first block of its shard and window
         firsts, which = np.unique(indices >> BLOCK_BITS << BLOCK_BITS, return_inverse=True)
-        total = 0
         for number, first in enumerate(firsts.tolist()):
-            shard = self._store.blocks(self._place(first).shard)
-            total += shard.total_targets(indices[which == number] - first)
-        return total
+            yield self._store.blocks(self._place(first).shard), indices[which == number] - first
 
     def order(self, seed: int, *, shuffle: bool) -> StreamOrder:
         self._prepared = 0

@@ -16,50 +16,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from pipeline import MicroBatch, StageError
+from pipeline import StageError
 from stages.model.documents_compat import flash_documents
 from stages.model.rotary_compat import document_angles, document_lengths
 from stages.wrap.axes import Axes
 from stages.wrap.context import compat
 from stages.wrap.context.ulysses import gather_sequence, scatter_sequence
 from stages.wrap.mesh import context_group
-from stages.wrap.padding import padded
 from stages.wrap.types_compat import refuse_type
 
 
-def sequence_slice(batch: MicroBatch, index: int, count: int) -> MicroBatch:
-    """Slice `index` of `count` equal ones of the sequence, whose length they divide.
-
-    Token ids and labels have shape (samples, length / count). Positions are those of the whole
-    sequence, shape (samples, length): the model is given its slice of them by `ContextParallel`,
-    while masks follow from all.
-    """
-    samples, length = batch.input_ids.shape
-    size = length // count
-    own = slice(index * size, (index + 1) * size)
-    whole = torch.arange(length, device=batch.input_ids.device).expand(samples, -1)
-    one_each = [[length]] * samples
-    return MicroBatch(
-        input_ids=batch.input_ids[:, own].contiguous(),
-        labels=batch.labels[:, own].contiguous(),
-        positions=whole if batch.positions is None else batch.positions,
-        real=None if batch.real is None else batch.real[:, own].contiguous(),
-        documents=one_each if batch.positions is None else batch.documents,
-    )
-
-
-def own_tokens(batch: MicroBatch, axes: Axes, index: int) -> MicroBatch:
-    """Tokens of a micro-batch of the rank at `index` of the context axis: all, or its slice. The
-    length is padded to what the axes divide."""
-    whole = padded(batch, axes.context * axes.tensor)
-    return whole if axes.context == 1 else sequence_slice(whole, index, axes.context)
-
-
-def divide_sequence(model: nn.Module, axes: Axes, device: str) -> None:
-    """Have attention of `model` see the whole sequence, of which each rank has a slice, if there is
-    a context axis (collective). Raises StageError for a model whose attention cannot be divided."""
-    if axes.context > 1:
-        ContextParallel(model, context_group(axes, device), axes.tensor)
+def divide_sequence(model: nn.Module, axes: Axes, device: str) -> ProcessGroup | None:
+    """Install attention that sees the whole sequence, of which each rank of the returned group has
+    a slice; None without a context axis (collective). Raises StageError for a model whose attention
+    cannot be divided."""
+    if axes.context == 1:
+        return None
+    group = context_group(axes, device)
+    ContextParallel(model, group, axes.tensor)
+    return group
 
 
 def require_divisible(model: Any, ranks: int, tensor: int) -> None:

@@ -61,6 +61,18 @@ def mend_halves(stage: Any) -> None:
     stage.backward_weight_one_chunk = backward_weight_one_chunk
 
 
+def number_passes(stage: Any, numbered: Any) -> None:
+    """Set the attribute `number` of an object to that of the micro-batch, before each forward pass
+    of a stage of torch."""
+    kind, alive = type(stage), weakref.ref(stage)
+
+    def forward_one_chunk(chunk: int, *args: Any, **kwargs: Any) -> Any:
+        numbered.number = chunk
+        return kind.forward_one_chunk(alive(), chunk, *args, **kwargs)
+
+    stage.forward_one_chunk = forward_one_chunk
+
+
 def _forward_part(action: Any) -> list[Any]:
     """The action, what it consists of, or nothing."""
     parts = action.sub_actions or (action,)

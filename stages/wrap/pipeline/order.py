@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pipeline.planning import Kind, Pass
-from stages.wrap.pipeline.batches import least_microbatches
+from stages.wrap.axes import least_microbatches
 
 TIMES: dict[Kind, int] = {"forward": 1, "backward": 2, "inputs": 1, "weights": 1}
 """Time of a pass, in that of a forward: backward has twice the products."""

@@ -1,27 +1,26 @@
 """Pipeline parallelism: ranks hold consecutive layers, and pass micro-batches on.
 
 torch's schedules say who computes when, and send what is passed. All micro-batches of a step have
-one shape, which follows from the batches alone, so nothing but activations and their gradients is
-sent. The last stage computes the loss in its forward.
+one shape, which follows from the batches alone, so only activations and their gradients are sent.
+The last stage computes scores and loss in its forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
-from pipeline import MicroBatch, Objective
+from pipeline import MicroBatch, Scorer
 from stages.model.documents_compat import flash_documents
-from stages.wrap.axes import FOLDED
+from stages.wrap.axes import FOLDED, least_microbatches
 from stages.wrap.pipeline import compat
-from stages.wrap.pipeline.batches import least_microbatches
 from stages.wrap.pipeline.split import StageInput, stages_of
 
 ONE_STAGE = ("GPipe", "1F1B")
@@ -57,43 +56,54 @@ class PipelinePlan:
         )
 
 
+Passed = tuple[MicroBatch, MicroBatch]
+"""A micro-batch, whole and this rank's part of it."""
+End = Callable[[Scorer, int, Mapping[str, Tensor]], Tensor]
+"""What the last stage returns: a function of its scorer, the micro-batch's number and the model's
+inputs."""
+
+
 class Stage:
     """Gives a model, cut down to its layers, the forward method of a stage.
 
     The module's forward is replaced, not the module: its names and a strategy's hooks stay. It is
-    called with token ids (first stage) or hidden states, and returns hidden states, or the summed
-    loss (last stage). `beat` is called at each forward pass, as a sign of life.
+    called with token ids (first stage) or hidden states, and returns hidden states, or a scalar
+    (last stage). `beat` is called at each forward pass, as a sign of life.
     """
 
-    objective: Objective | None = None
+    number = 0
+    """The micro-batch that passes, of `batches`."""
+    batches: Sequence[Passed] = ()
+    end: End
+    scorer: Scorer | None = None
+    """Scorer of the last stage; None for others."""
 
     def __init__(
         self, module: Any, *, first: bool, last: bool, dtype: torch.dtype, beat: Callable[[], None]
     ) -> None:
         self.module = module
+        self.last = last
+        self.forward = module.forward
+        """The model's own method."""
         self._first = first
         self._dtype = dtype
         self._beat = beat
         self._stage_input = next((m for m in module.modules() if isinstance(m, StageInput)), None)
-        self._rest = _Rest(module, self) if last else None
         module.forward = self._forward
 
-    def _forward(
-        self, received: Tensor, *, labels: Tensor, positions: Tensor | None = None
-    ) -> Tensor:
+    def _forward(self, received: Tensor) -> Tensor:
         self._beat()
-        if self._rest is not None:
-            assert self.objective is not None
-            batch = MicroBatch(input_ids=received, labels=labels, positions=positions)
-            return self.objective(self._rest, batch)
-        placed: dict[str, Any] = {}
-        if positions is not None:
-            placed = {"position_ids": positions, **flash_documents(self.module, positions)}
-        output = self.module.base_model(**self.inputs(received), use_cache=False, **placed)
+        if self.scorer is not None:
+            return self.end(self.scorer, self.number, self._inputs(received))
+        _, own = self.batches[self.number]
+        placed: dict[str, Any] = dict(own.free) if self._first else {}
+        if own.positions is not None:
+            placed |= {"position_ids": own.positions, **flash_documents(self.module, own.positions)}
+        output = self.module.base_model(**self._inputs(received), use_cache=False, **placed)
         hidden: Tensor = output.last_hidden_state
         return hidden.to(self._dtype).contiguous()
 
-    def inputs(self, received: Tensor) -> dict[str, Tensor]:
+    def _inputs(self, received: Tensor) -> dict[str, Tensor]:
         """Arguments of the model for the tensor that this stage receives."""
         if self._first:
             return {"input_ids": received}
@@ -102,69 +112,37 @@ class Stage:
         return {"inputs_embeds": received}
 
 
-class _Rest(nn.Module):
-    """The last stage as an objective calls a whole model; its `input_ids` are hidden states."""
-
-    def __init__(self, module: nn.Module, stage: Stage) -> None:
-        super().__init__()
-        self.module = module
-        self._forward = module.forward
-        self._inputs = stage.inputs
-
-    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
-        return self._forward(**self._inputs(input_ids), **kwargs)
-
-
 class Pipeline:
     """Runs the micro-batches of a step through the stages of a group of ranks (collective)."""
 
     def __init__(self, plan: PipelinePlan, stages: Sequence[Stage]) -> None:
         self._plan = plan
         self._stages = stages
-        self._scale = 1.0
-        self._total = torch.zeros((), device=plan.device)
         self._made: tuple[tuple[int, int, int], Any] | None = None
 
-    def run(
-        self,
-        batches: Sequence[MicroBatch],
-        objective: Objective,
-        *,
-        scale: float | None = None,
-    ) -> Tensor:
-        """Forward of all `batches`, and backward of `scale` times the summed loss; without `scale`,
-        forward alone. Returns the summed loss on the rank of the last stage, 0 on others.
+    @property
+    def ends_here(self) -> bool:
+        """Whether the last stage is on this rank."""
+        return any(stage.last for stage in self._stages)
+
+    def run(self, batches: Sequence[Passed], end: End) -> None:
+        """Forward of all micro-batches, and backward from what `end` returns, unless gradients are
+        off.
 
         Every rank of the group gives the same batches, all of one shape, at least as many as
-        `least` says.
+        `least` says. Ranks know them, so only hidden states are sent.
         """
-        samples, length = batches[0].input_ids.shape
-        schedule = self._schedule(len(batches), samples, length)
+        ids = [own.input_ids for _, own in batches]
+        schedule = self._schedule(len(batches), *ids[0].shape)
         for stage in self._stages:
-            stage.objective = objective
-        self._scale, self._total = scale or 1.0, torch.zeros((), device=self._plan.device)
-        labels = torch.cat([batch.labels for batch in batches])
-        first = 0 in self._plan.own()
-        args = (torch.cat([batch.input_ids for batch in batches]),) if first else ()
-        kwargs = {"labels": labels}
-        positions = [batch.positions for batch in batches if batch.positions is not None]
-        if positions:
-            kwargs["positions"] = torch.cat(positions)
-        step = self._step if scale is not None else self._evaluate
-        step(schedule, *args, target=labels, return_outputs=False, **kwargs)
-        return self._total
-
-    def _step(self, schedule: Any, *args: Tensor, **kwargs: Any) -> None:
-        schedule.step(*args, **kwargs)
-
-    def _evaluate(self, schedule: Any, *args: Tensor, **kwargs: Any) -> None:
-        with torch.no_grad(), compat.forward_alone(schedule):
-            schedule.eval(*args, **kwargs)
-
-    def _loss(self, loss: Tensor, _: Tensor) -> Tensor:
-        """Called by the schedule with what the last stage returns: note the loss, and scale it."""
-        self._total += loss.detach()
-        return loss * self._scale
+            stage.batches, stage.end = batches, end
+        first = (torch.cat(ids),) if 0 in self._plan.own() else ()
+        passed = {"target": torch.arange(len(batches)), "return_outputs": False}
+        if torch.is_grad_enabled():
+            schedule.step(*first, **passed)
+        else:
+            with compat.forward_alone(schedule):
+                schedule.eval(*first, **passed)
 
     def least(self, count: int) -> int:
         """Number of micro-batches that the schedule takes, `count` or a few more."""
@@ -186,7 +164,7 @@ class Pipeline:
         ]
         given = stages[0] if self._plan.schedule in ONE_STAGE else stages
         kind = get_schedule_class(self._plan.schedule)
-        return kind(given, count, loss_fn=self._loss, scale_grads=False)
+        return kind(given, count, loss_fn=lambda loss, _: loss, scale_grads=False)
 
     def _torch_stage(self, stage: Stage, number: int, samples: int, length: int) -> PipelineStage:
         plan = self._plan
@@ -206,4 +184,5 @@ class Pipeline:
             group=plan.group,
         )
         compat.mend_halves(made)
+        compat.number_passes(made, stage)
         return made

@@ -1,18 +1,13 @@
-"""Names of torch and transformers that are private or change: plans, placements, collectives."""
+"""Names of torch and transformers that are private or change: plans, placements."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
-
-# torch 2.13 renamed these and deprecates the old names.
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def own_plan(model: nn.Module) -> Mapping[str, str]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from stages.collectives import SEQUENCE, gather, split, sum_gradients
 from stages.wrap.axes import TensorParallel
-from stages.wrap.tensor.collectives import SEQUENCE, gather, split, sum_gradients
 from stages.wrap.tensor.layers import COLUMNS, ROWS, layer_sizes, transposed
 from stages.wrap.tensor.placements import place_parameters
 from stages.wrap.tensor.plan import Region, TensorPlan, resolve

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from pipeline.utils import local_part, own_chunk
-from stages.wrap.tensor.collectives import (
+from stages.collectives import (
     SEQUENCE,
     all_reduce,
     gather,

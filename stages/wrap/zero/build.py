@@ -59,7 +59,7 @@ def build(
     with contextlib.closing(model.weights()) as reader:
         divider = ZeroDivider(stage, ctx, axes) if axes.tensor > 1 else None
         module = _module(stage, ctx, model, precision, config, divider)
-        divide_sequence(module, axes, ctx.dist.device.type)
+        group = divide_sequence(module, axes, ctx.dist.device.type)
         if ctx.dist.device.type == "cuda" and (large := beyond_bucket(stage, module)):
             ctx.log.warning(BEYOND_BUCKET, *large)
         with compat.quiet():
@@ -71,7 +71,7 @@ def build(
                 mpu=None if divider is None else divider.groups,
             )
         compat.lift_loss_scale_floor(live)
-        engine = ZeroEngine(live, ctx.dist, precision, plan, axes)
+        engine = ZeroEngine(live, model.scorer(live, group), ctx.dist, precision, plan, axes)
         # Weakly, so that the engine's memory can be freed before the run ends.
         ctx.on_exit(functools.partial(_close, weakref.ref(engine)))
         # Load masters and make parameters from them: masters that DeepSpeed makes from

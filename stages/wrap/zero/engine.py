@@ -16,6 +16,7 @@ from pipeline import (
     Fragment,
     OptimizerPlan,
     Precision,
+    Scorer,
     StepGuard,
     StepReport,
     dtype_name,
@@ -34,9 +35,15 @@ class ZeroEngine(ModuleEngine):
     over micro-batches and applied by one `step`."""
 
     def __init__(
-        self, live: Any, dist: DistContext, precision: Precision, plan: OptimizerPlan, axes: Axes
+        self,
+        live: Any,
+        scorer: Scorer,
+        dist: DistContext,
+        precision: Precision,
+        plan: OptimizerPlan,
+        axes: Axes,
     ) -> None:
-        super().__init__(live, dist, axes)
+        super().__init__(live, scorer, dist, axes)
         self.deepspeed = live
         self._plan = plan
         self._scaling = precision.loss_scaling

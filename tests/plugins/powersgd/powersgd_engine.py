@@ -55,7 +55,8 @@ def build(
     state.rng = OneSeed()
     replica.register_comm_hook(state, powerSGD_hook)
     prime_buckets(replica)  # gives a resumed run the buckets of an undisturbed one
-    engine = PowerSgdEngine(replica, make_optimizer(plan, module), ctx, precision, plan)
+    scorer, optimizer = model.scorer(replica), make_optimizer(plan, module)
+    engine = PowerSgdEngine(replica, scorer, optimizer, ctx, precision, plan)
     verify_engine(ctx, engine, {**declared_facts(ctx, precision), "rank": config.rank})
     return engine
 

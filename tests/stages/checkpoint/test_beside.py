@@ -13,12 +13,13 @@ from pipeline.checkpoint.snapshot import Snapshot
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from stages.optimizer.adamw import AdamW
+from tests.support.batches import accumulated
 from tests.support.processes import run_ranks
 from tests.support.runs import context
 from tests.support.state import Setting, checkpoint_stage, digest, load_run, make_engine, train
 from tests.support.strategies import having
 from tests.support.tier import FULL
-from tests.support.zero import share, summed_loss
+from tests.support.zero import share
 
 pytestmark = pytest.mark.usefixtures("deepspeed_operators")
 
@@ -44,7 +45,7 @@ def save_and_step(dist: DistContext, folder: str, setting: Setting) -> dict[str,
     Snapshot._copy = late  # type: ignore[method-assign]
     checkpoints.save(Progress(step=2, samples=24))
     batches, targets = share(engine, 2, 12)
-    engine.accumulate(batches, summed_loss, scale=1 / targets)
+    accumulated(engine, batches, targets)
     backward.set()
     engine.step(lr_scale=0.9)
     after = digest(engine, dist)

@@ -68,7 +68,7 @@ class FakeSource(ModelSource):
     def fingerprint(self) -> str:
         return "fake"
 
-    build = weights = tie = blocks = save_assets = None  # type: ignore[assignment]
+    build = weights = tie = blocks = scorer = save_assets = None  # type: ignore[assignment]
 
 
 def ids(text: str) -> list[int]:

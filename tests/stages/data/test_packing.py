@@ -16,12 +16,12 @@ from tokenizers import normalizers
 from pipeline.contracts.data import NO_TARGET, Samples
 from pipeline.contracts.stage import Context
 from pipeline.distributed.process_group import DistContext
+from stages.batches.layout import collate
 from stages.data.chat import ChatData
 from stages.data.text import TextData
 from stages.data.views import best_fit_decreasing
-from stages.train.batches import collate
-from stages.train.loss import SummedLoss
 from tests.stages.data.fakes import SPECIAL, FakeSource, ids
+from tests.support.batches import summed_loss
 from tests.support.models import filled
 from tests.support.runs import context, tiny_model
 
@@ -76,7 +76,7 @@ def epoch_loss(model: Any, samples: Samples) -> tuple[float, int]:
     with torch.no_grad():
         for start in range(0, len(samples), 3):
             rows = [samples[i] for i in range(start, min(start + 3, len(samples)))]
-            total += float(SummedLoss()(model, collate(rows, 0, CPU)))
+            total += float(summed_loss(model, collate(rows, 0, CPU)))
             targets += sum(int((row.labels != NO_TARGET).sum()) for row in rows)
     return total, targets
 

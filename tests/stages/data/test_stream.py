@@ -24,13 +24,13 @@ from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
 from pipeline.execution.metrics import records
 from pipeline.testing import plan_view
+from stages.batches.feed import Feed
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.data.stream import StreamData
 from stages.data.streaming import shards
 from stages.data.streaming.data import StreamOrder, located
 from stages.data.text import TextData
 from stages.optimizer.adamw import AdamW
-from stages.train.batches import Feed
 from stages.train.causal_lm import TrainCausalLm
 from tests.stages.data.fakes import SPECIAL, FakeSource, ids
 from tests.support.processes import run_ranks
@@ -187,6 +187,8 @@ def test_documents_apart(ctx: Context, folder: Path) -> None:
     order = data.train.order(SEED, shuffle=True)
     indices = order.indices(0, 30)
     assert data.train.total_targets(indices) == sum(map(data.train.targets, indices.tolist()))
+    documents = [data.train[index].documents for index in indices.tolist()]
+    assert data.train.total_rows(indices) == sum(documents)
     for index in indices.tolist():
         sample = data.train[index]
         assert sample.positions is not None

@@ -66,6 +66,8 @@ def test_a_batch_at_once(kind: str, ctx: Context, source: FakeSource, tmp_path: 
         monkeypatch.setattr(place, "targets", None)
     assert samples.total_targets(indices) == expected
     assert samples.total_targets(indices[:0]) == 0
+    assert samples.total_rows(indices) == sum(samples[n].documents for n in indices.tolist())
+    assert samples.total_rows(indices[:0]) == 0
     for wrong in (-1, len(samples)):
         with pytest.raises(IndexError, match=f"of {len(samples)}"):
             samples.total_targets(np.append(indices, wrong))

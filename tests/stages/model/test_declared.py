@@ -52,7 +52,7 @@ class Source(ModelSource):
     def tie(self, model: nn.Module) -> None:
         pass
 
-    name = fingerprint = vocab_size = weights = blocks = tokenizer = save_assets = None  # type: ignore[assignment]
+    name = fingerprint = vocab_size = weights = blocks = tokenizer = scorer = save_assets = None  # type: ignore[assignment]
 
 
 def test_tensors_that_are_filled_after_they_are_made_have_values() -> None:

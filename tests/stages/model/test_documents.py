@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +15,9 @@ from transformers import masking_utils
 from transformers import modeling_flash_attention_utils as flash
 
 from pipeline import MicroBatch
+from stages.batches.layout import pad, sequence_slice
 from stages.model.documents_compat import flash_documents, has_several, known_documents
-from stages.wrap.context.attention import sequence_slice
-from stages.wrap.padding import pad
+from tests.support.batches import micro_batch
 from tests.support.syncs import Syncs
 
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
@@ -37,7 +36,7 @@ def packed(lengths: Any, *, known: bool = True) -> MicroBatch:
     positions = torch.stack(rows)
     labels = torch.zeros_like(positions)
     documents = lengths if known else None
-    return MicroBatch(input_ids=labels, labels=labels, positions=positions, documents=documents)
+    return micro_batch(labels, labels, positions=positions, documents=documents)
 
 
 def lengths_in(positions: torch.Tensor) -> list[list[int]]:
@@ -73,7 +72,7 @@ def test_other_attention_is_told_nothing(attention: str) -> None:
     [
         (packed(LENGTHS), True),
         (packed([[5], [5]]), False),
-        (replace(packed([[5]]), positions=None, documents=None), False),
+        (micro_batch(torch.zeros(1, 5), torch.zeros(1, 5)), False),
         (packed(LENGTHS, known=False), None),
         (packed([[5]], known=False), None),
     ],
@@ -135,7 +134,7 @@ def test_padding_and_slices_keep_the_lengths(
 @given(rows=st.integers(1, 3), samples=st.integers(0, 2), more=st.integers(0, 3))
 def test_a_sample_that_is_no_packed_one_is_one_document(rows: int, samples: int, more: int) -> None:
     ids = torch.zeros(rows, 4, dtype=torch.int64)
-    batch = MicroBatch(input_ids=ids, labels=ids)
+    batch = micro_batch(ids, ids)
     longer = pad(batch, rows + samples, 4 + more, packed=True)
     whole = sequence_slice(batch, 1, 2)
     for one in (longer, whole):

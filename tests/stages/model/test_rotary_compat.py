@@ -11,7 +11,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.contracts.data import MicroBatch
 from pipeline.errors import StageError
 from stages.model.checks import problems
 from stages.model.hf import HfModel
@@ -22,6 +21,7 @@ from stages.model.rotary_compat import (
     with_positions,
 )
 from stages.model.rotary_config import lengthwise_kind
+from tests.support.batches import micro_batch
 from tests.support.models import random_source, tiny_llama_config
 from tests.support.tier import examples
 
@@ -63,7 +63,7 @@ def test_the_length_of_each_tokens_document(rows: list[list[int]]) -> None:
 def test_positions_of_padding_begin_anew() -> None:
     ids = torch.zeros(2, 5, dtype=torch.int64)
     real = torch.tensor([[True] * 5, [True] * 2 + [False] * 3])
-    placed = with_positions(MicroBatch(input_ids=ids, labels=ids, real=real))
+    placed = with_positions(micro_batch(ids, ids, real=real))
     assert placed.positions is not None
     assert placed.positions.tolist() == [[0, 1, 2, 3, 4], [0, 1, 0, 1, 2]]
     assert placed.documents == [[5], [5]]

@@ -16,14 +16,15 @@ import torch.nn.functional as F
 
 from pipeline.contracts.data import Data, MicroBatch, Sample
 from pipeline.errors import StageError
+from stages.batches.layout import collate
 from stages.model.config_checks import SEE_LATER_TOKENS, SEE_PADDING, sees_later_tokens
 from stages.model.documents_compat import known_documents
 from stages.model.hf import HfModel
 from stages.model.rotary_compat import DocumentAngles, placed
 from stages.model.source import open_source
-from stages.train.batches import collate
-from stages.train.loss import model_output
+from stages.objectives.cross_entropy import RowLoss
 from stages.train.verify_loss import verify_packing
+from tests.support.batches import logits_of
 from tests.support.every_family import every, small
 from tests.support.models import context, filled
 from tests.support.tier import spread
@@ -71,7 +72,7 @@ def tiny(config: dict[str, Any], folder: Path) -> Any:
 def logits(model: Any, batch: MicroBatch) -> torch.Tensor:
     given = placed(model, batch)
     with torch.no_grad(), known_documents(given):
-        found: torch.Tensor = model_output(model, given).logits.float()
+        found: torch.Tensor = logits_of(model, given).float()
     return found
 
 
@@ -99,7 +100,8 @@ def sees_what_follows(model: Any) -> bool:
     batch = collate(rows()[-1:], 0, CPU)
     other = batch.input_ids.clone()
     other[0, -3:] = torch.tensor([60, 61, 62])
-    change = logits(model, replace(batch, input_ids=other)) - logits(model, batch)
+    changed = replace(batch, tokens={**batch.tokens, "input_ids": other})
+    change = logits(model, changed) - logits(model, batch)
     return float(change[:, :-3].abs().max()) > 1e-5
 
 
@@ -125,12 +127,9 @@ def require_rows(model: Any) -> None:
 def verify(model: Any, sample: Sample) -> None:
     """Do what a run does before the first step of packed samples."""
 
-    def evaluate(batches: list[MicroBatch], objective: Any) -> torch.Tensor:
-        return torch.stack([objective(model, one) for one in batches]).sum()
-
-    def summed(model: Any, batch: MicroBatch) -> torch.Tensor:
-        found = logits(model, batch).flatten(0, 1)
-        return F.cross_entropy(found, batch.labels.flatten(), ignore_index=-100, reduction="sum")
+    def evaluate(batches: list[MicroBatch], measure: Any) -> Any:
+        for batch in batches:
+            yield losses(model, batch).sum(1, keepdim=True)
 
     engine: Any = SimpleNamespace(
         evaluate=evaluate, total=lambda one: one, describe=dict, device=CPU,
@@ -139,7 +138,7 @@ def verify(model: Any, sample: Sample) -> None:
     data: Any = Data.__new__(Data)
     object.__setattr__(data, "packed", True)
     object.__setattr__(data, "pad_id", 0)
-    verify_packing(engine, data, [sample], summed)
+    verify_packing(engine, data, [sample], RowLoss())
 
 
 @pytest.mark.filterwarnings("ignore")

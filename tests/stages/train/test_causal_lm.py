@@ -13,10 +13,10 @@ from pipeline.contracts.engine import DataAxis
 from pipeline.contracts.stage import PlanView
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
+from stages.batches.feed import Feed, microbatches
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
-from stages.train.batches import Feed, microbatches
 from stages.train.causal_lm import TrainCausalLm
 from stages.wrap.ddp import Ddp
 from stages.wrap.fsdp import Fsdp

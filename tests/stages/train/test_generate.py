@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline import MicroBatch, Progress, StageError, StepCallback
+from pipeline import Progress, StageError, StepCallback
+from pipeline.contracts.engine import DataAxis
+from pipeline.contracts.objective import Scores
 from pipeline.distributed.process_group import DistContext
 from pipeline.distributed.signals import Interrupted
 from pipeline.execution.metrics import records
@@ -26,6 +28,7 @@ from stages.optimizer.adamw import AdamW
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.generate import NextToken, Writer
 from stages.train.settings import EarlyStopping, Generation
+from tests.support.batches import micro_batch
 from tests.support.processes import run_ranks
 from tests.support.runs import TINY, context, toy_data
 from tests.support.state import Setting, make_engine, source
@@ -197,27 +200,14 @@ def test_it_changes_nothing(tmp_path: Path) -> None:
     assert losses(settings(1.0), "with") == losses(None, "without")
 
 
-class Fixed(torch.nn.Module):
-    """Gives logits by the position alone."""
-
-    def __init__(self, logits: torch.Tensor) -> None:
-        super().__init__()
-        self.logits = logits
-
-    def forward(self, input_ids: torch.Tensor, **rest: Any) -> Any:
-        return type("Output", (), {"logits": self.logits})
-
-
 def chosen(temperature: float, seed: int) -> int:
-    logits = torch.tensor([[[0.0, 9.0, 0.0], [2.0, 0.0, 1.0]]])
-    labels = torch.tensor([[-100, 3]])
-    chooser = NextToken(temperature, (seed,))
-    loss = chooser(Fixed(logits), MicroBatch(input_ids=torch.zeros(1, 2).long(), labels=labels))
-    assert loss == 0
-    return chooser.shared(4, torch.device("cpu"))[3]
+    scores = Scores(logits=torch.tensor([[2.0, 0.0, 1.0]]))
+    ids = torch.zeros(1, 2).long()
+    batch = micro_batch(ids, ids, rows={"number": torch.tensor([3])})
+    return int(NextToken(temperature, (seed,))(scores, batch))
 
 
-def test_the_marked_place_decides() -> None:
+def test_a_temperature_of_zero_takes_the_most_probable_token() -> None:
     assert chosen(0.0, 0) == 0
 
 
@@ -229,17 +219,25 @@ def test_tokens_are_drawn_as_often_as_the_model_says() -> None:
     assert (shares - expected).abs().max() < 4 * (0.25 / len(draws)) ** 0.5
 
 
+class Lone:
+    """An engine on one rank."""
+
+    device = torch.device("cpu")
+    data_axis = DataAxis(index=0, count=1)
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        return values
+
+
 def test_a_text_ends_at_its_end(tmp_path: Path) -> None:
-    class Ending:
-        device = torch.device("cpu")
+    class Ending(Lone):
         calls = 0
 
-        def evaluate(self, batches: Any, chooser: NextToken) -> None:
+        def evaluate(self, batches: Any, chooser: NextToken) -> Iterator[torch.Tensor]:
             self.calls += 1
             for batch in batches:
-                row, column = torch.nonzero(batch.labels != -100)[0].tolist()
-                number = int(batch.labels[row, column])
-                chooser._chosen[number] = torch.tensor(100 if number == 0 else 50)
+                number = int(batch.rows["number"])
+                yield torch.tensor([[100 if number == 0 else 50]])
 
     model = type("Source", (), {"tokenizer": lambda self: Letters(), "most_positions": None})()
     writer = Writer(settings(0.0), model, seed=0)
@@ -295,13 +293,11 @@ def test_a_template_that_refuses_the_prompt() -> None:
 def test_no_padding_goes_beyond_the_positions() -> None:
     lengths = []
 
-    class Recording:
-        device = torch.device("cpu")
-
-        def evaluate(self, batches: Any, chooser: NextToken) -> None:
+    class Recording(Lone):
+        def evaluate(self, batches: Any, chooser: NextToken) -> Iterator[torch.Tensor]:
             for batch in batches:
                 lengths.append(batch.input_ids.shape[1])
-                chooser._chosen[0] = torch.tensor(5)
+                yield torch.tensor([[5]])
 
     made = Generation(prompts=("1 2 3",), every=1, max_tokens=68)
     dist = DistContext(device=Recording.device)

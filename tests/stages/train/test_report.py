@@ -19,8 +19,8 @@ from pipeline.contracts.training import Progress, TrainedRun, WrittenCheckpoint
 from pipeline.distributed.process_group import DistContext
 from pipeline.execution.metrics import records
 from pipeline.hardware import host
+from stages.batches.feed import BatchStats
 from stages.train import meter, report
-from stages.train.batches import BatchStats
 from stages.train.evaluation import record_evaluation, set_metric
 from stages.train.flops import Cost
 from stages.train.meter import StepMeter
@@ -57,7 +57,7 @@ class Steps:
     ) -> None:
         report, stats = StepReport(grad_norm=1.5, applied=True), stats or BatchStats(tokens=7)
         done = StepResult(report=report, lr=0.25, stats=stats, anomaly="")
-        self.meter.observe(torch.tensor(loss), stats)
+        self.meter.observe(torch.tensor(loss), stats, {})
         taken = self.meter.end(done, self.progress, self.progress, profile)
         record = self.meter.record(taken)
         set_metric(self.progress, "loss", record["loss"])

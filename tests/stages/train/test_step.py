@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from pipeline import DistContext, Heartbeat, Progress, StepReport
+from pipeline.contracts.objective import LossParts
+from stages.objectives.cross_entropy import CrossEntropy
 from stages.train.anomalies import AnomalyMonitor
 from stages.train.meter import StepMeter
 from stages.train.settings import Anomalies
@@ -23,9 +25,9 @@ class Recording:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def accumulate(self, batches: Any, objective: Any, *, scale: float) -> torch.Tensor:
+    def accumulate(self, batches: Any, objective: Any, *, counts: Any) -> LossParts:
         self.calls.append("accumulate")
-        return torch.tensor(6.0)
+        return LossParts(terms={"targets": torch.tensor(6.0)})
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         self.calls.append("total")
@@ -40,8 +42,8 @@ def test_the_sums_are_asked_for_before_the_update_and_read_behind_it() -> None:
     """So what the host waits for are the gradients, and not the update."""
     engine: Any = Recording()
     feed: Any = SimpleNamespace(
-        targets=lambda position: 3, count=lambda position: 2, microbatches=lambda position: [],
-        total_steps=lambda progress: 9,
+        counts=lambda position, units=(): {"targets": 3}, count=lambda position: 2,
+        microbatches=lambda position: [], total_steps=lambda progress: 9,
     )  # fmt: skip
     plan: Any = SimpleNamespace(
         lr_scale=lambda step, total: 0.5, hyperparameters={"lr": 0.1},
@@ -50,7 +52,7 @@ def test_the_sums_are_asked_for_before_the_update_and_read_behind_it() -> None:
     meter = StepMeter(engine, DistContext(device=engine.device), progress)
     step = TrainStep(
         engine=engine,
-        objective=lambda model, batch: torch.zeros(()),
+        objective=CrossEntropy(),
         feed=feed,
         plan=plan,
         monitor=AnomalyMonitor(Anomalies(), engine.total),

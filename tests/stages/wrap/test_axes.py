@@ -12,15 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.contracts.data import MicroBatch
 from pipeline.contracts.engine import StepReport
+from pipeline.contracts.objective import Scores
 from pipeline.contracts.stage import PlanView
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
+from stages.batches.feed import BatchStats
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.model.hf import HfModel
+from stages.objectives.cross_entropy import RowLoss
 from stages.precision.policy import PrecisionPolicy
-from stages.train.batches import BatchStats
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.flops import Cost
 from stages.train.meter import StepMeter
@@ -36,6 +37,7 @@ from stages.wrap.axes import (
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.module_engine import ModuleEngine
 from stages.wrap.pipeline.split import layer_ranges
+from tests.support.batches import accumulated, micro_batch
 from tests.support.processes import run_ranks
 from tests.support.runs import context
 from tests.support.state import Setting, make_engine, train
@@ -215,21 +217,31 @@ def test_layers_that_are_divided_over_nodes_are_told(tmp_path: Path) -> None:
 class Silent(ModuleEngine):
     """An engine of one number."""
 
-    backward = step = describe = state = fragments = restore = sync_compute_weights = None  # type: ignore[assignment]
+    def backward(self, loss: torch.Tensor) -> None:
+        """Do nothing."""
+
+    step = describe = state = fragments = restore = sync_compute_weights = None  # type: ignore[assignment]
 
 
 Silent.__abstractmethods__ = frozenset()
 
 
-def test_a_loss_that_a_group_computes_alike_counts_once() -> None:
-    parts = []
+def three(own: Any, whole: Any, request: Any) -> Scores:
+    """Score the two tokens of a micro-batch."""
+    return Scores(total=torch.tensor(-3.0), tokens=torch.tensor([[-1.0, -2.0]]))
+
+
+@pytest.mark.parametrize("axes", [Axes(data=2, tensor=2), Axes(data=2, context=2)])
+def test_a_loss_that_a_group_computes_alike_counts_once(axes: Axes) -> None:
+    parts, rows = [], []
+    ids = torch.zeros(1, 2, dtype=torch.int64)
     for rank in range(4):
         dist = DistContext(rank=rank, world_size=4, device=torch.device("cpu"))
-        engine = Silent(torch.nn.Linear(1, 1), dist, Axes(data=2, tensor=2))
-        ids = torch.zeros(1, 2, dtype=torch.int64)
-        batch = MicroBatch(input_ids=ids, labels=ids)
-        parts.append(float(engine.evaluate([batch], lambda model, batch: torch.tensor(3.0))))
+        engine = Silent(torch.nn.Linear(1, 1), three, dist, axes)
+        parts.append(float(accumulated(engine, [micro_batch(ids, ids)], 1)))
+        rows += engine.evaluate([micro_batch(ids, ids)], RowLoss())
     assert parts == [3.0, 0.0, 3.0, 0.0]
+    assert [None if one is None else one.tolist() for one in rows] == [[[3.0]], None] * 2
 
 
 def test_tokens_of_a_group_count_once_and_its_devices_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +256,7 @@ def test_tokens_of_a_group_count_once_and_its_devices_all(monkeypatch: pytest.Mo
     meter = StepMeter(engine, dist, Progress(), Cost(multiplied=1.0, attention=0.0, peak=1.0))
     report = StepReport(grad_norm=1.0, applied=True)
     done = StepResult(report=report, lr=0.1, stats=BatchStats(tokens=7), anomaly="")
-    meter.observe(torch.tensor(2.0), done.stats)
+    meter.observe(torch.tensor(2.0), done.stats, {})
     record = meter.record(meter.end(done, Progress(), Progress(step=1)))
     tokens = record["tokens_per_second"] * record["step_seconds"]
     assert tokens == pytest.approx(14)

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from pipeline.contracts.data import MicroBatch
+from pipeline.contracts.objective import LossParts, ScoreRequest, Scores
 from pipeline.distributed.process_group import DistContext
 from stages.model.hf import ActivationCheckpointing, Compile, Fp8
+from stages.objectives.cross_entropy import CrossEntropy
 from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
-from stages.train.loss import SummedLoss
 from tests.parity.body import tiny_source
+from tests.support.batches import accumulated, evaluated, micro_batch
 from tests.support.processes import run_ranks
 from tests.support.runs import context
 from tests.support.strategies import having
@@ -46,7 +48,7 @@ BROKEN = {("zero3", "LoRA")}
 """Cases whose graphs are broken by hooks of frozen parameters within the block."""
 
 
-BATCH = MicroBatch(input_ids=torch.arange(16)[None], labels=torch.arange(16)[None])
+BATCH = micro_batch(torch.arange(16)[None], torch.arange(16)[None])
 DEEP = {**SIZES, "num_hidden_layers": 9}
 """More blocks than the 8 graphs of a function after which torch gives up by default."""
 VARIED = {
@@ -62,9 +64,15 @@ LATER = ((3, 20), (1, 9))
 """Samples and tokens of micro-batches, until everything is compiled, and then."""
 
 
-def squares(model: Any, batch: MicroBatch) -> torch.Tensor:
-    loss: torch.Tensor = model(input_ids=batch.input_ids).logits.float().square().mean()
-    return loss
+class Squares(CrossEntropy):
+    """Another loss: the square of each log-probability."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.request = ScoreRequest(tokens=True)
+
+    def __call__(self, scores: Scores, batch: MicroBatch) -> LossParts:
+        return LossParts(terms={"targets": scores.tokens.square().mean()})
 
 
 def compiled(dist: DistContext, folder: str) -> list[dict[str, Any]]:
@@ -84,7 +92,7 @@ def compiled(dist: DistContext, folder: str) -> list[dict[str, Any]]:
         engine = STRATEGIES[strategy].stage().run(ctx, source, precision, plan)
         loss = torch.zeros(())
         for _ in range(3):
-            loss = engine.accumulate([BATCH], squares, scale=1.0)
+            loss = accumulated(engine, [BATCH], 1, Squares())
             engine.step(lr_scale=1.0)
         engine.close()
         found.append(
@@ -101,7 +109,7 @@ def packed(samples: int, length: int) -> MicroBatch:
     """Return a micro-batch of two documents a sample."""
     ids = torch.arange(samples * length).view(samples, length) % 101
     places = (torch.arange(length) % (length // 2 + 1)).expand(samples, -1).contiguous()
-    return MicroBatch(input_ids=ids, labels=ids.clone(), positions=places)
+    return micro_batch(ids, ids.clone(), positions=places)
 
 
 def varied(dist: DistContext, folder: str) -> list[list[int]]:
@@ -119,13 +127,13 @@ def varied(dist: DistContext, folder: str) -> list[list[int]]:
         fields = {"compile": Compile(backend="aot_eager"), **FEATURES[feature]}
         source = tiny_source(ctx, LORA if feature == "LoRA" else None, fields, **DEEP)
         engine = STRATEGIES[strategy].stage().run(ctx, source, precision, plan)
-        objective = SummedLoss(5, compiled_by=source.compiled_by)
+        objective = CrossEntropy(5, compiled_by=source.compiled_by)
         graphs = []
 
         def train(shape: tuple[int, int], engine: Any = engine, by: Any = objective) -> None:
-            engine.accumulate([packed(*shape)], by, scale=1.0)
+            accumulated(engine, [packed(*shape)], 1, by)
             engine.step(lr_scale=1.0)
-            engine.evaluate([packed(*shape)], by)
+            evaluated(engine, [packed(*shape)], 5)
 
         for shape in FIRST:
             train(shape)

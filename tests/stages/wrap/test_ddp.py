@@ -17,10 +17,11 @@ from pipeline.contracts.data import MicroBatch
 from pipeline.distributed.process_group import DistContext
 from stages.wrap.ddp_engine import BucketSums, ReduceIn, reduce_in
 from stages.wrap.torch_compat import prime_buckets, sums_in_buckets
+from tests.support.batches import accumulated
 from tests.support.processes import run_ranks
 from tests.support.runs import context
 from tests.support.state import Setting, make_engine
-from tests.support.zero import share, summed_loss
+from tests.support.zero import share
 
 M_MMAP_THRESHOLD = -3
 """Of malloc.h."""
@@ -62,7 +63,7 @@ def places(dist: DistContext, folder: str) -> list[list[int]]:
 
     for step, count in enumerate((3, 3, 1, 3)):
         batches, targets = share(engine, step, 36)
-        engine.accumulate(watched(list(batches)[:count]), summed_loss, scale=1 / targets)
+        accumulated(engine, watched(list(batches)[:count]), targets)
         look()
         engine.step(lr_scale=1.0)
         assert all(parameter.grad is None for parameter in engine.modules[0].parameters())

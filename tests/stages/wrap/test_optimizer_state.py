@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline import DistContext, MicroBatch, OptimizerPlan
+from pipeline import DistContext, OptimizerPlan
+from tests.support.batches import accumulated, micro_batch
 from tests.support.processes import RankFailed, run_ranks
 from tests.support.runs import context
 from tests.support.state import Setting, make_engine
-from tests.support.zero import summed_loss
 
 
 class Scheduled(torch.optim.SGD):
@@ -44,7 +44,7 @@ def stepped(
     engine = make_engine(context(dist, folder), Setting(wrap=wrap), plan)
     assert list(engine.fragments())  # as a checkpoint's manager does before the first step
     tokens = torch.arange(12).view(2, 6)
-    engine.accumulate([MicroBatch(input_ids=tokens, labels=tokens)], summed_loss, scale=1.0)
+    accumulated(engine, [micro_batch(tokens, tokens)], 1)
     engine.step(lr_scale=1.0)
     found = {kind for fragment in engine.fragments() for kind in fragment.state}
     engine.close()

@@ -18,6 +18,7 @@ from pipeline.planning.trace.torch_compat import silent_group
 from stages.wrap.gradients import total_norm
 from stages.wrap.pipeline.schedule import Pipeline, PipelinePlan, Stage
 from stages.wrap.pipeline.split import keep_layers, layer_list
+from tests.support.batches import micro_batch
 from tests.support.processes import run_ranks
 
 
@@ -42,10 +43,12 @@ def test_flash_attention_is_told_of_documents_on_every_stage() -> None:
     """By itself it takes two packed samples for unpacked ones."""
     model: Any = Recorder()
     beats: list[int] = []
-    Stage(model, first=True, last=False, dtype=torch.float32, beat=lambda: beats.append(1))
+    stage = Stage(model, first=True, last=False, dtype=torch.float32, beat=lambda: beats.append(1))
     positions = torch.tensor([[0, 1, 0, 1], [0, 1, 2, 0]])
     ids = torch.ones(2, 4, dtype=torch.int64)
-    model.forward(ids, labels=ids, positions=positions)
+    batch = micro_batch(ids, ids, positions=positions)
+    stage.batches = [(batch, batch)]
+    model.forward(ids)
     assert model.seen["cu_seq_lens_q"].tolist() == [0, 2, 4, 7, 8]
     assert model.seen["position_ids"] is positions
     assert beats == [1]
@@ -67,9 +70,12 @@ def test_what_stands_for_other_stages_returns_what_they_would(kind: str) -> None
         Stage(one, first=one is first, last=False, dtype=torch.float32, beat=lambda: None)
         for one in (first, last)
     ]
+    batch = micro_batch(ids, ids)
+    for part in parts:
+        part.batches = [(batch, batch)]
     with torch.no_grad():
         expected = whole.base_model(ids, use_cache=False).last_hidden_state
-        hidden = parts[1]._forward(parts[0]._forward(ids, labels=ids), labels=ids)
+        hidden = parts[1]._forward(parts[0]._forward(ids))
     torch.testing.assert_close(hidden, expected, rtol=0, atol=0)
 
 

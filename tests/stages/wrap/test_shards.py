@@ -193,7 +193,7 @@ def require_fragments(layers: Layers, ctx: Any, reader: SafetensorsReader) -> No
     """Require that fragments are the weights' elements, and live, with their moments."""
     plan = AdamW().run(ctx)
     precision = PrecisionPolicy(compute="fp32").run(ctx)
-    engine: Any = Engine(layers, make_optimizer(plan, layers), ctx, precision, plan)
+    engine: Any = Engine(layers, None, make_optimizer(plan, layers), ctx, precision, plan)
     for fragment in engine.fragments():
         numbers = elements(fragment, fragment.state[WEIGHT].numel())
         whole = reader.read(fragment.name).view(-1)[numbers]

@@ -14,15 +14,14 @@ import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.contracts.data import MicroBatch
 from pipeline.contracts.precision import Precision
 from pipeline.distributed.process_group import DistContext
 from stages.adapter.lora import Lora
 from stages.model.hf import HfModel
 from stages.optimizer.adamw import AdamW
-from stages.train.loss import SummedLoss
 from stages.wrap.axes import TensorParallel
 from stages.wrap.fsdp import Fsdp
+from tests.support.batches import accumulated, micro_batch
 from tests.support.processes import run_ranks
 from tests.support.runs import context
 from tests.support.tensor import GPT2, GPT2_PLAN, sized
@@ -76,9 +75,9 @@ def forward_masks(
     masks: list[Tensor] = []
     torch.manual_seed(5)
     ids = torch.arange(SAMPLES * TOKENS).view(SAMPLES, TOKENS) % 101
-    batch = MicroBatch(input_ids=ids, labels=ids)
+    batch = micro_batch(ids, ids)
     with recorded(masks):
-        engine.accumulate([batch], SummedLoss(), scale=1.0)
+        accumulated(engine, [batch], 1)
     after = everybodys(dist, torch.rand(4))
     found = [(list(mask.shape), everybodys(dist, mask.to(torch.uint8))) for mask in masks]
     engine.close()

@@ -13,7 +13,8 @@ from pipeline.contracts.data import Data, Sample
 from pipeline.contracts.engine import DataAxis
 from pipeline.contracts.sample_order import SampleOrder
 from pipeline.contracts.training import Progress
-from stages.train.batches import Feed, collate, microbatches
+from stages.batches.feed import Feed, microbatches
+from stages.batches.layout import collate
 from stages.train.causal_lm import TrainCausalLm
 from tests.support.runs import ToySamples
 from tests.support.tier import examples
@@ -129,7 +130,7 @@ def test_micro_batches_and_targets_of_a_step() -> None:
         pieces = list(feed.microbatches(0))
         assert [len(piece.labels) for piece, _ in pieces] == [[2, 2], [2, 1]][rank]
         counted += sum(int((piece.labels != -100).sum()) for piece, _ in pieces)
-    assert counted == feed.targets(0)
+    assert counted == feed.counts(0)["targets"]
 
 
 def test_collate_pads_on_the_right_and_fills_an_empty_micro_batch() -> None:

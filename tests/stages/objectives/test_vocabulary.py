@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from pipeline.distributed.process_group import DistContext
-from stages.train.chunked_loss import chunked_cross_entropy
-from stages.train.vocabulary import sharded_cross_entropy
-from stages.wrap.tensor.collectives import sum_gradients
+from stages.collectives import sum_gradients
+from stages.objectives.chunked import chunked_cross_entropy
+from stages.objectives.vocabulary import sharded_cross_entropy
 from tests.support.processes import run_ranks
 
 TOKENS, WIDTH = 23, 8

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stages.train.prefetch import Prefetch
+from stages.batches.prefetch import Prefetch
 
 
 def counting(start: int) -> Iterator[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,11 @@ import torch
 
 from pipeline.contracts.data import NO_TARGET, Data, Sample, Samples
 from pipeline.contracts.engine import DataAxis
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import DataError
-from stages.train.batches import Feed
-from stages.train.evaluation import heldout
+from stages.batches.feed import Feed
+from stages.objectives.cross_entropy import RowLoss
+from stages.objectives.rows import rows_in_order
 from stages.train.settings import BatchPlan
 
 ALONE, CPU = DataAxis(index=0, count=1), torch.device("cpu")
@@ -57,11 +61,44 @@ def trained(samples: Samples, workers: int) -> Iterator[Any]:
         feed.close()
 
 
+def evaluated(samples: Samples, axis: DataAxis, size: int) -> list[int]:
+    """Evaluate on samples; return the lines of each micro-batch of a rank."""
+    found = []
+
+    def evaluate(batches: Any, measure: Any) -> Iterator[None]:
+        for batch in batches:
+            found.append(len(batch.input_ids))
+            yield None
+
+    engine: Any = SimpleNamespace(
+        evaluate=evaluate, total=lambda values: values, data_axis=axis, device=CPU
+    )
+    data = Data(train=Own(), heldout=samples, pad_id=0, identity={})
+    list(rows_in_order(engine, RowLoss(), data, samples, size, DistContext(device=CPU)))
+    return found
+
+
 WRONG = [
     (Own(says=3), "sample 17 has 5 targets, and targets(17) says 3"),
     (Own(total=1), "2 samples have 10 targets, and total_targets says 11"),
     (Own(sample=sample([1] * 5, [1] * 4)), "sample 17: 5 input_ids, 4 labels"),
     (Own(sample=sample([1] * 5, [1] * 5, [0])), "sample 17: 5 input_ids, 1 positions"),
+    (
+        Own(sample=sample([1] * 6, [NO_TARGET, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2])),
+        "samples [16, 17] have 3 documents, and total_rows says 2 (define total_rows",
+    ),
+    (
+        Own(sample=replace(sample([1] * 6, [NO_TARGET, 1, 2, 3, 4, 5]), rows={"a": np.ones(2)})),
+        "sample 17: 1 rows, 2 a",
+    ),
+    (
+        Own(sample=replace(sample([1] * 6, [NO_TARGET, 1, 2, 3, 4, 5]), tokens={"a": np.ones(5)})),
+        "sample 17: 6 input_ids, 5 a",
+    ),
+    (
+        Own(sample=replace(sample([1] * 6, [NO_TARGET, 1, 2, 3, 4, 5]), rows={"a": np.ones(1)})),
+        "sample 17 has columns {'a': 'float64'}, sample 16 has {}",
+    ),
     (Own(sample=[1]), "sample 17 is a list (`__getitem__` returns a Sample(input_ids=..., labels"),
 ]
 UNKNOWN = [
@@ -80,13 +117,11 @@ def test_training_refuses_them(samples: Own, problem: str, workers: int) -> None
 
 @pytest.mark.parametrize(("samples", "problem"), WRONG)
 def test_an_evaluation_refuses_them(samples: Own, problem: str) -> None:
-    data = Data(train=Own(), heldout=samples, pad_id=0, identity={})
     with pytest.raises(DataError, match=re.escape(problem)):
-        list(heldout(data, ALONE, CPU, 2))
+        evaluated(samples, ALONE, 2)
 
 
 def test_samples_that_are_as_the_set_says_pass() -> None:
     assert sum(int((batch.labels >= 0).sum()) for batch, _ in trained(Own(), 1)) == 100
     three = DataAxis(index=2, count=3)  # whose last micro-batch is empty
-    data = Data(train=Own(), heldout=Own(), pad_id=0, identity={})
-    assert [len(batch.input_ids) for batch in heldout(data, three, CPU, 4)] == [4, 2]
+    assert evaluated(Own(), three, 4) == [4, 2]

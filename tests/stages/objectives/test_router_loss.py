@@ -11,14 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.contracts.data import MicroBatch
 from pipeline.errors import StageError
 from pipeline.testing import plan_view
 from stages.model.block_changes import checkpoint_blocks
 from stages.model.hf import ActivationCheckpointing, HfModel
+from stages.objectives.router_loss import RouterLoss
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.loss import SummedLoss, WithRouterLoss
-from stages.train.router_loss import RouterLoss
+from tests.support.batches import micro_batch, summed_loss
 from tests.support.moe import MOE
 from tests.support.runs import TINY
 from tests.support.tier import spread
@@ -99,9 +98,8 @@ def test_the_last_token_of_a_row_has_no_part_in_it(kind: str) -> None:
     labels = torch.tensor([[5, 17, 3, 88, 41, 7, 11], [9, 2, 64, 33, 8, -100, -100]])
     rows = torch.tensor([[1] * 7, [1] * 5 + [0] * 2])
     inputs = torch.tensor([[1] * 6 + [0], [1] * 4 + [0] * 3])
-    batch = MicroBatch(input_ids=ids[:, :-1], labels=labels[:, 1:], real=inputs[:, :-1].bool())
-    objective = WithRouterLoss(SummedLoss(), "config")
-    found = objective(model, batch) / int((batch.labels != -100).sum())
+    batch = micro_batch(ids[:, :-1], labels[:, 1:], real=inputs[:, :-1].bool())
+    found = summed_loss(model, batch, router="config") / int((batch.labels != -100).sum())
     whole = functools.partial(
         model, input_ids=ids, labels=labels, output_router_logits=True, use_cache=False
     )

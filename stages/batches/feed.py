@@ -11,21 +11,24 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from torch import Tensor
 from torch.profiler import record_function
 
-from pipeline import NO_TARGET, Data, DataAxis, MicroBatch, Progress, Sample, StageError
-from stages.train.prefetch import Prefetch
-from stages.train.profiling import WAIT
-from stages.train.samples import read, require_known
-from stages.train.settings import BatchPlan
-from stages.train.transfer import Transfer
+from pipeline import Data, DataAxis, MicroBatch, Progress, Sample, StageError, Unit
+from stages.batches.layout import collate
+from stages.batches.prefetch import Prefetch
+from stages.batches.samples import count_units, read, require_known
+from stages.batches.transfer import Transfer
+
+if TYPE_CHECKING:
+    from stages.train.settings import BatchPlan
+
+WAIT = "pipe: wait for data"
+"""Annotation of a profile around each wait for a micro-batch."""
 
 
 def microbatches(count: int, axis: DataAxis, micro_batch_size: int) -> list[tuple[int, int]]:
@@ -37,48 +40,6 @@ def microbatches(count: int, axis: DataAxis, micro_batch_size: int) -> list[tupl
     pieces = -(-(share + bool(extra)) // micro_batch_size)
     edges = [min(start + piece * micro_batch_size, end) for piece in range(pieces + 1)]
     return list(itertools.pairwise(edges))
-
-
-def collate(samples: Sequence[Sample], pad_id: int, device: torch.device) -> MicroBatch:
-    """Stack samples, padding short ones on the right with `pad_id` and NO_TARGET. A causal model
-    needs no mask for that: no real token attends to it. An empty sequence becomes one padding
-    token, with which the rank takes part. Beside packed samples, padding is its own document."""
-    length = max((len(sample.input_ids) for sample in samples), default=1)
-    shape = (max(len(samples), 1), length)
-    input_ids: np.ndarray[Any, Any] = np.full(shape, pad_id, dtype=np.int64)
-    labels: np.ndarray[Any, Any] = np.full(shape, NO_TARGET, dtype=np.int64)
-    packed = any(sample.positions is not None for sample in samples)
-    positions: np.ndarray[Any, Any] = np.zeros(shape if packed else 0, dtype=np.int64)
-    real: np.ndarray[Any, Any] = np.zeros(shape, dtype=np.bool_)
-    for row, sample in enumerate(samples):
-        size = len(sample.input_ids)
-        input_ids[row, :size] = sample.input_ids
-        labels[row, :size] = sample.labels
-        real[row, :size] = True
-        if packed:
-            own = np.arange(size) if sample.positions is None else sample.positions
-            positions[row] = np.concatenate([own, np.arange(length - size)])
-    return MicroBatch(
-        input_ids=_to(input_ids, device),
-        labels=_to(labels, device),
-        positions=_to(positions, device) if packed else None,
-        real=None if real.all() else _to(real, device),
-        documents=[_lengths(row) for row in positions] if packed else None,
-    )
-
-
-def _lengths(positions: np.ndarray[Any, Any]) -> list[int]:
-    """Lengths of documents, by the positions in them, which begin anew at 0."""
-    starts = np.flatnonzero(positions == 0)
-    lengths: list[int] = np.diff(starts, append=len(positions)).tolist()
-    return lengths
-
-
-def _to(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(array)
-    if device.type == "cuda":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
 
 
 @dataclass(frozen=True)
@@ -156,16 +117,18 @@ class Feed:
         """Samples of the step at `position`; fewer than a batch only at the end of epochs."""
         return self._batch if self._end is None else min(self._batch, self._end - position)
 
-    def targets(self, position: int) -> int:
-        """Target tokens of the whole step on all ranks, known without communication."""
-        indices = self._indices(position, self.count(position))
-        return self._data.train.total_targets(indices)
+    def counts(self, position: int, units: Iterable[Unit] = ()) -> dict[Unit, int]:
+        """Target tokens of the whole step on all ranks, and its number of other units, known
+        without communication."""
+        return count_units(
+            self._data, self._data.train, self._indices(position, self.count(position)), units
+        )
 
     def samples(self, position: int) -> Iterator[Sample]:
         """The samples from `position` on, one after another, without end."""
         for place in itertools.count(position):
             (index,) = self._indices(place, 1).tolist()
-            yield from read(self._data.train, [index])
+            yield from read(self._data, self._data.train, [index])
 
     def microbatches(
         self, position: int, *, left: int | None = None
@@ -213,8 +176,8 @@ class Feed:
     def _prepare(self, place: Place) -> Prepared:
         position, number = place
         indices = self._shares(position)[number]
-        samples = read(self._data.train, indices)
-        batch = collate(samples, self._data.pad_id, CPU)
+        samples = read(self._data, self._data.train, indices)
         if self._vocabulary is not None:
-            require_known(self._data.train, indices, batch, self._vocabulary)
+            require_known(self._data.train, indices, samples, self._vocabulary)
+        batch = collate(samples, self._data.pad_id, CPU)
         return self._transfer.begin(batch), [len(sample.input_ids) for sample in samples]

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from stages.train.chunked_loss import chunked_cross_entropy
-from stages.train.logits_loss import compiled_loss, loss_of_logits
+from stages.objectives.chunked import chunked_cross_entropy
+from stages.objectives.logits_loss import compiled_loss, loss_of_logits
 
 VOCABULARY = 50
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 4e-3}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -39,6 +40,7 @@ def loss_of_logits(logits: Tensor, labels: Tensor, gradient: bool) -> tuple[Tens
     return loss, logits
 
 
+@functools.cache
 def compiled_loss(backend: str) -> LossOfLogits:
     """`loss_of_logits` compiled by a backend of torch.compile, once for all numbers of tokens; the
     gradient has memory of its own."""

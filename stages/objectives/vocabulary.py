@@ -43,6 +43,14 @@ class VocabularyShard(NamedTuple):
         own = own_chunk(tensor.shape[placement.dim], mesh)  # type: ignore[attr-defined]
         return cls(own.start, len(own), mesh.get_group())
 
+    def largest(self, logits: Tensor) -> Tensor:
+        """The largest logit of each token over all ranks (collective); shape (tokens,)."""
+        most = logits.new_full((len(logits),), -torch.inf)
+        if self.size:
+            most = logits.amax(-1)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
+        return most
+
     def loss_of_logits(
         self, logits: Tensor, labels: Tensor, gradient: bool
     ) -> tuple[Tensor, Tensor | None]:
@@ -56,12 +64,7 @@ class VocabularyShard(NamedTuple):
         columns = labels - self.first
         here = (columns >= 0) & (columns < self.size)
         columns = torch.where(here, columns, 0)[:, None]
-        largest = (
-            logits.amax(-1)
-            if self.size
-            else torch.full(labels.shape, -torch.inf, device=labels.device)
-        )
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        largest = self.largest(logits)
         logits.sub_(largest[:, None])
         own = logits.gather(-1, columns)[:, 0] * here if self.size else torch.zeros_like(largest)
         sums = torch.stack([logits.exp_().sum(-1), own])

@@ -1,10 +1,8 @@
-"""Micro-batches on their way to a GPU, beside what it computes."""
+"""Micro-batches on their way to a GPU, while it computes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,14 +24,14 @@ class Transfer:
         gives the copy to the thread that computes: what it launches from then on waits for it."""
         stream = self._stream
         if stream is None:
-            there = _changed(batch, lambda tensor: tensor.to(self._device))
+            there = batch.changed(lambda tensor: tensor.to(self._device))
             return lambda: there
-        # Otherwise a thread would go back to the node's first GPU behind the copy, and take memory
+        # Otherwise a thread would go back to the node's first GPU after the copy, and take memory
         # there.
         torch.cuda.set_device(self._device)
         with torch.cuda.stream(stream):
-            there = _changed(
-                batch, lambda tensor: tensor.pin_memory().to(self._device, non_blocking=True)
+            there = batch.changed(
+                lambda tensor: tensor.pin_memory().to(self._device, non_blocking=True)
             )
             sent = stream.record_event()
 
@@ -42,20 +40,11 @@ class Transfer:
             current.wait_event(sent)
             # The memory is the copying stream's, which must not take it back before this one is
             # done with it.
-            for tensor in _tensors(there).values():
-                tensor.record_stream(current)
-            return there
+            return there.changed(lambda tensor: _recorded(tensor, current))
 
         return received
 
 
-def _tensors(batch: MicroBatch) -> dict[str, Tensor]:
-    """The micro-batch's tensors, by field."""
-    values = {field.name: getattr(batch, field.name) for field in fields(batch)}
-    return {name: value for name, value in values.items() if isinstance(value, Tensor)}
-
-
-def _changed(batch: MicroBatch, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-    """The micro-batch with each of its tensors changed."""
-    changed: dict[str, Any] = {name: change(one) for name, one in _tensors(batch).items()}
-    return replace(batch, **changed)
+def _recorded(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
+    tensor.record_stream(stream)
+    return tensor

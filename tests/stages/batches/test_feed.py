@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pipeline.contracts.data import Data, Sample
 from pipeline.contracts.engine import DataAxis
 from pipeline.contracts.sample_order import SampleOrder
-from stages.train.batches import Feed
+from stages.batches.feed import Feed
 from stages.train.settings import BatchPlan
 from tests.support.runs import ToySamples, toy_data
 
@@ -31,7 +31,7 @@ def test_a_step_asks_the_order_once(monkeypatch) -> None:  # type: ignore[no-unt
     monkeypatch.setattr(SampleOrder, "indices", indices)
     feed = Feed(BatchPlan(global_batch_size=4, steps=9), toy_data(), 3, ALONE, CPU)
     for step in range(3):
-        feed.targets(4 * step)
+        feed.counts(4 * step)["targets"]
         list(feed.microbatches(4 * step))
     assert asked == [(0, 4), (4, 4), (8, 4)]
 

@@ -1,4 +1,4 @@
-"""Collectives over the ranks of a tensor-parallel group, with their gradients.
+"""Collectives over the ranks of a tensor-parallel or context-parallel group, with gradients.
 
 A value is complete (the same on every rank), a summand (the ranks' values add up to it), or sharded
 along a dimension. Each function says which it takes and gives; its gradient goes the other way. The
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from stages.wrap.tensor.compat import all_gather_single, reduce_scatter_single
+from stages.collectives_compat import all_gather_single, reduce_scatter_single
 
 SEQUENCE = 1
 

@@ -1,0 +1,118 @@
+"""The function that is minimised: engines score tokens, an objective judges the scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from pipeline.errors import StageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pipeline.contracts.data import MicroBatch
+
+Unit = Literal["targets", "rows", "groups"]
+"""What sums are divided by, whose number in a step is known by index: target tokens; rows
+(documents); groups of rows that belong together (`Data.group`), such as pairs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreRequest:
+    """The scores that an objective needs, and the memory to compute them in."""
+
+    total: bool = False
+    tokens: bool = False
+    entropy: bool = False
+    candidates: str = ""
+    """Name of the per-token column with the ids whose log-probabilities are asked for; empty: none
+    are."""
+    values: bool = False
+    logits: bool = False
+    router: float | Literal["config"] | None = None
+    """Weight of the router's loss, or `config` for that of the model's config; None: it is not
+    computed."""
+    chunk: int | None = None
+    """Tokens whose logits are in memory at a time; None: all of a micro-batch's."""
+    compiled_by: str | None = None
+    """Backend of torch.compile for the loss in chunks; None: it is not compiled."""
+
+
+class Scores:
+    """The scores of a micro-batch that were asked for, in fp32 and differentiable.
+
+    They are complete, whatever divides the model or the sequence, and the same on all ranks that
+    share the micro-batch. A token without target has the score 0.
+    """
+
+    total: Tensor
+    """Sum of all labels' log-probabilities in nats; a scalar. The quickest one to compute."""
+    tokens: Tensor
+    """Log-probability of each label in nats; shape (lines, length)."""
+    entropy: Tensor
+    """Entropy in nats of the prediction at each target; shape (lines, length)."""
+    candidates: Tensor
+    """Log-probabilities of the k ids asked for, and of all others together, at each target; shape
+    (lines, length, k + 1)."""
+    values: Tensor
+    """Output of a head that is not over the vocabulary; shape (lines, length, outputs)."""
+    logits: Tensor
+    """Logits of the token after each row; shape (rows, vocabulary)."""
+    router: Tensor
+    """Weighted loss of a mixture of experts' router, a mean over the micro-batch's tokens; a
+    scalar."""
+
+    def __init__(self, **found: Tensor) -> None:
+        vars(self).update(found)
+
+    def __getattr__(self, name: str) -> Tensor:
+        raise StageError(f"an objective uses scores.{name}, which its request does not ask for")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossParts:
+    """Sums over the rows of a micro-batch; scalars in fp32."""
+
+    terms: Mapping[Unit, Tensor]
+    """Sums whose means, each over the step's number of that unit, add up to the loss."""
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    """Sums for metrics."""
+
+
+class Objective(Protocol):
+    """The function that is minimised. It sees whole rows, and never a micro-batch without rows."""
+
+    request: ScoreRequest
+    units: Sequence[Unit]
+    """Units of the loss's terms."""
+    metrics: Mapping[str, Unit]
+    """Name of each sum for metrics -> the unit that it is divided by."""
+
+    def __call__(self, scores: Scores, batch: MicroBatch) -> LossParts:
+        """Judge a micro-batch. Every rank that shares it computes the same."""
+        ...
+
+
+class Measure(Protocol):
+    """A function of each row, without gradients: a held-out loss, a reference's score."""
+
+    request: ScoreRequest
+    width: int
+    """Numbers for each row."""
+
+    def __call__(self, scores: Scores, batch: MicroBatch) -> Tensor:
+        """Measure each row; shape (rows, width)."""
+        ...
+
+
+class Scorer(Protocol):
+    """Runs one model to scores."""
+
+    def __call__(
+        self, own: MicroBatch, whole: MicroBatch, request: ScoreRequest, **inputs: Tensor
+    ) -> Scores:
+        """Run the model on `own`, this rank's slice of the sequences of `whole`, or all of it.
+        `inputs` are its arguments instead of the token ids. Raises StageError for scores that the
+        model does not have."""
+        ...

@@ -1,0 +1,177 @@
+"""The layout of micro-batches: samples as lines, padding, slices of the sequence."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline import NO_TARGET, MicroBatch, Sample
+
+PADDING = {"labels": NO_TARGET}
+"""What fills a per-token column; 0 (False) fills all others, and token ids where no one asks for
+another."""
+Array = np.ndarray[Any, Any]
+
+
+def collate(samples: Sequence[Sample], pad_id: int, device: torch.device) -> MicroBatch:
+    """Lay samples out in lines, padding short ones on the right with `pad_id` and NO_TARGET. A
+    causal model needs no mask for that: no real token attends to it. Without samples, one padding
+    token is a filler, with which the rank takes part. Next to packed samples, padding is its own
+    document."""
+    lines = [line for sample in samples for line in _lines(sample)]
+    length = max((len(line["input_ids"]) for line in lines), default=1)
+    shape = (max(len(lines), 1), length)
+    packed = any("positions" in line for line in lines)
+    columns = {name: one for line in lines for name, one in line.items() if name != "positions"}
+    columns = columns or {"input_ids": np.zeros(0, np.int64), "labels": np.zeros(0, np.int64)}
+    tokens: dict[str, Array] = {
+        name: np.full((*shape, *one.shape[1:]), _filling(name, pad_id), dtype=one.dtype)
+        for name, one in columns.items()
+    }
+    real = tokens["real"] = np.zeros(shape, dtype=np.bool_)
+    positions = np.zeros(shape if packed else 0, dtype=np.int64)
+    for row, line in enumerate(lines):
+        size = len(line["input_ids"])
+        real[row, :size] = True
+        for name in columns:
+            tokens[name][row, :size] = line[name]
+        if packed:
+            own = line.get("positions", np.arange(size))
+            positions[row] = np.concatenate([own, np.arange(length - size)])
+    if real.all():
+        del tokens["real"]
+    if packed:
+        tokens["positions"] = positions
+    batch = MicroBatch(
+        tokens=_tensors(tokens),
+        rows=_tensors(_joined(sample.rows for sample in samples)),
+        free=_tensors(_joined(sample.free for sample in samples)),
+        documents=[_lengths(row) for row in positions] if packed else None,
+        size=sum(sample.documents for sample in samples),
+    )
+    return batch if device.type == "cpu" else batch.changed(lambda one: _sent(one, device))
+
+
+def _lines(sample: Sample) -> list[dict[str, Array]]:
+    """The per-token columns of each line of a sample."""
+    columns = {"input_ids": sample.input_ids, "labels": sample.labels, **sample.tokens}
+    if sample.positions is None:
+        return [columns]
+    if not sample.apart:
+        return [{**columns, "positions": sample.positions}]
+    edges = [*np.flatnonzero(sample.positions == 0).tolist(), len(sample.positions)]
+    return [
+        {name: one[start:end] for name, one in columns.items()}
+        for start, end in itertools.pairwise(edges)
+    ]
+
+
+def _filling(name: str, pad_id: int) -> int:
+    return pad_id if name == "input_ids" else PADDING.get(name, 0)
+
+
+def _joined(columns: Iterable[Mapping[str, Array]]) -> dict[str, Array]:
+    """Columns of several samples, one after another."""
+    parts: dict[str, list[Array]] = {}
+    for own in columns:
+        for name, values in own.items():
+            parts.setdefault(name, []).append(values)
+    return {name: np.concatenate(values) for name, values in parts.items()}
+
+
+def _lengths(positions: Array) -> list[int]:
+    """Lengths of documents, by the positions in them, which start again at 0."""
+    starts = np.flatnonzero(positions == 0)
+    lengths: list[int] = np.diff(starts, append=len(positions)).tolist()
+    return lengths
+
+
+def _tensors(arrays: Mapping[str, Array]) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(np.ascontiguousarray(one)) for name, one in arrays.items()}
+
+
+def _sent(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
+def padded(batch: MicroBatch, multiple: int) -> MicroBatch:
+    """The micro-batch with its length padded on the right to a multiple, as by `pad`."""
+    lines, length = batch.input_ids.shape
+    longer = -(-length // multiple) * multiple
+    return pad(batch, lines, longer, packed=batch.positions is not None)
+
+
+def pad(batch: MicroBatch, lines: int, length: int, *, packed: bool) -> MicroBatch:
+    """The micro-batch padded to shape (`lines`, `length`), with positions if `packed`. Padding has
+    no targets; next to packed documents it is a document of its own."""
+    before, columns = batch.input_ids.shape
+    if (before, columns) == (lines, length) and packed == (batch.positions is not None):
+        return batch
+    given = {"real": torch.ones_like(batch.labels, dtype=torch.bool), **batch.tokens}
+    given.pop("positions", None)
+    tokens = {
+        name: F.pad(
+            one,
+            (0, 0) * (one.ndim - 2) + (0, length - columns, 0, lines - before),
+            value=PADDING.get(name, 0),
+        )
+        for name, one in given.items()
+    }
+    if packed:
+        count = torch.arange(length, device=batch.input_ids.device)
+        tokens["positions"] = positions = count.repeat(lines, 1)
+        if batch.positions is not None:
+            positions[:before, :columns] = batch.positions
+            positions[:before, columns:] = count[: length - columns]
+    documents = _padded_documents(batch, lines, length) if packed else None
+    return replace(batch, tokens=tokens, documents=documents)
+
+
+def _padded_documents(batch: MicroBatch, lines: int, length: int) -> Sequence[Sequence[int]] | None:
+    """Lengths of documents once the micro-batch is padded; None if they are not known."""
+    before, columns = batch.input_ids.shape
+    if batch.positions is not None and batch.documents is None:
+        return None
+    known = batch.documents or [[length]] * before
+    more = [length - columns] if batch.positions is not None and length > columns else []
+    return [*([*row, *more] for row in known), *[[length]] * (lines - before)]
+
+
+def equal_shapes(batches: Sequence[MicroBatch], least: int) -> list[MicroBatch]:
+    """The micro-batches, padded to the largest shape among them, and fillers up to `least`."""
+    lines = max(batch.input_ids.shape[0] for batch in batches)
+    length = max(batch.input_ids.shape[1] for batch in batches)
+    packed = any(batch.positions is not None for batch in batches)
+    even = [pad(batch, lines, length, packed=packed) for batch in batches]
+    nothing = {**even[0].tokens, "labels": torch.full_like(even[0].labels, NO_TARGET)}
+    filler = replace(even[0], tokens=nothing, rows={}, size=0)
+    return even + [filler] * (least - len(even))
+
+
+def sequence_slice(batch: MicroBatch, index: int, count: int) -> MicroBatch:
+    """Slice `index` of `count` equal ones of the sequence, whose length they divide.
+
+    Per-token tensors have shape (lines, length / count, ...), except `positions`, which are those
+    of the whole sequence: the model is given its slice of them (`ContextParallel`), while masks
+    follow from all.
+    """
+    lines, length = batch.input_ids.shape
+    size = length // count
+    tokens = {
+        name: one[:, index * size : (index + 1) * size].contiguous()
+        for name, one in batch.tokens.items()
+    }
+    whole = torch.arange(length, device=batch.input_ids.device).expand(lines, -1)
+    tokens["positions"] = whole if batch.positions is None else batch.positions
+    one_each = [[length]] * lines
+    documents = one_each if batch.positions is None else batch.documents
+    return replace(batch, tokens=tokens, documents=documents)

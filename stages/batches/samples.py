@@ -1,0 +1,107 @@
+"""Samples of a data slot, read and compared with what it promises of them.
+
+The loss of a step is divided by the number of targets that `targets` says, before a sample is read:
+a wrong number would scale the gradient, and nobody would see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipeline import NO_TARGET, Data, DataError, Sample, Samples, Unit
+
+
+def read(data: Data, samples: Samples, indices: Sequence[int]) -> list[Sample]:
+    """Return samples of one of the data's sets. Raises DataError for one that is none, whose parts
+    differ in length, whose columns are not those of the others, or that has another number of
+    targets or rows than the set says."""
+    found = [samples[index] for index in indices]
+    for index, sample in zip(indices, found, strict=True):
+        if not isinstance(sample, Sample):
+            raise _error(
+                samples,
+                f"sample {index} is a {type(sample).__name__}",
+                hint="`__getitem__` returns a Sample(input_ids=..., labels=...)",
+            )
+        size, rows = len(sample.input_ids), sample.documents
+        positions = [] if sample.positions is None else [("positions", sample.positions)]
+        for name, one in [("labels", sample.labels), *positions, *sample.tokens.items()]:
+            if len(one) != size:
+                raise _error(samples, f"sample {index}: {size} input_ids, {len(one)} {name}")
+        for name, one in sample.rows.items():
+            if len(one) != rows:
+                raise _error(samples, f"sample {index}: {rows} rows, {len(one)} {name}")
+        if rows % data.group:
+            raise _error(samples, f"sample {index}: {rows} rows in groups of {data.group}")
+        if (columns := _columns(sample)) != (first := _columns(found[0])):
+            raise _error(
+                samples,
+                f"sample {index} has columns {columns}, sample {indices[0]} has {first}",
+                hint="all samples have the same columns, of the same types",
+            )
+    if found:
+        _require_targets(samples, indices, found)
+        _require_rows(samples, indices, found)
+    return found
+
+
+def count_units(
+    data: Data, samples: Samples, indices: NDArray[np.int64], units: Iterable[Unit]
+) -> dict[Unit, int]:
+    """Number of target tokens, and of other units, in samples, which may repeat."""
+    found: dict[Unit, int] = {"targets": samples.total_targets(indices)}
+    if {"rows", "groups"} & {*units}:
+        found["rows"] = samples.total_rows(indices)
+        found["groups"] = found["rows"] // data.group
+    return found
+
+
+def _columns(sample: Sample) -> dict[str, str]:
+    """The type of each entry of the sample's own columns, by name."""
+    sorts = (sample.tokens, sample.rows, sample.free)
+    return {
+        name: f"{one.dtype}{[*one.shape[1:]] or ''}"
+        for columns in sorts
+        for name, one in columns.items()
+    }
+
+
+def _require_targets(samples: Samples, indices: Sequence[int], found: Sequence[Sample]) -> None:
+    counted = [int(np.count_nonzero(np.asarray(one.labels) != NO_TARGET)) for one in found]
+    whole, said = sum(counted), samples.total_targets(np.array(indices, np.int64))
+    if whole == said:
+        return
+    for index, own in zip(indices, counted, strict=True):
+        if own != samples.targets(index):
+            have = f"sample {index} has {own} targets"
+            raise _error(samples, f"{have}, and targets({index}) says {samples.targets(index)}")
+    have = f"{len(indices)} samples have {whole} targets"
+    raise _error(samples, f"{have}, and total_targets says {said}")
+
+
+def _require_rows(samples: Samples, indices: Sequence[int], found: Sequence[Sample]) -> None:
+    rows, said = sum(one.documents for one in found), samples.total_rows(np.array(indices))
+    if rows != said:
+        have = f"samples {[*indices]} have {rows} documents, and total_rows says {said}"
+        hint = "define total_rows: the number of documents of samples, known without reading them"
+        raise _error(samples, have, hint=hint)
+
+
+def require_known(
+    samples: Samples, indices: Sequence[int], found: Sequence[Sample], vocabulary: int
+) -> None:
+    """Raise DataError for a token of a sample that the model has no row for."""
+    for index, one in zip(indices, found, strict=True):
+        ids, labels = one.input_ids, one.labels
+        odd = [*ids[(ids < 0) | (ids >= vocabulary)], *labels[labels >= vocabulary]]
+        if odd:
+            message = f"sample {index} has token {odd[0]}; the model embeds {vocabulary}"
+            raise _error(samples, message)
+
+
+def _error(samples: Samples, message: str, *, hint: str = "") -> DataError:
+    kind = type(samples)
+    return DataError(message, file=f"{kind.__module__}:{kind.__qualname__}", hint=hint)

@@ -1,0 +1,1 @@
+"""Models run to the scores of their tokens, and objectives that judge them."""

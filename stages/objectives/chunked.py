@@ -1,0 +1,221 @@
+"""Scores of a linear head, with few tokens' logits in memory at a time."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from pipeline.utils import local_part
+from stages.objectives.logits_loss import LossOfLogits, loss_of_logits
+from stages.objectives.token_scores import TokenScores
+from stages.objectives.vocabulary import VocabularyShard
+
+PIECE = 1 << 26
+"""Elements of a product that are computed at a time to be added in another dtype."""
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    chunk: int,
+    of_logits: LossOfLogits = loss_of_logits,
+) -> Tensor:
+    """Cross-entropy of a linear head in nats, summed over the target tokens, as an fp32 scalar.
+
+    Shapes: hidden (tokens, width), weight (vocabulary, width), bias (vocabulary,), labels (tokens,)
+    of int64. The logits of `chunk` tokens are in memory at a time, in the dtype of `hidden` and in
+    fp32; `of_logits` makes loss and gradient of them. Numbers are those of all logits at once:
+    products in the dtype of `hidden`, softmax in fp32 (torch's own `linear_cross_entropy` rounds
+    the sum to the dtype of `hidden`).
+
+    Gradients are computed with the loss (Hsu et al. 2024, Liger Kernel, section 3.2), those of the
+    weight summed over chunks in fp32.
+
+    `weight` and `bias` may be parts, by the vocabulary, on a mesh of one axis (`VocabularyShard`);
+    `hidden` and `labels` are then equal on all of them, and so are the loss and the gradient of
+    `hidden`.
+    """
+    shard, hidden, weight, bias = _locals(hidden, weight, bias)
+    group = None
+    if shard is not None:
+        of_logits, group = shard.loss_of_logits, shard.group
+    summed: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, labels, chunk, of_logits, group
+    )
+    return summed
+
+
+def chunked_scores(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    candidates: Tensor | None,
+    chunk: int,
+    scores: TokenScores,
+) -> Tensor:
+    """The `scores` of each token, shape (tokens, columns), as `chunked_cross_entropy` computes one
+    sum. Backward computes the logits of each chunk again."""
+    shard, hidden, weight, bias = _locals(hidden, weight, bias)
+    columns: Tensor = _ChunkedScores.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, labels, candidates, chunk, scores, shard
+    )
+    return columns
+
+
+def _locals(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[VocabularyShard | None, Tensor, Tensor, Tensor | None]:
+    """This rank's shard of the head, if it is divided, and local tensors."""
+    shard = VocabularyShard.find(weight)
+    weight = local_part(weight)
+    bias = None if bias is None else local_part(bias)
+    if not torch.is_grad_enabled():  # a Function does not see this
+        hidden, weight = hidden.detach(), weight.detach()
+        bias = None if bias is None else bias.detach()
+    return shard, hidden, weight, bias
+
+
+class _ChunkedScores(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        candidates: Tensor | None,
+        chunk: int,
+        scores: TokenScores,
+        shard: VocabularyShard | None,
+    ) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias, labels, candidates)
+        ctx.chunk, ctx.scores, ctx.shard = chunk, scores, shard
+        found = []
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            own = None if candidates is None else candidates[rows]
+            found.append(scores(F.linear(hidden[rows], weight, bias), labels[rows], own, shard))
+        return torch.cat(found)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        hidden, weight, bias, labels, candidates = ctx.saved_tensors
+        grads = _Gradients.needed(ctx, hidden, weight, bias)
+        for start in range(0, len(hidden), ctx.chunk):
+            rows = slice(start, start + ctx.chunk)
+            logits = F.linear(hidden[rows], weight, bias).requires_grad_()
+            own = None if candidates is None else candidates[rows]
+            with torch.enable_grad():
+                found = ctx.scores(logits, labels[rows], own, ctx.shard)
+            (gradient,) = torch.autograd.grad(found, logits, upstream[rows])
+            grads.add(gradient, hidden, weight, rows)
+        group = None if ctx.shard is None else ctx.shard.group
+        return *grads.whole(group, hidden, weight, bias), None, None, None, None, None
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        chunk: int,
+        of_logits: LossOfLogits,
+        group: ProcessGroup | None,
+    ) -> Tensor:
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        grads = _Gradients.needed(ctx, hidden, weight, bias)
+        for start in range(0, len(hidden), chunk):
+            # A function of its own, whose tensors are freed before the next chunk.
+            rows = slice(start, start + chunk)
+            total += _chunk(hidden, weight, bias, labels, rows, grads, of_logits)
+        # Not as saved tensors, which may not be scaled in place: the weight's is a large one.
+        ctx.grads = grads.whole(group, hidden, weight, bias)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> Any:
+        grads, ctx.grads = ctx.grads, None
+        if grads is None:
+            raise RuntimeError("the loss in chunks can be differentiated once")
+        scaled = [None if grad is None else grad.mul_(upstream.to(grad.dtype)) for grad in grads]
+        return *scaled, None, None, None, None
+
+
+class _Gradients(NamedTuple):
+    """Gradients to which chunks add, to `hidden` in their own rows; None if not needed."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+    @classmethod
+    def needed(cls, ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> _Gradients:
+        """Zeros for those that a function's context needs."""
+        wanted = ctx.needs_input_grad
+        return cls(
+            torch.empty_like(hidden) if wanted[0] else None,
+            torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None,
+            torch.zeros_like(bias, dtype=torch.float32) if wanted[2] else None,  # type: ignore[arg-type]
+        )
+
+    def add(self, gradient: Tensor, hidden: Tensor, weight: Tensor, rows: slice) -> None:
+        """Add what the gradient of the logits of tokens `rows` makes of each."""
+        if self.hidden is not None:
+            torch.mm(gradient, weight, out=self.hidden[rows])
+        if self.weight is not None:
+            _add_product(self.weight, gradient, hidden[rows])
+        if self.bias is not None:
+            self.bias.add_(gradient.sum(0, dtype=torch.float32))
+
+    def whole(self, group: ProcessGroup | None, *inputs: Tensor | None) -> list[Tensor | None]:
+        """The gradients in the dtypes of the inputs; that of `hidden` is summed over the ranks of
+        `group`, each of which has a part of the vocabulary (collective)."""
+        if group is not None and self.hidden is not None:
+            torch.distributed.all_reduce(self.hidden, group=group)
+        return [
+            None if grad is None or one is None else grad.to(one.dtype)
+            for grad, one in zip(self, inputs, strict=True)
+        ]
+
+
+def _chunk(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    rows: slice,
+    grads: _Gradients,
+    of_logits: LossOfLogits,
+) -> Tensor:
+    """Add the gradients of the tokens `rows`; returns their summed loss."""
+    logits = F.linear(hidden[rows], weight, bias)
+    loss, gradient = of_logits(logits, labels[rows], grads != (None, None, None))
+    del logits
+    if gradient is None:
+        return loss
+    grads.add(gradient, hidden, weight, rows)
+    return loss
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total` += left^T right in fp32, without a second matrix of its size."""
+    if left.dtype == total.dtype:
+        total.addmm_(left.T, right)
+    elif total.is_cuda:  # the one device where torch adds a product to another dtype
+        torch.addmm(total, left.T, right, out_dtype=total.dtype, out=total)
+    else:
+        height = max(PIECE // total.shape[1], 1)
+        parts = zip(torch.split(total, height), torch.split(left, height, dim=1), strict=True)
+        for rows, columns in parts:
+            rows.add_(columns.T @ right)

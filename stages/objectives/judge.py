@@ -1,0 +1,99 @@
+"""Micro-batches judged: what an engine does with one, whatever divides its model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from pipeline import (
+    LossParts,
+    Measure,
+    MicroBatch,
+    Objective,
+    Scorer,
+    ScoreRequest,
+    Scores,
+    StageError,
+    Unit,
+)
+
+
+def judged(
+    objective: Objective, scorer: Scorer, own: MicroBatch, whole: MicroBatch, **inputs: Tensor
+) -> LossParts:
+    """Run the model on a micro-batch, and judge its scores. A filler adds 0 to each sum."""
+    asked = objective.request
+    if whole.filler:
+        nothing = _nothing(scorer(own, whole, _least(asked), **inputs))
+        return LossParts(terms=dict.fromkeys(objective.units, nothing))
+    return objective(scorer(own, whole, asked, **inputs), whole)
+
+
+def measured(
+    measure: Measure, scorer: Scorer, own: MicroBatch, whole: MicroBatch, **inputs: Tensor
+) -> Tensor:
+    """Run the model on a micro-batch, and measure its rows; shape (rows, width)."""
+    asked = measure.request
+    if whole.filler:
+        nothing = _nothing(scorer(own, whole, _least(asked), **inputs))
+        return nothing.new_zeros(0, measure.width)
+    return measure(scorer(own, whole, asked, **inputs), whole)
+
+
+def _least(request: ScoreRequest) -> ScoreRequest:
+    """What is asked about a filler: a sum over no targets, unless the head has other outputs."""
+    chunk, by = request.chunk, request.compiled_by
+    values = request.values
+    return ScoreRequest(total=not values, values=values, chunk=chunk, compiled_by=by)
+
+
+def _nothing(scores: Scores) -> Tensor:
+    """0, with gradients of 0 for all that the model computed."""
+    values = vars(scores).get("values")
+    return scores.total if values is None else values.sum() * 0.0
+
+
+class StepSums:
+    """Sums over the micro-batches of a step on this rank."""
+
+    def __init__(
+        self,
+        objective: Objective,
+        device: torch.device,
+        counts: Mapping[Unit, float],
+        *,
+        factor: float,
+    ) -> None:
+        """The loss's terms are divided by `counts` and multiplied by `factor`."""
+        zero = torch.zeros((), device=device)
+        self._terms: dict[Unit, Tensor] = dict.fromkeys(objective.units, zero)
+        self._sums = dict.fromkeys(objective.metrics, zero)
+        self._scales = {unit: factor / counts[unit] for unit in objective.units}
+
+    def add(self, parts: LossParts) -> Tensor:
+        """Add a micro-batch; returns its share of the loss, to run backward from. Raises StageError
+        for sums that the objective does not declare."""
+        if {*parts.terms} != {*self._terms} or {*parts.sums} - {*self._sums}:
+            raise StageError(
+                f"an objective returned the terms {sorted(parts.terms)} and the sums "
+                f"{sorted(parts.sums)}, and declares {sorted(self._terms)} and "
+                f"{sorted(self._sums)}",
+                hint="`units` are the terms' names, `metrics` those of the sums",
+            )
+        for unit, term in parts.terms.items():
+            self._terms[unit] = self._terms[unit] + term.detach()
+        for name, value in parts.sums.items():
+            self._sums[name] = self._sums[name] + value.detach()
+        first, *more = (term * self._scales[unit] for unit, term in parts.terms.items())
+        return sum(more, first)
+
+    def part(self, *, counted: bool) -> LossParts:
+        """This rank's part of each sum: all, or 0 where another rank counts them."""
+        if counted:
+            return LossParts(terms=self._terms, sums=self._sums)
+        return LossParts(
+            terms={unit: torch.zeros_like(term) for unit, term in self._terms.items()},
+            sums={name: torch.zeros_like(value) for name, value in self._sums.items()},
+        )

@@ -1,0 +1,162 @@
+"""A model run to the scores that an objective asks for.
+
+All logits at once, logits in chunks, a head divided by the vocabulary and a sequence divided among
+ranks are handled here, for every objective. No attention mask is passed: padding is on the right,
+fast causal attention stays available, and with a mask, or a cache, transformers would overlook
+where packed documents begin.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from pipeline import NO_TARGET, MicroBatch, ScoreRequest, Scores, StageError
+from pipeline.utils import local_part
+from stages.collectives import SEQUENCE, all_reduce, gather
+from stages.model.documents_compat import flash_documents
+from stages.objectives.chunked import chunked_cross_entropy, chunked_scores
+from stages.objectives.head import ReplacedHead
+from stages.objectives.logits_loss import compiled_loss, loss_of_logits
+from stages.objectives.router_loss import RouterLoss
+from stages.objectives.token_scores import TokenScores, whole_vocabulary
+from stages.objectives.vocabulary import VocabularyShard, sharded_cross_entropy
+
+
+class ModelScorer:
+    """Runs one model, wrapped or not, by its method `forward` or another function with its
+    arguments. Ranks of `group` have slices of the same sequences."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: ProcessGroup | None = None,
+        forward: Callable[..., Any] | None = None,
+    ) -> None:
+        self._model = model
+        self._group = group
+        self._forward = forward or model
+        self._routers: dict[Any, RouterLoss] = {}
+
+    def __call__(
+        self, own: MicroBatch, whole: MicroBatch, request: ScoreRequest, **inputs: Tensor
+    ) -> Scores:
+        """See `pipeline.Scorer`. Raises StageError with `chunk` for a model whose head is not a
+        plain linear layer, or that changes its logits (caps or scales them)."""
+        columns = TokenScores.asked(request, own)
+        if request.values and (columns or request.total or request.logits):
+            raise StageError("a model's head has outputs or a vocabulary: ask for values or for log-probabilities")
+        arguments: dict[str, Any] = {**inputs} or {"input_ids": own.input_ids, **own.free}
+        if request.router is not None:
+            arguments |= RouterLoss.arguments
+        if own.positions is not None:
+            arguments |= {"position_ids": own.positions}
+            arguments |= flash_documents(self._model, own.positions)
+        if request.chunk is None or request.values or request.logits:
+            output = self._forward(**arguments, use_cache=False)
+            found = self._of_logits(output.logits, own, whole, request, columns)
+        else:
+            head = ReplacedHead.of(self._model)
+            with head.computing(
+                functools.partial(_in_chunks, own=own, request=request, columns=columns)
+            ):
+                output = self._forward(**arguments, use_cache=False)
+                head.require_unchanged(output.logits)
+            found = columns.named(output.logits) if columns else {"total": output.logits}
+        found = self._complete(found)
+        if request.total and columns:
+            found["total"] = found["tokens"].sum()
+        if request.router is not None:
+            found["router"] = self._router(request.router)(output, own.real)
+        return Scores(**found)
+
+    def _of_logits(
+        self,
+        logits: Tensor,
+        own: MicroBatch,
+        whole: MicroBatch,
+        request: ScoreRequest,
+        columns: TokenScores,
+    ) -> dict[str, Tensor]:
+        """Scores from all logits, shape (lines, length, vocabulary), of which ranks may have
+        parts."""
+        if request.values:
+            return {"values": logits.float()}
+        found = dict[str, Tensor]()
+        if request.logits:
+            found["logits"] = self._at_row_ends(logits, whole)
+        flat, labels = logits.flatten(0, 1), own.labels.reshape(-1)
+        if columns:
+            shard = VocabularyShard.of(flat) if isinstance(flat, DTensor) else None
+            scores = columns(local_part(flat), labels, _candidates(own, request), shard)
+            found |= columns.named(scores.view(*own.labels.shape, -1))
+        elif request.total:
+            found["total"] = -_cross_entropy(flat, labels)
+        return found
+
+    def _at_row_ends(self, logits: Tensor, whole: MicroBatch) -> Tensor:
+        """Logits of the token after each row; shape (rows, vocabulary)."""
+        length, size = whole.input_ids.shape[1], logits.shape[1]
+        rank = 0 if self._group is None else dist.get_rank(self._group)
+        ends = whole.row_ends()
+        line, place = ends // length, ends % length - rank * size
+        here = (place >= 0) & (place < size)
+        shard = VocabularyShard.of(logits) if isinstance(logits, DTensor) else None
+        own = local_part(logits)[line, torch.where(here, place, 0)] * here[:, None]
+        found = whole_vocabulary(own, shard, logits.shape[-1])
+        return found if self._group is None else all_reduce(found, self._group)
+
+    def _complete(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Scores of whole sequences, from those of this rank's slices (collective)."""
+        if self._group is None:
+            return found
+        group = self._group
+        return {
+            name: all_reduce(one, group)
+            if name == "total"
+            else one
+            if name == "logits"
+            else gather(one, group, SEQUENCE, summands=False)
+            for name, one in found.items()
+        }
+
+    def _router(self, weight: Any) -> RouterLoss:
+        if weight not in self._routers:
+            self._routers[weight] = RouterLoss(self._model, weight)
+        return self._routers[weight]
+
+
+def _in_chunks(
+    hidden: Tensor, head: nn.Linear, own: MicroBatch, request: ScoreRequest, columns: TokenScores
+) -> Tensor:
+    """What the head returns in the place of logits: the sum of log-probabilities, or the token
+    scores, shape (lines, length, columns)."""
+    assert request.chunk is not None
+    flat, labels = hidden.reshape(-1, hidden.shape[-1]), own.labels.reshape(-1)
+    if columns:
+        scores = chunked_scores(
+            flat, head.weight, head.bias, labels, _candidates(own, request), request.chunk, columns
+        )
+        return scores.view(*own.labels.shape, -1)
+    backend = request.compiled_by
+    of_logits = loss_of_logits if backend is None else compiled_loss(backend)
+    return -chunked_cross_entropy(flat, head.weight, head.bias, labels, request.chunk, of_logits)
+
+
+def _candidates(own: MicroBatch, request: ScoreRequest) -> Tensor | None:
+    return own.tokens[request.candidates].flatten(0, 1) if request.candidates else None
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    if isinstance(logits, DTensor):
+        return sharded_cross_entropy(logits, labels)
+    wide = logits.to(torch.float32)
+    return F.cross_entropy(wide, labels, ignore_index=NO_TARGET, reduction="sum")

@@ -1,0 +1,115 @@
+"""Scores of single tokens from their logits, differentiable, wherever the vocabulary lies."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from pipeline import NO_TARGET, MicroBatch, ScoreRequest
+from stages.collectives import all_reduce
+from stages.objectives.vocabulary import VocabularyShard
+
+
+class TokenScores(NamedTuple):
+    """The scores of each token that are asked for, as columns of one tensor."""
+
+    tokens: bool
+    entropy: bool
+    candidates: int
+    """Number of ids whose log-probabilities are asked for."""
+
+    @classmethod
+    def asked(cls, request: ScoreRequest, batch: MicroBatch) -> TokenScores:
+        """The columns that a request asks for."""
+        name = request.candidates
+        count = batch.tokens[name].shape[-1] if name else 0
+        return cls(request.tokens, request.entropy, count)
+
+    def __bool__(self) -> bool:
+        return self.tokens or self.entropy or self.candidates > 0
+
+    def named(self, columns: Tensor) -> dict[str, Tensor]:
+        """Columns, shape (..., columns), by the names that `Scores` has for them."""
+        found, rest = dict[str, Tensor](), columns
+        if self.tokens:
+            found["tokens"], rest = rest[..., 0], rest[..., 1:]
+        if self.entropy:
+            found["entropy"], rest = rest[..., 0], rest[..., 1:]
+        if self.candidates:
+            found["candidates"] = rest
+        return found
+
+    def __call__(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        candidates: Tensor | None,
+        shard: VocabularyShard | None,
+    ) -> Tensor:
+        """The scores of tokens, fp32, shape (tokens, columns); 0 for tokens without target.
+
+        `logits` (tokens, vocabulary), of which this rank may have a `shard`; `labels` (tokens,) and
+        `candidates` (tokens, k) of int64. Collective with a shard, and the same on its ranks.
+        """
+        wide, trained = logits.float(), labels != NO_TARGET
+        vocabulary = _Vocabulary(wide, shard)
+        normaliser = vocabulary.normaliser()
+        columns = []
+        if self.tokens:
+            own = vocabulary.at(labels.clamp(min=0)[:, None])
+            columns.append(own - normaliser)
+        if self.entropy:
+            shares = (wide - normaliser).exp()
+            columns.append(normaliser - vocabulary.sum(shares * wide))
+        if candidates is not None:
+            found = vocabulary.at(candidates) - normaliser
+            # Of all but these; below fp32's resolution it is what is left of 1 there.
+            rest = torch.log1p(-found.exp().sum(-1, keepdim=True).clamp(max=1 - 2**-24))
+            columns += [found, rest]
+        return torch.where(trained[:, None], torch.cat(columns, dim=-1), 0.0)
+
+
+class _Vocabulary(NamedTuple):
+    """Logits (tokens, vocabulary) of fp32, all or a shard of them."""
+
+    logits: Tensor
+    shard: VocabularyShard | None
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sums over the whole vocabulary; shape (tokens, 1)."""
+        own = values.sum(-1, keepdim=True)
+        return own if self.shard is None else all_reduce(own, self.shard.group)
+
+    def normaliser(self) -> Tensor:
+        """log sum exp of each token's logits; shape (tokens, 1)."""
+        if self.shard is None:
+            return self.logits.logsumexp(-1, keepdim=True)
+        with torch.no_grad():
+            largest = self.shard.largest(self.logits)[:, None]
+        return largest + self.sum((self.logits - largest).exp()).log()
+
+    def at(self, ids: Tensor) -> Tensor:
+        """The logits of `ids`, shape (tokens, k)."""
+        if self.shard is None:
+            return self.logits.gather(-1, ids)
+        columns = ids - self.shard.first
+        here = (columns >= 0) & (columns < self.shard.size)
+        if not self.shard.size:
+            own = torch.zeros_like(ids, dtype=self.logits.dtype)
+        else:
+            own = self.logits.gather(-1, torch.where(here, columns, 0)) * here
+        return all_reduce(own, self.shard.group)
+
+
+def whole_vocabulary(logits: Tensor, shard: VocabularyShard | None, size: int) -> Tensor:
+    """Logits (rows, vocabulary) of fp32 from those of a shard (collective), not differentiable."""
+    if shard is None:
+        return logits.float()
+    whole = logits.new_zeros(len(logits), size, dtype=torch.float32)
+    whole[:, shard.first : shard.first + shard.size] = logits
+    dist.all_reduce(whole, op=ReduceOp.SUM, group=shard.group)
+    return whole
