@@ -80,7 +80,7 @@ class StepSums:
                 f"an objective returned the terms {sorted(parts.terms)} and the sums "
                 f"{sorted(parts.sums)}, and declares {sorted(self._terms)} and "
                 f"{sorted(self._sums)}",
-                hint="`units` are the terms' names, `metrics` those of the sums",
+                hint="`units` names the terms, `metrics` the sums",
             )
         for unit, term in parts.terms.items():
             self._terms[unit] = self._terms[unit] + term.detach()

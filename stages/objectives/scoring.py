@@ -53,7 +53,7 @@ class ModelScorer:
         plain linear layer, or that changes its logits (caps or scales them)."""
         columns = TokenScores.asked(request, own)
         if request.values and (columns or request.total or request.logits):
-            raise StageError("a model's head has outputs or a vocabulary: ask for values or for log-probabilities")
+            raise StageError("an objective asks for values, and for scores of a vocabulary")
         arguments: dict[str, Any] = {**inputs} or {"input_ids": own.input_ids, **own.free}
         if request.router is not None:
             arguments |= RouterLoss.arguments
