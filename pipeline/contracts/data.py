@@ -155,7 +155,8 @@ class Samples(ABC):
     def total_rows(self, indices: NDArray[np.int64]) -> int:
         """Number of documents in the samples at `indices`, which may repeat. Reads them; sets that
         know it otherwise override it."""
-        return sum(self[index].documents for index in indices.tolist())
+        # What is no sample is named when it is trained or evaluated on.
+        return sum(getattr(self[index], "documents", 1) for index in indices.tolist())
 
     def order(self, seed: int, *, shuffle: bool) -> Order:
         """The indices in the order in which a run visits them, epoch after epoch."""

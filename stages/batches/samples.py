@@ -83,6 +83,8 @@ def _require_targets(samples: Samples, indices: Sequence[int], found: Sequence[S
 
 
 def _require_rows(samples: Samples, indices: Sequence[int], found: Sequence[Sample]) -> None:
+    if type(samples).total_rows is Samples.total_rows:
+        return  # which reads them
     rows, said = sum(one.documents for one in found), samples.total_rows(np.array(indices))
     if rows != said:
         have = f"samples {[*indices]} have {rows} documents, and total_rows says {said}"

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from pipeline import NO_TARGET, MicroBatch, ScoreRequest
-from stages.collectives import all_reduce
+from stages.collectives import all_reduce, sum_gradients
 from stages.objectives.vocabulary import VocabularyShard
 
 
@@ -63,13 +63,12 @@ class TokenScores(NamedTuple):
             own = vocabulary.at(labels.clamp(min=0)[:, None])
             columns.append(own - normaliser)
         if self.entropy:
-            shares = (wide - normaliser).exp()
-            columns.append(normaliser - vocabulary.sum(shares * wide))
+            log_shares = wide - vocabulary.spread(normaliser)
+            columns.append(-vocabulary.sum(log_shares.exp() * log_shares))
         if candidates is not None:
-            found = vocabulary.at(candidates) - normaliser
-            # Of all but these; below fp32's resolution it is what is left of 1 there.
-            rest = torch.log1p(-found.exp().sum(-1, keepdim=True).clamp(max=1 - 2**-24))
-            columns += [found, rest]
+            # Not 1 less the candidates' mass, which cancels where they have nearly all of it.
+            others = vocabulary.without(candidates)
+            columns += [vocabulary.at(candidates) - normaliser, others.normaliser() - normaliser]
         return torch.where(trained[:, None], torch.cat(columns, dim=-1), 0.0)
 
 
@@ -92,17 +91,30 @@ class _Vocabulary(NamedTuple):
             largest = self.shard.largest(self.logits)[:, None]
         return largest + self.sum((self.logits - largest).exp()).log()
 
+    def spread(self, values: Tensor) -> Tensor:
+        """Values that all ranks have, as each uses them for its own part of the vocabulary."""
+        return values if self.shard is None else sum_gradients(values, self.shard.group)
+
     def at(self, ids: Tensor) -> Tensor:
         """The logits of `ids`, shape (tokens, k)."""
         if self.shard is None:
             return self.logits.gather(-1, ids)
-        columns = ids - self.shard.first
-        here = (columns >= 0) & (columns < self.shard.size)
+        columns, here = self.shard.columns(ids)
         if not self.shard.size:
             own = torch.zeros_like(ids, dtype=self.logits.dtype)
         else:
-            own = self.logits.gather(-1, torch.where(here, columns, 0)) * here
+            own = self.logits.gather(-1, columns) * here
         return all_reduce(own, self.shard.group)
+
+    def without(self, ids: Tensor) -> _Vocabulary:
+        """The vocabulary without `ids`, shape (tokens, k)."""
+        left_out = torch.zeros_like(self.logits, dtype=torch.bool)
+        if self.shard is None:
+            left_out.scatter_(-1, ids, True)
+        elif self.shard.size:
+            columns, here = self.shard.columns(ids)
+            left_out.scatter_reduce_(-1, columns, here, "amax")
+        return _Vocabulary(self.logits.masked_fill(left_out, -torch.inf), self.shard)
 
 
 def whole_vocabulary(logits: Tensor, shard: VocabularyShard | None, size: int) -> Tensor:

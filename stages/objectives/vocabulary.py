@@ -43,6 +43,12 @@ class VocabularyShard(NamedTuple):
         own = own_chunk(tensor.shape[placement.dim], mesh)  # type: ignore[attr-defined]
         return cls(own.start, len(own), mesh.get_group())
 
+    def columns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The columns of `ids` in this rank's logits, 0 for others', and whether they are here."""
+        columns = ids - self.first
+        here = (columns >= 0) & (columns < self.size)
+        return torch.where(here, columns, 0), here
+
     def largest(self, logits: Tensor) -> Tensor:
         """The largest logit of each token over all ranks (collective); shape (tokens,)."""
         most = logits.new_full((len(logits),), -torch.inf)
@@ -61,9 +67,8 @@ class VocabularyShard(NamedTuple):
     def loss_and_gradient(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The loss summed over target tokens, and its gradient by this rank's `logits` (tokens,
         own rows of the vocabulary) of fp32, in their memory (collective)."""
-        columns = labels - self.first
-        here = (columns >= 0) & (columns < self.size)
-        columns = torch.where(here, columns, 0)[:, None]
+        columns, here = self.columns(labels)
+        columns = columns[:, None]
         largest = self.largest(logits)
         logits.sub_(largest[:, None])
         own = logits.gather(-1, columns)[:, 0] * here if self.size else torch.zeros_like(largest)

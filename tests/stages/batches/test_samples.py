@@ -44,6 +44,9 @@ class Own(Samples):
     def total_targets(self, indices: Any) -> int:
         return super().total_targets(indices) + self.total
 
+    def total_rows(self, indices: Any) -> int:
+        return len(indices)
+
 
 def sample(ids: list[int], labels: list[int], positions: list[int] | None = None) -> Sample:
     places = None if positions is None else np.array(positions)
