@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Annotated, TypeAlias
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, TypeAlias
 
 from annotated_types import Gt
 from pydantic import AfterValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from pipeline import Data, PlanView, Problem
+from pipeline import Data, HasEpochs, PlanView, Problem
 
 _DECIMAL = r"(0?\.[0-9]{0,8}[1-9][0-9]{0,8}|[1-9][0-9]{0,8}(\.[0-9]{1,8})?)"
 _RATIO = r"[1-9][0-9]{0,8}/[1-9][0-9]{0,8}"
@@ -37,9 +37,13 @@ Period: TypeAlias = (
 """A number of steps, or a part of an epoch: `1 epoch`, `0.25 epochs`, `1/3 epochs`."""
 
 
-def epoch_problems(plan: PlanView, **periods: int | str | None) -> Iterator[Problem]:
-    """Yield the fields that count epochs, where the data slot knows of none."""
-    if all(getattr(stage, "has_epochs", True) for stage in plan.giving(Data)):
+def epoch_problems(
+    trains: Iterable[Any], plan: PlanView, **periods: int | str | None
+) -> Iterator[Problem]:
+    """Yield the fields that count epochs of the data that stages train on, where those know of
+    none."""
+    given = [plan.producer(train, Data) for train in trains]
+    if all(data.has_epochs for data in given if isinstance(data, HasEpochs)):
         return
     for key, period in periods.items():
         if isinstance(period, str):

@@ -14,6 +14,7 @@ def profiled_recipe(plan: Plan, steps: Sequence[int]) -> str:
     """Return the recipe as text; `steps` are numbers from 1. Raises UsageError for one that does
     not train, or whose training cannot be shortened."""
     content = plan.recipe.public()
-    trial = Trial(steps=max(steps), profile=tuple(steps), shares=plan.view.data_ranks)
+    shares = next((plan.view.data_ranks(train.stage) for train in plan.trainings), 1)
+    trial = Trial(steps=max(steps), profile=tuple(steps), shares=shares)
     recipe = {**content, "stages": shortened_slots(plan, trial)}
     return render({key: value for key, value in recipe.items() if key != "dry_run"})

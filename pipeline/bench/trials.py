@@ -14,7 +14,6 @@ from pydantic import ValidationError
 from pipeline.bench.results import Row
 from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.chain.registry import Registry
-from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import DividesRanks
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import UsageError
@@ -24,6 +23,8 @@ from pipeline.planning.presets import Strategy
 from pipeline.recipe.dump import render
 from pipeline.recipe.field_docs import plain_value
 from pipeline.recipe.fields import adapter
+from pipeline.recipe.load import reserved
+from pipeline.recipe.nodes import RESERVED
 from pipeline.track.contract import TrackerStage
 
 Slot = Mapping[str, Any]  # `use` and fields, as in a recipe
@@ -57,8 +58,8 @@ class TrialRecipe:
 
 def require_measurable(plan: Plan) -> None:
     """Raise UsageError for a recipe without a strategy, or whose training cannot be shortened."""
-    _wrap_slot(plan)
     shortened_slots(plan, Trial(steps=1))
+    _wrap_slot(plan)
 
 
 def require_unchanged(plan: Plan, overrides: Sequence[str]) -> None:
@@ -98,8 +99,8 @@ def write(
         for procs in counts:
             trial = length.trial(procs, own=plan.view.procs, most=most)
             trial = replace(trial, shares=_shares(strategy.slot, trial.shares, registry))
-            stages = shortened_slots(plan, trial)
-            stages[_wrap_slot(plan).slot] = replacement(strategy.slot, trial, registry)
+            stages, wrap = shortened_slots(plan, trial), _wrap_slot(plan).slot
+            stages[wrap] = {**reserved(stages[wrap]), **replacement(strategy.slot, trial, registry)}
             recipe = {**head, "launch": {"procs": procs, **launch}, **env, "stages": stages}
             row = Row(strategy=strategy.name, use=strategy.use, procs=procs)
             recipes.append(TrialRecipe(row=row, text=render(recipe)))
@@ -125,14 +126,14 @@ def _shares(slot: Slot, procs: int, registry: Registry) -> int:
 
 
 def _wrap_slot(plan: Plan) -> PlannedSlot:
-    for step in plan.steps:
-        if issubclass(step.gives or object, Engine):
-            return step
+    for wrap in map(plan.wrap_of, plan.trainings[:1]):
+        if wrap is not None:
+            return wrap
     raise UsageError(f"recipe `{plan.recipe.name}` has no slot that wraps the model in a strategy")
 
 
 def _fields(slot: Slot) -> dict[str, Any]:
-    return {name: value for name, value in slot.items() if name != "use"}
+    return {name: value for name, value in slot.items() if name not in RESERVED}
 
 
 def shortened_slots(plan: Plan, trial: Trial) -> dict[str, Slot]:
@@ -167,4 +168,4 @@ def replacement(slot: Slot, trial: Trial, registry: Registry) -> Slot:
 
 def _shortened(slot: Slot, planner: Planner[Any], trial: Trial) -> Slot:
     stage = planner.for_benchmark(trial)
-    return slot if stage is planner.stage else {"use": slot["use"], **plain_value(stage)}
+    return slot if stage is planner.stage else {**reserved(slot), **plain_value(stage)}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from pipeline.contracts.signature import Need, needs
 from pipeline.errors import UsageError
 
 T = TypeVar("T")
+Inputs = Mapping[str, str | None]
+"""Parameter of a stage's `run` -> the slot whose artifact it gets; None without one."""
 
 
 class Results(dict[str, Any]):
@@ -36,15 +38,22 @@ class Results(dict[str, Any]):
             raise UsageError(why)
         return found
 
-    def missing(self, owner: object, method: str) -> list[str]:
+    def missing(self, owner: object, method: str, inputs: Inputs | None = None) -> list[str]:
         """Names of the types that a method requires and that no slot has given."""
-        required = (need.type for need in _needs(owner, method) if not need.optional)
-        return [kind.__name__ for kind in required if self.latest(kind) is None]
+        required = (need for need in _needs(owner, method) if not need.optional)
+        return [need.type.__name__ for need in required if self._found(need, inputs) is None]
 
-    def call(self, owner: object, method: str, first: object) -> Any:
-        """Call a method with `first` and the results that its annotations name."""
-        found = {need.parameter: self.latest(need.type) for need in _needs(owner, method)}
+    def call(self, owner: object, method: str, first: object, inputs: Inputs | None = None) -> Any:
+        """Call a method with `first` and the results that its parameters get."""
+        found = {need.parameter: self._found(need, inputs) for need in _needs(owner, method)}
         return getattr(owner, method)(first, **found)
+
+    def _found(self, need: Need, inputs: Inputs | None) -> Any | None:
+        """The result of the slot that `inputs` name for a parameter; of one that they do not name,
+        the latest of its type."""
+        if inputs is not None and need.parameter in inputs:
+            return self.get(inputs[need.parameter] or "")
+        return self.latest(need.type)
 
 
 def _needs(owner: object, method: str) -> tuple[Need, ...]:

@@ -1,12 +1,13 @@
-"""Fields that two stages have in common."""
+"""Fields that two stages have in common, and `takes`, if they take the same."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
 from pipeline.chain.registry import Registry
-from pipeline.contracts.signature import field_types
+from pipeline.contracts.signature import field_types, needs
 from pipeline.errors import PluginError
+from pipeline.recipe.nodes import TAKES
 
 
 def common_fields(registry: Registry) -> Callable[[str, str], Collection[str]]:
@@ -20,6 +21,9 @@ def common_fields(registry: Registry) -> Callable[[str, str], Collection[str]]:
             return ()
         if len(types) < 2:
             return ()
-        return [name for name, kind in types[0].items() if types[1].get(name) == kind]
+        same = [name for name, kind in types[0].items() if types[1].get(name) == kind]
+        return (
+            [*same, TAKES] if needs(registry.load(first)) == needs(registry.load(second)) else same
+        )
 
     return common

@@ -11,8 +11,10 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from pipeline.chain.registry import Registry
+from pipeline.contracts.signature import needs
 from pipeline.recipe.fields import adapter
 from pipeline.recipe.load import HEADER_KEYS, SLOT, Header
+from pipeline.recipe.nodes import TAKES, USE
 
 _REFERENCE = {"type": "string", "pattern": r"\$\{", "description": "an interpolation: ${...}"}
 
@@ -30,7 +32,9 @@ def recipe_schema(registry: Registry) -> dict[str, Any]:
     header = _of(adapter(Header), "#/$defs/{model}")
     definitions = header.pop("$defs", {})
     required = {name: part.pop("required", []) for name, part in parts.items()}
-    definitions.update({name: _with_use(name, part) for name, part in parts.items()})
+    definitions.update(
+        {name: _with_use(name, part, registry.load(name)) for name, part in parts.items()}
+    )
     files = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -82,8 +86,20 @@ def _if_use(name: str) -> dict[str, Any]:
     return {"if": named}
 
 
-def _with_use(name: str, part: dict[str, Any]) -> dict[str, Any]:
-    return {**part, "properties": {"use": {"const": name}, **part.get("properties", {})}}
+def _with_use(name: str, part: dict[str, Any], stage: type) -> dict[str, Any]:
+    slots = {
+        need.parameter: {"type": ["string", "null"] if need.optional else "string"}
+        for need in needs(stage)
+    }
+    takes = {
+        "type": "object",
+        "properties": slots,
+        "additionalProperties": False,
+        "description": "The slots whose results it takes, where another than the latest is meant.",
+    }
+    return {
+        **part, "properties": {USE: {"const": name}, TAKES: takes, **part.get("properties", {})}
+    }  # fmt: skip
 
 
 def _of(kind: TypeAdapter[Any], references: str) -> dict[str, Any]:

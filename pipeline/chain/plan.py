@@ -13,9 +13,11 @@ from pipeline.chain.kinds import wrong_artifact
 from pipeline.chain.names import unpinned
 from pipeline.chain.plugin_code import line_in
 from pipeline.chain.registry import Registry
-from pipeline.chain.wiring import SlotType, inputs, missing_inputs, unread_results
-from pipeline.contracts.signature import needs
+from pipeline.chain.wiring import SlotType, missing_inputs, unread_results, wired, wrong_takes
+from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import Checked, PlanView
+from pipeline.contracts.training import TrainedRun
+from pipeline.contracts.wiring import Wiring
 from pipeline.errors import Location, PluginError, Problem, RecipeError
 from pipeline.hardware.gpus import gpu_count
 from pipeline.recipe import Recipe, SlotSpec, read_recipe, unless_reported
@@ -65,23 +67,20 @@ class Plan:
     hub: tuple[Mapping[str, str], ...] = ()
     """Names of the hub that a start has replaced by commits, as `HubName.record` writes them."""
 
+    @property
+    def trainings(self) -> list[PlannedSlot]:
+        """The slots that train, in order."""
+        return [step for step in self.steps if issubclass(step.gives or object, TrainedRun)]
+
+    def wrap_of(self, train: PlannedSlot) -> PlannedSlot | None:
+        """The slot that wraps the model for a slot that trains; None without one."""
+        *_, first = None, *self.view.wiring.producers(train.slot, Engine)
+        return next((step for step in self.steps if step.slot == first), None)
+
     def last_reader(self, slot: str) -> str | None:
         """The last slot that reads the result of `slot`, directly or inside of another result; None
         without a reader."""
-        order = [step.slot for step in self.steps]
-        readers = set()
-        for step in self.steps:
-            if slot in step.inputs.values():
-                later = self.last_reader(step.slot) if _passes_on(step, slot) else None
-                readers.add(later or step.slot)
-        return max(readers, key=order.index, default=None)
-
-
-def _passes_on(step: PlannedSlot, slot: str) -> bool:
-    """Whether what the step gives is of the kind that it takes from `slot`: it may hold that."""
-    stage: type = type(step.stage)
-    taken = (need.type for need in needs(stage) if step.inputs.get(need.parameter) == slot)
-    return step.gives is not None and any(issubclass(step.gives, kind) for kind in taken)
+        return next(reversed([*self.view.wiring.readers(slot)]), None)
 
 
 def make_plan(
@@ -143,7 +142,7 @@ def load_slots(
     links, stages, problems = [], {}, []
     for slot, spec in recipe.stages.items():
         kind, stage, wrong = _load(slot, spec, registry, recipe.places)
-        links.append(SlotType(slot=slot, use=spec.use, kind=kind))
+        links.append(SlotType(slot=slot, use=spec.use, kind=kind, takes=spec.takes))
         if stage is not None:
             stages[slot] = stage
         problems.extend(wrong)
@@ -168,12 +167,14 @@ def _draft(
     """The plan as far as there is one, and the mistakes. Needs are not looked at in an `incomplete`
     recipe, some of whose slots stand elsewhere."""
     links, stages, problems = load_slots(recipe, registry)
+    wiring = wired(links)
+    problems += wrong_takes(links, recipe.places)
     if not incomplete:
         problems += missing_inputs(links, registry, recipe.places)
     if not problems:
-        problems += unread_results(links, recipe.places)
+        problems += unread_results(links, wiring, recipe.places)
     problems += recipe.replaced
-    view = _view(recipe, stages, started, forecast)
+    view = _view(recipe, stages, wiring, started, forecast)
     for slot, stage in stages.items() if not ran else ():
         problems += _checked(slot, recipe.stages[slot].use, stage, view, recipe.places)
     if pins_asked() and not ran:
@@ -190,10 +191,10 @@ def _draft(
             slot=link.slot,
             use=link.use,
             stage=stages[link.slot],
-            inputs=inputs(links, index),
+            inputs=wiring.inputs[link.slot],
             gives=link.gives,
         )
-        for index, link in enumerate(links)
+        for link in links
         if link.slot in stages
     )
     warnings = tuple(in_order([problem for problem in problems if problem.warning]))
@@ -224,7 +225,9 @@ def _load(
         return kind, None, [Problem(message=str(error), key=key, location=location)]
 
 
-def _view(recipe: Recipe, stages: Mapping[str, Any], started: Started, forecast: bool) -> PlanView:
+def _view(
+    recipe: Recipe, stages: Mapping[str, Any], wiring: Wiring, started: Started, forecast: bool
+) -> PlanView:
     launch, gpus = recipe.launch, gpu_count()
     device: str = launch.device
     if device == "auto":
@@ -236,6 +239,7 @@ def _view(recipe: Recipe, stages: Mapping[str, Any], started: Started, forecast:
         procs=started.procs or per_node * (started.nodes or launch.most_nodes or 1),
         device=device,
         slots=stages,
+        wiring=wiring,
         forecast=forecast,
     )
 

@@ -17,6 +17,7 @@ from pipeline.contracts.signature import field_types, gives, init_fields, name_o
 from pipeline.contracts.stage import TAKES_ARTIFACTS, TAKES_NONE, TAKES_ONE
 from pipeline.contracts.text_model import OpensText
 from pipeline.errors import PluginError
+from pipeline.recipe.nodes import RESERVED
 from pipeline.utils.text import closest
 
 T = TypeVar("T")
@@ -199,8 +200,9 @@ def _fault(stage: object) -> str:
         return "is not a keyword-only dataclass (kw_only=True)"
     if not stage.__doc__ or stage.__doc__.startswith(f"{stage.__name__}("):
         return "has no docstring"
-    if "use" in stage.__dataclass_fields__:
-        return "has a field called `use`, which a recipe cannot set"
+    for name in RESERVED:
+        if name in stage.__dataclass_fields__:
+            return f"has a field called `{name}`, which a recipe cannot set"
     if not callable(getattr(stage, "run", None)):
         return f"has no method `run` ({name_of(stage)})"
     return ""

@@ -1,19 +1,23 @@
-"""Connections between slots: each need is met by the latest slot before it that gives its type."""
+"""Wires between slots: a need is met by the slot that `takes` names for it, or by the latest slot
+before it that gives its type."""
 
 from __future__ import annotations
 
 import contextlib
 from abc import ABC
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Generic
 
+from pipeline.chain.kinds import KINDS
 from pipeline.chain.registry import Registry, kind_of
 from pipeline.contracts.signature import Need, gives, needs
 from pipeline.contracts.stage import Durable
+from pipeline.contracts.wiring import Wiring
 from pipeline.errors import PluginError, Problem
 from pipeline.recipe.nodes import SourceMap
 from pipeline.recipe.shipped import by_use
+from pipeline.utils.text import did_you_mean
 
 _NO_ROLE: set[object] = {object, ABC, Durable, Generic}
 """Bases that say nothing about what an artifact is for."""
@@ -26,17 +30,84 @@ class SlotType:
     slot: str
     use: str
     kind: type | None
+    takes: Mapping[str, str | None] = field(default_factory=dict)
+    """Parameter of `run` -> the slot that the recipe names for it; None leaves it out."""
 
     @property
     def gives(self) -> type | None:
         return gives(self.kind) if self.kind is not None else None
 
 
-def inputs(links: Sequence[SlotType], index: int) -> dict[str, str | None]:
-    """Parameter of the slot at `index` -> the latest earlier slot that gives it, or None."""
-    kind = links[index].kind
-    assert kind is not None
-    return {need.parameter: _producer(need, links[:index]) for need in needs(kind)}
+def wired(links: Sequence[SlotType]) -> Wiring:
+    """The wires of a recipe. A parameter without a slot before it that can give its type has
+    none."""
+    found = {}
+    for index, link in enumerate(links):
+        wanted = needs(link.kind) if link.kind is not None else ()
+        found[link.slot] = {need.parameter: _giver(need, links, index) for need in wanted}
+    return Wiring(kinds={link.slot: link.kind for link in links}, inputs=found)
+
+
+def _giver(need: Need, links: Sequence[SlotType], index: int) -> str | None:
+    """The slot that gives the slot at `index` what it needs."""
+    earlier, takes = links[:index], links[index].takes
+    if need.parameter not in takes:
+        return _producer(need, earlier)
+    able = (link.slot for link in earlier if _meets(link.gives, need))
+    return next((slot for slot in able if slot == takes[need.parameter]), None)
+
+
+def wrong_takes(links: Sequence[SlotType], places: SourceMap) -> Iterator[Problem]:
+    """A problem for every name in `takes` that is no parameter, or no slot that can give it."""
+    for index, link in enumerate(links):
+        if link.kind is None:
+            continue
+        wanted = {need.parameter: need for need in needs(link.kind)}
+        for parameter, slot in link.takes.items():
+            path = ("stages", link.slot, "takes", parameter)
+            if parameter not in wanted:
+                message, hint = _no_parameter(parameter, link, wanted)
+                place = places.key(path)
+            else:
+                message, hint = _no_giver(wanted[parameter], slot, links, index, places)
+                place = places.value(path)
+            if message:
+                key = f"{link.slot}.takes.{parameter}"
+                yield Problem(message=message, key=key, hint=hint, location=place)
+
+
+def _no_parameter(parameter: str, link: SlotType, wanted: Mapping[str, Need]) -> tuple[str, str]:
+    known = ", ".join(f"{name} ({need.type.__name__})" for name, need in wanted.items())
+    hint = did_you_mean(parameter, wanted) or (f"it takes {known}" if known else "leave it out")
+    return f"`{link.use}` takes no `{parameter}`", hint
+
+
+def _no_giver(
+    need: Need, slot: str | None, links: Sequence[SlotType], index: int, places: SourceMap
+) -> tuple[str, str]:
+    """Message and hint about the slot that is named for a need; empty if it gives that."""
+    link, wanted = links[index], f"{need.parameter} ({need.type.__name__})"
+    able = [one.slot for one in links[:index] if _meets(one.gives, need)]
+    hint = f"slots that do: {', '.join(able)}" if able else ""
+    named = next((one for one in links if one.slot == slot), None)
+    if slot in able or (slot is None and need.optional) or (named and named.kind is None):
+        return "", ""
+    if slot is None:
+        return f"`{link.use}` needs its {wanted}", hint.replace("that do", "that give one")
+    if named is None:
+        return f"there is no slot `{slot}`", did_you_mean(slot, able)
+    if not _meets(named.gives, need):
+        given = named.gives.__name__ if named.gives is not None else "nothing"
+        return f"slot `{slot}` ({named.use}) gives {given}, not the {wanted} of `{link.use}`", hint
+    if named is link:
+        return "a slot cannot take its own result", hint.replace(
+            "that do", "before it that give one"
+        )
+    place = places.key(("stages", slot))
+    return (
+        f"slot `{slot}` comes after this one",
+        f"move slot `{slot}` ({place}) before `{link.slot}`",
+    )
 
 
 def missing_inputs(
@@ -50,7 +121,9 @@ def missing_inputs(
         if link.kind is None or any(other.kind is None for other in earlier):
             continue
         for need in needs(link.kind):
-            if need.optional or need.type in absent or _producer(need, earlier) is not None:
+            if need.optional or need.type in absent or need.parameter in link.takes:
+                continue
+            if _giver(need, links, index) is not None:
                 continue
             if not any(_alike(other.gives, need.type) for other in links):
                 absent.add(need.type)
@@ -58,17 +131,17 @@ def missing_inputs(
     return problems
 
 
-def unread_results(links: Sequence[SlotType], places: SourceMap) -> list[Problem]:
+def unread_results(links: Sequence[SlotType], wiring: Wiring, places: SourceMap) -> list[Problem]:
     """A mistake for every result that no slot reads though another slot gives such a result too, or
     an earlier slot could have read it; and otherwise a warning, in a chain that leads to a result
     that lasts. Those may be read by nobody: they are what a run is for."""
     if any(link.kind is None for link in links):
         return []
-    taken = [set(inputs(links, index).values()) for index in range(len(links))]
-    read = {slot for slots in taken for slot in slots}
+    read = {slot for inputs in wiring.inputs.values() for slot in inputs.values()}
     leads = any(_lasts(link) for link in links)
     problems = []
-    for index, (link, own) in enumerate(zip(links, taken, strict=True)):
+    for index, link in enumerate(links):
+        own = wiring.inputs[link.slot].values()
         if link.gives is None or _lasts(link) or link.slot in read:
             continue
         alike = [o for o in links if o is not link and _alike(o.gives, link.gives)]
@@ -132,7 +205,13 @@ def position(kind: type, links: Sequence[SlotType]) -> str:
 
 
 def _producer(need: Need, earlier: Sequence[SlotType]) -> str | None:
-    return next((link.slot for link in reversed(earlier) if _meets(link.gives, need)), None)
+    """The latest slot that gives what is needed; None where one would whose stage is not known."""
+    for link in reversed(earlier):
+        if link.kind is None and issubclass(KINDS.get(kind_of(link.use), object), need.type):
+            return None
+        if _meets(link.gives, need):
+            return link.slot
+    return None
 
 
 def _meets(given: type | None, need: Need) -> bool:

@@ -101,6 +101,7 @@ def _overrides(context: click.Context, typed: str) -> Iterator[str]:
     """Yield `slot.field=` for every field of the recipe's stages, and the values of a field whose
     values are known."""
     from pipeline.chain.registry import Registry
+    from pipeline.contracts.signature import needs
     from pipeline.execution import rundir
     from pipeline.recipe import read_recipe
     from pipeline.recipe.launch import Launch
@@ -110,10 +111,13 @@ def _overrides(context: click.Context, typed: str) -> Iterator[str]:
     recipe, _ = read_recipe(named / rundir.RECIPE if named.is_dir() else named)
     if recipe is None:
         return
-    registry = Registry.installed()
+    registry, earlier = Registry.installed(), list[str]()
     kinds = dict(_fields("launch", Launch))
     for slot, spec in recipe.stages.items():
         kinds |= _fields(slot, registry.load(spec.use))
+        taken = (need.parameter for need in needs(registry.load(spec.use)))
+        kinds |= {f"{slot}.takes.{parameter}": Literal[tuple(earlier)] for parameter in taken}
+        earlier.append(slot)
         kinds[f"{slot}.use"] = Literal[tuple(_alternatives(spec.use, registry))]
     key, head = _key_in(typed, context.params.get("overrides") or ())
     if key is None:

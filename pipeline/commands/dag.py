@@ -40,7 +40,9 @@ def _text(plan: Plan) -> Iterator[str]:
 
     rows = [("slot", "stage", "reads", "returns")]
     for step in plan.steps:
-        reads = ", ".join(slot for slot in step.inputs.values() if slot is not None)
+        named = plan.recipe.stages[step.slot].takes
+        wires = [(name, slot) for name, slot in step.inputs.items() if slot is not None]
+        reads = ", ".join(f"{name}: {slot}" if name in named else slot for name, slot in wires)
         rows.append((step.slot, step.use, reads, "" if step.gives is None else step.gives.__name__))
     return align(rows, left=4)
 
@@ -63,6 +65,7 @@ def _json(plan: Plan) -> Iterator[str]:
             "slot": step.slot,
             "use": step.use,
             "inputs": dict(step.inputs),
+            "takes": dict(plan.recipe.stages[step.slot].takes),
             "returns": step.gives and step.gives.__name__,
         }
         for step in plan.steps

@@ -24,7 +24,7 @@ from pipeline.importing.unknown_keys import of_other_tools, plan_recipe
 from pipeline.recipe import Header, Recipe, read_recipe, unless_reported
 from pipeline.recipe.dump import render
 from pipeline.recipe.field_docs import plain_value
-from pipeline.recipe.load import HEADER_KEYS
+from pipeline.recipe.load import HEADER_KEYS, reserved
 from pipeline.recipe.nodes import KeyPath
 from pipeline.utils import terminal
 from pipeline.utils.terminal import bare
@@ -85,7 +85,7 @@ def _resolved(
     header = plain_value(Header(**{key: getattr(recipe, key) for key in HEADER_KEYS}))
     written = public.get("stages") or {}
     slots = {
-        slot: {"use": written[slot]["use"], **_filled(plain_value(stage), written[slot])}
+        slot: {**reserved(written[slot]), **_filled(plain_value(stage), written[slot])}
         for slot, stage in stages.items()
     }
     return recipe, {**_filled(header, public), "stages": slots}

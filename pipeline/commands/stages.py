@@ -69,7 +69,10 @@ def _explained(name: str, registry: Registry) -> dict[str, Any]:
         "distribution": entry.distribution,
         "version": entry.version,
         "doc": inspect.cleandoc(kind.__doc__ or ""),
-        "needs": [{"type": need.type.__name__, "optional": need.optional} for need in needs(kind)],
+        "needs": [
+            {"parameter": need.parameter, "type": need.type.__name__, "optional": need.optional}
+            for need in needs(kind)
+        ],
         "returns": given.__name__ if given else None,
         "fields": [dataclasses.asdict(row) for row in field_rows(kind)],
     }
@@ -81,7 +84,7 @@ def _page(explained: dict[str, Any]) -> Iterator[str]:
     yield explained["doc"]
     yield ""
     wanted = [
-        f"{need['type']} (optional)" if need["optional"] else need["type"]
+        f"{need['parameter']} ({need['type']}{', optional' if need['optional'] else ''})"
         for need in explained["needs"]
     ]
     yield f"needs: {', '.join(wanted) or 'nothing'}"

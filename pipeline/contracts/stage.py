@@ -20,8 +20,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from pipeline.contracts.wiring import Wiring
 from pipeline.errors import Problem
 
 if TYPE_CHECKING:
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from pipeline.execution.metrics import Metrics
     from pipeline.utils.hub import HubName
 
-T = TypeVar("T")
 ENGINE_FILE, ENVIRONMENT_FILE = "engine.json", "environment.json"
 """Files of a run's folder: facts of the live engine; packages and machine of the newest start."""
 
@@ -69,7 +69,7 @@ class NeedsResources(Protocol):
 
     def resource_needs(self, ctx: Context, *artifacts: Any) -> Iterable[ResourceNeed]:
         """Yield each need. Called on rank 0 alone, before training, as soon as the artifacts of the
-        method's annotations are there."""
+        method's annotations are there. A parameter with the name of one of `run` gets the same."""
 
 
 @runtime_checkable
@@ -128,40 +128,50 @@ class PlanView:
     """`cpu` or `cuda`, as asked; `auto` is already decided."""
     slots: Mapping[str, Any]
     """Slot name -> stage instance, in order. Slots with mistakes of their own are missing."""
+    wiring: Wiring
+    """The slot that gives each slot its artifacts; slots with mistakes are in it."""
     forecast: bool = False
     """Whether only the resource needs are predicted and nothing will run: files that only a run
     reads may still be missing."""
 
-    @property
-    def data_ranks(self) -> int:
-        """Number of shares into which a step's samples are divided."""
+    def slot(self, stage: Any) -> str:
+        """The slot of a stage; empty if it is in none."""
+        return next((slot for slot, other in self.slots.items() if other is stage), "")
+
+    def producer(self, stage: Any, artifact: type) -> Any | None:
+        """The stage whose `artifact` a stage gets; None without one, or if it has mistakes."""
+        return self.slots.get(self.wiring.producer(self.slot(stage), artifact) or "")
+
+    def producers(self, stage: Any, artifact: type) -> Iterator[Any]:
+        """The stage whose `artifact` a stage gets, then the one whose artifact that has changed,
+        and so on to the first: an average, then the engine under it."""
+        found = self.wiring.producers(self.slot(stage), artifact)
+        yield from (self.slots[slot] for slot in found if slot in self.slots)
+
+    def readers(self, stage: Any) -> Iterator[Any]:
+        """The stages that get a stage's artifact, or one that was made of it, in order."""
+        found = self.wiring.readers(self.slot(stage))
+        yield from (self.slots[slot] for slot in found if slot in self.slots)
+
+    def too_late(self, stage: Any, artifact: type) -> str | None:
+        """The first slot before that of a stage which gives `artifact`, if no slot does that gets
+        the stage's own; None otherwise."""
+        wires, own = self.wiring, self.slot(stage)
+        if any(wires.gives(slot, artifact) for slot in wires.readers(own)):
+            return None
+        first = next((slot for slot in wires.kinds if wires.gives(slot, artifact)), own)
+        order = list(wires.kinds)
+        return first if own and order.index(first) < order.index(own) else None
+
+    def data_ranks(self, stage: Any) -> int:
+        """Number of shares into which a step's samples are divided by the engine that a stage gets;
+        0 if the processes do not divide."""
         from pipeline.contracts.engine import Engine
 
-        for stage in self.giving(Engine):
-            if isinstance(stage, DividesRanks):
-                return stage.data_ranks(self.procs)
+        for wrap in self.producers(stage, Engine):
+            if isinstance(wrap, DividesRanks):
+                return wrap.data_ranks(self.procs)
         return self.procs
-
-    def find(self, kind: type[T]) -> T | None:
-        """The first slot's stage that is an instance of `kind`."""
-        return next((stage for stage in self.slots.values() if isinstance(stage, kind)), None)
-
-    def giving(self, artifact: type) -> Iterator[Any]:
-        """Stages whose `run` gives `artifact` or a subclass of it."""
-        from pipeline.contracts.signature import gives
-
-        for stage in self.slots.values():
-            given = gives(type(stage))
-            if given is not None and issubclass(given, artifact):
-                yield stage
-
-    def before(self, stage: Any, artifact: type) -> str | None:
-        """The first slot before that of `stage` which gives `artifact` or a subclass of it; None
-        without one."""
-        givers = {id(giver) for giver in self.giving(artifact)}
-        slots = list(self.slots.items())
-        place = next((at for at, (_, other) in enumerate(slots) if other is stage), 0)
-        return next((slot for slot, other in slots[:place] if id(other) in givers), None)
 
 
 @dataclass(kw_only=True)

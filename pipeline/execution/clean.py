@@ -17,6 +17,7 @@ from pipeline.checkpoint import Retention, location
 from pipeline.checkpoint.local_store import LocalStore, is_leftover
 from pipeline.checkpoint.retention import unneeded
 from pipeline.contracts.export import ExportedModel
+from pipeline.contracts.traits import RetainsCheckpoints
 from pipeline.errors import PipeError, in_words
 from pipeline.execution import rundir
 from pipeline.execution.export_recipe import EXPORTS
@@ -150,8 +151,8 @@ def _named(journal: Journal) -> Iterator[str]:
 
 def _retention(plan: Plan) -> Retention:
     """Return the rules of the recipe's checkpoint stage, with one newest in place of several."""
-    given = (getattr(step.stage, "retention", None) for step in plan.steps)
-    rules = next((found for found in given if isinstance(found, Retention)), Retention())
+    given = [one.stage for one in plan.steps if isinstance(one.stage, RetainsCheckpoints)]
+    rules = given[0].retention if given else Retention()
     return rules.model_copy(update={"last": 1})
 
 

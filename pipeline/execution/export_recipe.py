@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.chain.registry import Registry
-from pipeline.chain.wiring import SlotType, inputs
+from pipeline.chain.wiring import SlotType, wired
 from pipeline.checkpoint import location
 from pipeline.checkpoint.retention import best_of
 from pipeline.checkpoint.store import step_number
@@ -137,14 +137,13 @@ def _kept(recipe: str, content: Mapping[str, Any], trained: dict[str, Any]) -> S
     links = list(_links(content))
     ends = [link.slot for link in links if _gives(link, ExportedModel)][-1:]
     kept = set(ends or (link.slot for link in links if _gives(link, ModelSource | TrainedRun)))
-    slots: Slots = {}
-    for number, link in reversed(list(enumerate(links))):
+    slots, inputs = Slots(), wired(links).inputs
+    for link in reversed(links):
         if link.slot in kept and _gives(link, TrainedRun):
             slots[link.slot] = dict(trained)
         elif link.slot in kept:
             slots[link.slot] = dict(content[link.slot])
-            found = inputs(links, number) if link.kind is not None else {}
-            kept |= {slot for slot in found.values() if slot is not None}
+            kept |= {slot for slot in inputs[link.slot].values() if slot is not None}
     if trained not in slots.values():
         raise UsageError(f"recipe `{recipe}` has no slot that trains")
     return dict(reversed(slots.items()))
@@ -189,7 +188,7 @@ def _links(slots: Mapping[str, Any]) -> Iterator[SlotType]:
         kind = None
         with contextlib.suppress(PluginError, KeyError):
             kind = registry.load(spec["use"])
-        yield SlotType(slot=slot, use=spec["use"], kind=kind)
+        yield SlotType(slot=slot, use=spec["use"], kind=kind, takes=spec.get("takes") or {})
 
 
 def _gives(link: SlotType, kinds: Any) -> bool:

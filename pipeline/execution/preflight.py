@@ -33,9 +33,9 @@ def look_ahead(plan: Plan, ctx: Context, artifacts: Artifacts, slots: frozenset[
     known = _in_order(plan, artifacts)
     for step in plan.steps:
         asked = step.slot in slots and isinstance(step.stage, NeedsResources)
-        if asked and not known.missing(step.stage, "resource_needs"):
+        if asked and not known.missing(step.stage, "resource_needs", step.inputs):
             own = dataclasses.replace(ctx, slot=step.slot)
-            needs += known.call(step.stage, "resource_needs", own)
+            needs += known.call(step.stage, "resource_needs", own, step.inputs)
     require_resources(needs)
 
 
@@ -80,10 +80,12 @@ def _run_stages(
             artifacts[step.slot] = TrainedRun(checkpoint=checkpoints.finish(), progress=Progress())
             continue
         known = _in_order(plan, artifacts)
-        if not isinstance(step.stage, RunsDry) or known.missing(step.stage, "run_dry"):
+        dry = isinstance(step.stage, RunsDry)
+        if not dry or known.missing(step.stage, "run_dry", step.inputs):
             continue
         ctx.log.info("dry run: %s: %s", step.slot, step.use)
-        made = known.call(step.stage, "run_dry", dataclasses.replace(ctx, slot=step.slot))
+        own = dataclasses.replace(ctx, slot=step.slot)
+        made = known.call(step.stage, "run_dry", own, step.inputs)
         artifacts[step.slot] = made
         checkpoints = made if isinstance(made, Checkpoints) else checkpoints
         stack.callback(getattr(made, "close", lambda: None))

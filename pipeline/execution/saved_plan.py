@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.errors import PlanDrift, UsageError, first_mistake, in_words
 from pipeline.recipe.field_docs import plain_value
+from pipeline.recipe.load import reserved
 from pipeline.utils.foreign import read_whole
 
 VERSION: Final = 3
@@ -26,7 +27,7 @@ class Identity(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
     stages: dict[str, dict[str, Any]]
-    """Slot -> `use` and every field with its checked value, defaults too. Values from the
+    """Slot -> `use`, `takes` and every field with its checked value, defaults too. Values from the
     environment stay as written, and files beside a file of the recipe are named from `folder`."""
     folder: str
     """The recipe's folder, which `./` stands for. Not compared."""
@@ -59,7 +60,7 @@ def identity(plan: Plan, per_node: int | None) -> Identity:
     def fields(step: PlannedSlot) -> dict[str, Any]:
         plain = _portable(plain_value(step.stage), folders)
         shown: dict[str, Any] = _public(plain, written[step.slot])
-        return {"use": step.use, **shown}
+        return {**reserved(written[step.slot]), **shown}
 
     return Identity(
         stages={step.slot: fields(step) for step in plan.steps},

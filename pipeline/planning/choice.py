@@ -10,11 +10,10 @@ from dataclasses import replace
 from itertools import groupby
 
 from pipeline.chain.plan import PlannedSlot
-from pipeline.contracts.engine import Engine
 from pipeline.errors import PipeError, RecipeError, StageError, UsageError
 from pipeline.planning.hardware import BETWEEN, INSIDE
 from pipeline.planning.memory_plan import MemoryPlan
-from pipeline.planning.planner import Tier
+from pipeline.planning.planner import Tier, planned
 from pipeline.planning.presets import Strategy, in_order
 from pipeline.planning.search import Candidate, Changes, SearchBase, best, most_saving, relaxed
 from pipeline.planning.topology import Topology
@@ -135,10 +134,11 @@ def remedies(memory_plan: MemoryPlan, base: SearchBase) -> Iterator[Candidate]:
     own = relaxed(most_saving(base, {}))
     if own.fits:
         yield own
-    wraps = [one for one in memory_plan.plan.steps if issubclass(one.gives or object, Engine)]
+    train = planned(memory_plan.plan)
+    wrap = None if train is None else memory_plan.plan.wrap_of(train)
     known = in_order(base.registry)
-    others = [one for one in known for step in wraps[:1] if not _is(step, one)]
-    slot = wraps[0].slot if wraps else ""
+    others = [one for one in known if wrap is not None and not _is(wrap, one)]
+    slot = "" if wrap is None else wrap.slot
     tried, _ = choose(base, suited(others, memory_plan.topology), slot)
     if tried and tried[0].fits:
         yield tried[0]

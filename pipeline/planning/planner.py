@@ -13,7 +13,7 @@ Importing a planner imports no torch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pipeline.chain.binding import Results
 from pipeline.chain.registry import Plugins
 from pipeline.contracts.data import Data
-from pipeline.contracts.engine import Engine
-from pipeline.contracts.training import TrainedRun
 from pipeline.errors import UsageError
 from pipeline.planning.shapes import SampleShape, Step
 from pipeline.planning.topology import Division, Topology
@@ -207,14 +205,15 @@ class Job:
         """The job of a recipe. Raises UsageError if no slot forecasts the length of its samples, or
         a slot trains without a planner."""
         planners = Planners.installed().of(plan)
-        topology = dataclasses.replace(topology, shares=plan.view.data_ranks)
-        wraps = [one.slot for one in plan.steps if issubclass(one.gives or object, Engine)]
-        divisions = [planners[slot].division(topology) for slot in wraps if slot in planners]
-        division = next((one for one in divisions if one is not None), None)
-        if division is not None:
-            topology = dataclasses.replace(topology, stages=division.stages)
         silent = {one.slot: _no_planner(one) for one in plan.steps if one.slot not in planners}
         require_told(plan, silent)
+        train = planned(plan)
+        if train is not None:
+            topology = dataclasses.replace(topology, shares=plan.view.data_ranks(train.stage))
+        wrap = None if train is None else plan.wrap_of(train)
+        division = None if wrap is None else planners[wrap.slot].division(topology)
+        if division is not None:
+            topology = dataclasses.replace(topology, stages=division.stages)
         results, _ = forecasts(plan, topology, planners, Results())
         samples, step = results.latest(SampleShape), results.latest(Step)
         if samples is None:
@@ -225,12 +224,21 @@ class Job:
         )  # fmt: skip
 
 
+def planned(plan: Plan, silent: Collection[str] = ()) -> PlannedSlot | None:
+    """The training that is planned: the last with a planner that is none of the silent slots, or
+    else the last."""
+    known = Planners.installed()
+    told = [one for one in plan.trainings if one.use in known and one.slot not in silent]
+    return next(reversed(told or plan.trainings), None)
+
+
 def require_told(plan: Plan, silent: Mapping[str, str]) -> None:
-    """Raise UsageError if the slot that wraps the model, or one that trains, is one of the silent
-    slots, which have a sentence that says why: without their forecasts there is no plan."""
-    wraps = [one.slot for one in plan.steps if issubclass(one.gives or object, Engine)][:1]
-    trains = [one.slot for one in plan.steps if issubclass(one.gives or object, TrainedRun)]
-    why = dict.fromkeys(silent[slot] for slot in (*wraps, *trains) if slot in silent)
+    """Raise UsageError if the training that is planned, or the slot that wraps its model, is one of
+    the silent slots, which have a sentence that says why: without their forecasts there is no
+    plan."""
+    train = planned(plan, silent)
+    needed = () if train is None else (plan.wrap_of(train), train)
+    why = dict.fromkeys(silent[one.slot] for one in needed if one and one.slot in silent)
     if why:
         raise UsageError(f"this recipe cannot be planned: {'; '.join(why)}")
 

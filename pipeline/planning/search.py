@@ -228,7 +228,7 @@ def _offered(plan: Plan) -> list[AppliedSaving]:
     """Savings that the planners of all slots offer, in order."""
     found = []
     for slot, planner in Planners.installed().of(plan).items():
-        for saving in planner.savings(plan.view.data_ranks):
+        for saving in planner.savings(plan.view.data_ranks(planner.stage)):
             if saving.order == AWAY and plan.view.device == "cpu":
                 continue  # the host is the device
             changed = [(slot, saving.fields)]

@@ -11,7 +11,7 @@ from pipeline.contracts.signature import dataclasses_in, field_types
 from pipeline.errors import Problem
 from pipeline.recipe.dump import inline
 from pipeline.recipe.field_example import Adapter, example
-from pipeline.recipe.nodes import KeyPath, SourceMap, dotted, lookup
+from pipeline.recipe.nodes import TAKES, KeyPath, SourceMap, dotted, lookup
 from pipeline.recipe.scalars import what_to_write
 from pipeline.recipe.unknown import MissingKey, UnknownKey
 from pipeline.utils.text import closest, did_you_mean
@@ -197,7 +197,10 @@ def _hint(fault: _Fault, kind: type) -> str:
     field, _, value = name.partition(" ")
     if value and field in _known(fault, kind):  # in braces, where YAML takes it for a key
         return f"a colon is missing: write `{field}: {value.strip()}`"
-    return did_you_mean(name, _known(fault, kind))
+    known = _known(fault, kind)
+    if len(fault.path) == 1 and hasattr(kind, "run") and closest(name, [*known, TAKES]) == TAKES:
+        return f"did you mean `{TAKES}`?"
+    return did_you_mean(name, known)
 
 
 def _known(fault: _Fault, kind: type) -> list[str]:

@@ -19,7 +19,7 @@ from pipeline.recipe.includes import Sources
 from pipeline.recipe.interpolation import resolve
 from pipeline.recipe.launch import Launch
 from pipeline.recipe.merge import drop_removed
-from pipeline.recipe.nodes import KeyPath, Node, SourceMap, places_of, plain
+from pipeline.recipe.nodes import RESERVED, KeyPath, Node, SourceMap, places_of, plain
 from pipeline.recipe.overrides import apply, put
 from pipeline.recipe.replaced import Common, lost
 from pipeline.recipe.unknown import MissingKey, NoSlot, UnknownKey
@@ -57,6 +57,8 @@ class SlotSpec:
     use: str
     """Empty when the recipe does not say (that is a problem already reported)."""
     fields: Mapping[str, Any]
+    takes: Mapping[str, str | None] = field(default_factory=dict)
+    """Parameter of the stage's `run` -> the slot whose artifact it gets; None leaves it out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,8 +179,11 @@ def _slots(stages: Any, places: SourceMap) -> tuple[dict[str, SlotSpec], list[Pr
     for slot, value in stages.items():
         problems.extend(_wrong_slot(slot, value, places))
         fields = dict(value) if isinstance(value, Mapping) else {}
-        use = fields.pop("use", None)
-        slots[slot] = SlotSpec(use=use if isinstance(use, str) else "", fields=fields)
+        use, takes = fields.pop("use", None), fields.pop("takes", None)
+        if _wrong_takes(takes):
+            takes = None
+        use = use if isinstance(use, str) else ""
+        slots[slot] = SlotSpec(use=use, fields=fields, takes=takes or {})
     return slots, problems
 
 
@@ -197,6 +202,12 @@ def _wrong_slot(slot: str, value: Any, places: SourceMap) -> list[Problem]:
         place = places.value(path)
         problems.append(NoSlot(message=message, key=slot, hint=hint, location=place, name=slot))
         return problems
+    if _wrong_takes(value.get("takes")):
+        message = "must say which slot gives each artifact"
+        hint = "such as `takes: {engine: wrap}`; `pipe dag` shows what each slot reads"
+        place = places.value((*path, "takes"))
+        key = f"{slot}.takes"
+        problems.append(Problem(message=message, key=key, hint=hint, location=place))
     use = value.get("use")
     if not isinstance(use, str) or not use:
         key, hint = f"{slot}.use", "`pipe stages` lists them"
@@ -207,6 +218,13 @@ def _wrong_slot(slot: str, value: Any, places: SourceMap) -> list[Problem]:
             place = places.key(path)
             problems.append(MissingKey(message="is missing", key=key, hint=hint, location=place))
     return problems
+
+
+def _wrong_takes(takes: Any) -> bool:
+    """Whether `takes` is anything but a mapping of parameters to slots."""
+    if not isinstance(takes, Mapping):
+        return takes is not None
+    return not all(isinstance(slot, str | None) for slot in takes.values())
 
 
 def _as_slot(slot: str, value: Any, *, command_line: bool) -> str:
@@ -220,6 +238,11 @@ def _as_slot(slot: str, value: Any, *, command_line: bool) -> str:
         return f"write `{slot}: {{use: ...}}`; `pipe stages` lists the stages"
     use = value if "." in value else f"{slot}.{value}"
     return f"write {slot}.use={use}" if command_line else f"write `{slot}: {{use: {use}}}`"
+
+
+def reserved(slot: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a slot that are no fields of its stage."""
+    return {key: slot[key] for key in RESERVED if slot.get(key)}
 
 
 def unless_reported(problems: list[Problem], reported: list[Problem]) -> list[Problem]:

@@ -11,6 +11,9 @@ from pipeline.recipe.scalars import Scalar
 
 KeyPath = tuple[str | int, ...]
 """Keys and list indexes from the recipe's root: `("stages", "train", "steps")`."""
+USE, TAKES = RESERVED = "use", "takes"
+"""Keys of a slot that are no fields of its stage: the stage's name, and the slots that give its
+artifacts."""
 
 
 @dataclass(frozen=True, kw_only=True)

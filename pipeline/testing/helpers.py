@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.chain.wiring import SlotType, wired
 from pipeline.contracts.stage import Context, PlanView
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import Location, Problem
@@ -19,7 +20,11 @@ def plan_view(
     slots: Mapping[str, Any] | None = None, *, procs: int = 1, device: str = "cpu"
 ) -> PlanView:
     """The argument of a stage's `check`: stages by slot, and how they will be launched."""
-    return PlanView(name="test", seed=0, procs=procs, device=device, slots=slots or {})
+    stages = slots or {}
+    links = [SlotType(slot=slot, use="", kind=type(stage)) for slot, stage in stages.items()]
+    return PlanView(
+        name="test", seed=0, procs=procs, device=device, slots=stages, wiring=wired(links)
+    )
 
 
 def problems(

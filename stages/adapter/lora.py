@@ -90,7 +90,7 @@ class Lora:
 
         if importlib.util.find_spec("peft") is None:
             yield Problem(message="needs peft", hint="pip install 'pipetrain[adapter]'")
-        builder = plan.before(self, Engine)
+        builder = plan.too_late(self, Engine)
         if builder is not None:
             message = f"stands after slot `{builder}`, which builds the model, and changes nothing"
             yield Problem(message=message, hint="move it up, after the model slot")
@@ -109,6 +109,16 @@ class Lora:
         if self.start_from is not None:
             for message, hint in differences(self, Path(self.start_from).expanduser()):
                 yield Problem(key="start_from", message=message, hint=hint)
+
+    def needs_whole_weights(self) -> Iterator[tuple[str, str]]:
+        if self.dora:
+            message = (
+                "DoRA takes the lengths of whole rows of weights, and ranks have parts of them"
+            )
+            yield message, "set dora: false"
+        if self.quantize is not None:
+            message = "packed weights of 4 bits are not divided by rows and columns"
+            yield message, "leave out quantize"
 
     @property
     def misses_experts(self) -> bool:
@@ -134,9 +144,9 @@ class Lora:
 def _frozen_random(stage: Lora, plan: PlanView) -> Iterator[Problem]:
     """Yield a mistake for weights that are drawn at random, that the data train on, and that stay
     frozen: rows of the vocabulary for new tokens, and `new_weights`."""
-    from stages.model.hf import HfModel
+    from stages.model.config_checks import hf_model
 
-    model = plan.find(HfModel)
+    model = hf_model(stage, plan)
     if model is None:
         return
     for new in model.new_weights:
@@ -201,12 +211,9 @@ def _new_rows(model: HfModel) -> int:
 
 def _skipped_experts(stage: Lora, plan: PlanView) -> Iterator[Problem]:
     """Yield a warning if the recipe's model has experts, by its config."""
-    from stages.model.config_checks import has_experts
-    from stages.model.hf import HfModel
-    from stages.model.read import config_at_hand
+    from stages.model.config_checks import config_of, has_experts
 
-    model = plan.find(HfModel)
-    if has_experts((model and config_at_hand(model)) or {}):
+    if has_experts(config_of(stage, plan) or {}):
         included = "target_parameters: [experts.gate_up_proj, experts.down_proj] includes them"
         whole = "train_also: ['*.experts.*'] trains them as a whole"
         yield Problem(

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from pipeline import PlanView, Problem
 from pipeline.utils import closest
 from stages.model.compat import is_multimodal
-from stages.model.hf import HfModel
-from stages.model.read import config_at_hand
+from stages.model.config_checks import config_of, hf_model
 from stages.model.source_text_compat import lacks_name, linear_names
 
 if TYPE_CHECKING:
@@ -20,9 +19,9 @@ if TYPE_CHECKING:
 def unmatched_targets(stage: Lora, plan: PlanView) -> Iterator[Problem]:
     """The problem of each target with a name that the model's source does not have. A name that it
     has can still be that of no linear layer, which the run finds when it builds the model."""
-    model = plan.find(HfModel)
-    config = None if model is None or model.trust_remote_code else config_at_hand(model)
-    if config is None or is_multimodal(config):
+    config, model = config_of(stage, plan), hf_model(stage, plan)
+    foreign = model is not None and model.trust_remote_code
+    if config is None or foreign or is_multimodal(config):
         return
     kind = str(config.get("model_type"))
     linear = () if isinstance(stage.targets, str) else stage.targets

@@ -35,9 +35,13 @@ class EmaAverage:
     of the rank's part of the weights."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        if plan.before(self, Checkpoints) is not None:
-            message = "the checkpoint slot comes before this one and would not save the average"
-            yield Problem(message=message, hint="put this slot between wrap and checkpoint")
+        for train in plan.readers(self):
+            saving = plan.producer(train, Checkpoints)
+            if saving is not None and not any(
+                one is self for one in plan.producers(saving, Engine)
+            ):
+                message = "the checkpoint slot comes before this one and would not save the average"
+                yield Problem(message=message, hint="put this slot between wrap and checkpoint")
 
     def run(self, ctx: Context, engine: Engine) -> Engine:
         from stages.average.ema_engine import EmaEngine

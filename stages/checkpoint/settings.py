@@ -12,6 +12,7 @@ from annotated_types import Ge, Gt
 from pipeline import Checkpoints, Context, Engine, ModelSource, PlanView, Problem
 from pipeline.utils import address_problems
 from stages.periods import Period, epoch_problems
+from stages.wires import mixed_problems
 
 if TYPE_CHECKING:
     from pipeline.checkpoint import CheckpointManager, Retention
@@ -64,7 +65,8 @@ class CheckpointSettings:
         if path is not None and "://" not in path and not Path(path).expanduser().exists():
             message = f"{path} does not exist here, and a new run needs it"
             yield Problem(key="start_from", message=message, warning=True)
-        yield from epoch_problems(plan, every=self.every)
+        yield from mixed_problems(self, plan)
+        yield from epoch_problems(plan.readers(self), plan, every=self.every)
         if self.keep_every is not None and isinstance(self.every, str):
             message = f"counts steps, and `every` counts epochs ({self.every}): they rarely meet"
             hint = "give `every` a number of steps too, or keep all: keep: null"

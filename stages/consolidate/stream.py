@@ -6,7 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline import Checkpoints, Context, Engine, PlanView, Problem, TrainedRun, Weights
+from pipeline import (
+    Checkpoints,
+    Context,
+    Engine,
+    NamesFormat,
+    PlanView,
+    Problem,
+    TrainedRun,
+    Weights,
+)
 from pipeline.checkpoint import Formats
 from stages.average.ema import EmaAverage
 
@@ -26,15 +35,18 @@ class ConsolidateStream:
     `average.ema`). Frozen weights are the same in both."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        trains = any(True for _ in plan.giving(Engine))
-        if self.weights == "ema" and trains and plan.find(EmaAverage) is None:
+        train = plan.producer(self, TrainedRun)
+        engines = [*plan.producers(train, Engine)]
+        kept = any(isinstance(engine, EmaAverage) for engine in engines)
+        if self.weights == "ema" and engines and not kept:
             yield Problem(
                 key="weights",
                 message="this recipe's training keeps no average",
                 hint="add a slot average.ema between wrap and checkpoint",
             )
-        for stage in plan.giving(Checkpoints):
-            saved = getattr(stage, "format", None)
+        stage = plan.producer(train, Checkpoints)
+        if stage is not None:
+            saved = stage.format if isinstance(stage, NamesFormat) else None
             if saved not in Formats.installed().names():
                 what = f"there is no format `{saved}`" if saved else "the stage names no `format`"
                 yield Problem(

@@ -113,7 +113,7 @@ class ChatData(Selection):
         yield from problems(self)
         yield from self._name_problems()
         plain = "`template: false` for pairs of texts" if self._needs_template() else None
-        yield from tokenizer_problems(plan, no_template=plain)
+        yield from tokenizer_problems(self, plan, no_template=plain)
 
     def names(self, source: Source | None = None) -> Names:
         """Return the names in a source: its own, or else the slot's."""

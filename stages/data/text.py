@@ -24,7 +24,7 @@ class TextData(DocumentSettings, Selection):
     def check(self, plan: PlanView) -> Iterator[Problem]:
         """Yield mistakes in the files and sources that show without reading them."""
         yield from problems(self)
-        yield from tokenizer_problems(plan)
+        yield from tokenizer_problems(self, plan)
 
     def run(self, ctx: Context, model: ModelSource) -> Data:
         """Tokenise once, then map the tokens. Raises DataError for a file that cannot be used."""

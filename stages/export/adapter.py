@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from pipeline import Context, ExportedModel, ModelSource, PlanView, Problem, TrainedRun, Weights
+from pipeline import Context, ExportedModel, PlanView, Problem, TrainedRun, Weights
 from stages.adapter.lora import AdaptedModel
 from stages.export.safetensors import ExportSettings
+from stages.model.config_checks import hf_model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,14 +25,14 @@ class ExportAdapter(ExportSettings):
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from super().check(plan)
-        for model in plan.giving(ModelSource):
-            for name in ("vocab_size", "new_weights"):
-                if getattr(model, name, None):
-                    yield Problem(
-                        message=f"the model slot's {name} makes another model, which others do not "
-                        "have to put the adapter on",
-                        hint="use export.safetensors",
-                    )
+        model = hf_model(self, plan)
+        sizes = {"vocab_size": model.vocab_size, "new_weights": model.new_weights} if model else {}
+        for name in filter(sizes.get, sizes):
+            yield Problem(
+                message=f"the model slot's {name} makes another model, which others do not "
+                "have to put the adapter on",
+                hint="use export.safetensors",
+            )
 
     def run(
         self, ctx: Context, weights: Weights, model: AdaptedModel, trained: TrainedRun | None = None

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import PlanView, Problem, StageError, UsageError
+from pipeline import PlanView, Problem, StageError, StartsFrom, UsageError
 from pipeline.utils import (
     COMMIT,
     did_you_mean,
@@ -63,16 +63,17 @@ def beside_problems(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
         return
     folder = local(stage.path)
     adapter, others = adapter_beside(folder), other_weights(folder)
-    if adapter and not _starts_from(folder, plan):
+    if adapter and not _starts_from(folder, stage, plan):
         hint = f"name it in an adapter slot (`start_from: {stage.path}`), or move it away"
         yield Problem(key="path", message=adapter, hint=hint)
     if others:
         yield Problem(key="path", message=others, hint="remove the one that is stale", warning=True)
 
 
-def _starts_from(folder: Path, plan: PlanView) -> bool:
-    """Whether an adapter slot starts from a folder."""
-    named = [getattr(other, "start_from", None) for other in plan.slots.values()]
+def _starts_from(folder: Path, stage: HfModel, plan: PlanView) -> bool:
+    """Whether an adapter of the model starts from a folder."""
+    readers = (other for other in plan.readers(stage) if isinstance(other, StartsFrom))
+    named = (other.start_from for other in readers)
     return any(name and local(name).resolve() == folder.resolve() for name in named)
 
 

@@ -9,7 +9,16 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from pipeline import PlanView, Problem, StageError
+from pipeline import (
+    Data,
+    DeclaresConfig,
+    LimitsLength,
+    ModelSource,
+    PlanView,
+    Problem,
+    StageError,
+    TrainedRun,
+)
 from stages.model.files import has_tokenizer, is_gguf, is_local, local, read_json
 from stages.model.hf import HfModel
 from stages.model.read import config_at_hand, gguf_header
@@ -18,10 +27,34 @@ from stages.model.source_text_compat import needs_even_heads, size_by_default
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
 
 
-def tokenizer_problems(plan: PlanView, *, no_template: str | None = None) -> Iterator[Problem]:
+def config_of(stage: Any, plan: PlanView) -> Mapping[str, Any] | None:
+    """The config of the model that a stage gets, if it can be read without a network."""
+    models = plan.producers(stage, ModelSource)
+    model = next((one for one in models if isinstance(one, DeclaresConfig)), None)
+    return None if model is None else model.config_at_hand()
+
+
+def hf_model(stage: Any, plan: PlanView) -> HfModel | None:
+    """The slot of transformers' model that a stage gets, or that was changed for it."""
+    models = plan.producers(stage, ModelSource)
+    return next((one for one in models if isinstance(one, HfModel)), None)
+
+
+def declarations(stage: Any, plan: PlanView) -> Iterator[Any]:
+    """The stages whose settings the model that a stage gets has: changes of it, the latest first,
+    then the model; none before a finished training, which gives weights."""
+    for model in plan.producers(stage, ModelSource):
+        yield model
+        if plan.producer(model, TrainedRun) is not None:
+            return
+
+
+def tokenizer_problems(
+    stage: Any, plan: PlanView, *, no_template: str | None = None
+) -> Iterator[Problem]:
     """The problem of a stage that needs the tokenizer, if the model has none; of one that needs its
     chat template too, `no_template` says how to do without. Files on the hub are not looked at."""
-    model = plan.find(HfModel)
+    model = hf_model(stage, plan)
     if model is None or plan.forecast:
         return
     given = model.tokenizer or model.path
@@ -91,12 +124,14 @@ def too_long(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
     context = stated_context(config)
     if context is None:
         return
-    for slot, other in plan.slots.items():
-        length = getattr(other, "sequence_length", None)
-        if isinstance(length, int) and length > context:
+    readers = list(plan.readers(stage))
+    given = [*readers, *(plan.producer(reader, Data) for reader in readers)]
+    data = {plan.slot(one): one for one in given if isinstance(one, LimitsLength)}
+    for slot, one in data.items():
+        if one.sequence_length > context:
             yield Problem(
-                message=f"samples of slot `{slot}` may have {length} tokens, and the model has "
-                f"{context} positions",
+                message=f"samples of slot `{slot}` may have {one.sequence_length} tokens, and the "
+                f"model has {context} positions",
                 hint=f"set {slot}.sequence_length to {context} or less",
                 warning=kind not in TABLES,
             )

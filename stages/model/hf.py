@@ -96,6 +96,18 @@ class HfModel:
         yield from too_long(self, plan)
         yield from multimodal_notes(self)
 
+    def config_at_hand(self) -> Mapping[str, Any] | None:
+        """The config, if it can be read without a network."""
+        from stages.model.read import config_at_hand
+
+        return config_at_hand(self)
+
+    @property
+    def recomputes_operations(self) -> bool:
+        """Whether backward repeats single operations of forward."""
+        settings = self.activation_checkpointing
+        return settings is not None and settings.keep != "nothing"
+
     def hub_names(self) -> Iterator[HubName]:
         """Yield the model and the tokenizer, if they are of the hub."""
         from stages.model.files import hub_name

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
 
-from pipeline import Context, OptimizerPlan, PlanView, Precision, Problem
+from pipeline import Context, DeclaresDtypes, OptimizerPlan, PlanView, Precision, Problem
 from stages.optimizer.settings import Fraction, OptimizerSettings
 
 Kernel = Literal["fused", "single"]
@@ -47,8 +47,9 @@ class AdamW(OptimizerSettings):
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from super().check(plan)
-        for policy in plan.giving(Precision) if self.stochastic_rounding else ():
-            if policy.master != "bf16":
+        wraps = plan.readers(self) if self.stochastic_rounding else ()
+        for policy in (plan.producer(wrap, Precision) for wrap in wraps):
+            if isinstance(policy, DeclaresDtypes) and policy.master != "bf16":
                 yield Problem(
                     key="stochastic_rounding",
                     message=f"rounds to bf16, the master weights are {policy.master}",

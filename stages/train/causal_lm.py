@@ -22,6 +22,7 @@ from pipeline import (
     PlanView,
     Problem,
     ResourceNeed,
+    RetainsCheckpoints,
     StepCallback,
     TrainedRun,
     TrainingLength,
@@ -37,6 +38,7 @@ from stages.train.settings import (
     heldout_problems,
     router_loss_problems,
 )
+from stages.wires import mixed_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,27 +94,29 @@ class TrainCausalLm(BatchPlan):
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from super().check(plan)
-        for problem in self.anomalies.problems(plan):
+        for problem in self.anomalies.problems(plan.producer(self, Checkpoints)):
             yield replace(problem, key=f"anomalies.{problem.key}")
         yield from self._evaluation_problems(plan)
-        yield from epoch_problems(plan, eval_every=self.eval_every)
-        yield from router_loss_problems(self.router_loss, plan)
-        yield from generation_problems(self.generate, plan)
+        yield from epoch_problems([self], plan, eval_every=self.eval_every)
+        yield from router_loss_problems(self, plan)
+        yield from generation_problems(self.generate, self, plan)
+        yield from mixed_problems(self, plan)
 
     def _evaluation_problems(self, plan: PlanView) -> Iterator[Problem]:
-        kept = [getattr(stage, "keep_best", 0) for stage in plan.giving(Checkpoints)]
+        saving = plan.producer(self, Checkpoints)
+        best = saving.retention.best if isinstance(saving, RetainsCheckpoints) else 0
         if self.eval_every is None:
             hint = "set eval_every"
             if self.early_stopping is not None:
                 message = "needs evaluations before the end"
                 yield Problem(key="early_stopping", message=message, hint=hint)
-            if any(kept):
+            if best:
                 message = "the checkpoint slot's keep_best compares evaluations: one is too few"
                 yield Problem(key="eval_every", message=message, hint=hint)
-        if self.result == "best" and not all(kept):
+        if self.result == "best" and saving is not None and not best:
             message = "the checkpoint slot does not keep the best checkpoint"
             yield Problem(key="result", message=message, hint="set keep_best: 1 there")
-        yield from heldout_problems(plan, self.evaluates)
+        yield from heldout_problems(self, plan, self.evaluates)
 
     @property
     def evaluates(self) -> list[str]:

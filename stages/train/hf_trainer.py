@@ -10,6 +10,7 @@ from pipeline import (
     Checkpoints,
     Context,
     Data,
+    DeclaresDtypes,
     Engine,
     ModelSource,
     OptimizerPlan,
@@ -53,9 +54,9 @@ class HfTrainer(BatchPlan):
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from super().check(plan)
-        yield from heldout_problems(plan, ["eval_every"] if self.eval_every else [])
+        yield from heldout_problems(self, plan, ["eval_every"] if self.eval_every else [])
         yield from _refused(self.arguments)
-        yield from _other_slots(plan)
+        yield from _other_slots(self, plan)
 
     def run(
         self,
@@ -101,8 +102,9 @@ def _hint(name: str) -> str:
     return f"did you mean `{similar}`?" if similar else ""
 
 
-def _other_slots(plan: PlanView) -> Iterator[Problem]:
-    for policy in plan.giving(Precision):
+def _other_slots(stage: HfTrainer, plan: PlanView) -> Iterator[Problem]:
+    policy = plan.producer(stage, Precision)
+    if isinstance(policy, DeclaresDtypes):
         if policy.compute == "fp16":
             message = "the Trainer scales losses under autocast only"
             yield Problem(key="arguments", message=message, hint="set compute: bf16")
@@ -112,8 +114,10 @@ def _other_slots(plan: PlanView) -> Iterator[Problem]:
                 message="the Trainer keeps fp32 weights and averages their gradients in fp32",
                 hint="set master: fp32 and reduce: fp32 in the precision slot",
             )
+    wires = plan.wiring
     for given, slot in ((Engine, "wrap"), (Checkpoints, "checkpoint")):
-        if any(plan.giving(given)):
+        read = [wires.readers(one) for one in wires.kinds if wires.gives(one, given)]
+        if not all(any(wires.gives(one, TrainedRun) for one in readers) for readers in read):
             yield Problem(
                 key="arguments",
                 message=f"the Trainer does not use the {slot} slot",

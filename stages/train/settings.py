@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 
-from pipeline import Checkpoints, Data, PlanView, Problem
+from pipeline import AddsRouterLoss, Data, HoldsOut, PlanView, Problem, SavesEvery
 
 Action = Literal["stop", "skip", "rollback"]
 Count = Annotated[int, Gt(0)]
@@ -47,13 +47,13 @@ class BatchPlan:
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         if (self.steps is None) == (self.epochs is None):
-            slot = next((slot for slot, stage in plan.slots.items() if stage is self), "train")
+            slot = plan.slot(self) or "train"
             both = f"remove one of the two lines, or add {slot}.epochs=null to the command line"
             hint = "such as `epochs: 3`" if self.steps is None else both
             message = "give exactly one of steps and epochs"
             yield Problem(key="steps", message=message, hint=hint)
+        ranks = plan.data_ranks(self)
         if self.micro_batch_size is not None and self.accumulation is not None:
-            ranks = plan.data_ranks
             given = self.micro_batch_size * self.accumulation * ranks
             if ranks and given != self.global_batch_size:
                 what = "processes" if ranks == plan.procs else "data-parallel ranks"
@@ -64,7 +64,7 @@ class BatchPlan:
                     hint="leave out one of micro_batch_size and accumulation",
                 )
 
-        share = -(-self.global_batch_size // (plan.data_ranks or 1))
+        share = -(-self.global_batch_size // (ranks or 1))
         if self.micro_batch_size is not None and self.micro_batch_size > share:
             yield Problem(
                 key="micro_batch_size",
@@ -81,10 +81,10 @@ class BatchPlan:
         return -(-self.global_batch_size // (ranks * (self.accumulation or 1)))
 
 
-def heldout_problems(plan: PlanView, keys: Iterable[str]) -> Iterator[Problem]:
-    """Problems of fields that need held-out samples, if the data slot gives none."""
-    holds_out = [getattr(stage, "holds_out", True) for stage in plan.giving(Data)]
-    if holds_out and not any(holds_out):
+def heldout_problems(stage: Any, plan: PlanView, keys: Iterable[str]) -> Iterator[Problem]:
+    """Problems of a train stage's fields that need held-out samples, if its data give none."""
+    data = plan.producer(stage, Data)
+    if isinstance(data, HoldsOut) and not data.holds_out:
         for key in keys:
             yield Problem(key=key, message=NO_SAMPLES, hint=GIVE_SAMPLES)
 
@@ -132,16 +132,16 @@ class Anomalies:
         spike: Action | None = "skip" if self.spike == "rollback" else self.spike
         return replace(self, non_finite=non_finite, spike=spike)
 
-    def problems(self, plan: PlanView) -> Iterator[Problem]:
-        """Mistakes that single fields do not show; keys are relative to the block."""
-        for stage in plan.giving(Checkpoints) if self.rolls_back else ():
-            if getattr(stage, "every", None) is None:
-                yield Problem(
-                    key="non_finite" if self.non_finite == "rollback" else "spike",
-                    message="rollback goes back to the newest checkpoint, and none is saved before "
-                    "the end",
-                    hint="set every in the checkpoint slot",
-                )
+    def problems(self, saving: Any | None) -> Iterator[Problem]:
+        """Mistakes next to the checkpoint stage `saving`; keys are relative to the block."""
+        every = saving.every if isinstance(saving, SavesEvery) else None
+        if self.rolls_back and saving is not None and every is None:
+            yield Problem(
+                key="non_finite" if self.non_finite == "rollback" else "spike",
+                message="rollback goes back to the newest checkpoint, and none is saved before "
+                "the end",
+                hint="set every in the checkpoint slot",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,20 +182,19 @@ class Generation:
     """Put each prompt as a user's message into the tokenizer's chat template."""
 
 
-def generation_problems(generate: Generation | None, plan: PlanView) -> Iterator[Problem]:
-    """Problems of texts that the model cannot write, by its config and files if these can be read
-    without a network."""
-    from stages.model.config_checks import table_of_positions, tokenizer_problems
-    from stages.model.hf import HfModel
-    from stages.model.read import config_at_hand
+def generation_problems(
+    generate: Generation | None, stage: Any, plan: PlanView
+) -> Iterator[Problem]:
+    """Problems of texts that the model which `stage` trains cannot write, by its config and files
+    if these can be read without a network."""
+    from stages.model.config_checks import config_of, table_of_positions, tokenizer_problems
 
     if generate is None:
         return
     without = "leave out `generate.chat`" if generate.chat else None
-    for problem in tokenizer_problems(plan, no_template=without):
+    for problem in tokenizer_problems(stage, plan, no_template=without):
         yield replace(problem, key="generate")
-    model = plan.find(HfModel)
-    positions = table_of_positions((model and config_at_hand(model)) or {})
+    positions = table_of_positions(config_of(stage, plan) or {})
     if positions is not None and generate.max_tokens > positions:
         yield Problem(
             key="generate.max_tokens",
@@ -204,15 +203,12 @@ def generation_problems(generate: Generation | None, plan: PlanView) -> Iterator
         )
 
 
-def router_loss_problems(weight: float | str | None, plan: PlanView) -> Iterator[Problem]:
+def router_loss_problems(stage: AddsRouterLoss, plan: PlanView) -> Iterator[Problem]:
     """The problem of a router's loss that the model cannot have, or asks for in vain, by its config
     if that can be read without a network."""
-    from stages.model.config_checks import has_experts
-    from stages.model.hf import HfModel
-    from stages.model.read import config_at_hand
+    from stages.model.config_checks import config_of, has_experts
 
-    model = plan.find(HfModel)
-    config = None if model is None else config_at_hand(model)
+    weight, config = stage.router_loss, config_of(stage, plan)
     if config is None:
         return
     if weight is None and config.get("output_router_logits") is True:

@@ -9,6 +9,7 @@ from typing import Any
 
 from pipeline import (
     Context,
+    DeclaresDtypes,
     Engine,
     ModelSource,
     OptimizerPlan,
@@ -42,7 +43,7 @@ class Accelerate:
         except PipeError as error:
             yield Problem(key=KEY, message=str(error))
             return
-        for message, hint in _problems(self.config, content, plan):
+        for message, hint in _problems(self, content, plan):
             yield Problem(key=KEY, message=message, hint=hint)
 
     def run(
@@ -68,9 +69,11 @@ def _kind(content: Mapping[str, Any]) -> str:
     return str(content.get("distributed_type")).upper()
 
 
-def _problems(file: str, content: Mapping[str, Any], plan: PlanView) -> Iterator[tuple[str, str]]:
+def _problems(
+    stage: Accelerate, content: Mapping[str, Any], plan: PlanView
+) -> Iterator[tuple[str, str]]:
     """Message and hint of every problem."""
-    kind = _kind(content)
+    file, kind = stage.config, _kind(content)
     if "distributed_type" not in content:
         yield f"{file} is not an accelerate configuration: no distributed_type", ""
     elif kind == "DEEPSPEED":
@@ -83,7 +86,8 @@ def _problems(file: str, content: Mapping[str, Any], plan: PlanView) -> Iterator
         yield from _untranslatable(Path(file).name, content)
         if is_sharded(content):
             yield from _sharding(content.get("fsdp_config") or {}, plan)
-        for policy in plan.giving(Precision):
+        policy = plan.producer(stage, Precision)
+        if isinstance(policy, DeclaresDtypes):
             yield from _precision(content, policy)
 
 
@@ -109,7 +113,7 @@ def _sharding(block: Mapping[str, Any], plan: PlanView) -> Iterator[tuple[str, s
         yield message, "use wrap.fsdp there"
 
 
-def _precision(content: Mapping[str, Any], policy: Any) -> Iterator[tuple[str, str]]:
+def _precision(content: Mapping[str, Any], policy: DeclaresDtypes) -> Iterator[tuple[str, str]]:
     named = str(content.get("mixed_precision")).lower()
     compute = named if named in ("fp16", "bf16") else "fp32"
     if compute != policy.compute:

@@ -7,7 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline import ModelSource, PlanView, Problem, TrainedRun
+from pipeline import (
+    AddsRouterLoss,
+    ChunksLoss,
+    CompilesBlocks,
+    NeedsWholeWeights,
+    PlanView,
+    Problem,
+    RecomputesOperations,
+)
+from stages.model.config_checks import declarations
 from stages.wrap.axes import (
     FIELDS,
     FOLDED,
@@ -15,7 +24,6 @@ from stages.wrap.axes import (
     SPLIT_BACKWARD,
     ExpertParallel,
     PipelineParallel,
-    TensorParallel,
     axis_sizes,
 )
 from stages.wrap.config_checks import config_problems
@@ -23,11 +31,12 @@ from stages.wrap.config_checks import config_problems
 
 def axis_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
     """Axes that do not divide the processes, or that nothing else allows."""
-    yield from _pipeline_problems(getattr(stage, "pipeline_parallel", None), plan)
-    yield from _tensor_problems(getattr(stage, "tensor_parallel", None), plan)
+    yield from _pipeline_problems(stage, plan)
+    if getattr(stage, "tensor_parallel", None) is not None:
+        yield from _tensor_problems(stage, plan)
     if axis_sizes(stage).get("context", 1) > 1:
         why = "of all tokens of a micro-batch, and a rank has a slice of them"
-        yield from _router_problems("context_parallel", why, plan)
+        yield from _router_problems("context_parallel", why, stage, plan)
     yield from _expert_problems(getattr(stage, "expert_parallel", None))
     yield from config_problems(stage, plan)
     sizes, left = axis_sizes(stage), plan.procs
@@ -40,16 +49,11 @@ def axis_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
         left //= size
 
 
-def _tensor_problems(block: TensorParallel | None, plan: PlanView) -> Iterator[Problem]:
-    for model in plan.giving(ModelSource) if block is not None else ():
-        if getattr(model, "dora", False):
-            message = (
-                "DoRA takes the lengths of whole rows of weights, and ranks have parts of them"
-            )
-            yield Problem(key="tensor_parallel", message=message, hint="set dora: false")
-        if getattr(model, "quantize", None) is not None:
-            message = "packed weights of 4 bits are not divided by rows and columns"
-            yield Problem(key="tensor_parallel", message=message, hint="leave out quantize")
+def _tensor_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
+    for model in declarations(stage, plan):
+        if isinstance(model, NeedsWholeWeights):
+            for message, hint in model.needs_whole_weights():
+                yield Problem(key="tensor_parallel", message=message, hint=hint)
 
 
 def _expert_problems(block: ExpertParallel | None) -> Iterator[Problem]:
@@ -62,15 +66,15 @@ def _expert_problems(block: ExpertParallel | None) -> Iterator[Problem]:
         yield Problem(key="expert_parallel", message=message, hint="pip install -U transformers")
 
 
-def _router_problems(key: str, why: str, plan: PlanView) -> Iterator[Problem]:
-    """A router loss, which the axis of field `key` does not bear because of `why`."""
-    for train in plan.giving(TrainedRun):
-        if getattr(train, "router_loss", None) is not None:
+def _router_problems(key: str, why: str, stage: Any, plan: PlanView) -> Iterator[Problem]:
+    """A router loss, which the axis of field `key` does not support because of `why`."""
+    for train in plan.readers(stage):
+        if isinstance(train, AddsRouterLoss) and train.router_loss is not None:
             message = f"the train slot's router_loss is {why}"
             yield Problem(key=key, message=message, hint="leave out router_loss there")
 
 
-def _split_backward_problems(schedule: str, plan: PlanView) -> Iterator[Problem]:
+def _split_backward_problems(schedule: str, stage: Any, plan: PlanView) -> Iterator[Problem]:
     """Settings that do not work with a backward in two halves, for inputs and later for weights."""
     why = f"{schedule} runs backward in two halves, for inputs and for weights, which"
     other = "or choose another schedule"
@@ -79,21 +83,21 @@ def _split_backward_problems(schedule: str, plan: PlanView) -> Iterator[Problem]
         message = f"{why} {what} not allow"
         return Problem(key="pipeline_parallel.schedule", message=message, hint=f"{hint}, {other}")
 
-    for model in plan.giving(ModelSource):
-        settings = getattr(model, "activation_checkpointing", None)
-        if settings is not None and settings.keep != "nothing":
+    for model in declarations(stage, plan):
+        if isinstance(model, RecomputesOperations) and model.recomputes_operations:
             yield problem(
                 "the model slot's activation_checkpointing.keep does",
                 "set keep: nothing there",
             )
-        if getattr(model, "compile", None) is not None:
+        if isinstance(model, CompilesBlocks) and model.compile is not None:
             yield problem("compiled blocks do", "leave out compile in the model slot")
-    for train in plan.giving(TrainedRun):
-        if getattr(train, "loss_chunk_size", None) is not None:
+    for train in plan.readers(stage):
+        if isinstance(train, ChunksLoss) and train.loss_chunk_size is not None:
             yield problem("a loss in chunks does", "leave out loss_chunk_size in the train slot")
 
 
-def _pipeline_problems(block: PipelineParallel | None, plan: PlanView) -> Iterator[Problem]:
+def _pipeline_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
+    block: PipelineParallel | None = getattr(stage, "pipeline_parallel", None)
     if block is None:
         return
     folded = block.schedule in FOLDED
@@ -107,6 +111,6 @@ def _pipeline_problems(block: PipelineParallel | None, plan: PlanView) -> Iterat
         message = "ZBVZeroBubble has two stages a rank"
         yield Problem(key="pipeline_parallel.stages_per_rank", message=message)
     if block.schedule in SPLIT_BACKWARD:
-        yield from _split_backward_problems(block.schedule, plan)
+        yield from _split_backward_problems(block.schedule, stage, plan)
     why = "a mean over all layers, and a stage has some of them"
-    yield from _router_problems("pipeline_parallel", why, plan)
+    yield from _router_problems("pipeline_parallel", why, stage, plan)

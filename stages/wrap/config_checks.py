@@ -6,11 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pipeline import ModelSource, PlanView, Problem
+from pipeline import PlanView, Problem
 from stages.model.compat import is_multimodal
-from stages.model.config_checks import BLOCKS, EXPERTS, has_experts
-from stages.model.hf import HfModel
-from stages.model.read import config_at_hand
+from stages.model.config_checks import (
+    BLOCKS,
+    EXPERTS,
+    config_of,
+    declarations,
+    has_experts,
+    hf_model,
+)
 from stages.wrap.axes import FIELDS, FOLDED, axis_sizes
 from stages.wrap.types_compat import NO_BLOCKS, NO_PLAN, REFUSED, SINKS, WITHOUT_GRADIENT
 
@@ -19,14 +24,13 @@ HEADS = ("num_attention_heads", "n_head", "n_heads")
 
 def config_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
     """Axes that do not divide the model of the recipe."""
-    model = plan.find(HfModel)
-    config = None if model is None else config_at_hand(model)
-    if model is None or config is None:
+    config, model = config_of(stage, plan), hf_model(stage, plan)
+    if config is None:
         return
     part = config.get("text_config")
     text = part if isinstance(part, Mapping) else config
-    if not (model.trust_remote_code and "auto_map" in config):
-        yield from _type_problems(stage, _types(config), model.attention)
+    if not (model and model.trust_remote_code and "auto_map" in config):
+        yield from _type_problems(stage, _types(config), model.attention if model else "")
     yield from _head_problems(axis_sizes(stage), _count(text, HEADS))
     tied = config.get("tie_word_embeddings") is True
     yield from _block_problems(stage, text, tied=tied, more_than_text=is_multimodal(config))
@@ -66,9 +70,7 @@ def _type_problems(stage: Any, kinds: set[str], attention: str) -> Iterator[Prob
 
 def gradient_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
     """A replica of a model with parameters that get no gradient, for which torch waits."""
-    model = plan.find(HfModel)
-    config = None if model is None else config_at_hand(model)
-    adapted = any(hasattr(one, "train_also") for one in plan.giving(ModelSource))
+    config, adapted = config_of(stage, plan), len([*declarations(stage, plan)]) > 1
     if config is None or adapted or stage.static_graph or stage.find_unused_parameters:
         return
     for kind in WITHOUT_GRADIENT & _types(config):

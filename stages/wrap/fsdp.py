@@ -8,7 +8,16 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-from pipeline import Context, Engine, ModelSource, OptimizerPlan, PlanView, Precision, Problem
+from pipeline import (
+    Context,
+    DeclaresDtypes,
+    Engine,
+    ModelSource,
+    OptimizerPlan,
+    PlanView,
+    Precision,
+    Problem,
+)
 from stages.wrap import axes
 from stages.wrap.axes import (
     Axes,
@@ -131,12 +140,12 @@ class Fsdp:
         if self.sharding == "no_shard":
             yield Problem(key="expert_parallel", message="needs sharding", hint="use full_shard")
             return
-        for policy in plan.giving(Precision):
-            if getattr(policy, "reduce", None) == "fp16":
-                # torch divides sums of fp16 by a factor of its own.
-                message = "gradients of experts cannot be averaged in fp16"
-                hint = "set reduce: fp32 in the precision slot"
-                yield Problem(key="expert_parallel", message=message, hint=hint)
+        policy = plan.producer(self, Precision)
+        if isinstance(policy, DeclaresDtypes) and policy.reduce == "fp16":
+            # torch divides sums of fp16 by a factor of its own.
+            message = "gradients of experts cannot be averaged in fp16"
+            hint = "set reduce: fp32 in the precision slot"
+            yield Problem(key="expert_parallel", message=message, hint=hint)
         if self.sharding == "hybrid_shard" and self.shard_size is None:
             message = "is required with expert_parallel"
             hint = "set it to the ranks that share one copy of the model"

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pipeline import ModelSource, OptimizerPlan, PlanView, Precision, Problem
+from pipeline import (
+    DeclaresDtypes,
+    OptimizerPlan,
+    PlanView,
+    Precision,
+    Problem,
+    RecomputesOperations,
+)
+from stages.model.config_checks import declarations
 from stages.wrap.zero.config import STAGE_3_FIELDS, extra_problems
 from stages.wrap.zero.stage import RULE
 
@@ -16,12 +24,13 @@ if TYPE_CHECKING:
 def problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
     """Every problem of `stage`, keys relative to it."""
     yield from _stage_problems(stage)
-    for policy in plan.giving(Precision):
+    policy = plan.producer(stage, Precision)
+    if isinstance(policy, DeclaresDtypes):
         for wrong, key, message, hint in _precision_rows(stage, policy):
             if wrong:
                 yield Problem(key=key, message=message, hint=hint)
     if stage.stage == 3:
-        yield from _selective_problems(plan)
+        yield from _selective_problems(stage, plan)
     if stage.plus_plus is not None:
         yield from _plus_plus_problems(stage, stage.plus_plus, plan)
     yield from _rule_problems(stage, plan)
@@ -47,7 +56,7 @@ def _stage_problems(stage: Zero) -> Iterator[Problem]:
             yield Problem(key=f"{block}.path", message=message)
 
 
-def _precision_rows(stage: Zero, policy: Precision) -> list[tuple[bool, str, str, str]]:
+def _precision_rows(stage: Zero, policy: DeclaresDtypes) -> list[tuple[bool, str, str, str]]:
     """Whether it is wrong, key, message and hint of every demand on the dtypes."""
     offloaded, narrow = stage.offload_optimizer is not None, policy.master == "bf16"
     asks = "the precision slot asks for"
@@ -90,7 +99,8 @@ def _plus_plus_problems(stage: Zero, asked: PlusPlus, plan: PlanView) -> Iterato
         if getattr(asked, key) and plan.device == "cpu":
             message = "DeepSpeed quantizes on GPUs only"
             yield Problem(key=f"plus_plus.{key}", message=message, hint="leave it out")
-    for policy in plan.giving(Precision):
+    policy = plan.producer(stage, Precision)
+    if isinstance(policy, DeclaresDtypes):
         # Its kernels read and write fp16, and take other gradients for fp16 as they are.
         if asked.quantized_weights and policy.compute == "fp32":
             message = "parameters would be rounded to fp16 before they are quantized"
@@ -102,10 +112,9 @@ def _plus_plus_problems(stage: Zero, asked: PlusPlus, plan: PlanView) -> Iterato
             yield Problem(key="plus_plus.quantized_gradients", message=message, hint=hint)
 
 
-def _selective_problems(plan: PlanView) -> Iterator[Problem]:
-    for model in plan.giving(ModelSource):
-        settings = getattr(model, "activation_checkpointing", None)
-        if settings is not None and settings.keep != "nothing":
+def _selective_problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
+    for model in declarations(stage, plan):
+        if isinstance(model, RecomputesOperations) and model.recomputes_operations:
             yield Problem(
                 key="stage",
                 message="the model slot's activation_checkpointing.keep makes torch repeat the "
@@ -116,10 +125,10 @@ def _selective_problems(plan: PlanView) -> Iterator[Problem]:
 
 def _rule_problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
     """Offloads that need DeepSpeed's CPU Adam while the optimizer slot asks for another rule."""
-    narrow = any(policy.master == "bf16" for policy in plan.giving(Precision))
-    for optimizer in plan.giving(OptimizerPlan):
-        algorithm = getattr(optimizer, "algorithm", RULE)
-        yield from offload_problems(stage, "bf16" if narrow else "fp32", algorithm)
+    policy = plan.producer(stage, Precision)
+    master = policy.master if isinstance(policy, DeclaresDtypes) else "fp32"
+    algorithm = getattr(plan.producer(stage, OptimizerPlan), "algorithm", RULE)
+    yield from offload_problems(stage, master, algorithm)
 
 
 def offload_problems(stage: Zero, master: str, algorithm: str) -> Iterator[Problem]:
