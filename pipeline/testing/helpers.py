@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from pipeline.chain.wiring import SlotType, wired
+from pipeline.contracts.signature import gives, needs
 from pipeline.contracts.stage import Context, PlanView
+from pipeline.contracts.wiring import Wiring
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import Location, Problem
 from pipeline.execution.metrics import Metrics
@@ -21,10 +24,13 @@ def plan_view(
 ) -> PlanView:
     """The argument of a stage's `check`: stages by slot, and how they will be launched."""
     stages = slots or {}
-    links = [SlotType(slot=slot, use="", kind=type(stage)) for slot, stage in stages.items()]
     return PlanView(
-        name="test", seed=0, procs=procs, device=device, slots=stages, wiring=wired(links)
+        name="test", seed=0, procs=procs, device=device, slots=stages, wiring=_wiring(stages)
     )
+
+
+def _wiring(slots: Mapping[str, Any]) -> Wiring:
+    return wired([SlotType(slot=slot, use="", kind=type(each)) for slot, each in slots.items()])
 
 
 def problems(
@@ -33,7 +39,8 @@ def problems(
     """All problems of a slot with these fields, plain values as in a recipe.
 
     Each problem's `key` starts at a field. If no field is at fault, the stage's `check` is called
-    with `plan`, by default one without other slots. Raises whatever `check` raises, and PluginError
+    with `plan`, by default one without other slots, to which the stage is added before the first
+    slot that takes its result, or last. Raises whatever `check` raises, and PluginError
     if the stage's fields cannot be understood.
     """
     made, found = make(stage, fields)
@@ -50,7 +57,19 @@ def checked(made: Any, plan: PlanView | None = None) -> list[Problem]:
     """The problems that the stage's own `check` yields, if it has one."""
     if not hasattr(made, "check"):
         return []
-    return list(made.check(plan or plan_view({"slot": made})))
+    view = plan or plan_view()
+    if not view.slot(made):
+        slots = list(view.slots.items())
+        given = gives(type(made)) or object
+        takers = (at for at, (_, each) in enumerate(slots) if _takes(type(each), given))
+        at = next(takers, len(slots))
+        with_it = dict([*slots[:at], ("slot", made), *slots[at:]])
+        view = dataclasses.replace(view, slots=with_it, wiring=_wiring(with_it))
+    return list(made.check(view))
+
+
+def _takes(stage: type, given: type) -> bool:
+    return any(issubclass(given, need.type) for need in needs(stage))
 
 
 def context(run_dir: str | Path, *, seed: int = 0, dist: DistContext | None = None) -> Context:

@@ -43,7 +43,8 @@ class Elsewhere(Own):
     ],
 )
 def test_checkpoints_are_in_a_format_that_can_be_read(saving: Any, found: list[str]) -> None:
-    view = plan_view({"checkpoint": saving})
+    train = TrainCausalLm(global_batch_size=8, steps=10)
+    view = plan_view({"checkpoint": saving, "train": train})
     assert [one.message for one in problems(ConsolidateStream, {}, plan=view)] == found
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contracts.stage import PlanView
+from pipeline.testing import plan_view
+from pipeline.testing.helpers import checked
 from stages.adapter.lora import Lora
 from stages.model.hf import HfModel
 from tests.stages.data.fakes import FakeSource
@@ -20,9 +21,7 @@ BOTH = ("*embed_tokens.weight", "lm_head.weight")
 def problems(model: HfModel, **fields: object) -> list[str]:
     """Return the mistakes of an adapter's `train_also`."""
     stage = dataclasses.replace(Lora(), **fields)  # type: ignore[arg-type]
-    view = PlanView(
-        name="r", seed=0, procs=1, device="cpu", slots={"model": model, "adapter": stage}
-    )
+    view = plan_view({"model": model, "adapter": stage})
     return [p.message for p in stage.check(view) if p.key == "train_also"]
 
 
@@ -116,7 +115,6 @@ def test_a_damaged_tokenizer_is_a_sentence(
     before = file.read_text("utf-8")
     file.write_text(damage(before), "utf-8")
     assert file.read_text("utf-8") != before
-    slots = {"model": grown, "adapter": Lora()}
-    view = PlanView(name="r", seed=0, procs=1, device="cpu", slots=slots)
-    (message,) = [p.message for p in Lora().check(view) if not p.warning]
+    view = plan_view({"model": grown})
+    (message,) = [p.message for p in checked(Lora(), view) if not p.warning]
     assert message.startswith(f"{tmp_path}/{told}")

@@ -10,9 +10,11 @@ from pipeline.contracts.training import Progress, TrainedRun
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import CheckpointError
 from pipeline.testing import plan_view
+from pipeline.testing.helpers import checked
 from stages.average.ema import EmaAverage
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.consolidate.stream import ConsolidateStream
+from stages.train.causal_lm import TrainCausalLm
 from stages.wrap.ddp import Ddp
 from tests.support.averages import average_run, begun_run, continued_run
 from tests.support.models import context
@@ -75,16 +77,17 @@ def test_a_recipe_without_it_goes_on_too(tmp_path: Path) -> None:
 
 def test_mistakes() -> None:
     ema, saving = EmaAverage(), ShardedCheckpoint()
-    good = plan_view({"wrap": Ddp(), "ema": ema, "checkpoint": saving})
+    train = TrainCausalLm(global_batch_size=8, steps=10)
+    good = plan_view({"wrap": Ddp(), "ema": ema, "checkpoint": saving, "train": train})
     assert list(ema.check(good)) == []
-    late = plan_view({"wrap": Ddp(), "checkpoint": saving, "ema": ema})
+    late = plan_view({"wrap": Ddp(), "checkpoint": saving, "ema": ema, "train": train})
     assert [problem.hint for problem in ema.check(late)] == [
         "put this slot between wrap and checkpoint"
     ]
     export = ConsolidateStream(weights="ema")
-    assert list(export.check(good)) == []
-    told = list(export.check(plan_view({"wrap": Ddp(), "checkpoint": saving})))
+    assert checked(export, good) == []
+    told = checked(export, plan_view({"wrap": Ddp(), "checkpoint": saving, "train": train}))
     assert [(problem.key, problem.message) for problem in told] == [
         ("weights", "this recipe's training keeps no average")
     ]
-    assert list(export.check(plan_view({}))) == []  # the checkpoint of another run
+    assert checked(export, plan_view({})) == []  # the checkpoint of another run

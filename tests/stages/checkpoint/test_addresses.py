@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contracts.stage import PlanView
+from pipeline.testing import plan_view
 from stages.checkpoint.sharded import FullCheckpoint, ShardedCheckpoint
 
-PLAN = PlanView(name="r", seed=0, procs=1, device="cpu", slots={})
+PLAN = plan_view({})
 
 
 @pytest.fixture(autouse=True)

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 
 from pipeline.contracts.data import NO_TARGET
 from pipeline.contracts.export import ExportedModel
-from pipeline.contracts.stage import PlanView
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError, UsageError
-from pipeline.testing import problems
+from pipeline.testing import plan_view, problems
 from stages.evaluate.lm import EvaluatedModel, EvaluateLm
 from stages.evaluate.run import windows
 from stages.export.safetensors import ExportSafetensors
@@ -29,7 +28,7 @@ from tests.support.processes import run_ranks
 from tests.support.runs import context as rank_context
 from tests.support.weights import trained
 
-VIEW = PlanView(name="r", seed=0, procs=1, device="cpu", slots={})
+VIEW = plan_view({})
 DOCUMENTS = ["a b c a b", "c", "b b a c c c a a b a c b a"]
 IDS = {"a": 3, "b": 4, "c": 5}
 

@@ -14,8 +14,8 @@ import transformers
 from safetensors.torch import save_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pipeline.contracts.stage import PlanView
 from pipeline.errors import Problem
+from pipeline.testing import plan_view
 from pipeline.utils.trust import TRUST_CODE
 from stages.adapter.lora import Lora
 from stages.model.checks import beside_problems
@@ -26,7 +26,7 @@ from stages.model.source_text_compat import attentions, suited_attention
 from tests.support.models import context, save_tokenizer, tiny_llama_config
 from tests.support.tier import spread
 
-PLAN = PlanView(name="r", seed=0, procs=1, device="cpu", slots={})
+PLAN = plan_view({})
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -247,7 +247,7 @@ def _folder(folder: Path) -> Path:
 
 def _beside(folder: Path, **slots: Any) -> list[Problem]:
     stage = HfModel(path=str(folder))
-    view = PlanView(name="r", seed=0, procs=1, device="cpu", slots={"model": stage, **slots})
+    view = plan_view({"model": stage, **slots})
     return list(beside_problems(stage, view))
 
 

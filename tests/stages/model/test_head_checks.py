@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pipeline.contracts.stage import PlanView
 from pipeline.errors import StageError
+from pipeline.testing import plan_view
 from stages.model.compat import causal_types
 from stages.model.hf import HfModel
 from stages.model.source_text_compat import tied_names, ties_by_default
 from tests.support.models import FAMILIES, context, filled, random_source
 
-PLAN = PlanView(name="r", seed=0, procs=1, device="cpu", slots={})
+PLAN = plan_view({})
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 
 

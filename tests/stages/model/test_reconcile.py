@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from pipeline.contracts.precision import Precision
-from pipeline.contracts.stage import PlanView
 from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
+from pipeline.testing import plan_view
 from stages.model.hf import HfModel
 from stages.model.reconcile import Allowed, fit
 from stages.optimizer.adamw import AdamW
@@ -349,7 +349,7 @@ def test_mistakes_that_show_before_a_start(fields: dict[str, Any], expected: lis
 
 
 def problems_of(**fields: Any) -> list[str]:
-    plan = PlanView(name="r", seed=0, procs=1, device="cpu", slots={})
+    plan = plan_view({})
     return [str(problem) for problem in HfModel(**fields).check(plan)]
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.contracts.stage import PlanView
 from pipeline.errors import StageError
+from pipeline.testing import plan_view
 from stages.model.checks import multimodal_notes, problems
 from stages.model.compat import auto_class, image_text_types, is_multimodal
 from stages.model.config_checks import NOT_BY_TEXT
@@ -166,8 +166,8 @@ def test_check_says_what_is_trained_and_refuses_stages(tmp_path: Path) -> None:
     (note,) = multimodal_notes(stage)
     assert note.warning
     assert "its language model is trained, all else stays in its files" in note.message
-    plan = PlanView(name="r", seed=0, procs=2, device="cpu", slots={"model": stage})
     wrap = Fsdp(pipeline_parallel=PipelineParallel(size=2))
+    plan = plan_view({"model": stage, "wrap": wrap}, procs=2)
     (found,) = config_problems(wrap, plan)
     assert "is not divided into stages" in found.message
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.contracts.stage import PlanView
+from pipeline.testing import plan_view
+from pipeline.testing.helpers import checked
 from stages.data.chat import ChatData
 from stages.data.stream import StreamData
 from stages.data.text import TextData
@@ -24,9 +25,9 @@ CHAT = {"messages": [{"role": "user", "content": "a"}]}
 
 
 def told(model: Any, stage: Any) -> list[str]:
-    plan = PlanView(name="r", seed=0, procs=1, device="cpu", slots={"model": model})
-    assert list(stage.check(dataclasses.replace(plan, forecast=True))) == []
-    return [str(problem) for problem in stage.check(plan)]
+    plan = plan_view({"model": model})
+    assert checked(stage, dataclasses.replace(plan, forecast=True)) == []
+    return [str(problem) for problem in checked(stage, plan)]
 
 
 @pytest.fixture
@@ -96,7 +97,7 @@ def test_a_folder_without_a_model_is_a_mistake_of_the_model_slot(tmp_path: Path,
     model = HfModel(path=str(tmp_path / "run"))
     assert told(model, ChatData(files=rows(CHAT), sequence_length=8)) == []
     command = f"`pipe export {tmp_path}/run --out FOLDER` writes its model"
-    plan = PlanView(name="r", seed=0, procs=1, device="cpu", slots={"model": model})
+    plan = plan_view({"model": model})
     assert [problem.hint for problem in model.check(plan)] == [f"it is a run; {command}"]
     (tmp_path / "run/export/config.json").write_text("{}")
     meant = f"it is a run; its model is {tmp_path}/run/export"

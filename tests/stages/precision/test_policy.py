@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.contracts.stage import PlanView
 from pipeline.distributed.process_group import DistContext
+from pipeline.testing import plan_view
 from stages.precision.policy import PrecisionPolicy
 from tests.support.runs import context
 
-VIEW = PlanView(name="t", seed=0, procs=1, device="cpu", slots={})
+VIEW = plan_view({})
 
 
 @pytest.mark.parametrize(

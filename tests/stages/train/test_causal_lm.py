@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from pipeline.contracts.engine import DataAxis
-from pipeline.contracts.stage import PlanView
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
+from pipeline.testing import plan_view
 from stages.batches.feed import Feed, microbatches
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.optimizer.adamw import AdamW
@@ -26,7 +26,7 @@ from tests.support.runs import context, toy_data
 
 
 def problems(procs: int = 4, **fields: Any) -> list[str]:
-    view = PlanView(name="t", seed=0, procs=procs, device="cpu", slots={})
+    view = plan_view({}, procs=procs)
     return [f"{p.key}: {p.message}" for p in TrainCausalLm(**fields).check(view)]
 
 
@@ -44,7 +44,7 @@ def test_contradicting_batch_sizes_show_the_arithmetic() -> None:
 
 def test_steps_over_epochs_name_the_override_to_add() -> None:
     stage = TrainCausalLm(global_batch_size=8, steps=1, epochs=1.0)
-    view = PlanView(name="t", seed=0, procs=1, device="cpu", slots={"loop": stage})
+    view = plan_view({"loop": stage})
     hint = "remove one of the two lines, or add loop.epochs=null to the command line"
     assert [one.hint for one in stage.check(view)] == [hint]
 
@@ -53,7 +53,7 @@ def test_steps_over_epochs_name_the_override_to_add() -> None:
 def test_a_micro_batch_larger_than_its_step_is_said(procs: int, share: int) -> None:
     """The ranges that training cuts are the ones that the warning names."""
     stage = TrainCausalLm(global_batch_size=8, steps=1, micro_batch_size=16)
-    view = PlanView(name="t", seed=0, procs=procs, device="cpu", slots={"loop": stage})
+    view = plan_view({"loop": stage}, procs=procs)
     (told,) = stage.check(view)
     assert told.warning
     assert told.message.endswith(f": micro-batches have {share}")

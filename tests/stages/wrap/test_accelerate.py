@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.testing import plan_view
+from pipeline.testing.helpers import checked
 from stages.precision.policy import PrecisionPolicy
 from stages.wrap.accelerate import Accelerate
 
@@ -24,7 +25,7 @@ def said(
     file.write_text(json.dumps(content))
     stages = {"precision": PrecisionPolicy(**{"compute": "fp32", **policy})}
     plan = plan_view(stages, procs=procs, device=device)
-    return [f"{p.message} ({p.hint})" for p in Accelerate(config=str(file)).check(plan)]
+    return [f"{p.message} ({p.hint})" for p in checked(Accelerate(config=str(file)), plan)]
 
 
 @pytest.mark.parametrize(

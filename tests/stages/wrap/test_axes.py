@@ -17,6 +17,7 @@ from pipeline.contracts.objective import Scores
 from pipeline.contracts.stage import PlanView
 from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
+from pipeline.testing import plan_view
 from stages.batches.feed import BatchStats
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.model.hf import HfModel
@@ -62,7 +63,7 @@ def test_every_rank_has_a_place_of_its_own(
 
 
 def view(procs: int, **slots: Any) -> PlanView:
-    return PlanView(name="t", seed=0, procs=procs, device="cpu", slots=slots)
+    return plan_view(slots, procs=procs)
 
 
 def problems(procs: int, **fields: Any) -> list[str]:
@@ -158,7 +159,7 @@ def test_what_no_rank_has_all_of_is_refused() -> None:
     assert problem.message.startswith("the train slot's router_loss is of all tokens")
     wrap = Fsdp(expert_parallel=ExpertParallel(size=2))
     policy = PrecisionPolicy(compute="bf16", reduce="fp16")
-    (problem,) = wrap.check(view(8, wrap=wrap, precision=policy))
+    (problem,) = wrap.check(view(8, precision=policy, wrap=wrap))
     assert problem.message == "gradients of experts cannot be averaged in fp16"
 
 
@@ -176,9 +177,10 @@ def test_the_head_counts_as_the_blocks_that_it_takes_as_long_as() -> None:
 
 def test_samples_are_divided_among_the_ranks_that_are_left() -> None:
     wrap = Fsdp(tensor_parallel=TensorParallel(size=2), pipeline_parallel=PipelineParallel(size=2))
-    assert view(8, wrap=wrap).data_ranks == 2
     train_stage = TrainCausalLm(global_batch_size=12, steps=1, micro_batch_size=2, accumulation=2)
-    (problem,) = train_stage.check(view(8, wrap=wrap))
+    plan = view(8, wrap=wrap, train=train_stage)
+    assert plan.data_ranks(train_stage) == 2
+    (problem,) = train_stage.check(plan)
     assert (
         "micro_batch_size x accumulation x data-parallel ranks = 2 x 2 x 2 = 8" in problem.message
     )

@@ -11,8 +11,8 @@ import pytest
 
 from pipeline import ModelSource, StageError
 from pipeline.contracts.precision import LossScaling, Precision
-from pipeline.contracts.stage import PlanView
-from pipeline.testing import context
+from pipeline.testing import context, plan_view
+from pipeline.testing.helpers import checked
 from stages.optimizer.adamw import AdamW
 from stages.optimizer.lion import Lion
 from stages.precision.policy import PrecisionPolicy
@@ -38,7 +38,7 @@ def config(stage: Zero, **overrides: Any) -> dict[str, Any]:
 def found(stage: Zero, *, device: str = "cuda", precision: Any = None) -> dict[str, str]:
     """Return the problems by key, as shown."""
     slots = {"precision": precision or PrecisionPolicy(), "wrap": stage}
-    plan = PlanView(name="run", seed=0, procs=2, device=device, slots=slots)
+    plan = plan_view(slots, procs=2, device=device)
     return {problem.key: str(problem) for problem in stage.check(plan)}
 
 
@@ -265,8 +265,8 @@ def test_rules_that_only_torch_computes_are_refused_where_deepspeed_must(
     stage: Zero, optimizer: Any, master: Any, problem: str | None
 ) -> None:
     slots = {"precision": PrecisionPolicy(compute="bf16", master=master), "optimizer": optimizer}
-    plan = PlanView(name="", seed=0, procs=1, device="cpu", slots=slots)
-    assert [str(found) for found in stage.check(plan)] == ([problem] if problem else [])
+    plan = plan_view(slots)
+    assert [str(found) for found in checked(stage, plan)] == ([problem] if problem else [])
 
 
 def test_a_rule_that_no_field_tells_is_refused_at_the_start(tmp_path: Path) -> None:
@@ -293,10 +293,10 @@ def test_gradients_that_overlapped_reductions_may_lose() -> None:
 def test_checking_imports_neither_torch_nor_deepspeed() -> None:
     program = (
         "import sys\n"
-        "from pipeline.contracts.stage import PlanView\n"
+        "from pipeline.testing import plan_view\n"
         "from stages.wrap.zero import Zero\n"
         "stage = Zero(extra={'dumpstate': 1})\n"
-        "plan = PlanView(name='', seed=0, procs=1, device='cpu', slots={'wrap': stage})\n"
+        "plan = plan_view({'wrap': stage})\n"
         "assert [p.key for p in stage.check(plan)] == ['extra.dumpstate']\n"
         "assert not {'torch', 'deepspeed', 'transformers'} & sys.modules.keys()\n"
     )
