@@ -88,26 +88,25 @@ def _no_giver(
     """Message and hint about the slot that is named for a need; empty if it gives that."""
     link, wanted = links[index], f"{need.parameter} ({need.type.__name__})"
     able = [one.slot for one in links[:index] if _meets(one.gives, need)]
-    hint = f"slots that do: {', '.join(able)}" if able else ""
+    hint = f"slots before it that return one: {', '.join(able)}" if able else ""
     named = next((one for one in links if one.slot == slot), None)
     if slot in able or (slot is None and need.optional) or (named and named.kind is None):
         return "", ""
     if slot is None:
-        return f"`{link.use}` needs its {wanted}", hint.replace("that do", "that give one")
+        return f"`{link.use}` needs its {wanted}", hint
     if named is None:
         return f"there is no slot `{slot}`", did_you_mean(slot, able)
     if not _meets(named.gives, need):
         given = named.gives.__name__ if named.gives is not None else "nothing"
-        return f"slot `{slot}` ({named.use}) gives {given}, not the {wanted} of `{link.use}`", hint
-    if named is link:
-        return "a slot cannot take its own result", hint.replace(
-            "that do", "before it that give one"
+        return (
+            f"slot `{slot}` ({named.use}) returns {given}, not the {wanted} of `{link.use}`",
+            hint,
         )
+    if named is link:
+        return "a slot cannot take its own result", hint
     place = places.key(("stages", slot))
-    return (
-        f"slot `{slot}` comes after this one",
-        f"move slot `{slot}` ({place}) before `{link.slot}`",
-    )
+    hint = f"move slot `{slot}` ({place}) before `{link.slot}`"
+    return f"slot `{slot}` comes after this one", hint
 
 
 def missing_inputs(

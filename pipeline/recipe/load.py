@@ -203,7 +203,7 @@ def _wrong_slot(slot: str, value: Any, places: SourceMap) -> list[Problem]:
         problems.append(NoSlot(message=message, key=slot, hint=hint, location=place, name=slot))
         return problems
     if _wrong_takes(value.get("takes")):
-        message = "must say which slot gives each artifact"
+        message = "must name a slot for each artifact"
         hint = "such as `takes: {engine: wrap}`; `pipe dag` shows what each slot reads"
         place = places.value((*path, "takes"))
         key = f"{slot}.takes"

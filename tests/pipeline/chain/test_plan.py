@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from pipeline.chain import plan as plan_module
-from pipeline.chain.plan import Plan, PlannedSlot, Started, make_plan
+from pipeline.chain.plan import Plan, Started, make_plan
 from pipeline.chain.registry import Entry, Registry
 from pipeline.contracts.callbacks import StepCallback
 from pipeline.contracts.engine import Engine
@@ -197,27 +197,22 @@ def test_last_readers(planned: Callable[..., Plan]) -> None:
     }
 
 
-class Around:
-    """Takes an engine and gives one."""
-
-    def run(self, ctx: Context, engine: Engine) -> Engine:
-        raise AssertionError("never run")
-
-
 def test_who_reads_what_an_artifact_was_made_into_reads_it_too(
-    planned: Callable[..., Plan],
+    fake_entry: Callable[..., Entry], registry: Registry, tmp_path: Path
 ) -> None:
     """The stage around an engine may hold the engine, so it stays open when that stage has run."""
-    plan = planned()
-    *before, checkpoint, train = plan.steps
-    around = PlannedSlot(
-        slot="around", use="wrap.around", stage=Around(), inputs={"engine": "wrap"}, gives=Engine
-    )
-    train = replace(train, inputs={**train.inputs, "engine": "around"})
-    plan = replace(plan, steps=(*before, checkpoint, around, train))
+    import fake_stages
+
+    fake_stages.Average = Average
+    known = Registry([*registry.entries(), fake_entry("average.mine", "Average", "somebody")])
+    file = tmp_path / "r.yaml"
+    file.write_text(RECIPE.replace("  train:", "  around: {use: average.mine}\n  train:"))
+    plan = make_plan(load_recipe(file), registry=known)
     last = {step.slot: plan.last_reader(step.slot) for step in plan.steps}
     assert (last["wrap"], last["around"], last["model"]) == ("train", "train", "wrap")
-    unread = replace(plan, steps=plan.steps[:-1])
+    assert [*plan.view.wiring.readers("wrap")] == ["checkpoint", "around", "train"]
+    assert [*plan.view.wiring.producers("train", Engine)] == ["around", "wrap"]
+    unread = make_plan(load_recipe(file, ["train=null"]), registry=known)
     assert unread.last_reader("wrap") == "around"
 
 

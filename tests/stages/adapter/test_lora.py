@@ -18,6 +18,7 @@ from pipeline.contracts.data import Data
 from pipeline.contracts.training import Progress, TrainedRun
 from pipeline.errors import ResumeRefused, StageError
 from pipeline.testing import assert_conforms, plan_view
+from pipeline.testing.helpers import checked
 from stages.adapter.lora import Lora
 from stages.adapter.updates import row_blocks
 from stages.export.adapter import ExportAdapter
@@ -343,8 +344,8 @@ def test_other_architectures(
 
 @pytest.mark.parametrize("field", [{"vocab_size": 128}, {"new_weights": ("lm_head.*",)}])
 def test_an_adapter_belongs_to_a_model_that_others_have(field: dict[str, Any]) -> None:
-    plan = plan_view({"model": HfModel(path="./model", **field)})
-    (problem,) = ExportAdapter().check(plan)
+    plan = plan_view({"model": HfModel(path="./model", **field), "adapter": Lora()})
+    (problem,) = checked(ExportAdapter(), plan)
     assert f"{next(iter(field))} makes another model" in problem.message
 
 

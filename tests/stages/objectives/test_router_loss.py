@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.errors import StageError
 from pipeline.testing import plan_view
+from pipeline.testing.helpers import checked
 from stages.model.block_changes import checkpoint_blocks
 from stages.model.hf import ActivationCheckpointing, HfModel
 from stages.objectives.router_loss import RouterLoss
@@ -179,6 +180,6 @@ def test_an_architecture_without_such_a_loss_is_refused(kind: str) -> None:
 def test_check(config: dict[str, Any], weight: Any, said: list[str]) -> None:
     plan = plan_view({"model": HfModel(config=config)})
     stage = TrainCausalLm(steps=1, global_batch_size=1, router_loss=weight)
-    found = [one for one in stage.check(plan) if one.key == "router_loss"]
+    found = [one for one in checked(stage, plan) if one.key == "router_loss"]
     assert [one.message for one in found] == said
     assert all(one.warning == (weight is None) for one in found)

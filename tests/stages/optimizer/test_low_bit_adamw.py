@@ -20,13 +20,14 @@ from stages.optimizer import torchao_compat
 from stages.optimizer.adamw import AdamW
 from stages.optimizer.quantized_moments import BLOCK, MOMENTS
 from stages.precision.policy import PrecisionPolicy
+from stages.wrap.ddp import Ddp
 
 ROWS, COLUMNS = 70, 67  # 4690: 18 blocks of 256 and 82 more
 
 
 def problems(stage: AdamW, master: Any = "fp32") -> dict[str, str]:
     precision = PrecisionPolicy(compute="bf16", master=master)
-    plan = testing.plan_view({"precision": precision, "optimizer": stage})
+    plan = testing.plan_view({"precision": precision, "optimizer": stage, "wrap": Ddp()})
     return {problem.key: str(problem) for problem in stage.check(plan)}
 
 

@@ -141,6 +141,7 @@ def test_parts_of_an_epoch_need_data_that_has_one() -> None:
         "eval_every: needs held-out samples, and there are none",
         f"eval_every: is 0.25 epochs, {why}",
     ]
+    view = plan_view({"data": stream, "train": TrainCausalLm(global_batch_size=8, steps=10)})
     told = problems(ShardedCheckpoint, {"every": "1 epoch"}, plan=view)
     assert [f"{one.key}: {one.message}" for one in told] == [f"every: is 1 epoch, {why}"]
     told = problems(ShardedCheckpoint, {"every": "1 epoch", "keep_every": 500})

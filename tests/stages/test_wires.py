@@ -1,0 +1,168 @@
+"""Two engines in one recipe: each check asks about the slots that its stage is wired to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import yaml
+
+import pipeline
+from pipeline import (
+    Checkpoints,
+    Context,
+    Data,
+    Durable,
+    Engine,
+    ModelSource,
+    Precision,
+    TrainedRun,
+)
+from pipeline.chain.plan import Plan, make_plan
+from pipeline.chain.registry import BUILT_IN, Entry, Registry
+from pipeline.contracts import traits
+from pipeline.errors import RecipeError
+from pipeline.recipe import load_recipe
+from pipeline.testing import plan_view
+from pipeline.testing.helpers import checked
+from stages.adapter.lora import Lora
+from stages.checkpoint.sharded import FullCheckpoint, ShardedCheckpoint
+from stages.data.chat import ChatData
+from stages.data.stream import StreamData
+from stages.data.text import TextData
+from stages.model.hf import HfModel
+from stages.precision.policy import PrecisionPolicy
+from stages.train.causal_lm import TrainCausalLm
+from stages.wrap.axes import PipelineParallel, TensorParallel
+from stages.wrap.fsdp import Fsdp
+from stages.wrap.zero import Zero
+from tests.support.runs import TINY
+from tests.support.tiny_project import CHAIN, tiny_project
+
+
+class Scores(Durable):
+    """Of a model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """Score data with a model."""
+
+    def run(self, ctx: Context, engine: Engine, data: Data) -> Scores:
+        raise AssertionError("never run")
+
+
+REFERENCE: Mapping[str, Mapping[str, Any]] = {
+    "model": CHAIN["model"],
+    "precision": CHAIN["precision"],
+    "data": CHAIN["data"],
+    "optimizer": CHAIN["optimizer"],
+    "reference": {"use": "wrap.fsdp", "tensor_parallel": {"size": 2}},
+    "score": {"use": "score.mine"},
+    **{slot: CHAIN[slot] for slot in ("wrap", "checkpoint", "train", "consolidate", "export")},
+}
+"""A recipe that scores with a reference before it trains."""
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> Callable[..., Plan]:
+    mine = Entry(name="score.mine", value=f"{__name__}:Score", distribution="mine", version="1")
+    registry = Registry([*Registry.installed().entries(), mine])
+    tiny_project(tmp_path)
+
+    def make(*overrides: str, procs: int = 2, **slots: Mapping[str, Any] | None) -> Plan:
+        stages: dict[str, Any] = {}
+        for slot, fields in REFERENCE.items():
+            stages |= {slot: dict(fields)}
+            stages |= {
+                name: value for name, value in slots.items() if name.startswith(f"after_{slot}")
+            }
+        recipe = {"name": "two", "launch": {"procs": procs, "device": "cpu"}, "stages": stages}
+        file = tmp_path / "two.yaml"
+        file.write_text(yaml.safe_dump(recipe, sort_keys=False))
+        return make_plan(load_recipe(file, overrides), registry=registry)
+
+    return make
+
+
+def refused(make: Callable[..., Plan], *overrides: str, **slots: Any) -> list[str]:
+    with pytest.raises(RecipeError) as caught:
+        make(*overrides, **slots)
+    return [f"{one.key}: {one.message}" for one in caught.value.problems]
+
+
+def test_batches_are_divided_by_the_engine_that_is_trained(planned: Callable[..., Plan]) -> None:
+    """The reference has one share of samples on two processes, the trained engine two."""
+    arithmetic = ("train.micro_batch_size=1", "train.accumulation=2", "train.global_batch_size=4")
+    plan = planned(*arithmetic)
+    slots = plan.view.slots
+    assert plan.view.data_ranks(slots["train"]) == 2
+    assert plan.view.data_ranks(slots["score"]) == 1
+    wrong = refused(planned, *arithmetic, "train.global_batch_size=2")
+    assert wrong == [
+        "train.global_batch_size: is 2, but micro_batch_size x accumulation x processes = "
+        "1 x 2 x 2 = 4"
+    ]
+    (averaged,) = planned(*arithmetic, after_wrap={"use": "average.ema"}).trainings
+    assert plan.view.data_ranks(averaged.stage) == 2
+    reversed_ = planned(
+        "reference=null", "score=null", "wrap.use=wrap.fsdp", "wrap.tensor_parallel={size: 2}",
+        *arithmetic[:2], "train.global_batch_size=2",
+    )  # fmt: skip
+    assert reversed_.view.data_ranks(reversed_.view.slots["train"]) == 1
+
+
+def test_an_adapter_after_a_reference_changes_the_next_engine(planned: Callable[..., Plan]) -> None:
+    adapter = {"use": "adapter.lora", "rank": 4}
+    plan = planned(after_score=adapter)
+    wires = plan.view.wiring
+    assert wires.producer("wrap", ModelSource) == "after_score"
+    assert wires.producer("reference", ModelSource) == "model"
+    late = refused(planned, after_wrap=adapter)
+    assert late == [
+        "after_wrap: stands after slot `reference`, which builds the model, and changes nothing"
+    ]
+
+
+def test_axes_are_checked_with_the_adapter_of_their_own_engine(
+    planned: Callable[..., Plan],
+) -> None:
+    """The reference divides layers, and is of the model without an adapter."""
+    dora = {"use": "adapter.lora", "rank": 4, "dora": True}
+    planned(after_score=dora)
+    assert refused(planned, after_model=dora) == [
+        "reference.tensor_parallel: DoRA takes the lengths of whole rows of weights, and ranks "
+        "have parts of them"
+    ]
+
+
+def test_a_router_loss_is_of_the_training_that_reads_the_engine(
+    planned: Callable[..., Plan],
+) -> None:
+    context = "reference.context_parallel={size: 2}"
+    apart = refused(planned, "reference.tensor_parallel=null", context, "train.router_loss=0.1")
+    assert apart == ["train.router_loss: the model has no experts"]
+    same = refused(planned, "wrap.context_parallel={size: 2}", "train.router_loss=0.1")
+    assert [one.partition(":")[0] for one in same] == ["wrap.context_parallel", "train.router_loss"]
+
+
+def test_dtypes_are_those_of_the_precision_that_a_wrap_gets(planned: Callable[..., Plan]) -> None:
+    zero = ("wrap.use=wrap.zero", "wrap.stage=1")
+    narrow = {"use": "precision.policy", "compute": "bf16", "master": "bf16"}
+    said = refused(planned, *zero, after_score=narrow)
+    assert said == [
+        "wrap.stage: the precision slot asks for bf16 master weights; stage 1 keeps fp32"
+    ]
+    planned(*zero, "wrap.takes={precision: precision}", "reference.use=wrap.fsdp",
+            after_precision_unused=None) if False else None  # fmt: skip
+
+
+def test_a_checkpoint_of_another_engine_is_refused(planned: Callable[..., Plan]) -> None:
+    said = refused(planned, "train.takes={engine: reference}")
+    assert said == [
+        "train: trains the engine of slot `reference`, but slot `checkpoint` saves that of slot "
+        "`wrap`"
+    ]
