@@ -18,11 +18,10 @@ from pipeline import (
     Durable,
     Engine,
     ModelSource,
-    Precision,
     TrainedRun,
 )
 from pipeline.chain.plan import Plan, make_plan
-from pipeline.chain.registry import BUILT_IN, Entry, Registry
+from pipeline.chain.registry import Entry, Registry
 from pipeline.contracts import traits
 from pipeline.errors import RecipeError
 from pipeline.recipe import load_recipe
@@ -36,6 +35,7 @@ from stages.data.text import TextData
 from stages.model.hf import HfModel
 from stages.precision.policy import PrecisionPolicy
 from stages.train.causal_lm import TrainCausalLm
+from stages.train.settings import Anomalies
 from stages.wrap.axes import PipelineParallel, TensorParallel
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.zero import Zero
@@ -152,17 +152,157 @@ def test_a_router_loss_is_of_the_training_that_reads_the_engine(
 def test_dtypes_are_those_of_the_precision_that_a_wrap_gets(planned: Callable[..., Plan]) -> None:
     zero = ("wrap.use=wrap.zero", "wrap.stage=1")
     narrow = {"use": "precision.policy", "compute": "bf16", "master": "bf16"}
-    said = refused(planned, *zero, after_score=narrow)
-    assert said == [
-        "wrap.stage: the precision slot asks for bf16 master weights; stage 1 keeps fp32"
-    ]
-    planned(*zero, "wrap.takes={precision: precision}", "reference.use=wrap.fsdp",
-            after_precision_unused=None) if False else None  # fmt: skip
+    said = ["wrap.stage: the precision slot asks for bf16 master weights; stage 1 keeps fp32"]
+    assert refused(planned, *zero, after_precision=narrow) == said
+    planned(*zero, "wrap.takes={precision: precision}", after_precision=narrow)
+    assert refused(planned, *zero, after_score=narrow) == said
 
 
-def test_a_checkpoint_of_another_engine_is_refused(planned: Callable[..., Plan]) -> None:
+def test_engines_and_models_of_one_training(planned: Callable[..., Plan]) -> None:
+    adapter = {"use": "adapter.lora", "rank": 4}
+    planned("train.takes={engine: reference}", "wrap=null")
     said = refused(planned, "train.takes={engine: reference}")
     assert said == [
         "train: trains the engine of slot `reference`, but slot `checkpoint` saves that of slot "
         "`wrap`"
     ]
+    said = refused(planned, "checkpoint.takes={model: model}", after_score=adapter)
+    assert said == [
+        "checkpoint: gets the model of slot `model`, but its engine, slot `wrap`, has that of "
+        "slot `after_score`"
+    ]
+    plain = {"use": "wrap.ddp", "takes": {"model": "model"}}
+    planned("reference=null", "score=null", "wrap=null", after_optimizer=plain)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """A stage of another package, with every trait that a check of ours asks about."""
+
+    holds_out: ClassVar[bool] = False
+    has_epochs: ClassVar[bool] = False
+    recomputes_operations: ClassVar[bool] = True
+    compile: ClassVar[str] = "all"
+    router_loss: ClassVar[float] = 0.1
+    loss_chunk_size: ClassVar[int] = 8
+    epochs: ClassVar[float] = 1.0
+    every: ClassVar[int | None] = None
+
+    def config_at_hand(self) -> dict[str, Any]:
+        return {**TINY, "num_hidden_layers": 1, "max_position_embeddings": 64}
+
+    def needs_whole_weights(self) -> Iterator[tuple[str, str]]:
+        yield "because", "leave it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherModel(Elsewhere):
+    """A model."""
+
+    def run(self, ctx: Context) -> ModelSource:
+        raise AssertionError("never run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherData(Elsewhere):
+    """Data."""
+
+    sequence_length: ClassVar[int] = 512
+
+    def run(self, ctx: Context) -> Data:
+        raise AssertionError("never run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherCheckpoints(Elsewhere):
+    """Checkpoints."""
+
+    def run(self, ctx: Context, engine: Engine) -> Checkpoints:
+        raise AssertionError("never run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherTrain(Elsewhere):
+    """A training."""
+
+    def run(self, ctx: Context, engine: Engine, model: ModelSource, data: Data) -> TrainedRun:
+        raise AssertionError("never run")
+
+
+def found(stage: Any, procs: int = 4, **slots: Any) -> list[str]:
+    """Return what a stage's check says next to others."""
+    return [f"{one.key}: {one.message}" for one in checked(stage, plan_view(slots, procs=procs))]
+
+
+def test_stages_of_other_packages_are_seen_by_their_traits() -> None:
+    zero_bubble = PipelineParallel(size=2, schedule="InterleavedZeroBubble")
+    wrap = Fsdp(
+        sharding="no_shard", pipeline_parallel=zero_bubble, tensor_parallel=TensorParallel(size=2)
+    )
+    halves = "InterleavedZeroBubble runs backward in two halves, for inputs and for weights, which"
+    schedule = "pipeline_parallel.schedule"
+    assert found(wrap, model=OtherModel(), train=OtherTrain()) == [
+        f"{schedule}: {halves} the model slot's activation_checkpointing.keep does not allow",
+        f"{schedule}: {halves} compiled blocks do not allow",
+        f"{schedule}: {halves} a loss in chunks does not allow",
+        "pipeline_parallel: the train slot's router_loss is a mean over all layers, and a stage "
+        "has some of them",
+        "tensor_parallel: because",
+        "pipeline_parallel.size: the model's 1 blocks do not make 4 pipeline stages",
+    ]
+    assert [one.partition(":")[0] for one in found(Zero(stage=3), model=OtherModel())] == ["stage"]
+    train = TrainCausalLm(
+        global_batch_size=4, steps=1, eval_every="1 epoch", router_loss=0.1,
+        anomalies=Anomalies(non_finite="rollback"),
+    )  # fmt: skip
+    assert found(train, model=OtherModel(), data=OtherData(), save=OtherCheckpoints()) == [
+        "anomalies.non_finite: rollback goes back to the newest checkpoint, and none is saved "
+        "before the end",
+        "eval_every: needs held-out samples, and there are none",
+        "eval_every: is 1 epoch, and the data slot does not know how many samples an epoch has",
+        "router_loss: the model has no experts",
+    ]
+    stream = StreamData(shards="s3://bucket/*.jsonl")
+    assert found(stream, wrap=Fsdp(), train=OtherTrain()) == [
+        "shards: does not know how many samples an epoch has"
+    ]
+    saving = ShardedCheckpoint(every="1 epoch")
+    readers = {"data": OtherData(), "save": saving, "train": TrainCausalLm(global_batch_size=4)}
+    assert found(saving, **readers) == [
+        "every: is 1 epoch, and the data slot does not know how many samples an epoch has"
+    ]
+    long = {"data": OtherData(), "wrap": Fsdp(), "train": OtherTrain()}
+    model = HfModel(config={**TINY, "max_position_embeddings": 64})
+    assert found(model, **long) == [
+        ": samples of slot `data` may have 512 tokens, and the model has 64 positions"
+    ]
+
+
+BUILT_IN_TRAITS: Mapping[str, list[Any]] = {
+    "DeclaresConfig": [HfModel()],
+    "RecomputesOperations": [HfModel()],
+    "CompilesBlocks": [HfModel()],
+    "NeedsWholeWeights": [Lora()],
+    "StartsFrom": [Lora(), ShardedCheckpoint()],
+    "DeclaresDtypes": [PrecisionPolicy()],
+    "LimitsLength": [ChatData(), TextData(files="x"), StreamData(shards="x")],
+    "HoldsOut": [ChatData(), TextData(files="x"), StreamData(shards="x")],
+    "HasEpochs": [StreamData(shards="x")],
+    "SavesEvery": [ShardedCheckpoint(), FullCheckpoint()],
+    "RetainsCheckpoints": [ShardedCheckpoint(), FullCheckpoint()],
+    "NamesFormat": [ShardedCheckpoint(), FullCheckpoint()],
+    "TrainsEpochs": [TrainCausalLm(global_batch_size=1)],
+    "ChunksLoss": [TrainCausalLm(global_batch_size=1)],
+    "AddsRouterLoss": [TrainCausalLm(global_batch_size=1)],
+}
+
+
+def test_every_trait_is_one_of_a_stage_of_ours() -> None:
+    defined = {
+        name for name, one in vars(traits).items() if getattr(one, "_is_protocol", False)
+    } - {"Protocol"}
+    assert set(BUILT_IN_TRAITS) == defined
+    for name, stages in BUILT_IN_TRAITS.items():
+        protocol = getattr(pipeline, name)
+        assert all(isinstance(one, protocol) for one in stages), name
+        assert not isinstance(Fsdp(), protocol), name
