@@ -278,6 +278,15 @@ class OpensWell(Opens):
 
 
 @dataclass(frozen=True, kw_only=True)
+class UsesTakes:
+    """Takes the other key of a recipe."""
+
+    takes: str = ""
+
+    def run(self, ctx: Context) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
 class UsesUse:
     """Takes the recipe's own key."""
 

@@ -32,6 +32,14 @@ def test_arguments_are_the_latest_results_of_their_types() -> None:
     assert results.latest(float) == 1.5
 
 
+def test_arguments_that_a_slot_is_wired_to() -> None:
+    results = Results(a=1, b=2, c="text", d=Pair(1, 2))
+    assert results.call(Taker(), "take", b"", {"number": "a"}) == (b"", 1, "text", Pair(1, 2))
+    left_out = {"number": "b", "text": None}
+    assert results.call(Taker(), "take", b"", left_out) == (b"", 2, None, Pair(1, 2))
+    assert results.missing(Taker(), "take", {"number": "gone", "pair": None}) == ["int", "Pair"]
+
+
 def test_what_is_missing_is_named_unless_it_is_optional() -> None:
     assert Results(a="text").missing(Taker(), "take") == ["int", "Pair"]
     assert Results(a=1, b=Pair(1, 2)).missing(Taker(), "take") == []

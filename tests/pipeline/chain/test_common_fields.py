@@ -17,10 +17,12 @@ def test_stages_of_one_kind_have_their_settings_in_common() -> None:
     common = common_fields(Registry.installed())
     both = set(common("optimizer.adamw", "optimizer.lion"))
     assert {"lr", "schedule", "warmup_ratio", "weight_decay"} <= both
-    assert not common("optimizer.adamw", "wrap.ddp")
+    assert common("optimizer.adamw", "wrap.ddp") == []
     assert not common("optimizer.adamw", "no.such")
     assert "context_parallel" in common("wrap.fsdp", "wrap.ddp")
     assert "tensor_parallel" not in common("wrap.fsdp", "wrap.ddp")  # which ddp does not have
+    assert "takes" in common("wrap.fsdp", "wrap.ddp")
+    assert "takes" not in common("train.causal_lm", "train.hf_trainer")  # which take other things
 
 
 @pytest.mark.parametrize("use", ["optimizer.lion", "optimizer.adamw"])

@@ -65,6 +65,8 @@ def test_good(fakes: Draft202012Validator) -> None:
         ("stages.data.files", ["a", "${seed}.txt"]),
         ("stages.wrap.offload", {"device": "${x}"}),
         ("stages.wrap", None),
+        ("stages.wrap.takes", {"model": "model"}),
+        ("stages.train.takes", {"checkpoints": None}),
         ("extends", "base.yaml"),
     ],
 )
@@ -89,6 +91,9 @@ def test_accepts(fakes: Draft202012Validator, path: str, value: object) -> None:
         ("stages.wrap.use", "wrap.blue"),
         ("stages.wrap.stagee", 2),
         ("stages.wrap.stage", 4),
+        ("stages.wrap.takes", {"modle": "model"}),
+        ("stages.wrap.takes", {"model": None}),
+        ("stages.wrap.takes", ["model"]),
         ("stages.wrap.offload", {"devise": "cpu"}),
         ("stages.train", {"use": "train.lm"}),
         ("stages.train.steps", 0),

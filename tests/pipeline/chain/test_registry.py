@@ -60,6 +60,7 @@ def test_two_packages_of_one_name_are_both_named(fake_entry: Callable[..., Entry
         ("Undocumented", "has no docstring"),
         ("NoRun", "has no method `run` (fake_stages.NoRun)"),
         ("UsesUse", "has a field called `use`, which a recipe cannot set"),
+        ("UsesTakes", "has a field called `takes`, which a recipe cannot set"),
     ],
 )
 def test_what_a_class_lacks(fake_entry: Callable[..., Entry], attribute: str, fault: str) -> None:

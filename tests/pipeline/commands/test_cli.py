@@ -206,7 +206,7 @@ wrap.red (pipetrain 1.0)
 
 Wrap in red.
 
-needs: ModelSource, OptimizerPlan
+needs: model (ModelSource), optimizer (OptimizerPlan)
 returns: RedEngine
 
 fields:
@@ -233,7 +233,7 @@ fields:
         "doc": "How many.",
     }
     optional = json.loads(pipe("stages", "train.lm", "--json").stdout)["needs"]
-    assert optional[-1] == {"type": "Checkpoints", "optional": True}
+    assert optional[-1] == {"parameter": "checkpoints", "type": "Checkpoints", "optional": True}
 
 
 def test_an_unknown_stage(pipe: Callable[..., Result]) -> None:

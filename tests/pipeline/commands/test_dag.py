@@ -72,6 +72,31 @@ def test_json(recipe: Path) -> None:
     assert by_name["wrap"]["returns"] == "Engine"
 
 
+def test_two_engines(recipe: Path) -> None:
+    """The first is only read where `takes` names it."""
+    text = recipe.read_text()
+    first = "  reference: {use: wrap.fsdp}\n"
+    two = recipe.with_name("two.yaml")
+    two.write_text(text.replace("  wrap:\n", f"{first}  wrap:\n"))
+    refused = dag(two)
+    assert "no slot reads its result: slot `wrap` (wrap.ddp, " in refused.stderr
+    named = ("train.takes.engine=reference", "checkpoint.takes={engine: reference}", "wrap=null")
+    rows = [re.split(r"  +", row) for row in dag(two, *named).stdout.splitlines()[1:]]
+    read = {row[0]: row[2] for row in rows if len(row) == 4}
+    assert read["checkpoint"] == "engine: reference, model"
+    assert read["train"] == "engine: reference, data, optimizer, checkpoint, model"
+    score = "  average: {use: average.ema, takes: {engine: reference}}\n"
+    two.write_text(two.read_text().replace("  checkpoint:\n", f"{score}  checkpoint:\n"))
+    both = dag(two, "wrap=null", "train.takes={callback: null}", "--json")
+    slots = {slot["slot"]: slot for slot in json.loads(both.stdout)["slots"]}
+    assert slots["average"]["inputs"] == {"engine": "reference"}
+    assert slots["train"]["inputs"]["engine"] == "average"
+    assert slots["train"]["takes"] == {"callback": None}
+    drawn = dag(two, "wrap=null", "--mermaid").stdout
+    assert "  slot_reference -- Engine --> slot_average" in drawn
+    assert "  slot_reference -- Engine --> slot_train" not in drawn
+
+
 def test_a_run_and_overrides(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(recipe.read_text().replace("./", f"{recipe.parent}/"))
     shown = dag(tmp_path, "wrap.use=wrap.fsdp", "export=null")

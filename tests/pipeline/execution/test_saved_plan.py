@@ -56,6 +56,7 @@ def pipe(*arguments: str | Path) -> Result:
          'model.activation_checkpointing is '
          '{"every": 2, "keep": "nothing", "offload": false} instead of null'),
         (["wrap={use: wrap.ddp}"], 'wrap.use is "wrap.ddp" instead of "wrap.fsdp"'),
+        (["train.takes={callback: null}"], 'train.takes is {"callback": null} instead of null'),
         (["consolidate=null", "export=null"], "slot `consolidate` is gone; slot `export` is gone"),
     ],
 )  # fmt: skip

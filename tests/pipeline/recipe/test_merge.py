@@ -142,6 +142,30 @@ def test_overrides_apply_in_order_and_may_replace_a_slot() -> None:
     assert "train" not in recipe.stages
 
 
+def test_takes_merges_like_a_field_and_goes_with_the_stage(tmp_path: Path) -> None:
+    base = "name: r\nstages:\n  train: {use: t.a, takes: {engine: one, callback: null}, steps: 1}\n"
+    (tmp_path / "base.yaml").write_text(base)
+    file = tmp_path / "r.yaml"
+
+    def read(train: str, *overrides: str, common: tuple[str, ...] = ()) -> SlotSpec:
+        file.write_text(f"extends: ./base.yaml\nstages: {{train: {train}}}\n")
+        recipe, problems = read_recipe(file, overrides, lambda first, second: common)
+        assert recipe is not None
+        assert problems == []
+        return recipe.stages["train"]
+
+    one: dict[str, str | None] = {"engine": "one", "callback": None}
+    assert read("{}") == SlotSpec(use="t.a", fields={"steps": 1}, takes=one)
+    assert read("{takes: {engine: two}}").takes == {**one, "engine": "two"}
+    assert read("{}", "train.takes.engine=three").takes == {**one, "engine": "three"}
+    assert read("{}", "train.takes=null").takes == {}
+    assert read("{use: t.b}").takes == {}
+    assert read("{}", "train.use=t.b").takes == {}
+    assert read("{}", "train.use=t.b", common=("takes",)).takes == one
+    both = ("train.takes.engine=two", "train.use=t.b")
+    assert read("{}", *both, common=("takes",)).takes == {**one, "engine": "two"}
+
+
 def test_fields_of_both_stages_stay_where_an_override_replaces_a_stage(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text(
         "name: r\nstages:\n  optimizer: {use: o.a, lr: 0.3, betas: [1], note: x}\n"
