@@ -66,7 +66,8 @@ def kind_page(kind: str, registry: Registry) -> str:
 def chained(stage: type) -> Iterator[str]:
     """Yield what the stage takes from earlier slots, and what it returns to later ones."""
     wanted = [
-        f"`{need.type.__name__}`" + " if there is one" * need.optional for need in needs(stage)
+        f"`{need.parameter}` (`{need.type.__name__}`{', if there is one' * need.optional})"
+        for need in needs(stage)
     ]
     given = gives(stage)
     yield f"Needs {', '.join(wanted) or 'nothing'}. "

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from pipeline.bench.results import Row
 from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.chain.registry import Registry
+from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import DividesRanks
 from pipeline.contracts.training import TrainedRun
 from pipeline.errors import UsageError
@@ -58,8 +59,8 @@ class TrialRecipe:
 
 def require_measurable(plan: Plan) -> None:
     """Raise UsageError for a recipe without a strategy, or whose training cannot be shortened."""
-    shortened_slots(plan, Trial(steps=1))
     _wrap_slot(plan)
+    shortened_slots(plan, Trial(steps=1))
 
 
 def require_unchanged(plan: Plan, overrides: Sequence[str]) -> None:
@@ -126,9 +127,10 @@ def _shares(slot: Slot, procs: int, registry: Registry) -> int:
 
 
 def _wrap_slot(plan: Plan) -> PlannedSlot:
-    for wrap in map(plan.wrap_of, plan.trainings[:1]):
-        if wrap is not None:
-            return wrap
+    engines = (one for one in plan.steps if issubclass(one.gives or object, Engine))
+    wrap = plan.wrap_of(plan.trainings[0]) if plan.trainings else next(engines, None)
+    if wrap is not None:
+        return wrap
     raise UsageError(f"recipe `{plan.recipe.name}` has no slot that wraps the model in a strategy")
 
 

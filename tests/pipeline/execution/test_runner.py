@@ -16,8 +16,9 @@ import pytest
 
 from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.contracts.export import ExportedModel
-from pipeline.contracts.signature import gives
+from pipeline.contracts.signature import gives, needs
 from pipeline.contracts.stage import Context, Durable
+from pipeline.contracts.wiring import Wiring
 from pipeline.distributed.heartbeat import Heartbeat
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
@@ -149,7 +150,17 @@ def step(slot: str, stage: Any, **inputs: str | None) -> PlannedSlot:
 
 
 def plan(*steps: PlannedSlot, seed: int = 0) -> Plan:
-    return Plan(recipe=SimpleNamespace(seed=seed), view=None, steps=steps, per_node=1)  # type: ignore[arg-type]
+    wires = Wiring(
+        kinds={one.slot: type(one.stage) for one in steps},
+        inputs={
+            one.slot: {
+                need.parameter: one.inputs.get(need.parameter) for need in needs(type(one.stage))
+            }
+            for one in steps
+        },
+    )
+    view = SimpleNamespace(wiring=wires)
+    return Plan(recipe=SimpleNamespace(seed=seed), view=view, steps=steps, per_node=1)  # type: ignore[arg-type]
 
 
 def chain(size: int = 1, fail: bool = False) -> Plan:

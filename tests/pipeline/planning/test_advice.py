@@ -35,7 +35,7 @@ ROOM, ROOMY = 10, 9
 SAVED = {"again": 5, "chunk": 3, "moments": 4, "frozen": 6}
 """GiB that a field saves; each halving of micro-batches saves 2."""
 KINDS = (planner.RECOMPUTE, planner.CHUNK, planner.NARROW_MOMENTS, planner.NARROW_FROZEN)
-VIEW = SimpleNamespace(procs=8, data_ranks=8, device="cuda")
+VIEW = SimpleNamespace(procs=8, data_ranks=lambda stage: 8, device="cuda")
 ORDERS = dict(zip(SAVED, KINDS, strict=True))
 
 
@@ -44,6 +44,10 @@ class Stage:
     """A stage that can save memory through its fields, and its own planner."""
 
     set: Mapping[str, Any]
+
+    @property
+    def stage(self) -> Stage:
+        return self
 
     def savings(self, ranks: int) -> Iterator[Saving]:
         for name, order in ORDERS.items():
