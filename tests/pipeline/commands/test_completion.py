@@ -86,6 +86,10 @@ def test_an_unknown_shell() -> None:
         (["resume", "runs/tiny-1", "train.result="], ["train.result=last", "train.result=best"]),
         (["track", "runs/tiny-1", "train.result="], ["train.result=last", "train.result=best"]),
         (["dag", "mine", "train.shuffle="], ["train.shuffle=true", "train.shuffle=false"]),
+        (["run", "tiny.yaml", "checkpoint.takes."], ["checkpoint.takes.engine=",
+                                                     "checkpoint.takes.model="]),
+        (["run", "tiny.yaml", "wrap.takes.model="], [f"wrap.takes.model={slot}" for slot in
+                                                     ("model", "precision", "data", "optimizer")]),
         # bash divides words at `=`
         (["run", "tiny.yaml", "wrap.use", "=", "wrap.f"], ["wrap.fsdp"]),
         (["run", "tiny.yaml", "train.result", "="], ["last", "best"]),

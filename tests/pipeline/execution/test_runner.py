@@ -16,7 +16,7 @@ import pytest
 
 from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.contracts.export import ExportedModel
-from pipeline.contracts.signature import gives, needs
+from pipeline.contracts.signature import gives
 from pipeline.contracts.stage import Context, Durable
 from pipeline.contracts.wiring import Wiring
 from pipeline.distributed.heartbeat import Heartbeat
@@ -150,16 +150,10 @@ def step(slot: str, stage: Any, **inputs: str | None) -> PlannedSlot:
 
 
 def plan(*steps: PlannedSlot, seed: int = 0) -> Plan:
-    wires = Wiring(
-        kinds={one.slot: type(one.stage) for one in steps},
-        inputs={
-            one.slot: {
-                need.parameter: one.inputs.get(need.parameter) for need in needs(type(one.stage))
-            }
-            for one in steps
-        },
+    kinds: dict[str, type] = {one.slot: type(one.stage) for one in steps}
+    view = SimpleNamespace(
+        wiring=Wiring(kinds=kinds, inputs={one.slot: one.inputs for one in steps})
     )
-    view = SimpleNamespace(wiring=wires)
     return Plan(recipe=SimpleNamespace(seed=seed), view=view, steps=steps, per_node=1)  # type: ignore[arg-type]
 
 

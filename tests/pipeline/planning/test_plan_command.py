@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from pipeline.chain.registry import BUILT_IN, Registry
+from pipeline import Context, Data, Engine, TrainedRun
+from pipeline.chain.plan import plan_file
+from pipeline.chain.registry import BUILT_IN, Entry, Registry
 from pipeline.checkpoint.staging import PASSAGE
 from pipeline.cli import main
 from pipeline.commands.advise import Draft
@@ -157,6 +160,40 @@ def test_only_slots_without_a_planner_are_not_counted(tmp_path: Path) -> None:
     ours = {one.name for one in Registry.installed().entries() if one.distribution == BUILT_IN}
     without = {"evaluate.lm", "wrap.accelerate", "train.hf_trainer"}
     assert ours - without == set(Planners.installed().names())
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainAlone:
+    """Another training, with an engine and samples."""
+
+    def run(self, ctx: Context, engine: Engine, data: Data) -> TrainedRun:
+        raise AssertionError("never run")
+
+
+def test_a_training_without_a_planner_is_not_counted_next_to_one_with(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What is planned is the training with a planner, under the engine that it gets."""
+    mine = Entry(name="train.alone", value=f"{__name__}:TrainAlone", distribution="m", version="1")
+    registry = Registry([*Registry.installed().entries(), mine])
+    monkeypatch.setattr(Registry, "installed", lambda: registry)
+    whole = planned(FSDP)
+    stages = plan_file(FSDP, forecast=True).recipe.public()["stages"]
+    slots: dict[str, Any] = {}
+    for slot, fields in stages.items():
+        if slot == "wrap":
+            slots["first"] = {"use": "wrap.fsdp", "tensor_parallel": {"size": 2}}
+            slots["alone"] = {"use": "train.alone"}
+        slots[slot] = fields
+    recipe = tmp_path / "two.yaml"
+    launch = {"procs": 8, "device": "cuda"}
+    recipe.write_text(json.dumps({"name": "two", "launch": launch, "stages": slots}))
+    found = planned(recipe)
+    assert found["caveats"] == ["slot `alone` (train.alone) has no planner"]
+    assert (found["data_ranks"], found["step"]) == (whole["data_ranks"], whole["step"])
+    assert found["device"] == whole["device"]
+    shown = pipe("plan", recipe).stdout.splitlines()
+    assert "not counted: slot `alone` (train.alone) has no planner" in shown
 
 
 @pytest.mark.parametrize(
