@@ -97,6 +97,7 @@ if TYPE_CHECKING:
     from pipeline.contracts.traits import SavesEvery as SavesEvery
     from pipeline.contracts.traits import StartsFrom as StartsFrom
     from pipeline.contracts.traits import TrainsEpochs as TrainsEpochs
+    from pipeline.contracts.wiring import Wiring as Wiring
     from pipeline.distributed.environment import worker_rank as worker_rank
     from pipeline.distributed.heartbeat import Heartbeat as Heartbeat
     from pipeline.distributed.heartbeat import Phase as Phase

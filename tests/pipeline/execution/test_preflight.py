@@ -69,7 +69,8 @@ def plan(**inputs: str | None) -> Plan:
     trained = PlannedSlot(slot="train", use="t.t", stage=None, inputs={}, gives=TrainedRun)
     look = PlannedSlot(slot="look", use="l.l", stage=Look(), inputs=inputs, gives=None)
     numbers = [
-        PlannedSlot(slot=slot, use="n.n", stage=None, inputs={}, gives=int) for slot in ("a", "b", "c")
+        PlannedSlot(slot=slot, use="n.n", stage=None, inputs={}, gives=int)
+        for slot in ("a", "b", "c")
     ]
     steps = (*numbers, save, trained, look)
     return Plan(recipe=SimpleNamespace(), view=None, steps=steps, per_node=1)  # type: ignore[arg-type]
