@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pipeline.api import plan as plan
     from pipeline.api import resume as resume
     from pipeline.api import run as run
+    from pipeline.contracts import traits as traits
     from pipeline.contracts.callbacks import Callbacks as Callbacks
     from pipeline.contracts.callbacks import StepCallback as StepCallback
     from pipeline.contracts.data import NO_TARGET as NO_TARGET
@@ -82,21 +83,6 @@ if TYPE_CHECKING:
     from pipeline.contracts.training import TrainingLength as TrainingLength
     from pipeline.contracts.training import WrittenCheckpoint as WrittenCheckpoint
     from pipeline.contracts.training import ends_period as ends_period
-    from pipeline.contracts.traits import AddsRouterLoss as AddsRouterLoss
-    from pipeline.contracts.traits import ChunksLoss as ChunksLoss
-    from pipeline.contracts.traits import CompilesBlocks as CompilesBlocks
-    from pipeline.contracts.traits import DeclaresConfig as DeclaresConfig
-    from pipeline.contracts.traits import DeclaresDtypes as DeclaresDtypes
-    from pipeline.contracts.traits import HasEpochs as HasEpochs
-    from pipeline.contracts.traits import HoldsOut as HoldsOut
-    from pipeline.contracts.traits import LimitsLength as LimitsLength
-    from pipeline.contracts.traits import NamesFormat as NamesFormat
-    from pipeline.contracts.traits import NeedsWholeWeights as NeedsWholeWeights
-    from pipeline.contracts.traits import RecomputesOperations as RecomputesOperations
-    from pipeline.contracts.traits import RetainsCheckpoints as RetainsCheckpoints
-    from pipeline.contracts.traits import SavesEvery as SavesEvery
-    from pipeline.contracts.traits import StartsFrom as StartsFrom
-    from pipeline.contracts.traits import TrainsEpochs as TrainsEpochs
     from pipeline.contracts.wiring import Wiring as Wiring
     from pipeline.distributed.environment import worker_rank as worker_rank
     from pipeline.distributed.heartbeat import Heartbeat as Heartbeat

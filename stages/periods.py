@@ -10,7 +10,7 @@ from annotated_types import Gt
 from pydantic import AfterValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from pipeline import Data, HasEpochs, PlanView, Problem
+from pipeline import Data, PlanView, Problem, traits
 
 _DECIMAL = r"(0?\.[0-9]{0,8}[1-9][0-9]{0,8}|[1-9][0-9]{0,8}(\.[0-9]{1,8})?)"
 _RATIO = r"[1-9][0-9]{0,8}/[1-9][0-9]{0,8}"
@@ -43,7 +43,7 @@ def epoch_problems(
     """Yield the fields that count epochs of the data that stages train on, where those know of
     none."""
     given = [plan.producer(train, Data) for train in trains]
-    if all(data.has_epochs for data in given if isinstance(data, HasEpochs)):
+    if all(data.has_epochs for data in given if isinstance(data, traits.HasEpochs)):
         return
     for key, period in periods.items():
         if isinstance(period, str):

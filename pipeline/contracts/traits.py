@@ -19,20 +19,13 @@ class DeclaresConfig(Protocol):
 
 
 @runtime_checkable
-class RecomputesOperations(Protocol):
-    """A model whose backward may repeat single operations of forward. Another repeats none."""
+class ChangesBlocks(Protocol):
+    """A model whose blocks may be compiled, and may repeat single operations of forward in
+    backward. Those of another do neither."""
 
-    @property
-    def recomputes_operations(self) -> bool: ...
-
-
-@runtime_checkable
-class CompilesBlocks(Protocol):
-    """A model whose blocks may be compiled. Those of another are not."""
-
-    @property
-    def compile(self) -> Any | None:
-        """How; None if they are not."""
+    compile: Any | None
+    """How; None if they are not."""
+    recomputes_operations: bool
 
 
 @runtime_checkable
@@ -48,14 +41,9 @@ class NeedsWholeWeights(Protocol):
 class DeclaresDtypes(Protocol):
     """A precision whose dtypes are known before it runs. Those of another are not checked."""
 
-    @property
-    def master(self) -> str: ...
-
-    @property
-    def compute(self) -> str: ...
-
-    @property
-    def reduce(self) -> str: ...
+    master: str
+    compute: str
+    reduce: str
 
 
 @runtime_checkable
@@ -63,34 +51,30 @@ class LimitsLength(Protocol):
     """Data whose samples have at most `sequence_length` tokens. Those of others may have any
     number."""
 
-    @property
-    def sequence_length(self) -> int: ...
+    sequence_length: int
 
 
 @runtime_checkable
 class HoldsOut(Protocol):
     """Data that may have no held-out samples. Other data have some."""
 
-    @property
-    def holds_out(self) -> bool: ...
+    holds_out: bool
 
 
 @runtime_checkable
 class HasEpochs(Protocol):
     """Data whose samples may not be counted. Those of others are."""
 
-    @property
-    def has_epochs(self) -> bool:
-        """Whether the number of samples in an epoch is known."""
+    has_epochs: bool
+    """Whether the number of samples in an epoch is known."""
 
 
 @runtime_checkable
 class SavesEvery(Protocol):
     """A checkpoint stage that saves before the end of the training. Another saves at the end."""
 
-    @property
-    def every(self) -> int | str | None:
-        """Steps, or a part of an epoch; None saves at the end only."""
+    every: int | str | None
+    """Steps, or a part of an epoch; None saves at the end only."""
 
 
 @runtime_checkable
@@ -98,46 +82,40 @@ class RetainsCheckpoints(Protocol):
     """A checkpoint stage that removes checkpoints. Another keeps the newest ones, and not the
     best."""
 
-    @property
-    def retention(self) -> Retention: ...
+    retention: Retention
 
 
 @runtime_checkable
 class NamesFormat(Protocol):
     """A checkpoint stage whose checkpoints can be read: `format` is one that is installed."""
 
-    @property
-    def format(self) -> str: ...
+    format: str
 
 
 @runtime_checkable
 class StartsFrom(Protocol):
     """A stage that goes on from what another run has saved."""
 
-    @property
-    def start_from(self) -> str | None: ...
+    start_from: str | None
 
 
 @runtime_checkable
 class TrainsEpochs(Protocol):
     """A training whose length may be given in epochs."""
 
-    @property
-    def epochs(self) -> float | None: ...
+    epochs: float | None
 
 
 @runtime_checkable
 class ChunksLoss(Protocol):
     """A training that may compute the loss in chunks. Another computes it at once."""
 
-    @property
-    def loss_chunk_size(self) -> int | None: ...
+    loss_chunk_size: int | None
 
 
 @runtime_checkable
 class AddsRouterLoss(Protocol):
     """A training that may add the loss of a router. Another adds none."""
 
-    @property
-    def router_loss(self) -> Any | None:
-        """Its weight; None adds none."""
+    router_loss: Any | None
+    """Its weight; None adds none."""

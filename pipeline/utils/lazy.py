@@ -37,6 +37,7 @@ def lazily(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
         homes = {} if name.startswith("__") else names_of(file)
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(homes[name]), name)
+        home = importlib.import_module(homes[name])
+        return getattr(home, name, None) or importlib.import_module(f"{homes[name]}.{name}")
 
     return found, listed

@@ -6,16 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from pipeline import (
-    Checkpoints,
-    Context,
-    Engine,
-    NamesFormat,
-    PlanView,
-    Problem,
-    TrainedRun,
-    Weights,
-)
+from pipeline import Checkpoints, Context, Engine, PlanView, Problem, TrainedRun, Weights, traits
 from pipeline.checkpoint import Formats
 from stages.average.ema import EmaAverage
 
@@ -46,7 +37,7 @@ class ConsolidateStream:
             )
         stage = plan.producer(train, Checkpoints)
         if stage is not None:
-            saved = stage.format if isinstance(stage, NamesFormat) else None
+            saved = stage.format if isinstance(stage, traits.NamesFormat) else None
             if saved not in Formats.installed().names():
                 what = f"there is no format `{saved}`" if saved else "the stage names no `format`"
                 yield Problem(

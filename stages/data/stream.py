@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from pipeline import Context, Data, ModelSource, PlanView, Problem, TrainsEpochs
+from pipeline import Context, Data, ModelSource, PlanView, Problem, traits
 from pipeline.utils import address_problems, path_problems
 from stages.data.fields import DocumentSettings
 from stages.data.sources import each_pattern, file_problems, find_files
@@ -65,7 +65,7 @@ class StreamData(DocumentSettings):
         yield from path_problems("cache", self.cache)
         yield from tokenizer_problems(self, plan)
         for stage in plan.readers(self):
-            if isinstance(stage, TrainsEpochs) and stage.epochs is not None:
+            if isinstance(stage, traits.TrainsEpochs) and stage.epochs is not None:
                 yield Problem(
                     message="does not know how many samples an epoch has",
                     key="shards",

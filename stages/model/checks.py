@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline import PlanView, Problem, StageError, StartsFrom, UsageError
+from pipeline import PlanView, Problem, StageError, UsageError, traits
 from pipeline.utils import (
     COMMIT,
     did_you_mean,
@@ -72,7 +72,7 @@ def beside_problems(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
 
 def _starts_from(folder: Path, stage: HfModel, plan: PlanView) -> bool:
     """Whether an adapter of the model starts from a folder."""
-    readers = (other for other in plan.readers(stage) if isinstance(other, StartsFrom))
+    readers = (other for other in plan.readers(stage) if isinstance(other, traits.StartsFrom))
     named = (other.start_from for other in readers)
     return any(name and local(name).resolve() == folder.resolve() for name in named)
 

@@ -9,16 +9,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from pipeline import (
-    Data,
-    DeclaresConfig,
-    LimitsLength,
-    ModelSource,
-    PlanView,
-    Problem,
-    StageError,
-    TrainedRun,
-)
+from pipeline import Data, ModelSource, PlanView, Problem, StageError, TrainedRun, traits
 from stages.model.files import has_tokenizer, is_gguf, is_local, local, read_json
 from stages.model.hf import HfModel
 from stages.model.read import config_at_hand, gguf_header
@@ -30,7 +21,7 @@ TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templ
 def config_of(stage: Any, plan: PlanView) -> Mapping[str, Any] | None:
     """The config of the model that a stage gets, if it can be read without a network."""
     models = plan.producers(stage, ModelSource)
-    model = next((one for one in models if isinstance(one, DeclaresConfig)), None)
+    model = next((one for one in models if isinstance(one, traits.DeclaresConfig)), None)
     return None if model is None else model.config_at_hand()
 
 
@@ -126,7 +117,7 @@ def too_long(stage: HfModel, plan: PlanView) -> Iterator[Problem]:
         return
     readers = list(plan.readers(stage))
     given = [*readers, *(plan.producer(reader, Data) for reader in readers)]
-    data = {plan.slot(one): one for one in given if isinstance(one, LimitsLength)}
+    data = {plan.slot(one): one for one in given if isinstance(one, traits.LimitsLength)}
     for slot, one in data.items():
         if one.sequence_length > context:
             yield Problem(

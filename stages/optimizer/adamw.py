@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Gt
 
-from pipeline import Context, DeclaresDtypes, OptimizerPlan, PlanView, Precision, Problem
+from pipeline import Context, OptimizerPlan, PlanView, Precision, Problem, traits
 from stages.optimizer.settings import Fraction, OptimizerSettings
 
 Kernel = Literal["fused", "single"]
@@ -49,7 +49,7 @@ class AdamW(OptimizerSettings):
         yield from super().check(plan)
         wraps = plan.readers(self) if self.stochastic_rounding else ()
         for policy in (plan.producer(wrap, Precision) for wrap in wraps):
-            if isinstance(policy, DeclaresDtypes) and policy.master != "bf16":
+            if isinstance(policy, traits.DeclaresDtypes) and policy.master != "bf16":
                 yield Problem(
                     key="stochastic_rounding",
                     message=f"rounds to bf16, the master weights are {policy.master}",

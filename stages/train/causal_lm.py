@@ -22,10 +22,10 @@ from pipeline import (
     PlanView,
     Problem,
     ResourceNeed,
-    RetainsCheckpoints,
     StepCallback,
     TrainedRun,
     TrainingLength,
+    traits,
 )
 from stages.periods import Period, epoch_problems
 from stages.train.settings import (
@@ -104,7 +104,7 @@ class TrainCausalLm(BatchPlan):
 
     def _evaluation_problems(self, plan: PlanView) -> Iterator[Problem]:
         saving = plan.producer(self, Checkpoints)
-        best = saving.retention.best if isinstance(saving, RetainsCheckpoints) else 0
+        best = saving.retention.best if isinstance(saving, traits.RetainsCheckpoints) else 0
         if self.eval_every is None:
             hint = "set eval_every"
             if self.early_stopping is not None:

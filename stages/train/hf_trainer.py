@@ -10,7 +10,6 @@ from pipeline import (
     Checkpoints,
     Context,
     Data,
-    DeclaresDtypes,
     Engine,
     ModelSource,
     OptimizerPlan,
@@ -19,6 +18,7 @@ from pipeline import (
     Problem,
     StepCallback,
     TrainedRun,
+    traits,
 )
 from pipeline.utils import closest
 from stages.train.settings import BatchPlan, Count, heldout_problems
@@ -104,7 +104,7 @@ def _hint(name: str) -> str:
 
 def _other_slots(stage: HfTrainer, plan: PlanView) -> Iterator[Problem]:
     policy = plan.producer(stage, Precision)
-    if isinstance(policy, DeclaresDtypes):
+    if isinstance(policy, traits.DeclaresDtypes):
         if policy.compute == "fp16":
             message = "the Trainer scales losses under autocast only"
             yield Problem(key="arguments", message=message, hint="set compute: bf16")

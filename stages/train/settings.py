@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, MaxLen, MinLen
 
-from pipeline import AddsRouterLoss, Data, HoldsOut, PlanView, Problem, SavesEvery
+from pipeline import Data, PlanView, Problem, traits
 
 Action = Literal["stop", "skip", "rollback"]
 Count = Annotated[int, Gt(0)]
@@ -84,7 +84,7 @@ class BatchPlan:
 def heldout_problems(stage: Any, plan: PlanView, keys: Iterable[str]) -> Iterator[Problem]:
     """Problems of a train stage's fields that need held-out samples, if its data give none."""
     data = plan.producer(stage, Data)
-    if isinstance(data, HoldsOut) and not data.holds_out:
+    if isinstance(data, traits.HoldsOut) and not data.holds_out:
         for key in keys:
             yield Problem(key=key, message=NO_SAMPLES, hint=GIVE_SAMPLES)
 
@@ -134,7 +134,7 @@ class Anomalies:
 
     def problems(self, saving: Any | None) -> Iterator[Problem]:
         """Mistakes next to the checkpoint stage `saving`; keys are relative to the block."""
-        every = saving.every if isinstance(saving, SavesEvery) else None
+        every = saving.every if isinstance(saving, traits.SavesEvery) else None
         if self.rolls_back and saving is not None and every is None:
             yield Problem(
                 key="non_finite" if self.non_finite == "rollback" else "spike",
@@ -203,7 +203,7 @@ def generation_problems(
         )
 
 
-def router_loss_problems(stage: AddsRouterLoss, plan: PlanView) -> Iterator[Problem]:
+def router_loss_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
     """The problem of a router's loss that the model cannot have, or asks for in vain, by its config
     if that can be read without a network."""
     from stages.model.config_checks import config_of, has_experts

@@ -9,7 +9,6 @@ from typing import Any
 
 from pipeline import (
     Context,
-    DeclaresDtypes,
     Engine,
     ModelSource,
     OptimizerPlan,
@@ -17,6 +16,7 @@ from pipeline import (
     PlanView,
     Precision,
     Problem,
+    traits,
 )
 from pipeline.importing import read_config
 from stages.importing.engines import ACCELERATE
@@ -87,7 +87,7 @@ def _problems(
         if is_sharded(content):
             yield from _sharding(content.get("fsdp_config") or {}, plan)
         policy = plan.producer(stage, Precision)
-        if isinstance(policy, DeclaresDtypes):
+        if isinstance(policy, traits.DeclaresDtypes):
             yield from _precision(content, policy)
 
 
@@ -113,7 +113,9 @@ def _sharding(block: Mapping[str, Any], plan: PlanView) -> Iterator[tuple[str, s
         yield message, "use wrap.fsdp there"
 
 
-def _precision(content: Mapping[str, Any], policy: DeclaresDtypes) -> Iterator[tuple[str, str]]:
+def _precision(
+    content: Mapping[str, Any], policy: traits.DeclaresDtypes
+) -> Iterator[tuple[str, str]]:
     named = str(content.get("mixed_precision")).lower()
     compute = named if named in ("fp16", "bf16") else "fp32"
     if compute != policy.compute:

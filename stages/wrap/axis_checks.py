@@ -7,15 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pipeline import (
-    AddsRouterLoss,
-    ChunksLoss,
-    CompilesBlocks,
-    NeedsWholeWeights,
-    PlanView,
-    Problem,
-    RecomputesOperations,
-)
+from pipeline import PlanView, Problem, traits
 from stages.model.config_checks import declarations
 from stages.wrap.axes import (
     FIELDS,
@@ -51,7 +43,7 @@ def axis_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
 
 def _tensor_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
     for model in declarations(stage, plan):
-        if isinstance(model, NeedsWholeWeights):
+        if isinstance(model, traits.NeedsWholeWeights):
             for message, hint in model.needs_whole_weights():
                 yield Problem(key="tensor_parallel", message=message, hint=hint)
 
@@ -69,7 +61,7 @@ def _expert_problems(block: ExpertParallel | None) -> Iterator[Problem]:
 def _router_problems(key: str, why: str, stage: Any, plan: PlanView) -> Iterator[Problem]:
     """A router loss, which the axis of field `key` does not support because of `why`."""
     for train in plan.readers(stage):
-        if isinstance(train, AddsRouterLoss) and train.router_loss is not None:
+        if isinstance(train, traits.AddsRouterLoss) and train.router_loss is not None:
             message = f"the train slot's router_loss is {why}"
             yield Problem(key=key, message=message, hint="leave out router_loss there")
 
@@ -84,15 +76,15 @@ def _split_backward_problems(schedule: str, stage: Any, plan: PlanView) -> Itera
         return Problem(key="pipeline_parallel.schedule", message=message, hint=f"{hint}, {other}")
 
     for model in declarations(stage, plan):
-        if isinstance(model, RecomputesOperations) and model.recomputes_operations:
+        if isinstance(model, traits.ChangesBlocks) and model.recomputes_operations:
             yield problem(
                 "the model slot's activation_checkpointing.keep does",
                 "set keep: nothing there",
             )
-        if isinstance(model, CompilesBlocks) and model.compile is not None:
+        if isinstance(model, traits.ChangesBlocks) and model.compile is not None:
             yield problem("compiled blocks do", "leave out compile in the model slot")
     for train in plan.readers(stage):
-        if isinstance(train, ChunksLoss) and train.loss_chunk_size is not None:
+        if isinstance(train, traits.ChunksLoss) and train.loss_chunk_size is not None:
             yield problem("a loss in chunks does", "leave out loss_chunk_size in the train slot")
 
 

@@ -10,13 +10,13 @@ from annotated_types import Ge, Gt
 
 from pipeline import (
     Context,
-    DeclaresDtypes,
     Engine,
     ModelSource,
     OptimizerPlan,
     PlanView,
     Precision,
     Problem,
+    traits,
 )
 from stages.wrap import axes
 from stages.wrap.axes import (
@@ -141,7 +141,7 @@ class Fsdp:
             yield Problem(key="expert_parallel", message="needs sharding", hint="use full_shard")
             return
         policy = plan.producer(self, Precision)
-        if isinstance(policy, DeclaresDtypes) and policy.reduce == "fp16":
+        if isinstance(policy, traits.DeclaresDtypes) and policy.reduce == "fp16":
             # torch divides sums of fp16 by a factor of its own.
             message = "gradients of experts cannot be averaged in fp16"
             hint = "set reduce: fp32 in the precision slot"

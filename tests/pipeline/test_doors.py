@@ -48,10 +48,17 @@ def surface() -> Iterator[str]:
 
 
 def _described(name: str, given: object) -> Iterator[str]:
+    if inspect.ismodule(given):
+        for each, value in sorted(vars(given).items()):
+            if inspect.isclass(value) and value.__module__ == given.__name__:
+                yield from _described(f"{name}.{each}", value)
+        return
     if not inspect.isclass(given):
         yield f"{name}{inspect.signature(given)}" if inspect.isfunction(given) else name
         return
     yield f"{name}({', '.join(base.__name__ for base in given.__bases__)})"
+    if getattr(given, "_is_protocol", False):
+        yield from (f"{name}.{field}: {kind}" for field, kind in given.__annotations__.items())
     if dataclasses.is_dataclass(given):
         for field in dataclasses.fields(given):
             yield f"{name}.{field.name}: {field.type}"

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import pytest
 import yaml
 
-import pipeline
 from pipeline import (
     Checkpoints,
     Context,
@@ -19,10 +18,10 @@ from pipeline import (
     Engine,
     ModelSource,
     TrainedRun,
+    traits,
 )
 from pipeline.chain.plan import Plan, make_plan
 from pipeline.chain.registry import Entry, Registry
-from pipeline.contracts import traits
 from pipeline.errors import RecipeError
 from pipeline.recipe import load_recipe
 from pipeline.testing import plan_view
@@ -267,11 +266,15 @@ def test_stages_of_other_packages_are_seen_by_their_traits() -> None:
         "shards: does not know how many samples an epoch has"
     ]
     saving = ShardedCheckpoint(every="1 epoch")
-    readers = {"data": OtherData(), "save": saving, "train": TrainCausalLm(global_batch_size=4)}
+    readers: dict[str, Any] = {
+        "data": OtherData(),
+        "save": saving,
+        "train": TrainCausalLm(global_batch_size=4),
+    }
     assert found(saving, **readers) == [
         "every: is 1 epoch, and the data slot does not know how many samples an epoch has"
     ]
-    long = {"data": OtherData(), "wrap": Fsdp(), "train": OtherTrain()}
+    long: dict[str, Any] = {"data": OtherData(), "wrap": Fsdp(), "train": OtherTrain()}
     model = HfModel(config={**TINY, "max_position_embeddings": 64})
     assert found(model, **long) == [
         ": samples of slot `data` may have 512 tokens, and the model has 64 positions"
@@ -280,8 +283,7 @@ def test_stages_of_other_packages_are_seen_by_their_traits() -> None:
 
 BUILT_IN_TRAITS: Mapping[str, list[Any]] = {
     "DeclaresConfig": [HfModel()],
-    "RecomputesOperations": [HfModel()],
-    "CompilesBlocks": [HfModel()],
+    "ChangesBlocks": [HfModel()],
     "NeedsWholeWeights": [Lora()],
     "StartsFrom": [Lora(), ShardedCheckpoint()],
     "DeclaresDtypes": [PrecisionPolicy()],
@@ -303,6 +305,6 @@ def test_every_trait_is_one_of_a_stage_of_ours() -> None:
     } - {"Protocol"}
     assert set(BUILT_IN_TRAITS) == defined
     for name, stages in BUILT_IN_TRAITS.items():
-        protocol = getattr(pipeline, name)
+        protocol = getattr(traits, name)
         assert all(isinstance(one, protocol) for one in stages), name
         assert not isinstance(Fsdp(), protocol), name

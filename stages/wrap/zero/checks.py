@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from pipeline import (
-    DeclaresDtypes,
-    OptimizerPlan,
-    PlanView,
-    Precision,
-    Problem,
-    RecomputesOperations,
-)
+from pipeline import OptimizerPlan, PlanView, Precision, Problem, traits
 from stages.model.config_checks import declarations
 from stages.wrap.zero.config import STAGE_3_FIELDS, extra_problems
 from stages.wrap.zero.stage import RULE
@@ -25,7 +18,7 @@ def problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
     """Every problem of `stage`, keys relative to it."""
     yield from _stage_problems(stage)
     policy = plan.producer(stage, Precision)
-    if isinstance(policy, DeclaresDtypes):
+    if isinstance(policy, traits.DeclaresDtypes):
         for wrong, key, message, hint in _precision_rows(stage, policy):
             if wrong:
                 yield Problem(key=key, message=message, hint=hint)
@@ -56,7 +49,7 @@ def _stage_problems(stage: Zero) -> Iterator[Problem]:
             yield Problem(key=f"{block}.path", message=message)
 
 
-def _precision_rows(stage: Zero, policy: DeclaresDtypes) -> list[tuple[bool, str, str, str]]:
+def _precision_rows(stage: Zero, policy: traits.DeclaresDtypes) -> list[tuple[bool, str, str, str]]:
     """Whether it is wrong, key, message and hint of every demand on the dtypes."""
     offloaded, narrow = stage.offload_optimizer is not None, policy.master == "bf16"
     asks = "the precision slot asks for"
@@ -100,7 +93,7 @@ def _plus_plus_problems(stage: Zero, asked: PlusPlus, plan: PlanView) -> Iterato
             message = "DeepSpeed quantizes on GPUs only"
             yield Problem(key=f"plus_plus.{key}", message=message, hint="leave it out")
     policy = plan.producer(stage, Precision)
-    if isinstance(policy, DeclaresDtypes):
+    if isinstance(policy, traits.DeclaresDtypes):
         # Its kernels read and write fp16, and take other gradients for fp16 as they are.
         if asked.quantized_weights and policy.compute == "fp32":
             message = "parameters would be rounded to fp16 before they are quantized"
@@ -114,7 +107,7 @@ def _plus_plus_problems(stage: Zero, asked: PlusPlus, plan: PlanView) -> Iterato
 
 def _selective_problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
     for model in declarations(stage, plan):
-        if isinstance(model, RecomputesOperations) and model.recomputes_operations:
+        if isinstance(model, traits.ChangesBlocks) and model.recomputes_operations:
             yield Problem(
                 key="stage",
                 message="the model slot's activation_checkpointing.keep makes torch repeat the "
@@ -126,7 +119,7 @@ def _selective_problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
 def _rule_problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
     """Offloads that need DeepSpeed's CPU Adam while the optimizer slot asks for another rule."""
     policy = plan.producer(stage, Precision)
-    master = policy.master if isinstance(policy, DeclaresDtypes) else "fp32"
+    master = policy.master if isinstance(policy, traits.DeclaresDtypes) else "fp32"
     algorithm = getattr(plan.producer(stage, OptimizerPlan), "algorithm", RULE)
     yield from offload_problems(stage, master, algorithm)
 
