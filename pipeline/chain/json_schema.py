@@ -32,9 +32,8 @@ def recipe_schema(registry: Registry) -> dict[str, Any]:
     header = _of(adapter(Header), "#/$defs/{model}")
     definitions = header.pop("$defs", {})
     required = {name: part.pop("required", []) for name, part in parts.items()}
-    definitions.update(
-        {name: _with_use(name, part, registry.load(name)) for name, part in parts.items()}
-    )
+    for name, part in parts.items():
+        definitions[name] = _with_use(name, part, registry.load(name))
     files = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -87,19 +86,15 @@ def _if_use(name: str) -> dict[str, Any]:
 
 
 def _with_use(name: str, part: dict[str, Any], stage: type) -> dict[str, Any]:
-    slots = {
-        need.parameter: {"type": ["string", "null"] if need.optional else "string"}
-        for need in needs(stage)
-    }
+    types = {need.parameter: ["string", "null"][: 1 + need.optional] for need in needs(stage)}
     takes = {
-        "type": "object",
-        "properties": slots,
-        "additionalProperties": False,
         "description": "The slots whose results it takes, where another than the latest is meant.",
+        "type": "object",
+        "properties": {parameter: {"type": kinds} for parameter, kinds in types.items()},
+        "additionalProperties": False,
     }
-    return {
-        **part, "properties": {USE: {"const": name}, TAKES: takes, **part.get("properties", {})}
-    }  # fmt: skip
+    own = {USE: {"const": name}, TAKES: takes}
+    return {**part, "properties": {**own, **part.get("properties", {})}}
 
 
 def _of(kind: TypeAdapter[Any], references: str) -> dict[str, Any]:

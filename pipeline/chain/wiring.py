@@ -60,26 +60,18 @@ def _giver(need: Need, links: Sequence[SlotType], index: int) -> str | None:
 def wrong_takes(links: Sequence[SlotType], places: SourceMap) -> Iterator[Problem]:
     """A problem for every name in `takes` that is no parameter, or no slot that can give it."""
     for index, link in enumerate(links):
-        if link.kind is None:
-            continue
-        wanted = {need.parameter: need for need in needs(link.kind)}
-        for parameter, slot in link.takes.items():
+        wanted = {need.parameter: need for need in needs(link.kind)} if link.kind else {}
+        for parameter, slot in link.takes.items() if link.kind else ():
             path = ("stages", link.slot, "takes", parameter)
-            if parameter not in wanted:
-                message, hint = _no_parameter(parameter, link, wanted)
-                place = places.key(path)
-            else:
+            if parameter in wanted:
                 message, hint = _no_giver(wanted[parameter], slot, links, index, places)
                 place = places.value(path)
+            else:
+                message, place = f"`{link.use}` takes no `{parameter}`", places.key(path)
+                hint = did_you_mean(parameter, wanted) or "leave it out"
             if message:
                 key = f"{link.slot}.takes.{parameter}"
                 yield Problem(message=message, key=key, hint=hint, location=place)
-
-
-def _no_parameter(parameter: str, link: SlotType, wanted: Mapping[str, Need]) -> tuple[str, str]:
-    known = ", ".join(f"{name} ({need.type.__name__})" for name, need in wanted.items())
-    hint = did_you_mean(parameter, wanted) or (f"it takes {known}" if known else "leave it out")
-    return f"`{link.use}` takes no `{parameter}`", hint
 
 
 def _no_giver(
@@ -98,15 +90,13 @@ def _no_giver(
         return f"there is no slot `{slot}`", did_you_mean(slot, able)
     if not _meets(named.gives, need):
         given = named.gives.__name__ if named.gives is not None else "nothing"
-        return (
-            f"slot `{slot}` ({named.use}) returns {given}, not the {wanted} of `{link.use}`",
-            hint,
-        )
+        message = f"slot `{slot}` ({named.use}) returns {given}, not the {wanted} of `{link.use}`"
+        return message, hint
     if named is link:
         return "a slot cannot take its own result", hint
     place = places.key(("stages", slot))
-    hint = f"move slot `{slot}` ({place}) before `{link.slot}`"
-    return f"slot `{slot}` comes after this one", hint
+    message = f"slot `{slot}` comes after this one"
+    return message, f"move slot `{slot}` ({place}) before `{link.slot}`"
 
 
 def missing_inputs(
@@ -120,9 +110,8 @@ def missing_inputs(
         if link.kind is None or any(other.kind is None for other in earlier):
             continue
         for need in needs(link.kind):
-            if need.optional or need.type in absent or need.parameter in link.takes:
-                continue
-            if _giver(need, links, index) is not None:
+            told = need.type in absent or need.parameter in link.takes
+            if need.optional or told or _producer(need, earlier) is not None:
                 continue
             if not any(_alike(other.gives, need.type) for other in links):
                 absent.add(need.type)

@@ -180,10 +180,8 @@ def _slots(stages: Any, places: SourceMap) -> tuple[dict[str, SlotSpec], list[Pr
         problems.extend(_wrong_slot(slot, value, places))
         fields = dict(value) if isinstance(value, Mapping) else {}
         use, takes = fields.pop("use", None), fields.pop("takes", None)
-        if _wrong_takes(takes):
-            takes = None
         use = use if isinstance(use, str) else ""
-        slots[slot] = SlotSpec(use=use, fields=fields, takes=takes or {})
+        slots[slot] = SlotSpec(use=use, fields=fields, takes=takes if _is_wires(takes) else {})
     return slots, problems
 
 
@@ -202,12 +200,10 @@ def _wrong_slot(slot: str, value: Any, places: SourceMap) -> list[Problem]:
         place = places.value(path)
         problems.append(NoSlot(message=message, key=slot, hint=hint, location=place, name=slot))
         return problems
-    if _wrong_takes(value.get("takes")):
-        message = "must name a slot for each artifact"
+    if not _is_wires(value.get("takes") or {}):
+        message, place = "must name a slot for each artifact", places.value((*path, "takes"))
         hint = "such as `takes: {engine: wrap}`; `pipe dag` shows what each slot reads"
-        place = places.value((*path, "takes"))
-        key = f"{slot}.takes"
-        problems.append(Problem(message=message, key=key, hint=hint, location=place))
+        problems.append(Problem(message=message, key=f"{slot}.takes", hint=hint, location=place))
     use = value.get("use")
     if not isinstance(use, str) or not use:
         key, hint = f"{slot}.use", "`pipe stages` lists them"
@@ -220,11 +216,9 @@ def _wrong_slot(slot: str, value: Any, places: SourceMap) -> list[Problem]:
     return problems
 
 
-def _wrong_takes(takes: Any) -> bool:
-    """Whether `takes` is anything but a mapping of parameters to slots."""
-    if not isinstance(takes, Mapping):
-        return takes is not None
-    return not all(isinstance(slot, str | None) for slot in takes.values())
+def _is_wires(takes: Any) -> bool:
+    """Whether a value maps parameters to slots."""
+    return isinstance(takes, Mapping) and all(isinstance(one, str | None) for one in takes.values())
 
 
 def _as_slot(slot: str, value: Any, *, command_line: bool) -> str:
