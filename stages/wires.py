@@ -27,5 +27,5 @@ def mixed_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
                     message=f"trains the engine of slot `{wrap}`, but slot `{saving}` saves that "
                     f"of slot `{saved}`",
                     hint=f"write `takes: {{engine: {wrap}}}` in slot `{saving}`, or another slot "
-                    "that gives an engine here",
+                    "that returns an engine here",
                 )
