@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,10 @@ from pipeline import (
 )
 from pipeline.chain.plan import Plan, make_plan
 from pipeline.chain.registry import Entry, Registry
+from pipeline.distributed.process_group import DistContext
 from pipeline.errors import RecipeError
+from pipeline.execution.journal import Journal
+from pipeline.execution.runner import Runner
 from pipeline.recipe import load_recipe
 from pipeline.testing import plan_view
 from pipeline.testing.helpers import checked
@@ -38,12 +42,24 @@ from stages.train.settings import Anomalies
 from stages.wrap.axes import PipelineParallel, TensorParallel
 from stages.wrap.fsdp import Fsdp
 from stages.wrap.zero import Zero
-from tests.support.runs import TINY
+from tests.support.processes import run_ranks
+from tests.support.runs import TINY, context
 from tests.support.tiny_project import CHAIN, tiny_project
 
 
+@dataclass(frozen=True, kw_only=True)
 class Scores(Durable):
-    """Of a model."""
+    """Of a model: here its engine and the shares of its samples."""
+
+    engine: str
+    shares: int
+
+    def record(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def restore(cls, record: Mapping[str, Any]) -> Scores:
+        return cls(**record)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +67,7 @@ class Score:
     """Score data with a model."""
 
     def run(self, ctx: Context, engine: Engine, data: Data) -> Scores:
-        raise AssertionError("never run")
+        return Scores(engine=type(engine).__name__, shares=engine.data_axis.count)
 
 
 REFERENCE: Mapping[str, Mapping[str, Any]] = {
@@ -66,10 +82,12 @@ REFERENCE: Mapping[str, Mapping[str, Any]] = {
 """A recipe that scores with a reference before it trains."""
 
 
+MINE = Entry(name="score.mine", value=f"{__name__}:Score", distribution="mine", version="1")
+
+
 @pytest.fixture
 def planned(tmp_path: Path) -> Callable[..., Plan]:
-    mine = Entry(name="score.mine", value=f"{__name__}:Score", distribution="mine", version="1")
-    registry = Registry([*Registry.installed().entries(), mine])
+    registry = Registry([*Registry.installed().entries(), MINE])
     tiny_project(tmp_path)
 
     def make(*overrides: str, procs: int = 2, **slots: Mapping[str, Any] | None) -> Plan:
@@ -172,6 +190,38 @@ def test_engines_and_models_of_one_training(planned: Callable[..., Plan]) -> Non
     ]
     plain = {"use": "wrap.ddp", "takes": {"model": "model"}}
     planned("reference=null", "score=null", "wrap=null", after_optimizer=plain)
+
+
+def two_engines(dist: DistContext, folder: str, *overrides: str) -> dict[str, Any]:
+    """Run a recipe of two engines; return the record of every durable result."""
+    registry = Registry([*Registry.installed().entries(), MINE])
+    plan = make_plan(load_recipe(Path(folder, "two.yaml"), overrides), registry=registry)
+    journal = Journal(Path(folder, "journal.jsonl"))
+    runner = Runner(plan, context(dist, folder), journal)
+    try:
+        runner.run()
+    finally:
+        runner.close()
+    return {slot: done.record for slot, done in journal.finished().items() if done.record}
+
+
+def test_a_run_follows_the_wires(planned: Callable[..., Plan], tmp_path: Path) -> None:
+    judge = {"use": "score.mine", "takes": {"engine": "reference"}}
+    planned(after_wrap=judge)
+    short = (
+        "train.steps=2",
+        "train.eval_every=null",
+        "train.generate=null",
+        "checkpoint.every=null",
+    )
+    (done, _) = run_ranks(two_engines, 2, str(tmp_path), *short)
+    reference = {"engine": "FsdpEngine", "shares": 1}
+    assert (done["score"], done["after_wrap"]) == (reference, reference)
+    assert done["train"]["progress"]["step"] == 2
+    own = "after_wrap.takes.engine=wrap"
+    (again, _) = run_ranks(two_engines, 2, str(tmp_path), *short, own)
+    assert again["after_wrap"] == {"engine": "DdpEngine", "shares": 2}
+    assert again["train"] == done["train"]
 
 
 @dataclass(frozen=True, kw_only=True)
