@@ -3,7 +3,7 @@ attributes, as fields or properties; one without is taken as the docstring says.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
@@ -26,6 +26,14 @@ class ChangesBlocks(Protocol):
     compile: Any | None
     """How; None if they are not."""
     recomputes_operations: bool
+
+
+@runtime_checkable
+class FreezesModel(Protocol):
+    """A change of a model that freezes its parameters. Another may train all."""
+
+    train_also: Sequence[str]
+    """Patterns of parameters that stay trained."""
 
 
 @runtime_checkable

@@ -35,11 +35,10 @@ class EmaAverage:
     of the rank's part of the weights."""
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
-        for train in plan.readers(self):
-            saving = plan.producer(train, Checkpoints)
-            if saving is not None and not any(
-                one is self for one in plan.producers(saving, Engine)
-            ):
+        wires, own = plan.wiring, plan.slot(self)
+        for reader in wires.readers(own):
+            saving = wires.producer(reader, Checkpoints)
+            if saving is not None and own not in wires.producers(saving, Engine):
                 message = "the checkpoint slot comes before this one and would not save the average"
                 yield Problem(message=message, hint="put this slot between wrap and checkpoint")
 

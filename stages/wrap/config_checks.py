@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pipeline import PlanView, Problem
+from pipeline import PlanView, Problem, traits
 from stages.model.compat import is_multimodal
 from stages.model.config_checks import (
     BLOCKS,
@@ -70,7 +70,8 @@ def _type_problems(stage: Any, kinds: set[str], attention: str) -> Iterator[Prob
 
 def gradient_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
     """A replica of a model with parameters that get no gradient, for which torch waits."""
-    config, adapted = config_of(stage, plan), len([*declarations(stage, plan)]) > 1
+    config, models = config_of(stage, plan), declarations(stage, plan)
+    adapted = any(isinstance(one, traits.FreezesModel) for one in models)
     if config is None or adapted or stage.static_graph or stage.find_unused_parameters:
         return
     for kind in WITHOUT_GRADIENT & _types(config):

@@ -334,6 +334,7 @@ def test_stages_of_other_packages_are_seen_by_their_traits() -> None:
 BUILT_IN_TRAITS: Mapping[str, list[Any]] = {
     "DeclaresConfig": [HfModel()],
     "ChangesBlocks": [HfModel()],
+    "FreezesModel": [Lora()],
     "NeedsWholeWeights": [Lora()],
     "StartsFrom": [Lora(), ShardedCheckpoint()],
     "DeclaresDtypes": [PrecisionPolicy()],
