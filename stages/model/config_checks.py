@@ -33,11 +33,12 @@ def hf_model(stage: Any, plan: PlanView) -> HfModel | None:
 
 def declarations(stage: Any, plan: PlanView) -> Iterator[Any]:
     """The stages whose settings the model that a stage gets has: changes of it, the latest first,
-    then the model; none before a finished training, which gives weights."""
+    then the model. Weights of a finished training have the changes before it merged."""
+    merged = False
     for model in plan.producers(stage, ModelSource):
-        yield model
-        if plan.producer(model, TrainedRun) is not None:
-            return
+        if not merged or plan.producer(model, ModelSource) is None:
+            yield model
+        merged = merged or plan.producer(model, TrainedRun) is not None
 
 
 def tokenizer_problems(

@@ -35,7 +35,8 @@ from stages.checkpoint.sharded import FullCheckpoint, ShardedCheckpoint
 from stages.data.chat import ChatData
 from stages.data.stream import StreamData
 from stages.data.text import TextData
-from stages.model.hf import HfModel
+from stages.model.config_checks import config_of, declarations
+from stages.model.hf import ActivationCheckpointing, HfModel
 from stages.precision.policy import PrecisionPolicy
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.settings import Anomalies
@@ -276,6 +277,25 @@ class OtherTrain(Elsewhere):
 
     def run(self, ctx: Context, engine: Engine, model: ModelSource, data: Data) -> TrainedRun:
         raise AssertionError("never run")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Further:
+    """The model of a training."""
+
+    def run(self, ctx: Context, trained: TrainedRun, model: ModelSource) -> ModelSource:
+        raise AssertionError("never run")
+
+
+def test_a_training_merges_the_adapters_before_it() -> None:
+    blocks = ActivationCheckpointing(keep="matmuls")
+    model = HfModel(config=TINY, activation_checkpointing=blocks)
+    adapter, first, again = Lora(dora=True), OtherTrain(), Fsdp()
+    slots = {"model": model, "adapter": adapter, "wrap": again, "data": OtherData(), "train": first}
+    view = plan_view({**slots, "further": Further(), "second": Fsdp(), "rest": OtherTrain()})
+    assert [*declarations(again, view)] == [adapter, model]
+    assert [*declarations(view.slots["second"], view)] == [view.slots["further"], model]
+    assert config_of(view.slots["second"], view) == TINY
 
 
 def found(stage: Any, procs: int = 4, **slots: Any) -> list[str]:
