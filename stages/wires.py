@@ -16,16 +16,16 @@ def mixed_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
         built, own = wires.producer(wrap, ModelSource), wires.producer(slot, ModelSource)
         if built and own and built not in wires.producers(slot, ModelSource):
             yield Problem(
-                message=f"gets the model of slot `{own}`, but its engine, slot `{wrap}`, has that "
-                f"of slot `{built}`",
+                message=f"gets the model of slot `{own}`, but its engine, slot `{wrap}`, was built "
+                f"from slot `{built}`",
                 hint=f"write `takes: {{model: {built}}}` in this slot",
             )
         saving = wires.producer(slot, Checkpoints)
         for saved in [*wires.producers(saving or "", Engine)][-1:]:
             if saved != wrap:
                 yield Problem(
-                    message=f"trains the engine of slot `{wrap}`, but slot `{saving}` saves that "
-                    f"of slot `{saved}`",
+                    message=f"trains the engine of slot `{wrap}`, but slot `{saving}` saves the "
+                    f"engine of slot `{saved}`",
                     hint=f"write `takes: {{engine: {wrap}}}` in slot `{saving}`, or another slot "
                     "that returns an engine here",
                 )

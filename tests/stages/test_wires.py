@@ -181,12 +181,12 @@ def test_engines_and_models_of_one_training(planned: Callable[..., Plan]) -> Non
     planned("train.takes={engine: reference}", "wrap=null")
     said = refused(planned, "train.takes={engine: reference}")
     assert said == [
-        "train: trains the engine of slot `reference`, but slot `checkpoint` saves that of slot "
-        "`wrap`"
+        "train: trains the engine of slot `reference`, but slot `checkpoint` saves the engine of "
+        "slot `wrap`"
     ]
     said = refused(planned, "checkpoint.takes={model: model}", after_score=adapter)
     assert said == [
-        "checkpoint: gets the model of slot `model`, but its engine, slot `wrap`, has that of "
+        "checkpoint: gets the model of slot `model`, but its engine, slot `wrap`, was built from "
         "slot `after_score`"
     ]
     plain = {"use": "wrap.ddp", "takes": {"model": "model"}}
