@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,8 @@ def _paths(values: dict[str, Any], path: KeyPath = ()) -> Iterator[KeyPath]:
             yield (*path, key)
 
 
+FIRST = 8
+"""Values of a column that are shown."""
 MARKS = "⟦", "⟧"
 """Marks around trained text on terminals without colours."""
 
@@ -138,11 +140,26 @@ def _described(shown: Preview, index: int, number: int, *, colour: bool) -> str:
     targets = shown.data.train.targets(index)
     tokens = plural(len(sample.input_ids), "token")
     head = f"sample {number}: {tokens}, {targets} to predict"
-    texts = [_marked(shown, part, colour=colour) for part in parts]
+    values = zip(*sample.rows.values(), strict=True)
+    rows = [dict(zip(sample.rows, row, strict=True)) for row in values]
+    texts = [
+        "\n".join([_marked(shown, part, colour=colour), *_columns(row)])
+        for part, row in zip(parts, rows or [{}] * len(parts), strict=True)
+    ]
+    whole = [*_columns(sample.tokens), *_columns(sample.free)]
     if sample.positions is None:
-        return f"{head}\n{texts[0]}"
+        return "\n".join([head, texts[0], *whole])
     lines = [f"--- document {i} of {len(parts)}\n{text}" for i, text in enumerate(texts, 1)]
-    return "\n".join([f"{head}, {plural(len(parts), 'document')}", *lines])
+    return "\n".join([f"{head}, {plural(len(parts), 'document')}", *lines, *whole])
+
+
+def _columns(columns: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each column of the data: its first values, and how many there are."""
+    for name, values in columns.items():
+        flat = values.flatten().tolist() if values.ndim else [values.item()]
+        shown = ", ".join(f"{one:.6g}" for one in flat[:FIRST])
+        shape = f", ... ({' x '.join(map(str, values.shape))})" if len(flat) > FIRST else ""
+        yield f"{name}: {shown}{shape}"
 
 
 def _marked(shown: Preview, tokens: Sequence[Token], *, colour: bool) -> str:
@@ -173,4 +190,6 @@ def _sample(sample: Sample) -> dict[str, object]:
         "input_ids": sample.input_ids.tolist(),
         "labels": sample.labels.tolist(),
         "positions": None if positions is None else positions.tolist(),
+        **{name: one.tolist() for name, one in {**sample.tokens, **sample.rows}.items()},
+        **{name: list(one.shape) for name, one in sample.free.items()},
     }

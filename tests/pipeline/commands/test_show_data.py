@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from click.testing import CliRunner, Result
 from pipeline import cli
 from pipeline.contracts.data import NO_TARGET, Sample
 from pipeline.execution.data_preview import documents
+from stages.data.samples import MaskedSamples
 from tests.stages.data.fakes import PLAIN, FakeSource, ids
 from tests.support.runs import TINY
 
@@ -73,6 +75,31 @@ def test_json(show: Any) -> None:
     assert sample["input_ids"][:7] == [257, *ids("user\nA")]
     assert sample["labels"][:6] == ids("user\nA")
     assert sample["positions"][24:28] == [24, 25, 0, 1]
+
+
+def test_columns_of_the_data(show: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = MaskedSamples.__getitem__
+
+    def with_columns(self: MaskedSamples, index: int) -> Sample:
+        sample = plain(self, index)
+        return dataclasses.replace(
+            sample,
+            tokens={"weight": np.arange(len(sample.labels)) / 4},
+            rows={"score": np.array([0.25]), "box": np.array([[1, 2]])},
+            free={"pixels": np.ones((2, 3, 4))},
+        )
+
+    monkeypatch.setattr(MaskedSamples, "__getitem__", with_columns)
+    _, first, _ = show("r.yaml", "--data", "5").stdout.split("\n\n")
+    assert first.splitlines()[-4:] == [
+        "score: 0.25",
+        "box: 1, 2",
+        "weight: 0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, ... (26)",
+        "pixels: 1, 1, 1, 1, 1, 1, 1, 1, ... (2 x 3 x 4)",
+    ]
+    sample = json.loads(show("r.yaml", "--data", "1", "--json").stdout)["shown"][0]
+    assert (sample["score"], sample["box"], sample["pixels"]) == ([0.25], [[1, 2]], [2, 3, 4])
+    assert sample["weight"][:3] == [0, 0.25, 0.5]
 
 
 def test_the_order_is_that_of_the_seed(show: Any) -> None:
