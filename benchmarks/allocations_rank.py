@@ -213,7 +213,7 @@ def train(ctx: Context, case: Case, plan: Plan) -> None:
                 last = turn == case.accumulation - 1
                 one_microbatch(engine, tokens, f"{number}/{turn}", last=last)
             with phase(f"{number}/step"):
-                engine.step(lr_scale=1.0)
+                engine.step(lr_scales=[1.0])
 
 
 def one_microbatch(engine: Any, tokens: Tensor, name: str, *, last: bool) -> None:

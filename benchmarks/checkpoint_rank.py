@@ -89,7 +89,7 @@ def take_step(engine: Any, dist: Any, count: int) -> float:
     dist.barrier()
     began = time.perf_counter()
     engine.accumulate([batch], CrossEntropy(), counts={"targets": count * dist.world_size})
-    engine.step(lr_scale=1.0)
+    engine.step(lr_scales=[1.0])
     return time.perf_counter() - began
 
 
@@ -267,7 +267,9 @@ def dcp_state(engine: Any) -> dict[str, Any]:
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     return {
         "model": get_model_state_dict(engine.model, options=options),
-        "optimizer": get_optimizer_state_dict(engine.model, engine.optimizer, options=options),
+        "optimizer": get_optimizer_state_dict(
+            engine.model, engine.optimizers[0].optimizer, options=options
+        ),
     }
 
 

@@ -193,8 +193,9 @@ def _manifest(
     """Return the manifest of files and checksums that do not exist."""
     (file,) = layout.described
     state = EngineState(
-        aliases={}, frozen=[], groups=[ParameterGroup(settings={}, parameters=list(SHAPES))],
-        moments=KINDS[1:], updates=dict.fromkeys(SHAPES, 1), loss_scale=None,
+        aliases={}, frozen=[],
+        groups=[ParameterGroup(settings={}, parameters=list(SHAPES), moments=KINDS[1:])],
+        updates=dict.fromkeys(SHAPES, 1), loss_scale=None,
     )  # fmt: skip
     items = {entry.key: entry.itemsize for entry in tensors}
     files = []

@@ -47,8 +47,11 @@ if TYPE_CHECKING:
     from pipeline.contracts.objective import Scores as Scores
     from pipeline.contracts.objective import Unit as Unit
     from pipeline.contracts.optimizer import NamedParameter as NamedParameter
+    from pipeline.contracts.optimizer import OptimizerPart as OptimizerPart
     from pipeline.contracts.optimizer import OptimizerPlan as OptimizerPlan
     from pipeline.contracts.optimizer import StateCodec as StateCodec
+    from pipeline.contracts.optimizer import UpdateRule as UpdateRule
+    from pipeline.contracts.optimizer import WholeMatrices as WholeMatrices
     from pipeline.contracts.precision import DtypeName as DtypeName
     from pipeline.contracts.precision import LossScaling as LossScaling
     from pipeline.contracts.precision import Precision as Precision

@@ -93,10 +93,10 @@ def _facts(model: Trained) -> dict[str, Any]:
         aliases=dict(model.aliases),
         frozen=[],
         groups=[
-            ParameterGroup(settings=settings, parameters=list(names)) for settings, names in groups
+            ParameterGroup(settings=settings, parameters=list(names), moments=MOMENTS)
+            for settings, names in groups
         ],
         updates=dict.fromkeys(model.shapes, STEP),
-        moments=list(MOMENTS),
         loss_scale=None,
     )
     return {"step": STEP, "state": state, "progress": vars(Progress(step=STEP))}

@@ -84,8 +84,7 @@ class StateView(StateSource):
             self.tensors = {k: e for k, e in self.tensors.items() if k.startswith(f"{WEIGHT}/")}
             frozen = [*self.state.updates, *self.state.frozen]
             self.state = EngineState(
-                aliases=self.state.aliases, frozen=frozen, groups=[], updates={}, moments=[],
-                loss_scale=None,
+                aliases=self.state.aliases, frozen=frozen, groups=[], updates={}, loss_scale=None
             )  # fmt: skip
 
     def read(self, key: str, start: int, stop: int) -> Iterator[tuple[int, memoryview]]:

@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -244,8 +245,23 @@ def _differences(saved: EngineState, live: EngineState) -> Iterator[str]:
         if (name in saved.updates) != (name in live.updates):
             was, here = ("frozen", "trained")[:: 1 if name in live.updates else -1]
             yield f"{name} was {was}, here it is {here}"
-    if set(saved.moments) != set(live.moments):
-        yield f"the optimizer kept {_list(saved.moments)}, this one keeps {_list(live.moments)}"
+    yield from _other_moments(saved.moments(), live.moments())
+
+
+def _other_moments(
+    saved: Mapping[str, Sequence[str]], live: Mapping[str, Sequence[str]]
+) -> Iterator[str]:
+    """Differences between the kinds of optimizer state of parameters that both have trained, each
+    with the parameters' names unless all differ so."""
+    common = saved.keys() & live.keys()
+    found = defaultdict[tuple[str, str], list[str]](list)
+    for name in sorted(common):
+        before, now = sorted(saved[name]), sorted(live[name])
+        if before != now:
+            found[_list(before), _list(now)].append(name)
+    for (kept, keeps), names in found.items():
+        of = "" if len(names) == len(common) else f" for {_list(names)}"
+        yield f"the optimizer kept {kept}{of}, this one keeps {keeps}"
 
 
 def _list(items: Sequence[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections import defaultdict
@@ -102,7 +101,8 @@ def _look(
 
 def _facts(reader: CheckpointReader) -> dict[str, Any]:
     """The manifest's content, as JSON."""
-    manifest, state = reader.manifest, dataclasses.asdict(reader.manifest.state)
+    manifest = reader.manifest
+    state = manifest.model_dump(include={"state"})["state"]
     return {
         "where": reader.where,
         "step": manifest.step,
@@ -111,7 +111,7 @@ def _facts(reader: CheckpointReader) -> dict[str, Any]:
         "writer": dict(manifest.writer),
         "progress": dict(manifest.progress),
         "tensors": _kinds(manifest),
-        **{k: state[k] for k in ("groups", "moments", "frozen", "aliases", "loss_scale")},
+        **{k: v for k, v in state.items() if k not in ("updates", "averages")},
         "files": [{"name": file.name, "bytes": file.size} for file in manifest.files],
         "bytes": sum(file.size for file in manifest.files),
     }

@@ -81,11 +81,12 @@ _MANIFEST = pydantic.ConfigDict(extra="forbid", ser_json_inf_nan="constants")
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_MANIFEST)
 class ParameterGroup:
-    """Hyperparameters of one optimizer group (base learning rate, not the scheduled one), and the
-    names of its parameters."""
+    """Hyperparameters of one optimizer group (base learning rate, not the scheduled one), the
+    names of its parameters, and the kinds of optimizer state that each of these has."""
 
     settings: Mapping[str, Any]
     parameters: Sequence[str]
+    moments: Sequence[str] = ()
 
 
 @pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_MANIFEST)
@@ -115,11 +116,46 @@ class EngineState:
     groups: Sequence[ParameterGroup]
     updates: Mapping[str, int]
     """Trained parameter -> optimizer steps applied to it."""
-    moments: Sequence[str]
-    """Kinds of optimizer state that every trained parameter has."""
     loss_scale: LossScale | None
     averages: Sequence[str] = field(default_factory=list)
     """Kinds of state that are averages of every trained parameter over the training."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _of_earlier_manifests(cls, given: Any) -> Any:
+        """See `_as_earlier_manifests`."""
+        match given:
+            case {"moments": moments, "groups": [*groups], **rest} if all(
+                isinstance(group, dict) for group in groups
+            ):
+                return rest | {"groups": [{**group, "moments": moments} for group in groups]}
+        return given
+
+    @pydantic.model_serializer(mode="wrap")
+    def _as_earlier_manifests(self, handler: Any) -> dict[str, Any]:
+        """The first releases know one list of `moments`, which every group has. It is written
+        where that is true, so that they read all that they can express."""
+        found: dict[str, Any] = handler(self)
+        kinds = {tuple(group.moments) for group in self.groups}
+        if len(kinds) > 1:
+            return found
+        groups = [{k: v for k, v in one.items() if k != "moments"} for one in found["groups"]]
+        before = {key: found[key] for key in ("aliases", "frozen", "groups", "updates")}
+        moments = [kind for each in kinds for kind in each]
+        return {
+            **before,
+            "groups": groups,
+            "moments": moments,
+            **{k: v for k, v in found.items() if k not in before},
+        }
+
+    def moments(self) -> dict[str, tuple[str, ...]]:
+        """Kinds of optimizer state of each trained parameter."""
+        return {name: tuple(one.moments) for one in self.groups for name in one.parameters}
+
+    def kinds(self) -> list[str]:
+        """Kinds of optimizer state that any parameter has, sorted."""
+        return sorted({kind for group in self.groups for kind in group.moments})
 
 
 StepGuard = Callable[[float], bool]
@@ -137,9 +173,9 @@ class Engine(ABC):
       micro-batches; one without rows (`MicroBatch.filler`) adds nothing.
     - `accumulate` returns parts of sums that add up to them over all ranks (`total`): 0 where a
       rank computes none, or a copy of another's. `evaluate` yields rows on one rank only.
-    - `step(lr_scale=...)` sets every group's learning rate to its base rate times `lr_scale`,
-      clips by the global norm, steps, and clears gradients. The schedule is thus a pure function
-      of the step and no part of the engine's state.
+    - `step(lr_scales=...)` sets every group's learning rate to its base rate times the factor of
+      its part of the optimizer, clips by the global norm, steps, and clears gradients. The schedule
+      is thus a pure function of the step and no part of the engine's state.
     - `state` and `fragments` are the whole training state, whatever the strategy: a checkpoint
       holds exactly that, and `restore` puts it back. A strategy knows nothing of files.
     """
@@ -176,8 +212,11 @@ class Engine(ABC):
         return values
 
     @abstractmethod
-    def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
-        """Clip, apply the optimizer, clear gradients.
+    def step(
+        self, *, lr_scales: Sequence[float], should_step: StepGuard | None = None
+    ) -> StepReport:
+        """Clip, apply the optimizer, clear gradients. `lr_scales` has a factor for each part of the
+        plan (`OptimizerPlan.lr_scales`).
 
         `should_step` is asked before anything is updated. If it answers False, gradients are
         dropped, and weights, optimizer state and counts of updates stay unchanged. A strategy may

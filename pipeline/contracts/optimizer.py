@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from pipeline.errors import StageError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -20,6 +23,8 @@ class NamedParameter(NamedTuple):
     shape: tuple[int, ...]
     shard: int = 0
     """Number of the shard that this process holds. Replicas have the same; one shard is 0."""
+    kind: type[nn.Module] | None = None
+    """Class of the module that holds it, or a subclass that a strategy has made: use issubclass."""
 
 
 class StateCodec(ABC):
@@ -44,28 +49,112 @@ class StateCodec(ABC):
         since. Unpacking, packing and unpacking again gives the same bits."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class OptimizerPlan:
-    """Factories for the optimizer and its schedule."""
+class WholeMatrices(Protocol):
+    """Applies a function to whole matrices, however parameters are divided."""
+
+    def __call__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        part: Callable[[nn.Parameter], Tensor],
+        function: Callable[[Tensor], Tensor],
+    ) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Yield each parameter, in any order, with its part of the results (collective).
+
+        All ranks that hold parts of the same parameters give these in the same order, and take
+        every result. `part(parameter)` is this rank's part of a tensor of the parameter's shape,
+        such as its momentum after a gradient. `function` is called once for each whole matrix, on
+        one of the ranks: the last two dimensions of a tensor, each of the matrices of a tensor of
+        three or more, and a vector as it is. It returns a matrix of the same shape. Results are
+        sharded and typed as the parts were.
+        """
+        ...
+
+
+class UpdateRule(NamedTuple):
+    """What a strategy has to know of an update rule."""
 
     algorithm: str
-    """Name of the update rule (`adamw`). A strategy may run its own kernel of the same rule. Where
-    the stage has an attribute of this name too, strategies can check it before anything starts."""
+    """Name of the rule (`adamw`). A strategy may run its own kernel of the same rule."""
+    elementwise: bool = True
+    """Whether each element is updated by its own gradient and moments. Other rules need whole
+    matrices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerPart:
+    """Factories for the optimizer of some of the parameters, and its schedule."""
+
+    name: str = ""
+    """Name of the part in metrics and messages; needed where there are several."""
+    takes: Callable[[NamedParameter], bool] = lambda parameter: True
+    """Whether a trained parameter belongs to this part, unless an earlier part takes it."""
+    algorithm: str
+    """See `UpdateRule`."""
+    elementwise: bool = True
+    """See `UpdateRule`."""
     hyperparameters: Mapping[str, Any]
     """Arguments of the rule's torch class: lr, betas, eps, weight_decay."""
     groups: Callable[[Iterable[NamedParameter]], list[dict[str, Any]]]
-    """A model's parameters -> torch parameter groups, each with `params` and its overrides."""
+    """The part's parameters -> torch parameter groups, each with `params` and its overrides."""
     moments: Sequence[str]
     """Names of what the optimizer keeps for each element of a parameter. Without a `packing`, keys
     of its state that are tensors of the parameter's shape, zeros at first."""
     packing: StateCodec | None = None
     counts_updates: bool = True
     """Whether the optimizer's state has a `step`, the number of updates of the parameter."""
-    build: Callable[[list[dict[str, Any]]], Optimizer]
-    """Parameter groups -> torch optimizer."""
+    build: Callable[..., Optimizer]
+    """Parameter groups -> torch optimizer. Where the rule is not `elementwise`, it is called with
+    a `WholeMatrices` too, for the optimizer's `step` to call."""
     lr_scale: Callable[[int, int], float]
     """(zero-based step, total steps) -> factor on every group's base learning rate."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerPlan:
+    """The parts of a recipe's optimizer, and what they share. Raises StageError unless several
+    parts have different names."""
+
+    parts: Sequence[OptimizerPart]
+    max_grad_norm: float | None
+    """Limit of the norm of the whole model's gradient."""
     schedule_warnings: Callable[[int], Iterable[str]] = lambda total: ()
     """Function of the number of steps that yields warnings about a schedule that is probably a
     mistake."""
-    max_grad_norm: float | None
+
+    def __post_init__(self) -> None:
+        names = [part.name for part in self.parts]
+        if len(names) > 1 and ("" in names or len({*names}) < len(names)):
+            raise StageError(f"parts of the optimizer need different names, these are {names}")
+
+    @property
+    def rules(self) -> list[UpdateRule]:
+        """The update rule of each part."""
+        return [UpdateRule(part.algorithm, part.elementwise) for part in self.parts]
+
+    def divide(self, parameters: Iterable[NamedParameter]) -> list[list[NamedParameter]]:
+        """The trained ones among a model's parameters, in order, by part. Raises StageError for one
+        that no part takes."""
+        own: list[list[NamedParameter]] = [[] for _ in self.parts]
+        for one in parameters:
+            if one.parameter.requires_grad:
+                takers = (n for n, part in enumerate(self.parts) if part.takes(one))
+                number = next(takers, None)
+                if number is None:
+                    raise StageError(
+                        f"no part of the optimizer takes the trained parameter {one.name}",
+                        hint="the last part should take every parameter",
+                    )
+                own[number].append(one)
+        return own
+
+    def lr_scales(self, step: int, total: int) -> list[float]:
+        """Each part's factor on its learning rates for zero-based `step` of `total`."""
+        return [part.lr_scale(step, total) for part in self.parts]
+
+    def rates(self, lr_scales: Sequence[float]) -> dict[str, float]:
+        """Learning rates by name of metric, before the ratios of groups: `lr` of the first part,
+        `lr/NAME` of others. NaN where a rule has none."""
+        return {
+            f"lr/{part.name}" if number else "lr": part.hyperparameters.get("lr", math.nan) * scale
+            for number, (part, scale) in enumerate(zip(self.parts, lr_scales, strict=True))
+        }

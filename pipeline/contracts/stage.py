@@ -112,7 +112,7 @@ TAKES_ARTIFACTS = ("resource_needs", "run_dry")
 """Optional methods that take a context and artifacts by annotation, as `run` does."""
 TAKES_ONE = ("check", "data_ranks", "verify_result")
 """Optional methods that take one argument."""
-TAKES_NONE = ("hub_names",)
+TAKES_NONE = ("hub_names", "update_rules")
 """Optional methods that take no argument."""
 
 

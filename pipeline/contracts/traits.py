@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from pipeline.checkpoint import Retention
+    from pipeline.contracts.optimizer import UpdateRule
 
 
 @runtime_checkable
@@ -52,6 +53,15 @@ class DeclaresDtypes(Protocol):
     master: str
     compute: str
     reduce: str
+
+
+@runtime_checkable
+class DeclaresRules(Protocol):
+    """An optimizer whose update rules are known before it runs. A strategy that cannot run those of
+    another refuses them at the start."""
+
+    def update_rules(self) -> Sequence[UpdateRule]:
+        """The rule of each part, in order."""
 
 
 @runtime_checkable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,8 +52,10 @@ class EmaEngine(Engine):
         with self._averages_in_place():
             yield from self._engine.evaluate(batches, measure)
 
-    def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
-        report = self._engine.step(lr_scale=lr_scale, should_step=should_step)
+    def step(
+        self, *, lr_scales: Sequence[float], should_step: StepGuard | None = None
+    ) -> StepReport:
+        report = self._engine.step(lr_scales=lr_scales, should_step=should_step)
         if report.applied:
             for part in self.fragments():
                 if EMA in part.state:

@@ -65,7 +65,6 @@ def open_dcp(folder: Path, parts: Sequence[Path], reading: Reading) -> StateSour
             frozen=[name for name in weights if name not in trained],
             groups=[] if reading.weights_only else list(_groups(optimizer)),
             updates=updates,
-            moments=[] if reading.weights_only else list(MOMENTS),
             loss_scale=None,
         ),
         stored=found,
@@ -159,13 +158,12 @@ def _groups(optimizer: Optimizer) -> Iterator[ParameterGroup]:
     numbers = sorted(filter(str.isdecimal, optimizer.settings), key=int)
     for number in numbers:
         values = _values(optimizer, number, "params")
-        yield ParameterGroup(settings=stored.settings(values), parameters=values["params"])
+        yield stored.group(values, values["params"])
     found: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for name in () if numbers else optimizer.moments:
-        own = stored.settings(_values(optimizer, name))
-        found.setdefault(str(own), (own, []))[1].append(name)
-    for own, names in found.values():
-        yield ParameterGroup(settings=own, parameters=names)
+        own = _values(optimizer, name)
+        found.setdefault(str(stored.settings(own)), (own, []))[1].append(name)
+    yield from (stored.group(own, names) for own, names in found.values())
 
 
 def _values(optimizer: Optimizer, name: str, *more: str) -> dict[str, Any]:
@@ -179,18 +177,15 @@ def _values(optimizer: Optimizer, name: str, *more: str) -> dict[str, Any]:
 def write_dcp(source: StateSource, folder: Path) -> Sequence[str]:
     """Write `folder`; returns notes for its users. Raises CheckpointError unless it is of AdamW."""
     state = source.state
-    if state.moments and set(state.moments) != set(MOMENTS):
-        raise CheckpointError(
-            f"{source.where}: only weights and Adam's moments can be written, here are "
-            + ", ".join(state.moments)
-        )
+    if state.kinds():
+        stored.require_adam(source, "only weights and Adam's moments can be written")
     own = {name: entry.key for name, entry in stored.weights_of(source).items()}
     tied = {alias: own[name] for alias, name in state.aliases.items()}
     moments = {
         f"state.{name}.{kind}": f"{kind}/{name}" for name in state.updates for kind in MOMENTS
     }
-    keys = {MODEL: own | tied, **({OPTIMIZER: moments} if state.moments else {})}
-    values = {OPTIMIZER: dict(_optimizer_values(source))} if state.moments else {}
+    keys = {MODEL: own | tied, **({OPTIMIZER: moments} if state.kinds() else {})}
+    values = {OPTIMIZER: dict(_optimizer_values(source))} if state.kinds() else {}
     with appearing(folder) as partial:
         dcp_compat.write_state_dict(source, keys, values, partial)
     notes = [

@@ -111,9 +111,8 @@ def open_native(folder: Path, state: Path, reading: Reading) -> StateSource:
         state=EngineState(
             aliases=dict(model["shared_params"]),
             frozen=list(frozen),
-            groups=list(_optimizer_groups(groups)),
+            groups=list(_optimizer_groups(groups, moments)),
             updates={n: max(g.counts) for g in groups for n in g.shapes} if moments else {},
-            moments=list(moments),
             loss_scale=loss_scale(ranks[0]),
         ),
         stored={f"{WEIGHT}/{name}": value for name, value in (frozen | buffers).items()}
@@ -229,11 +228,13 @@ def _require_same_places(
             )
 
 
-def _optimizer_groups(groups: Sequence[FlatGroup]) -> Iterator[ParameterGroup]:
+def _optimizer_groups(
+    groups: Sequence[FlatGroup], moments: Sequence[str]
+) -> Iterator[ParameterGroup]:
     for _, parts in itertools.groupby(groups, key=lambda group: group.number):
         first, *others = parts
         names = [name for group in (first, *others) for name in group.shapes]
-        yield ParameterGroup(settings=stored.settings(first.settings), parameters=names)
+        yield stored.group(first.settings, names, moments)
 
 
 def _trained(groups: Sequence[FlatGroup], kinds: Sequence[str]) -> Iterator[tuple[str, Stored]]:

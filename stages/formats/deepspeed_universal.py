@@ -45,9 +45,8 @@ def open_universal(folder: Path, reading: Reading) -> StateSource:
         state=EngineState(
             aliases=dict(model["shared_params"]),
             frozen=[name for name in others if name not in model["buffer_names"]],
-            groups=list(_groups(model["param_shapes"], optimizer["param_groups"], folder)),
+            groups=list(_groups(model["param_shapes"], optimizer["param_groups"], moments, folder)),
             updates=dict.fromkeys(shapes, _updates(zero, shapes, optimizer)) if moments else {},
-            moments=list(moments),
             loss_scale=loss_scale(optimizer),
         ),
         stored=found | {f"{WEIGHT}/{name}": value for name, value in others.items()},
@@ -94,14 +93,15 @@ def _updates(zero: Path, shapes: Mapping[str, Shape], optimizer: Mapping[str, An
 
 
 def _groups(
-    shapes: Sequence[Mapping[str, Shape]], groups: Sequence[Mapping[str, Any]], folder: Path
-) -> Iterator[ParameterGroup]:
+    shapes: Sequence[Mapping[str, Shape]], groups: Sequence[Mapping[str, Any]],
+    moments: Sequence[str], folder: Path,
+) -> Iterator[ParameterGroup]:  # fmt: skip
     """Optimizer groups; each entry of `shapes` is one, or under stage 3 a sub-group of one."""
     if sorted(index for group in groups for index in group["params"]) != list(range(len(shapes))):
         raise CheckpointError(f"{folder}: optimizer groups and parameters do not belong together")
     for group in groups:
         names = [name for index in group["params"] for name in shapes[index]]
-        yield ParameterGroup(settings=stored.settings(group), parameters=names)
+        yield stored.group(group, names, moments)
 
 
 def write_universal(source: StateSource, folder: Path) -> Sequence[str]:
@@ -134,13 +134,9 @@ def _save(value: Any, file: Path) -> None:
 
 def _one_count(source: StateSource) -> int:
     """The number of updates of every parameter, of which DeepSpeed keeps one."""
-    state = source.state
-    if set(state.moments) != set(MOMENTS):
-        raise CheckpointError(
-            f"{source.where}: DeepSpeed's universal checkpoint holds weights with Adam's moments; "
-            f"here is {', '.join(state.moments) or 'no optimizer state'}"
-        )
-    counts = sorted(set(state.updates.values()))
+    what = "DeepSpeed's universal checkpoint holds weights with Adam's moments"
+    stored.require_adam(source, what)
+    counts = sorted(set(source.state.updates.values()))
     if len(counts) != 1:
         raise CheckpointError(
             f"{source.where}: DeepSpeed counts updates once for all parameters; here they were "

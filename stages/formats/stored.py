@@ -20,7 +20,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline import WEIGHT, CheckpointError, EngineState
+from pipeline import WEIGHT, CheckpointError, EngineState, ParameterGroup
 from pipeline.checkpoint import CHUNK, CODES, DTYPES, StateSource, TensorEntry, as_bytes
 from pipeline.utils import parse_json, read_whole, require_regular, require_trust
 
@@ -249,6 +249,22 @@ def settings(group: Mapping[str, Any]) -> dict[str, Any]:
     if group.get("initial_lr") is not None:
         found["lr"] = _plain(group["initial_lr"])
     return found
+
+
+def group(
+    saved: Mapping[str, Any], parameters: Sequence[str], moments: Sequence[str] = MOMENTS
+) -> ParameterGroup:
+    """A saved group with AdamW's hyperparameters."""
+    return ParameterGroup(settings=settings(saved), parameters=parameters, moments=list(moments))
+
+
+def require_adam(source: StateSource, what: str) -> None:
+    """Raise CheckpointError, which says `what` is possible, unless every trained parameter has
+    exactly Adam's moments."""
+    kept, trained = source.state.moments(), source.state.updates
+    if not trained or any(set(kept.get(name, ())) != set(MOMENTS) for name in trained):
+        here = ", ".join(source.state.kinds()) or "no optimizer state"
+        raise CheckpointError(f"{source.where}: {what}; here is {here}")
 
 
 def _plain(value: Any) -> Any:

@@ -48,8 +48,8 @@ def open_trainer(folder: Path, reading: Reading) -> StateSource:
     found = {f"{WEIGHT}/{name}": weights[name] for name in model.shapes}
     groups: list[ParameterGroup] = []
     updates: dict[str, int] = {}
-    for settings_, states in () if reading.weights_only else _optimizer(folder, model):
-        groups.append(ParameterGroup(settings=settings_, parameters=list(states)))
+    for saved, states in () if reading.weights_only else _optimizer(folder, model):
+        groups.append(stored.group(saved, list(states)))
         for name, state in states.items():
             updates[name] = int(state["step"])
             found |= {f"{moment}/{name}": whole(state[moment]) for moment in MOMENTS}
@@ -64,7 +64,6 @@ def open_trainer(folder: Path, reading: Reading) -> StateSource:
             frozen=[name for name in model.parameters if name not in updates],
             groups=groups,
             updates=updates,
-            moments=list(MOMENTS) if updates else [],
             loss_scale=None,
         ),
         stored=found,
@@ -163,7 +162,7 @@ def _optimizer(
                 (n, model.shapes[n]) for n in model.parameters if (n in model.decayed) == decays
             ]
             names = identify([tuple(state[MOMENTS[0]].shape) for state in own], candidates, file)
-            yield stored.settings(group), dict(zip(names, own, strict=True))
+            yield group, dict(zip(names, own, strict=True))
 
 
 Named = Sequence[tuple[str, Shape]]

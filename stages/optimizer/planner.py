@@ -64,7 +64,10 @@ class AdamWPlanner(Planner[AdamW]):
         if self.stage.algorithm == "adamw" or self.stage.kernel != "fused":
             return plan
         taken = LOW_BIT[self.stage.moments][1]
-        return replace(plan, build=functools.partial(_taking, taken, plan.build))
+        (part,) = plan.parts
+        return replace(
+            plan, parts=[replace(part, build=functools.partial(_taking, taken, part.build))]
+        )
 
 
 def _taking(size: float, build: Callable[..., Any], groups: list[dict[str, Any]]) -> Any:

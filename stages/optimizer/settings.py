@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
-from pipeline import NamedParameter, OptimizerPlan, PlanView, Problem, StageError, StateCodec
+from pipeline import (
+    NamedParameter,
+    OptimizerPart,
+    OptimizerPlan,
+    PlanView,
+    Problem,
+    StageError,
+    StateCodec,
+    UpdateRule,
+)
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -131,36 +140,60 @@ class OptimizerSettings:
         """Name of the update rule, unique to it."""
         return type(self).__name__.lower()
 
-    def plan(
+    def update_rules(self) -> Sequence[UpdateRule]:
+        """The rule of each part; a stage of several parts, or of a rule for whole matrices,
+        overrides this."""
+        return [UpdateRule(self.algorithm)]
+
+    def plan(self, optimizer: Callable[..., Optimizer], **given: Any) -> OptimizerPlan:
+        """An OptimizerPlan of one part; see `part`."""
+        return self.plan_of(self.part(optimizer, **given))
+
+    def plan_of(self, *parts: OptimizerPart) -> OptimizerPlan:
+        """An OptimizerPlan of these parts, with the clipping of these settings. For a part with
+        another rate or schedule, call `part` of `dataclasses.replace(self, lr=...)`."""
+        return OptimizerPlan(
+            parts=parts,
+            schedule_warnings=self.schedule_warnings,
+            max_grad_norm=self.max_grad_norm,
+        )
+
+    def part(
         self,
         optimizer: Callable[..., Optimizer],
         *,
         moments: Sequence[str],
         counts_updates: bool = True,
         packing: StateCodec | None = None,
+        rule: UpdateRule | None = None,
+        name: str = "",
+        takes: Callable[[NamedParameter], bool] = lambda parameter: True,
         shards: bool = False,
-        **rule: Any,
-    ) -> OptimizerPlan:
-        """An OptimizerPlan of these settings.
+        **arguments: Any,
+    ) -> OptimizerPart:
+        """A part of an optimizer with these settings.
 
         `optimizer` is a torch optimizer class, made with parameter groups, `lr`, `weight_decay` and
-        `rule`. `moments`, `counts_updates` and `packing` are those of OptimizerPlan. With `shards`,
-        each group has the number of this process's shard. Raises StageError if the class does not
-        take these arguments.
+        `arguments`, and after the groups a WholeMatrices if its `rule` needs one. `moments`,
+        `counts_updates`, `packing`, `name` and `takes` are fields of OptimizerPart; `rule` is the
+        first of `update_rules` by default. With `shards`, each group has the number of this
+        process's shard. Raises StageError if the class does not take these arguments.
         """
-        rule = {"lr": self.lr, "weight_decay": self.weight_decay, **rule}
-        _require_takes(optimizer, rule)
-        return OptimizerPlan(
-            algorithm=self.algorithm,
-            hyperparameters=rule,
+        arguments = {"lr": self.lr, "weight_decay": self.weight_decay, **arguments}
+        rule = rule or self.update_rules()[0]
+        _require_takes(optimizer, rule, arguments)
+        return OptimizerPart(
+            name=name,
+            takes=takes,
+            algorithm=rule.algorithm,
+            elementwise=rule.elementwise,
+            hyperparameters=arguments,
             groups=functools.partial(make_groups, self, shards=shards),
             moments=moments,
             packing=packing,
             counts_updates=counts_updates,
-            build=functools.partial(optimizer, **rule),
+            build=functools.partial(optimizer, **arguments),
             lr_scale=self.lr_scale,
-            schedule_warnings=self.schedule_warnings,
-            max_grad_norm=self.max_grad_norm,
         )
 
     def lr_scale(self, step: int, total: int) -> float:
@@ -204,12 +237,15 @@ class OptimizerSettings:
         return self.warmup_steps or steps_in(self.warmup_ratio, total)
 
 
-def _require_takes(optimizer: Callable[..., Optimizer], rule: Mapping[str, Any]) -> None:
+def _require_takes(
+    optimizer: Callable[..., Optimizer], rule: UpdateRule, arguments: Mapping[str, Any]
+) -> None:
+    given = ["groups"] if rule.elementwise else ["groups", "whole"]
     try:
-        inspect.signature(optimizer).bind([], **rule)
+        inspect.signature(optimizer).bind(*given, **arguments)
     except TypeError as error:
         name = getattr(optimizer, "__name__", str(optimizer))
-        called = ", ".join(["groups", *(f"{each}=..." for each in rule)])
+        called = ", ".join([*given, *(f"{each}=..." for each in arguments)])
         raise StageError(f"{name}: {error}", hint=f"it is called as {name}({called})") from None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from pipeline import (
     Problem,
     StepCallback,
     TrainedRun,
+    UpdateRule,
     traits,
 )
 from pipeline.utils import closest
@@ -114,6 +115,9 @@ def _other_slots(stage: HfTrainer, plan: PlanView) -> Iterator[Problem]:
                 message="the Trainer keeps fp32 weights and averages their gradients in fp32",
                 hint="set master: fp32 and reduce: fp32 in the precision slot",
             )
+    optimizer = plan.producer(stage, OptimizerPlan)
+    if isinstance(optimizer, traits.DeclaresRules):
+        yield from several_rules(optimizer.update_rules())
     wires = plan.wiring
     for given, slot in ((Engine, "wrap"), (Checkpoints, "checkpoint")):
         read = [wires.readers(one) for one in wires.kinds if wires.gives(one, given)]
@@ -123,3 +127,14 @@ def _other_slots(stage: HfTrainer, plan: PlanView) -> Iterator[Problem]:
                 message=f"the Trainer does not use the {slot} slot",
                 hint="remove that slot, or use train.causal_lm",
             )
+
+
+def several_rules(rules: Sequence[UpdateRule]) -> Iterator[Problem]:
+    """The Trainer's problem with more than one rule."""
+    if len(rules) > 1:
+        named = ", ".join(rule.algorithm for rule in rules)
+        yield Problem(
+            key="arguments",
+            message=f"the Trainer takes one optimizer, the optimizer slot asks for {named}",
+            hint="use train.causal_lm, or another optimizer",
+        )

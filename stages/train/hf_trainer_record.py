@@ -101,7 +101,7 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
             )
         progress.metrics["loss"] = loss
         record = {
-            "grad_norm": norm, "lr": self._rate(args.max_steps), "tokens": progress.tokens,
+            "grad_norm": norm, **self._rates(args.max_steps), "tokens": progress.tokens,
             "samples": progress.samples, "applied": True, "loss_scale": 1.0, "time": time.time(),
             "loss": loss, **self._speed(),
         }  # fmt: skip
@@ -127,10 +127,9 @@ class Recorder(TrainerCallback):  # type: ignore[misc]
             self.reporter.ended_early(progress.step, steps, progress.stopped, again=bool(known))
         return bool(progress.stopped)
 
-    def _rate(self, steps: int) -> float:
+    def _rates(self, steps: int) -> dict[str, float]:
         """The learning rate of the step."""
-        scale = self.plan.lr_scale(self.progress.step - 1, steps)
-        return float(self.plan.hyperparameters.get("lr", math.nan)) * scale
+        return self.plan.rates(self.plan.lr_scales(self.progress.step - 1, steps))
 
     def _restart(self) -> None:
         """Leave out of the next step's time all that was before this call."""

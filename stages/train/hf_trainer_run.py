@@ -26,6 +26,7 @@ from pipeline import (
     OptimizerPlan,
     Precision,
     Progress,
+    StageError,
     StepCallback,
     TrainedRun,
 )
@@ -36,14 +37,15 @@ from stages.model.rotary_compat import placed
 from stages.objectives.cross_entropy import CrossEntropy
 from stages.objectives.judge import judged
 from stages.objectives.scoring import ModelScorer
-from stages.train.hf_trainer import HfTrainer
+from stages.train.hf_trainer import HfTrainer, several_rules
 from stages.train.hf_trainer_record import Recorder, complete_checkpoints, root
 from stages.train.lineage import lineage, require_same_lineage
 from stages.train.nothing_left import Length
 from stages.train.report import Reporter
 from stages.wrap.accelerate_compat import reset_state
-from stages.wrap.build import build_module, named_parameters
+from stages.wrap.build import build_module
 from stages.wrap.load_weights import stored_tensors
+from stages.wrap.optimizer_groups import make_optimizers
 
 
 def train(
@@ -75,9 +77,11 @@ def train(
     accumulation = len(microbatches(config.global_batch_size, axis, micro))
     everyone = torch.distributed.group.WORLD
     module = build_module(ctx, model, precision, replicas=everyone, casts=True)
-    optimizer = plan.build(plan.groups(named_parameters(module)))
-    # The Trainer asks once more behind the last step.
-    schedule = LambdaLR(optimizer, lambda step: plan.lr_scale(min(step, steps - 1), steps))
+    for problem in several_rules(plan.rules):  # the stage may not declare them to `pipe check`
+        raise StageError(problem.message, hint=problem.hint)
+    ((_, part, optimizer),) = make_optimizers(plan, module)
+    # The Trainer asks once more after the last step.
+    schedule = LambdaLR(optimizer, lambda step: part.lr_scale(min(step, steps - 1), steps))
     loader = MicroBatches(feed, data, axis, accumulation, progress, steps)
     trainer = _RecipeTrainer(
         model=module,

@@ -166,7 +166,7 @@ class StepMeter:
         peaks, _ = taken.peaks()
         record = {
             "grad_norm": float(result.report.grad_norm),
-            "lr": result.lr,
+            **result.rates,
             "tokens": progress.tokens,
             "samples": progress.samples,
             "applied": result.report.applied,

@@ -7,7 +7,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pipeline import Context, Engine, LossParts, MicroBatch, Objective, Scores, planning
+from pipeline import (
+    Context,
+    Engine,
+    LossParts,
+    MicroBatch,
+    Objective,
+    OptimizerPlan,
+    Scores,
+    planning,
+)
 from pipeline.planning import Planner, SampleShape, Saving, Step, Topology, TraceScope, Trial
 from stages.train.causal_lm import TrainCausalLm
 
@@ -74,6 +83,7 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
         engine: Engine,
         topology: Topology,
         samples: SampleShape,
+        optimizer: OptimizerPlan,
         scope: TraceScope,
     ) -> None:
         """Trace two steps as `TrainStep` takes them, or one micro-batch."""
@@ -97,7 +107,7 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
             for count in counts[:1] if scope.samples else counts:
                 engine.accumulate([batch] * count, objective, counts={"targets": step.tokens})
                 scope.phase(planning.UPDATE)
-                engine.step(lr_scale=1.0, should_step=lambda norm: True)
+                engine.step(lr_scales=optimizer.lr_scales(1, 2), should_step=lambda norm: True)
         for phase in (planning.SAVE, planning.RESUME):  # with the memory between steps
             scope.phase(phase)
 

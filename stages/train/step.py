@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -27,8 +26,8 @@ class StepResult:
     """Result of a step on this rank."""
 
     report: StepReport
-    lr: float
-    """Learning rate of the step, before the ratios of parameter groups; NaN if there is none."""
+    rates: Mapping[str, float]
+    """Learning rates of the step, by name of metric (`OptimizerPlan.rates`)."""
     stats: BatchStats
     anomaly: str
     """Description of an anomaly against which the update was guarded, and after which `progress`
@@ -75,16 +74,16 @@ class TrainStep:
         monitor.observe(loss, progress)
         measured = {name: parts.sums[name] / counts[unit] for name, unit in metrics.items()}
         self.observe(loss, stats, measured)
-        scale = self.plan.lr_scale(progress.step, feed.total_steps(progress))
+        scales = self.plan.lr_scales(progress.step, feed.total_steps(progress))
         guard = monitor.should_step
-        report = self.engine.step(lr_scale=scale, should_step=guard)
+        report = self.engine.step(lr_scales=scales, should_step=guard)
         anomaly = "" if guard is None else monitor.anomaly(report)
         if not anomaly:
             monitor.record(progress, applied=report.applied)
             progress.skipped += not report.applied
             advance(progress, feed)
-        lr = self.plan.hyperparameters.get("lr", math.nan) * scale
-        return StepResult(report=report, lr=lr, stats=stats, anomaly=anomaly)
+        rates = self.plan.rates(scales)
+        return StepResult(report=report, rates=rates, stats=stats, anomaly=anomaly)
 
     def _batches(self, progress: Progress, taken: list[BatchStats]) -> Iterator[MicroBatch]:
         """This rank's micro-batches of the next step; adds their statistics to `taken`."""

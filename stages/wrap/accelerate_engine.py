@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from pipeline.importing import read_config
 from stages.wrap import accelerate_compat as compat
 from stages.wrap.accelerate import is_sharded
 from stages.wrap.build import build_module, declared_facts, verify_engine
-from stages.wrap.optimizer_groups import make_optimizer
+from stages.wrap.optimizer_groups import make_optimizers
 from stages.wrap.torch_compat import require_reduced, reshard, sharding_facts
 from stages.wrap.torch_engine import TorchEngine
 
@@ -35,15 +35,16 @@ def build(
     sharded = is_sharded(content)
     # Sharding moves each rank's part to the device; a replica lives there from the start.
     module = build_module(ctx, model, precision, home=torch.device("cpu") if sharded else None)
-    optimizer = make_optimizer(plan, module)
+    optimizers = make_optimizers(plan, module)
     with compat.launched(path, ctx.dist.world_size):
         accelerator = Accelerator(cpu=ctx.dist.device.type == "cpu", gradient_accumulation_steps=1)
         ctx.on_exit(compat.reset_state)
-        wrapped, prepared = accelerator.prepare(module, optimizer)
+        wrapped, *prepared = accelerator.prepare(module, *(one.optimizer for one in optimizers))
+    live = [
+        one._replace(optimizer=own.optimizer) for one, own in zip(optimizers, prepared, strict=True)
+    ]
     scorer = model.scorer(wrapped)
-    engine = AcceleratedEngine(
-        accelerator, wrapped, scorer, prepared.optimizer, ctx, precision, plan
-    )
+    engine = AcceleratedEngine(accelerator, wrapped, scorer, live, ctx, precision, plan)
     replicated = "DistributedDataParallel" if ctx.dist.world_size > 1 else "none"
     expected = {
         **declared_facts(ctx, precision),
@@ -73,9 +74,11 @@ class AcceleratedEngine(TorchEngine):
         waiting: AbstractContextManager[None] = self._accelerator.no_sync(self.model)
         return waiting
 
-    def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
+    def step(
+        self, *, lr_scales: Sequence[float], should_step: StepGuard | None = None
+    ) -> StepReport:
         require_reduced(self.model)
-        return super().step(lr_scale=lr_scale, should_step=should_step)
+        return super().step(lr_scales=lr_scales, should_step=should_step)
 
     def to_sharded(self) -> None:
         reshard(self.model)

@@ -170,7 +170,9 @@ def verify_engine(ctx: Context, engine: Engine, expected: Mapping[str, Any]) -> 
 def named_parameters(module: nn.Module) -> Iterator[NamedParameter]:
     """The module's parameters, tied ones once, as an OptimizerPlan groups them."""
     for name, parameter in module.named_parameters():
-        yield NamedParameter(name, parameter, tuple(parameter.shape), shard_number(parameter))
+        kind = type(module.get_submodule(name.rpartition(".")[0]))
+        shape, shard = tuple(parameter.shape), shard_number(parameter)
+        yield NamedParameter(name, parameter, shape, shard, kind)
 
 
 def shard_number(parameter: nn.Parameter) -> int:

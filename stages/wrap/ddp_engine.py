@@ -3,7 +3,7 @@
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with its classes.
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -28,7 +28,7 @@ from pipeline import (
 from stages.wrap.axes import required
 from stages.wrap.build import build_module, declared_facts, trained, verify_engine
 from stages.wrap.context.attention import divide_sequence
-from stages.wrap.optimizer_groups import make_optimizer
+from stages.wrap.optimizer_groups import make_optimizers
 from stages.wrap.torch_compat import (
     buckets,
     hook_states,
@@ -52,8 +52,8 @@ def build(
     module = build_module(ctx, model, precision, replicas=everyone, casts=True)
     group = divide_sequence(module, axes, ctx.dist.device.type)
     replica = _replicate(config, module, ctx, precision)
-    scorer, optimizer = model.scorer(replica, group), make_optimizer(plan, module)
-    engine = DdpEngine(replica, scorer, optimizer, ctx, precision, plan, axes)
+    scorer, optimizers = model.scorer(replica, group), make_optimizers(plan, module)
+    engine = DdpEngine(replica, scorer, optimizers, ctx, precision, plan, axes)
     expected = {"engine": "DistributedDataParallel", "device": ctx.dist.device.type}
     verify_engine(ctx, engine, {**declared_facts(ctx, precision), **expected})
     return engine
@@ -91,7 +91,7 @@ class DdpEngine(TorchEngine):
         self._records_graph = model.static_graph
         self._sums = BucketSums()
         self._remember_places()
-        self.optimizer.zero_grad()
+        self.model.zero_grad()
 
     @property
     def module(self) -> nn.Module:
@@ -105,10 +105,12 @@ class DdpEngine(TorchEngine):
         reduce, self._records_graph = last or self._records_graph, False
         return contextlib.nullcontext() if reduce else self.model.no_sync()
 
-    def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
+    def step(
+        self, *, lr_scales: Sequence[float], should_step: StepGuard | None = None
+    ) -> StepReport:
         require_reduced(self.model)
         self._remember_places()
-        return super().step(lr_scale=lr_scale, should_step=should_step)
+        return super().step(lr_scales=lr_scales, should_step=should_step)
 
     def _remember_places(self) -> None:
         """Remember where gradients lie in the buckets, if they can add up there."""
@@ -184,8 +186,8 @@ class TracedReplica(TorchEngine):
         module = build_module(ctx, model, precision, casts=True)
         axes = required(ddp, ctx.dist.world_size)
         group = divide_sequence(module, axes, ctx.dist.device.type)
-        scorer, optimizer = model.scorer(module, group), make_optimizer(plan, module)
-        super().__init__(module, scorer, optimizer, ctx, precision, plan, axes)
+        scorer, optimizers = model.scorer(module, group), make_optimizers(plan, module)
+        super().__init__(module, scorer, optimizers, ctx, precision, plan, axes)
         self._views, self._sent_in = ddp.gradient_as_bucket_view, torch_dtype(precision.reduce)
         self._sums, self._reduces = BucketSums(), True
         for bucket in buckets(trained(module), ddp.bucket_cap_mb << 20):

@@ -18,7 +18,7 @@ from stages.wrap.build import build_module, declared_facts, verify_engine
 from stages.wrap.context.attention import divide_sequence
 from stages.wrap.fsdp_units import DATA_AXES, UnitDivider
 from stages.wrap.mesh import expert_mesh, parameter_mesh, warn_of_slow_groups
-from stages.wrap.optimizer_groups import make_optimizer
+from stages.wrap.optimizer_groups import make_optimizers
 from stages.wrap.torch_compat import reshard, sharding_facts
 from stages.wrap.torch_engine import TorchEngine
 
@@ -43,8 +43,8 @@ def build(
     else:
         module = build_module(ctx, model, precision, shard=divider, **places(config, divider))
         group = divide_sequence(module, axes, ctx.dist.device.type)
-        scorer, optimizer = model.scorer(module, group), make_optimizer(plan, module)
-        engine = FsdpEngine(config, mesh, module, scorer, optimizer, ctx, precision, plan, axes)
+        scorer, optimizers = model.scorer(module, group), make_optimizers(plan, module)
+        engine = FsdpEngine(config, mesh, module, scorer, optimizers, ctx, precision, plan, axes)
     expected = {
         **declared_facts(ctx, precision),
         "engine": "fully_shard",

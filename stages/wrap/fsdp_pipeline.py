@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
 from pipeline import (
     Context,
@@ -35,12 +34,12 @@ from stages.model.declared import outline
 from stages.model.documents_compat import known_documents
 from stages.objectives.judge import StepSums, judged, measured
 from stages.wrap.axes import FOLDED, Axes
-from stages.wrap.build import build_modules, shard_number
+from stages.wrap.build import build_modules, named_parameters, shard_number
 from stages.wrap.context.attention import divide_sequence
 from stages.wrap.fsdp_engine import FsdpEngine, places
 from stages.wrap.fsdp_units import UnitDivider
 from stages.wrap.gradients import total_norm
-from stages.wrap.optimizer_groups import build_optimizer, grouped_state
+from stages.wrap.optimizer_groups import LivePart, build_optimizers, grouped_state
 from stages.wrap.pipeline.schedule import Passed, Pipeline, PipelinePlan, Stage
 from stages.wrap.pipeline.split import is_tied, keep_layers, layer_ranges
 from stages.wrap.pipeline.ties import TiedEmbedding
@@ -88,8 +87,8 @@ def build_pipeline(
             stage.scorer = model.scorer(stage.module, group, stage.forward)
     tie = _tie(shape, modules) if is_tied(whole) else None
     passes = Passes(Pipeline(shape, stages), whole, modules, tie)
-    optimizer = _optimizer(plan, whole, modules)
-    rest = (modules[0], model.scorer(modules[0]), optimizer, ctx, precision, plan, axes)
+    optimizers = _optimizers(plan, whole, modules)
+    rest = (modules[0], model.scorer(modules[0]), optimizers, ctx, precision, plan, axes)
     return PipelineEngine(passes, config, mesh, *rest)
 
 
@@ -123,30 +122,27 @@ def _ranges(whole: Any, blocks: Sequence[nn.Module], stages: int) -> list[range]
     return layer_ranges(len(blocks), stages, head, block)
 
 
-def _optimizer(plan: OptimizerPlan, whole: nn.Module, modules: Sequence[nn.Module]) -> Optimizer:
-    """The optimizer of this rank's stages, in the groups of the whole model. Raises StageError if
+def _optimizers(
+    plan: OptimizerPlan, whole: nn.Module, modules: Sequence[nn.Module]
+) -> list[LivePart]:
+    """The optimizers of this rank's stages, in the groups of the whole model. Raises StageError if
     nothing is trained on this rank."""
     here = set(_here(modules).values())
-    groups = []
-    for group in plan.groups(_named(whole, modules)):
-        own = [parameter for parameter in group["params"] if parameter in here]
-        if own:
-            groups.append({**group, "params": own})
-    if not groups:
+    if not any(parameter.requires_grad for parameter in here):
         raise StageError(
             "pipeline_parallel: none of the trained weights are in this rank's blocks",
             hint="train weights in all blocks, or leave pipeline_parallel out",
         )
-    return build_optimizer(plan, groups)
+    return build_optimizers(plan, _named(whole, modules), here)
 
 
 def _named(whole: nn.Module, modules: Sequence[nn.Module]) -> list[NamedParameter]:
     """The parameters of the whole model; those of other ranks are without memory."""
     here = _here(modules)
     named = []
-    for name, one in whole.named_parameters():
-        parameter = here.get(name, one)
-        named.append(NamedParameter(name, parameter, tuple(one.shape), shard_number(parameter)))
+    for one in named_parameters(whole):
+        parameter = here.get(one.name, one.parameter)
+        named.append(one._replace(parameter=parameter, shard=shard_number(parameter)))
     return named
 
 

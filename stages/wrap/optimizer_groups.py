@@ -1,32 +1,57 @@
-"""The plan's groups of parameters: in a torch optimizer, and in a training state."""
+"""The plan's parts and their groups of parameters: in torch optimizers, and in a training state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
 
-from pipeline import EngineState, NamedParameter, OptimizerPlan
+from pipeline import EngineState, NamedParameter, OptimizerPart, OptimizerPlan, StageError
 from stages.wrap.build import named_parameters
-from stages.wrap.optimizer_state import fixed_state
+from stages.wrap.optimizer_state import fixed_state, group_state
+from stages.wrap.whole_matrices import MatrixExchange
 
 
-def make_optimizer(plan: OptimizerPlan, module: nn.Module) -> Optimizer:
-    """The plan's optimizer of the module; each group keeps its base rate as `initial_lr`."""
-    return build_optimizer(plan, plan.groups(named_parameters(module)))
+class LivePart(NamedTuple):
+    """A part of the plan with the optimizer of its parameters on this rank."""
+
+    number: int
+    """Its place in the plan."""
+    plan: OptimizerPart
+    optimizer: Optimizer
 
 
-def build_optimizer(plan: OptimizerPlan, groups: Iterable[Mapping[str, Any]]) -> Optimizer:
-    """Build the plan's optimizer from groups of parameters. A group whose parameters lie on
-    different meshes is split, as torch updates a group's parameters together."""
-    optimizer = plan.build(
-        [{**group, "params": params} for group in groups for params in _by_mesh(group["params"])]
-    )
-    for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
-    return optimizer
+def make_optimizers(plan: OptimizerPlan, module: nn.Module) -> list[LivePart]:
+    """The plan's optimizers of the module; see `build_optimizers`."""
+    return build_optimizers(plan, list(named_parameters(module)))
+
+
+def build_optimizers(
+    plan: OptimizerPlan,
+    named: Iterable[NamedParameter],
+    here: Collection[nn.Parameter] | None = None,
+) -> list[LivePart]:
+    """The optimizers of the parts that have parameters on this rank, which are those in `here`, or
+    all of `named`. Each group keeps its base rate as `initial_lr`. Raises StageError if nothing is
+    trained."""
+    found = []
+    for number, (part, own) in enumerate(zip(plan.parts, plan.divide(named), strict=True)):
+        groups = [
+            {**group, "params": same}
+            for group in (part.groups(own) if own else ())
+            for same in _by_mesh(one for one in group["params"] if here is None or one in here)
+        ]
+        if groups:
+            whole = () if part.elementwise else (MatrixExchange(),)
+            optimizer = part.build(groups, *whole)
+            for group in optimizer.param_groups:
+                group["initial_lr"] = group["lr"]
+            found.append(LivePart(number, part, optimizer))
+    if plan.parts and not found:
+        raise StageError("no parameter is trained here")
+    return found
 
 
 def grouped_state(
@@ -37,14 +62,15 @@ def grouped_state(
     held = [one for one in named if one.parameter.numel()]
     names = {one.parameter: one.name for one in held}
     groups = [
-        (settings, float(settings["lr"]), [names[one] for one in settings["params"]])
-        for group in plan.groups(held)
-        for settings in [{**plan.hyperparameters, **group}]
+        group_state(part, group, [names[one] for one in group["params"]])
+        for part, own in zip(plan.parts, plan.divide(held), strict=True)
+        for group in (part.groups(own) if own else ())
     ]
-    return fixed_state(module, plan, groups, lambda tensor: tuple(tensor.shape))
+    return fixed_state(module, groups, lambda tensor: tuple(tensor.shape))
 
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters by the mesh on which they lie, as torch updates a group's together."""
     found: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         found.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)

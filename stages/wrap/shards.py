@@ -17,7 +17,7 @@ from stages.wrap.torch_compat import split_of
 MOST_TILES = 1024
 """Largest number of tiles of one tensor on a rank; each is a line in write plans and manifests."""
 
-_Ranges = Sequence[tuple[int, int]]
+Ranges = Sequence[tuple[int, int]]
 """Ranges [low, high) of a dimension, in the order in which they are held."""
 
 
@@ -28,7 +28,7 @@ def tiles_of(name: str, tensor: Tensor) -> list[Tile]:
     """
     if not isinstance(tensor, DTensor):
         return [Tile(0, tensor.numel())] if tensor.numel() else []
-    ranges, cut = _held(name, tensor)
+    ranges, cut = _held(name, tensor, tensor.device_mesh.get_coordinate())
     found = _tiles(tuple(tensor.shape), ranges, cut)
     listed = list(itertools.islice(found, MOST_TILES + 1))
     if len(listed) > MOST_TILES:
@@ -73,10 +73,18 @@ def _runs(tile: Tile, low: int, high: int) -> Iterator[Tile]:
         yield found(last, 0, right)
 
 
-def _held(name: str, tensor: DTensor) -> tuple[list[_Ranges], set[int]]:
-    """Ranges of each dimension that are held here, and the dimensions that are cut."""
-    ranges: list[_Ranges] = [[(0, size)] for size in tensor.shape]
-    cuts = list(_cuts(name, tensor))
+def held_ranges(tensor: DTensor, place: Sequence[int]) -> list[Ranges]:
+    """Ranges of each dimension that the process at a place of the mesh holds, in its order; empty
+    ones where it has no elements. Raises StageError as `tiles_of` does."""
+    return _held("a parameter", tensor, place)[0]
+
+
+def _held(name: str, tensor: DTensor, place: Sequence[int] | None) -> tuple[list[Ranges], set[int]]:
+    """Ranges of each dimension that the process at `place` holds, and the dimensions that are
+    cut."""
+    assert place is not None, f"{name}: this process is outside of its mesh"
+    ranges: list[Ranges] = [[(0, size)] if size else [] for size in tensor.shape]
+    cuts = list(_cuts(name, tensor, place))
     for dim, split, count, own in cuts:
         chunks = _chunks(ranges[dim], split)
         ranges[dim] = _joined(part for chunk in chunks for part in _chunk(chunk, count, own))
@@ -93,7 +101,7 @@ class _Cut(NamedTuple):
     own: int
 
 
-def _cuts(name: str, tensor: DTensor) -> Iterator[_Cut]:
+def _cuts(name: str, tensor: DTensor, place: Sequence[int]) -> Iterator[_Cut]:
     """The cuts that a mesh makes, in the order in which they are made.
 
     fully_shard cuts what tensor parallelism has cut before, whatever the order of the mesh's axes:
@@ -109,7 +117,7 @@ def _cuts(name: str, tensor: DTensor) -> Iterator[_Cut]:
         if split is None:
             raise StageError(f"{name} is placed as {placement!r}, which cannot be saved")
         dim = placement.dim % tensor.ndim  # type: ignore[attr-defined]
-        own = mesh.get_local_rank(axis)
+        own = place[axis]
         later = (one for number, one in placements[axis + 1 :] if mesh.size(number) > 1)
         again = any(getattr(one, "dim", dim + 1) % tensor.ndim == dim for one in later)
         if split > 1 and again:
@@ -119,11 +127,11 @@ def _cuts(name: str, tensor: DTensor) -> Iterator[_Cut]:
     yield from reversed(late)
 
 
-def _chunks(ranges: _Ranges, count: int) -> list[_Ranges]:
+def _chunks(ranges: Ranges, count: int) -> list[Ranges]:
     return [_chunk(ranges, count, number) for number in range(count)]
 
 
-def _chunk(ranges: _Ranges, count: int, number: int) -> _Ranges:
+def _chunk(ranges: Ranges, count: int, number: int) -> Ranges:
     """Chunk `number` of `count` by torch.chunk's rule, which DTensor follows."""
     size = -(-sum(high - low for low, high in ranges) // count)
     found, begin = [], 0
@@ -136,7 +144,7 @@ def _chunk(ranges: _Ranges, count: int, number: int) -> _Ranges:
     return found
 
 
-def _joined(ranges: Iterable[tuple[int, int]]) -> _Ranges:
+def _joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
     """The ranges, with those that follow each other as one."""
     found: list[tuple[int, int]] = []
     for low, high in ranges:
@@ -147,7 +155,7 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> _Ranges:
     return found
 
 
-def _tiles(shape: Sequence[int], ranges: Sequence[_Ranges], cut: set[int]) -> Iterator[Tile]:
+def _tiles(shape: Sequence[int], ranges: Sequence[Ranges], cut: set[int]) -> Iterator[Tile]:
     """Tiles in local order. Dimensions behind the last that is cut are whole, so that its ranges
     are columns of rows of the dimensions before it."""
     if not all(ranges) or 0 in shape:
@@ -167,7 +175,7 @@ def _tiles(shape: Sequence[int], ranges: Sequence[_Ranges], cut: set[int]) -> It
                 yield Tile(row * width + left, row * width + right, width, step)
 
 
-def _rows(shape: Sequence[int], ranges: Sequence[_Ranges]) -> Iterator[tuple[int, int]]:
+def _rows(shape: Sequence[int], ranges: Sequence[Ranges]) -> Iterator[tuple[int, int]]:
     """Rows of the given dimensions that are held, in order: the first of those that follow each
     other, and their number."""
     whole = len(shape)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from pipeline import (
     WEIGHT,
     Context,
     EngineState,
     Fragment,
+    OptimizerPart,
     OptimizerPlan,
     Precision,
     Scorer,
@@ -34,7 +36,7 @@ from stages.wrap.gradients import multiply, total_norm
 from stages.wrap.load_weights import flat, stored_tensors
 from stages.wrap.loss_scaling import LossScaler
 from stages.wrap.module_engine import ModuleEngine
-from stages.wrap.optimizer_groups import grouped_state
+from stages.wrap.optimizer_groups import LivePart, grouped_state
 from stages.wrap.optimizer_state import (
     declared_state,
     read_moments,
@@ -48,21 +50,28 @@ from stages.wrap.shards import tiles_of
 from stages.wrap.torch_compat import divides_gradients, step_divided
 
 
+class _State(NamedTuple):
+    """The optimizer state of a parameter, and the part of the plan that it belongs to."""
+
+    part: OptimizerPart
+    values: dict[str, Any]
+
+
 class _Stored(NamedTuple):
     """A tensor of the training state, which may be sharded, and its optimizer state."""
 
     name: str
     tiles: list[Tile]
     tensor: Tensor
-    state: dict[str, Any] | None
-    """Optimizer state; None for a tensor that is not trained."""
+    state: _State | None
+    """None for a tensor that is not trained."""
 
 
 class _Layout(NamedTuple):
     """The part of the training state that never changes: which tensors there are, and where."""
 
     fixed: EngineState
-    trained: dict[str, dict[str, Any]]
+    trained: dict[str, _State]
     """Optimizer state of every trained parameter, by its name."""
     tensors: list[_Stored]
 
@@ -80,14 +89,14 @@ class TorchEngine(ModuleEngine):
         self,
         model: nn.Module,
         scorer: Scorer,
-        optimizer: Optimizer,
+        optimizers: Sequence[LivePart],
         ctx: Context,
         precision: Precision,
         plan: OptimizerPlan,
         axes: Axes | None = None,
     ) -> None:
         super().__init__(model, scorer, ctx.dist, axes)
-        self.optimizer = optimizer
+        self.optimizers = optimizers
         self.plan = plan
         scaling = precision.loss_scaling
         self.scaler = None if scaling is None else LossScaler(scaling)
@@ -116,7 +125,7 @@ class TorchEngine(ModuleEngine):
             "compute": sorted(casts) or master,
             "reduce": master,
             "model": type(self.module).__name__,
-            "optimizer": type(self.optimizer).__name__,
+            "optimizer": " + ".join(type(one.optimizer).__name__ for one in self.optimizers),
             "device": parameters[0].device.type,
             "master": master,
             "buffers": dtype_names(buffers),
@@ -129,27 +138,28 @@ class TorchEngine(ModuleEngine):
         scaled = loss if self.scaler is None else loss * self.scaler.scale
         scaled.backward()  # type: ignore[no-untyped-call]
 
-    def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
+    def step(
+        self, *, lr_scales: Sequence[float], should_step: StepGuard | None = None
+    ) -> StepReport:
         self.announce_change()
-        optimizer, scaler = self.optimizer, self.scaler
-        for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * lr_scale
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        scaler, gradients = self.scaler, list[list[Tensor]]()
+        for number, _, optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = group["initial_lr"] * lr_scales[number]
+            parameters = (p for group in optimizer.param_groups for p in group["params"])
+            gradients.append([one.grad for one in parameters if one.grad is not None])
         scale = 1.0 if scaler is None else scaler.scale
-        norm = self.gradient_norm(gradients) / scale
+        norm = self.gradient_norm(list(itertools.chain(*gradients))) / scale
         sent = HostCopy(norm)
         overflowed = scaler is not None and not math.isfinite(sent)
         # Without a guard and loss scaling the host waits for nothing.
         applied = not overflowed and (should_step is None or should_step(float(sent)))
-        if applied and self._applied:
+        if applied:
             self._update(gradients, norm, scale)
-        elif applied:  # the first update here shows what the rule keeps
-            with declared_state(optimizer, self.plan):
-                self._update(gradients, norm, scale)
         if scaler is not None:
             scaler.update(overflowed=overflowed)
-        optimizer.zero_grad()
+        for _, _, optimizer in self.optimizers:
+            optimizer.zero_grad()
         self._applied += applied
         return StepReport(grad_norm=sent, applied=applied, loss_scale=scale)
 
@@ -157,28 +167,33 @@ class TorchEngine(ModuleEngine):
         """Norm of the whole model's gradient, of which this rank has `gradients` (collective)."""
         return total_norm(gradients)
 
-    def _update(self, gradients: list[Tensor], norm: Tensor, scale: float) -> None:
-        """Update by gradients divided by the loss scale, and scaled down to the largest norm.
-        torch's fused kernels do so themselves, and leave out gradients that are not finite."""
+    def _update(self, gradients: list[list[Tensor]], norm: Tensor, scale: float) -> None:
+        """Update each part by its gradients divided by the loss scale, and scaled down to the
+        largest norm. torch's fused kernels do so themselves, and leave out gradients that are not
+        finite."""
         limit, divisor = self.plan.max_grad_norm, None
         if limit is not None:
             # As torch.nn.utils.clip_grad_norm_ does.
             divisor = torch.clamp((norm + 1e-6) / limit, min=1.0) * scale
         elif scale != 1.0:
             divisor = torch.full_like(norm, scale)
-        if divides_gradients(self.optimizer):
-            step_divided(self.optimizer, divisor, left_out=~torch.isfinite(norm))
-            return
-        if divisor is not None:
-            multiply(gradients, divisor.reciprocal())
-        self.optimizer.step()
+        for (_, part, optimizer), own in zip(self.optimizers, gradients, strict=True):
+            # The first update here shows what the rule keeps.
+            watched = nullcontext() if self._applied else declared_state(optimizer, part)
+            with watched:
+                if divides_gradients(optimizer):
+                    step_divided(optimizer, divisor, left_out=~torch.isfinite(norm))
+                    continue
+                if divisor is not None:
+                    multiply(own, divisor.reciprocal())
+                optimizer.step()
 
     def state(self) -> EngineState:
         return dataclasses.replace(
             self._layout.fixed,
             updates={
-                name: updates(state, self.updates_of(name))
-                for name, state in self._layout.trained.items()
+                name: updates(own.values, self.updates_of(name))
+                for name, own in self._layout.trained.items()
             },
             loss_scale=None if self.scaler is None else self.scaler.state,
         )
@@ -192,13 +207,14 @@ class TorchEngine(ModuleEngine):
 
     @property
     def lasting_fragments(self) -> bool:
-        return self.plan.packing is None  # moments in few bits are unpacked into copies
+        # Moments in few bits are unpacked into copies.
+        return all(part.packing is None for part in self.plan.parts)
 
     def restore(self, state: EngineState) -> Iterator[Fragment]:
         self.announce_change()
         self._restored, self._applied = state.updates, 0
         for name, own in self._layout.trained.items():
-            set_updates(own, state.updates[name])
+            set_updates(own.values, state.updates[name])
         if self.scaler is not None and state.loss_scale is not None:
             self.scaler.restore(state.loss_scale)
         yield from self._fragments(write=True)
@@ -214,7 +230,8 @@ class TorchEngine(ModuleEngine):
         """Places of the state, found once: parameters stay the same objects, though not always in
         the same memory."""
         self.to_sharded()
-        start_state(self.optimizer, self.plan)
+        for _, part, optimizer in self.optimizers:
+            start_state(optimizer, part)
         tensors = {name: one for part in self.parts for name, one in stored_tensors(part)}
         trained = dict(self._trained())
         stored = []
@@ -233,7 +250,7 @@ class TorchEngine(ModuleEngine):
         for name, own, tensor, state in self._layout.tensors:
             weight, moments, end = flat(tensor), {}, 0
             if state is not None:
-                moments = read_moments(state, self.plan, 0, weight.numel())
+                moments = read_moments(state.values, state.part, 0, weight.numel())
             for tile in own:
                 begin, end = end, end + tile.numel
                 live = {WEIGHT: weight, **moments}
@@ -246,13 +263,20 @@ class TorchEngine(ModuleEngine):
                     count=tile.count,
                 )
             if write and state is not None:
-                write_moments(state, self.plan, moments)
+                write_moments(state.values, state.part, moments)
 
-    def _trained(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _trained(self) -> Iterator[tuple[str, _State]]:
         """Name and optimizer state of every trained parameter that has elements."""
+        owners = {
+            parameter: (part, optimizer)
+            for _, part, optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
         named = (each for part in self.parts for each in part.named_parameters())
         for name, parameter in named:
             if parameter.requires_grad and parameter.numel():
-                state = self.optimizer.state[parameter]
-                require_known(state, self.plan, type(self.optimizer).__name__)
-                yield name, state
+                part, optimizer = owners[parameter]
+                values = optimizer.state[parameter]
+                require_known(values, part, type(optimizer).__name__)
+                yield name, _State(part, values)

@@ -44,7 +44,7 @@ def test_a_step_never_waits(
     for step, batches in enumerate(steps):
         with waits_raise() if step >= WARM_UP else contextlib.nullcontext():
             losses.append(accumulated(engine, batches, 1 / scales[step], objective))
-            norms.append(engine.step(lr_scale=lr_scale(step)).grad_norm)
+            norms.append(engine.step(lr_scales=[lr_scale(step)]).grad_norm)
     engine.close()
     assert float(losses[-1]) < float(losses[0])
     assert all(float(norm) > 0 for norm in norms)

@@ -125,7 +125,7 @@ def train(
     for step, batches in enumerate(steps, first):
         targets, own = targets_of(batches), [_share(batch, axis) for batch in batches]
         part = accumulated(engine, own, targets, objective)
-        report = engine.step(lr_scale=lr_scale(step))
+        report = engine.step(lr_scales=[lr_scale(step)])
         losses.append(float(engine.total(part)) / targets)
         norms.append(report.grad_norm)
     return Trained(losses=losses, norms=[float(norm) for norm in norms])

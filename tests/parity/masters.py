@@ -73,7 +73,7 @@ def train(ctx: Any, case: Mapping[str, Any], rule: AdamW, steps: int) -> Engine:
         labels = F.pad(TOKENS[:, 1:], (0, 1), value=-100)
         batch = micro_batch(TOKENS, labels)
         accumulated(engine, [batch], engine.data_axis.count * TOKENS[:, 1:].numel())
-        engine.step(lr_scale=1.0)
+        engine.step(lr_scales=[1.0])
     return engine
 
 

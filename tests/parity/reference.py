@@ -17,6 +17,7 @@ from pipeline.contracts.model import ModelSource
 from pipeline.contracts.optimizer import OptimizerPlan
 from pipeline.contracts.sample_order import SampleOrder
 from stages.wrap.build import named_parameters
+from tests.support.optimizers import made_of
 
 LR, WARMUP, DECAY, CLIP = 1e-3, 2, 0.1, 0.5
 
@@ -46,9 +47,7 @@ def reference(
     with torch.no_grad():
         for name, parameter in parameters.items():
             parameter.copy_(reader.read(name))
-    optimizer = (
-        _adamw(parameters) if plan is None else plan.build(plan.groups(named_parameters(model)))
-    )
+    optimizer = _adamw(parameters) if plan is None else made_of(plan, named_parameters(model))
     base = [group["lr"] for group in optimizer.param_groups]
     order = SampleOrder(seed, len(data.train))
     losses, norms = [], []

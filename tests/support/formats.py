@@ -102,8 +102,8 @@ def save_dcp(dist: DistContext, folder: str, setting: Setting) -> dict[str, str]
     train(engine, 0, 3)
     told = digest(engine, dist)
     model = get_model_state_dict(engine.model)
-    flat = get_optimizer_state_dict(engine.model, engine.optimizer, options=FLAT)
-    nested = get_optimizer_state_dict(engine.model, engine.optimizer)
+    flat = get_optimizer_state_dict(engine.model, engine.optimizers[0].optimizer, options=FLAT)
+    nested = get_optimizer_state_dict(engine.model, engine.optimizers[0].optimizer)
     dcp.save({"model": model, "optimizer": flat}, checkpoint_id=f"{folder}/flat")
     dcp.save({**model, "optimizer": flat}, checkpoint_id=f"{folder}/root")
     dcp.save({"model": model}, checkpoint_id=f"{folder}/nested/pytorch_model_fsdp_0")
@@ -125,11 +125,15 @@ def load_dcp(dist: DistContext, folder: str, wraps: list[str]) -> list[dict[str,
         engine.model.zero_grad(set_to_none=True)
         own = {
             "model": get_model_state_dict(engine.model),
-            "optimizer": get_optimizer_state_dict(engine.model, engine.optimizer, options=FLAT),
+            "optimizer": get_optimizer_state_dict(
+                engine.model, engine.optimizers[0].optimizer, options=FLAT
+            ),
         }
         dcp.load(own, checkpoint_id=f"{folder}/dcp")
         set_model_state_dict(engine.model, own["model"])
-        set_optimizer_state_dict(engine.model, engine.optimizer, own["optimizer"], options=FLAT)
+        set_optimizer_state_dict(
+            engine.model, engine.optimizers[0].optimizer, own["optimizer"], options=FLAT
+        )
         found.append(digest(engine, dist))
         engine.close()
     return found

@@ -34,7 +34,7 @@ def one_step(
     own = [_row(number) for number in range(ROWS) if number % axis.count == axis.index]
     targets = ROWS * LENGTH
     before = engine.total(accumulated(engine, own, targets))
-    report = engine.step(lr_scale=1.0)
+    report = engine.step(lr_scales=[1.0])
     after = engine.total(evaluated(engine, own))
     engine.close()
     return [float(before) / targets, float(after) / targets, float(report.grad_norm)]

@@ -76,13 +76,16 @@ def nvme_wrap(path: str) -> Zero:
     )
 
 
-def train(engine: Engine, first: int, last: int, samples: int = 12) -> list[float]:
-    """Run optimizer steps `first` ... `last` - 1; return the mean losses."""
+def train(
+    engine: Engine, first: int, last: int, samples: int = 12, *, parts: int = 1
+) -> list[float]:
+    """Run optimizer steps `first` ... `last` - 1 with other rates for each part of the optimizer;
+    return the mean losses."""
     losses = []
     for step in range(first, last):
         batches, targets = share(engine, step, samples)
         total = engine.total(accumulated(engine, batches, targets))
-        engine.step(lr_scale=1 - 0.05 * step)
+        engine.step(lr_scales=[(1 - 0.05 * step) ** (part + 1) for part in range(parts)])
         losses.append(float(total) / targets)
     return losses
 

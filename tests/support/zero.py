@@ -23,6 +23,7 @@ from stages.optimizer.adamw import AdamW
 from stages.wrap.build import named_parameters
 from stages.wrap.zero import Zero
 from tests.support.batches import accumulated, micro_batch, summed_loss
+from tests.support.optimizers import made_of
 from tests.support.runs import TINY, context, tiny_model
 
 LR, DECAY, CLIP, LENGTH = 1e-3, 0.1, 0.5, 13
@@ -108,7 +109,7 @@ def one_step(engine: Engine, step: int, case: Case) -> dict[str, Any]:
     batches, targets = share(engine, step, case.samples)
     factor = 1e6 if step == case.explode_at else 1.0
     total = engine.total(accumulated(engine, batches, targets / factor))
-    report = engine.step(lr_scale=1 - 0.1 * step)
+    report = engine.step(lr_scales=[1 - 0.1 * step])
     return {"loss": float(total) / targets, **vars(report)}
 
 
@@ -136,7 +137,7 @@ def plain(folder: str | Path, case: Case) -> tuple[list[float], list[float], dic
         for name, parameter in model.named_parameters():
             parameter.copy_(reader.read(name))
     the_plan = plan(ctx, case)
-    optimizer = the_plan.build(the_plan.groups(named_parameters(model)))
+    optimizer = made_of(the_plan, named_parameters(model))
     losses, norms = [], []
     for step in range(case.last):
         tokens, labels = batch(step, case.samples)

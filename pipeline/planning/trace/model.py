@@ -177,7 +177,9 @@ class BareEngine(Engine):
             loss.backward()  # type: ignore[no-untyped-call]
         return LossParts(terms={unit: torch.zeros(()) for unit in objective.units})
 
-    def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
+    def step(
+        self, *, lr_scales: Sequence[float], should_step: StepGuard | None = None
+    ) -> StepReport:
         return StepReport(grad_norm=1.0, applied=False)
 
     def _absent(self, *given: Any) -> Any:

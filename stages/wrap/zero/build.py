@@ -16,7 +16,6 @@ from torch import nn
 from pipeline import (
     Context,
     ModelSource,
-    NamedParameter,
     OptimizerPlan,
     Precision,
     StageError,
@@ -24,12 +23,19 @@ from pipeline import (
 )
 from pipeline.utils import replace_text
 from stages.wrap.axes import Axes, required
-from stages.wrap.build import build_empty, cast_buffers, declared_facts, materialize, verify_engine
+from stages.wrap.build import (
+    build_empty,
+    cast_buffers,
+    declared_facts,
+    materialize,
+    named_parameters,
+    verify_engine,
+)
 from stages.wrap.context.attention import divide_sequence
 from stages.wrap.load_weights import load_weights
 from stages.wrap.tensor.plain import is_divided, replace_parameters, whole_of
 from stages.wrap.zero import compat
-from stages.wrap.zero.checks import offload_problems
+from stages.wrap.zero.checks import rule_problems
 from stages.wrap.zero.config import generate
 from stages.wrap.zero.engine import ZeroEngine
 from stages.wrap.zero.stage import uses_cpu_adam
@@ -45,8 +51,8 @@ def build(
     stage: Zero, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
 ) -> ZeroEngine:
     """Create the parameters, initialise DeepSpeed, load its master weights, verify the engine."""
-    # An optimizer stage of another package may not say its rule to `pipe check`.
-    for problem in offload_problems(stage, precision.master, plan.algorithm):
+    # An optimizer stage of another package may not say its rules to `pipe check`.
+    for problem in rule_problems(stage, precision.master, plan.rules):
         raise StageError(f"{problem.key}: {problem.message}", hint=problem.hint)
     config = generate(stage, precision, max_grad_norm=plan.max_grad_norm)
     if ctx.dist.is_main:
@@ -180,17 +186,19 @@ def _expected(
 def _optimizer(stage: Zero, plan: OptimizerPlan, module: nn.Module) -> Optimizer:
     """The optimizer over the module's parameters, before DeepSpeed takes it apart."""
     axes = required(stage, torch.distributed.get_world_size())
-    groups = plan.groups(
-        [
-            NamedParameter(name, parameter, compat.full_shape(parameter), _shard(parameter, axes))
-            for name, parameter in module.named_parameters()
-        ]
+    (part,), (own,) = (
+        plan.parts,
+        plan.divide(
+            one._replace(shape=compat.full_shape(one.parameter), shard=_shard(one.parameter, axes))
+            for one in named_parameters(module)
+        ),
     )
-    if not uses_cpu_adam(stage, plan.algorithm):
-        return plan.build(groups)
+    groups = part.groups(own)
+    if not uses_cpu_adam(stage, part.algorithm):
+        return part.build(groups)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **plan.hyperparameters)
+    optimizer = DeepSpeedCPUAdam(groups, adamw_mode=True, **part.hyperparameters)
     assert isinstance(optimizer, torch.optim.Optimizer)
     return optimizer
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from pipeline import OptimizerPlan, PlanView, Precision, Problem, traits
+from pipeline import OptimizerPlan, PlanView, Precision, Problem, UpdateRule, traits
 from stages.model.config_checks import declarations
 from stages.wrap.zero.config import STAGE_3_FIELDS, extra_problems
 from stages.wrap.zero.stage import RULE
@@ -117,16 +117,26 @@ def _selective_problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
 
 
 def _rule_problems(stage: Zero, plan: PlanView) -> Iterator[Problem]:
-    """Offloads that need DeepSpeed's CPU Adam while the optimizer slot asks for another rule."""
-    policy = plan.producer(stage, Precision)
+    """Rules of the optimizer slot that DeepSpeed cannot run as the recipe asks."""
+    policy, optimizer = plan.producer(stage, Precision), plan.producer(stage, OptimizerPlan)
     master = policy.master if isinstance(policy, traits.DeclaresDtypes) else "fp32"
-    algorithm = getattr(plan.producer(stage, OptimizerPlan), "algorithm", RULE)
-    yield from offload_problems(stage, master, algorithm)
+    if isinstance(optimizer, traits.DeclaresRules):
+        yield from rule_problems(stage, master, optimizer.update_rules())
 
 
-def offload_problems(stage: Zero, master: str, algorithm: str) -> Iterator[Problem]:
-    """An offload that needs DeepSpeed's CPU Adam, for masters of a dtype and an update rule."""
-    offload = stage.offload_optimizer
+def rule_problems(stage: Zero, master: str, rules: Sequence[UpdateRule]) -> Iterator[Problem]:
+    """Rules that DeepSpeed cannot run, or not with masters of a dtype under this offload."""
+    message, whole = "", [rule.algorithm for rule in rules if not rule.elementwise]
+    if whole:
+        message = f"the optimizer slot's rule {whole[0]} needs whole matrices, and DeepSpeed "
+        message += "divides all parameters together, as one flat tensor"
+    elif len(rules) > 1:
+        named = ", ".join(rule.algorithm for rule in rules)
+        message = f"DeepSpeed takes one optimizer, the optimizer slot asks for {named}"
+    if message:
+        yield Problem(key="stage", message=message, hint="use wrap.fsdp, or another optimizer")
+        return
+    offload, algorithm = stage.offload_optimizer, rules[0].algorithm
     if offload is None or algorithm == RULE:
         return
     if offload.device == "nvme":

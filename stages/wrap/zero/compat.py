@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline import DistContext, OptimizerPlan
+from pipeline import DistContext, OptimizerPart
 from stages.wrap.tensor.plain import whole_of
 from stages.wrap.zero.operators_compat import keep_operators
 
@@ -168,7 +168,7 @@ def set_loss_scale(scaler: Any, scale: float, good_steps: int) -> None:
 
 
 def start_optimizer_state(
-    optimizer: Any, master: Tensor, elements: int, plan: OptimizerPlan
+    optimizer: Any, master: Tensor, elements: int, part: OptimizerPart
 ) -> None:
     """Create the state that the optimizer's first step would for a flat master of `elements`."""
     device = master.device
@@ -176,11 +176,11 @@ def start_optimizer_state(
     dtype = torch.float32 if getattr(optimizer, "fp32_optimizer_states", False) else master.dtype
     on_device = any(group.get("fused") for group in optimizer.param_groups)
     count = 0 if own_kernel else torch.zeros((), device=device if on_device else "cpu")
-    if plan.packing is None:
-        moments = {n: torch.zeros(elements, dtype=dtype, device=device) for n in plan.moments}
+    if part.packing is None:
+        moments = {n: torch.zeros(elements, dtype=dtype, device=device) for n in part.moments}
     else:
-        moments = plan.packing.start(master.detach(), elements)
-    optimizer.state[master] = {"step": count, **moments} if plan.counts_updates else moments
+        moments = part.packing.start(master.detach(), elements)
+    optimizer.state[master] = {"step": count, **moments} if part.counts_updates else moments
 
 
 def is_swapped(shard: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,30 +45,32 @@ class ZeroEngine(ModuleEngine):
     ) -> None:
         super().__init__(live, scorer, dist, axes)
         self.deepspeed = live
-        self._plan = plan
+        (self._rule,) = plan.parts
         self._scaling = precision.loss_scaling
         # Groups are renewed when a checkpoint is loaded, base rates are not.
         self._base_rates = [group["lr"] for group in live.optimizer.optimizer.param_groups]
         interval = self._scaling.growth_interval if self._scaling else 1
         self._veto = StepVeto(live.optimizer.optimizer)
-        self._state = ZeroState(live, plan, self._base_rates, interval)
+        self._state = ZeroState(live, self._rule, self._base_rates, interval)
 
     def backward(self, loss: Tensor) -> None:
         self.deepspeed.backward(loss, scale_wrt_gas=False)
 
-    def step(self, *, lr_scale: float, should_step: StepGuard | None = None) -> StepReport:
+    def step(
+        self, *, lr_scales: Sequence[float], should_step: StepGuard | None = None
+    ) -> StepReport:
         self.announce_change()
         live = self.deepspeed
         groups = live.optimizer.optimizer.param_groups
         for group, base in zip(groups, self._base_rates, strict=True):
-            group["lr"] = base * lr_scale
+            group["lr"] = base * lr_scales[0]
         scaler = compat.loss_scaler(live)
         scale = 1.0 if scaler is None else float(scaler.cur_scale)
         self._veto.arm(should_step, lambda: compat.global_grad_norm(live))
         if self._state.applied:
             live.step()
         else:  # the first update here shows what the rule keeps
-            with declared_state(live.optimizer.optimizer, self._plan):
+            with declared_state(live.optimizer.optimizer, self._rule):
                 live.step()
         finite = bool(live.was_step_applied())
         if finite:

@@ -15,13 +15,14 @@ from pipeline import (
     EngineState,
     Fragment,
     LossScale,
-    OptimizerPlan,
+    OptimizerPart,
     StageError,
 )
 from pipeline.checkpoint import Tile
 from stages.wrap.load_weights import LocalShard, stored_tensors
 from stages.wrap.optimizer_state import (
     fixed_state,
+    group_state,
     read_moments,
     require_known,
     set_updates,
@@ -44,10 +45,10 @@ class ZeroState:
     """Views of the live state; owns none of it."""
 
     def __init__(
-        self, live: Any, plan: OptimizerPlan, base_rates: Sequence[float], growth_interval: int
+        self, live: Any, part: OptimizerPart, base_rates: Sequence[float], growth_interval: int
     ) -> None:
         self._live = live
-        self._plan = plan
+        self._part = part
         self._base_rates = base_rates
         self._growth_interval = growth_interval
         self._names = {parameter: name for name, parameter in live.module.named_parameters()}
@@ -81,8 +82,11 @@ class ZeroState:
         for flat in self._flats:
             names.setdefault(flat.group, []).extend(self._members[flat.number])
         given = self._live.optimizer.optimizer.param_groups
-        groups = [(given[at], self._base_rates[at], names[at]) for at in sorted(names)]
-        return fixed_state(self._live.module, self._plan, groups, compat.full_shape)
+        groups = [
+            group_state(self._part, {**given[at], "lr": self._base_rates[at]}, names[at])
+            for at in sorted(names)
+        ]
+        return fixed_state(self._live.module, groups, compat.full_shape)
 
     def fragments(self) -> Iterator[Fragment]:
         """See `Engine.fragments`."""
@@ -135,17 +139,17 @@ class ZeroState:
     def _flat_fragments(
         self, flat: FlatMaster, state: Mapping[str, Any], *, write: bool
     ) -> Iterator[Fragment]:
-        master, plan = flat.tensor, self._plan
+        master, rule = flat.tensor, self._part
         # Written as a whole, as blocks of packed values straddle parameters; read in parts, as
         # there may be no memory for a whole unpacked moment during training.
-        moments = read_moments(state, plan, 0, master.numel()) if write else {}
+        moments = read_moments(state, rule, 0, master.numel()) if write else {}
         for part in flat.parts:
             own = {name: own_part(values, part) for name, values in moments.items()}
-            own = own or read_moments(state, plan, part.low, part.low + part.length)
+            own = own or read_moments(state, rule, part.low, part.low + part.length)
             live = {WEIGHT: own_part(master, part), **own}
             name = self._names[part.parameter]
             yield from _fragments(name, part.parameter, part.start, live)
-        write_moments(state, plan, moments)
+        write_moments(state, rule, moments)
 
     def _others(self) -> Iterator[Fragment]:
         """Frozen parameters and buffers: whole on every rank, or sharded as stage 3 does."""
@@ -172,9 +176,9 @@ class ZeroState:
         """Optimizer state of a flat master, created as the optimizer's first step would."""
         optimizer, master = flat.zero.optimizer, flat.tensor
         if not optimizer.state[master]:
-            compat.start_optimizer_state(optimizer, master, flat.numel, self._plan)
+            compat.start_optimizer_state(optimizer, master, flat.numel, self._part)
         state: dict[str, Any] = optimizer.state[master]
-        require_known(state, self._plan, type(optimizer).__name__)
+        require_known(state, self._part, type(optimizer).__name__)
         return state
 
     def _loss_scale(self) -> LossScale | None:

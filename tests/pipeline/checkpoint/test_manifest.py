@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,16 +109,22 @@ def test_no_part_of_it_is_enough(manifest: Manifest, data: st.DataObject) -> Non
 GOLDEN = {
     name: Path(__file__).with_name(f"golden_manifest_{name}.json") for name in ("sharded", "full")
 }
+MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE = EngineState(
     shapes={"a": (3, 50), "b": (90, 100)},
     aliases={"head": "a"},
     frozen=("b",),
     groups=[
-        ParameterGroup(settings={"lr": 0.1, "betas": (0.9, 0.99), "fused": None}, parameters=["a"]),
-        ParameterGroup(settings={"lr": 1e-5, "weight_decay": math.inf}, parameters=()),
+        ParameterGroup(
+            settings={"lr": 0.1, "betas": (0.9, 0.99), "fused": None},
+            parameters=["a"],
+            moments=MOMENTS,
+        ),
+        ParameterGroup(
+            settings={"lr": 1e-5, "weight_decay": math.inf}, parameters=(), moments=MOMENTS
+        ),
     ],
     updates={"a": 7},
-    moments=["exp_avg", "exp_avg_sq"],
     loss_scale=LossScale(scale=65536.0, good_steps=3),
     averages=("ema",),
 )
@@ -139,6 +147,27 @@ def test_the_bytes_are_those_of_earlier_releases(name: str) -> None:
     assert again.shapes() == STATE.shapes
     restored = dataclasses.replace(again.state, shapes=again.shapes())
     assert same(dataclasses.asdict(restored), dataclasses.asdict(STATE))
+
+
+KINDS = st.lists(st.sampled_from(["exp_avg", "exp_avg_sq", "momentum_buffer"]), unique=True)
+
+
+@given(st.lists(KINDS, max_size=3))
+def test_each_group_keeps_its_kinds_of_state(kinds: list[list[str]]) -> None:
+    """Groups that have the same are written as earlier releases did."""
+    groups = [
+        ParameterGroup(settings={}, parameters=[f"p{number}"], moments=own)
+        for number, own in enumerate(kinds)
+    ]
+    state = dataclasses.replace(STATE, shapes={}, frozen=[], averages=[], groups=groups)
+    text = pydantic.TypeAdapter(EngineState).dump_json(state)
+    written = json.loads(text)
+    alike = len({tuple(own) for own in kinds}) <= 1
+    assert ("moments" in written) == alike
+    assert [("moments" in group) for group in written["groups"]] == [not alike] * len(kinds)
+    read = pydantic.TypeAdapter(EngineState).validate_json(text)
+    assert read == state
+    assert read.moments() == {f"p{number}": tuple(own) for number, own in enumerate(kinds)}
 
 
 def same(one: Any, other: Any) -> bool:

@@ -39,8 +39,8 @@ class Made(StateSource):
     progress = {"step": 20, "samples": 320}
     state = EngineState(
         aliases={"head": "a"}, frozen=["b"],
-        groups=[ParameterGroup(settings={"lr": 0.1}, parameters=["a"])],
-        updates={"a": 20}, moments=["exp_avg"], loss_scale=None,
+        groups=[ParameterGroup(settings={"lr": 0.1}, parameters=["a"], moments=["exp_avg"])],
+        updates={"a": 20}, loss_scale=None,
     )  # fmt: skip
 
     def __init__(self, shapes: dict[str, tuple[str, tuple[int, ...]]] = SHAPES) -> None:
@@ -124,7 +124,7 @@ def test_views() -> None:
     counts: list[int] = []
     view = StateView(StateView(Made(), counts.append), weights_only=True)
     assert set(view.tensors) == {key for key in SHAPES if key.startswith("weight/")}
-    assert (view.state.updates, view.state.moments, view.state.frozen) == ({}, [], ["a", "b"])
+    assert (view.state.updates, view.state.kinds(), view.state.frozen) == ({}, [], ["a", "b"])
     assert view.state.aliases == {"head": "a"}
     assert b"".join(data for _, data in view.read("weight/b", 0, 35)) == content("weight/b", 0, 70)
     assert sum(counts) == 70

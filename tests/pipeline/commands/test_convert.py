@@ -19,7 +19,7 @@ from pipeline.contracts.engine import EngineState, ParameterGroup
 from pipeline.contracts.training import Progress
 from stages.formats.canonical import Canonical
 from stages.formats.dcp import Dcp
-from stages.formats.stored import MappedSource, whole
+from stages.formats.stored import MOMENTS, MappedSource, whole
 from tests.support.formats import digest_of
 
 SETTINGS = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.1}
@@ -31,8 +31,8 @@ def source() -> MappedSource:
         where="memory", step=4, world_size=2, writer={}, progress=vars(Progress(step=4, samples=8)),
         state=EngineState(
             aliases={"head": "w"}, frozen=[],
-            groups=[ParameterGroup(settings=SETTINGS, parameters=["w"])],
-            updates={"w": 4}, moments=["exp_avg", "exp_avg_sq"], loss_scale=None,
+            groups=[ParameterGroup(settings=SETTINGS, parameters=["w"], moments=MOMENTS)],
+            updates={"w": 4}, loss_scale=None,
         ),
         stored={f"{kind}/w": whole(tensor) for kind, tensor in kinds.items()},
     )  # fmt: skip

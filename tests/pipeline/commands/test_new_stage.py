@@ -244,7 +244,7 @@ def test_the_export_is_half_of_what_was_trained(run: Path) -> None:
         torch.testing.assert_close(exported[name], (weight + 1) / 2)
     trained.close()
     state = open_state(str(run / "checkpoints" / "step-00000004"), Reading())
-    assert state.state.moments == ["momentum_buffer"]
+    assert state.state.kinds() == ["momentum_buffer"]
     state.close()
 
 

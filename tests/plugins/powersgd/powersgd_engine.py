@@ -20,7 +20,7 @@ from stages.wrap import (
     TorchEngine,
     build_module,
     declared_facts,
-    make_optimizer,
+    make_optimizers,
     prime_buckets,
     verify_engine,
 )
@@ -55,8 +55,8 @@ def build(
     state.rng = OneSeed()
     replica.register_comm_hook(state, powerSGD_hook)
     prime_buckets(replica)  # gives a resumed run the buckets of an undisturbed one
-    scorer, optimizer = model.scorer(replica), make_optimizer(plan, module)
-    engine = PowerSgdEngine(replica, scorer, optimizer, ctx, precision, plan)
+    scorer, optimizers = model.scorer(replica), make_optimizers(plan, module)
+    engine = PowerSgdEngine(replica, scorer, optimizers, ctx, precision, plan)
     verify_engine(ctx, engine, {**declared_facts(ctx, precision), "rank": config.rank})
     return engine
 

@@ -47,7 +47,7 @@ def save_and_step(dist: DistContext, folder: str, setting: Setting) -> dict[str,
     batches, targets = share(engine, 2, 12)
     accumulated(engine, batches, targets)
     backward.set()
-    engine.step(lr_scale=0.9)
+    engine.step(lr_scales=[0.9])
     after = digest(engine, dist)
     checkpoints.finish()
     checkpoints.close()

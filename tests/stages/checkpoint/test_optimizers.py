@@ -80,7 +80,9 @@ def rounding_numbers(dist: DistContext, folder: str) -> dict[str, list[int]]:
         engine = make_engine(
             context(dist, folder), Setting(wrap=wrap, optimizer=ROUNDED, frozen="", **BF16)
         )
-        found[wrap] = sorted({group["shard"] for group in engine.optimizer.param_groups})
+        found[wrap] = sorted(
+            {group["shard"] for group in engine.optimizers[0].optimizer.param_groups}
+        )
         engine.close()
     return found
 

@@ -55,7 +55,7 @@ def source(stored: Mapping[str, Stored]) -> MappedSource:
     return MappedSource(
         where="memory", step=3, world_size=2, writer={}, progress=vars(Progress(step=3, samples=6)),
         state=EngineState(
-            aliases={"other": names[0]}, frozen=names, groups=[], updates={}, moments=[],
+            aliases={"other": names[0]}, frozen=names, groups=[], updates={},
             loss_scale=None,
         ),
         stored={f"{WEIGHT}/{name}": value for name, value in stored.items()},

@@ -117,7 +117,7 @@ def copied_loss(dist: DistContext, folder: str) -> list[float]:
     found = []
     for _ in range(2):
         found.append(float(accumulated(engine, [batch], 1, CrossEntropy(4))))
-        engine.step(lr_scale=0.0)
+        engine.step(lr_scales=[0.0])
     whole = float(evaluated(engine, [batch]))
     engine.close()
     return [each / whole for each in found]

@@ -9,6 +9,7 @@ from torch import nn
 from pipeline.contracts.optimizer import NamedParameter
 from pipeline.distributed.process_group import DistContext
 from stages.optimizer.adamw import AdamW
+from tests.support.optimizers import made_of
 from tests.support.runs import context
 
 
@@ -24,12 +25,12 @@ def named(*parameters: nn.Parameter) -> list[NamedParameter]:
 def test_matrices_decay_vectors_and_frozen_do_not(ctx) -> None:  # type: ignore[no-untyped-def]
     matrix, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))
     frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
-    plan = AdamW(lr=0.5, weight_decay=0.1).run(ctx)
-    groups = plan.groups(named(matrix, vector, frozen))
+    (part,) = AdamW(lr=0.5, weight_decay=0.1).run(ctx).parts
+    groups = part.groups(named(matrix, vector, frozen))
     assert [(g["params"], g["weight_decay"]) for g in groups] == [([matrix], 0.1), ([vector], 0.0)]
     flat = NamedParameter("partitioned", vector, (4, 4))
-    assert plan.groups([flat])[0]["weight_decay"] == 0.1
-    everything = AdamW(decay_all=True, weight_decay=0.1).run(ctx)
+    assert part.groups([flat])[0]["weight_decay"] == 0.1
+    (everything,) = AdamW(decay_all=True, weight_decay=0.1).run(ctx).parts
     assert len(everything.groups(named(matrix, vector))) == 1
 
 
@@ -37,7 +38,7 @@ def test_one_step_is_the_rule(ctx) -> None:  # type: ignore[no-untyped-def]
     weight = nn.Parameter(torch.tensor([[2.0, -4.0]]))
     weight.grad = torch.tensor([[0.5, -1.0]])
     plan = AdamW(lr=0.1, weight_decay=0.1, betas=(0.9, 0.99), eps=1e-8).run(ctx)
-    plan.build(plan.groups(named(weight))).step()
+    made_of(plan, named(weight)).step()
     # first step: the bias-corrected update is the gradient's sign; decay is lr * weight_decay
     assert weight.tolist()[0] == pytest.approx([2.0 * 0.99 - 0.1, -4.0 * 0.99 + 0.1], rel=1e-6)
 
@@ -46,7 +47,7 @@ def test_one_step_is_the_rule(ctx) -> None:  # type: ignore[no-untyped-def]
     ("ratio", "total", "second"), [(0.1, 40, 1 / 4), (0.1, 41, 1 / 5), (0.07, 100, 1 / 7)]
 )
 def test_warmup_ratio_rounds_up(ctx, ratio: float, total: int, second: float) -> None:  # type: ignore[no-untyped-def]
-    assert AdamW(warmup_ratio=ratio).run(ctx).lr_scale(1, total) == pytest.approx(second)
+    assert AdamW(warmup_ratio=ratio).run(ctx).lr_scales(1, total) == [pytest.approx(second)]
 
 
 @pytest.mark.parametrize("kernel", ["fused", "single"])
@@ -59,5 +60,5 @@ def test_every_kernel_builds_and_agrees(ctx, kernel: str) -> None:  # type: igno
     reference.grad = weight.grad.clone()
     torch.optim.AdamW([reference], lr=0.01, weight_decay=0.01, foreach=False).step()
     plan = AdamW(lr=0.01, weight_decay=0.01, kernel=kernel).run(ctx)  # type: ignore[arg-type]
-    plan.build(plan.groups(named(weight))).step()
+    made_of(plan, named(weight)).step()
     torch.testing.assert_close(weight, reference, rtol=0, atol=1e-7)

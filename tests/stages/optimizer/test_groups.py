@@ -16,6 +16,7 @@ from pipeline.errors import StageError
 from stages.optimizer.adamw import AdamW
 from stages.optimizer.settings import GroupSettings, make_groups
 from tests.support.models import filled, random_source, tiny_llama_config
+from tests.support.optimizers import made_of
 
 SHAPES = {
     "embed.weight": (4, 2), "layer.lora_A.weight": (2, 2), "layer.lora_B.weight": (2, 2),
@@ -93,7 +94,7 @@ def test_an_update_uses_the_groups_rate(tmp_path: Path) -> None:
     named = [NamedParameter("slow", slow, (2, 2)), NamedParameter("fast", fast, (2, 2))]
     plan = stage.run(testing.context(tmp_path))
     slow.grad, fast.grad = torch.ones(2, 2), torch.ones(2, 2)
-    plan.build(plan.groups(named)).step()
+    made_of(plan, named).step()
     torch.testing.assert_close(slow.detach(), torch.full((2, 2), -0.01))
     torch.testing.assert_close(fast.detach(), torch.full((2, 2), -0.03))
 

@@ -11,11 +11,12 @@ from torch import nn
 from pipeline import testing
 from pipeline.contracts.optimizer import NamedParameter
 from stages.optimizer.lion import Lion
+from tests.support.optimizers import made_of
 
 
 def built(parameter: nn.Parameter, tmp_path: Path, **fields: float) -> torch.optim.Optimizer:
     plan = Lion(**fields).run(testing.context(tmp_path))  # type: ignore[arg-type]
-    return plan.build(plan.groups([NamedParameter("w", parameter, tuple(parameter.shape))]))
+    return made_of(plan, [NamedParameter("w", parameter, tuple(parameter.shape))])
 
 
 def test_two_steps_by_hand(tmp_path: Path) -> None:

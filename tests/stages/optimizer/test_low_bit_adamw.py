@@ -21,6 +21,7 @@ from stages.optimizer.adamw import AdamW
 from stages.optimizer.quantized_moments import BLOCK, MOMENTS
 from stages.precision.policy import PrecisionPolicy
 from stages.wrap.ddp import Ddp
+from tests.support.optimizers import made_of
 
 ROWS, COLUMNS = 70, 67  # 4690: 18 blocks of 256 and 82 more
 
@@ -34,7 +35,7 @@ def problems(stage: AdamW, master: Any = "fp32") -> dict[str, str]:
 def make(parameter: nn.Parameter, folder: Path, **fields: Any) -> torch.optim.Optimizer:
     stage = AdamW(lr=1e-2, weight_decay=0.1, **{"kernel": "single", **fields})
     plan = stage.run(testing.context(folder, seed=5))
-    return plan.build(plan.groups([NamedParameter("w", parameter, tuple(parameter.shape))]))
+    return made_of(plan, [NamedParameter("w", parameter, tuple(parameter.shape))])
 
 
 def trained(

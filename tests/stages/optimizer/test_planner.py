@@ -27,7 +27,8 @@ def test_buffers_of_compiled_updates(moments: Moments, tmp_path: Path) -> None:
     weight = torch.nn.Parameter(torch.randn(1 << 16))
     weight.grad = torch.randn_like(weight)
     stage = AdamW(moments=moments)
-    optimizer = stage.run(testing.context(tmp_path)).build([{"params": [weight]}])
+    (part,) = stage.run(testing.context(tmp_path)).parts
+    optimizer = part.build([{"params": [weight]}])
     _, (code,) = run_and_get_code(optimizer.step)
     held = [
         math.prod(map(int, re.findall(r"\d+", shape))) * getattr(torch, dtype).itemsize

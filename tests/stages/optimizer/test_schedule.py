@@ -20,6 +20,7 @@ from stages.optimizer import OptimizerSettings
 from stages.optimizer.adamw import AdamW
 from stages.optimizer.lion import Lion
 from stages.optimizer.settings import GroupSettings, Schedule, Shape, steps_in
+from tests.support.optimizers import made_of
 
 SCHEDULES = get_args(Schedule)
 TO_THE_END = {"linear", "cosine", "polynomial", "wsd"}
@@ -186,11 +187,11 @@ def test_a_stage_of_a_third_party_has_schedule_and_groups(tmp_path: Path) -> Non
     groups = (GroupSettings(match=("head",), lr_ratio=2.0),)
     stage = Sgd(lr=0.5, weight_decay=0.25, groups=groups, warmup_steps=2)
     plan = stage.run(testing.context(tmp_path))
-    assert (plan.algorithm, plan.lr_scale(1, 9)) == ("sgd", 0.5)
-    assert plan.hyperparameters == {"lr": 0.5, "weight_decay": 0.25, "momentum": 0.9}
+    assert (plan.rules, plan.lr_scales(1, 9)) == ([("sgd", True)], [0.5])
+    assert plan.parts[0].hyperparameters == {"lr": 0.5, "weight_decay": 0.25, "momentum": 0.9}
     weight, head = (torch.nn.Parameter(torch.ones(1, 1)) for _ in range(2))
     named = [NamedParameter("weight", weight, (1, 1)), NamedParameter("head", head, (1, 1))]
-    optimizer = plan.build(plan.groups(named))
+    optimizer = made_of(plan, named)
     weight.grad, head.grad = torch.ones(1, 1), torch.ones(1, 1)
     optimizer.step()
     assert (weight.item(), head.item()) == (1 - 0.5 * 1.25, 1 - 1.0 * 1.25)

@@ -117,7 +117,7 @@ def one_shard_overflows(dist: DistContext, folder: str) -> list[Any]:
             engine.backward(engine.model(input_ids=tokens, use_cache=False).logits.float().mean())
         if overflow and dist.is_main:
             parameter.grad.to_local()[0, 0] = float("inf")
-        report = engine.step(lr_scale=1.0)
+        report = engine.step(lr_scales=[1.0])
         changed = not torch.equal(before, parameter.detach().to_local())
         applied.append([report.applied, report.loss_scale, changed])
     return applied

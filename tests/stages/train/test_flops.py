@@ -45,7 +45,6 @@ def cost_of(
         frozen=[name for name in shapes if frozen in name],
         groups=[],
         updates={name: 0 for name in shapes if frozen not in name},
-        moments=[],
         loss_scale=None,
     )
     engine: Any = SimpleNamespace(state=lambda: state)

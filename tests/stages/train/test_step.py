@@ -46,7 +46,7 @@ def test_the_sums_are_asked_for_before_the_update_and_read_behind_it() -> None:
         microbatches=lambda position: [], total_steps=lambda progress: 9,
     )  # fmt: skip
     plan: Any = SimpleNamespace(
-        lr_scale=lambda step, total: 0.5, hyperparameters={"lr": 0.1},
+        lr_scales=lambda step, total: [0.5], rates=lambda scales: {"lr": 0.1 * scales[0]},
     )  # fmt: skip
     progress = Progress()
     meter = StepMeter(engine, DistContext(device=engine.device), progress)

@@ -93,7 +93,7 @@ def compiled(dist: DistContext, folder: str) -> list[dict[str, Any]]:
         loss = torch.zeros(())
         for _ in range(3):
             loss = accumulated(engine, [BATCH], 1, Squares())
-            engine.step(lr_scale=1.0)
+            engine.step(lr_scales=[1.0])
         engine.close()
         found.append(
             {
@@ -132,7 +132,7 @@ def varied(dist: DistContext, folder: str) -> list[list[int]]:
 
         def train(shape: tuple[int, int], engine: Any = engine, by: Any = objective) -> None:
             accumulated(engine, [packed(*shape)], 1, by)
-            engine.step(lr_scale=1.0)
+            engine.step(lr_scales=[1.0])
             evaluated(engine, [packed(*shape)], 5)
 
         for shape in FIRST:

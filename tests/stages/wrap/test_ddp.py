@@ -65,7 +65,7 @@ def places(dist: DistContext, folder: str) -> list[list[int]]:
         batches, targets = share(engine, step, 36)
         accumulated(engine, watched(list(batches)[:count]), targets)
         look()
-        engine.step(lr_scale=1.0)
+        engine.step(lr_scales=[1.0])
         assert all(parameter.grad is None for parameter in engine.modules[0].parameters())
     engine.close()
     return found

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline import DistContext, OptimizerPlan
+from pipeline import DistContext, OptimizerPart, OptimizerPlan
 from tests.support.batches import accumulated, micro_batch
 from tests.support.processes import RankFailed, run_ranks
 from tests.support.runs import context
@@ -22,10 +22,29 @@ class Scheduled(torch.optim.SGD):
         self.param_groups[0]["schedule"]
 
 
+class Counting(torch.optim.SGD):
+    """A rule that keeps a number that is no tensor."""
+
+    key = "seen"
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for state in self.state.values():
+            state[self.key] = state.get(self.key, 0) + 1
+
+
+class Stepping(Counting):
+    """A rule that counts updates as torch's do."""
+
+    key = "step"
+
+
 RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 0.1}),
     "scheduled": (Scheduled, {"lr": 0.1}),
+    "counting": (Counting, {"lr": 0.1}),
+    "stepping": (Stepping, {"lr": 0.1}),
 }
 
 
@@ -35,17 +54,17 @@ def stepped(
     """Take a step of SGD with momentum, whose buffers torch makes in the first one, or of another
     rule; return the kinds of state of a fragment."""
     rule, settings = RULES[algorithm]
-    plan = OptimizerPlan(
+    part = OptimizerPart(
         algorithm=algorithm, hyperparameters=settings, moments=moments, counts_updates=False,
-        groups=lambda named: [{"params": [p for _, p, _, _ in named if p.requires_grad]}],
-        build=lambda groups: rule(groups, **settings),
-        lr_scale=lambda step, total: 1.0, max_grad_norm=None,
+        groups=lambda named: [{"params": [one.parameter for one in named]}],
+        build=lambda groups: rule(groups, **settings), lr_scale=lambda step, total: 1.0,
     )  # fmt: skip
+    plan = OptimizerPlan(parts=[part], max_grad_norm=None)
     engine = make_engine(context(dist, folder), Setting(wrap=wrap), plan)
     assert list(engine.fragments())  # as a checkpoint's manager does before the first step
     tokens = torch.arange(12).view(2, 6)
     accumulated(engine, [micro_batch(tokens, tokens)], 1)
-    engine.step(lr_scale=1.0)
+    engine.step(lr_scales=[1.0])
     found = {kind for fragment in engine.fragments() for kind in fragment.state}
     engine.close()
     return sorted(found)
@@ -63,6 +82,14 @@ def test_state_that_a_step_adds_undeclared_ends_the_run(wrap: str, tmp_path: Pat
     wanted += r"its stage declares \[\]; such"
     with pytest.raises(RankFailed, match=wanted):
         run_ranks(stepped, 1, str(tmp_path), wrap, ())
+
+
+@pytest.mark.parametrize(("rule", "key"), [("counting", "seen"), ("stepping", "step")])
+def test_state_that_is_no_tensor_ends_the_run_too(rule: str, key: str, tmp_path: Path) -> None:
+    """A resume would begin it again."""
+    wanted = rf"keeps \['{key}'\] for a parameter, its stage declares \[\]; such"
+    with pytest.raises(RankFailed, match=wanted):
+        run_ranks(stepped, 1, str(tmp_path), "ddp", (), rule)
 
 
 def test_state_that_a_step_looks_for_undeclared_is_named(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from stages.weights.safetensors import SafetensorsReader
 from stages.wrap.load_weights import LocalShard, load_weights, local_shards
-from stages.wrap.optimizer_groups import make_optimizer
+from stages.wrap.optimizer_groups import make_optimizers
 from stages.wrap.shards import part_of, tiles_of
 from stages.wrap.torch_engine import TorchEngine
 from tests.support.processes import run_ranks
@@ -193,7 +193,7 @@ def require_fragments(layers: Layers, ctx: Any, reader: SafetensorsReader) -> No
     """Require that fragments are the weights' elements, and live, with their moments."""
     plan = AdamW().run(ctx)
     precision = PrecisionPolicy(compute="fp32").run(ctx)
-    engine: Any = Engine(layers, None, make_optimizer(plan, layers), ctx, precision, plan)
+    engine: Any = Engine(layers, None, make_optimizers(plan, layers), ctx, precision, plan)
     for fragment in engine.fragments():
         numbers = elements(fragment, fragment.state[WEIGHT].numel())
         whole = reader.read(fragment.name).view(-1)[numbers]
@@ -202,7 +202,7 @@ def require_fragments(layers: Layers, ctx: Any, reader: SafetensorsReader) -> No
         for tensor in fragment.state.values():
             tensor.copy_(whole + 1)
     for name, parameter in layers.named_parameters():
-        state = engine.optimizer.state[parameter]
+        state = engine.optimizers[0].optimizer.state[parameter]
         for tensor in (parameter, state["exp_avg"], state["exp_avg_sq"]):
             assert torch.equal(tensor.full_tensor(), reader.read(name) + 1)
 

@@ -15,7 +15,7 @@ from pipeline import testing
 from pipeline.contracts.optimizer import OptimizerPlan
 from stages.optimizer.adamw import AdamW
 from stages.optimizer.lion import Lion
-from stages.wrap.optimizer_groups import make_optimizer
+from stages.wrap.optimizer_groups import make_optimizers
 from stages.wrap.torch_compat import divides_gradients
 from stages.wrap.torch_engine import TorchEngine
 
@@ -28,7 +28,7 @@ class Plain(TorchEngine):
     def __init__(self, plan: OptimizerPlan) -> None:
         self.model = nn.Linear(3, 2, bias=False)
         self.plan = plan
-        self.optimizer = make_optimizer(plan, self.model)
+        self.optimizers = make_optimizers(plan, self.model)
 
     @property
     def module(self) -> nn.Module:
@@ -40,7 +40,7 @@ class Plain(TorchEngine):
     def train(self, steps: int, *, admitted: bool = True) -> dict[str, int]:
         for _ in range(steps):
             self.model(torch.ones(3)).sum().backward()
-            self.step(lr_scale=1.0, should_step=lambda norm: admitted)
+            self.step(lr_scales=[1.0], should_step=lambda norm: admitted)
         return dict(self.state().updates)
 
 
@@ -64,7 +64,7 @@ def trained(stage: AdamW, folder: Path, inputs: list[float]) -> tuple[Plain, lis
     engine, norms = Plain(stage.run(testing.context(folder))), []
     for value in inputs:
         engine.model(torch.full((3,), value)).sum().backward()
-        norms.append(float(engine.step(lr_scale=1.0).grad_norm))
+        norms.append(float(engine.step(lr_scales=[1.0]).grad_norm))
     return engine, norms
 
 
@@ -73,7 +73,7 @@ def state_of(engine: Plain) -> list[torch.Tensor]:
     weight = engine.model.weight
     return [
         weight.detach().clone(),
-        *(one.clone() for one in engine.optimizer.state[weight].values()),
+        *(one.clone() for one in engine.optimizers[0].optimizer.state[weight].values()),
     ]
 
 
@@ -89,7 +89,7 @@ def test_clipping_is_that_of_torch(kernel: Any, limit: float | None, tmp_path: P
     torch.manual_seed(1)
     model = nn.Linear(3, 2, bias=False)
     plan = stage.run(testing.context(tmp_path))
-    reference = make_optimizer(plan, model)
+    ((_, _, reference),) = make_optimizers(plan, model)
     for value, norm in zip(INPUTS, norms, strict=True):
         model(torch.full((3,), value)).sum().backward()
         found = torch.nn.utils.clip_grad_norm_(model.parameters(), limit or torch.inf)
@@ -110,7 +110,7 @@ def test_a_fused_update_leaves_out_what_is_not_finite_though_no_one_looks(
     assert not math.isfinite(norms[-1])
     for one, other in zip(state_of(engine), state_of(without), strict=True):
         assert torch.equal(one, other)
-    assert not {"grad_scale", "found_inf"} & vars(engine.optimizer).keys()
+    assert not {"grad_scale", "found_inf"} & vars(engine.optimizers[0].optimizer).keys()
 
 
 class Own(torch.optim.AdamW):

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import pytest
 
-from pipeline import ModelSource, StageError
+from pipeline import ModelSource, StageError, UpdateRule
 from pipeline.contracts.precision import LossScaling, Precision
 from pipeline.testing import context, plan_view
 from pipeline.testing.helpers import checked
@@ -243,6 +243,23 @@ def test_narrow_masters_are_refused_where_deepspeed_cannot() -> None:
 LION, EIGHT = Lion(), AdamW(moments="8bit")
 
 
+class Both(Lion):
+    """An optimizer of two rules."""
+
+    def update_rules(self) -> list[UpdateRule]:
+        return [UpdateRule("lion"), UpdateRule("adamw")]
+
+
+class Matrices(Lion):
+    """An optimizer whose rule needs whole matrices."""
+
+    def update_rules(self) -> list[UpdateRule]:
+        return [UpdateRule("polar", elementwise=False)]
+
+
+BOTH, MATRICES = Both(), Matrices()
+
+
 @pytest.mark.parametrize(
     ("stage", "optimizer", "master", "problem"),
     [
@@ -259,6 +276,16 @@ LION, EIGHT = Lion(), AdamW(moments="8bit")
         ),
         (Zero(offload_optimizer=OptimizerOffload()), EIGHT, "fp32", None),
         (Zero(), LION, "bf16", None),
+        (
+            Zero(), BOTH, "fp32",
+            "stage: DeepSpeed takes one optimizer, the optimizer slot asks for lion, adamw (use "
+            "wrap.fsdp, or another optimizer)",
+        ),
+        (
+            Zero(stage=3, offload_optimizer=NVME), MATRICES, "fp32",
+            "stage: the optimizer slot's rule polar needs whole matrices, and DeepSpeed divides "
+            "all parameters together, as one flat tensor (use wrap.fsdp, or another optimizer)",
+        ),
     ],
 )  # fmt: skip
 def test_rules_that_only_torch_computes_are_refused_where_deepspeed_must(
@@ -270,7 +297,7 @@ def test_rules_that_only_torch_computes_are_refused_where_deepspeed_must(
 
 
 def test_a_rule_that_no_field_tells_is_refused_at_the_start(tmp_path: Path) -> None:
-    """An optimizer stage of another package has no `algorithm` for `pipe check`."""
+    """An optimizer stage of another package may have no `update_rules` for `pipe check`."""
     stage, ctx = Zero(stage=3, offload_optimizer=NVME), context(tmp_path)
     with pytest.raises(StageError, match=r"nvme needs DeepSpeed's CPU Adam, .* asks for lion"):
         stage.run(ctx, cast("ModelSource", None), policy(), LION.run(ctx))
