@@ -58,23 +58,33 @@ LAYOUTS = {
 }
 
 
-def _engine(ctx: Any, name: str, *, adapted: bool) -> tuple[Any, Any]:
-    layout = LAYOUTS[name]
+MORE_LAYOUTS = {
+    "one": Layout(1, "wrap.ddp", {}),
+    "fsdp on 3": fsdp(3),
+    "hybrid": Layout(4, "wrap.fsdp", {"sharding": "hybrid_shard", "shard_size": 2}),
+}
+ALL_LAYOUTS = LAYOUTS | MORE_LAYOUTS
+
+
+def _engine(ctx: Any, name: str, *, adapted: bool, optimizer: Any) -> tuple[Any, Any]:
+    layout = ALL_LAYOUTS[name]
     source = tiny_source(ctx, LORA if adapted else None, **MODEL)
     precision = PrecisionPolicy(compute="fp32").run(ctx)
     wrap = Strategy(use=layout.use, fields=layout.fields).stage()
-    inner = wrap.run(ctx, source, precision, ADAMW.run(ctx))
+    inner = wrap.run(ctx, source, precision, optimizer.run(ctx))
     return EmaAverage(decay=0.75).run(ctx, inner), inner
 
 
-def undisturbed(dist: DistContext, folder: str, name: str, adapted: bool) -> list[float]:
+def undisturbed(
+    dist: DistContext, folder: str, name: str, adapted: bool, optimizer: Any = ADAMW
+) -> list[float]:
     """Train, saving half way and at the end; return the losses of the second half."""
     ctx = context(dist, folder)
-    engine, inner = _engine(ctx, name, adapted=adapted)
+    engine, inner = _engine(ctx, name, adapted=adapted, optimizer=optimizer)
     checkpoints = ShardedCheckpoint(keep=None).run(ctx, engine)
-    losses = []
+    losses, parts = [], len(optimizer.update_rules())
     for first, last in ((0, FIRST), (FIRST, LAST)):
-        losses = train(engine, first, last)
+        losses = train(engine, first, last, parts=parts)
         checkpoints.save(Progress(step=last, samples=12 * last))
     checkpoints.finish()
     checkpoints.close()
@@ -83,24 +93,31 @@ def undisturbed(dist: DistContext, folder: str, name: str, adapted: bool) -> lis
 
 
 def continued(
-    dist: DistContext, root: str, name: str, sources: list[str], adapted: bool
+    dist: DistContext,
+    root: str,
+    name: str,
+    sources: list[str],
+    adapted: bool,
+    optimizer: Any = ADAMW,
 ) -> list[list[float]]:
     """Go on from the middle of the training under each of the other layouts; return the losses."""
-    return [_continue(dist, Path(root), name, source, adapted) for source in sources]
+    return [_continue(dist, Path(root), name, source, adapted, optimizer) for source in sources]
 
 
-def _continue(dist: DistContext, root: Path, name: str, source: str, adapted: bool) -> list[float]:
+def _continue(
+    dist: DistContext, root: Path, name: str, source: str, adapted: bool, optimizer: Any
+) -> list[float]:
     folder = root / f"{source} to {name}"
     middle = f"step-{FIRST:08d}"
     if dist.is_main:
         shutil.copytree(root / source / "checkpoints" / middle, folder / "checkpoints" / middle)
     dist.barrier()
     ctx = context(dist, folder)
-    engine, inner = _engine(ctx, name, adapted=adapted)
+    engine, inner = _engine(ctx, name, adapted=adapted, optimizer=optimizer)
     checkpoints = ShardedCheckpoint(keep=None).run(ctx, engine)
     progress = checkpoints.restore(lambda progress: None)
     assert progress is not None
-    losses = train(engine, progress.step, LAST)
+    losses = train(engine, progress.step, LAST, parts=len(optimizer.update_rules()))
     checkpoints.save(Progress(step=LAST, samples=12 * LAST))
     checkpoints.finish()
     checkpoints.close()

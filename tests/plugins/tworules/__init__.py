@@ -1,0 +1,1 @@
+"""An optimizer of two rules as a plugin, written from docs/writing-a-stage.md."""
