@@ -18,7 +18,6 @@ from pipeline import (
     Context,
     DistContext,
     EngineState,
-    MicroBatch,
     NamedParameter,
     OptimizerPart,
     OptimizerPlan,
@@ -36,6 +35,7 @@ from stages.train.hf_trainer import HfTrainer
 from tests.parity.body import BATCH, SEED, STEPS, tiny_source, train_case
 from tests.plugins.tworules.tworules import TwoRules
 from tests.stages.checkpoint.test_layouts import saved
+from tests.support.batches import accumulated, micro_batch
 from tests.support.layouts import ALL_LAYOUTS, LAST, continued, undisturbed
 from tests.support.pipe import Pipe
 from tests.support.plugins import install
@@ -45,7 +45,6 @@ from tests.support.state import Setting, make_engine
 from tests.support.strategies import STRATEGIES
 from tests.support.tier import FULL
 from tests.support.tiny_project import tiny_project
-from tests.support.zero import summed_loss
 
 STAGE = TwoRules(lr=1e-3, matrix_lr=2e-3, weight_decay=0.1, max_grad_norm=0.5)
 LAYOUTS = ["one", "ddp", "fsdp on 3", "hybrid", "tensor x fsdp", "pipeline", "expert x fsdp"]
@@ -160,7 +159,7 @@ def first_step(dist: DistContext, folder: str, wrap: str) -> None:
     plan = OptimizerPlan(parts=[matrices, rest], max_grad_norm=1.0)
     engine = make_engine(context(dist, folder), Setting(wrap=wrap), plan)
     tokens = torch.arange(12).view(2, 6)
-    engine.accumulate([MicroBatch(input_ids=tokens, labels=tokens)], summed_loss, scale=1.0)
+    accumulated(engine, [micro_batch(tokens, tokens)], 1)
     engine.step(lr_scales=[1.0, 1.0])
 
 
