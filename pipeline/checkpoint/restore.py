@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 import torch
@@ -251,17 +250,15 @@ def _differences(saved: EngineState, live: EngineState) -> Iterator[str]:
 def _other_moments(
     saved: Mapping[str, Sequence[str]], live: Mapping[str, Sequence[str]]
 ) -> Iterator[str]:
-    """Differences between the kinds of optimizer state of parameters that both have trained, each
-    with the parameters' names unless all differ so."""
-    common = saved.keys() & live.keys()
-    found = defaultdict[tuple[str, str], list[str]](list)
-    for name in sorted(common):
-        before, now = sorted(saved[name]), sorted(live[name])
-        if before != now:
-            found[_list(before), _list(now)].append(name)
-    for (kept, keeps), names in found.items():
-        of = "" if len(names) == len(common) else f" for {_list(names)}"
-        yield f"the optimizer kept {kept}{of}, this one keeps {keeps}"
+    """Differences between the kinds of optimizer state of parameters that both have trained, with
+    the parameters' names unless all differ so."""
+    common = sorted(saved.keys() & live.keys())
+    kinds = {name: (sorted(saved[name]), sorted(live[name])) for name in common}
+    for kept, keeps in {str(pair): pair for pair in kinds.values()}.values():
+        names = [name for name in common if kinds[name] == (kept, keeps)]
+        of = "" if names == common else f" for {_list(names)}"
+        if kept != keeps:
+            yield f"the optimizer kept {_list(kept)}{of}, this one keeps {_list(keeps)}"
 
 
 def _list(items: Sequence[str]) -> str:

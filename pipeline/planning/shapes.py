@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pipeline.contracts.precision import Precision
@@ -158,32 +158,12 @@ class Step:
 class OptimizerShape:
     """Memory of an optimizer (`UpdateRule.algorithm`). moments: number of an element's moments;
     bits: of all of them, with scales; taken: temporary bytes of an update for each element of the
-    largest parameter."""
+    largest parameter. Of several parts, means over the trained elements."""
 
     algorithm: str
     bits: float
     moments: float
     taken: float = 0.0
-
-    @classmethod
-    def of_parts(
-        cls, model: ModelShape, parts: Sequence[tuple[Callable[[Weight], bool], OptimizerShape]]
-    ) -> OptimizerShape:
-        """The mean over a model's trained weights, each of which is in the first part whose
-        function takes it. Raises StopIteration for a weight that none takes."""
-        elements = dict.fromkeys((shape for _, shape in parts), 0)
-        for weight, count in model.counted():
-            if weight.trained:
-                elements[next(shape for takes, shape in parts if takes(weight))] += (
-                    weight.all_elements * count
-                )
-        total = max(sum(elements.values()), 1)
-        return cls(
-            algorithm="+".join(shape.algorithm for shape in elements),
-            bits=sum(shape.bits * own for shape, own in elements.items()) / total,
-            moments=sum(shape.moments * own for shape, own in elements.items()) / total,
-            taken=max(shape.taken for shape in elements),
-        )
 
     def state(self, elements: int) -> int:
         """Bytes of optimizer state for `elements` elements."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -61,16 +60,6 @@ class Layout(NamedTuple):
         """Work of a matrix: multiplications of a product with its own transpose."""
         rows, columns = self.shape[-2:]
         return rows * columns * min(rows, columns)
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether some copy is on several ranks."""
-        return len({*self.copies}) < len(self.ranks)
-
-    @property
-    def local_elements(self) -> int:
-        """Elements of a rank's part, if all are equal."""
-        return math.prod(self.shape) * len({*self.copies}) // len(self.ranks)
 
     def piece(self, rank: int, matrix: tuple[int, ...]) -> Piece | None:
         """The piece of a matrix that a rank of the group holds; None if it holds nothing of it."""

@@ -65,7 +65,9 @@ def _buckets(
         for layout in sorted(layouts, key=lambda one: -one.cost):
             bucket.append(layout)
             matrices = sum(math.prod(one.shape[:-2]) for one in bucket)
-            elements = sum(one.local_elements for one in bucket)
+            elements = sum(
+                math.prod(one.shape) * len({*one.copies}) // len(ranks) for one in bucket
+            )
             if matrices >= len(ranks) and elements >= LOCAL_ELEMENTS:
                 yield _Bucket(bucket, work, group)
                 bucket = []
@@ -93,8 +95,6 @@ class _Matrix(NamedTuple):
 
 Route = list[tuple[_Matrix, Piece]]
 """Pieces that one rank sends another, in order."""
-Copying = Callable[[Tensor, _Matrix, Piece], None]
-"""Fills a buffer with a piece, or takes it from there."""
 
 
 class _Bucket:
@@ -157,59 +157,51 @@ class _Bucket:
 
     def _gathered(self, parts: Sequence[Tensor]) -> dict[_Matrix, Tensor]:
         """The matrices that this rank owns, of all ranks' parts."""
-        device = _home(self._layouts[0].parameter)
-        whole = {
-            one: parts[one.of].new_empty(self._layouts[one.of].shape[-2:], device=device)
-            for one in self._owned
-        }
-
-        def fill(buffer: Tensor, matrix: _Matrix, piece: Piece) -> None:
+        sent = self._memory(self._sent, parts)
+        whole = {one: sent.new_empty(self._layouts[one.of].shape[-2:]) for one in self._owned}
+        for buffer, matrix, piece in _buffers(sent, self._sent):
             buffer.copy_(parts[matrix.of][piece.at])
-
-        def take(buffer: Tensor, matrix: _Matrix, piece: Piece) -> None:
+        divided = any(len({*one.copies}) < len(one.ranks) for one in self._layouts)
+        received = self._exchanged(sent, self._sent, self._taken) if divided else sent
+        for buffer, matrix, piece in _buffers(received, self._taken):
             for block, inside in piece.blocks(whole[matrix], buffer):
                 block.copy_(inside)
-
-        divided = any(layout.is_divided for layout in self._layouts)
-        self._exchange(parts, self._sent, fill, self._taken, take, sends=divided)
         return whole
 
     def _returned(self, whole: dict[_Matrix, Tensor], parts: Sequence[Tensor]) -> list[Tensor]:
         """This rank's parts of all owners' results, like `parts`."""
-        results = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in parts]
-
-        def fill(buffer: Tensor, matrix: _Matrix, piece: Piece) -> None:
+        sent = self._memory(self._results, parts)
+        for buffer, matrix, piece in _buffers(sent, self._results):
             for block, inside in piece.blocks(whole[matrix], buffer):
                 inside.copy_(block)
-
-        def take(buffer: Tensor, matrix: _Matrix, piece: Piece) -> None:
+        received = sent
+        if self._group is not None:
+            received = self._exchanged(sent, self._results, self._back)
+        results = [torch.empty_like(one, memory_format=torch.contiguous_format) for one in parts]
+        for buffer, matrix, piece in _buffers(received, self._back):
             results[matrix.of][piece.at].copy_(buffer)
-
-        several = self._group is not None
-        self._exchange(parts, self._results, fill, self._back, take, sends=several)
         return results
 
-    def _exchange(
-        self, parts: Sequence[Tensor], outgoing: Sequence[Route], fill: Copying,
-        incoming: Sequence[Route], take: Copying, *, sends: bool,
-    ) -> None:  # fmt: skip
-        """Fill a buffer for each outgoing piece, and take each incoming one from its buffer
-        (collective if it `sends`; else every piece stays here)."""
-        kinds = {part.dtype for part in parts}
-        if len(kinds) > 1:
-            raise StageError(
-                f"parts of whole matrices have several dtypes: {sorted(map(str, kinds))}"
-            )
-        device, dtype = _home(self._layouts[0].parameter), parts[0].dtype
+    def _memory(self, routes: Iterable[Route], parts: Sequence[Tensor]) -> Tensor:
+        """Memory for all pieces, of the parts' dtype and on the device that exchanges them: that of
+        the mesh, for offloaded parameters too. Raises StageError for several dtypes."""
+        dtype, *others = {part.dtype for part in parts}
+        if others:
+            raise StageError(f"parts of whole matrices have dtypes {dtype} and {others[0]}")
+        device, mesh = parts[0].device, getattr(self._layouts[0].parameter, "device_mesh", None)
+        if mesh is not None and mesh.device_type != device.type:
+            index = torch.accelerator.current_device_index()
+            device = torch.device(mesh.device_type, index)
+        return torch.empty(sum(map(_elements, routes)), dtype=dtype, device=device)
+
+    def _exchanged(
+        self, sent: Tensor, outgoing: Sequence[Route], incoming: Sequence[Route]
+    ) -> Tensor:
+        """The memory of incoming pieces, which other ranks have sent (collective)."""
         out, into = ([_elements(route) for route in routes] for routes in (outgoing, incoming))
-        sent = torch.empty(sum(out), dtype=dtype, device=device)
-        for buffer, matrix, piece in _buffers(sent, outgoing):
-            fill(buffer, matrix, piece)
-        received = torch.empty(sum(into), dtype=dtype, device=device) if sends else sent
-        if sends:
-            dist.all_to_all_single(received, sent, into, out, group=self._group)
-        for buffer, matrix, piece in _buffers(received, incoming):
-            take(buffer, matrix, piece)
+        received = sent.new_empty(sum(into))
+        dist.all_to_all_single(received, sent, into, out, group=self._group)
+        return received
 
 
 def _least_busy(work: list[int], cost: int) -> int:
@@ -230,15 +222,6 @@ def _buffers(memory: Tensor, routes: Iterable[Route]) -> Iterator[tuple[Tensor, 
         end = begin + math.prod(piece.shape)
         yield memory[begin:end].view(piece.shape), matrix, piece
         begin = end
-
-
-def _home(parameter: nn.Parameter) -> torch.device:
-    """The device that exchanges and computes: that of the mesh, for offloaded parameters too."""
-    device = local_part(parameter).device
-    if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != device.type:
-        kind = parameter.device_mesh.device_type
-        return torch.device(kind, torch.accelerator.current_device_index())
-    return device
 
 
 def _with_dims(local: Tensor) -> Tensor:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from pipeline import Precision
 from pipeline.planning import BYTES, ModelShape, OptimizerShape, Planner, Topology
-from tests.plugins.tworules.tworules import ADAMW, ORTHOGONAL, TwoRules
+from tests.plugins.tworules.tworules import TwoRules
 
 
 class TwoRulesPlanner(Planner[TwoRules]):
-    """Counts the moments of both rules."""
+    """Counts the moments of both rules, and says what is left out."""
 
     def forecast(
         self, topology: Topology, model: ModelShape, precision: Precision
     ) -> tuple[OptimizerShape, str]:
-        bits = 8 * BYTES[precision.master]
-        one = OptimizerShape(algorithm=ORTHOGONAL.algorithm, moments=1, bits=bits)
-        two = OptimizerShape(algorithm=ADAMW.algorithm, moments=2, bits=2 * bits)
-        matrices = {weight.name for kind in model.kinds for weight in kind if len(weight.shape) > 1}
-        shape = OptimizerShape.of_parts(
-            model, [(lambda one: one.name in matrices, one), (lambda other: True, two)]
+        matrices = sum(
+            weight.all_elements
+            for kind in model.blocks
+            for weight in model.kinds[kind]
+            if weight.trained and len(weight.shape) > 1
         )
+        moments = 2 - matrices / model.trained  # one of a matrix, two of anything else
+        bits = 8 * BYTES[precision.master] * moments
+        shape = OptimizerShape(algorithm="orthogonal+adamw", moments=moments, bits=bits)
         return shape, "the exchange and the arithmetic of whole matrices"

@@ -119,6 +119,12 @@ def test_a_result_of_another_size_is_refused() -> None:
         list(MatrixExchange()([parameter], torch.clone, lambda matrix: torch.ones(15, 15)))
 
 
+def test_parts_of_several_dtypes_are_refused() -> None:
+    parameters = [nn.Parameter(torch.ones(2, 2, dtype=one)) for one in (torch.float, torch.half)]
+    with pytest.raises(StageError, match="parts of whole matrices have dtypes"):
+        list(MatrixExchange()(parameters, torch.clone, of_the_whole))
+
+
 def partial(dist: DistContext) -> str:
     mesh = init_device_mesh("cpu", (2,))
     parameter = nn.Parameter(DTensor.from_local(torch.ones(2, 2), mesh, [Partial()]))
