@@ -50,7 +50,10 @@ def build_optimizers(
                 group["initial_lr"] = group["lr"]
             found.append(LivePart(number, part, optimizer))
     if plan.parts and not found:
-        raise StageError("no parameter is trained here")
+        raise StageError(
+            "the optimizer has nothing to train: every parameter of the model is frozen",
+            hint="look at the model slot and its adapter",
+        )
     return found
 
 

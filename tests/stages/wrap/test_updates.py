@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipeline import testing
+from pipeline import StageError, testing
 from pipeline.contracts.optimizer import OptimizerPlan
 from stages.optimizer.adamw import AdamW
 from stages.optimizer.lion import Lion
@@ -127,3 +127,10 @@ def test_only_the_kernels_of_torch_are_handed_the_limit() -> None:
         Own(weights, fused=True): False,
     }
     assert {one: divides_gradients(one) for one in kinds} == kinds
+
+
+def test_a_frozen_model_has_no_optimizer(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2).requires_grad_(False)
+    with pytest.raises(StageError, match="every parameter of the model is frozen"):
+        make_optimizers(AdamW().run(testing.context(tmp_path)), model)
+    assert make_optimizers(OptimizerPlan(parts=[], max_grad_norm=None), model) == []
