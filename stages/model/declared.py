@@ -3,6 +3,7 @@ and the base of sources that change another one."""
 
 from __future__ import annotations
 
+import functools
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -206,3 +207,18 @@ class DerivedSource(ModelSource):
 
     def save_assets(self, folder: Path, *, dtype: str) -> None:
         self.base.save_assets(folder, dtype=dtype)
+
+
+class FrozenSource(DerivedSource):
+    """The model of another source, of which nothing is trained."""
+
+    def build(self) -> nn.Module:
+        return self.base.build().requires_grad_(requires_grad=False)
+
+    @functools.cached_property
+    def frozen_base(self) -> Collection[str]:
+        return [name for name, _ in outline(self.base).named_parameters()]
+
+    @property
+    def inference_view(self) -> ModelSource:
+        return self.base.inference_view

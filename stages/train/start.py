@@ -51,6 +51,8 @@ def train(
     """Train to the last step, from the newest checkpoint if there is one (collective)."""
     if config.evaluates and not data.heldout:
         raise StageError(f"{config.evaluates[0]} {NO_SAMPLES}", hint=GIVE_SAMPLES)
+    if not engine.state().groups:
+        raise StageError("the model of this engine is not trained: its optimizer is optimizer.none")
     start_random_streams(zlib.crc32(f"{ctx.seed}/{engine.random_stream}".encode()))
     identity = lineage(config, ctx, data, model)
     length = config.length_on(data, checkpoints)

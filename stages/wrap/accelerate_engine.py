@@ -12,14 +12,22 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from pipeline import Context, ModelSource, OptimizerPlan, Precision, StepGuard, StepReport
+from pipeline import (
+    Context,
+    ModelSource,
+    OptimizerPlan,
+    Precision,
+    StageError,
+    StepGuard,
+    StepReport,
+)
 from pipeline.importing import read_config
 from stages.wrap import accelerate_compat as compat
 from stages.wrap.accelerate import is_sharded
-from stages.wrap.build import build_module, declared_facts, verify_engine
+from stages.wrap.build import build_module, declared_facts, source_of, verify_engine
 from stages.wrap.optimizer_groups import make_optimizers
 from stages.wrap.torch_compat import require_reduced, reshard, sharding_facts
-from stages.wrap.torch_engine import TorchEngine
+from stages.wrap.torch_engine import ReplicaEngine, TorchEngine
 
 if TYPE_CHECKING:
     from stages.wrap.accelerate import Accelerate
@@ -34,7 +42,10 @@ def build(
     ctx.dist.require_same("accelerate configuration", content)
     sharded = is_sharded(content)
     # Sharding moves each rank's part to the device; a replica lives there from the start.
+    model = source_of(model, plan)
     module = build_module(ctx, model, precision, home=torch.device("cpu") if sharded else None)
+    if not plan.parts:
+        return _not_trained(ctx, model, precision, plan, module, sharded=sharded)
     optimizers = make_optimizers(plan, module)
     with compat.launched(path, ctx.dist.world_size):
         accelerator = Accelerator(cpu=ctx.dist.device.type == "cpu", gradient_accumulation_steps=1)
@@ -52,6 +63,26 @@ def build(
         "reduce": [precision.reduce if sharded else precision.master],
     }
     verify_engine(ctx, engine, expected)
+    return engine
+
+
+def _not_trained(
+    ctx: Context,
+    model: ModelSource,
+    precision: Precision,
+    plan: OptimizerPlan,
+    module: nn.Module,
+    *,
+    sharded: bool,
+) -> TorchEngine:
+    """The engine of a model that is not trained. Raises StageError if accelerate would shard it."""
+    if sharded:
+        raise StageError(
+            "accelerate shards a model together with its optimizer, and this one has none",
+            hint="use wrap.fsdp for a model that is not trained",
+        )
+    engine = ReplicaEngine(module, model.scorer(module), [], ctx, precision, plan)
+    verify_engine(ctx, engine, declared_facts(ctx, precision))
     return engine
 
 

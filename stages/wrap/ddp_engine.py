@@ -26,7 +26,7 @@ from pipeline import (
     torch_dtype,
 )
 from stages.wrap.axes import required
-from stages.wrap.build import build_module, declared_facts, trained, verify_engine
+from stages.wrap.build import build_module, declared_facts, source_of, trained, verify_engine
 from stages.wrap.context.attention import divide_sequence
 from stages.wrap.optimizer_groups import make_optimizers
 from stages.wrap.torch_compat import (
@@ -37,10 +37,13 @@ from stages.wrap.torch_compat import (
     require_reduced,
     sums_in_buckets,
 )
-from stages.wrap.torch_engine import TorchEngine
+from stages.wrap.torch_engine import ReplicaEngine, TorchEngine
 
 if TYPE_CHECKING:
     from stages.wrap.ddp import Ddp
+
+
+DDP = "DistributedDataParallel"
 
 
 def build(
@@ -48,13 +51,17 @@ def build(
 ) -> TorchEngine:
     """Replicate the model; the same values are sent to every rank as weights are loaded."""
     everyone = torch.distributed.group.WORLD
-    axes = required(config, ctx.dist.world_size)
+    axes, model = required(config, ctx.dist.world_size), source_of(model, plan)
     module = build_module(ctx, model, precision, replicas=everyone, casts=True)
     group = divide_sequence(module, axes, ctx.dist.device.type)
-    replica = _replicate(config, module, ctx, precision)
-    scorer, optimizers = model.scorer(replica, group), make_optimizers(plan, module)
-    engine = DdpEngine(replica, scorer, optimizers, ctx, precision, plan, axes)
-    expected = {"engine": "DistributedDataParallel", "device": ctx.dist.device.type}
+    expected = {"engine": "none", "device": ctx.dist.device.type}
+    engine: TorchEngine
+    if plan.parts:
+        replica, expected["engine"] = _replicate(config, module, ctx, precision), DDP
+        scorer, optimizers = model.scorer(replica, group), make_optimizers(plan, module)
+        engine = DdpEngine(replica, scorer, optimizers, ctx, precision, plan, axes)
+    else:  # torch's wrapper takes no model without gradients
+        engine = ReplicaEngine(module, model.scorer(module, group), [], ctx, precision, plan, axes)
     verify_engine(ctx, engine, {**declared_facts(ctx, precision), **expected})
     return engine
 
@@ -167,7 +174,7 @@ def reduce_in(state: ReduceIn, bucket: GradBucket) -> Future[Tensor]:
     return cast(Future[Tensor], work.get_future().then(widen))
 
 
-class TracedReplica(TorchEngine):
+class TracedReplica(ReplicaEngine):
     """A replica with DDP's buckets, for a trace: DDP's own reducer reads addresses of gradients,
     which tensors without values do not have.
 
@@ -211,15 +218,8 @@ class TracedReplica(TorchEngine):
             weight.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
         return places
 
-    @property
-    def module(self) -> nn.Module:
-        return self.model
-
     @contextlib.contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
         self._sums.begin(last=last)
         self._reduces = last
         yield
-
-    def describe(self) -> Mapping[str, Any]:
-        return self.common_facts()

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from pipeline import Context, ModelSource, OptimizerPlan, Precision, StageError
 from pipeline.utils import local_part, with_values
 from stages.wrap.axes import Axes, required
-from stages.wrap.build import build_module, declared_facts, verify_engine
+from stages.wrap.build import build_module, declared_facts, source_of, verify_engine
 from stages.wrap.context.attention import divide_sequence
 from stages.wrap.fsdp_units import DATA_AXES, UnitDivider
 from stages.wrap.mesh import expert_mesh, parameter_mesh, warn_of_slow_groups
@@ -30,7 +30,7 @@ def build(
     config: Fsdp, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
 ) -> TorchEngine:
     """Shard units then the root on the meta device; each rank materializes and loads its shards."""
-    axes = required(config, ctx.dist.world_size)
+    axes, model = required(config, ctx.dist.world_size), source_of(model, plan)
     with with_values():
         mesh = make_mesh(config, ctx, axes)
         experts = make_expert_mesh(config, ctx, axes)

@@ -128,7 +128,7 @@ def _optimizers(
     """The optimizers of this rank's stages, in the groups of the whole model. Raises StageError if
     nothing is trained on this rank."""
     here = set(_here(modules).values())
-    if not any(parameter.requires_grad for parameter in here):
+    if plan.parts and not any(parameter.requires_grad for parameter in here):
         raise StageError(
             "pipeline_parallel: none of the trained weights are in this rank's blocks",
             hint="train weights in all blocks, or leave pipeline_parallel out",

@@ -122,7 +122,7 @@ class TorchEngine(ModuleEngine):
         return {
             "world_size": self._axes.ranks,
             "axes": self._axes.sizes,
-            "compute": sorted(casts) or master,
+            "compute": sorted(casts) or master or dtype_names(parameters),
             "reduce": master,
             "model": type(self.module).__name__,
             "optimizer": " + ".join(type(one.optimizer).__name__ for one in self.optimizers),
@@ -280,3 +280,14 @@ class TorchEngine(ModuleEngine):
                 values = optimizer.state[parameter]
                 require_known(values, part, type(optimizer).__name__)
                 yield name, _State(part, values)
+
+
+class ReplicaEngine(TorchEngine):
+    """A whole model on every rank, without a wrapper: one that is not trained, or traced."""
+
+    @property
+    def module(self) -> nn.Module:
+        return self.model
+
+    def describe(self) -> Mapping[str, Any]:
+        return {"engine": "none", **self.common_facts()}

@@ -189,6 +189,16 @@ def test_engines_and_models_of_one_training(planned: Callable[..., Plan]) -> Non
         "checkpoint: gets the model of slot `model`, but its engine, slot `wrap`, was built from "
         "slot `after_score`"
     ]
+    none, lion = {"use": "optimizer.none"}, {"use": "optimizer.lion"}
+    planned("reference.takes={optimizer: after_data}", after_data=none)
+    assert refused(planned, after_score=none)[0] == (
+        "train: trains the engine of slot `wrap`, whose optimizer, slot `after_score`, trains "
+        "nothing"
+    )
+    assert refused(planned, after_wrap=lion) == [
+        "train: gets the optimizer of slot `after_wrap`, but its engine, slot `wrap`, was built "
+        "with slot `optimizer`"
+    ]
     plain = {"use": "wrap.ddp", "takes": {"model": "model"}}
     planned("reference=null", "score=null", "wrap=null", after_optimizer=plain)
 

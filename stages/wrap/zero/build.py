@@ -15,6 +15,7 @@ from torch import nn
 
 from pipeline import (
     Context,
+    Engine,
     ModelSource,
     OptimizerPlan,
     Precision,
@@ -49,8 +50,12 @@ if TYPE_CHECKING:
 
 def build(
     stage: Zero, ctx: Context, model: ModelSource, precision: Precision, plan: OptimizerPlan
-) -> ZeroEngine:
+) -> Engine:
     """Create the parameters, initialise DeepSpeed, load its master weights, verify the engine."""
+    if not plan.parts:
+        from stages.wrap.zero.frozen import build_frozen
+
+        return build_frozen(stage, ctx, model, precision)
     # An optimizer stage of another package may not say its rules to `pipe check`.
     for problem in rule_problems(stage, precision.master, plan.rules):
         raise StageError(f"{problem.key}: {problem.message}", hint=problem.hint)
@@ -64,7 +69,7 @@ def build(
     # Opened first: this compares the weights with the model.
     with contextlib.closing(model.weights()) as reader:
         divider = ZeroDivider(stage, ctx, axes) if axes.tensor > 1 else None
-        module = _module(stage, ctx, model, precision, config, divider)
+        module = make_module(stage, ctx, model, precision, config, divider)
         group = divide_sequence(module, axes, ctx.dist.device.type)
         if ctx.dist.device.type == "cuda" and (large := beyond_bucket(stage, module)):
             ctx.log.warning(BEYOND_BUCKET, *large)
@@ -107,7 +112,7 @@ def beyond_bucket(stage: Zero, module: nn.Module) -> tuple[str, int] | None:
     return (name, most) if most > stage.reduce_bucket_size else None
 
 
-def _module(
+def make_module(
     stage: Zero, ctx: Context, model: ModelSource, precision: Precision,
     config: Mapping[str, Any], divider: ZeroDivider | None,
 ) -> nn.Module:  # fmt: skip

@@ -136,7 +136,7 @@ def rule_problems(stage: Zero, master: str, rules: Sequence[UpdateRule]) -> Iter
     if message:
         yield Problem(key="stage", message=message, hint="use wrap.fsdp, or another optimizer")
         return
-    offload, algorithm = stage.offload_optimizer, rules[0].algorithm
+    offload, algorithm = stage.offload_optimizer, rules[0].algorithm if rules else RULE
     if offload is None or algorithm == RULE:
         return
     if offload.device == "nvme":

@@ -136,7 +136,9 @@ def _sub_groups(zero: Any) -> Iterator[FlatMaster]:
 def own_range(zero: Any, parameter: Any, padded: int) -> tuple[int, int]:
     """Stage 3: start of this rank's part within the flattened parameter, and how many of the part's
     `padded` elements are no padding."""
-    start = zero._get_param_partition_rank(parameter) * padded
+    own = getattr(zero, "_get_param_partition_rank", None)  # not of an engine without optimizer
+    rank = own(parameter) if own else torch.distributed.get_rank(parameter.ds_process_group)
+    start = rank * padded
     return start, min(max(parameter.ds_numel - start, 0), padded)
 
 

@@ -91,7 +91,7 @@ class ZeroState:
     def fragments(self) -> Iterator[Fragment]:
         """See `Engine.fragments`."""
         yield from self._trained(write=False)
-        yield from self._others()
+        yield from frozen_fragments(self._live.module, self._live.optimizer)
 
     def restore(self, state: EngineState) -> Iterator[Fragment]:
         """See `Engine.restore`."""
@@ -102,7 +102,7 @@ class ZeroState:
                 message = "parameters that ZeRO updates together were updated unequally often"
                 raise CheckpointError(f"{message}: {counts}")
         yield from self._trained(write=True, counts=state.updates)
-        yield from self._others()
+        yield from frozen_fragments(self._live.module, self._live.optimizer)
         compat.restore_bias_correction(self._live)
         self._set_loss_scale(state.loss_scale)
 
@@ -121,9 +121,7 @@ class ZeroState:
                     for tile, begin, end in _tiles(part.parameter, part.start, part.length):
                         values = own[begin:end]
                         yield LocalShard(name, tile.start, values, tile.stride, tile.count)
-        for fragment in self._others():
-            values = fragment.state[WEIGHT]
-            yield LocalShard(fragment.name, fragment.start, values, fragment.stride, fragment.count)
+        yield from frozen_shards(self._live.module, self._live.optimizer)
 
     def _trained(
         self, *, write: bool, counts: Mapping[str, int] | None = None
@@ -151,27 +149,6 @@ class ZeroState:
             yield from _fragments(name, part.parameter, part.start, live)
         write_moments(state, rule, moments)
 
-    def _others(self) -> Iterator[Fragment]:
-        """Frozen parameters and buffers: whole on every rank, or sharded as stage 3 does."""
-        for name, tensor in stored_tensors(self._live.module):
-            if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
-                continue
-            shard = getattr(tensor, "ds_tensor", None)
-            if shard is None:
-                view, start = tensor.detach().view(-1), 0
-            else:
-                view, start = self._frozen_part(name, tensor, shard)
-            yield from _fragments(name, tensor, start, {WEIGHT: view})
-
-    def _frozen_part(self, name: str, parameter: Any, shard: Any) -> tuple[Tensor, int]:
-        if compat.is_swapped(shard):
-            raise StageError(
-                f"{name} is frozen and on disk, which checkpoints cannot read",
-                hint="offload parameters to cpu instead of nvme",
-            )
-        start, length = own_range(self._live.optimizer, parameter, shard.numel())
-        return shard.detach().view(-1)[:length], start
-
     def _optimizer_state(self, flat: FlatMaster) -> dict[str, Any]:
         """Optimizer state of a flat master, created as the optimizer's first step would."""
         optimizer, master = flat.zero.optimizer, flat.tensor
@@ -192,6 +169,31 @@ class ZeroState:
         scaler = compat.loss_scaler(self._live)
         if scaler is not None and saved is not None:
             compat.set_loss_scale(scaler, saved.scale, saved.good_steps % self._growth_interval)
+
+
+def frozen_fragments(module: nn.Module, zero: Any) -> Iterator[Fragment]:
+    """Frozen parameters and buffers: whole on every rank, or sharded as stage 3 does."""
+    for name, tensor in stored_tensors(module):
+        if isinstance(tensor, nn.Parameter) and tensor.requires_grad:
+            continue
+        shard = getattr(tensor, "ds_tensor", None)
+        if shard is None:
+            view, start = tensor.detach().view(-1), 0
+        elif compat.is_swapped(shard):
+            raise StageError(
+                f"{name} is frozen and on disk, which checkpoints cannot read",
+                hint="offload parameters to cpu instead of nvme",
+            )
+        else:
+            start, length = own_range(zero, tensor, shard.numel())
+            view = shard.detach().view(-1)[:length]
+        yield from _fragments(name, tensor, start, {WEIGHT: view})
+
+
+def frozen_shards(module: nn.Module, zero: Any) -> Iterator[LocalShard]:
+    """The same, to be overwritten."""
+    for one in frozen_fragments(module, zero):
+        yield LocalShard(one.name, one.start, one.state[WEIGHT], one.stride, one.count)
 
 
 def _fragments(

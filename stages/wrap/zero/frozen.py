@@ -1,0 +1,108 @@
+"""A model that ZeRO holds without training it: whole on every rank, or partitioned by stage 3."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from pipeline import Context, EngineState, Fragment, ModelSource, Precision, StageError
+from stages.model.declared import FrozenSource
+from stages.wrap.axes import required
+from stages.wrap.build import dtype_names, parameter_count, verify_engine
+from stages.wrap.context.attention import divide_sequence
+from stages.wrap.load_weights import load_weights
+from stages.wrap.module_engine import ModuleEngine
+from stages.wrap.optimizer_state import fixed_state
+from stages.wrap.zero import compat
+from stages.wrap.zero.build import make_module
+from stages.wrap.zero.config import generate
+from stages.wrap.zero.state import frozen_fragments, frozen_shards
+from stages.wrap.zero.tensor_parallel import ZeroDivider
+
+if TYPE_CHECKING:
+    from stages.wrap.zero.stage import Zero
+
+
+def build_frozen(
+    stage: Zero, ctx: Context, source: ModelSource, precision: Precision
+) -> FrozenZeroEngine:
+    """Create the parameters, partitioned at stage 3, and load them."""
+    import deepspeed
+
+    config = generate(stage, precision, max_grad_norm=None)
+    compat.start(ctx.dist, ctx.log)
+    axes, model = required(stage, ctx.dist.world_size), FrozenSource(source)
+    with contextlib.closing(model.weights()) as reader:
+        divider = ZeroDivider(stage, ctx, axes) if axes.tensor > 1 else None
+        live = module = make_module(stage, ctx, model, precision, config, divider)
+        group = divide_sequence(module, axes, ctx.dist.device.type)
+        if stage.stage == 3:
+            groups = None if divider is None else divider.groups
+            with compat.quiet():
+                live, *_ = deepspeed.initialize(
+                    model=module, config=dict(config), dist_init_required=False, mpu=groups
+                )
+        engine = FrozenZeroEngine(live, model.scorer(live, group), ctx.dist, axes)
+        engine.module = module
+        ctx.on_exit(functools.partial(_close, weakref.ref(engine)))
+        load_weights(frozen_shards(module, engine.zero), reader, ctx)
+    expected = {"world_size": ctx.dist.world_size, "compute": [precision.compute]}
+    verify_engine(ctx, engine, expected)
+    return engine
+
+
+def _close(engine: weakref.ref[FrozenZeroEngine]) -> None:
+    if (live := engine()) is not None:
+        live.close()
+
+
+class FrozenZeroEngine(ModuleEngine):
+    """Runs a model whose parameters ZeRO partitions, or none does."""
+
+    module: nn.Module
+    """The model itself."""
+
+    @property
+    def zero(self) -> Any:
+        """DeepSpeed's owner of partitions; None without."""
+        return getattr(self.model, "optimizer", None)
+
+    lasting_fragments = False
+
+    def backward(self, *given: Any, **rest: Any) -> Any:
+        raise StageError("the model of this engine is not trained")
+
+    step = restore = backward
+
+    def sync_compute_weights(self) -> None:
+        """Nothing to do: there are no masters."""
+
+    def state(self) -> EngineState:
+        return fixed_state(self.module, [], compat.full_shape)
+
+    def fragments(self) -> Iterator[Fragment]:
+        return frozen_fragments(self.module, self.zero)
+
+    def describe(self) -> Mapping[str, Any]:
+        return {
+            "engine": type(self.model).__name__,
+            "world_size": self._axes.ranks,
+            "axes": self._axes.sizes,
+            "model": type(self.module).__name__,
+            "device": self.device.type,
+            "compute": dtype_names(self.module.parameters()),
+            "parameters": parameter_count(self.module, compat.full_numel),
+            "trained_parameters": 0,
+        }
+
+    def close(self) -> None:
+        live: Any = self.model
+        if self.zero is not None:
+            live.destroy()
+            compat.forget_groups()
+        del self.model, self.modules, self.module, self._scorer

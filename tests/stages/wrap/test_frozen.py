@@ -1,0 +1,73 @@
+"""A model that is not trained, under every strategy: scores of rows, in the order of the data,
+without masters and optimizer state."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from pipeline.contracts.data import Data
+from pipeline.distributed.process_group import DistContext
+from stages.objectives.cross_entropy import RowLoss
+from stages.objectives.rows import rows_in_order
+from stages.optimizer.none import NoOptimizer
+from stages.precision.policy import PrecisionPolicy
+from tests.parity.body import tiny_source, wrap_fields
+from tests.support.models import filled
+from tests.support.processes import run_ranks
+from tests.support.runs import ToySamples, context
+from tests.support.strategies import STRATEGIES
+from tests.support.tier import spread
+
+SAMPLES = ToySamples(41, 101, 3)
+DATA = Data(train=SAMPLES, heldout=None, pad_id=0, identity={})
+LAYOUTS = [
+    ("ddp", 1), ("ddp", 3), ("ddp context", 2), ("fsdp full", 2), ("fsdp tensor", 2),
+    ("fsdp pipeline", 2), ("zero1", 2), ("zero3", 2), ("zero2 tensor", 2), ("accelerate ddp", 2),
+]  # fmt: skip
+
+
+def scores(
+    dist: DistContext, folder: str, name: str, compute: str
+) -> tuple[list[float], dict[str, Any]]:
+    """Score every sample; return the scores and the engine's facts."""
+    ctx = context(dist, folder)
+    precision = PrecisionPolicy(compute=compute, reduce="fp32").run(ctx)  # type: ignore[arg-type]
+    known = STRATEGIES[name]
+    stage = replace(known, fields=wrap_fields(dict(known.fields), folder, dist)).stage()
+    engine = stage.run(ctx, tiny_source(ctx), precision, NoOptimizer().run(ctx))
+    found: list[float] = []
+    for rows in rows_in_order(engine, RowLoss(), DATA, SAMPLES, 1, dist):
+        assert rows is not None
+        found += rows[:, 0].tolist()
+    facts = dict(engine.describe())
+    assert engine.state().groups == []
+    engine.close()
+    return found, facts
+
+
+@pytest.mark.parametrize(("name", "ranks"), LAYOUTS)
+def test_scores_of_rows_are_a_plain_models(name: str, ranks: int, tmp_path: Path) -> None:
+    found, facts = run_ranks(scores, ranks, str(tmp_path), name, "fp32")[0]
+    model = filled(tiny_source(context(DistContext(device=torch.device("cpu")), tmp_path))).eval()
+    expected = []
+    for number in range(len(SAMPLES)):
+        sample = SAMPLES[number]
+        ids, labels = map(torch.from_numpy, (sample.input_ids, sample.labels))
+        with torch.no_grad():
+            logits = model(input_ids=ids[None]).logits[0]
+        expected.append(float(F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")))
+    assert found == pytest.approx(expected, rel=2e-6, abs=1e-5)
+    assert facts["trained_parameters"] == 0
+
+
+@pytest.mark.parametrize(("name", "ranks"), spread(LAYOUTS, 3))
+def test_weights_are_held_in_the_compute_dtype(name: str, ranks: int, tmp_path: Path) -> None:
+    _, facts = run_ranks(scores, ranks, str(tmp_path), name, "bf16")[0]
+    assert facts["compute"] == ["bf16"]
+    assert facts.get("master", []) == []
