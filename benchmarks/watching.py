@@ -90,7 +90,7 @@ def metrics_seconds(folder: Path) -> float:
     reporter = Reporter(ctx, log_every=1, total_steps=lambda progress: CALLS)
     report = StepReport(grad_norm=1.0, applied=True)
     loss, stats = torch.tensor(2.0), BatchStats()
-    result = StepResult(report=report, lr=1e-4, stats=stats, anomaly="")
+    result = StepResult(report=report, rates={"lr": 1e-4}, stats=stats, anomaly="")
     began = time.perf_counter()
     for step in range(1, CALLS + 1):
         meter.observe(loss, stats, {})

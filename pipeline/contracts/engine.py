@@ -180,8 +180,9 @@ class Engine(ABC):
       holds exactly that, and `restore` puts it back. A strategy knows nothing of files.
     """
 
-    modules: Sequence[nn.Module]
-    """The parts of the model that this rank runs: one, or several stages of a pipeline."""
+    parts: Sequence[nn.Module]
+    """The parts of the model that this rank runs, with names as in the source: all of it, or
+    several stages of a pipeline."""
     device: torch.device
     data_axis: DataAxis
     random_stream: int
@@ -238,11 +239,28 @@ class Engine(ABC):
         """This rank's part of every tensor of the training state, for reading; always in the same
         order with the same spans."""
 
+    _waiting: Callable[[], None] | None = None
+    """To be called before the training state changes."""
+
+    @property
+    def lasting_fragments(self) -> bool:
+        """Whether fragments of parameters are the state itself, and in memory."""
+        return False
+
     def before_change(self, call: Callable[[], None]) -> bool:
         """Call a function once, before `step` or `restore` changes the training state next. Until
         then all fragments of parameters that are taken from here on stay valid, together, and keep
         their values. False where an engine does not promise that; the function is not called."""
-        return False
+        if self.lasting_fragments:
+            self._waiting = call
+        return self.lasting_fragments
+
+    def announce_change(self) -> None:
+        """Announce that the training state is about to change: for engines with
+        `lasting_fragments`."""
+        call, self._waiting = self._waiting, None
+        if call is not None:
+            call()
 
     @abstractmethod
     def restore(self, state: EngineState) -> Iterator[Fragment]:

@@ -32,7 +32,7 @@ class EmaEngine(Engine):
     """Keeps the average of another engine's fragments, whose order and spans never change."""
 
     def __init__(self, inner: Engine, *, decay: float, evaluate: bool) -> None:
-        self.modules = inner.modules
+        self.parts = inner.parts
         self.device = inner.device
         self.data_axis = inner.data_axis
         self.random_stream, self.random_streams = inner.random_stream, inner.random_streams

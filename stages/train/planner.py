@@ -94,7 +94,7 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
         step = self.forecast(topology, samples)
         batch = _batch(scope.samples or step.micro_batch, samples, engine.device)
         objective = Watched(CrossEntropy(self.stage.loss_chunk_size), scope)
-        pipelined = len(engine.modules) > 1 or topology.stages > 1
+        pipelined = len(engine.parts) > 1 or topology.stages > 1
 
         # A pipeline keeps several micro-batches at a time: which ones depends on their number.
         counts = (1, step.microbatches if pipelined else min(step.microbatches, MICROBATCHES))
@@ -133,7 +133,7 @@ def _forward_marked(engine: Engine, scope: TraceScope) -> Iterator[None]:
     def begin(*given: Any) -> None:
         scope.phase(planning.FORWARD)
 
-    hooks = [one.register_forward_pre_hook(begin, prepend=True) for one in engine.modules]
+    hooks = [one.register_forward_pre_hook(begin, prepend=True) for one in engine.parts]
     try:
         yield
     finally:

@@ -26,8 +26,9 @@ from stages.wrap import accelerate_compat as compat
 from stages.wrap.accelerate import is_sharded
 from stages.wrap.build import build_module, declared_facts, source_of, verify_engine
 from stages.wrap.optimizer_groups import make_optimizers
+from stages.wrap.passes import ModulePasses
 from stages.wrap.torch_compat import require_reduced, reshard, sharding_facts
-from stages.wrap.torch_engine import ReplicaEngine, TorchEngine
+from stages.wrap.torch_engine import TorchEngine
 
 if TYPE_CHECKING:
     from stages.wrap.accelerate import Accelerate
@@ -54,8 +55,9 @@ def build(
     live = [
         one._replace(optimizer=own.optimizer) for one, own in zip(optimizers, prepared, strict=True)
     ]
-    scorer = model.scorer(wrapped)
-    engine = AcceleratedEngine(accelerator, wrapped, scorer, live, ctx, precision, plan)
+    part = accelerator.unwrap_model(wrapped)
+    passes = ModulePasses(part, model.scorer(wrapped), ctx.dist)
+    engine = AcceleratedEngine(accelerator, wrapped, passes, live, precision, plan)
     replicated = "DistributedDataParallel" if ctx.dist.world_size > 1 else "none"
     expected = {
         **declared_facts(ctx, precision),
@@ -81,7 +83,8 @@ def _not_trained(
             "accelerate shards a model together with its optimizer, and this one has none",
             hint="use wrap.fsdp for a model that is not trained",
         )
-    engine = ReplicaEngine(module, model.scorer(module), [], ctx, precision, plan)
+    passes = ModulePasses(module, model.scorer(module), ctx.dist)
+    engine = TorchEngine(passes, [], precision, plan)
     verify_engine(ctx, engine, declared_facts(ctx, precision))
     return engine
 
@@ -90,37 +93,32 @@ class AcceleratedEngine(TorchEngine):
     """Model and optimizer as accelerate has wrapped them. Accumulation, clipping and loss scaling
     are this engine's, as under every other strategy."""
 
-    def __init__(self, accelerator: Accelerator, *rest: Any) -> None:
+    def __init__(self, accelerator: Accelerator, wrapped: Any, *rest: Any) -> None:
         super().__init__(*rest)
-        self._accelerator = accelerator
+        self._accelerator, self._wrapped = accelerator, wrapped
 
-    @property
-    def module(self) -> nn.Module:
-        module: nn.Module = self._accelerator.unwrap_model(self.model)
-        return module
-
-    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
+    def microbatch(self, last: bool) -> AbstractContextManager[None]:
         if last:
             return nullcontext()
-        waiting: AbstractContextManager[None] = self._accelerator.no_sync(self.model)
+        waiting: AbstractContextManager[None] = self._accelerator.no_sync(self._wrapped)
         return waiting
 
     def step(
         self, *, lr_scales: Sequence[float], should_step: StepGuard | None = None
     ) -> StepReport:
-        require_reduced(self.model)
+        require_reduced(self._wrapped)
         return super().step(lr_scales=lr_scales, should_step=should_step)
 
     def to_sharded(self) -> None:
-        reshard(self.model)
+        reshard(self._wrapped)
 
     def describe(self) -> Mapping[str, Any]:
         self.to_sharded()
         common = self.common_facts()
         master = common["master"]
-        sharded = isinstance(self.model, FSDPModule)
-        facts = sharding_facts([self.model]) if sharded else {}
-        replicated = "none" if self.model is self.module else type(self.model).__name__
+        sharded = isinstance(self._wrapped, FSDPModule)
+        facts = sharding_facts([self._wrapped]) if sharded else {}
+        replicated = "none" if self._wrapped is self.parts[0] else type(self._wrapped).__name__
         return {
             "engine": "fully_shard" if sharded else replicated,
             **common,

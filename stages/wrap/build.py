@@ -183,6 +183,16 @@ def named_parameters(module: nn.Module) -> Iterator[NamedParameter]:
         yield NamedParameter(name, parameter, shape, shard, kind)
 
 
+def named_parts(whole: nn.Module, parts: Iterable[nn.Module]) -> list[NamedParameter]:
+    """The parameters of the whole model; those of other ranks are without memory."""
+    here = {name: one for part in parts for name, one in part.named_parameters()}
+    found = []
+    for one in named_parameters(whole):
+        parameter = here.get(one.name, one.parameter)
+        found.append(one._replace(parameter=parameter, shard=shard_number(parameter)))
+    return found
+
+
 def shard_number(parameter: nn.Parameter) -> int:
     """Number of this process among those that share a sharded parameter; replicas have the same."""
     number = 0

@@ -29,6 +29,7 @@ from stages.wrap.axes import required
 from stages.wrap.build import build_module, declared_facts, source_of, trained, verify_engine
 from stages.wrap.context.attention import divide_sequence
 from stages.wrap.optimizer_groups import make_optimizers
+from stages.wrap.passes import ModulePasses
 from stages.wrap.torch_compat import (
     buckets,
     hook_states,
@@ -37,7 +38,7 @@ from stages.wrap.torch_compat import (
     require_reduced,
     sums_in_buckets,
 )
-from stages.wrap.torch_engine import ReplicaEngine, TorchEngine
+from stages.wrap.torch_engine import TorchEngine
 
 if TYPE_CHECKING:
     from stages.wrap.ddp import Ddp
@@ -58,10 +59,11 @@ def build(
     engine: TorchEngine
     if plan.parts:
         replica, expected["engine"] = _replicate(config, module, ctx, precision), DDP
-        scorer, optimizers = model.scorer(replica, group), make_optimizers(plan, module)
-        engine = DdpEngine(replica, scorer, optimizers, ctx, precision, plan, axes)
+        passes = ModulePasses(module, model.scorer(replica, group), ctx.dist, axes)
+        engine = DdpEngine(replica, passes, make_optimizers(plan, module), precision, plan)
     else:  # torch's wrapper takes no model without gradients
-        engine = ReplicaEngine(module, model.scorer(module, group), [], ctx, precision, plan, axes)
+        passes = ModulePasses(module, model.scorer(module, group), ctx.dist, axes)
+        engine = TorchEngine(passes, [], precision, plan)
     verify_engine(ctx, engine, {**declared_facts(ctx, precision), **expected})
     return engine
 
@@ -91,45 +93,39 @@ def _replicate(
 class DdpEngine(TorchEngine):
     """A replica on every rank; gradients reduced in buckets during the last backward of a step."""
 
-    model: DistributedDataParallel
-
-    def __init__(self, model: DistributedDataParallel, *rest: Any) -> None:
-        super().__init__(model, *rest)
-        self._records_graph = model.static_graph
+    def __init__(self, replica: DistributedDataParallel, *rest: Any) -> None:
+        super().__init__(*rest)
+        self._replica = replica
+        self._records_graph = replica.static_graph
         self._sums = BucketSums()
         self._remember_places()
-        self.model.zero_grad()
+        replica.zero_grad()
 
-    @property
-    def module(self) -> nn.Module:
-        module: nn.Module = self.model.module
-        return module
-
-    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
+    def microbatch(self, last: bool) -> AbstractContextManager[None]:
         self._sums.begin(last=last)
         # torch records a static graph in the very first backward, which must then reduce; averaging
         # averaged gradients again at the end of the step changes nothing but rounding.
         reduce, self._records_graph = last or self._records_graph, False
-        return contextlib.nullcontext() if reduce else self.model.no_sync()
+        return contextlib.nullcontext() if reduce else self._replica.no_sync()
 
     def step(
         self, *, lr_scales: Sequence[float], should_step: StepGuard | None = None
     ) -> StepReport:
-        require_reduced(self.model)
+        require_reduced(self._replica)
         self._remember_places()
         return super().step(lr_scales=lr_scales, should_step=should_step)
 
     def _remember_places(self) -> None:
         """Remember where gradients lie in the buckets, if they can add up there."""
-        if sums_in_buckets(self.model):
-            places = [(one, one.grad) for one in self.model.parameters()]
+        if sums_in_buckets(self._replica):
+            places = [(one, one.grad) for one in self._replica.parameters()]
             self._sums.places = [(one, place) for one, place in places if place is not None]
 
     def describe(self) -> Mapping[str, Any]:
-        reductions = [state for state in hook_states(self.model) if isinstance(state, ReduceIn)]
+        reductions = [state for state in hook_states(self._replica) if isinstance(state, ReduceIn)]
         common = self.common_facts()
         reduce = [dtype_name(state.dtype) for state in reductions] or common["reduce"]
-        return {"engine": type(self.model).__name__, **common, "reduce": reduce}
+        return {"engine": type(self._replica).__name__, **common, "reduce": reduce}
 
 
 class BucketSums:
@@ -174,7 +170,7 @@ def reduce_in(state: ReduceIn, bucket: GradBucket) -> Future[Tensor]:
     return cast(Future[Tensor], work.get_future().then(widen))
 
 
-class TracedReplica(ReplicaEngine):
+class TracedReplica(TorchEngine):
     """A replica with DDP's buckets, for a trace: DDP's own reducer reads addresses of gradients,
     which tensors without values do not have.
 
@@ -193,8 +189,8 @@ class TracedReplica(ReplicaEngine):
         module = build_module(ctx, model, precision, casts=True)
         axes = required(ddp, ctx.dist.world_size)
         group = divide_sequence(module, axes, ctx.dist.device.type)
-        scorer, optimizers = model.scorer(module, group), make_optimizers(plan, module)
-        super().__init__(module, scorer, optimizers, ctx, precision, plan, axes)
+        passes = ModulePasses(module, model.scorer(module, group), ctx.dist, axes)
+        super().__init__(passes, make_optimizers(plan, module), precision, plan)
         self._views, self._sent_in = ddp.gradient_as_bucket_view, torch_dtype(precision.reduce)
         self._sums, self._reduces = BucketSums(), True
         for bucket in buckets(trained(module), ddp.bucket_cap_mb << 20):
@@ -219,7 +215,7 @@ class TracedReplica(ReplicaEngine):
         return places
 
     @contextlib.contextmanager
-    def microbatch(self, *, last: bool) -> Iterator[None]:
+    def microbatch(self, last: bool) -> Iterator[None]:
         self._sums.begin(last=last)
         self._reduces = last
         yield

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -17,8 +17,11 @@ from stages.wrap.axes import Axes, required
 from stages.wrap.build import build_module, declared_facts, source_of, verify_engine
 from stages.wrap.context.attention import divide_sequence
 from stages.wrap.fsdp_units import DATA_AXES, UnitDivider
+from stages.wrap.gradients import total_norm
 from stages.wrap.mesh import expert_mesh, parameter_mesh, warn_of_slow_groups
 from stages.wrap.optimizer_groups import make_optimizers
+from stages.wrap.passes import ModulePasses
+from stages.wrap.pipeline.ties import TiedEmbedding
 from stages.wrap.torch_compat import reshard, sharding_facts
 from stages.wrap.torch_engine import TorchEngine
 
@@ -43,8 +46,9 @@ def build(
     else:
         module = build_module(ctx, model, precision, shard=divider, **places(config, divider))
         group = divide_sequence(module, axes, ctx.dist.device.type)
-        scorer, optimizers = model.scorer(module, group), make_optimizers(plan, module)
-        engine = FsdpEngine(config, mesh, module, scorer, optimizers, ctx, precision, plan, axes)
+        passes = ModulePasses(module, model.scorer(module, group), ctx.dist, axes)
+        optimizers = make_optimizers(plan, module)
+        engine = FsdpEngine(config, mesh, passes, optimizers, precision, plan)
     expected = {
         **declared_facts(ctx, precision),
         "engine": "fully_shard",
@@ -100,23 +104,32 @@ def places(config: Fsdp, divider: UnitDivider) -> dict[str, Any]:
 class FsdpEngine(TorchEngine):
     """Shards on every rank; parameters gathered unit by unit, gradients reduce-scattered."""
 
-    def __init__(self, config: Fsdp, mesh: DeviceMesh, *rest: Any) -> None:
+    def __init__(
+        self, config: Fsdp, mesh: DeviceMesh, *rest: Any, tied: TiedEmbedding | None = None
+    ) -> None:
+        """`tied`: the embedding's copies on the stages of a pipeline."""
         super().__init__(*rest)
-        self._mesh = mesh_facts(config, mesh)
+        self._mesh, self._tied = mesh_facts(config, mesh), tied
         self._reduce_always = config.reduce_every_microbatch
 
-    @property
-    def module(self) -> nn.Module:
-        return self.model
-
     @contextlib.contextmanager
-    def microbatch(self, *, last: bool) -> Iterator[None]:
-        assert isinstance(self.model, FSDPModule)
+    def microbatch(self, last: bool) -> Iterator[None]:
+        (root,) = self.parts
+        assert isinstance(root, FSDPModule)
         reduces = last or self._reduce_always
-        self.model.set_requires_gradient_sync(reduces)
+        root.set_requires_gradient_sync(reduces)
         # Otherwise the buffer of the root's gradients stays through the next forward.
-        self.model.set_is_last_backward(reduces)
+        root.set_is_last_backward(reduces)
         yield
+
+    def gradient_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        repeated = None
+        if self._tied is not None:
+            self._tied.sum_gradients()
+            repeated = self._tied.repeated
+        copy = None if repeated is None else repeated.grad
+        divided = self.passes.axes.pipeline > 1
+        return total_norm([one for one in gradients if one is not copy], divided=divided)
 
     def to_sharded(self) -> None:
         for part in self.parts:
@@ -125,7 +138,7 @@ class FsdpEngine(TorchEngine):
     def describe(self) -> Mapping[str, Any]:
         self.to_sharded()
         return {
-            "engine": "fully_shard" if isinstance(self.model, FSDPModule) else "none",
+            "engine": "fully_shard" if isinstance(self.parts[0], FSDPModule) else "none",
             **self.common_facts(),
             "mesh": self._mesh,
             **sharding_facts(self.parts),

@@ -6,9 +6,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,26 +15,28 @@ from torch import Tensor, nn
 
 from pipeline import (
     WEIGHT,
-    Context,
+    Engine,
     EngineState,
     Fragment,
+    LossParts,
+    Measure,
+    MicroBatch,
+    Objective,
     OptimizerPart,
     OptimizerPlan,
     Precision,
-    Scorer,
     StepGuard,
     StepReport,
+    Unit,
     dtype_name,
 )
 from pipeline.checkpoint import Tile
 from pipeline.utils import HostCopy
-from stages.wrap.axes import Axes
-from stages.wrap.build import dtype_names, named_parameters, parameter_count
+from stages.wrap.build import dtype_names, named_parts, parameter_count
 from stages.wrap.compute_cast import installed_casts
 from stages.wrap.gradients import multiply, total_norm
 from stages.wrap.load_weights import flat, stored_tensors
 from stages.wrap.loss_scaling import LossScaler
-from stages.wrap.module_engine import ModuleEngine
 from stages.wrap.optimizer_groups import LivePart, grouped_state
 from stages.wrap.optimizer_state import (
     declared_state,
@@ -46,6 +47,7 @@ from stages.wrap.optimizer_state import (
     updates,
     write_moments,
 )
+from stages.wrap.passes import Passes
 from stages.wrap.shards import tiles_of
 from stages.wrap.torch_compat import divides_gradients, step_divided
 
@@ -76,9 +78,10 @@ class _Layout(NamedTuple):
     tensors: list[_Stored]
 
 
-class TorchEngine(ModuleEngine):
+class TorchEngine(Engine):
     """Steps as plain torch does; its training state is read parameter by parameter, each whole or
-    sharded."""
+    sharded. Without more, a model on every rank that nothing wraps: one process's, one that is not
+    trained, or a trace's."""
 
     _restored: Mapping[str, int] = {}
     """Updates of each parameter when the state was restored."""
@@ -87,30 +90,45 @@ class TorchEngine(ModuleEngine):
 
     def __init__(
         self,
-        model: nn.Module,
-        scorer: Scorer,
+        passes: Passes,
         optimizers: Sequence[LivePart],
-        ctx: Context,
         precision: Precision,
         plan: OptimizerPlan,
-        axes: Axes | None = None,
+        whole: nn.Module | None = None,
     ) -> None:
-        super().__init__(model, scorer, ctx.dist, axes)
+        """`whole` stands for the whole model, without memory, where ranks have parts of it."""
+        self.passes = passes
+        self.parts, self.device = passes.parts, passes.device
+        self.data_axis = passes.here.data
+        self.random_stream, self.random_streams = passes.here.stream, passes.axes.streams
         self.optimizers = optimizers
         self.plan = plan
+        self._whole = whole
         scaling = precision.loss_scaling
         self.scaler = None if scaling is None else LossScaler(scaling)
 
     @property
-    @abstractmethod
-    def module(self) -> nn.Module:
-        """The model itself, with names as in the source."""
+    def averaged_over(self) -> int:
+        """Number of ranks over whose gradients the strategy averages. The loss is multiplied by it,
+        so that they are summed, and the sum stays in the range of narrow dtypes."""
+        return self.passes.axes.data * self.passes.axes.context
 
-    @property
-    def parts(self) -> Sequence[nn.Module]:
-        """The parts of the model that are here, with names as in the source: all of it, unless an
-        engine overrides this."""
-        return (self.module,)
+    def microbatch(self, last: bool) -> AbstractContextManager[None]:
+        """Surround one forward and backward; `last` is True for the final one of a step, in which
+        gradients have to be reduced over ranks."""
+        return nullcontext()
+
+    def accumulate(
+        self, batches: Iterable[MicroBatch], objective: Objective, *, counts: Mapping[Unit, float]
+    ) -> LossParts:
+        factor = self.averaged_over * (1.0 if self.scaler is None else self.scaler.scale)
+        around, backward = self.microbatch, Tensor.backward
+        return self.passes.train(
+            batches, objective, counts, factor=factor, around=around, backward=backward
+        )
+
+    def evaluate(self, batches: Iterable[MicroBatch], measure: Measure) -> Generator[Tensor | None]:
+        return self.passes.evaluate(batches, measure)
 
     def common_facts(self) -> dict[str, Any]:
         """The part of `describe` that all such engines share; parameters have to be sharded."""
@@ -118,13 +136,13 @@ class TorchEngine(ModuleEngine):
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         master = dtype_names(trained)
         buffers = [one for part in self.parts for one in part.buffers()]
-        casts = {dtype_name(cast.dtype) for cast in installed_casts(self.module)}
+        casts = {dtype_name(cast.dtype) for cast in installed_casts(self.parts[0])}
         return {
-            "world_size": self._axes.ranks,
-            "axes": self._axes.sizes,
+            "world_size": self.passes.axes.ranks,
+            "axes": self.passes.axes.sizes,
             "compute": sorted(casts) or master or dtype_names(parameters),
             "reduce": master,
-            "model": type(self.module).__name__,
+            "model": type(self.parts[0]).__name__,
             "optimizer": " + ".join(type(one.optimizer).__name__ for one in self.optimizers),
             "device": parameters[0].device.type,
             "master": master,
@@ -133,10 +151,6 @@ class TorchEngine(ModuleEngine):
             "trained_parameters": sum(parameter.numel() for parameter in trained),
             "loss_scaling": self.scaler is not None,
         }
-
-    def backward(self, loss: Tensor) -> None:
-        scaled = loss if self.scaler is None else loss * self.scaler.scale
-        scaled.backward()  # type: ignore[no-untyped-call]
 
     def step(
         self, *, lr_scales: Sequence[float], should_step: StepGuard | None = None
@@ -189,16 +203,18 @@ class TorchEngine(ModuleEngine):
                 optimizer.step()
 
     def state(self) -> EngineState:
+        fixed = self._layout.fixed
+        names = itertools.chain.from_iterable(group.parameters for group in fixed.groups)
+        counts = {name: self._updates_of(name) for name in names}
+        for name, own in self._layout.trained.items():
+            counts[name] = updates(own.values, counts[name])
         return dataclasses.replace(
-            self._layout.fixed,
-            updates={
-                name: updates(own.values, self.updates_of(name))
-                for name, own in self._layout.trained.items()
-            },
+            fixed,
+            updates=counts,
             loss_scale=None if self.scaler is None else self.scaler.state,
         )
 
-    def updates_of(self, name: str) -> int:
+    def _updates_of(self, name: str) -> int:
         """Number of a parameter's updates, of those restored and those made since."""
         return self._restored.get(name, 0) + self._applied
 
@@ -222,6 +238,9 @@ class TorchEngine(ModuleEngine):
     def sync_compute_weights(self) -> None:
         """Nothing to do: the parameters are the masters."""
 
+    def describe(self) -> Mapping[str, Any]:
+        return {"engine": "none", **self.common_facts()}
+
     def to_sharded(self) -> None:
         """Reshard parameters that are gathered, as they are read and written sharded."""
 
@@ -239,11 +258,9 @@ class TorchEngine(ModuleEngine):
             found = tiles_of(name, tensor)
             if found:
                 stored.append(_Stored(name, found, tensor, trained.get(name)))
-        return _Layout(self.fixed_state(), trained, stored)
-
-    def fixed_state(self) -> EngineState:
-        """The part of the training state that never changes."""
-        return grouped_state(self.module, self.plan, named_parameters(self.module))
+        whole = self._whole or self.parts[0]
+        fixed = grouped_state(whole, self.plan, named_parts(whole, self.parts))
+        return _Layout(fixed, trained, stored)
 
     def _fragments(self, *, write: bool) -> Iterator[Fragment]:
         self.to_sharded()
@@ -280,14 +297,3 @@ class TorchEngine(ModuleEngine):
                 values = optimizer.state[parameter]
                 require_known(values, part, type(optimizer).__name__)
                 yield name, _State(part, values)
-
-
-class ReplicaEngine(TorchEngine):
-    """A whole model on every rank, without a wrapper: one that is not trained, or traced."""
-
-    @property
-    def module(self) -> nn.Module:
-        return self.model
-
-    def describe(self) -> Mapping[str, Any]:
-        return {"engine": "none", **self.common_facts()}

@@ -17,7 +17,6 @@ from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from pipeline.utils.page_lock import PageLock
 from stages.checkpoint.sharded import ShardedCheckpoint
-from stages.wrap.module_engine import ModuleEngine
 from tests.gpu.training import LLAMA, Case, engine_of, made_steps, started, train
 
 LARGE = {**LLAMA, "vocab_size": 1 << 16, "hidden_size": 128}
@@ -35,7 +34,7 @@ def copies(engine: Engine) -> dict[str, Tensor]:
 
 def overwrite(engine: Engine) -> None:
     """Fill all weights and moments with something else, as soon as they may change."""
-    assert isinstance(engine, ModuleEngine)
+    assert engine.lasting_fragments
     engine.announce_change()
     with torch.no_grad():
         for fragment in engine.fragments():

@@ -28,7 +28,7 @@ def gradient_ranks(dist: DistContext, folder: str, rank: int) -> list[int]:
     accumulated(engine, [micro_batch(tokens, tokens)], 1)
     return [
         int(torch.linalg.matrix_rank(weight.grad, rtol=1e-4))
-        for name, weight in engine.module.named_parameters()
+        for name, weight in engine.parts[0].named_parameters()
         if "q_proj" in name
     ]
 

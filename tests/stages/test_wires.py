@@ -37,6 +37,9 @@ from stages.data.stream import StreamData
 from stages.data.text import TextData
 from stages.model.config_checks import config_of, declarations
 from stages.model.hf import ActivationCheckpointing, HfModel
+from stages.optimizer.adamw import AdamW
+from stages.optimizer.lion import Lion
+from stages.optimizer.none import NoOptimizer
 from stages.precision.policy import PrecisionPolicy
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.settings import Anomalies
@@ -368,6 +371,7 @@ BUILT_IN_TRAITS: Mapping[str, list[Any]] = {
     "NeedsWholeWeights": [Lora()],
     "StartsFrom": [Lora(), ShardedCheckpoint()],
     "DeclaresDtypes": [PrecisionPolicy()],
+    "DeclaresRules": [AdamW(), Lion(), NoOptimizer()],
     "LimitsLength": [ChatData(), TextData(files="x"), StreamData(shards="x")],
     "HoldsOut": [ChatData(), TextData(files="x"), StreamData(shards="x")],
     "HasEpochs": [StreamData(shards="x")],

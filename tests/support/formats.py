@@ -101,9 +101,9 @@ def save_dcp(dist: DistContext, folder: str, setting: Setting) -> dict[str, str]
     engine: Any = make_engine(context(dist, folder), setting)
     train(engine, 0, 3)
     told = digest(engine, dist)
-    model = get_model_state_dict(engine.model)
-    flat = get_optimizer_state_dict(engine.model, engine.optimizers[0].optimizer, options=FLAT)
-    nested = get_optimizer_state_dict(engine.model, engine.optimizers[0].optimizer)
+    model = get_model_state_dict(engine.parts[0])
+    flat = get_optimizer_state_dict(engine.parts[0], engine.optimizers[0].optimizer, options=FLAT)
+    nested = get_optimizer_state_dict(engine.parts[0], engine.optimizers[0].optimizer)
     dcp.save({"model": model, "optimizer": flat}, checkpoint_id=f"{folder}/flat")
     dcp.save({**model, "optimizer": flat}, checkpoint_id=f"{folder}/root")
     dcp.save({"model": model}, checkpoint_id=f"{folder}/nested/pytorch_model_fsdp_0")
@@ -122,17 +122,17 @@ def load_dcp(dist: DistContext, folder: str, wraps: list[str]) -> list[dict[str,
         Path(folder, wrap).mkdir(exist_ok=True)
         engine: Any = make_engine(context(dist, Path(folder, wrap)), Setting(wrap=wrap))
         # torch takes an optimizer whose parameters have gradients for one with state.
-        engine.model.zero_grad(set_to_none=True)
+        engine.parts[0].zero_grad(set_to_none=True)
         own = {
-            "model": get_model_state_dict(engine.model),
+            "model": get_model_state_dict(engine.parts[0]),
             "optimizer": get_optimizer_state_dict(
-                engine.model, engine.optimizers[0].optimizer, options=FLAT
+                engine.parts[0], engine.optimizers[0].optimizer, options=FLAT
             ),
         }
         dcp.load(own, checkpoint_id=f"{folder}/dcp")
-        set_model_state_dict(engine.model, own["model"])
+        set_model_state_dict(engine.parts[0], own["model"])
         set_optimizer_state_dict(
-            engine.model, engine.optimizers[0].optimizer, own["optimizer"], options=FLAT
+            engine.parts[0], engine.optimizers[0].optimizer, own["optimizer"], options=FLAT
         )
         found.append(digest(engine, dist))
         engine.close()

@@ -132,7 +132,7 @@ class BareEngine(Engine):
             self._division = division
             self.divided = Divided.of(division, model, source.blocks(model))
         self.model = model.to_empty(device="cpu").train()
-        self.modules = (self.model,)
+        self.parts = (self.model,)
         self._scorer = source.scorer(self.model)
         self.device = torch.device("cpu")
         self.data_axis = DataAxis(index=0, count=topology.ranks)

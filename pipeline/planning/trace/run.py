@@ -135,10 +135,10 @@ def run(
         why = "the strategy cannot be traced, but it is planned without --trace"
         engine: Engine = results.require(Engine, why)
         if job.division is None or job.division.stages == 1 or bare:
-            (model,) = engine.modules
+            (model,) = engine.parts
             stack.enter_context(marks.watching(model, _blocks(model, built.names)))
         else:
-            stack.enter_context(marks.watching_stages(engine.modules))
+            stack.enter_context(marks.watching_stages(engine.parts))
         _run(job, results, ctx, (TrainedRun,), TRACE)
         if tracker.stretches[-1].position.phase == LOAD:
             raise UsageError("nothing is trained that could be traced")

@@ -34,6 +34,7 @@ from stages.wrap.build import (
 )
 from stages.wrap.context.attention import divide_sequence
 from stages.wrap.load_weights import load_weights
+from stages.wrap.passes import ModulePasses
 from stages.wrap.tensor.plain import is_divided, replace_parameters, whole_of
 from stages.wrap.zero import compat
 from stages.wrap.zero.checks import rule_problems
@@ -55,7 +56,7 @@ def build(
     if not plan.parts:
         from stages.wrap.zero.frozen import build_frozen
 
-        return build_frozen(stage, ctx, model, precision)
+        return build_frozen(stage, ctx, model, precision, plan)
     # An optimizer stage of another package may not say its rules to `pipe check`.
     for problem in rule_problems(stage, precision.master, plan.rules):
         raise StageError(f"{problem.key}: {problem.message}", hint=problem.hint)
@@ -82,7 +83,8 @@ def build(
                 mpu=None if divider is None else divider.groups,
             )
         compat.lift_loss_scale_floor(live)
-        engine = ZeroEngine(live, model.scorer(live, group), ctx.dist, precision, plan, axes)
+        passes = ModulePasses(live.module, model.scorer(live, group), ctx.dist, axes)
+        engine = ZeroEngine(live, passes, precision, plan)
         # Weakly, so that the engine's memory can be freed before the run ends.
         ctx.on_exit(functools.partial(_close, weakref.ref(engine)))
         # Load masters and make parameters from them: masters that DeepSpeed makes from

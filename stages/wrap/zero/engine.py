@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,39 +13,39 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeline import (
-    DistContext,
+    Engine,
     EngineState,
     Fragment,
+    LossParts,
+    Measure,
+    MicroBatch,
+    Objective,
     OptimizerPlan,
     Precision,
-    Scorer,
     StepGuard,
     StepReport,
+    Unit,
     dtype_name,
 )
-from stages.wrap.axes import Axes
 from stages.wrap.build import dtype_names, parameter_count, trained
 from stages.wrap.load_weights import LocalShard
-from stages.wrap.module_engine import ModuleEngine
 from stages.wrap.optimizer_state import declared_state
+from stages.wrap.passes import Passes
 from stages.wrap.zero import compat
 from stages.wrap.zero.state import ZeroState
 
 
-class ZeroEngine(ModuleEngine):
+class ZeroEngine(Engine):
     """DeepSpeed's engine behind the common port. Accumulation is unmanaged: gradients are summed
     over micro-batches and applied by one `step`."""
 
     def __init__(
-        self,
-        live: Any,
-        scorer: Scorer,
-        dist: DistContext,
-        precision: Precision,
-        plan: OptimizerPlan,
-        axes: Axes,
+        self, live: Any, passes: Passes, precision: Precision, plan: OptimizerPlan
     ) -> None:
-        super().__init__(live, scorer, dist, axes)
+        self.passes = passes
+        self.parts, self.device = passes.parts, passes.device
+        self.data_axis = passes.here.data
+        self.random_stream, self.random_streams = passes.here.stream, passes.axes.streams
         self.deepspeed = live
         (self._rule,) = plan.parts
         self._scaling = precision.loss_scaling
@@ -53,8 +55,18 @@ class ZeroEngine(ModuleEngine):
         self._veto = StepVeto(live.optimizer.optimizer)
         self._state = ZeroState(live, self._rule, self._base_rates, interval)
 
-    def backward(self, loss: Tensor) -> None:
-        self.deepspeed.backward(loss, scale_wrt_gas=False)
+    def accumulate(
+        self, batches: Iterable[MicroBatch], objective: Objective, *, counts: Mapping[Unit, float]
+    ) -> LossParts:
+        # DeepSpeed averages gradients over these ranks.
+        factor = self.passes.axes.data * self.passes.axes.context
+        backward = functools.partial(self.deepspeed.backward, scale_wrt_gas=False)
+        return self.passes.train(
+            batches, objective, counts, factor=factor, around=_nothing, backward=backward
+        )
+
+    def evaluate(self, batches: Iterable[MicroBatch], measure: Measure) -> Generator[Tensor | None]:
+        return self.passes.evaluate(batches, measure)
 
     def step(
         self, *, lr_scales: Sequence[float], should_step: StepGuard | None = None
@@ -121,7 +133,7 @@ class ZeroEngine(ModuleEngine):
             "zero_stage": compat.zero_stage(optimizer),
             "world_size": torch.distributed.get_world_size(optimizer.dp_process_group)
             * compat.model_parallel_ranks(live),
-            "axes": self._axes.sizes,
+            "axes": self.passes.axes.sizes,
             "tensor_parallel": compat.model_parallel_ranks(live),
             "device": str(live.device).partition(":")[0],
             "master": dtype_names(compat.master_partitions(optimizer)),
@@ -140,9 +152,14 @@ class ZeroEngine(ModuleEngine):
     def close(self) -> None:
         if self.deepspeed is not None:
             live, self.deepspeed = self.deepspeed, None
-            del self.model, self.modules, self._state
+            del self.passes, self.parts, self._state
             live.destroy()
             compat.forget_groups()
+
+
+def _nothing(last: bool) -> AbstractContextManager[None]:
+    """Surround a micro-batch: DeepSpeed reduces gradients as they come."""
+    return nullcontext()
 
 
 class StepVeto:

@@ -8,16 +8,15 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from pipeline import Context, EngineState, Fragment, ModelSource, Precision, StageError
+from pipeline import Context, EngineState, Fragment, ModelSource, OptimizerPlan, Precision
 from stages.model.declared import FrozenSource
 from stages.wrap.axes import required
 from stages.wrap.build import dtype_names, parameter_count, verify_engine
 from stages.wrap.context.attention import divide_sequence
 from stages.wrap.load_weights import load_weights
-from stages.wrap.module_engine import ModuleEngine
 from stages.wrap.optimizer_state import fixed_state
+from stages.wrap.passes import ModulePasses
+from stages.wrap.torch_engine import TorchEngine
 from stages.wrap.zero import compat
 from stages.wrap.zero.build import make_module
 from stages.wrap.zero.config import generate
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def build_frozen(
-    stage: Zero, ctx: Context, source: ModelSource, precision: Precision
+    stage: Zero, ctx: Context, source: ModelSource, precision: Precision, plan: OptimizerPlan
 ) -> FrozenZeroEngine:
     """Create the parameters, partitioned at stage 3, and load them."""
     import deepspeed
@@ -47,8 +46,8 @@ def build_frozen(
                 live, *_ = deepspeed.initialize(
                     model=module, config=dict(config), dist_init_required=False, mpu=groups
                 )
-        engine = FrozenZeroEngine(live, model.scorer(live, group), ctx.dist, axes)
-        engine.module = module
+        passes = ModulePasses(module, model.scorer(live, group), ctx.dist, axes)
+        engine = FrozenZeroEngine(live, passes, [], precision, plan)
         ctx.on_exit(functools.partial(_close, weakref.ref(engine)))
         load_weights(frozen_shards(module, engine.zero), reader, ctx)
     expected = {"world_size": ctx.dist.world_size, "compute": [precision.compute]}
@@ -61,48 +60,42 @@ def _close(engine: weakref.ref[FrozenZeroEngine]) -> None:
         live.close()
 
 
-class FrozenZeroEngine(ModuleEngine):
+class FrozenZeroEngine(TorchEngine):
     """Runs a model whose parameters ZeRO partitions, or none does."""
 
-    module: nn.Module
-    """The model itself."""
+    def __init__(self, live: Any, *rest: Any) -> None:
+        super().__init__(*rest)
+        self._live = live
 
     @property
     def zero(self) -> Any:
         """DeepSpeed's owner of partitions; None without."""
-        return getattr(self.model, "optimizer", None)
+        return getattr(self._live, "optimizer", None)
 
-    lasting_fragments = False
-
-    def backward(self, *given: Any, **rest: Any) -> Any:
-        raise StageError("the model of this engine is not trained")
-
-    step = restore = backward
-
-    def sync_compute_weights(self) -> None:
-        """Nothing to do: there are no masters."""
+    @property
+    def lasting_fragments(self) -> bool:
+        return False
 
     def state(self) -> EngineState:
-        return fixed_state(self.module, [], compat.full_shape)
+        return fixed_state(self.parts[0], [], compat.full_shape)
 
     def fragments(self) -> Iterator[Fragment]:
-        return frozen_fragments(self.module, self.zero)
+        return frozen_fragments(self.parts[0], self.zero)
 
     def describe(self) -> Mapping[str, Any]:
         return {
-            "engine": type(self.model).__name__,
-            "world_size": self._axes.ranks,
-            "axes": self._axes.sizes,
-            "model": type(self.module).__name__,
+            "engine": type(self._live).__name__,
+            "world_size": self.passes.axes.ranks,
+            "axes": self.passes.axes.sizes,
+            "model": type(self.parts[0]).__name__,
             "device": self.device.type,
-            "compute": dtype_names(self.module.parameters()),
-            "parameters": parameter_count(self.module, compat.full_numel),
+            "compute": dtype_names(self.parts[0].parameters()),
+            "parameters": parameter_count(self.parts[0], compat.full_numel),
             "trained_parameters": 0,
         }
 
     def close(self) -> None:
-        live: Any = self.model
         if self.zero is not None:
-            live.destroy()
+            self._live.destroy()
             compat.forget_groups()
-        del self.model, self.modules, self.module, self._scorer
+        del self._live, self.passes, self.parts

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
     PowerSGDState,
     powerSGD_hook,
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipeline import Context, ModelSource, OptimizerPlan, Precision
 from stages.wrap import (
+    ModulePasses,
     TorchEngine,
     build_module,
     declared_facts,
@@ -55,8 +55,8 @@ def build(
     state.rng = OneSeed()
     replica.register_comm_hook(state, powerSGD_hook)
     prime_buckets(replica)  # gives a resumed run the buckets of an undisturbed one
-    scorer, optimizers = model.scorer(replica), make_optimizers(plan, module)
-    engine = PowerSgdEngine(replica, scorer, optimizers, ctx, precision, plan)
+    passes = ModulePasses(module, model.scorer(replica), ctx.dist)
+    engine = PowerSgdEngine(replica, passes, make_optimizers(plan, module), precision, plan)
     verify_engine(ctx, engine, {**declared_facts(ctx, precision), "rank": config.rank})
     return engine
 
@@ -65,17 +65,14 @@ class PowerSgdEngine(TorchEngine):
     """A replica on every rank, whose gradients are averaged in low rank in a step's last
     backward."""
 
-    model: DistributedDataParallel
+    def __init__(self, replica: DistributedDataParallel, *rest: Any) -> None:
+        super().__init__(*rest)
+        self._replica = replica
 
-    @property
-    def module(self) -> nn.Module:
-        module: nn.Module = self.model.module
-        return module
-
-    def microbatch(self, *, last: bool) -> AbstractContextManager[None]:
-        return contextlib.nullcontext() if last else self.model.no_sync()
+    def microbatch(self, last: bool) -> AbstractContextManager[None]:
+        return contextlib.nullcontext() if last else self._replica.no_sync()
 
     def describe(self) -> Mapping[str, Any]:
-        ((_, state),) = self.model._comm_hooks
+        ((_, state),) = self._replica._comm_hooks
         rank = state.matrix_approximation_rank
         return {"engine": "PowerSGD", **self.common_facts(), "rank": rank}

@@ -21,6 +21,7 @@ from stages.train.causal_lm import TrainCausalLm
 from stages.wrap.ddp import Ddp
 from stages.wrap.fsdp import Fsdp
 from tests.parity.body import tiny_source
+from tests.support.batches import accumulated, micro_batch
 from tests.support.processes import run_ranks
 from tests.support.runs import context, toy_data
 
@@ -81,7 +82,7 @@ def diverge(dist: DistContext, folder: str) -> str:
     plan = AdamW(lr=1e-3).run(ctx)
     engine = Ddp().run(ctx, tiny_source(ctx), PrecisionPolicy(compute="fp32").run(ctx), plan)
     with torch.no_grad():
-        next(engine.modules[0].parameters())[:] = float("nan")
+        next(engine.parts[0].parameters())[:] = float("nan")
     checkpoints = ShardedCheckpoint().run(ctx, engine)
     loop = TrainCausalLm(global_batch_size=4, steps=3)
     try:
@@ -108,13 +109,12 @@ def one_shard_overflows(dist: DistContext, folder: str) -> list[Any]:
     ctx = context(dist, folder)
     plan = AdamW(lr=1e-3).run(ctx)
     engine = Fsdp().run(ctx, tiny_source(ctx), PrecisionPolicy(compute="fp16").run(ctx), plan)
-    parameter = next(engine.model.parameters())
+    parameter = next(engine.parts[0].parameters())
     before = parameter.detach().to_local().clone()
     applied = []
     for overflow in (True, False):
         tokens = torch.arange(6)[None]
-        with engine.microbatch(last=True):
-            engine.backward(engine.model(input_ids=tokens, use_cache=False).logits.float().mean())
+        accumulated(engine, [micro_batch(tokens, tokens)], 6)
         if overflow and dist.is_main:
             parameter.grad.to_local()[0, 0] = float("inf")
         report = engine.step(lr_scales=[1.0])

@@ -56,7 +56,7 @@ class Steps:
         self, loss: float, stats: BatchStats | None = None, profile: Profile | None = None
     ) -> None:
         report, stats = StepReport(grad_norm=1.5, applied=True), stats or BatchStats(tokens=7)
-        done = StepResult(report=report, lr=0.25, stats=stats, anomaly="")
+        done = StepResult(report=report, rates={"lr": 0.25}, stats=stats, anomaly="")
         self.meter.observe(torch.tensor(loss), stats, {})
         taken = self.meter.end(done, self.progress, self.progress, profile)
         record = self.meter.record(taken)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,26 +13,20 @@ from pipeline.errors import StageError
 from stages.objectives.cross_entropy import RowLoss
 from stages.objectives.scoring import ModelScorer
 from stages.train.verify_loss import verify_packing
-from stages.wrap.module_engine import ModuleEngine
+from stages.wrap.passes import ModulePasses
 from tests.support.models import filled, random_source, tiny_llama_config
 from tests.support.packed import PACKED
 
 SAMPLES = [PACKED.train[index] for index in range(len(PACKED.train))]
 
 
-class Alone(ModuleEngine):
-    """A model without an engine around it."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__(model, ModelScorer(model), DistContext(device=torch.device("cpu")))
-
-    def describe(self) -> Any:
-        return {"compute": ["fp32"]}
-
-    backward = step = state = fragments = restore = sync_compute_weights = None  # type: ignore[assignment]
-
-
-Alone.__abstractmethods__ = frozenset()
+def alone(model: Any) -> Any:
+    """Return a model without an engine around it, for evaluations."""
+    passes = ModulePasses(model, ModelScorer(model), DistContext(device=torch.device("cpu")))
+    return SimpleNamespace(
+        evaluate=passes.evaluate, total=lambda one: one, device=passes.device,
+        data_axis=passes.here.data, describe=lambda: {"compute": ["fp32"]},
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -40,7 +35,7 @@ def model(tmp_path: Any) -> Any:
 
 
 def test_what_holds_is_proven(model: Any) -> None:
-    verify_packing(Alone(model), PACKED, SAMPLES, RowLoss())
+    verify_packing(alone(model), PACKED, SAMPLES, RowLoss())
     assert model.training
 
 
@@ -54,7 +49,7 @@ def test_documents_that_see_each_other_are_found(
         lambda **given: whole(**given, attention_mask=torch.ones_like(given["input_ids"])),
     )
     with pytest.raises(StageError, match="packing: a document sees the one before it"):
-        verify_packing(Alone(model), PACKED, SAMPLES, RowLoss())
+        verify_packing(alone(model), PACKED, SAMPLES, RowLoss())
 
 
 def test_positions_that_do_not_begin_anew_are_found(
@@ -72,4 +67,4 @@ def test_positions_that_do_not_begin_anew_are_found(
 
     monkeypatch.setattr(model.model.rotary_emb, "forward", elsewhere)
     with pytest.raises(StageError, match="packed sample differs from its loss"):
-        verify_packing(Alone(model), PACKED, SAMPLES, RowLoss())
+        verify_packing(alone(model), PACKED, SAMPLES, RowLoss())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from pipeline.testing import plan_view
 from stages.batches.feed import BatchStats
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.model.hf import HfModel
-from stages.objectives.cross_entropy import RowLoss
+from stages.objectives.cross_entropy import CrossEntropy, RowLoss
 from stages.precision.policy import PrecisionPolicy
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.flops import Cost
@@ -36,9 +37,9 @@ from stages.wrap.axes import (
     TensorParallel,
 )
 from stages.wrap.fsdp import Fsdp
-from stages.wrap.module_engine import ModuleEngine
+from stages.wrap.passes import ModulePasses
 from stages.wrap.pipeline.split import layer_ranges
-from tests.support.batches import accumulated, micro_batch
+from tests.support.batches import micro_batch
 from tests.support.processes import run_ranks
 from tests.support.runs import context
 from tests.support.state import Setting, make_engine, train
@@ -216,18 +217,6 @@ def test_layers_that_are_divided_over_nodes_are_told(tmp_path: Path) -> None:
     ]
 
 
-class Silent(ModuleEngine):
-    """An engine of one number."""
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """Do nothing."""
-
-    step = describe = state = fragments = restore = sync_compute_weights = None  # type: ignore[assignment]
-
-
-Silent.__abstractmethods__ = frozenset()
-
-
 def three(own: Any, whole: Any, request: Any) -> Scores:
     """Score the two tokens of a micro-batch."""
     return Scores(total=torch.tensor(-3.0), tokens=torch.tensor([[-1.0, -2.0]]))
@@ -239,9 +228,13 @@ def test_a_loss_that_a_group_computes_alike_counts_once(axes: Axes) -> None:
     ids = torch.zeros(1, 2, dtype=torch.int64)
     for rank in range(4):
         dist = DistContext(rank=rank, world_size=4, device=torch.device("cpu"))
-        engine = Silent(torch.nn.Linear(1, 1), three, dist, axes)
-        parts.append(float(accumulated(engine, [micro_batch(ids, ids)], 1)))
-        rows += engine.evaluate([micro_batch(ids, ids)], RowLoss())
+        passes = ModulePasses(torch.nn.Linear(1, 1), three, dist, axes)
+        found = passes.train(
+            [micro_batch(ids, ids)], CrossEntropy(), {"targets": 1}, factor=1.0,
+            around=lambda last: nullcontext(), backward=lambda loss: None,
+        )  # fmt: skip
+        parts.append(float(found.terms["targets"]))
+        rows += passes.evaluate([micro_batch(ids, ids)], RowLoss())
     assert parts == [3.0, 0.0, 3.0, 0.0]
     assert [None if one is None else one.tolist() for one in rows] == [[[3.0]], None] * 2
 
@@ -257,7 +250,7 @@ def test_tokens_of_a_group_count_once_and_its_devices_all(monkeypatch: pytest.Mo
     dist = DistContext(rank=0, world_size=4, device=torch.device("cpu"))
     meter = StepMeter(engine, dist, Progress(), Cost(multiplied=1.0, attention=0.0, peak=1.0))
     report = StepReport(grad_norm=1.0, applied=True)
-    done = StepResult(report=report, lr=0.1, stats=BatchStats(tokens=7), anomaly="")
+    done = StepResult(report=report, rates={"lr": 0.1}, stats=BatchStats(tokens=7), anomaly="")
     meter.observe(torch.tensor(2.0), done.stats, {})
     record = meter.record(meter.end(done, Progress(), Progress(step=1)))
     tokens = record["tokens_per_second"] * record["step_seconds"]

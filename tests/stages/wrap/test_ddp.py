@@ -52,7 +52,7 @@ def places(dist: DistContext, folder: str) -> list[list[int]]:
     found: list[list[int]] = []
 
     def look() -> None:
-        gradients = [parameter.grad for parameter in engine.modules[0].parameters()]
+        gradients = [parameter.grad for parameter in engine.parts[0].parameters()]
         found.append([gradient.data_ptr() for gradient in gradients if gradient is not None])
 
     def watched(batches: list[MicroBatch]) -> Iterator[MicroBatch]:
@@ -66,7 +66,7 @@ def places(dist: DistContext, folder: str) -> list[list[int]]:
         accumulated(engine, watched(list(batches)[:count]), targets)
         look()
         engine.step(lr_scales=[1.0])
-        assert all(parameter.grad is None for parameter in engine.modules[0].parameters())
+        assert all(parameter.grad is None for parameter in engine.parts[0].parameters())
     engine.close()
     return found
 

@@ -134,7 +134,7 @@ def used_otherwise(engine: Engine, case: Case, expected: dict[str, Tensor]) -> l
     from deepspeed import zero
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[case.compute]
-    module = engine.model.module
+    (module,) = engine.parts
     with zero.GatheredParameters(list(module.parameters())):
         return [
             f"{name} computed with"

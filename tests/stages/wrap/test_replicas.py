@@ -26,7 +26,7 @@ def tied_copies(dist: DistContext, folder: str) -> list[str]:
     wrap = Fsdp(pipeline_parallel=PipelineParallel(size=2))
     engine: Any = wrap.run(ctx, tiny_source(ctx), BF16, ROUNDED.run(ctx))
     train(engine, 0, 3)
-    (stage,) = engine.modules
+    (stage,) = engine.parts
     copies = dist.gather(hashed(stage.get_input_embeddings().weight.detach().to_local()))
     engine.close()
     return list(copies)

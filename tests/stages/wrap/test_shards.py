@@ -26,6 +26,7 @@ from stages.precision.policy import PrecisionPolicy
 from stages.weights.safetensors import SafetensorsReader
 from stages.wrap.load_weights import LocalShard, load_weights, local_shards
 from stages.wrap.optimizer_groups import make_optimizers
+from stages.wrap.passes import ModulePasses
 from stages.wrap.shards import part_of, tiles_of
 from stages.wrap.torch_engine import TorchEngine
 from tests.support.processes import run_ranks
@@ -154,20 +155,6 @@ def parallel(mesh: DeviceMesh, rows: int, columns: int) -> Layers:
 SIZES = [(8, 8), (7, 5), (3, 10)]
 
 
-class Engine(TorchEngine):
-    """The layers' optimizer, for the training state alone."""
-
-    microbatch: Any = None
-    describe: Any = None
-
-    @property
-    def module(self) -> nn.Module:
-        return self.model
-
-
-Engine.__abstractmethods__ = frozenset()
-
-
 def loaded(dist: DistContext, folder: str) -> list[int]:
     """Load and change the layers of each size; return the bytes read beyond those held."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
@@ -193,7 +180,8 @@ def require_fragments(layers: Layers, ctx: Any, reader: SafetensorsReader) -> No
     """Require that fragments are the weights' elements, and live, with their moments."""
     plan = AdamW().run(ctx)
     precision = PrecisionPolicy(compute="fp32").run(ctx)
-    engine: Any = Engine(layers, None, make_optimizers(plan, layers), ctx, precision, plan)
+    passes: Any = ModulePasses(layers, Any, ctx.dist)
+    engine = TorchEngine(passes, make_optimizers(plan, layers), precision, plan)
     for fragment in engine.fragments():
         numbers = elements(fragment, fragment.state[WEIGHT].numel())
         whole = reader.read(fragment.name).view(-1)[numbers]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +12,26 @@ from torch import nn
 
 from pipeline import StageError, testing
 from pipeline.contracts.optimizer import OptimizerPlan
+from pipeline.contracts.precision import Precision
+from pipeline.distributed.process_group import DistContext
 from stages.optimizer.adamw import AdamW
 from stages.optimizer.lion import Lion
 from stages.wrap.optimizer_groups import make_optimizers
+from stages.wrap.passes import ModulePasses
 from stages.wrap.torch_compat import divides_gradients
 from stages.wrap.torch_engine import TorchEngine
+
+FP32 = Precision(master="fp32", compute="fp32", reduce="fp32", buffer=None, loss_scaling=None)
 
 
 class Plain(TorchEngine):
     """One linear layer."""
 
-    scaler = None
-
     def __init__(self, plan: OptimizerPlan) -> None:
         self.model = nn.Linear(3, 2, bias=False)
-        self.plan = plan
-        self.optimizers = make_optimizers(plan, self.model)
-
-    @property
-    def module(self) -> nn.Module:
-        return self.model
-
-    def describe(self) -> Mapping[str, Any]:
-        return {}
+        passes = ModulePasses(self.model, Any, DistContext(device=torch.device("cpu")))
+        optimizers = make_optimizers(plan, self.model)
+        super().__init__(passes, optimizers, FP32, plan)
 
     def train(self, steps: int, *, admitted: bool = True) -> dict[str, int]:
         for _ in range(steps):

@@ -1,0 +1,134 @@
+"""The micro-batches of a step, run forward and backward through this rank's part of a model."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from pipeline import DistContext, LossParts, Measure, MicroBatch, Objective, Scorer, Unit
+from stages.batches.layout import padded, sequence_slice
+from stages.model.documents_compat import known_documents
+from stages.model.rotary_compat import depends_on_length, with_positions
+from stages.objectives.judge import StepSums, judged, measured
+from stages.wrap.axes import Axes
+
+T = TypeVar("T")
+
+
+class Passes(ABC):
+    """This rank's parts of a model, its place on the axes, and the way of micro-batches through
+    both. Without `axes`, all ranks are data-parallel."""
+
+    def __init__(
+        self, parts: Sequence[nn.Module], dist: DistContext, axes: Axes | None = None
+    ) -> None:
+        self.parts = tuple(parts)
+        """Modules with names as in the source."""
+        self.device = dist.device
+        self.axes = axes or Axes(data=dist.world_size)
+        self.here = self.axes.coordinates(dist.rank)
+
+    @abstractmethod
+    def train(
+        self,
+        batches: Iterable[MicroBatch],
+        objective: Objective,
+        counts: Mapping[Unit, float],
+        *,
+        factor: float,
+        around: Callable[[bool], AbstractContextManager[None]],
+        backward: Callable[[Tensor], object],
+    ) -> LossParts:
+        """Run forward and backward of a step from `factor` times the loss; see `Engine.accumulate`.
+        `around(last)` surrounds each micro-batch, and `backward` is called with its loss, where
+        they pass one after another."""
+
+    @abstractmethod
+    def evaluate(self, batches: Iterable[MicroBatch], measure: Measure) -> Generator[Tensor | None]:
+        """See `Engine.evaluate`."""
+
+    @property
+    def counts_rows(self) -> bool:
+        """Whether sums and rows are this rank's to give, of all that compute them alike."""
+        return self.here.tensor == 0 and self.here.context == 0
+
+    @functools.cached_property
+    def _by_length(self) -> bool:
+        """Whether the model has to be told how long each document is."""
+        return any(map(depends_on_length, self.parts))
+
+    def laid_out(self, batch: MicroBatch) -> tuple[MicroBatch, MicroBatch]:
+        """The micro-batch padded to a length that the axes divide, and this rank's part of it: all
+        of it, or its slice of the tokens."""
+        context = self.axes.context
+        whole = padded(batch, context * self.axes.tensor)
+        if self._by_length:
+            whole = with_positions(whole)
+        own = whole if context == 1 else sequence_slice(whole, self.here.context, context)
+        return whole, own
+
+
+class ModulePasses(Passes):
+    """Runs micro-batches one after another through one module, the whole model."""
+
+    def __init__(
+        self, module: nn.Module, scorer: Scorer, dist: DistContext, axes: Axes | None = None
+    ) -> None:
+        super().__init__([module], dist, axes)
+        self._scorer = scorer
+
+    def train(
+        self,
+        batches: Iterable[MicroBatch],
+        objective: Objective,
+        counts: Mapping[Unit, float],
+        *,
+        factor: float,
+        around: Callable[[bool], AbstractContextManager[None]],
+        backward: Callable[[Tensor], object],
+    ) -> LossParts:
+        sums = StepSums(objective, self.device, counts, factor=factor)
+        for batch, last in with_last(batches):
+            whole, own = self.laid_out(batch)
+            with around(last), known_documents(own):
+                backward(sums.add(judged(objective, self._scorer, own, whole)))
+        return sums.part(counted=self.counts_rows)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[MicroBatch], measure: Measure) -> Generator[Tensor | None]:
+        with evaluating(self.parts):
+            for batch in batches:
+                whole, own = self.laid_out(batch)
+                with known_documents(own):
+                    rows = measured(measure, self._scorer, own, whole)
+                yield rows if self.counts_rows else None
+
+
+@contextlib.contextmanager
+def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Put modules into eval mode in the body, and back into that of training."""
+    for module in modules:
+        module.eval()
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.train()
+
+
+def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
+    """Each item, and whether it is the last; the one after it is taken first."""
+    taken: list[T] = []
+    for item in items:
+        if taken:
+            yield taken.pop(), False
+        taken.append(item)
+    for item in taken:
+        yield item, True
