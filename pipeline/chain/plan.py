@@ -13,6 +13,7 @@ from pipeline.chain.kinds import wrong_artifact
 from pipeline.chain.names import unpinned
 from pipeline.chain.plugin_code import line_in
 from pipeline.chain.registry import Registry
+from pipeline.chain.trainings import training_of, training_slots
 from pipeline.chain.wiring import SlotType, missing_inputs, unread_results, wired, wrong_takes
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import Checked, PlanView
@@ -76,6 +77,28 @@ class Plan:
         """The slot that wraps the model for a slot that trains; None without one."""
         *_, first = None, *self.view.wiring.producers(train.slot, Engine)
         return next((step for step in self.steps if step.slot == first), None)
+
+    def of_training(self, training: str) -> Plan:
+        """The part of the plan that is of one slot that trains: what it takes, however indirectly,
+        and what follows from it and is of no other training."""
+        wiring = self.view.wiring
+        taken = {slot: self._taken(slot) for slot in training_slots(wiring)}
+        first = next(iter(taken))
+        for_any = set[str]().union(*taken.values())
+        kept = [
+            step
+            for step in self.steps
+            if step.slot in taken[training]
+            or (step.slot not in for_any and (training_of(wiring, step.slot) or first) == training)
+        ]
+        slots = {step.slot: step.stage for step in kept}
+        return replace(self, steps=tuple(kept), view=replace(self.view, slots=slots))
+
+    def _taken(self, slot: str) -> set[str]:
+        """The slot and those whose results reach it, other trainings left out."""
+        trainings = training_slots(self.view.wiring)
+        inputs = {one for one in self.view.wiring.inputs[slot].values() if one is not None}
+        return {slot}.union(*(self._taken(one) for one in inputs if one not in trainings))
 
     def last_reader(self, slot: str) -> str | None:
         """The last slot that reads the result of `slot`, directly or inside of another result; None

@@ -1,9 +1,10 @@
 """Wires between slots: a need is met by the slot that `takes` names for it, or by the latest slot
-before it that gives its type."""
+before it that gives its type; what is of one training, by one after the training before."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from typing import Generic
 
 from pipeline.chain.kinds import KINDS
 from pipeline.chain.registry import Registry, kind_of
+from pipeline.chain.trainings import OF_ONE, prepares, trains
 from pipeline.contracts.signature import Need, gives, needs
 from pipeline.contracts.stage import Durable
 from pipeline.contracts.wiring import Wiring
@@ -21,6 +23,7 @@ from pipeline.utils.text import did_you_mean
 
 _NO_ROLE: set[object] = {object, ABC, Durable, Generic}
 """Bases that say nothing about what an artifact is for."""
+NEXT = "to train it further, add a slot after it that returns its model (pipe stages model)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +55,9 @@ def _giver(need: Need, links: Sequence[SlotType], index: int) -> str | None:
     """The slot that gives the slot at `index` what it needs."""
     earlier, takes = links[:index], links[index].takes
     if need.parameter not in takes:
-        return _producer(need, earlier)
+        kind = links[index].kind
+        assert kind is not None
+        return _producer(need, kind, earlier, links[index + 1 :])
     able = (link.slot for link in earlier if _meets(link.gives, need))
     return next((slot for slot in able if slot == takes[need.parameter]), None)
 
@@ -106,14 +111,15 @@ def missing_inputs(
     problems = []
     absent: set[type] = set()  # a slot that several need is missing once
     for index, link in enumerate(links):
-        earlier = links[:index]
+        earlier, later = links[:index], links[index + 1 :]
         if link.kind is None or any(other.kind is None for other in earlier):
             continue
         for need in needs(link.kind):
             told = need.type in absent or need.parameter in link.takes
-            if need.optional or told or _producer(need, earlier) is not None:
+            if need.optional or told or _producer(need, link.kind, earlier, later) is not None:
                 continue
-            if not any(_alike(other.gives, need.type) for other in links):
+            candidates = [*_open(need, link.kind, earlier, later), link, *later]
+            if not any(_alike(other.gives, need.type) for other in candidates):
                 absent.add(need.type)
             problems.append(_missing(need, links, index, registry, places))
     return problems
@@ -127,9 +133,12 @@ def unread_results(links: Sequence[SlotType], wiring: Wiring, places: SourceMap)
         return []
     read = {slot for inputs in wiring.inputs.values() for slot in inputs.values()}
     leads = any(_lasts(link) for link in links)
+    last = next((one.slot for one in reversed(links) if trains(one.kind)), None)
     problems = []
     for index, link in enumerate(links):
         own = wiring.inputs[link.slot].values()
+        if trains(link.kind) and link.slot not in {*read, last}:
+            problems.append(_unread(link, None, places, NEXT))
         if link.gives is None or _lasts(link) or link.slot in read:
             continue
         alike = [o for o in links if o is not link and _alike(o.gives, link.gives)]
@@ -163,8 +172,10 @@ def _late(link: SlotType, reader: SlotType, places: SourceMap) -> Problem:
     )
 
 
-def _unread(link: SlotType, other: SlotType | None, places: SourceMap) -> Problem:
-    message, hint = "no slot reads its result", "remove the slot"
+def _unread(
+    link: SlotType, other: SlotType | None, places: SourceMap, hint: str = "remove the slot"
+) -> Problem:
+    message = "no slot reads its result"
     if other is not None and other.gives is not None:
         place = places.value(("stages", other.slot, "use"))
         message += f": slot `{other.slot}` ({other.use}, {place}) has such a result too"
@@ -183,7 +194,7 @@ def position(kind: type, links: Sequence[SlotType]) -> str:
     or before the first that needs its result; empty if any place will do."""
     for index in range(1, len(links) + 1):
         required = [need for need in needs(kind) if not need.optional]
-        if required and all(_producer(need, links[:index]) is not None for need in required):
+        if required and all(_producer(need, kind, links[:index]) is not None for need in required):
             return f"after `{links[index - 1].slot}`"
     for link in links:
         wanted = needs(link.kind) if link.kind is not None else ()
@@ -192,14 +203,27 @@ def position(kind: type, links: Sequence[SlotType]) -> str:
     return ""
 
 
-def _producer(need: Need, earlier: Sequence[SlotType]) -> str | None:
+def _producer(
+    need: Need, kind: type, earlier: Sequence[SlotType], later: Sequence[SlotType] = ()
+) -> str | None:
     """The latest slot that gives what is needed; None where one would whose stage is not known."""
-    for link in reversed(earlier):
+    for link in reversed(_open(need, kind, earlier, later)):
         if link.kind is None and issubclass(KINDS.get(kind_of(link.use), object), need.type):
             return None
         if _meets(link.gives, need):
             return link.slot
     return None
+
+
+def _open(
+    need: Need, kind: type, earlier: Sequence[SlotType], later: Sequence[SlotType]
+) -> Sequence[SlotType]:
+    """The slots whose results a stage gets unless `takes` says otherwise: for a further training,
+    what is of one training ends with it."""
+    further = prepares(kind) and (trains(kind) or any(trains(one.kind) for one in later))
+    if not (further and issubclass(need.type, OF_ONE)):
+        return earlier
+    return earlier[max((n for n, one in enumerate(earlier, 1) if trains(one.kind)), default=0) :]
 
 
 def _meets(given: type | None, need: Need) -> bool:
@@ -210,8 +234,11 @@ def _missing(
     need: Need, links: Sequence[SlotType], index: int, registry: Registry, places: SourceMap
 ) -> Problem:
     link, earlier = links[index], links[:index]
+    assert link.kind is not None
+    known = _open(need, link.kind, earlier, links[index + 1 :])
+    ended = [one for one in earlier[: len(earlier) - len(known)] if trains(one.kind)]
     later = next((other for other in links[index + 1 :] if _meets(other.gives, need)), None)
-    alike = next((other for other in reversed(earlier) if _alike(other.gives, need.type)), None)
+    alike = next((other for other in reversed(known) if _alike(other.gives, need.type)), None)
     message = f"`{link.use}` needs"
     if later is not None:
         message += f" the result of slot `{later.slot}`, which comes after it"
@@ -222,19 +249,25 @@ def _missing(
         hint = _exchange(need, link, alike, earlier, registry)
     else:
         givers = _givers(need, registry)
-        fitting = [name for name in givers if _fits(registry.load(name), earlier)] or givers
+        rest = links[index:]
+        fitting = [name for name in givers if _fits(registry.load(name), earlier, rest)] or givers
         kinds = " or ".join(f"`{kind}`" for kind in dict.fromkeys(map(kind_of, fitting)))
         message += f" a slot {kinds} before it" if kinds else f" {need.type.__name__}"
-        hint = _to_add(by_use(fitting), link) if fitting else "no installed stage returns it"
+        if ended:
+            message += f" and after slot `{ended[-1].slot}`: each training takes its own"
+        hint = _to_add(by_use(fitting), link, links) if fitting else "no installed stage returns it"
     location = places.value(("stages", link.slot, "use"))
     return Problem(message=message, key=f"{link.slot}.use", hint=hint, location=location)
 
 
-def _to_add(stages: Sequence[str], before: SlotType) -> str:
+def _to_add(stages: Sequence[str], before: SlotType, links: Sequence[SlotType]) -> str:
     """The slot to add, and other stages that it can have."""
     first, *others = stages
     rest = f", or {', '.join(others)}" if others else ""
-    return f"add `{kind_of(first)}: {{use: {first}}}` before slot `{before.slot}`{rest}"
+    taken, kind = {link.slot for link in links}, kind_of(first)
+    names = itertools.chain([kind], (f"{kind}{number}" for number in itertools.count(2)))
+    name = next(one for one in names if one not in taken)
+    return f"add `{name}: {{use: {first}}}` before slot `{before.slot}`{rest}"
 
 
 def _alike(given: type | None, wanted: type) -> bool:
@@ -256,8 +289,10 @@ def _exchange(
     return ", or ".join(parts)
 
 
-def _fits(kind: type, earlier: Sequence[SlotType]) -> bool:
-    return all(need.optional or _producer(need, earlier) is not None for need in needs(kind))
+def _fits(kind: type, earlier: Sequence[SlotType], later: Sequence[SlotType] = ()) -> bool:
+    return all(
+        need.optional or _producer(need, kind, earlier, later) is not None for need in needs(kind)
+    )
 
 
 def _givers(need: Need, registry: Registry) -> list[str]:

@@ -193,3 +193,6 @@ class Context:
     `precision`."""
     slot: str = ""
     """Name of the slot that is running."""
+    training: str = ""
+    """Slot that trains with what this slot returns, or that trained before it; empty for the
+    recipe's first training. Files of a training have it in their names."""

@@ -1,0 +1,45 @@
+"""The trainings of a chain: which slots train, and which slots are of which training.
+
+An engine, its checkpoints and the callbacks of its steps are of one training: later ones take their
+own. All files and records of a recipe's first training are named as those of a recipe that trains
+once, and those of a further one have the name of its slot: so a slot that is added behind a
+training changes nothing of it.
+"""
+
+from __future__ import annotations
+
+from pipeline.contracts.callbacks import StepCallback
+from pipeline.contracts.engine import Engine
+from pipeline.contracts.signature import gives, needs
+from pipeline.contracts.training import Checkpoints, TrainedRun
+from pipeline.contracts.wiring import Wiring
+
+OF_ONE = (Engine, Checkpoints, StepCallback)
+"""Types of artifacts that are of one training."""
+
+
+def trains(kind: type | None) -> bool:
+    """Whether a stage trains: it returns a trained run, and takes something to make it from."""
+    given = None if kind is None else gives(kind)
+    return given is not None and issubclass(given, TrainedRun) and bool(needs(kind))
+
+
+def prepares(kind: type) -> bool:
+    """Whether a stage trains, or returns what one training takes."""
+    return issubclass(gives(kind) or object, (TrainedRun, *OF_ONE))
+
+
+def training_slots(wiring: Wiring) -> list[str]:
+    """Slots that train, in order."""
+    return [slot for slot, kind in wiring.kinds.items() if trains(kind)]
+
+
+def training_of(wiring: Wiring, slot: str) -> str:
+    """The slot of the training that `slot` is of: the first that takes what it returns, if that is
+    of one training; else the one before it. Empty for the first, and in a recipe that trains
+    nothing."""
+    order, found = list(wiring.kinds), training_slots(wiring)
+    own = [one for one in found if order.index(one) <= order.index(slot)][-1:] or found[:1]
+    if any(wiring.gives(slot, kind) for kind in OF_ONE):
+        own = [one for one in wiring.readers(slot) if one in found][:1] or own
+    return "" if own == found[:1] else own[0]
