@@ -30,6 +30,7 @@ from stages.average.ema import ELEMENT, EmaAverage
 from stages.checkpoint.settings import CheckpointSettings
 from stages.data.chat import ChatData
 from stages.export.safetensors import ExportSafetensors
+from stages.model.trained import TrainedModel
 from stages.precision.policy import PrecisionPolicy
 
 if TYPE_CHECKING:
@@ -73,6 +74,16 @@ class LoraPlanner(Planner[Lora]):
     def trace(self, ctx: Context, model: ModelSource) -> ModelSource:
         source: ModelSource = self.stage.declared(model, seed=ctx.seed)
         return source
+
+
+class TrainedPlanner(Planner[TrainedModel]):
+    """Planner of `model.trained`: the model that was trained, without what training added."""
+
+    def depends(self) -> Mapping[str, Any]:
+        return {}  # values only
+
+    def trace(self, ctx: Context, model: ModelSource) -> ModelSource:
+        return model.training_view
 
 
 class EmaPlanner(Planner[EmaAverage]):

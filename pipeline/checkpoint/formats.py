@@ -49,6 +49,11 @@ class StateSource(ABC):
         if done != len(out):
             raise CheckpointError(f"{self.where}: {key} is incomplete")
 
+    def digest(self) -> str:
+        """Hex digest of all tensors by their checksums, with shapes and state; the same wherever it
+        lies. Empty in a format without checksums."""
+        return ""
+
     def entry(self, key: str) -> TensorEntry:
         """The tensor's dtype and shape. Raises CheckpointError for an unknown key."""
         if key not in self.tensors:

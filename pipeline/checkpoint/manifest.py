@@ -160,6 +160,13 @@ class Manifest(_Model):
         manifest._require_sense(where)
         return manifest
 
+    def digest(self) -> str:
+        """Hex digest of what was saved, without the progress, which may be amended, and the names
+        of files, which are chosen at random."""
+        saved = self.model_dump_json(include={"step", "state", "tensors", "runs"})
+        sums = [[part.digest, part.pieces] for part in self.parts]
+        return hashlib.sha256(f"{saved} {sums}".encode()).hexdigest()
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Full shapes of parameters and stored buffers, by name."""
         kinds = ((*tensor.key.partition("/"), tensor.shape) for tensor in self.tensors)

@@ -56,6 +56,9 @@ class CheckpointReader(StateSource):
         longest = max((entry.nbytes for entry in self.manifest.tensors), default=0)
         self._buffer = page_aligned(min(block_sums.CHUNK, longest))
 
+    def digest(self) -> str:
+        return self.manifest.digest()
+
     def close(self) -> None:
         """Keep nothing open: each read opens its file."""
 

@@ -131,6 +131,12 @@ class ModelSource(ABC):
         return self.inference_view
 
     @property
+    def training_view(self) -> ModelSource:
+        """The model of `export_view` with what only training needs: what trains the result further
+        builds this."""
+        return self
+
+    @property
     def skeleton(self) -> ModelSource:
         """A model that is quicker to build and whose blocks are alike exactly where those of this
         model are."""

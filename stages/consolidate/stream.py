@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from pipeline import Checkpoints, Context, Engine, PlanView, Problem, TrainedRun, Weights, traits
 from pipeline.checkpoint import Formats
 from stages.average.ema import EmaAverage
+
+
+def average_problems(weights: str, train: Any, plan: PlanView) -> Iterator[Problem]:
+    """Yield a mistake where the average of `weights: ema` is not kept by a training."""
+    engines = [*plan.producers(train, Engine)]
+    kept = any(isinstance(engine, EmaAverage) for engine in engines)
+    if weights == "ema" and engines and not kept:
+        yield Problem(
+            key="weights",
+            message="this recipe's training keeps no average",
+            hint="add a slot average.ema between wrap and checkpoint",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,14 +39,7 @@ class ConsolidateStream:
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         train = plan.producer(self, TrainedRun)
-        engines = [*plan.producers(train, Engine)]
-        kept = any(isinstance(engine, EmaAverage) for engine in engines)
-        if self.weights == "ema" and engines and not kept:
-            yield Problem(
-                key="weights",
-                message="this recipe's training keeps no average",
-                hint="add a slot average.ema between wrap and checkpoint",
-            )
+        yield from average_problems(self.weights, train, plan)
         stage = plan.producer(train, Checkpoints)
         if stage is not None:
             saved = stage.format if isinstance(stage, traits.NamesFormat) else None

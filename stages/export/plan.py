@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,15 +28,13 @@ from stages.export.safetensors import ExportSafetensors
 from stages.export.target import target_of
 from stages.export.weight_files import Shard
 from stages.model import compat
-from stages.model.declared import misfit, outline, refuse_differences, ties
-from stages.weights.change import renamed
+from stages.model.as_exported import AS_SOURCE, module_tensors
+from stages.model.declared import outline
 from stages.weights.converted import ConvertedReader
-from stages.weights.views import CastReader, JoinedReader
+from stages.weights.views import JoinedReader
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-AS_SOURCE = "source"
-"""In place of a dtype: each tensor keeps that of the source."""
 BUFFERS = 64 << 20
 """Bytes for tensors in transit, and for activations of a short prompt."""
 
@@ -94,48 +91,6 @@ def make_plan(
         digest=digest(parts, weights.identity, beside),
         passed=[] if passed is None else sorted(passed.names()),
     )
-
-
-def module_tensors(
-    source: ModelSource, weights: TensorReader, dtype: str
-) -> tuple[nn.Module, TensorReader]:
-    """The source's module on the meta device, and its tensors by its names, in `dtype` of an export
-    or AS_SOURCE; tied ones once. Raises StageError when names or shapes differ."""
-    model = outline(source)
-    names = names_to_read(model, weights)
-    chosen = ConvertedReader(weights, [renamed(found, kept) for kept, found in names.items()])
-    return model, CastReader(chosen, _dtypes(dtype, source, model))
-
-
-def names_to_read(outline: nn.Module, weights: TensorReader) -> dict[str, str]:
-    """Name to write -> name to read, for each tensor of `outline`, a module on the meta device with
-    its weights tied; a tied tensor once, under the name that files keep. Raises StageError when
-    names or shapes of `weights` differ from the module's."""
-    tied = ties(outline)
-    given = set(weights.names())
-    expected = outline.state_dict()
-    found: dict[str, str] = {}
-    for name in expected:
-        kept = tied.get(name, name)
-        if name in given and (kept not in found or name == kept):
-            found[kept] = name
-    missing = {name for name in expected if tied.get(name, name) not in found}
-    shapes = {kept: (weights.spec(name).shape, tuple(expected[kept].shape))
-              for kept, name in found.items()}  # fmt: skip
-    misshapen = [misfit(name, has, needs) for name, (has, needs) in shapes.items() if has != needs]
-    extra = given - expected.keys()
-    refuse_differences("the checkpoint", outline, missing, extra, misshapen)
-    return {name: found[name] for name in expected if name in found}
-
-
-def _dtypes(asked: str, source: ModelSource, model: nn.Module) -> Callable[[str], torch.dtype]:
-    if asked != AS_SOURCE:
-        one = torch_dtype(asked)
-        return lambda name: one
-    with contextlib.closing(source.weights()) as reader:
-        own = {name: reader.spec(name).dtype for name in reader.names()}
-    own |= {kept: own[alias] for alias, kept in ties(model).items() if kept not in own}
-    return own.__getitem__
 
 
 def _most_common(specs: Iterable[TensorSpec]) -> str:

@@ -16,7 +16,6 @@ from pipeline import (
     Context,
     ExportedModel,
     ExportError,
-    ModelSource,
     StageError,
     TrainedRun,
     in_words,
@@ -27,6 +26,7 @@ from stages.export.contents import Contents
 from stages.export.manifest import Manifest, WeightFile, facts_of, write_card
 from stages.export.plan import INDEX, ExportPlan, index
 from stages.export.weight_files import Shard, check, prove_files, write
+from stages.model.as_exported import needs_source, require_same_base
 
 
 def export(
@@ -47,33 +47,6 @@ def export(
     return ExportedModel(folder=folder, files=found.files, total_bytes=plan.total)
 
 
-def require_same_base(
-    ctx: Context,
-    model: ModelSource,
-    trained: TrainedRun,
-    otherwise: str = "if that is intended: --accept weights",
-) -> None:
-    """Raise ExportError when weights that come from the model's source are not those that were
-    trained on; its hint ends with what may be done `otherwise`."""
-    then = trained.progress.lineage.get("weights")
-    if not _needs_source(model) or then is None or "weights" in ctx.accept:
-        return
-    if model.contents != then:
-        raise ExportError(
-            f"the weights of {model.name} are not those that were trained on: their digest was "
-            f"{then[:12]}, is {str(model.contents)[:12]}",
-            hint=f"put back the files, or {otherwise}",
-        )
-
-
-def _needs_source(model: ModelSource) -> bool:
-    """Whether tensors of the model's source are exported or merged."""
-    passed = model.export_view.passed_through()
-    if passed is not None:
-        passed.close()
-    return passed is not None or bool(model.frozen_base)
-
-
 def _digest_beside(ctx: Context, contents: Contents) -> str:
     """A digest of the files beside the weights and of what is proven (collective)."""
     text = None
@@ -85,7 +58,7 @@ def _digest_beside(ctx: Context, contents: Contents) -> str:
                 contents.prompt,
                 Manifest(plan="").beside(Path(scratch)),
             ]
-            if _needs_source(contents.source):
+            if needs_source(contents.source):
                 facts.append(contents.source.contents)
             text = json.dumps(facts, sort_keys=True)
     return ctx.dist.broadcast_str(text)

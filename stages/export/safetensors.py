@@ -53,6 +53,13 @@ class ExportSettings:
         if damage:
             hint = "the export in it will be kept aside under another name"
             yield Problem(message=f"{folder}: {damage}", key="folder", hint=hint, warning=True)
+        for slot, stage in plan.slots.items():
+            if stage is self:
+                return
+            if isinstance(stage, ExportSettings) and stage.folder == self.folder:
+                where = self.folder or "the run's folder `export`"
+                message = f"slot `{slot}` exports to {where} too, and would be replaced"
+                yield Problem(message=message, key="folder", hint="name another folder")
 
     def verify_result(self, exported: ExportedModel) -> None:
         """Raise ExportError unless every file has the checksum that it was written with."""
@@ -87,8 +94,8 @@ class ExportSettings:
         self, ctx: Context, weights: Weights, model: ModelSource, trained: TrainedRun
     ) -> TextModel:
         """Load the model that `run` would export, for `pipe chat`."""
-        from stages.export.run import require_same_base
         from stages.export.text_model import open_trained
+        from stages.model.as_exported import require_same_base
 
         require_same_base(ctx, model, trained, "name the export")
         return open_trained(ctx, model, weights, self.loads_as)

@@ -35,9 +35,9 @@ from stages.adapter.compat import WEIGHTS as ADAPTER
 from stages.adapter.compat import import_peft, quiet
 from stages.data.template_limits import Limited
 from stages.export import manifest, target
-from stages.export.plan import AS_SOURCE, module_tensors
 from stages.export.proof import ROOM, loaded, loading
 from stages.model import compat
+from stages.model.as_exported import AS_SOURCE, module_tensors
 from stages.model.config_checks import table_of_positions
 from stages.model.files import read_json, safetensors_files
 from stages.model.special_ids import aligned, wanted_ids

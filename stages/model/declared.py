@@ -199,6 +199,10 @@ class DerivedSource(ModelSource):
     def export_view(self) -> ModelSource:
         return self.base.export_view
 
+    @property
+    def training_view(self) -> ModelSource:
+        return self.base.training_view
+
     def merge_trained(self, trained: Weights) -> Weights:
         return self.base.merge_trained(trained)
 

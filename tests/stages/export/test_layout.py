@@ -14,7 +14,7 @@ from safetensors.torch import load
 
 from pipeline.checkpoint.write_plan import CODES
 from pipeline.contracts.tensors import TensorSpec
-from pipeline.testing import problems
+from pipeline.testing import plan_view, problems
 from pipeline.utils.text import human
 from stages.export.plan import index, shards
 from stages.export.safetensors import ExportSafetensors, parse_size
@@ -48,12 +48,12 @@ def test_human(size: int, text: str) -> None:
 
 
 def test_prompt_must_not_be_empty() -> None:
-    problems = list(ExportSafetensors(prompt=" ").check(None))  # type: ignore[arg-type]
+    problems = list(ExportSafetensors(prompt=" ").check(plan_view()))
     assert [problem.key for problem in problems] == ["prompt"]
 
 
 def test_a_name_of_unfinished_exports_is_refused() -> None:
-    problems = list(ExportSafetensors(folder="out.partial").check(None))  # type: ignore[arg-type]
+    problems = list(ExportSafetensors(folder="out.partial").check(plan_view()))
     assert [problem.key for problem in problems] == ["folder"]
     assert "`out.partial` is the name of an unfinished export" in problems[0].message
 

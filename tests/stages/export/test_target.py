@@ -12,7 +12,9 @@ import pytest
 import torch
 
 from pipeline.errors import ExportError, StageError
+from pipeline.testing import plan_view
 from stages.export import contents
+from stages.export.adapter import ExportAdapter
 from stages.export.proof import verify
 from stages.export.safetensors import ExportSafetensors
 from tests.support.exports import Run, stored
@@ -25,7 +27,7 @@ def test_foreign_files_are_left_alone(llama: Run, tmp_path: Path) -> None:
     with pytest.raises(StageError, match="holds other files than an export by pipe"):
         llama.export()
     assert (llama.folder / "thesis.tex").read_text() == "x"
-    problems = list(ExportSafetensors(folder=str(llama.folder)).check(None))  # type: ignore[arg-type]
+    problems = list(ExportSafetensors(folder=str(llama.folder)).check(plan_view()))
     assert [problem.key for problem in problems] == ["folder"]
 
 
@@ -98,7 +100,7 @@ def test_an_earlier_export_with_a_changed_file_is_kept_aside(
 ) -> None:
     llama.export(dtype="fp32")
     (llama.folder / name).write_text("mine")
-    (problem,) = ExportSafetensors(folder=str(llama.folder)).check(None)  # type: ignore[arg-type]
+    (problem,) = ExportSafetensors(folder=str(llama.folder)).check(plan_view())
     assert problem.warning
     assert f"changed after it was written: {name}" in problem.message
     llama.export(dtype="bf16")
@@ -138,3 +140,15 @@ def test_an_export_whose_manifest_is_damaged_is_made_anew(
     llama.export()
     assert (llama.folder.with_name("export.changed-1") / "config.json").is_file()
     verify(llama.folder, print, trust_remote_code=False)
+
+
+def test_two_slots_do_not_export_to_one_folder() -> None:
+    one, other = ExportSafetensors(), ExportSafetensors(folder="else", dtype="fp32")
+    last = ExportAdapter()
+    plan = plan_view({"early": one, "other": other, "last": last})
+    assert [*one.check(plan), *other.check(plan)] == []
+    (problem,) = last.check(plan)
+    assert (problem.key, problem.hint) == ("folder", "name another folder")
+    assert problem.message == (
+        "slot `early` exports to the run's folder `export` too, and would be replaced"
+    )

@@ -187,7 +187,8 @@ def test_checking_imports_nothing_heavy() -> None:
         "from stages.model.hf import HfModel\n"
         "from stages.export.safetensors import ExportSafetensors\n"
         "list(HfModel(path='./x').check(None))\n"
-        "list(ExportSafetensors(folder='./x').check(None))\n"
+        "from pipeline.testing import plan_view\n"
+        "list(ExportSafetensors(folder='./x').check(plan_view()))\n"
         "print(sorted({'torch', 'transformers', 'safetensors', 'numpy'} & sys.modules.keys()))\n"
     )
     done = subprocess.run(
