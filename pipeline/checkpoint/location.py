@@ -1,6 +1,9 @@
 """Places of checkpoints: a run's own, which its folder remembers in `checkpoints.at`, and those
 that a person names.
 
+The first line of that file is the place of the first training's checkpoints; a further training has
+a line with its slot and its place, in the order of their first checkpoints.
+
 A run that finds no checkpoint at its place has lost them, and must not start from scratch without
 an order to do so.
 """
@@ -38,54 +41,86 @@ RECIPE = "recipe.yaml"
 """File by which a run's folder is known."""
 
 
-def default(run_dir: Path) -> str:
-    """Place of a run's checkpoints if its recipe does not name one."""
-    return str(run_dir / DEFAULT)
+def _name(training: str) -> str:
+    return f"{DEFAULT}-{training}" if training else DEFAULT
 
 
-def address(run_dir: Path, folder: str | None) -> str:
-    """Place of a run's checkpoints, given the `folder` of its recipe."""
+def default(run_dir: Path, training: str = "") -> str:
+    """Place of the checkpoints of a training (empty: the recipe's first) if its recipe does not
+    name one."""
+    return str(run_dir / _name(training))
+
+
+def address(run_dir: Path, folder: str | None, training: str = "") -> str:
+    """Place of a training's checkpoints, given the `folder` of its recipe."""
     if folder is None:
-        return default(run_dir)
+        return default(run_dir, training)
+    name = f"{run_dir.name}-{training}" if training else run_dir.name
     if "://" in folder:
-        return f"{folder.rstrip('/')}/{run_dir.name}"
-    return str(Path(folder).expanduser().absolute() / run_dir.name)
+        return f"{folder.rstrip('/')}/{name}"
+    return str(Path(folder).expanduser().absolute() / name)
 
 
-def known(run_dir: Path) -> str | None:
-    """Path or address of the checkpoints that the run has saved; None if it has saved none. Inside
-    the run's folder they move with it. Raises CheckpointError for a file that names no place."""
+def places(run_dir: Path) -> dict[str, str]:
+    """Path or address of the checkpoints of each training of a run that has saved some, by its slot
+    (empty: the recipe's first), in the order of their first checkpoints. Inside the run's folder
+    they move with it. Raises CheckpointError for a file that names no place."""
     file = run_dir / ADDRESS_FILE
     try:
         content = read_whole(file, most=MOST, within=run_dir) if file.exists() else b""
-        text = content.decode("utf-8")
+        first, *others = content.decode("utf-8").split("\n")
     except (OSError, ValueError) as error:
         hint = "write the place of the checkpoints into it"
         raise CheckpointError(f"{file}: damaged: {in_words(error)}", hint=hint) from error
-    return default(run_dir) if text == DEFAULT else text or None
+    lines = [("", first), *((slot, place) for slot, _, place in (o.partition(" ") for o in others))]
+    return {
+        slot: default(run_dir, slot) if place == _name(slot) else place
+        for slot, place in lines
+        if place and (not slot or slot.isidentifier())
+    }
 
 
-def remember(run_dir: Path, address: str) -> None:
-    """Record that a checkpoint has been saved at `address`. Raises CheckpointError."""
-    text = DEFAULT if address == default(run_dir) else address
+def known(run_dir: Path, training: str | None = None) -> str | None:
+    """Place of a training's checkpoints, by default of the newest training that has saved some;
+    None if there are none. Raises CheckpointError."""
+    found = places(run_dir)
+    return found.get(next(reversed(found), "") if training is None else training)
+
+
+def remember(run_dir: Path, address: str, training: str = "") -> None:
+    """Record that a checkpoint of a training has been saved at `address`. Raises
+    CheckpointError."""
+    found = dict[str, str]()
+    try:
+        found = places(run_dir)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, OSError):
+            raise  # what is garbage is replaced
+    if found.get(training) == address:
+        return
+    found |= {training: address}
+    lines = {
+        slot: _name(slot) if place == default(run_dir, slot) else place
+        for slot, place in found.items()
+    }
+    others = [f"{slot} {place}" for slot, place in lines.items() if slot]
     file = run_dir / ADDRESS_FILE
     try:
-        with contextlib.suppress(FileNotFoundError):
-            if read_whole(file, most=MOST, within=run_dir) == text.encode():
-                return
-        replace_text(file, text)
+        replace_text(file, "\n".join([lines.get("", ""), *others]))
     except OSError as error:
         raise CheckpointError(f"{file}: {error.strerror}") from error
 
 
-def require_none(run_dir: Path, address: str) -> None:
-    """Raise ResumeRefused if the run has saved a checkpoint, as none was found at `address`."""
-    place = known(run_dir)
+def require_none(run_dir: Path, address: str, training: str = "") -> None:
+    """Raise ResumeRefused if the training has saved a checkpoint, as none was found at
+    `address`."""
+    place, file = known(run_dir, training), run_dir / ADDRESS_FILE
     if place is not None:
+        over = f"delete the line of `{training}` in {file}" if training else f"delete {file}"
         raise ResumeRefused(
             f"this run saved checkpoints in {place}, and now there are none in {address}",
             hint="bring them back (is it mounted?), or set the checkpoint slot's folder as it was; "
-            f"to start over, delete {run_dir / ADDRESS_FILE}",
+            f"to start over, {over}",
         )
 
 
@@ -134,10 +169,19 @@ def find(named: str) -> tuple[Store, str]:
         return store, ""
 
 
-def newest_step(run_dir: Path) -> int | None:
-    """Return the step of the run's newest checkpoint; None if it has none on this machine."""
+def earlier(named: str) -> list[str]:
+    """Places of the checkpoints of a run's earlier trainings, if a run's folder is named, which
+    means its newest training's."""
+    if "://" in named or not (Path(named) / RECIPE).is_file():
+        return []
+    return [*places(Path(named)).values()][:-1]
+
+
+def newest_step(run_dir: Path, training: str | None = None) -> int | None:
+    """Return the step of a training's newest checkpoint, by default of the newest training's; None
+    if it has none on this machine."""
     with contextlib.suppress(PipeError, OSError):
-        place = known(run_dir)
+        place = known(run_dir, training)
         if place is not None and "://" not in place:
             names = open_store(place).names()
             return step_number(names[-1]) if names else None

@@ -242,7 +242,7 @@ class CheckpointManager(Checkpoints):
         if progress is not None:
             self._last = step_name(progress.step)
             return progress
-        location.require_none(self.ctx.run_dir, self.address)
+        location.require_none(self.ctx.run_dir, self.address, self.ctx.training)
         if self.start_from is None:
             return None
         store, name = locate(location.agreed_start(self.start_from, self.ctx.dist))
@@ -287,7 +287,7 @@ class CheckpointManager(Checkpoints):
         for warning in result.warnings:
             self.ctx.log.warning(warning)
         if result.place:
-            location.remember(self.ctx.run_dir, self.address)
+            location.remember(self.ctx.run_dir, self.address, self.ctx.training)
             self.ctx.dist.heartbeat.landmark()
             cost = result.model_dump(include=COST)
             self._written.append(WrittenCheckpoint(step=step_number(result.name) or 0, **cost))

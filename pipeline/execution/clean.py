@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.chain.trainings import training_of
 from pipeline.checkpoint import Retention, location
 from pipeline.checkpoint.local_store import LocalStore, is_leftover
 from pipeline.checkpoint.retention import unneeded
@@ -66,13 +67,15 @@ def find(folder: Path, *, all_checkpoints: bool = False) -> Finding:
         return Finding(notes=("is being exported: all of it stays",))
     journal = Journal(folder / rundir.JOURNAL)
     finished = journal.ended_well()
-    place = folder / location.DEFAULT
     notes = [] if finished else ["has not finished: its checkpoints stay"]
-    elsewhere = _elsewhere(folder, place)
-    if elsewhere:
-        return Finding(waste=(*_temporary(folder, finished=finished),), notes=(elsewhere,))
-    found = [*_temporary(folder, finished=finished), *_leftovers(place)]
-    if finished:
+    places = {"": location.default(folder)} | location.places(folder)
+    elsewhere = {slot: _elsewhere(folder, slot, place) for slot, place in places.items()}
+    here = {slot: Path(place) for slot, place in places.items() if not elsewhere[slot]}
+    found = [*_temporary(folder, finished=finished)]
+    found += [waste for place in here.values() for waste in _leftovers(place)]
+    if any(elsewhere.values()):
+        notes = [note for note in elsewhere.values() if note]
+    if finished and here:
         plan, problem = _plan(folder)
         if plan is None:
             notes.append(f"its checkpoints stay: {problem}")
@@ -80,7 +83,10 @@ def find(folder: Path, *, all_checkpoints: bool = False) -> Finding:
             exported = _is_exported(plan, journal)
             if all_checkpoints and not exported:
                 notes.append("its last checkpoint stays: there is no export of it")
-            found += _checkpoints(place, plan, journal, everything=all_checkpoints and exported)
+            for slot, place in here.items():
+                rules = _retention(plan, slot)
+                everything = all_checkpoints and exported
+                found += _checkpoints(place, rules, journal, everything=everything)
     return Finding(waste=tuple(found), notes=tuple(notes))
 
 
@@ -108,12 +114,12 @@ def _is_exported_from(folder: Path) -> bool:
     return any(rundir.is_locked(job) for job in (folder / EXPORTS).glob("*"))
 
 
-def _elsewhere(folder: Path, place: Path) -> str:
-    """Say where checkpoints are that are not in the run's folder; empty if they are."""
-    known = location.known(folder)
-    if known is not None and known != str(place):
-        return f"its checkpoints are not in its folder, and stay: {known}"
-    return f"its checkpoints stay: {place} is a link" if place.is_symlink() else ""
+def _elsewhere(folder: Path, training: str, place: str) -> str:
+    """Say where a training's checkpoints are if they are not in the run's folder; empty if they
+    are."""
+    if place != location.default(folder, training):
+        return f"its checkpoints are not in its folder, and stay: {place}"
+    return f"its checkpoints stay: {place} is a link" if Path(place).is_symlink() else ""
 
 
 def _temporary(folder: Path, *, finished: bool) -> Iterator[Waste]:
@@ -131,11 +137,13 @@ def _leftovers(place: Path) -> Iterator[Waste]:
             yield _waste(path, LEFT_OVER)
 
 
-def _checkpoints(place: Path, plan: Plan, journal: Journal, *, everything: bool) -> Iterator[Waste]:
-    """Yield the checkpoints that a finished run does not need."""
+def _checkpoints(
+    place: Path, rules: Retention, journal: Journal, *, everything: bool
+) -> Iterator[Waste]:
+    """Yield the checkpoints of a training that a finished run does not need."""
     store = LocalStore(place)
-    kept = {Path(name).name for name in _named(journal)}
-    rules = _retention(plan)
+    named = map(Path, _named(journal))
+    kept = {path.name for path in named if path.parent.name == place.name}
     superseded = {name for name in unneeded(store, rules) if name not in kept}
     for name in store.names():
         path = place / name
@@ -149,9 +157,12 @@ def _named(journal: Journal) -> Iterator[str]:
         yield from (value for value in (done.record or {}).values() if isinstance(value, str))
 
 
-def _retention(plan: Plan) -> Retention:
-    """Return the rules of the recipe's checkpoint stage, with one newest in place of several."""
-    given = [one.stage for one in plan.steps if isinstance(one.stage, RetainsCheckpoints)]
+def _retention(plan: Plan, training: str) -> Retention:
+    """Return the rules of a training's checkpoint stage, with one newest in place of several."""
+    given = [
+        one.stage for one in plan.steps if isinstance(one.stage, RetainsCheckpoints)
+        and training_of(plan.view.wiring, one.slot) == training
+    ]  # fmt: skip
     rules = given[0].retention if given else Retention()
     return rules.model_copy(update={"last": 1})
 

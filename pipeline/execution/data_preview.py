@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pipeline.contracts.data import NO_TARGET, Data, Sample
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.sample_order import ENDLESS, Order
+from pipeline.contracts.training import TrainedRun
 from pipeline.errors import UsageError
 from pipeline.execution.in_process import artifact, scratch_context
 from pipeline.utils.text import plural
 
 if TYPE_CHECKING:
-    from pipeline.chain.plan import Plan
+    from pipeline.chain.plan import Plan, PlannedSlot
+    from pipeline.contracts.stage import Context
 
 
 class Token(NamedTuple):
@@ -66,20 +68,39 @@ class Preview:
 
 
 @contextlib.contextmanager
-def preview(plan: Plan, log: logging.Logger) -> Iterator[Preview]:
-    """Run the recipe's data slot and the slots that it needs, in this process alone, in a temporary
-    run folder. Raises UsageError if no slot gives data, and the errors of those stages."""
-    gives_data = (step for step in plan.steps if step.gives and issubclass(step.gives, Data))
-    step = next(gives_data, None)
-    if step is None:
+def previews(plan: Plan, log: logging.Logger) -> Iterator[dict[str, Preview]]:
+    """Run the recipe's data slots and the slots that they need, in this process alone, in a
+    temporary run folder; nothing is trained. Yields a preview by slot. Raises UsageError if no slot
+    gives data, and the errors of those stages."""
+    steps = [step for step in plan.steps if _gives(step, Data)]
+    if not steps:
         raise UsageError("no slot of this recipe provides data")
     with scratch_context(log, seed=plan.recipe.seed) as ctx:
-        made: dict[str, Any] = {}
-        data = artifact(plan, step, ctx, made)
-        models = [each for each in made.values() if isinstance(each, ModelSource)]
-        if not models:
-            raise UsageError(f"slot `{step.slot}` takes no model, so there is no tokenizer")
-        yield Preview(data=data, tokenizer=models[-1].tokenizer(), seed=plan.recipe.seed)
+        made = _untrained(plan, ctx)
+        found = {}
+        for step in steps:
+            data = artifact(plan, step, ctx, made)
+            models = [made[slot] for slot in step.inputs.values() if slot is not None]
+            tokenizers = [one.tokenizer() for one in models if isinstance(one, ModelSource)]
+            if not tokenizers:
+                raise UsageError(f"slot `{step.slot}` takes no model, so there is no tokenizer")
+            found[step.slot] = Preview(data=data, tokenizer=tokenizers[-1], seed=plan.recipe.seed)
+        yield found
+
+
+def _untrained(plan: Plan, ctx: Context) -> dict[str, Any]:
+    """For each slot that returns the model of a training, that model before it."""
+    steps, made = {step.slot: step for step in plan.steps}, dict[str, Any]()
+    for step in plan.steps:
+        taken = [steps[slot] for slot in step.inputs.values() if slot is not None]
+        if _gives(step, ModelSource) and any(_gives(one, TrainedRun) for one in taken):
+            (model,) = (one for one in taken if _gives(one, ModelSource))
+            made[step.slot] = artifact(plan, model, ctx, made)
+    return made
+
+
+def _gives(step: PlannedSlot, kind: type) -> bool:
+    return step.gives is not None and issubclass(step.gives, kind)
 
 
 def documents(sample: Sample) -> Iterator[list[Token]]:

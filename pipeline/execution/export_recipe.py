@@ -1,4 +1,5 @@
-"""The recipe of an export after the fact: a run's own, with its training replaced by a checkpoint.
+"""The recipe of an export after the fact: a run's own, with a training replaced by a checkpoint,
+and those before it by what they returned.
 
 Imports no torch.
 """
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeline.chain.registry import Registry
+from pipeline.chain.trainings import training_slots
 from pipeline.chain.wiring import SlotType, wired
 from pipeline.checkpoint import location
 from pipeline.checkpoint.retention import best_of
@@ -21,6 +23,7 @@ from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.tensors import Weights
 from pipeline.contracts.training import TrainedRun
+from pipeline.contracts.wiring import Wiring
 from pipeline.errors import PluginError, UsageError, system_errors_as
 from pipeline.execution import rundir
 from pipeline.execution.journal import Journal
@@ -36,13 +39,15 @@ Slots = dict[str, dict[str, Any]]
 
 class Choice(NamedTuple):
     """A checkpoint (path or address), the run that saved it, the model to use instead of the run's,
-    the folder to write, and the folder of the export's own log and journal."""
+    the folder to write, the folder of the export's own log and journal, and the slot of the
+    training (empty: the first; None: as the place of the checkpoint says)."""
 
     checkpoint: str
     run: Path | None
     model: str | None
     folder: Path
     job: Path
+    training: str | None = None
 
 
 def chosen(source: str, *, step: str | None, model: str | None, to: Path | None) -> Choice:
@@ -89,8 +94,18 @@ def saver(folder: Path) -> Path | None:
         return folder
     saver = folder.parent.parent
     ours = step_number(folder.name) is not None and (saver / rundir.RECIPE).is_file()
-    place = location.known(saver) if ours else None
-    return saver if place and Path(place).resolve() == folder.parent else None
+    return saver if ours and _training_at(saver, str(folder)) is not None else None
+
+
+def _training_at(run: Path, checkpoint: str) -> str | None:
+    """The slot of the run's training that has saved a checkpoint, empty for the first; None where
+    none has."""
+    place = (
+        checkpoint.rpartition("/")[0] if "://" in checkpoint else Path(checkpoint).resolve().parent
+    )
+    known = location.places(run).items()
+    found = (slot for slot, one in known if place == (one if "://" in one else Path(one).resolve()))
+    return next(found, None)
 
 
 def checkpoint_of(run: str, step: str | None) -> str:
@@ -103,21 +118,31 @@ def checkpoint_of(run: str, step: str | None) -> str:
         if step == "best":
             for best in best_of(store, names, 1):
                 return store.locate(best)
-            raise UsageError(f"no checkpoint of {run} has a loss on held-out data")
+            raise UsageError(
+                f"no checkpoint of {run} has a loss on held-out data", hint=_others(run)
+            )
         name = f"step-{step:0>8}"
         if name not in names:
             there = ", ".join(str(step_number(one)) for one in names)
-            raise UsageError(f"{run} has no checkpoint of step {step[:40]}; it has {there}")
+            raise UsageError(
+                f"{run} has no checkpoint of step {step[:40]}; it has {there}", hint=_others(run)
+            )
         return store.locate(name)
+
+
+def _others(run: str) -> str:
+    """Where the checkpoints of earlier trainings are; empty if the run trains once."""
+    others = location.earlier(run)
+    return f"name a checkpoint of an earlier training: {', '.join(others)}" if others else ""
 
 
 def recipe_text(choice: Choice, settings: Mapping[str, Any], procs: int) -> str:
     """The recipe as YAML, with `settings` of the export slot. Raises PipeError."""
-    trained = {"use": Registry.installed().giving(TrainedRun), "checkpoint": choice.checkpoint}
+    trained = _finished(choice.checkpoint)
     if choice.run is not None:
         recipe = load_recipe(rundir.existing(choice.run) / rundir.RECIPE)
         content = recipe.public()
-        slots = _kept(recipe.name, content["stages"], trained)
+        slots = _kept(recipe.name, content["stages"], trained, choice)
         if choice.model is not None:  # an adapter on the run's model stays
             source = next(link.slot for link in _links(slots) if _gives(link, ModelSource))
             slots[source] = _model(choice.model)
@@ -132,21 +157,53 @@ def recipe_text(choice: Choice, settings: Mapping[str, Any], procs: int) -> str:
     return render({"name": name, "seed": seed, "env": env, "launch": launch, "stages": slots})
 
 
-def _kept(recipe: str, content: Mapping[str, Any], trained: dict[str, Any]) -> Slots:
-    """The slots that the export needs, with `trained` in place of the one that trains."""
+def _finished(checkpoint: str) -> dict[str, Any]:
+    return {"use": Registry.installed().giving(TrainedRun), "checkpoint": checkpoint}
+
+
+def _kept(
+    recipe: str, content: Mapping[str, Any], trained: dict[str, Any], choice: Choice
+) -> Slots:
+    """The slots that the export needs, with `trained` in place of the one that trains, and each
+    earlier training as it ended."""
+    assert choice.run is not None
     links = list(_links(content))
-    ends = [link.slot for link in links if _gives(link, ExportedModel)][-1:]
-    kept = set(ends or (link.slot for link in links if _gives(link, ModelSource | TrainedRun)))
-    slots, inputs = Slots(), wired(links).inputs
+    trains = [link.slot for link in links if _gives(link, TrainedRun)]
+    if not trains:
+        raise UsageError(f"recipe `{recipe}` has no slot that trains")
+    found = _training_at(choice.run, choice.checkpoint)
+    training = found if choice.training is None else choice.training
+    wiring = wired(links)
+    target = training or next(iter(training_slots(wiring)), trains[0])
+    ends = [link.slot for link in links if _gives(link, ExportedModel)
+            and _trained_in(wiring, link.slot) in (target, None)][-1:]  # fmt: skip
+    model = wiring.producer(target, ModelSource)
+    models = [model] if model else [link.slot for link in links if _gives(link, ModelSource)]
+    kept, slots = {*ends} or {target, *models}, Slots()
     for link in reversed(links):
-        if link.slot in kept and _gives(link, TrainedRun):
+        if link.slot == target:
             slots[link.slot] = dict(trained)
+        elif link.slot in kept and _gives(link, TrainedRun):
+            slots[link.slot] = _finished(_result(choice.run, link.slot))
         elif link.slot in kept:
             slots[link.slot] = dict(content[link.slot])
-            kept |= {slot for slot in inputs[link.slot].values() if slot is not None}
-    if trained not in slots.values():
-        raise UsageError(f"recipe `{recipe}` has no slot that trains")
+            kept |= {slot for slot in wiring.inputs[link.slot].values() if slot is not None}
     return dict(reversed(slots.items()))
+
+
+def _trained_in(wiring: Wiring, slot: str) -> str | None:
+    """The training whose weights a slot takes; None where that is not known."""
+    return wiring.producer(wiring.producer(slot, Weights) or slot, TrainedRun)
+
+
+def _result(run: Path, slot: str) -> str:
+    """The checkpoint that a finished training has returned. Raises UsageError."""
+    done = Journal(run / rundir.JOURNAL).finished().get(slot)
+    if done is None or not done.record:
+        raise UsageError(
+            f"slot `{slot}` of {run} has not finished, whose model was trained further"
+        )
+    return str(done.record["checkpoint"])
 
 
 def _completed(slots: Slots) -> str:
@@ -166,6 +223,20 @@ def _completed(slots: Slots) -> str:
 
 def _free(name: str, slots: Slots) -> str:
     return name if name not in slots else _free(f"{name}_", slots)
+
+
+def trained_in(run: Path, folder: Path) -> str | None:
+    """The training whose model a slot of the run has exported to a folder, empty for the first;
+    None where no slot has, as after `pipe export`."""
+    stages = load_recipe(rundir.existing(run) / rundir.RECIPE).public()["stages"]
+    wiring = wired(list(_links(stages)))
+    slots = [slot for slot in wiring.kinds if wiring.gives(slot, ExportedModel)]
+    with contextlib.suppress(UsageError):
+        for slot, one in zip(slots, exports_of(run), strict=True):
+            if one.resolve() == folder.resolve():
+                training = _trained_in(wiring, slot)
+                return "" if training in training_slots(wiring)[:1] else training
+    return None
 
 
 def exports_of(run: Path) -> list[Path]:

@@ -55,11 +55,12 @@ class HardwareRecord:
                 self._next = now + self._seconds
 
     def _write(self, gpus: list[GpuReading]) -> None:
-        steps = (one["step"] for one in reversed(read_tail(self._metrics)) if "step" in one)
+        steps = (one for one in reversed(read_tail(self._metrics)) if "step" in one)
+        newest = next(steps, {"step": 0})
         record = {
             "time": time.time(),
             "seconds": self._seconds,
-            "step": next(steps, 0),
+            **{key: newest[key] for key in ("step", "slot") if key in newest},
             "gpus": [asdict(gpu) for gpu in gpus],
         }
         append_line(self._file, record)
@@ -78,7 +79,8 @@ def hardware_records(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of the run in `folder`; none of a run without GPUs."""
     for record in read_lines(folder / FILE):
         gpus, step = record.get("gpus"), record.get("step")
-        if isinstance(gpus, list) and is_number(step) and all(map(_is_reading, gpus)):
+        known = is_number(step) and is_text(record.get("slot", ""))
+        if known and isinstance(gpus, list) and all(map(_is_reading, gpus)):
             yield record
 
 

@@ -7,7 +7,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ from pipeline.utils.text import plural
 class Metrics:
     """Append-only metrics of a run. A path of None makes every call do nothing (ranks above 0)."""
 
-    def __init__(self, path: Path | None) -> None:
-        self.path = path
+    def __init__(self, path: Path | None, training: str = "") -> None:
+        """Records are of the slot `training`; empty for a recipe's first training."""
+        self.path, self.training = path, training
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record; it is on its way to the disk when this returns.
@@ -42,6 +43,7 @@ class Metrics:
         """Append one record of a stage that trains: as `write`, with the names in FIELDS too."""
         if self.path is not None:
             plain = {name: _plain(value) for name, value in record.items()}
+            plain |= {"slot": self.training} if self.training else {}
             if type(plain.get("step")) is not int:
                 raise TypeError(f"a record of metrics needs an integer `step`: {record!r}")
             jsonl.append_line(self.path, plain)
@@ -50,18 +52,23 @@ class Metrics:
         """Append the steps of the whole training, of which `step` are done and none is taken now,
         unless the file says so already."""
         if self.path is not None:
-            known = [one["total_steps"] for one in records(self.path) if one.get("total_steps")]
+            own = by_training(records(self.path)).get(self.training, [])
+            known = [one["total_steps"] for one in own if one.get("total_steps")]
             if known[-1:] != [total]:
                 self.write_training({"step": step, "time": time.time(), "total_steps": total})
 
     def rewind(self, step: int) -> None:
-        """Drop records later than `step`, and a line that a crash cut short, so that a resumed run
-        leaves neither gaps nor duplicates. A file with other lines than ours is kept aside."""
+        """Drop the training's records later than `step`, and a line that a crash cut short, so that
+        a resumed run leaves neither gaps nor duplicates. A file with other lines than ours is kept
+        aside."""
         if self.path is None or not self.path.exists():
             return
         found = list(records(self.path))
         self._keep_foreign(len(found))
-        kept = [record for record in found if (record.get("step") or 0) <= step]
+        kept = [
+            record for record in found
+            if training_of(record) != self.training or (record.get("step") or 0) <= step
+        ]  # fmt: skip
         replace_text(self.path, "".join(json.dumps(r, allow_nan=False) + "\n" for r in kept))
 
     def _keep_foreign(self, ours: int) -> None:
@@ -95,16 +102,34 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
     return (record for record in jsonl.read_lines(path) if is_record(record))
 
 
-def saved_step(file: Path) -> int | None:
-    """Return the step of the newest checkpoint of the run whose `metrics.jsonl` it is: of those on
-    this machine or, where there are none, that the last 64 KiB of the file tell; None if there is
-    none."""
-    found = location.newest_step(file.parent)
+def training_of(record: Mapping[str, Any]) -> str:
+    """The slot of the training that a record is of; empty for the recipe's first."""
+    return str(record.get("slot", ""))
+
+
+def by_training(records: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Records by the slot of their training, empty for the recipe's first, in the order in which
+    these began."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        found.setdefault(training_of(record), []).append(record)
+    return found
+
+
+def saved_step(file: Path, training: str | None = None) -> int | None:
+    """Return the step of the newest checkpoint of a training of the run whose `metrics.jsonl` it
+    is, by default of the one that has written last: of those on this machine or, where there are
+    none, that the last 64 KiB of the file tell; None if there is none."""
+    newest = [record for record in jsonl.read_tail(file) if is_record(record)]
+    if training is None:
+        training = training_of(newest[-1]) if newest else ""
+    found = location.newest_step(file.parent, training)
     if found is not None:
         return found
     saved = (
-        r for r in reversed(jsonl.read_tail(file)) if is_record(r) and "checkpoint_seconds" in r
-    )
+        record for record in reversed(newest)
+        if "checkpoint_seconds" in record and training_of(record) == training
+    )  # fmt: skip
     told = next(saved, None)
     return told and told["step"]
 
@@ -117,6 +142,7 @@ def is_record(record: dict[str, Any]) -> bool:
         and all(record.get(name) is None or is_number(record[name]) for name in NUMBERS)
         and all(type(value) is not int or is_number(value) for value in record.values())
         and is_text(record.get("ended_early", ""))
+        and is_text(record.get("slot", ""))
         and _are_texts(record.get("generated", []))
     )
 
@@ -153,7 +179,7 @@ FIELDS = {
         "idle_share",
     ),
     "training length": ("total_steps",),
-    "other": ("step", "time", "best_step", "best_eval_loss"),
+    "other": ("step", "time", "slot", "best_step", "best_eval_loss"),
 }  # fmt: skip
 """Kind of record -> the fields that the training writes into it. The first tells the kind, as no
 record before it in this order has it; those of `other` place a record, and measure nothing. A field
@@ -163,7 +189,7 @@ KINDS = {fields[0]: kind for kind, fields in FIELDS.items() if kind != "other"}
 OWN = frozenset(name for fields in FIELDS.values() for name in fields)
 """All fields that the training writes."""
 NUMBERS = OWN - {
-    "step", "best_step", "applied", "profiled", "anomaly", "action", "why", "generated",
+    "step", "slot", "best_step", "applied", "profiled", "anomaly", "action", "why", "generated",
     "ended_early",
 }  # fmt: skip
 """Fields that are numbers, or null."""

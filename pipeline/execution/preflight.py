@@ -8,15 +8,18 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pipeline.chain.binding import Results
+from pipeline.chain.binding import Inputs, Results
+from pipeline.chain.trainings import training_of
+from pipeline.contracts.model import ModelSource
 from pipeline.contracts.resources import require_resources
+from pipeline.contracts.signature import needs
 from pipeline.contracts.stage import NeedsResources, RunsDry
 from pipeline.contracts.training import Checkpoints, Progress, TrainedRun
 from pipeline.execution.metrics import Metrics
 from pipeline.utils.files import remove_folder
 
 if TYPE_CHECKING:
-    from pipeline.chain.plan import Plan
+    from pipeline.chain.plan import Plan, PlannedSlot
     from pipeline.contracts.resources import ResourceNeed
     from pipeline.contracts.stage import Context
 
@@ -33,16 +36,16 @@ def look_ahead(plan: Plan, ctx: Context, artifacts: Artifacts, slots: frozenset[
     known = _in_order(plan, artifacts)
     for step in plan.steps:
         asked = step.slot in slots and isinstance(step.stage, NeedsResources)
-        if asked and not known.missing(step.stage, "resource_needs", step.inputs):
-            own = dataclasses.replace(ctx, slot=step.slot)
-            needs += known.call(step.stage, "resource_needs", own, step.inputs)
+        inputs = _so_far(step, artifacts) if asked else {}
+        if asked and not known.missing(step.stage, "resource_needs", inputs):
+            needs += known.call(step.stage, "resource_needs", _own(plan, step, ctx), inputs)
     require_resources(needs)
 
 
 def run_dry(plan: Plan, ctx: Context, artifacts: Artifacts) -> None:
-    """Save the engine's state and have every stage with `run_dry` work on that checkpoint
-    (collective). Everything written is removed again, unless it fails; random states stay
-    unchanged."""
+    """Save the engine's state and have every stage with `run_dry`, up to the next training, work on
+    that checkpoint (collective). Everything written is removed again, unless it fails; random
+    states stay unchanged."""
     from pipeline.checkpoint import rng_state
 
     folder, device = ctx.run_dir / f"{ctx.run_dir.name}.dry-run", ctx.dist.device
@@ -72,20 +75,24 @@ def _run_stages(
     plan: Plan, ctx: Context, artifacts: dict[str, Any], stack: contextlib.ExitStack
 ) -> None:
     checkpoints: Checkpoints | None = None
+    saved = False
     for step in plan.steps:
+        of_another = training_of(plan.view.wiring, step.slot) != ctx.training
         if step.gives is not None and issubclass(step.gives, TrainedRun):
-            if checkpoints is None:
+            if of_another and not saved:
+                continue
+            if of_another or checkpoints is None:
                 return
             checkpoints.save(Progress())
+            saved = True
             artifacts[step.slot] = TrainedRun(checkpoint=checkpoints.finish(), progress=Progress())
             continue
         known = _in_order(plan, artifacts)
-        dry = isinstance(step.stage, RunsDry)
+        dry = isinstance(step.stage, RunsDry) and not of_another
         if not dry or known.missing(step.stage, "run_dry", step.inputs):
             continue
         ctx.log.info("dry run: %s: %s", step.slot, step.use)
-        own = dataclasses.replace(ctx, slot=step.slot)
-        made = known.call(step.stage, "run_dry", own, step.inputs)
+        made = known.call(step.stage, "run_dry", _own(plan, step, ctx), step.inputs)
         artifacts[step.slot] = made
         checkpoints = made if isinstance(made, Checkpoints) else checkpoints
         stack.callback(getattr(made, "close", lambda: None))
@@ -94,3 +101,19 @@ def _run_stages(
 def _in_order(plan: Plan, artifacts: Artifacts) -> Results:
     """Artifacts in the order of slots: those that were restored may have come first."""
     return Results({one.slot: artifacts[one.slot] for one in plan.steps if one.slot in artifacts})
+
+
+def _so_far(step: PlannedSlot, artifacts: Artifacts) -> Inputs:
+    """The inputs of a slot, without a model that a training before it is still to make: what the
+    latest one needs, it will need, too."""
+    stage: type = type(step.stage)
+    kinds = {need.parameter: need.type for need in needs(stage)}
+    return {
+        parameter: slot for parameter, slot in step.inputs.items()
+        if slot in artifacts or not issubclass(ModelSource, kinds[parameter])
+    }  # fmt: skip
+
+
+def _own(plan: Plan, step: PlannedSlot, ctx: Context) -> Context:
+    training = training_of(plan.view.wiring, step.slot)
+    return dataclasses.replace(ctx, slot=step.slot, training=training)

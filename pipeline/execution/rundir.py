@@ -9,7 +9,7 @@ hardware.jsonl   readings of the GPUs of the first node
 memory.json      what training took of a GPU's memory
 logs/            rank-N.log
 failures/        rank-N.json and rank-N.txt (the traceback) of the newest failure
-checkpoints/     step-NNNNNNNN
+checkpoints/     step-NNNNNNNN; checkpoints-SLOT/ of each further training, by the slot that trains
 checkpoints.at   where they are
 export/          the exported model
 """

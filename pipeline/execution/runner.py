@@ -9,13 +9,15 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from pipeline.chain.trainings import training_of
 from pipeline.contracts.stage import Context, Durable
 from pipeline.contracts.training import TrainedRun
 from pipeline.distributed.heartbeat import Phase
 from pipeline.errors import StageError
 from pipeline.execution.agreement import require_same_artifact
 from pipeline.execution.journal import Journal
-from pipeline.execution.memory_record import record_memory
+from pipeline.execution.memory_record import record_memory, release_memory
+from pipeline.execution.metrics import Metrics
 from pipeline.execution.preflight import look_ahead, run_dry
 from pipeline.execution.rank_logging import IN_DISPLAY
 from pipeline.execution.resume import ResumePlan, digests, plan_resume, restored
@@ -23,6 +25,12 @@ from pipeline.utils.garbage import collect_as_usual
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan, PlannedSlot
+
+
+def enter(ctx: Context, plan: Plan, slot: str) -> None:
+    """Have a context be that of a slot, and of the training that the slot is of."""
+    ctx.slot, ctx.training = slot, training_of(plan.view.wiring, slot)
+    ctx.metrics = Metrics(ctx.metrics.path, ctx.training)
 
 
 class Runner:
@@ -45,15 +53,19 @@ class Runner:
         for step in self.plan.steps:
             if step.slot in todo.restore:
                 self.artifacts[step.slot] = restored(step, todo.restore[step.slot])
-        for step in self.plan.steps:
+        for number, step in enumerate(self.plan.steps):
+            enter(self.ctx, self.plan, step.slot)
+            trains = step.gives is not None and issubclass(step.gives, TrainedRun)
             if step.slot in todo.run:
-                trains = step.gives is not None and issubclass(step.gives, TrainedRun)
                 if trains:
-                    self._before_training(step, todo)
+                    left = {later.slot for later in self.plan.steps[number:]}
+                    self._before_training(todo.run & left)
                 self._run_step(step)
                 if trains:
                     record_memory(self.ctx)
             self._drop_read(step.slot)
+            if trains:
+                release_memory(self.ctx)
 
     def close(self) -> None:
         """Release the artifacts that are left, the newest first."""
@@ -66,14 +78,12 @@ class Runner:
             text = plan_resume(self.plan, self.journal, self.ctx.log).dump()
         return ResumePlan.load(self.ctx.dist.broadcast_str(text))
 
-    def _before_training(self, step: PlannedSlot, todo: ResumePlan) -> None:
-        self.ctx.slot = step.slot
-        look_ahead(self.plan, self.ctx, self.artifacts, todo.run)
+    def _before_training(self, left: frozenset[str]) -> None:
+        look_ahead(self.plan, self.ctx, self.artifacts, left)
         if self.plan.recipe.dry_run:
             run_dry(self.plan, self.ctx, self.artifacts)
 
     def _run_step(self, step: PlannedSlot) -> None:
-        self.ctx.slot = step.slot
         self.ctx.dist.heartbeat.beat(Phase.LOAD, step=0)
         self._note("slot started", step)
         self.ctx.log.info("%s: %s", step.slot, step.use, extra=IN_DISPLAY)

@@ -30,6 +30,7 @@ from pipeline.execution.export_recipe import (
     exports_of,
     recipe_text,
     saver,
+    trained_in,
 )
 from pipeline.execution.in_process import artifact, scratch_context
 from pipeline.execution.journal import Journal
@@ -127,7 +128,7 @@ def _in_run(run: Path, step: str | None) -> Subject:
         newest = _newest(exports)
         at = _exported_step(newest)
         folder = newest.absolute()
-        return Subject(run=run.absolute(), folder=folder, step=at, newer=_newer(run, at))
+        return Subject(run=run.absolute(), folder=folder, step=at, newer=_newer(run, newest, at))
     if location.known(run) is None:
         running = rundir.is_locked(run)
         raise UsageError(
@@ -163,9 +164,12 @@ def _opens(folder: Path) -> bool:
     return False
 
 
-def _newer(run: Path, step: int | None) -> int | None:
-    """The step of the run's newest checkpoint, if that is of a later step."""
+def _newer(run: Path, export: Path, step: int | None) -> int | None:
+    """The step of the run's newest checkpoint, if that is of a later step than the export, and of
+    the same training."""
     with contextlib.suppress(PipeError):
+        if trained_in(run, export) not in (None, next(reversed(location.places(run)), "")):
+            return None
         store, _ = location.find(str(run.resolve()))
         newest = step_number(store.names()[-1])
         return newest if step is not None and newest is not None and newest > step else None
@@ -223,7 +227,8 @@ class Opener:
         assert subject.run is not None
         run = subject.run.resolve()
         checkpoint = subject.checkpoint or NO_CHECKPOINT
-        choice = Choice(checkpoint, run, None, scratch / EXPORT, scratch)
+        of = None if subject.folder is None else trained_in(run, subject.folder)
+        choice = Choice(checkpoint, run, None, scratch / EXPORT, scratch, of)
         file = scratch / rundir.RECIPE
         file.write_text(recipe_text(choice, {}, 1), encoding="utf-8")
         return plan_file(file, ran=True)

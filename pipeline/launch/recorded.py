@@ -11,6 +11,7 @@ from pathlib import Path
 import click
 
 from pipeline.chain.plan import Plan, PlannedSlot
+from pipeline.chain.trainings import training_of
 from pipeline.contracts.training import TrainedRun
 from pipeline.distributed.signals import Interrupted, LastWords
 from pipeline.errors import (
@@ -70,7 +71,9 @@ def _continues(plan: Plan, folder: Path, journal: Journal) -> str:
     """Say from where a run goes on."""
     done = finished_in(plan, journal)
     left = [step for step in plan.steps if step.slot not in done]
-    step = saved_step(folder / rundir.METRICS) if any(map(_trains, left)) else None
+    trains = next((one.slot for one in left if _trains(one)), None)
+    training = trains and training_of(plan.view.wiring, trains)
+    step = None if training is None else saved_step(folder / rundir.METRICS, training)
     where = "" if step is None else f" at step {step}"
     return f"continues{where} ({len(done)} of {len(plan.steps)} slots done)"
 

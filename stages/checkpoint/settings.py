@@ -82,7 +82,7 @@ class CheckpointSettings:
             ctx=ctx,
             engine=engine,
             frozen_base=frozenset(model.frozen_base if model else ()),
-            address=address(ctx.run_dir, self.folder),
+            address=address(ctx.run_dir, self.folder, ctx.training),
             file_layout=FULL if self.format == "full" else SHARDED,
             every=self.every,
             retention=self.retention,

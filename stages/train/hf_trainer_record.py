@@ -24,6 +24,7 @@ from pipeline import (
     Progress,
     StageError,
 )
+from pipeline.checkpoint import address
 from pipeline.utils import sync, sync_tree
 from stages.batches.feed import BatchStats, Feed, microbatches
 from stages.batches.layout import collate
@@ -41,7 +42,7 @@ from stages.train.step import advance
 
 def root(ctx: Context) -> Path:
     """Return the folder of the Trainer's checkpoints."""
-    return ctx.run_dir / "checkpoints"
+    return Path(address(ctx.run_dir, None, ctx.training))
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:

@@ -30,11 +30,19 @@ def lineage(config: BatchPlan, ctx: Context, data: Data, model: ModelSource) -> 
     }
 
 
+def again(ctx: Context) -> str:
+    """What to do, for a further training, after the one before it has trained on; else empty."""
+    file = ctx.run_dir / "checkpoints.at"
+    over = f"to train `{ctx.slot}` again, delete its checkpoints and their line in {file}; else "
+    return over if ctx.training else ""
+
+
 def require_same_lineage(
-    now: Mapping[str, Any], accept: Collection[str], progress: Progress
+    now: Mapping[str, Any], accept: Collection[str], progress: Progress, again: str = ""
 ) -> None:
-    """Raise ResumeRefused if a part differs from the checkpoint's and is not accepted. Checkpoints
-    of other tools have no lineage, and those of earlier versions may lack parts."""
+    """Raise ResumeRefused if a part differs from the checkpoint's and is not accepted; its hint
+    begins with `again`. Checkpoints of other tools have no lineage, and those of earlier versions
+    may lack parts."""
     changed = [
         part for part in now if part in progress.lineage and progress.lineage[part] != now[part]
     ]
@@ -44,7 +52,7 @@ def require_same_lineage(
     found = [text for part in refused for text in _differences(part, progress.lineage, now)]
     raise ResumeRefused(
         f"the checkpoint at step {progress.step} belongs to another training: " + "; ".join(found),
-        hint="start a new run, or if that is intended, the same command with "
+        hint=f"{again}start a new run, or if that is intended, the same command with "
         + " ".join(f"--accept {part}" for part in refused),
     )
 

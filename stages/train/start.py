@@ -26,11 +26,11 @@ from stages.train.causal_lm import TrainCausalLm
 from stages.train.flops import known_cost, known_peak
 from stages.train.generate import Writer
 from stages.train.launched import LaunchedSteps
-from stages.train.lineage import lineage, require_same_lineage
+from stages.train.lineage import again, lineage, require_same_lineage
 from stages.train.loop import Training
 from stages.train.meter import StepMeter
 from stages.train.nothing_left import Length, require_steps_left
-from stages.train.profiling import Profiler
+from stages.train.profiling import Profiler, traces
 from stages.train.report import Reporter
 from stages.train.saves import Saves
 from stages.train.settings import GIVE_SAMPLES, NO_SAMPLES
@@ -57,7 +57,7 @@ def train(
     identity = lineage(config, ctx, data, model)
     length = config.length_on(data, checkpoints)
     checkpoints.begin(length)
-    validate = functools.partial(require_same_lineage, identity, ctx.accept)
+    validate = functools.partial(require_same_lineage, identity, ctx.accept, again=again(ctx))
     restored = checkpoints.restore(validate)
     ctx.metrics.rewind(-1 if restored is None else restored.step)
     progress = restored or Progress()
@@ -94,7 +94,7 @@ def train(
             heartbeat=ctx.dist.heartbeat,
         ),
         recovery=recovery,
-        profiler=Profiler(config.profile_steps, ctx.run_dir, engine, ctx.dist),
+        profiler=Profiler(config.profile_steps, traces(ctx), engine, ctx.dist),
         meter=meter,
         launched=LaunchedSteps(
             progress=progress,

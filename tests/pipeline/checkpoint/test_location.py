@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -77,3 +78,44 @@ def test_garbage_is_said_and_replaced_by_the_next_save(tmp_path: Path) -> None:
         location.known(tmp_path)
     location.remember(tmp_path, "/elsewhere")
     assert location.known(tmp_path) == "/elsewhere"
+
+
+def test_each_training_has_its_own_place(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    location.remember(run, location.address(run, None))
+    before = (run / "checkpoints.at").read_bytes()
+    assert before == b"checkpoints"  # as of a run that trains once
+    location.remember(run, location.address(run, None, "chat"), "chat")
+    location.remember(run, location.address(run, "s3://bucket/all/", "last"), "last")
+    moved = run.rename(tmp_path / "moved")
+    assert location.places(moved) == {
+        "": str(moved / "checkpoints"),
+        "chat": str(moved / "checkpoints-chat"),
+        "last": "s3://bucket/all/run-last",
+    }
+    assert location.known(moved) == "s3://bucket/all/run-last"
+    assert location.known(moved, "chat") == str(moved / "checkpoints-chat")
+    location.require_none(moved, "/else", "another")
+    line = f"delete the line of `chat` in {moved / 'checkpoints.at'}"
+    with pytest.raises(ResumeRefused, match=re.escape(line)):
+        location.require_none(moved, "/else", "chat")
+
+
+def test_a_line_that_leads_out_of_the_folder_is_no_training(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints.at").write_text("checkpoints\n../.. checkpoints-../..\nchat /there")
+    assert list(location.places(tmp_path)) == ["", "chat"]
+
+
+def test_the_newest_step_is_of_the_training_that_has_written_last(tmp_path: Path) -> None:
+    for training, step in (("", 20), ("chat", 5)):
+        place = location.default(tmp_path, training)
+        folder = Path(place, f"step-{step:08d}")
+        folder.mkdir(parents=True)
+        (folder / MANIFEST).write_text("{}")
+        location.remember(tmp_path, place, training)
+    file = tmp_path / "metrics.jsonl"
+    Metrics(file).write_training({"step": 21, "loss": 1.0})
+    assert (saved_step(file), saved_step(file, "chat")) == (20, 5)
+    Metrics(file, "chat").write_training({"step": 6, "loss": 1.0})
+    assert (saved_step(file), saved_step(file, "")) == (5, 20)

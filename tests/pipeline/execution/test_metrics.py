@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.execution.metrics import Metrics, records
+from pipeline.execution.metrics import Metrics, by_training, records
 from pipeline.view.texts import before_and_after
 
 
@@ -106,3 +106,30 @@ def test_texts_without_a_number_are_left_out(tmp_path: Path, number: object) -> 
     path.write_text("\n".join([*lines, json.dumps(whole), ""]))
     assert list(records(path)) == [whole]
     assert list(before_and_after(records(path))) == []
+
+
+def test_a_training_rewinds_its_own_records_alone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first, second = Metrics(path), Metrics(path, "chat")
+    for step in (1, 2, 3):
+        first.write_training({"step": step, "loss": 1.0})
+    for step in (1, 2):
+        second.write_training({"step": step, "loss": 2.0})
+    second.write({"step": 2, "accuracy": 0.5})
+    second.rewind(1)
+    ours = [{"step": step, "loss": 1.0} for step in (1, 2, 3)]
+    further = [{"step": 1, "loss": 2.0, "slot": "chat"}]
+    assert list(records(path)) == [*ours, *further]
+    first.rewind(-1)
+    assert list(records(path)) == further
+    first.write_length(0, 9)
+    second.write_length(1, 9)
+    assert [record.get("slot") for record in records(path)] == ["chat", None, "chat"]
+    with pytest.raises(ValueError, match="`slot` is a name of the training's numbers"):
+        first.write({"step": 1, "slot": "mine"})
+
+
+def test_a_slot_that_is_no_text_is_no_record(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 1.0, "slot": 3}\n{"step": 1, "loss": 1.0}\n')
+    assert list(by_training(records(path))) == [""]

@@ -12,6 +12,7 @@ from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.contracts.resources import ResourceNeed
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import Checkpoints, TrainedRun
+from pipeline.contracts.wiring import Wiring
 from pipeline.execution.preflight import look_ahead, run_dry
 from pipeline.testing import context
 
@@ -73,7 +74,11 @@ def plan(**inputs: str | None) -> Plan:
         for slot in ("a", "b", "c")
     ]
     steps = (*numbers, save, trained, look)
-    return Plan(recipe=SimpleNamespace(), view=None, steps=steps, per_node=1)  # type: ignore[arg-type]
+    kinds = {one.slot: None if one.stage is None else type(one.stage) for one in steps}
+    view = SimpleNamespace(
+        wiring=Wiring(kinds=kinds, inputs={one.slot: one.inputs for one in steps})
+    )
+    return Plan(recipe=SimpleNamespace(), view=view, steps=steps, per_node=1)  # type: ignore[arg-type]
 
 
 def test_needs_and_dry_runs_get_what_the_slot_is_wired_to(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from pipeline.contracts.training import Progress
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import ResumeRefused
 from stages.train.causal_lm import TrainCausalLm
-from stages.train.lineage import lineage, require_same_lineage
+from stages.train.lineage import again, lineage, require_same_lineage
 from tests.support.runs import context, tiny_model, toy_data
 
 DATA = {"contents": "a" * 64, "sequence_length": 128}
@@ -32,6 +32,19 @@ def refusal(then: dict[str, Any], *accept: str) -> str:
     except ResumeRefused as refused:
         return str(refused)
     return ""
+
+
+def test_a_further_training_can_be_begun_again(tmp_path: Path) -> None:
+    ctx = context(DistContext(device=torch.device("cpu")), tmp_path)
+    assert again(ctx) == ""
+    ctx.slot = ctx.training = "chat"
+    with pytest.raises(ResumeRefused) as refused:
+        require_same_lineage(NOW, (), Progress(step=5, lineage={"model": "d"}), again(ctx))
+    assert str(refused.value).endswith(
+        f"(to train `chat` again, delete its checkpoints and their line in "
+        f"{tmp_path / 'checkpoints.at'}; else start a new run, or if that is intended, the same "
+        "command with --accept model)"
+    )
 
 
 @pytest.mark.parametrize(
