@@ -38,7 +38,8 @@ def ls(runs: Path, as_json: bool) -> None:
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run["started"]))
         loss = "" if run["loss"] is None else f"loss {run['loss']:.4f}"
         slot = "" if run["slot"] is None or run["state"] == "finished" else f"in {run['slot']}"
-        step = "" if run["step"] is None else f"step {run['step']}"
+        of = f"{run['training']} " if run["training"] else ""
+        step = "" if run["step"] is None else f"{of}step {run['step']}"
         best = run["best"]
         best = best and f"held out {best['eval_loss']:.4f} at step {best['step']} (best)"
         early = run["ended_early"] and f"ended early: {run['ended_early']}"
@@ -73,7 +74,7 @@ def _described(folder: Path) -> dict[str, Any]:
     except PermissionError:
         raise
     except Exception as error:
-        nothing = dict.fromkeys(("slot", "step", "loss", "best", "ended_early"))
+        nothing = dict.fromkeys(("slot", "training", "step", "loss", "best", "ended_early"))
         started = folder.stat().st_mtime
         said = {"state": "damaged", "damage": in_words(error), "started": started}
         return {"folder": str(folder), **said, **nothing}
@@ -83,10 +84,11 @@ def _describe(folder: Path) -> dict[str, Any]:
     from pipeline.errors import JournalDamaged
     from pipeline.execution import rundir
     from pipeline.execution.journal import Journal
-    from pipeline.execution.metrics import is_record
+    from pipeline.execution.metrics import by_training, is_record
     from pipeline.utils.jsonl import read_tail
     from pipeline.utils.terminal import shown
-    from pipeline.view.history import best_of, ended_early, state_of
+    from pipeline.view.history import state_of
+    from pipeline.view.trainings import Training
 
     events: list[dict[str, Any]] = []
     damage = None
@@ -96,7 +98,9 @@ def _describe(folder: Path) -> dict[str, Any]:
         damage = str(error)
     slots = [event["slot"] for event in events if event["event"] == "slot started"]
     newest = [one for one in read_tail(folder / rundir.METRICS) if is_record(one)]
-    metrics: dict[str, Any] = next((record for record in reversed(newest) if "loss" in record), {})
+    slot, of_it = next(reversed(by_training(newest).items()), ("", []))
+    training = Training(slot=slot, metrics=of_it)
+    metrics: dict[str, Any] = next(iter(reversed(training.steps)), {})
     return {
         "folder": str(folder),
         "state": "damaged" if damage else state_of(folder, events),
@@ -105,6 +109,7 @@ def _describe(folder: Path) -> dict[str, Any]:
         "slot": slots[-1] if slots else None,
         "step": metrics.get("step"),
         "loss": metrics.get("loss"),
-        "best": best_of(newest),
-        "ended_early": shown(ended_early(newest)) or None,
+        "training": slot or None,
+        "best": training.best,
+        "ended_early": shown(training.ended_early) or None,
     }

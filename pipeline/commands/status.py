@@ -57,6 +57,7 @@ def _facts(run: Follower) -> dict[str, object]:
         "state": run.state,
         "slot": running and running.slot,
         "activity": run.activity() or None,
+        "training": run.training or None,
         "step": run.step or None,
         "evaluation": run.evaluation or None,
         "checkpoint": run.saved or None,

@@ -43,7 +43,8 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float], time: float) -> None:
-        """Log measurements of a step; `time` is in seconds since 1970."""
+        """Log measurements of a step; `time` is in seconds since 1970. Names of a further training
+        of the run begin with its slot (`chat/loss`), and its steps begin with 1 again."""
 
     def log_text(self, step: int, name: str, text: str) -> None:
         """Log a text that was generated at a step. Does nothing unless overridden."""

@@ -15,7 +15,7 @@ from pipeline.chain.plan import Plan
 from pipeline.contracts.stage import ENVIRONMENT_FILE
 from pipeline.errors import in_words
 from pipeline.execution import rundir
-from pipeline.execution.metrics import UNSENT, is_record, kind_of, numbers
+from pipeline.execution.metrics import UNSENT, is_record, kind_of, numbers, training_of
 from pipeline.recipe import Recipe
 from pipeline.track.contract import Outcome, RunFacts, Tracker, TrackerStage
 from pipeline.utils.files import opened, private_folder, replace_text, wait_for_lock
@@ -37,14 +37,19 @@ class Sent:
     have the number of the step that failed."""
     rollbacks: list[dict[str, Any]] = field(default_factory=list)
     """Records of rollbacks, behind which steps come again with other numbers."""
+    further: dict[str, dict[str, int]] = field(default_factory=dict)
+    """Slot of a further training -> what `newest` is of the first."""
 
-    def covers(self, step: int, kind: str) -> bool:
+    def _of(self, training: str) -> dict[str, int]:
+        return self.further.setdefault(training, {}) if training else self.newest
+
+    def covers(self, step: int, kind: str, training: str) -> bool:
         """Whether a record of this step has been sent."""
-        return step <= self.newest.get(kind, -1)
+        return step <= self._of(training).get(kind, -1)
 
-    def add(self, step: int, kind: str) -> None:
+    def add(self, step: int, kind: str, training: str) -> None:
         """Note that a record has been sent."""
-        self.newest[kind] = step
+        self._of(training)[kind] = step
 
     def go_back(self, rollback: Mapping[str, Any]) -> None:
         """Note that nothing from a rollback's step on has been sent. One that a resumed run repeats
@@ -52,7 +57,8 @@ class Sent:
         if rollback not in self.rollbacks:
             self.rollbacks.append(dict(rollback))
             before = (rollback.get("step") or 0) - 1
-            self.newest = {kind: min(step, before) for kind, step in self.newest.items()}
+            newest = self._of(training_of(rollback))
+            newest |= {kind: min(step, before) for kind, step in newest.items()}
 
 
 @dataclass(eq=False)
@@ -68,8 +74,8 @@ class Feeder:
     """Number of steps of which something was sent."""
     _state: Mapping[str, Any] = field(default_factory=dict, init=False)
     _kept: float = field(default=0.0, init=False)
-    _counted: int = field(default=-1, init=False)
-    """The step that was counted last."""
+    _counted: tuple[str, int] = field(default=("", -1), init=False)
+    """The training and the step that were counted last."""
 
     def __post_init__(self) -> None:
         self._tail = Tail(self.folder / rundir.METRICS)
@@ -114,23 +120,24 @@ class Feeder:
         step, kind = record.get("step") or 0, _kind(record)
         if kind == "anomaly" and record.get("action") == "rollback":
             self.sent.go_back(record)
-        if not self.sent.covers(step, kind):
+        if not self.sent.covers(step, kind, training_of(record)):
             self._send(step, record)
-            self.sent.add(step, kind)
+            self.sent.add(step, kind, training_of(record))
 
     def _send(self, step: int, record: Mapping[str, Any]) -> None:
         if kind_of(record) == "step" and step % self.every:
             return
-        metrics = dict(_measurements(record))
+        prefix = f"{training_of(record)}/" if training_of(record) else ""
+        metrics = {f"{prefix}{name}": value for name, value in _measurements(record)}
         if metrics:
             self.tracker.log(step, metrics, float(record.get("time") or time.time()))
         texts = record.get("generated", ())
         for sample in texts:
             text = shown(f"{sample['prompt']}{sample['text']}")
-            self.tracker.log_text(step, f"generated/{sample['number']}", text)
+            self.tracker.log_text(step, f"{prefix}generated/{sample['number']}", text)
         if metrics or texts:
-            self.steps += step != self._counted
-            self._counted = step
+            self.steps += (prefix, step) != self._counted
+            self._counted = prefix, step
 
     def _keep(self) -> None:
         self._kept = time.monotonic()

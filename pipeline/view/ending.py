@@ -9,12 +9,14 @@ from pathlib import Path
 from pipeline.execution import rundir
 from pipeline.execution.metrics import records
 from pipeline.execution.talk import can_talk
+from pipeline.recipe import read_recipe
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import shown_path
 from pipeline.view import measurements
-from pipeline.view.history import RunState, best_of, ended_early, steps_of
+from pipeline.view.history import RunState
 from pipeline.view.speed import MeanSpeed
 from pipeline.view.texts import before_and_after
+from pipeline.view.trainings import Training, slots_that_train, trainings_in
 from pipeline.view.words import count, held_out
 
 REPORT = "report.html"
@@ -22,11 +24,20 @@ REPORT = "report.html"
 
 
 def outcome(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield labels and texts of what the training of a run measured: steps and mean speed, the
+    """Yield labels and texts of what each training of a run measured: steps and mean speed, the
     reason of an early end, the first and the last held-out loss, plugins' numbers, and answers
     before and after training. Raises OSError."""
-    found = list(records(folder / rundir.METRICS))
-    steps = steps_of(found)
+
+    def slots() -> list[str]:
+        recipe, _ = read_recipe(folder / rundir.RECIPE)
+        return slots_that_train({s: one.use for s, one in recipe.stages.items()} if recipe else {})
+
+    for training in trainings_in(records(folder / rundir.METRICS), slots):
+        yield from ((training.named(label), text) for label, text in _measured(training))
+
+
+def _measured(training: Training) -> Iterator[tuple[str, str]]:
+    steps = training.steps
     speed = MeanSpeed.of(steps)
     if steps:
         rate = speed.mean("tokens_per_second")
@@ -34,15 +45,15 @@ def outcome(folder: Path) -> Iterator[tuple[str, str]]:
         total = steps[-1].get("total_steps")
         whole = f" of {total}" if total and total > steps[-1]["step"] else ""
         yield "steps", f"{steps[-1]['step']}{whole}{mean}"
-    reason = ended_early(found)
+    reason = training.ended_early
     if reason:
         yield "ended early", shown(reason)
-    text = held_out([record for record in found if "eval_loss" in record], best_of(found))
+    text = held_out(training.evaluations, training.best)
     if text:
         yield "held-out loss", text
-    for name, (step, value) in measurements.newest(found).items():
+    for name, (step, value) in measurements.newest(training.metrics).items():
         yield name, f"{value:.4g} at step {step}"
-    yield from before_and_after(found)
+    yield from before_and_after(training.metrics)
 
 
 def next_lines(folder: Path, state: RunState) -> list[tuple[str, str]]:

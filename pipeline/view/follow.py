@@ -13,7 +13,7 @@ from typing import Any
 from pipeline.execution import rundir
 from pipeline.execution.activity_record import FILE as ACTIVITY
 from pipeline.execution.journal import counted, is_event
-from pipeline.execution.metrics import is_record
+from pipeline.execution.metrics import is_record, training_of
 from pipeline.view.chain import Chain
 from pipeline.view.history import DOING, PLAN_FILE, PLANNED, RunState, json_in, state_of
 from pipeline.view.measurements import measured
@@ -65,6 +65,8 @@ class Follower:
     """The newest profiled step's record; empty without one."""
     saved: dict[str, Any] = field(default_factory=dict, init=False)
     """The newest checkpoint's record; empty before the first."""
+    training: str = field(default="", init=False)
+    """Slot of the training that is followed, the newest; empty for the recipe's first."""
     ended_early: str = field(default="", init=False)
     """Why training ended before its last step; empty if it did not."""
 
@@ -134,7 +136,8 @@ class Follower:
         return float((total - step) * statistics.fmean(self.paces))
 
     def _forget(self) -> None:
-        """Begin again: a resumed run has dropped steps that are to be repeated."""
+        """Begin again: a resumed run has dropped steps that are to be repeated, or another training
+        has begun."""
         self.losses.clear()
         self.paces.clear()
         self.measured.clear()
@@ -143,6 +146,9 @@ class Follower:
         self.communication, self.saved, self.ended_early = {}, {}, ""
 
     def _note(self, record: dict[str, Any]) -> None:
+        if training_of(record) != self.training:
+            self._forget()
+            self.training = training_of(record)
         if "ended_early" in record:
             self.ended_early = record["ended_early"]
         if "loss" in record:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pipeline.execution.metrics import records
 from pipeline.recipe import Recipe, read_recipe
 from pipeline.utils.foreign import fitting, is_number, is_text, read_json
 from pipeline.view.chain import ENDS, Chain
+from pipeline.view.trainings import Training, slots_that_train, trainings_in
 
 PLAN_FILE = "plan.json"
 """The plan of a run, in its folder: `needed_bytes` of a GPU, `lines` for people."""
@@ -47,19 +49,30 @@ class History:
         return self.folder.resolve().name
 
     @property
+    def slots(self) -> dict[str, str]:
+        """Slot -> name of its stage, in order."""
+        return {slot: spec.use for slot, spec in self.recipe.stages.items()}
+
+    @functools.cached_property
+    def trainings(self) -> list[Training]:
+        """The trainings that have begun, in order; at least one."""
+        return trainings_in(self.metrics, lambda: slots_that_train(self.slots))
+
+    @property
     def steps(self) -> list[dict[str, Any]]:
-        """Records of training steps, as `steps_of` returns them."""
-        return steps_of(self.metrics)
+        """Records of steps, of the newest training."""
+        return self.trainings[-1].steps
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """Records of evaluations."""
-        return [record for record in self.metrics if "eval_loss" in record]
+        """Records of evaluations, of the newest training."""
+        return self.trainings[-1].evaluations
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """Lowest held-out loss, `eval_loss`, and its `step`; None before an evaluation."""
-        return best_of(self.metrics)
+        """Lowest held-out loss of the newest training, `eval_loss`, and its `step`; None before an
+        evaluation."""
+        return self.trainings[-1].best
 
 
 def read_history(folder: Path, *, ended: bool = False) -> History:
@@ -125,39 +138,6 @@ def state_of(folder: Path, events: list[dict[str, Any]], *, ended: bool = False)
     # under another launcher, rank 0 may be stopped before it can say that another one failed
     failed = newest == "run failed" or failures.in_force(folder)
     return "failed" if failed else "stopped"
-
-
-def steps_of(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records of training steps; the newest has the total of the run's newest start, and
-    no fewer than are done."""
-    steps: list[dict[str, Any]] = []
-    total = 0
-    for record in records:
-        total = record.get("total_steps") or total
-        if "loss" in record:
-            steps.append(record)
-    if steps and total:
-        steps[-1] = {**steps[-1], "total_steps": max(total, steps[-1]["step"])}
-    return steps
-
-
-def best_of(metrics: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the lowest held-out loss and its step, which every record repeats since the first
-    evaluation; None before that."""
-    known = (record for record in reversed(metrics) if record.get("best_step") is not None)
-    best = next(known, None)
-    return best and {"step": best["best_step"], "eval_loss": best["best_eval_loss"]}
-
-
-def ended_early(records: Iterable[Mapping[str, Any]]) -> str:
-    """Return why training ended before its last step; empty if it did not, or went on since."""
-    reason = ""
-    for record in records:
-        if "ended_early" in record:
-            reason = record["ended_early"]
-        elif "loss" in record:
-            reason = ""
-    return reason
 
 
 Kinds = Mapping[str, Callable[[Any], bool]]

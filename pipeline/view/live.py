@@ -125,9 +125,11 @@ def _activity(doing: dict[str, Any], width: int) -> RenderableType:
 def _steps(run: Follower, width: int) -> RenderableType:
     step, total = run.step["step"], run.step.get("total_steps")
     if not total:
-        return Text(f"step {step}")
+        return Text(f"{shown(run.training)} step {step}".strip())
     text = f"step {step} of {total}"
-    return _bar(Text("training"), step, total, text, run.seconds_left or None, width)
+    return _bar(
+        Text(shown(run.training) or "training"), step, total, text, run.seconds_left or None, width
+    )
 
 
 def _bar(

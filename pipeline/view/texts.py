@@ -68,14 +68,15 @@ class Prompt:
     left_out: int
 
 
-def prompts(records: Iterable[Mapping[str, Any]]) -> list[Prompt]:
-    """Return the newest prompts of a run's records with their answers, for a report."""
+def prompts(records: Iterable[Mapping[str, Any]], slot: str = "") -> list[Prompt]:
+    """Return the newest prompts of a training's records with their answers, for a report; `slot` is
+    the training's, if the run has others."""
     found = list(by_prompt(records).items())[-MOST_IN_REPORT:]
-    return [_prompt(text, by_step) for (_, text), by_step in found]
+    return [_prompt(text, by_step, slot) for (_, text), by_step in found]
 
 
-def _prompt(text: str, by_step: Mapping[int, str]) -> Prompt:
-    first, *rest = _answers(by_step)
+def _prompt(text: str, by_step: Mapping[int, str], slot: str) -> Prompt:
+    first, *rest = _answers(by_step, slot)
     kept = rest[max(0, len(rest) - MOST_ANSWERS + 1) :]
     return Prompt(
         text=shown(text),
@@ -85,8 +86,8 @@ def _prompt(text: str, by_step: Mapping[int, str]) -> Prompt:
     )
 
 
-def _answers(by_step: Mapping[int, str]) -> Iterator[Answer]:
+def _answers(by_step: Mapping[int, str], slot: str) -> Iterator[Answer]:
     for step in sorted(by_step):
-        when = f"step {step}" if step else "before training"
+        when = f"{slot} step {step}".strip() if step else f"before {slot or 'training'}"
         text = by_step[step]
         yield Answer(when=when, text=shown(text) if text.strip() else "")

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import align, duration, human
 from pipeline.view import measurements
-from pipeline.view.history import History, ended_early
+from pipeline.view.history import History
 from pipeline.view.report.curves import curve
 from pipeline.view.report.facts import busy_seconds, where
 from pipeline.view.report.page import Plot, Series, render
 from pipeline.view.speed import MeanSpeed
+from pipeline.view.trainings import Training, slots_that_train
 from pipeline.view.words import count, number, percent
 
 MISSING = "-"
+Records = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,7 @@ class Value:
 
 def results(histories: Sequence[History]) -> list[Row]:
     """Return what came out of each run; without properties that no run has."""
-    columns = [dict(_results(history)) for history in histories]
+    columns = [dict(_results(*run)) for run in zip(histories, _trainings(histories), strict=True)]
     names = dict.fromkeys(name for column in columns for name in column)
     missing = Value(text=MISSING)
     return [_row(name, [column.get(name, missing) for column in columns]) for name in names]
@@ -61,25 +63,44 @@ def _row(name: str, found: Sequence[Value]) -> Row:
     return Row(name=name, values=values, better=better if len(set(values)) > 1 else ())
 
 
-def _results(history: History) -> Iterator[tuple[str, Value]]:
-    steps = history.steps
-    last: Mapping[str, Any] = steps[-1] if steps else {}
+def _trainings(histories: Sequence[History]) -> list[list[Training]]:
+    """Return each run's trainings; if one has several, those of the others have their slots too, by
+    which they are compared."""
+    found = [history.trainings for history in histories]
+    if max(map(len, found)) == 1:
+        return found
+    firsts = [next(iter(slots_that_train(history.slots)), "") for history in histories]
+    return [
+        [replace(training, slot=training.slot or first) for training in trainings]
+        for first, trainings in zip(firsts, found, strict=True)
+    ]
+
+
+def _results(history: History, trainings: Sequence[Training]) -> Iterator[tuple[str, Value]]:
     yield "state", Value(text=history.state)
     yield "where", Value(text=where(history))
+    for training in trainings:
+        yield from ((training.named(name), value) for name, value in _of_training(training))
+    yield "time", Value(text=duration(busy_seconds(history)))
+
+
+def _of_training(training: Training) -> Iterator[tuple[str, Value]]:
+    steps = training.steps
+    last: Mapping[str, Any] = steps[-1] if steps else {}
     if last:
         yield "steps", Value(text=str(last["step"]))
         yield "training loss", _lower(last["loss"])
-    reason = ended_early(history.metrics)
+    reason = training.ended_early
     if reason:
         yield "ended early", Value(text=shown(reason))
-    if history.evaluations:
-        yield "first held-out loss", Value(text=number(history.evaluations[0]["eval_loss"]))
-        yield "last held-out loss", _lower(history.evaluations[-1]["eval_loss"])
-    if history.best:
-        best = history.best
+    evaluations, best = training.evaluations, training.best
+    if evaluations:
+        yield "first held-out loss", Value(text=number(evaluations[0]["eval_loss"]))
+        yield "last held-out loss", _lower(evaluations[-1]["eval_loss"])
+    if best:
         text = f"{number(best['eval_loss'])} at step {best['step']}"
         yield "best held-out loss", Value(text=text, rank=best["eval_loss"])
-    for name, (_, value) in measurements.newest(history.metrics).items():
+    for name, (_, value) in measurements.newest(training.metrics).items():
         yield shown(name), Value(text=f"{value:.4g}")
     speed = MeanSpeed.of(steps)
     rate, used = speed.mean("tokens_per_second"), speed.mean("mfu")
@@ -90,7 +111,6 @@ def _results(history: History) -> Iterator[tuple[str, Value]]:
     for name, label in (("peak_memory_bytes", "GPU peak"), ("peak_host_memory_bytes", "host peak")):
         if last.get(name):
             yield label, Value(text=human(last[name]), rank=last[name])
-    yield "time", Value(text=duration(busy_seconds(history)))
 
 
 def _lower(loss: float | None) -> Value:
@@ -185,22 +205,30 @@ def comparison_page(histories: Sequence[History]) -> str:
 
 
 def _plots(histories: Sequence[History]) -> Iterator[Plot]:
+    """Yield the curves of all runs, those of each training together."""
+    found = [
+        (history.name, training)
+        for history, trainings in zip(histories, _trainings(histories), strict=True)
+        for training in trainings
+    ]
+    for first in {training.slot: training for _, training in found}.values():
+        alike = [(name, one.metrics) for name, one in found if one.slot == first.slot]
+        yield from (replace(plot, title=first.named(plot.title)) for plot in _plots_of(alike))
+
+
+def _plots_of(runs: Sequence[tuple[str, Records]]) -> Iterator[Plot]:
+    own = measurements.names(record for _, records in runs for record in records)
     for name, title, unit in (
         ("loss", "Training loss", "nats per token"),
         ("eval_loss", "Held-out loss", "nats per token"),
-        *((name, shown(name), "") for name in _own_names(histories)),
+        *((name, shown(name), "") for name in own),
         ("grad_norm", "Gradient norm", "before clipping"),
         ("tokens_per_second", "Speed", "tokens per second"),
         ("mfu", "Model FLOPs utilisation", "share of the peak"),
     ):
         found = [
-            Series(label=one.name, curve=curve(one.metrics, name), dots=name == "eval_loss")
-            for one in histories
+            Series(label=label, curve=curve(records, name), dots=name == "eval_loss")
+            for label, records in runs
         ]
         if any(one.curve.steps for one in found):
             yield Plot(title=title, unit=unit, series=found, wide=name == "grad_norm")
-
-
-def _own_names(histories: Sequence[History]) -> Sequence[str]:
-    """Return the names of all runs' plugins' numbers."""
-    return measurements.names(record for one in histories for record in one.metrics)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.execution.metrics import kind_of
@@ -13,6 +13,7 @@ from pipeline.utils.terminal import shown
 from pipeline.utils.text import duration, human, plural
 from pipeline.view.history import History
 from pipeline.view.speed import MeanSpeed
+from pipeline.view.trainings import Training
 from pipeline.view.words import count, number, percent
 
 
@@ -34,7 +35,12 @@ class Mark:
 def marks(history: History) -> list[Mark]:
     """Return starts, ends, failures, saves and what was unusual, in order of time; a warning that
     comes again, as after a resume, once."""
-    found = [*_of_metrics(history.metrics), *_of_journal(history.events)]
+    found = [
+        replace(mark, kind=training.named(mark.kind))
+        for training in history.trainings
+        for mark in _of_metrics(training)
+    ]
+    found += _of_journal(history.events)
     known = [mark for mark in found if mark.time is not None]
     timeless = [mark for mark in found if mark.time is None]
     return [*sorted(known, key=lambda mark: mark.time or 0.0), *timeless]
@@ -65,12 +71,12 @@ def _of_journal(events: list[dict[str, Any]]) -> Iterator[Mark]:
             yield Mark(time=when, step=None, kind="end", text="every stage finished")
 
 
-def _of_metrics(records: list[dict[str, Any]]) -> Iterator[Mark]:
-    for begun, written in _saves(records):
+def _of_metrics(training: Training) -> Iterator[Mark]:
+    for begun, written in _saves(training.metrics):
         first = begun or written
         text = ", ".join(_cost({**begun, **written}, on_disk=bool(written)))
         yield Mark(time=first.get("time"), step=first["step"], kind="save", text=text)
-    for record in records:
+    for record in training.metrics:
         kind, when, step = kind_of(record), record.get("time"), record.get("step")
         if kind == "anomaly":
             text = f"{record['anomaly']}: {record.get('action', '')}"
@@ -135,15 +141,24 @@ class Tile:
 
 
 def summary(history: History) -> Iterator[Tile]:
-    """Yield the run's most important numbers."""
-    steps = history.steps
+    """Yield the most important numbers of each training, and the run's time."""
+    for training in history.trainings:
+        for tile in _numbers(training):
+            yield replace(tile, label=training.named(tile.label))
+    starts = sum(event["event"] == "run started" for event in history.events)
+    note = "" if starts < 2 else f"{starts} starts"
+    yield Tile(label="time", value=duration(busy_seconds(history)), note=note)
+
+
+def _numbers(training: Training) -> Iterator[Tile]:
+    steps = training.steps
     if steps:
         first, last = steps[0], steps[-1]
         total = last.get("total_steps")
         yield Tile(label="steps", value=f"{last['step']}" + (f" of {total}" if total else ""))
         note = f"{number(first['loss'])} at step {first['step']}"
         yield Tile(label="training loss", value=number(last["loss"]), note=note)
-    yield from _held_out(history)
+    yield from _held_out(training)
     speed = MeanSpeed.of(steps)
     rate, used = speed.mean("tokens_per_second"), speed.mean("mfu")
     mean = f"mean of {plural(speed.steps, 'step')}"
@@ -153,14 +168,11 @@ def summary(history: History) -> Iterator[Tile]:
         yield Tile(label="MFU", value=percent(used), note=mean)
     if steps and steps[-1].get("tokens") is not None:
         yield Tile(label="target tokens", value=count(steps[-1]["tokens"]))
-    starts = sum(event["event"] == "run started" for event in history.events)
-    note = "" if starts < 2 else f"{starts} starts"
-    yield Tile(label="time", value=duration(busy_seconds(history)), note=note)
 
 
-def _held_out(history: History) -> Iterator[Tile]:
+def _held_out(training: Training) -> Iterator[Tile]:
     """Yield the last held-out loss, and how it compares with the first and the best."""
-    found, best = history.evaluations, history.best
+    found, best = training.evaluations, training.best
     if not found:
         return
     first, last = found[0], found[-1]
@@ -196,13 +208,17 @@ def where(history: History) -> str:
 
 
 def memory_rows(history: History, plan: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return what was planned and measured of memory, as labels and sizes."""
-    steps = history.steps
-    last: Mapping[str, Any] = steps[-1] if steps else {}
+    """Return what was planned and measured of memory, as labels and sizes: of the training that
+    took most."""
+    last = [training.steps[-1] for training in history.trainings if training.steps]
+
+    def most(name: str) -> int:
+        return max((one.get(name) or 0 for one in last), default=0)
+
     sizes = {
         "planned per GPU": plan.get("needed_bytes"),
-        "measured, tensors on the fullest GPU": last.get("peak_memory_bytes"),
-        "measured, host memory of training in one process": last.get("peak_host_memory_bytes"),
+        "measured, tensors on the fullest GPU": most("peak_memory_bytes"),
+        "measured, host memory of training in one process": most("peak_host_memory_bytes"),
     }
     return [(label, human(size)) for label, size in sizes.items() if size]
 

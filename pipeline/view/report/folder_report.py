@@ -129,7 +129,7 @@ def _row(run: Found, base: Path) -> Row:
         started=started,
         time=duration(busy_seconds(history)),
         where=where(history),
-        steps=_steps(history),
+        steps=history.trainings[-1].named(_steps(history)),
         loss=number(steps[-1]["loss"]) if steps else "",
         first=number(found[0]["eval_loss"]) if found else "",
         last=number(found[-1]["eval_loss"]) if found else "",
@@ -152,7 +152,11 @@ def _plots(histories: Sequence[History]) -> Iterator[Plot]:
         ("loss", "Training loss", "nats per token"),
         ("tokens_per_second", "Speed", "tokens per second"),
     ):
-        found = [(one.name, curve(one.metrics, name, most=MOST_POINTS)) for one in histories]
+        newest = [(one.name, one.trainings[-1]) for one in histories]
+        found = [
+            (f"{label} {training.slot}".strip(), curve(training.metrics, name, most=MOST_POINTS))
+            for label, training in newest
+        ]
         series = [
             Series(label=shown(label), curve=points, dots=name == "eval_loss")
             for label, points in found

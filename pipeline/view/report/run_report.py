@@ -6,6 +6,7 @@ import datetime
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from pipeline.view.report.curves import MOST_POINTS, Curve, curve
 from pipeline.view.report.gpus import gpu_plots, gpu_rows
 from pipeline.view.report.page import Plot, Series, render
 from pipeline.view.texts import prompts
+from pipeline.view.trainings import Training, slots_that_train, trainings_in
 
 MOST_MARKS = 200
 MOST_ROWS = 400
@@ -46,9 +48,10 @@ def run_page(history: History) -> str:
     rows = list(_recipe_rows(history))
     starts = [event for event in history.events if event["event"] == "run started"]
     memory = facts.memory_rows(history, plan)
+    parts = max(-(-len(one.steps) // MOST_POINTS) for one in history.trainings)
     return render(
         "run.html.j2",
-        [*_plots(history), *gpu_plots(gpus)],
+        [*_plots(history), *_gpu_plots(history, gpus)],
         title=history.name,
         name=history.name,
         state=history.state,
@@ -56,13 +59,13 @@ def run_page(history: History) -> str:
         started=_clock(starts[0]["time"]) if starts else "",
         command=shown(_command(history.environment.get("command", []))),
         tiles=list(facts.summary(history)),
-        parts=-(-len(history.steps) // MOST_POINTS) if len(history.steps) > MOST_POINTS else 0,
+        parts=parts if parts > 1 else 0,
         slots=list(_slots(history)),
         memory=memory,
         memory_title=facts.memory_title([label for label, _ in memory], plan),
         plan_lines=[str(line) for line in plan.get("lines", [])],
         gpus=gpu_rows(gpus),
-        prompts=prompts(history.metrics),
+        prompts=[prompt for one in history.trainings for prompt in prompts(one.metrics, one.slot)],
         marks=[
             {**vars(mark), "time": "" if mark.time is None else _clock(mark.time)}
             for mark in marks[-MOST_MARKS:]
@@ -84,16 +87,29 @@ def _command(words: Sequence[Any]) -> str:
 
 
 def _plots(history: History) -> Iterator[Plot]:
-    steps = history.steps
+    for training in history.trainings:
+        for plot in _plots_of(training):
+            yield replace(plot, title=training.named(plot.title))
+
+
+def _gpu_plots(history: History, gpus: Sequence[dict[str, Any]]) -> Iterator[Plot]:
+    """Yield the plots of GPUs, those of each training over its own steps."""
+    for training in trainings_in(gpus, lambda: slots_that_train(history.slots)):
+        for plot in gpu_plots(training.metrics):
+            yield replace(plot, title=training.named(plot.title))
+
+
+def _plots_of(training: Training) -> Iterator[Plot]:
+    steps = training.steps
     loss = curve(steps, "loss")
     if loss.steps:
         series = [Series(label="training", curve=loss)]
-        held_out = curve(history.evaluations, "eval_loss")
+        held_out = curve(training.evaluations, "eval_loss")
         if held_out.steps:
             series.append(Series(label="held out", curve=held_out, dots=True))
         yield Plot(title="Loss", unit="nats per token", series=series)
-    for name in measurements.names(history.metrics):
-        series = [Series(label=shown(name), curve=_own_curve(history, name))]
+    for name in measurements.names(training.metrics):
+        series = [Series(label=shown(name), curve=_own_curve(training, name))]
         yield Plot(title=shown(name), series=series)
     for name, title, unit, wide in (
         ("grad_norm", "Gradient norm", "before clipping", True),
@@ -111,9 +127,9 @@ def _plots(history: History) -> Iterator[Plot]:
             yield Plot(title=title, unit=unit, series=series, wide=wide)
 
 
-def _own_curve(history: History, name: str) -> Curve:
+def _own_curve(training: Training, name: str) -> Curve:
     """Return the curve of a plugin's number."""
-    found = [record for record in history.metrics if name in dict(measurements.measured(record))]
+    found = [one for one in training.metrics if name in dict(measurements.measured(one))]
     return curve(found, name)
 
 

@@ -58,7 +58,7 @@ def test_json(runs: Path) -> None:
         return {
             "folder": str(runs / name), "state": state, "started": started,
             "slot": "train", "step": step, "loss": loss, "damage": None,
-            "best": step and {"step": 3, "eval_loss": 0.5}, "ended_early": None,
+            "best": step and {"step": 3, "eval_loss": 0.5}, "ended_early": None, "training": None,
         }  # fmt: skip
 
     assert found == [

@@ -208,3 +208,26 @@ def test_lines_of_others_are_passed_over(tmp_path: Path) -> None:
     tracker = Noted()
     feeder(folder, tracker).close("finished")
     assert [number for number, _ in tracker.logged] == [1]
+
+
+def test_a_further_training_has_its_own_names_and_steps(tmp_path: Path) -> None:
+    folder, tracker = made(tmp_path / "run"), Noted()
+    add(folder, [step(1), step(2)])
+    add(folder, [step(1, slot="chat"), {"step": 1, "eval_loss": 2.0, "slot": "chat"}])
+    texts = [{"number": 0, "prompt": "Once ", "text": "upon"}]
+    add(folder, [{"step": 1, "generated": texts, "slot": "chat"}])
+    feeder(folder, tracker).close("stopped")
+    add(folder, [{"step": 1, "anomaly": "loss spike", "action": "rollback", "slot": "chat"}])
+    add(folder, [step(1, slot="chat", loss=9.0)])
+    feeder(folder, tracker).close("finished")
+    losses = [
+        (number, name, value)
+        for number, numbers in tracker.logged
+        for name, value in numbers.items()
+        if "loss" in name
+    ]
+    assert losses == [
+        (1, "loss", 3.9), (2, "loss", 3.8), (1, "chat/loss", 3.9), (1, "chat/eval/loss", 2.0),
+        (1, "chat/loss", 9.0),
+    ]  # fmt: skip
+    assert tracker.texts == [(1, "chat/generated/0", "Once upon")]

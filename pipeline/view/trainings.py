@@ -1,0 +1,88 @@
+"""A run's records by training: each has steps, curves and results of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.chain.registry import Registry
+from pipeline.chain.trainings import trains
+from pipeline.errors import PluginError
+from pipeline.execution.metrics import by_training
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The measurements of a training so far."""
+
+    slot: str
+    """The slot that trains; empty in a run of one training."""
+    metrics: list[dict[str, Any]]
+    """Its records of `metrics.jsonl`, in order."""
+
+    def named(self, text: str) -> str:
+        """Return a label for people, which tells the run's trainings apart."""
+        return f"{self.slot} {text}".strip()
+
+    @property
+    def steps(self) -> list[dict[str, Any]]:
+        """Records of steps; the newest has the total of the run's newest start, and no fewer than
+        are done."""
+        steps: list[dict[str, Any]] = []
+        total = 0
+        for record in self.metrics:
+            total = record.get("total_steps") or total
+            if "loss" in record:
+                steps.append(record)
+        if steps and total:
+            steps[-1] = {**steps[-1], "total_steps": max(total, steps[-1]["step"])}
+        return steps
+
+    @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """Records of evaluations."""
+        return [record for record in self.metrics if "eval_loss" in record]
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """Lowest held-out loss, `eval_loss`, and its `step`, which every record repeats since the
+        first evaluation; None before that."""
+        known = (one for one in reversed(self.metrics) if one.get("best_step") is not None)
+        best = next(known, None)
+        return best and {"step": best["best_step"], "eval_loss": best["best_eval_loss"]}
+
+    @property
+    def ended_early(self) -> str:
+        """Why it ended before its last step; empty if it did not, or went on since."""
+        reason = ""
+        for record in self.metrics:
+            if "ended_early" in record:
+                reason = record["ended_early"]
+            elif "loss" in record:
+                reason = ""
+        return reason
+
+
+def trainings_in(
+    records: Iterable[dict[str, Any]], slots: Callable[[], Sequence[str]]
+) -> list[Training]:
+    """Return the trainings of a run's records, in order; one without records if there are none.
+    `slots` returns the slots that train, and is called if there are several."""
+    found = by_training(records)
+    if found.keys() <= {""}:
+        return [Training(slot="", metrics=found.get("", []))]
+    first, *others = slots() or ("the first training",)
+    keys = [key for key in dict.fromkeys(["", *others, *found]) if key in found]
+    return [Training(slot=key or first, metrics=found[key]) for key in keys]
+
+
+def slots_that_train(uses: Mapping[str, str]) -> list[str]:
+    """Return the slots that train, of slots with the names of their stages; those whose stage is
+    not installed here are passed over."""
+    registry, found = Registry.installed(), list[str]()
+    for slot, use in uses.items():
+        with contextlib.suppress(PluginError):
+            found += [slot] if use in registry and trains(registry.load(use)) else []
+    return found
