@@ -9,11 +9,13 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Any
 
+import click
 from pydantic import ValidationError
 
 from pipeline.bench.results import Row
 from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.chain.registry import Registry
+from pipeline.chain.trainings import training_slots
 from pipeline.contracts.engine import Engine
 from pipeline.contracts.stage import DividesRanks
 from pipeline.contracts.training import TrainedRun
@@ -136,6 +138,13 @@ def _wrap_slot(plan: Plan) -> PlannedSlot:
 
 def _fields(slot: Slot) -> dict[str, Any]:
     return {name: value for name, value in slot.items() if name not in RESERVED}
+
+
+def say_which(plan: Plan) -> None:
+    """Say which training is measured of a recipe that has several."""
+    first, *others = training_slots(plan.view.wiring) or [""]
+    if others:
+        click.echo(f"the recipe trains several times: `{first}` is measured", err=True)
 
 
 def shortened_slots(plan: Plan, trial: Trial) -> dict[str, Slot]:

@@ -84,6 +84,7 @@ def bench(
     names = _parts(strategies, "--strategies")
     if names:
         trials.require_unchanged(plan, overrides)
+    trials.say_which(plan)
     compared = chosen(names, registry) if names else [trials.own_strategy(plan)]
     counts = sorted({_count(text) for text in _parts(procs, "--procs")}) or [plan.view.procs]
     length = trials.BenchLength(steps=steps, warmup=warmup, weak=weak)

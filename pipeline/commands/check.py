@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -68,13 +69,9 @@ def check(
     if not with_data:
         click.echo(json.dumps(_summary(plan)) if as_json else _line(plan))
         return
-    from pipeline.execution.data_preview import preview
-
     log = _DataLog(shown=not as_json)
     try:
-        with preview(plan, log.logger) as shown:
-            shown.indices(1)  # a stream is read only when it is asked
-            data = shown.facts()
+        shown = _look(plan, log)
     except StageError as error:
         if isinstance(error.__cause__, OSError) and not isinstance(error, DataError):
             raise  # of the machine
@@ -83,10 +80,24 @@ def check(
         click.echo(json.dumps(_bad_data(error, log)))
         sys.exit(UsageError.exit_code)
     if as_json:
-        click.echo(json.dumps({**_summary(plan), "data": {**data, "warnings": log.warnings}}))
+        first, *others = data = {slot: facts for slot, (facts, _) in shown.items()}
+        more = {"slots": data} if others else {}
+        facts = {**data[first], **more, "warnings": log.warnings}
+        click.echo(json.dumps({**_summary(plan), "data": facts}))
         return
     click.echo(_line(plan))
-    click.echo(f"data: {shown.summary()}")
+    for slot, (_, summary) in shown.items():
+        click.echo(f"{slot if len(shown) > 1 else 'data'}: {summary}")
+
+
+def _look(plan: Plan, log: _DataLog) -> dict[str, tuple[dict[str, Any], str]]:
+    """Facts of each data slot, for programs and for people, once it has given a sample."""
+    from pipeline.execution.data_preview import previews
+
+    with previews(plan, log.logger) as shown:
+        for one in shown.values():
+            one.indices(1)  # a stream is read only when it is asked
+        return {slot: (one.facts(), one.summary()) for slot, one in shown.items()}
 
 
 class _DataLog(logging.Handler):

@@ -38,6 +38,8 @@ def inspect(checkpoint: str, as_json: bool, verify: bool) -> None:
     everything = [] if name else [_summary(store, name) for name in store.names()]
     aside = store.quarantined()
     if everything and not as_json:
+        for place in location.earlier(checkpoint):
+            click.echo(f"of the newest training; an earlier one's: pipe inspect {place}")
         _show_all(everything, aside)
     found, damage = _look(store, name or everything[-1]["name"], verify, quiet=as_json)
     if as_json:

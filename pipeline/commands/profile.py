@@ -48,6 +48,7 @@ def profile(
     folder `profile` of the run.
     """
     from pipeline.bench.profiled import profiled_recipe
+    from pipeline.bench.trials import say_which
     from pipeline.chain.plan import plan_file
     from pipeline.distributed.launchers import require_no_launcher
     from pipeline.errors import UsageError, system_errors_as
@@ -59,6 +60,7 @@ def profile(
 
     require_no_launcher("pipe profile")
     original = plan_recipe(recipe, overrides, here=True)
+    say_which(original)
     runs = Path("runs")
     if run_dir is not None and (run_dir / rundir.RECIPE).exists():
         raise UsageError(f"{run_dir} already holds a run", hint="name a new folder")

@@ -19,7 +19,7 @@ from pipeline.chain.registry import Registry
 from pipeline.commands.options import Count, json_option, overrides_argument, recipe_argument
 from pipeline.contracts.data import Sample
 from pipeline.errors import RecipeError
-from pipeline.execution.data_preview import Preview, Token, documents, preview
+from pipeline.execution.data_preview import Preview, Token, documents, previews
 from pipeline.importing.unknown_keys import of_other_tools, plan_recipe
 from pipeline.recipe import Header, Recipe, read_recipe, unless_reported
 from pipeline.recipe.dump import render
@@ -116,22 +116,28 @@ MARKS = "⟦", "⟧"
 
 
 def _show_data(plan: Plan, *, count: int, as_json: bool) -> None:
-    """Print `count` samples of a recipe's training data, and the number of all samples. Messages of
-    the stages go to stderr."""
+    """Print `count` samples of a recipe's training data, of each of several data slots, and the
+    number of all samples. Messages of the stages go to stderr."""
     log = logging.Logger("pipe.show", logging.INFO)
     log.addHandler(logging.StreamHandler(sys.stderr))
-    with preview(plan, log) as shown:
-        indices = shown.indices(count)
+    with previews(plan, log) as found:
         if as_json:
-            click.echo(json.dumps(_as_json(shown, indices), indent=1))
+            facts = {slot: _as_json(one, one.indices(count)) for slot, one in found.items()}
+            (only,) = facts.values() if len(facts) == 1 else ({"slots": facts},)
+            click.echo(json.dumps(only, indent=1))
             return
-        click.echo(shown.summary())
-        colour = sys.stdout.isatty()
-        for place, index in enumerate(indices):
-            # a stream's own index is not shown: it has no meaning for users
-            number = place if shown.size is None else index
-            text = _described(shown, index, number, colour=colour)
-            click.echo(f"\n{text}", file=bare(sys.stdout))
+        for slot, shown in found.items():
+            click.echo(f"{slot}: {shown.summary()}" if len(found) > 1 else shown.summary())
+            _show_samples(shown, count)
+
+
+def _show_samples(shown: Preview, count: int) -> None:
+    colour = sys.stdout.isatty()
+    for place, index in enumerate(shown.indices(count)):
+        # a stream's own index is not shown: it has no meaning for users
+        number = place if shown.size is None else index
+        text = _described(shown, index, number, colour=colour)
+        click.echo(f"\n{text}", file=bare(sys.stdout))
 
 
 def _described(shown: Preview, index: int, number: int, *, colour: bool) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pipeline.chain.plan import Plan, Started
 from pipeline.chain.registry import Registry
+from pipeline.chain.trainings import training_slots
 from pipeline.contracts.precision import Precision
 from pipeline.importing.unknown_keys import plan_recipe
 from pipeline.planning.estimate import Estimate, ask_planners, combine
@@ -45,6 +46,10 @@ class MemoryPlan:
     """A note on a recipe that computes in fp32 on GPUs; else empty."""
     profiled: int | None = None
     """Peak of the device in bytes by the model's profile, if the recipe was traced as well."""
+    training: str = ""
+    """The slot that trains, of a recipe that trains several times."""
+    others: tuple[MemoryPlan, ...] = ()
+    """Plans of its other trainings, which need less."""
 
     @property
     def fits(self) -> bool | None:
@@ -102,7 +107,15 @@ class MemoryPlan:
             "warnings": [*map(str, self.plan.warnings)],
             "fits": self.fits,
             "short": self.short,
-        }
+            "training": self.training or None,
+            "others": [
+                {
+                    "training": one.training, "device_bytes": one.needed,
+                    "host_bytes": one.estimate.host_peak, "speed": one.speed and asdict(one.speed),
+                }
+                for one in self.others
+            ],
+        }  # fmt: skip
 
 
 def check(
@@ -123,7 +136,30 @@ def estimate_plan(
     plan: Plan, machines: HardwareOptions, margins: Margins, *, trace: bool = False
 ) -> MemoryPlan:
     """Estimate a checked recipe; with `trace`, device memory comes from running it on tensors
-    without memory. Raises UsageError and StageError."""
+    without memory. Of several trainings, it is the plan of the one that needs most: they follow
+    each other. Raises UsageError and StageError."""
+    slots = training_slots(plan.view.wiring)
+    if len(slots) < 2:
+        return _estimated(plan, machines, margins, trace=trace)
+    found = [
+        replace(
+            _estimated(plan.of_training(slot), machines, margins, trace=trace),
+            plan=plan, training=slot,
+        )
+        for slot in slots
+    ]  # fmt: skip
+
+    def needs(one: MemoryPlan) -> tuple[bool, int, int]:
+        on_cpu, host = one.topology.device == "cpu", one.estimate.host_peak
+        return bool(one.short), 0 if on_cpu else one.needed, host
+
+    most = max(found, key=needs)
+    return replace(most, others=tuple(one for one in found if one is not most))
+
+
+def _estimated(
+    plan: Plan, machines: HardwareOptions, margins: Margins, *, trace: bool
+) -> MemoryPlan:
     per_node = plan.recipe.launch.procs if plan.recipe.launch.nodes else None
     topology = resolve_topology(machines, plan.view.procs, plan.view.device, per_node)
     job = Job.of(plan, topology)

@@ -21,6 +21,7 @@ def lines(memory_plan: MemoryPlan) -> Iterator[str]:
     fits = f"{verdict}: {memory(memory_plan)}"
     yield "whether it fits: say --gpu or --memory" if memory_plan.fits is None else fits
     yield from _head(memory_plan)
+    yield from _others(memory_plan)
     yield ""
     if memory_plan.topology.device != "cpu":
         yield from _memory("memory per GPU, GiB", estimate.device)
@@ -43,6 +44,17 @@ def lines(memory_plan: MemoryPlan) -> Iterator[str]:
     if memory_plan.profiled is not None:
         profiled, apart = gib(memory_plan.profiled), memory_plan.profiled / estimate.peak - 1
         yield f"traced; without --trace: {profiled} GiB at the peak of a rank: {apart:+.1%}"
+
+
+def _others(memory_plan: MemoryPlan) -> Iterator[str]:
+    """Yield which of several trainings the plan is of, and the needs of the others."""
+    if memory_plan.training:
+        yield f"this is the plan of `{memory_plan.training}`, the training that needs most"
+    for other in memory_plan.others:
+        yield f"`{other.training}`: {memory(other)}"
+        for file in other.estimate.storage:
+            yield f"`{other.training}`: {human(file.bytes)} of disk for {file.what}"
+        yield from (f"`{other.training}`: {line}" for line in _duration(other))
 
 
 def memory(memory_plan: MemoryPlan) -> str:
@@ -134,10 +146,15 @@ def _time(memory_plan: MemoryPlan) -> Iterator[str]:
         peak = f" of {hardware.peak / 1e12:.0f} TFLOP/s" if hardware.peak else ""
         mfu = f", MFU {speed.mfu:.0%}{peak}" if speed.mfu else ""
         yield f"expected: {speed.tokens_per_second:,.0f} tokens/s, {per_rank:,.0f} per rank{mfu}"
-        if speed.hours is not None:
-            cost = "" if speed.cost is None else f", at a cost of {speed.cost:,.2f}"
-            steps = memory_plan.estimate.step.length.steps
-            yield f"expected: {speed.hours:,.2f} hours for {steps:,} steps{cost}"
+        yield from _duration(memory_plan)
+
+
+def _duration(memory_plan: MemoryPlan) -> Iterator[str]:
+    """Yield the hours of the training, if they are known."""
+    speed, steps = memory_plan.speed, memory_plan.estimate.step.length.steps
+    if speed is not None and speed.hours is not None:
+        cost = "" if speed.cost is None else f", at a cost of {speed.cost:,.2f}"
+        yield f"expected: {speed.hours:,.2f} hours for {steps:,} steps{cost}"
 
 
 def gib(size: int) -> str:

@@ -156,3 +156,34 @@ def test_what_is_trained_on_is_a_token_further_than_its_label() -> None:
         [(5, False), (6, True)],
         [(7, False), (8, False), (9, True), (4, True)],
     ]
+
+
+def test_samples_of_each_training(show: Any) -> None:
+    """The second's data need the tokenizer of a model that nothing trains here."""
+    stages = json.loads(Path("r.yaml").read_text())["stages"]
+    training = {
+        "precision": {"use": "precision.policy"},
+        "wrap": {"use": "wrap.ddp"},
+        "checkpoint": {"use": "checkpoint.sharded"},
+        "train": {"use": "train.causal_lm", "steps": 1, "global_batch_size": 1},
+    }
+    again = {f"{slot}2": spec for slot, spec in training.items() if slot != "precision"}
+    trained = {"trained": {"use": "model.trained"}, "rest": {**stages["data"], "packing": True}}
+    both = {"name": "r", "stages": stages | training | trained | again}
+    Path("both.yaml").write_text(json.dumps(both))
+    result = show("both.yaml", "--data", "1")
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert "data: 2 samples to train on, 0 held out" in lines
+    assert "rest: 1 sample to train on, packed, 0 held out" in lines
+    slots = json.loads(show("both.yaml", "--data", "1", "--json").stdout)["slots"]
+    assert [(slot, len(one["shown"])) for slot, one in slots.items()] == [("data", 1), ("rest", 1)]
+    checked = CliRunner().invoke(cli.main, ["check", "both.yaml", "--data"])
+    assert checked.output.splitlines()[-2:] == [
+        "data: 2 samples to train on, 0 held out",
+        "rest: 1 sample to train on, packed, 0 held out",
+    ]
+    facts = json.loads(
+        CliRunner().invoke(cli.main, ["check", "both.yaml", "--data", "--json"]).stdout
+    )
+    assert (facts["data"]["samples"], facts["data"]["slots"]["rest"]["samples"]) == (2, 1)

@@ -297,3 +297,26 @@ def test_what_is_advised_fits_and_every_remedy_is_one(tmp_path: Path) -> None:
         hosts = [held["bytes"] for held in again["host"].values()]
         assert remedy["host_bytes"] == max(hosts) < 8 << 30
         assert remedy["device_bytes"] <= 0.2 * (1 << 30)
+
+
+def test_each_of_two_trainings_is_planned() -> None:
+    """The one that needs most in full, whichever it is."""
+    both = RECIPES / "two_trainings.yaml"
+    small = ["model.path=null", f"model.config={json.dumps(LLAMA)}", "model.chat_template=null"]
+    for most, other in (("train", "chat"), ("chat", "train")):
+        lengths = {
+            "novel": 2048 if most == "train" else 64,
+            "tickets": 64 if most == "train" else 2048,
+        }
+        fields = [*small, *(f"{slot}.sequence_length={size}" for slot, size in lengths.items())]
+        record = planned(both, *fields, "--gpu", "H100", *MACHINE)
+        assert record["training"] == most
+        assert record["step"]["tokens"] == 8 * 2048
+        (beside,) = record["others"]
+        assert beside["training"] == other
+        peak = max(sum(held["items"].values()) for held in record["device"].values())
+        assert 0 < beside["device_bytes"] < peak
+        assert {"train", "chat"} <= record["identity"]["stages"].keys()
+        said = pipe("plan", both, *fields, "--gpu", "H100", *MACHINE).stdout
+        assert f"this is the plan of `{most}`, the training that needs most" in said
+        assert f"`{other}`: expected: " in said
