@@ -32,7 +32,8 @@ ADAPTED = {"smollm_lora": "smollm_ddp", "llama70b_lora_fsdp": "llama70b_fsdp"}
 
 def test_all_promised_recipes_are_there() -> None:
     names = {f"{family}_{member}" for family, members in FAMILIES.items() for member in members}
-    assert {path.stem for path in RECIPES} == names | ADAPTED.keys() | {"quickstart", *AXES}
+    others = {"quickstart", "two_trainings", *AXES}
+    assert {path.stem for path in RECIPES} == names | ADAPTED.keys() | others
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -41,10 +42,24 @@ def test_recipe_passes_the_check_and_names_itself(path: Path) -> None:
     assert plan.recipe.name == path.stem
     assert plan.warnings == ()
     adapter = ["adapter"] if path.stem in ADAPTED else []
+    training = ["data", "optimizer", "wrap", "checkpoint", "train"]
+    if path.stem == "two_trainings":
+        training = [
+            "optimizer", "novel", "wrap", "checkpoint", "train",
+            "trained", "tickets", "wrap_chat", "checkpoint_chat", "chat",
+        ]  # fmt: skip
     assert [step.slot for step in plan.steps] == [
-        "model", *adapter, "precision", "data", "optimizer", "wrap", "checkpoint", "train",
-        "consolidate", "export",
+        "model", *adapter, "precision", *training, "consolidate", "export",
     ]  # fmt: skip
+
+
+def test_a_recipe_s_second_training_takes_the_model_of_the_first() -> None:
+    plan = plan_file(FOLDER / "two_trainings.yaml", (), here=False)
+    taken = {step.slot: set(step.inputs.values()) for step in plan.steps}
+    assert taken["trained"] == {"train", "model"}
+    assert taken["wrap_chat"] == {"trained", "precision", "optimizer"}
+    assert taken["chat"] >= {"wrap_chat", "tickets", "checkpoint_chat", "trained"}
+    assert taken["export"] == {"consolidate", "trained", "chat"}
 
 
 def planned(path: Path, gpu: str) -> str:
