@@ -17,7 +17,6 @@ from pipeline.errors import StageError
 from pipeline.execution.agreement import require_same_artifact
 from pipeline.execution.journal import Journal
 from pipeline.execution.memory_record import record_memory, release_memory
-from pipeline.execution.metrics import Metrics
 from pipeline.execution.preflight import look_ahead, run_dry
 from pipeline.execution.rank_logging import IN_DISPLAY
 from pipeline.execution.resume import ResumePlan, digests, plan_resume, restored
@@ -25,12 +24,6 @@ from pipeline.utils.garbage import collect_as_usual
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan, PlannedSlot
-
-
-def enter(ctx: Context, plan: Plan, slot: str) -> None:
-    """Have a context be that of a slot, and of the training that the slot is of."""
-    ctx.slot, ctx.training = slot, training_of(plan.view.wiring, slot)
-    ctx.metrics = Metrics(ctx.metrics.path, ctx.training)
 
 
 class Runner:
@@ -54,7 +47,9 @@ class Runner:
             if step.slot in todo.restore:
                 self.artifacts[step.slot] = restored(step, todo.restore[step.slot])
         for number, step in enumerate(self.plan.steps):
-            enter(self.ctx, self.plan, step.slot)
+            training = training_of(self.plan.view.wiring, step.slot)
+            self.ctx.slot, self.ctx.training = step.slot, training
+            self.ctx.metrics.training = training  # also of what was made for another slot
             trains = step.gives is not None and issubclass(step.gives, TrainedRun)
             if step.slot in todo.run:
                 if trains:
