@@ -21,7 +21,7 @@ from pipeline.planning.hardware import (
     resolve_hardware,
     resolve_topology,
 )
-from pipeline.planning.planner import Job
+from pipeline.planning.planner import Job, Planners, no_planner
 from pipeline.planning.profile import profile_of
 from pipeline.planning.shapes import ModelShape
 from pipeline.planning.step_time import Speed, StepTime, speed, step_time
@@ -137,16 +137,18 @@ def estimate_plan(
 ) -> MemoryPlan:
     """Estimate a checked recipe; with `trace`, device memory comes from running it on tensors
     without memory. Of several trainings, it is the plan of the one that needs most: they follow
-    each other. Raises UsageError and StageError."""
-    slots = training_slots(plan.view.wiring)
-    if len(slots) < 2:
+    each other. One without a planner is not counted. Raises UsageError and StageError."""
+    known, slots = Planners.installed(), training_slots(plan.view.wiring)
+    trains = [step for step in plan.steps if step.slot in slots]
+    told = [step.slot for step in trains if step.use in known]
+    if len(told) < 2:
         return _estimated(plan, machines, margins, trace=trace)
     found = [
         replace(
             _estimated(plan.of_training(slot), machines, margins, trace=trace),
             plan=plan, training=slot,
         )
-        for slot in slots
+        for slot in told
     ]  # fmt: skip
 
     def needs(one: MemoryPlan) -> tuple[bool, int, int]:
@@ -154,7 +156,9 @@ def estimate_plan(
         return bool(one.short), 0 if on_cpu else one.needed, host
 
     most = max(found, key=needs)
-    return replace(most, others=tuple(one for one in found if one is not most))
+    caveats = [*most.estimate.caveats, *(no_planner(one) for one in trains if one.slot not in told)]
+    estimate = replace(most.estimate, caveats=caveats)
+    return replace(most, estimate=estimate, others=tuple(one for one in found if one is not most))
 
 
 def _estimated(

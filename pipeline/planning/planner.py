@@ -205,7 +205,7 @@ class Job:
         """The job of a recipe. Raises UsageError if no slot forecasts the length of its samples, or
         a slot trains without a planner."""
         planners = Planners.installed().of(plan)
-        silent = {one.slot: _no_planner(one) for one in plan.steps if one.slot not in planners}
+        silent = {one.slot: no_planner(one) for one in plan.steps if one.slot not in planners}
         require_told(plan, silent)
         train = planned(plan)
         if train is not None:
@@ -252,7 +252,7 @@ def forecasts(
     for step in plan.steps:
         planner = planners.get(step.slot)
         if planner is None:
-            mute[step.slot] = _no_planner(step)
+            mute[step.slot] = no_planner(step)
         elif hasattr(planner, "forecast"):
             missing = results.missing(planner, "forecast")
             if missing:
@@ -262,14 +262,15 @@ def forecasts(
     return results, mute
 
 
-def _no_planner(step: PlannedSlot) -> str:
+def no_planner(step: PlannedSlot) -> str:
+    """Say that a slot is not counted."""
     return f"slot `{step.slot}` ({step.use}) has no planner"
 
 
 def _no_samples(plan: Plan, planners: Mapping[str, Any]) -> str:
     """Say why no slot forecasts the length of its samples."""
     data = [one for one in plan.steps if issubclass(one.gives or object, Data)]
-    mute = [_no_planner(one) for one in data if one.slot not in planners]
+    mute = [no_planner(one) for one in data if one.slot not in planners]
     why = "; ".join(mute) or "the recipe has no data slot"
     return f"nothing can be planned without the length of samples: {why}"
 
