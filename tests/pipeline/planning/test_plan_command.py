@@ -320,3 +320,19 @@ def test_each_of_two_trainings_is_planned() -> None:
         said = pipe("plan", both, *fields, "--gpu", "H100", *MACHINE).stdout
         assert f"this is the plan of `{most}`, the training that needs most" in said
         assert f"`{other}`: expected: " in said
+
+
+def test_a_third_training_without_a_planner_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    mine = Entry(name="train.alone", value=f"{__name__}:TrainAlone", distribution="m", version="1")
+    registry = Registry([*Registry.installed().entries(), mine])
+    monkeypatch.setattr(Registry, "installed", lambda: registry)
+    stages = {"third": {"use": "wrap.ddp"}, "alone": {"use": "train.alone"}}
+    both = {"extends": str(RECIPES / "two_trainings.yaml"), "name": "three", "stages": stages}
+    recipe = tmp_path / "three.yaml"
+    recipe.write_text(json.dumps(both))
+    small = ["model.path=null", f"model.config={json.dumps(LLAMA)}"]
+    found = planned(recipe, *small, "--gpu", "H100", *MACHINE)
+    assert found["caveats"][-1] == "slot `alone` (train.alone) has no planner"
+    assert {found["training"], *(one["training"] for one in found["others"])} == {"train", "chat"}
