@@ -61,7 +61,9 @@ def collate(samples: Sequence[Sample], pad_id: int, device: torch.device) -> Mic
 
 def _lines(sample: Sample) -> list[dict[str, Array]]:
     """The per-token columns of each line of a sample."""
-    columns = {"input_ids": sample.input_ids, "labels": sample.labels, **sample.tokens}
+    own = {"input_ids": sample.input_ids, "labels": sample.labels}
+    columns = {name: np.asarray(one, np.int64) for name, one in own.items()}
+    columns |= {name: np.asarray(one) for name, one in sample.tokens.items()}
     if sample.positions is None:
         return [columns]
     if not sample.apart:

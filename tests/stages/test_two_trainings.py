@@ -101,7 +101,7 @@ class Watching(Runner):
         super()._run_step(step)
         made = self.artifacts.get(step.slot)
         if isinstance(made, Engine):
-            modules = [each for module in made.modules for each in module.modules()]
+            modules = [each for module in made.parts for each in module.modules()]
             parameters = [each for module in modules for each in module.parameters()]
             held = [made, *modules, *parameters]
             self.engines[step.slot] = [weakref.ref(each) for each in held]

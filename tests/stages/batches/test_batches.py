@@ -165,3 +165,11 @@ def test_packed_samples_keep_their_positions_and_padding_is_a_document_of_its_ow
     assert batch.positions.tolist() == [[0, 1, 0, 0], [0, 1, 2, 3]]
     assert batch.documents == [[2, 1, 1], [4]]
     assert collate([plain], 0, torch.device("cpu")).positions is None
+
+
+def test_ids_of_any_kind_of_integer_are_those_of_torch() -> None:
+    narrow = np.arange(3, dtype=np.int32)
+    batch = collate([Sample(input_ids=narrow, labels=narrow)], 0, CPU)
+    assert (batch.input_ids.dtype, batch.labels.dtype) == (torch.int64, torch.int64)
+    given = Sample(input_ids=[4, 5], labels=torch.tensor([5, 6]))  # type: ignore[arg-type]
+    assert collate([given], 0, CPU).labels.tolist() == [[5, 6]]
