@@ -78,7 +78,10 @@ def logits(model: Any, batch: MicroBatch) -> torch.Tensor:
 
 def losses(model: Any, *samples: Sample) -> torch.Tensor:
     """Return the loss of each row of a micro-batch."""
-    batch = collate(samples, 0, CPU)
+    return losses_of(model, collate(samples, 0, CPU))
+
+
+def losses_of(model: Any, batch: MicroBatch) -> torch.Tensor:
     each = F.cross_entropy(
         logits(model, batch).flatten(0, 1), batch.labels.flatten(), ignore_index=-100,
         reduction="none",
@@ -129,7 +132,7 @@ def verify(model: Any, sample: Sample) -> None:
 
     def evaluate(batches: list[MicroBatch], measure: Any) -> Any:
         for batch in batches:
-            yield losses(model, batch).sum(1, keepdim=True)
+            yield losses_of(model, batch)[:, None]
 
     engine: Any = SimpleNamespace(
         evaluate=evaluate, total=lambda one: one, describe=dict, device=CPU,
