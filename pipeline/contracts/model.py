@@ -68,6 +68,7 @@ class ModelSource(ABC):
     def scorer(
         self,
         model: nn.Module,
+        *,
         group: ProcessGroup | None = None,
         forward: Callable[..., Any] | None = None,
     ) -> Scorer:

@@ -15,7 +15,6 @@ from stages.model import compat
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed import ProcessGroup
 
 
 SHOWN = 10
@@ -150,13 +149,8 @@ class DerivedSource(ModelSource):
     def tokenizer(self) -> Any:
         return self.base.tokenizer()
 
-    def scorer(
-        self,
-        model: nn.Module,
-        group: ProcessGroup | None = None,
-        forward: Callable[..., Any] | None = None,
-    ) -> Scorer:
-        return self.base.scorer(model, group, forward)
+    def scorer(self, model: nn.Module, **how: Any) -> Scorer:
+        return self.base.scorer(model, **how)
 
     @property
     def vocab_size(self) -> int:

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from logging import Logger
 
     from torch import Tensor
-    from torch.distributed import ProcessGroup
 
     from pipeline import Context
     from stages.model.hf import HfModel
@@ -319,15 +318,10 @@ class HfSource(ModelSource):
     def tokenizer(self) -> Any:
         return self._tokenizer
 
-    def scorer(
-        self,
-        model: nn.Module,
-        group: ProcessGroup | None = None,
-        forward: Callable[..., Any] | None = None,
-    ) -> Scorer:
+    def scorer(self, model: nn.Module, **how: Any) -> Scorer:
         from stages.objectives.scoring import ModelScorer
 
-        return ModelScorer(model, group, forward)
+        return ModelScorer(model, **how)
 
     @property
     def vocab_size(self) -> int:

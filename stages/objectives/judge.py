@@ -67,14 +67,16 @@ class StepSums:
         factor: float,
     ) -> None:
         """The loss's terms are divided by `counts` and multiplied by `factor`."""
+        self._objective = objective
         zero = torch.zeros((), device=device)
         self._terms: dict[Unit, Tensor] = dict.fromkeys(objective.units, zero)
         self._sums = dict.fromkeys(objective.metrics, zero)
         self._scales = {unit: factor / counts[unit] for unit in objective.units}
 
-    def add(self, parts: LossParts) -> Tensor:
-        """Add a micro-batch; returns its share of the loss, to run backward from. Raises StageError
-        for sums that the objective does not declare."""
+    def judge(self, scorer: Scorer, own: MicroBatch, whole: MicroBatch, **inputs: Tensor) -> Tensor:
+        """Run the model on a micro-batch and add its sums; returns its share of the loss, to run
+        backward from. Raises StageError for sums that the objective does not declare."""
+        parts = judged(self._objective, scorer, own, whole, **inputs)
         if {*parts.terms} != {*self._terms} or {*parts.sums} - {*self._sums}:
             raise StageError(
                 f"an objective returned the terms {sorted(parts.terms)} and the sums "

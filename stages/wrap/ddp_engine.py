@@ -59,10 +59,10 @@ def build(
     engine: TorchEngine
     if plan.parts:
         replica, expected["engine"] = _replicate(config, module, ctx, precision), DDP
-        passes = ModulePasses(module, model.scorer(replica, group), ctx.dist, axes)
+        passes = ModulePasses(module, model.scorer(replica, group=group), ctx.dist, axes)
         engine = DdpEngine(replica, passes, make_optimizers(plan, module), precision, plan)
     else:  # torch's wrapper takes no model without gradients
-        passes = ModulePasses(module, model.scorer(module, group), ctx.dist, axes)
+        passes = ModulePasses(module, model.scorer(module, group=group), ctx.dist, axes)
         engine = TorchEngine(passes, [], precision, plan)
     verify_engine(ctx, engine, {**declared_facts(ctx, precision), **expected})
     return engine
@@ -189,7 +189,7 @@ class TracedReplica(TorchEngine):
         module = build_module(ctx, model, precision, casts=True)
         axes = required(ddp, ctx.dist.world_size)
         group = divide_sequence(module, axes, ctx.dist.device.type)
-        passes = ModulePasses(module, model.scorer(module, group), ctx.dist, axes)
+        passes = ModulePasses(module, model.scorer(module, group=group), ctx.dist, axes)
         super().__init__(passes, make_optimizers(plan, module), precision, plan)
         self._views, self._sent_in = ddp.gradient_as_bucket_view, torch_dtype(precision.reduce)
         self._sums, self._reduces = BucketSums(), True

@@ -46,7 +46,7 @@ def build(
     else:
         module = build_module(ctx, model, precision, shard=divider, **places(config, divider))
         group = divide_sequence(module, axes, ctx.dist.device.type)
-        passes = ModulePasses(module, model.scorer(module, group), ctx.dist, axes)
+        passes = ModulePasses(module, model.scorer(module, group=group), ctx.dist, axes)
         optimizers = make_optimizers(plan, module)
         engine = FsdpEngine(config, mesh, passes, optimizers, precision, plan)
     expected = {

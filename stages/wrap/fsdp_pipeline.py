@@ -67,7 +67,7 @@ def build_pipeline(
     for stage in stages:
         group = divide_sequence(stage.module, axes, ctx.dist.device.type)
         if stage.last:
-            stage.scorer = model.scorer(stage.module, group, stage.forward)
+            stage.scorer = model.scorer(stage.module, group=group, forward=stage.forward)
     tied = _tie(shape, modules) if is_tied(whole) else None
     passes = PipelinePasses(Pipeline(shape, stages), modules, ctx.dist, axes)
     optimizers = _optimizers(plan, whole, modules)

@@ -5,21 +5,23 @@ from __future__ import annotations
 import contextlib
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from pipeline import DistContext, LossParts, Measure, MicroBatch, Objective, Scorer, Unit
+from pipeline import DistContext, LossParts, Measure, MicroBatch, Scorer
 from stages.batches.layout import padded, sequence_slice
 from stages.model.documents_compat import known_documents
 from stages.model.rotary_compat import depends_on_length, with_positions
-from stages.objectives.judge import StepSums, judged, measured
+from stages.objectives.judge import StepSums, measured
 from stages.wrap.axes import Axes
 
 T = TypeVar("T")
+Around = Callable[[bool], AbstractContextManager[None]]
+Backward = Callable[[Tensor], object]
 
 
 class Passes(ABC):
@@ -37,18 +39,11 @@ class Passes(ABC):
 
     @abstractmethod
     def train(
-        self,
-        batches: Iterable[MicroBatch],
-        objective: Objective,
-        counts: Mapping[Unit, float],
-        *,
-        factor: float,
-        around: Callable[[bool], AbstractContextManager[None]],
-        backward: Callable[[Tensor], object],
+        self, batches: Iterable[MicroBatch], sums: StepSums, around: Around, backward: Backward
     ) -> LossParts:
-        """Run forward and backward of a step from `factor` times the loss; see `Engine.accumulate`.
-        `around(last)` surrounds each micro-batch, and `backward` is called with its loss, where
-        they pass one after another."""
+        """Run forward and backward of a step; returns this rank's part of each sum. `around(last)`
+        surrounds each micro-batch, and `backward` is called with its loss, where they pass one
+        after another."""
 
     @abstractmethod
     def evaluate(self, batches: Iterable[MicroBatch], measure: Measure) -> Generator[Tensor | None]:
@@ -85,20 +80,12 @@ class ModulePasses(Passes):
         self._scorer = scorer
 
     def train(
-        self,
-        batches: Iterable[MicroBatch],
-        objective: Objective,
-        counts: Mapping[Unit, float],
-        *,
-        factor: float,
-        around: Callable[[bool], AbstractContextManager[None]],
-        backward: Callable[[Tensor], object],
+        self, batches: Iterable[MicroBatch], sums: StepSums, around: Around, backward: Backward
     ) -> LossParts:
-        sums = StepSums(objective, self.device, counts, factor=factor)
         for batch, last in with_last(batches):
             whole, own = self.laid_out(batch)
             with around(last), known_documents(own):
-                backward(sums.add(judged(objective, self._scorer, own, whole)))
+                backward(sums.judge(self._scorer, own, whole))
         return sums.part(counted=self.counts_rows)
 
     @torch.no_grad()

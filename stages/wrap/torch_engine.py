@@ -32,6 +32,7 @@ from pipeline import (
 )
 from pipeline.checkpoint import Tile
 from pipeline.utils import HostCopy
+from stages.objectives.judge import StepSums
 from stages.wrap.build import dtype_names, named_parts, parameter_count
 from stages.wrap.compute_cast import installed_casts
 from stages.wrap.gradients import multiply, total_norm
@@ -122,10 +123,8 @@ class TorchEngine(Engine):
         self, batches: Iterable[MicroBatch], objective: Objective, *, counts: Mapping[Unit, float]
     ) -> LossParts:
         factor = self.averaged_over * (1.0 if self.scaler is None else self.scaler.scale)
-        around, backward = self.microbatch, Tensor.backward
-        return self.passes.train(
-            batches, objective, counts, factor=factor, around=around, backward=backward
-        )
+        sums = StepSums(objective, self.device, counts, factor=factor)
+        return self.passes.train(batches, sums, self.microbatch, Tensor.backward)
 
     def evaluate(self, batches: Iterable[MicroBatch], measure: Measure) -> Generator[Tensor | None]:
         return self.passes.evaluate(batches, measure)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Generator, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from pipeline import DistContext, LossParts, Measure, MicroBatch, Objective, Scorer, Unit
+from pipeline import DistContext, LossParts, Measure, MicroBatch, Scorer
 from stages.batches.layout import equal_shapes
 from stages.model.documents_compat import known_documents
-from stages.objectives.judge import StepSums, judged, measured
+from stages.objectives.judge import StepSums, measured
 from stages.wrap.axes import Axes
-from stages.wrap.passes import Passes, evaluating
+from stages.wrap.passes import Around, Backward, Passes, evaluating
 from stages.wrap.pipeline.schedule import Passed, Pipeline
 
 EVALUATED = 4
@@ -31,21 +30,13 @@ class PipelinePasses(Passes):
         self._pipeline = pipeline
 
     def train(
-        self,
-        batches: Iterable[MicroBatch],
-        objective: Objective,
-        counts: Mapping[Unit, float],
-        *,
-        factor: float,
-        around: Callable[[bool], AbstractContextManager[None]],
-        backward: Callable[[Tensor], object],
+        self, batches: Iterable[MicroBatch], sums: StepSums, around: Around, backward: Backward
     ) -> LossParts:
-        sums = StepSums(objective, self.device, counts, factor=factor)
         even = self._even(batches)
 
         def loss(scorer: Scorer, number: int, inputs: Mapping[str, Tensor]) -> Tensor:
             whole, own = even[number]
-            return sums.add(judged(objective, scorer, own, whole, **inputs))
+            return sums.judge(scorer, own, whole, **inputs)
 
         with known_documents(*(own for _, own in even)):
             self._pipeline.run(even, loss)

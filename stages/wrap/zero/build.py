@@ -83,7 +83,7 @@ def build(
                 mpu=None if divider is None else divider.groups,
             )
         compat.lift_loss_scale_floor(live)
-        passes = ModulePasses(live.module, model.scorer(live, group), ctx.dist, axes)
+        passes = ModulePasses(live.module, model.scorer(live, group=group), ctx.dist, axes)
         engine = ZeroEngine(live, passes, precision, plan)
         # Weakly, so that the engine's memory can be freed before the run ends.
         ctx.on_exit(functools.partial(_close, weakref.ref(engine)))

@@ -27,6 +27,7 @@ from pipeline import (
     Unit,
     dtype_name,
 )
+from stages.objectives.judge import StepSums
 from stages.wrap.build import dtype_names, parameter_count, trained
 from stages.wrap.load_weights import LocalShard
 from stages.wrap.optimizer_state import declared_state
@@ -61,9 +62,8 @@ class ZeroEngine(Engine):
         # DeepSpeed averages gradients over these ranks.
         factor = self.passes.axes.data * self.passes.axes.context
         backward = functools.partial(self.deepspeed.backward, scale_wrt_gas=False)
-        return self.passes.train(
-            batches, objective, counts, factor=factor, around=_nothing, backward=backward
-        )
+        sums = StepSums(objective, self.device, counts, factor=factor)
+        return self.passes.train(batches, sums, _nothing, backward)
 
     def evaluate(self, batches: Iterable[MicroBatch], measure: Measure) -> Generator[Tensor | None]:
         return self.passes.evaluate(batches, measure)

@@ -46,7 +46,7 @@ def build_frozen(
                 live, *_ = deepspeed.initialize(
                     model=module, config=dict(config), dist_init_required=False, mpu=groups
                 )
-        passes = ModulePasses(module, model.scorer(live, group), ctx.dist, axes)
+        passes = ModulePasses(module, model.scorer(live, group=group), ctx.dist, axes)
         engine = FrozenZeroEngine(live, passes, [], precision, plan)
         ctx.on_exit(functools.partial(_close, weakref.ref(engine)))
         load_weights(frozen_shards(module, engine.zero), reader, ctx)

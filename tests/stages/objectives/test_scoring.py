@@ -94,7 +94,7 @@ def scored(
         ends += rows
     ends = engine.total(ends) / engine.data_axis.count
     loss = float(engine.total(accumulated(engine, [batch()], counts, Everything(chunk))))
-    norm = float(engine.step(lr_scale=0.0).grad_norm)
+    norm = float(engine.step(lr_scales=[0.0]).grad_norm)
     engine.close()
     return loss / counts, norm, ends.tolist()
 

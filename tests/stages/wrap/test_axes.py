@@ -23,6 +23,7 @@ from stages.batches.feed import BatchStats
 from stages.checkpoint.sharded import ShardedCheckpoint
 from stages.model.hf import HfModel
 from stages.objectives.cross_entropy import CrossEntropy, RowLoss
+from stages.objectives.judge import StepSums
 from stages.precision.policy import PrecisionPolicy
 from stages.train.causal_lm import TrainCausalLm
 from stages.train.flops import Cost
@@ -229,10 +230,10 @@ def test_a_loss_that_a_group_computes_alike_counts_once(axes: Axes) -> None:
     for rank in range(4):
         dist = DistContext(rank=rank, world_size=4, device=torch.device("cpu"))
         passes = ModulePasses(torch.nn.Linear(1, 1), three, dist, axes)
+        sums = StepSums(CrossEntropy(), dist.device, {"targets": 1}, factor=1.0)
         found = passes.train(
-            [micro_batch(ids, ids)], CrossEntropy(), {"targets": 1}, factor=1.0,
-            around=lambda last: nullcontext(), backward=lambda loss: None,
-        )  # fmt: skip
+            [micro_batch(ids, ids)], sums, lambda last: nullcontext(), lambda loss: None
+        )
         parts.append(float(found.terms["targets"]))
         rows += passes.evaluate([micro_batch(ids, ids)], RowLoss())
     assert parts == [3.0, 0.0, 3.0, 0.0]
@@ -266,7 +267,7 @@ def test_each_rank_writes_a_profile_of_its_own(tmp_path: Path) -> None:
     )  # fmt: skip
     for rank in range(2):
         dist = DistContext(rank=rank, world_size=2, device=torch.device("cpu"))
-        Profiler([1], tmp_path, engine, dist).run(1, lambda: torch.ones(2) @ torch.ones(2))
+        Profiler([1], tmp_path / "profile", engine, dist).run(1, lambda: torch.ones(2) @ torch.ones(2))
     assert len(list((tmp_path / "profile").iterdir())) == 2
 
 
