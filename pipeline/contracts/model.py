@@ -39,7 +39,13 @@ class ModelSource(ABC):
 
     @abstractmethod
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """The repeated transformer blocks, in order; empty when the architecture is not known."""
+        """The repeated blocks of the language model, in order; empty when the architecture is not
+        known."""
+
+    def tower_blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        """The repeated blocks of other parts of the module, such as a vision tower, in order. They
+        are sharded block by block too, but not recomputed, compiled, or divided into stages."""
+        return ()
 
     def ends(self, model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
         """The input embedding, if it is a plain table whose rows are looked up, and the head; each
@@ -63,6 +69,11 @@ class ModelSource(ABC):
     @abstractmethod
     def tokenizer(self) -> Any:
         """The `transformers` tokenizer; raises StageError when the source has none."""
+
+    def processor(self) -> Any | None:
+        """The `transformers` processor, which prepares more than text; None when the source has
+        none. Raises StageError for one that cannot be opened."""
+        return None
 
     @abstractmethod
     def scorer(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from pipeline import StageError
@@ -14,6 +13,7 @@ from stages.adapter.experts import LowRank, add_updates, stacked_weights, update
 from stages.adapter.layers import Layer
 from stages.adapter.peft_config import peft_config
 from stages.model.block_changes import is_linear, linear_layers
+from stages.model.declared import matches, refuse_idle
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,6 +27,12 @@ def inject(stage: Lora, model: nn.Module) -> None:
     """Put updates into the layers of `model` that the stage names, and freeze everything else but
     the parameters that it trains beside them. Raises StageError for names that match nothing."""
     parameters = dict(model.named_parameters())
+    for name, one in parameters.items():
+        if one.is_floating_point() and not one.requires_grad and matches(name, stage.train_also):
+            raise StageError(
+                f"train_also: {name} is frozen by the model slot",
+                hint="leave it out of one of them: `train_also` here, or `frozen` there",
+            )
     experts = _chosen_experts(stage, model)
     if stage.targets:
         _inject_linear(stage, model)
@@ -69,7 +75,7 @@ def _chosen_experts(stage: Lora, model: nn.Module) -> Collection[str]:
     if stage.target_parameters is None:
         if stage.misses_experts:
             return ()
-        return [name for name in names if not _matches(name, stage.train_also)]
+        return [name for name in names if not matches(name, stage.train_also)]
     for target in stage.target_parameters:
         if not any(_ends_in(name, target) for name in names):
             ends = ", ".join(sorted({".".join(name.split(".")[-3:]) for name in names}))
@@ -85,16 +91,12 @@ def _ends_in(name: str, end: str) -> bool:
     return f".{name}".endswith(f".{end}")
 
 
-def _matches(name: str, patterns: Collection[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
 def _train_also(
     stage: Lora, parameters: Mapping[str, nn.Parameter], updated: Collection[str]
 ) -> None:
     """Freeze the model's own `parameters` except those that the stage trains as a whole."""
     for name, parameter in parameters.items():
-        wanted = _matches(name, stage.train_also)
+        wanted = matches(name, stage.train_also)
         if wanted and not parameter.is_floating_point():
             raise StageError(f"train_also: {name} is in 4 bits, which cannot be trained")
         if wanted and name in updated:
@@ -103,12 +105,7 @@ def _train_also(
                 hint="leave the layer out of `targets` to train its weight as a whole",
             )
         parameter.requires_grad_(wanted)
-    for pattern in stage.train_also:
-        if not any(fnmatchcase(name, pattern) for name in parameters):
-            raise StageError(
-                f"train_also: {pattern!r} matches no parameter of the model",
-                hint="they are called " + ", ".join(sorted(parameters)[-3:]) + ", ...",
-            )
+    refuse_idle("train_also", stage.train_also, parameters, "parameter of the model")
 
 
 def layers(model: nn.Module) -> list[Layer]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import importlib.util
 from abc import abstractmethod
@@ -19,7 +18,6 @@ from stages.model.declared import DerivedSource
 
 if TYPE_CHECKING:
     from stages.adapter.source import AdaptedSource
-    from stages.model.hf import HfModel
     from stages.weights.change import Change
 
 QuantType = Literal["nf4", "fp4"]
@@ -145,6 +143,7 @@ def _frozen_random(stage: Lora, plan: PlanView) -> Iterator[Problem]:
     """Yield a mistake for weights that are drawn at random, that the data train on, and that stay
     frozen: rows of the vocabulary for new tokens, and `new_weights`."""
     from stages.model.config_checks import hf_model
+    from stages.model.frozen_checks import new_rows, tables
 
     model = hf_model(stage, plan)
     if model is None:
@@ -154,13 +153,13 @@ def _frozen_random(stage: Lora, plan: PlanView) -> Iterator[Problem]:
             message = f"{new}, which the model slot's new_weights draw at random, stay frozen"
             yield Problem(key="train_also", message=message, hint=f"add {new}")
     try:
-        rows, tables = _new_rows(model), _tables(model)
+        rows, named = new_rows(model), tables(model)
     except StageError as error:  # of the tokenizer's files
         yield Problem(message=str(error))
         return
-    lacking = [table for table, name in tables.items() if not _is_named(name, stage.train_also)]
+    lacking = [table for table, name in named.items() if not _is_named(name, stage.train_also)]
     if rows and lacking:
-        names = [name for name in tables.values() if name]
+        names = [name for name in named.values() if name]
         yield Problem(
             key="train_also",
             message=f"{rows} rows of the vocabulary are new and random, and stay frozen while the "
@@ -174,39 +173,6 @@ def _frozen_random(stage: Lora, plan: PlanView) -> Iterator[Problem]:
 def _is_named(name: str, patterns: Sequence[str]) -> bool:
     """Whether a pattern names a weight; any may name one whose name is not known (empty)."""
     return any(not name or name == each or fnmatch.fnmatchcase(name, each) for each in patterns)
-
-
-def _tables(model: HfModel) -> dict[str, str]:
-    """The tables of a model with a row for each token -> their names, empty where the source of its
-    type does not say them. Tied ones are one."""
-    from stages.model.compat import is_multimodal
-    from stages.model.read import config_at_hand
-    from stages.model.source_text_compat import tied_names, ties_by_default
-
-    config = config_at_hand(model) or {}
-    kind, text = str(config.get("model_type")), config.get("text_config") or {}
-    other_class = model.trust_remote_code or is_multimodal(config)
-    head, embedding = (None if other_class else tied_names(kind)) or ("", "")
-    stated = (part.get("tie_word_embeddings") for part in (config, text))
-    tied = next((each for each in stated if each is not None), ties_by_default(kind))
-    return {"embedding": embedding} | ({} if tied else {"head": head})
-
-
-def _new_rows(model: HfModel) -> int:
-    """Rows that the slot's `vocab_size` adds and that the tokenizer, if its files are here, has
-    tokens for. Raises StageError for files of it that are damaged."""
-    from stages.model.files import largest_id
-    from stages.model.read import config_at_hand
-
-    config = config_at_hand(dataclasses.replace(model, vocab_size=None)) or {}
-    config = config.get("text_config") or config
-    known = config.get("vocab_size")
-    if model.vocab_size is None or not isinstance(known, int) or model.init == "random":
-        return 0
-    place = model.tokenizer or model.path
-    largest = largest_id(Path(place).expanduser()) if place else None
-    used = model.vocab_size if largest is None else min(model.vocab_size, largest + 1)
-    return max(0, used - known)
 
 
 def _skipped_experts(stage: Lora, plan: PlanView) -> Iterator[Problem]:

@@ -7,6 +7,8 @@ import functools
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +91,23 @@ def listed(names: Collection[str]) -> str:
     return f"{len(names)} tensor{'s' * (len(names) != 1)} ({', '.join(shown)}{more})"
 
 
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the patterns matches the name."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def refuse_idle(key: str, patterns: Iterable[str], names: Collection[str], what: str) -> None:
+    """Raise StageError for a pattern in the field `key` that matches none of the names, which is a
+    spelling mistake."""
+    for pattern in patterns:
+        if not any(matches(name, [pattern]) for name in names):
+            shown = dict.fromkeys([*get_close_matches(pattern, names, 1), *sorted(names)[-3:]])
+            raise StageError(
+                f"{key}: {pattern!r} matches no {what}",
+                hint=f"they are called {', '.join(shown)}, ...",
+            )
+
+
 def _without(names: Iterable[str], patterns: Sequence[re.Pattern[str]]) -> list[str]:
     return [name for name in names if not any(pattern.search(name) for pattern in patterns)]
 
@@ -133,6 +152,9 @@ class DerivedSource(ModelSource):
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         return self.base.blocks(model)
 
+    def tower_blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        return self.base.tower_blocks(model)
+
     def ends(self, model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
         return self.base.ends(model)
 
@@ -148,6 +170,9 @@ class DerivedSource(ModelSource):
 
     def tokenizer(self) -> Any:
         return self.base.tokenizer()
+
+    def processor(self) -> Any | None:
+        return self.base.processor()
 
     def scorer(self, model: nn.Module, **how: Any) -> Scorer:
         return self.base.scorer(model, **how)

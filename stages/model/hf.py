@@ -60,6 +60,10 @@ class HfModel:
     their treatment: `pass_through` to the export, byte for byte, or `drop`. Others that are
     not read are an error, except for the parts of a model of more than text that text does not use,
     which are passed through."""
+    frozen: tuple[str, ...] = ()
+    """Patterns (`model.embed_tokens.*`) of parameters that are not trained. They are held in the
+    compute dtype; checkpoints leave them out, and an export has them as in `path`. A pattern that
+    matches one name of a shared tensor freezes it."""
     attention: str = "sdpa"
     """Attention implementation of transformers: `sdpa`, `eager`, `flex_attention`,
     `flash_attention_2` (or 3, 4), or a kernel of the hub (`kernels-community/flash-attn2`),
@@ -87,11 +91,13 @@ class HfModel:
             speed_problems,
         )
         from stages.model.config_checks import too_long
+        from stages.model.frozen_checks import frozen_problems
         from stages.model.head_checks import head_problems
 
         yield from problems(self)
         yield from beside_problems(self, plan)
         yield from head_problems(self)
+        yield from frozen_problems(self)
         yield from speed_problems(self, plan)
         yield from too_long(self, plan)
         yield from multimodal_notes(self)
@@ -125,6 +131,7 @@ class HfModel:
             require_code_trust(origin)
         source = open_source(self, ctx)
         require_causal(source)
+        source.log_frozen()
         return source
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import torch
 
 from pipeline import StageError, TensorReader, TensorSpec
-from stages.model.declared import listed, misfit, refuse_differences
+from stages.model.declared import listed, matches, misfit, refuse_differences, refuse_idle
 from stages.model.unread import sized, sort_out
 from stages.weights.views import ExtendedReader, Origin
 
@@ -58,12 +57,13 @@ def fit(
     wanted = {name: spec.shape for name, spec in declared.items()}
     unread = sort_out(held.names(), wanted, allowed.towers, allowed.unused)
     given = set(held.names()) - {*unread.passed, *unread.dropped}
-    _refuse_idle(where, allowed, wanted, held.names())
+    refuse_idle("new_weights", allowed.new, wanted, "tensor of the model")
+    refuse_idle("unused_weights", allowed.unused, held.names(), f"tensor of {where}")
     origins: dict[str, Origin] = {}
     misshapen: dict[str, str] = {}
     for name, shape in wanted.items():
         source = _source(name, given, tied)
-        if _matches(name, allowed.new):
+        if matches(name, allowed.new):
             origins[name] = Origin(name, 0, declared[name])
         elif source is not None:
             spec = held.spec(source)
@@ -91,23 +91,6 @@ def _source(name: str, given: Collection[str], tied: Mapping[str, str]) -> str |
     kept = tied.get(name, name)
     alike = (name, kept, *(alias for alias, other in tied.items() if other == kept))
     return next((one for one in alike if one in given), None)
-
-
-def _refuse_idle(
-    where: str, allowed: Allowed, wanted: Collection[str], given: Collection[str]
-) -> None:
-    """Raise StageError for a pattern that matches nothing, which is a spelling mistake."""
-    for key, patterns, names, whose in (
-        ("new_weights", allowed.new, wanted, "the model"),
-        ("unused_weights", allowed.unused, given, where),
-    ):
-        for pattern in patterns:
-            if not any(fnmatchcase(name, pattern) for name in names):
-                examples = ", ".join(sorted(names)[-3:])
-                raise StageError(
-                    f"{key}: {pattern!r} matches no tensor of {whose}",
-                    hint=f"they are called {examples}, ...",
-                )
 
 
 def _refuse_untied(
@@ -142,7 +125,3 @@ def _equal(held: TensorReader, one: Origin, other: Origin) -> bool:
         if not torch.equal(*samples):
             return False
     return True
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)

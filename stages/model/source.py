@@ -14,13 +14,21 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from pipeline import DtypeName, ModelSource, Scorer, StageError, TensorReader, torch_dtype
+from pipeline import (
+    DtypeName,
+    ModelSource,
+    Scorer,
+    StageError,
+    TensorReader,
+    Weights,
+    torch_dtype,
+)
 from pipeline.utils import COMMIT
 from stages.data.sources import file_digests
 from stages.model import assets, compat
 from stages.model.block_changes import CHANGES, change_blocks
 from stages.model.config_checks import sees_later_tokens, table_of_positions
-from stages.model.declared import outline, ties, without_memory
+from stages.model.declared import matches, outline, refuse_idle, ties, without_memory
 from stages.model.files import (
     ADAPTER,
     Files,
@@ -46,6 +54,7 @@ from stages.weights.converted import ConvertedReader
 from stages.weights.safetensors import SafetensorsReader
 from stages.weights.sampled import sampled
 from stages.weights.torch_files import TorchFilesReader
+from stages.weights.views import CompletedWeights
 
 if TYPE_CHECKING:
     from logging import Logger
@@ -152,6 +161,8 @@ class HfSource(ModelSource):
             leave_out_towers(model)
         choose_by_document(model)
         change_blocks(self._stage, model, self.blocks(model))
+        for name in self.frozen_base:
+            model.get_parameter(name).requires_grad_(False)
         return model
 
     def _built(self) -> nn.Module:
@@ -181,7 +192,7 @@ class HfSource(ModelSource):
     @property
     def inference_view(self) -> ModelSource:
         without: dict[str, Any] = dict.fromkeys(CHANGES)
-        unchanged = dataclasses.replace(self._stage, **without)
+        unchanged = dataclasses.replace(self._stage, frozen=(), **without)
         if unchanged == self._stage:
             return self
         same = copy.copy(self)
@@ -281,10 +292,52 @@ class HfSource(ModelSource):
     def tie(self, model: nn.Module) -> None:
         model.tie_weights()  # type: ignore[operator]
 
+    @property
+    def frozen_base(self) -> Collection[str]:
+        return self._frozen if self._stage.frozen else ()
+
+    @functools.cached_property
+    def _frozen(self) -> Collection[str]:
+        """Every name of the tensors that patterns match. Raises StageError for a pattern that
+        matches none, and if all match."""
+        named = dict(self._outline.named_parameters(remove_duplicate=False))
+        refuse_idle("frozen", self._stage.frozen, named, "parameter of the model")
+        found = {id(one) for name, one in named.items() if matches(name, self._stage.frozen)}
+        frozen = frozenset(name for name, one in named.items() if id(one) in found)
+        if len(frozen) == len(named):
+            raise StageError(
+                f"frozen: {', '.join(self._stage.frozen)} matches all parameters, so none is left "
+                "to be trained",
+                hint="leave it out; an adapter freezes the model without it",
+            )
+        return frozen
+
+    def log_frozen(self) -> None:
+        """Log the number of parameters that patterns freeze. Raises StageError for wrong ones."""
+        if frozen := self.frozen_base:
+            named = dict(self._outline.named_parameters())
+            sizes = [one.numel() for name, one in named.items() if name in frozen]
+            total = sum(one.numel() for one in named.values())
+            self._log.info("%s of %s parameters are frozen", f"{sum(sizes):,}", f"{total:,}")
+
+    def merge_trained(self, trained: Weights) -> Weights:
+        lacking = [name for name in self.frozen_base if name not in trained.names()]
+        if not lacking:
+            return trained
+        return CompletedWeights(trained, self.weights(), lacking)
+
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        return self._repeated(model, of_text=True)
+
+    def tower_blocks(self, model: nn.Module) -> Sequence[nn.Module]:
+        return self._repeated(model, of_text=False)
+
+    def _repeated(self, model: Any, *, of_text: bool) -> Sequence[nn.Module]:
         classes = compat.block_classes(model)
+        text = set((model.get_decoder() if self._multimodal else model).modules())
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        return [block for blocks in lists for block in blocks if type(block).__name__ in classes]
+        blocks = [one for each in lists for one in each if type(one).__name__ in classes]
+        return [block for block in blocks if (block in text) == of_text]
 
     def ends(self, model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
         embedding, head = compat.tables(model)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipeline import StageError, TensorReader, TensorSpec
+from pipeline import StageError, TensorReader, TensorSpec, Weights
 from stages.weights.torch_files import named
 
 
@@ -93,6 +93,20 @@ class JoinedReader(ReaderView):
     def close(self) -> None:
         for reader in self._bases:
             reader.close()
+
+
+class CompletedWeights(JoinedReader, Weights):
+    """Trained weights, which it leaves open, and the tensors `names` of `source`, which it
+    closes."""
+
+    def __init__(self, trained: Weights, source: TensorReader, names: Collection[str]) -> None:
+        super().__init__(trained, source)
+        self.identity = trained.identity
+        kept = {*trained.names(), *names}
+        self._owner = {name: one for name, one in self._owner.items() if name in kept}
+
+    def close(self) -> None:
+        self._bases[1].close()
 
 
 class ComputedReader(TensorReader):
