@@ -155,7 +155,7 @@ class Restoration:
         validate(progress)
         live = without_frozen_base(self._engine, self._frozen_base)
         saved = dataclasses.replace(reader.state, shapes=reader.manifest.shapes())
-        require_same_model(saved, live, reader.where)
+        require_same_model(saved, live, reader.where, self._frozen_base)
         for fragment in self._engine.restore(saved):
             self._ctx.dist.heartbeat.beat()
             for kind, tensor in fragment.state.items():
@@ -218,23 +218,37 @@ def best_run(store: Store, dist: DistContext) -> TrainedRun:
     return TrainedRun(checkpoint=store.locate(name), progress=progress)
 
 
-def require_same_model(saved: EngineState, live: EngineState, where: str) -> None:
+def require_same_model(
+    saved: EngineState, live: EngineState, where: str, frozen_base: Set[str] = frozenset()
+) -> None:
     """Raise ResumeRefused, listing the differences, unless names, shapes, trained parameters and
-    kinds of optimizer state agree."""
+    kinds of optimizer state agree. `frozen_base` is not part of `live`."""
     if live.updates and not saved.updates:
         raise ResumeRefused(
             f"{where} holds weights without an optimizer's state", hint="load them as a model"
         )
-    differences = list(_differences(saved, live))
+    differences = list(_differences(saved, live, frozen_base))
     if differences:
-        raise ResumeRefused(f"{where} is of another model or optimizer: {_list(differences)}")
+        held, here = saved.shapes.keys(), live.shapes.keys()
+        frozen = held != here and held <= here | frozen_base
+        raise ResumeRefused(
+            f"{where} is of another model or optimizer: {_list(differences)}",
+            hint="frozen weights are not in checkpoints: to freeze others, start a new run from "
+            "this run's export"
+            if frozen
+            else "",
+        )
 
 
-def _differences(saved: EngineState, live: EngineState) -> Iterator[str]:
+def _differences(saved: EngineState, live: EngineState, frozen_base: Set[str]) -> Iterator[str]:
     """Differences in words; tensors without elements may be missing."""
     missing = [name for name in live.shapes if name not in saved.shapes]
     yield from (f"{name} is missing" for name in missing if 0 not in live.shapes[name])
-    yield from (f"{name} is not in this model" for name in saved.shapes if name not in live.shapes)
+    for name in saved.shapes:
+        if name in frozen_base and name in saved.updates:
+            yield f"{name} was trained, here it is frozen"
+        elif name not in live.shapes:
+            yield f"{name} is not in this model"
     common = [name for name in live.shapes if name in saved.shapes]
     for name in common:
         before, now = (list(state.shapes[name]) for state in (saved, live))

@@ -29,6 +29,7 @@ class HfPlanner(Planner[HfModel]):
             "attention": self.stage.attention,
             "recomputed": self.stage.activation_checkpointing,
             "compiled": self.stage.compile is not None,
+            "frozen": self.stage.frozen,
         }
 
     def forecast(self, topology: Topology) -> tuple[str, ...]:
@@ -67,6 +68,8 @@ class HfPlanner(Planner[HfModel]):
         source = open_source(stage, ctx)
         if scope.blocks is not None:
             shorten(source.config.get_text_config(), scope.blocks)
+        else:
+            source.log_frozen()  # of fewer blocks, patterns may match none
         return source
 
 

@@ -298,27 +298,27 @@ class HfSource(ModelSource):
 
     @functools.cached_property
     def _frozen(self) -> Collection[str]:
-        """Every name of the tensors that patterns match. Raises StageError for a pattern that
-        matches none, and if all match."""
+        """Every name of the tensors that patterns match."""
         named = dict(self._outline.named_parameters(remove_duplicate=False))
-        refuse_idle("frozen", self._stage.frozen, named, "parameter of the model")
         found = {id(one) for name, one in named.items() if matches(name, self._stage.frozen)}
-        frozen = frozenset(name for name, one in named.items() if id(one) in found)
-        if len(frozen) == len(named):
-            raise StageError(
-                f"frozen: {', '.join(self._stage.frozen)} matches all parameters, so none is left "
-                "to be trained",
-                hint="leave it out; an adapter freezes the model without it",
-            )
-        return frozen
+        return frozenset(name for name, one in named.items() if id(one) in found)
 
     def log_frozen(self) -> None:
-        """Log the number of parameters that patterns freeze. Raises StageError for wrong ones."""
-        if frozen := self.frozen_base:
-            named = dict(self._outline.named_parameters())
-            sizes = [one.numel() for name, one in named.items() if name in frozen]
-            total = sum(one.numel() for one in named.values())
-            self._log.info("%s of %s parameters are frozen", f"{sum(sizes):,}", f"{total:,}")
+        """Log the number of parameters that patterns freeze. Raises StageError for a pattern that
+        matches none, and if all match."""
+        patterns = self._stage.frozen
+        named = dict(self._outline.named_parameters(remove_duplicate=False)) if patterns else {}
+        refuse_idle("frozen", patterns, named, "parameter of the model")
+        if named and len(self._frozen) == len(named):
+            raise StageError(
+                f"frozen: {', '.join(patterns)} matches all parameters, and none is left to train",
+                hint="leave it out; an adapter freezes the model without it",
+            )
+        if named:
+            once = dict(self._outline.named_parameters())
+            frozen = sum(one.numel() for name, one in once.items() if name in self._frozen)
+            total = sum(one.numel() for one in once.values())
+            self._log.info("%s of %s parameters are frozen", f"{frozen:,}", f"{total:,}")
 
     def merge_trained(self, trained: Weights) -> Weights:
         lacking = [name for name in self.frozen_base if name not in trained.names()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from pipeline import (
     OptimizerPlan,
     Precision,
     Progress,
+    ResumeRefused,
     StageError,
     StepCallback,
     TrainedRun,
@@ -62,7 +64,11 @@ def train(
     identity = lineage(config, ctx, data, model)
     newest, progress = _newest(ctx)
     require_same_lineage(identity, ctx.accept, progress)
-    progress.lineage = identity
+    frozen = hashlib.sha256("\n".join(sorted(model.frozen_base)).encode()).hexdigest()
+    if progress.lineage.get("frozen", frozen) != frozen:  # the Trainer's states have no names
+        hint = "to freeze others, start a new run from this run's export"
+        raise ResumeRefused(f"{newest}: other weights were frozen than now", hint=hint)
+    progress.lineage = {**identity, "frozen": frozen}
     feed = Feed(config, data, ctx.seed, axis, ctx.dist.device, vocabulary=model.vocab_size)
     ctx.on_exit(feed.close)
     steps = feed.total_steps(progress)

@@ -42,10 +42,12 @@ def require_same_lineage(
 ) -> None:
     """Raise ResumeRefused if a part differs from the checkpoint's and is not accepted; its hint
     begins with `again`. Checkpoints of other tools have no lineage, and those of earlier versions
-    may lack parts."""
+    may lack parts. Where only one of both has frozen weights, restoring says their names."""
     changed = [
         part for part in now if part in progress.lineage and progress.lineage[part] != now[part]
     ]
+    if None in (progress.lineage.get("weights"), now.get("weights")):
+        changed = [part for part in changed if part != "weights"]
     refused = [part for part in changed if part not in accept]
     if not refused:
         return

@@ -96,7 +96,7 @@ def _traits(module: nn.Module) -> tuple[Any, ...]:
         if isinstance(value, bool | int | float | str) and key != "layer_idx"
     }
     own = module.named_parameters(recurse=False)
-    shapes = tuple((name, tuple(one.shape)) for name, one in own)
+    shapes = tuple((name, tuple(one.shape), one.requires_grad) for name, one in own)
     replaced = getattr(vars(module).get("forward"), "__qualname__", "")
     return type(module).__name__, tuple(sorted(plain.items())), shapes, replaced
 
