@@ -61,7 +61,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, l
     for name in LAYOUTS:
         folder = tmp_path_factory.getbasetemp() / "tworules" / name
         ranks = ALL_LAYOUTS[name].ranks
-        losses = run_ranks(undisturbed, ranks, str(folder), name, False, STAGE)[0]
+        losses = run_ranks(undisturbed, ranks, str(folder), name, "whole", STAGE)[0]
         found[name] = folder, losses
     return found
 
@@ -112,7 +112,7 @@ def test_a_resume_is_exact_and_layouts_go_on_with_each_other(
     root = trained["ddp"][0].parent
     for name in CHAIN:
         ranks = ALL_LAYOUTS[name].ranks
-        found = run_ranks(continued, ranks, str(root), name, CHAIN, False, STAGE, limit=600)[0]
+        found = run_ranks(continued, ranks, str(root), name, CHAIN, "whole", STAGE, limit=600)[0]
         for source, losses in zip(CHAIN, found, strict=True):
             folder, expected = trained[source]
             tensors, whole = saved(root / f"{source} to {name}"), saved(folder)

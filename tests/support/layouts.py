@@ -21,6 +21,7 @@ from tests.support.strategies import Strategy
 FIRST, LAST = 2, 4
 ADAMW = AdamW(lr=1e-3, weight_decay=0.1, max_grad_norm=0.5)
 MODEL = {**MOE["qwen3_moe"], "num_experts": 4}
+FROZEN = ("model.embed_tokens.*", "model.layers.0.mlp.experts.*", "*q_proj.weight")
 LORA = {"rank": 4, "alpha": 8.0, "targets": ("q_proj", "o_proj")}
 
 
@@ -66,22 +67,27 @@ MORE_LAYOUTS = {
 ALL_LAYOUTS = LAYOUTS | MORE_LAYOUTS
 
 
-def _engine(ctx: Any, name: str, *, adapted: bool, optimizer: Any) -> tuple[Any, Any]:
+def _engine(ctx: Any, name: str, *, change: str, optimizer: Any) -> tuple[Any, Any, Any]:
+    """Return the engine, the one that it averages, and the stage that saves it."""
     layout = ALL_LAYOUTS[name]
-    source = tiny_source(ctx, LORA if adapted else None, **MODEL)
+    source = tiny_source(
+        ctx, LORA if change == "lora" else None,
+        {"frozen": FROZEN} if change == "frozen" else None, **MODEL,
+    )  # fmt: skip
     precision = PrecisionPolicy(compute="fp32").run(ctx)
     wrap = Strategy(use=layout.use, fields=layout.fields).stage()
     inner = wrap.run(ctx, source, precision, optimizer.run(ctx))
-    return EmaAverage(decay=0.75).run(ctx, inner), inner
+    engine = EmaAverage(decay=0.75).run(ctx, inner)
+    held = source if change == "frozen" else None  # else checkpoints hold all
+    return engine, inner, ShardedCheckpoint(keep=None).run(ctx, engine, held)
 
 
 def undisturbed(
-    dist: DistContext, folder: str, name: str, adapted: bool, optimizer: Any = ADAMW
+    dist: DistContext, folder: str, name: str, change: str, optimizer: Any = ADAMW
 ) -> list[float]:
     """Train, saving half way and at the end; return the losses of the second half."""
     ctx = context(dist, folder)
-    engine, inner = _engine(ctx, name, adapted=adapted, optimizer=optimizer)
-    checkpoints = ShardedCheckpoint(keep=None).run(ctx, engine)
+    engine, inner, checkpoints = _engine(ctx, name, change=change, optimizer=optimizer)
     losses, parts = [], len(optimizer.update_rules())
     for first, last in ((0, FIRST), (FIRST, LAST)):
         losses = train(engine, first, last, parts=parts)
@@ -97,15 +103,15 @@ def continued(
     root: str,
     name: str,
     sources: list[str],
-    adapted: bool,
+    change: str,
     optimizer: Any = ADAMW,
 ) -> list[list[float]]:
     """Go on from the middle of the training under each of the other layouts; return the losses."""
-    return [_continue(dist, Path(root), name, source, adapted, optimizer) for source in sources]
+    return [_continue(dist, Path(root), name, source, change, optimizer) for source in sources]
 
 
 def _continue(
-    dist: DistContext, root: Path, name: str, source: str, adapted: bool, optimizer: Any
+    dist: DistContext, root: Path, name: str, source: str, change: str, optimizer: Any
 ) -> list[float]:
     folder = root / f"{source} to {name}"
     middle = f"step-{FIRST:08d}"
@@ -113,8 +119,7 @@ def _continue(
         shutil.copytree(root / source / "checkpoints" / middle, folder / "checkpoints" / middle)
     dist.barrier()
     ctx = context(dist, folder)
-    engine, inner = _engine(ctx, name, adapted=adapted, optimizer=optimizer)
-    checkpoints = ShardedCheckpoint(keep=None).run(ctx, engine)
+    engine, inner, checkpoints = _engine(ctx, name, change=change, optimizer=optimizer)
     progress = checkpoints.restore(lambda progress: None)
     assert progress is not None
     losses = train(engine, progress.step, LAST, parts=len(optimizer.update_rules()))

@@ -3,13 +3,14 @@ parallelism, FSDP, DDP and ZeRO, with optimizer state and an average of the weig
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 import torch
 
 from pipeline.checkpoint import DTYPES, Reading, open_state
-from tests.support.layouts import LAST, LAYOUTS, continued, undisturbed
+from tests.support.layouts import FROZEN, LAST, LAYOUTS, continued, undisturbed
 from tests.support.processes import run_ranks
 from tests.support.tier import FULL
 
@@ -32,24 +33,37 @@ def saved(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("adapted", [False, True], ids=["whole", "lora"])
-def test_any_layout_goes_on_with_any_other(adapted: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", ["whole", "lora", "frozen"])
+def test_any_layout_goes_on_with_any_other(change: str, tmp_path: Path) -> None:
+    walk(CHOSEN, change, tmp_path)
+
+
+def test_frozen_weights_come_from_the_source_again(tmp_path: Path) -> None:
+    held = walk(["fsdp", "zero3"], "frozen", tmp_path)
+    assert "weight/model.layers.1.mlp.experts.down_proj" in held
+    for pattern in FROZEN:
+        assert not any(fnmatch(key.partition("/")[2], pattern) for key in held)
+
+
+def walk(chosen: list[str], change: str, folder: Path) -> set[str]:
+    """Go on under each of the `chosen` layouts from the checkpoint of each; return the keys of
+    checkpoints."""
     losses = {
-        name: run_ranks(undisturbed, LAYOUTS[name].ranks, str(tmp_path / name), name, adapted)[0]
-        for name in CHOSEN
+        name: run_ranks(undisturbed, LAYOUTS[name].ranks, str(folder / name), name, change)[0]
+        for name in chosen
     }
-    whole = {name: saved(tmp_path / name) for name in CHOSEN}
-    expected = losses[CHOSEN[0]], whole[CHOSEN[0]]
+    whole = {name: saved(folder / name) for name in chosen}
+    expected = losses[chosen[0]], whole[chosen[0]]
     assert {key.partition("/")[0] for key in expected[1]} == {
         "weight", "exp_avg", "exp_avg_sq", "ema",
     }  # fmt: skip
     pairs = 0
-    for name in CHOSEN:
+    for name in chosen:
         found = run_ranks(
-            continued, LAYOUTS[name].ranks, str(tmp_path), name, CHOSEN, adapted, limit=600
+            continued, LAYOUTS[name].ranks, str(folder), name, chosen, change, limit=600
         )[0]
-        for source, given in zip(CHOSEN, found, strict=True):
-            tensors = saved(tmp_path / f"{source} to {name}")
+        for source, given in zip(chosen, found, strict=True):
+            tensors = saved(folder / f"{source} to {name}")
             if source == name:
                 assert given == losses[name], name
                 assert all(torch.equal(one, whole[name][key]) for key, one in tensors.items()), name
@@ -61,4 +75,5 @@ def test_any_layout_goes_on_with_any_other(adapted: bool, tmp_path: Path) -> Non
                 torch.testing.assert_close(
                     one, expected[1][key], rtol=0, atol=1e-5, msg=f"{key}: {source} to {name}"
                 )
-    assert pairs == len(CHOSEN) * (len(CHOSEN) - 1)
+    assert pairs == len(chosen) * (len(chosen) - 1)
+    return set(expected[1])
