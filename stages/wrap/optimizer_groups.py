@@ -35,7 +35,7 @@ def build_optimizers(
 ) -> list[LivePart]:
     """The optimizers of the parts that have parameters on this rank, which are those in `here`, or
     all of `named`. Each group keeps its base rate as `initial_lr`. Raises StageError if nothing is
-    trained, unless other ranks have other parameters."""
+    trained."""
     found = []
     for number, (part, own) in enumerate(zip(plan.parts, plan.divide(named), strict=True)):
         groups = [
@@ -49,7 +49,7 @@ def build_optimizers(
             for group in optimizer.param_groups:
                 group["initial_lr"] = group["lr"]
             found.append(LivePart(number, part, optimizer))
-    if plan.parts and not found and here is None:
+    if plan.parts and not found:
         raise StageError(
             "the optimizer has nothing to train: every parameter of the model is frozen",
             hint="look at the model slot and its adapter",

@@ -58,3 +58,20 @@ def test_another_model_is_refused_before_anything_is_loaded(pipe: Pipe) -> None:
     assert "model.layers.3.self_attn.q_proj.weight is missing" in again.stderr
     kept = sorted(path.name for path in (pipe.run_dir / "checkpoints").iterdir())
     assert kept == ["step-00000001"]
+
+
+def test_other_frozen_weights_are_refused_by_their_names(pipe: Pipe) -> None:
+    here = recipe(pipe.folder / "a.yaml", procs=1, wrap="wrap.ddp", steps=1)
+    frozen = "model.frozen=['model.layers.0.*']"
+    assert pipe("run", str(here), frozen, "--run-dir", str(pipe.run_dir)).code == 0
+    run, hint = str(pipe.run_dir), "frozen weights are not in checkpoints: to freeze others, start"
+    thawed = pipe("resume", run, "train.steps=2", "model.frozen=[]")
+    assert thawed.code == 1
+    assert "model.layers.0.self_attn.q_proj.weight is missing" in thawed.stderr
+    assert hint in thawed.stderr
+    more = pipe("resume", run, "train.steps=2", "model.frozen=['model.layers.*']")
+    assert more.code == 1
+    assert "model.layers.1.self_attn.q_proj.weight was trained, here it is frozen" in more.stderr
+    assert hint in more.stderr
+    assert pipe("resume", run, "train.steps=2").code == 0
+    assert [step for step, _ in losses(pipe.run_dir)] == [1, 2]

@@ -24,12 +24,17 @@ from tests.parity.body import BATCH, SEED, STEPS, tiny_source
 from tests.parity.combinations import LORA
 from tests.parity.reference import CLIP, DECAY, LR, WARMUP, reference
 from tests.parity.test_parity import plain_loop
-from tests.support.processes import run_ranks
+from tests.support.processes import RankFailed, run_ranks
 from tests.support.runs import context, toy_data
 
 
 def trained(
-    dist: DistContext, folder: str, fields: dict[str, Any], compute: str, lora: Any = None
+    dist: DistContext,
+    folder: str,
+    fields: dict[str, Any],
+    compute: str,
+    lora: Any = None,
+    frozen: tuple[str, ...] = (),
 ) -> dict[str, Any]:
     """Train with the stage; write the weights to `folder`/final.safetensors."""
     ctx = context(dist, folder, SEED)
@@ -38,7 +43,7 @@ def trained(
     plan = AdamW(lr=LR, weight_decay=DECAY, warmup_steps=WARMUP, max_grad_norm=CLIP).run(ctx)
     precision = PrecisionPolicy(compute=compute).run(ctx)
     stage = HfTrainer(global_batch_size=BATCH, steps=STEPS, **fields)
-    run = stage.run(ctx, toy_data(), plan, precision, tiny_source(ctx, lora))
+    run = stage.run(ctx, toy_data(), plan, precision, tiny_source(ctx, lora, {"frozen": frozen}))
     if dist.is_main:
         save_file(dict(ConsolidateStream().run(ctx, run)), f"{folder}/final.safetensors")
     for call in reversed(finals):
@@ -119,6 +124,30 @@ def test_a_resumed_training_ends_the_same(lora: Any, tmp_path: Path) -> None:
     assert again["progress"] == whole["progress"]
     assert (tmp_path / "final.safetensors").read_bytes() == final
     assert losses(again) == losses(whole)
+
+
+def test_frozen_weights_come_from_the_source_again(tmp_path: Path) -> None:
+    frozen = ("model.embed_tokens.*", "model.layers.0.*")
+    source = tiny_source(
+        context(DistContext(device=torch.device("cpu")), str(tmp_path), SEED),
+        fields={"frozen": frozen},
+    )
+    expected, _, weights, _ = reference(source, toy_data(), seed=SEED, steps=STEPS, batch=BATCH)
+    fields = {"micro_batch_size": 2, "save_every": 4, "keep": None}
+    whole = run_ranks(trained, 2, str(tmp_path), fields, "fp32", None, frozen)[0]
+    assert losses(whole) == pytest.approx(expected, rel=1e-5)
+    final = (tmp_path / "final.safetensors").read_bytes()
+    held = load_file(tmp_path / "final.safetensors")
+    assert held.keys() == weights.keys() - set(source.frozen_base)
+    for name in held:
+        torch.testing.assert_close(held[name], weights[name], rtol=0, atol=1e-4, msg=name)
+    shutil.rmtree(tmp_path / "checkpoints" / "checkpoint-6")
+    for other in ((), ("model.layers.1.*",)):
+        with pytest.raises(RankFailed, match="checkpoint-4: other weights were frozen than now"):
+            run_ranks(trained, 2, str(tmp_path), fields, "fp32", None, other)
+    again = run_ranks(trained, 2, str(tmp_path), fields, "fp32", None, frozen)[0]
+    assert losses(again) == losses(whole)
+    assert (tmp_path / "final.safetensors").read_bytes() == final
 
 
 def test_a_training_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
