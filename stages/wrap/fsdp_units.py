@@ -69,14 +69,17 @@ class UnitDivider:
             for one in experts:
                 _average_over(one, self.data_mesh.size(), self._experts["shard"].size())
         ends = self._model.ends(module)
-        units = [one for one in choose_units(config, module, blocks, ends) if one not in experts]
-        late = kept_units(config, units, blocks)
+        towers = list(self._model.tower_blocks(module))
+        repeated = [*towers, *blocks]
+        units = [one for one in choose_units(config, module, repeated, ends) if one not in experts]
+        late = kept_units(config, units, repeated)
         early = [one for one in units if one not in late]
         _shard(config, early, self.data_mesh, self._precision)
         _shard(config, late, self.data_mesh, self._precision, reshard=False)
         _shard(config, [module], self.data_mesh, self._precision)
         _look_up_once(units, ends[0])
-        _prefetch(config, units, experts)
+        # Text does not pass through towers, so nothing gathers them ahead.
+        _prefetch(config, [one for one in units if one not in towers], experts)
         self.units += [*experts, *units, module]
         self.reshard_after_forward |= {reshards(config) for _ in [*experts, *early]}
         self.reshard_after_forward |= {False for _ in late}

@@ -15,6 +15,7 @@ from stages.optimizer.adamw import AdamW
 from stages.precision.policy import PrecisionPolicy
 from stages.train.causal_lm import TrainCausalLm
 from tests.parity.reference import CLIP, DECAY, LR, WARMUP
+from tests.support.multimodal import whole_source
 from tests.support.runs import TINY, context, packed_data, toy_data
 from tests.support.strategies import Strategy
 
@@ -64,7 +65,10 @@ def train_case(dist: DistContext, folder: str, case: dict[str, Any]) -> dict[str
         compute=case.get("compute", "fp32"), master=case.get("master", "fp32"), reduce="fp32"
     ).run(ctx)
     plan = case.get("optimizer", ADAMW).run(ctx)
-    source = tiny_source(ctx, case.get("lora"), case.get("hf"), **case.get("model", {}))
+    if case.get("towers"):
+        source: Any = whole_source(ctx, **case["hf"])
+    else:
+        source = tiny_source(ctx, case.get("lora"), case.get("hf"), **case.get("model", {}))
     wrap = Strategy(use=case["wrap"], fields=wrap_fields(case["fields"], folder, dist)).stage()
     engine = wrap.run(ctx, source, precision, plan)
     checkpoints = ShardedCheckpoint(keep=1).run(ctx, engine, source)

@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 
+from pipeline.contracts.stage import Context
+from stages.model.hf import HfModel
+from stages.model.source import HfSource, open_source
+
 TEXT: dict[str, Any] = {
     "vocab_size": 131, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
@@ -76,3 +80,20 @@ def saved(kind: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     model.save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text('{"image_processor_type": "mine"}\n')
     return model.eval()
+
+
+class WholeSource(HfSource):
+    """A model of text and images with its towers, as a source of another package may declare it."""
+
+    def build(self) -> Any:
+        model = self._built()
+        for name in self.frozen_base:
+            model.get_parameter(name).requires_grad_(False)
+        return model
+
+
+def whole_source(ctx: Context, **fields: Any) -> WholeSource:
+    """Return the source of a saved model with all of its parts."""
+    stage = HfModel(**fields)
+    text = open_source(stage, ctx)
+    return WholeSource(stage, text.config, text._files, text._files, seed=ctx.seed, log=ctx.log)

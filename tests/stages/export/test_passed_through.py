@@ -16,9 +16,9 @@ from stages.export.safetensors import ExportSafetensors
 from stages.model.hf import HfModel
 from tests.support.exports import stored
 from tests.support.models import FAMILIES, context, filled, random_source
-from tests.support.multimodal import CONFIGS, saved
+from tests.support.multimodal import CONFIGS, saved, whole_source
 from tests.support.tier import spread
-from tests.support.weights import trained
+from tests.support.weights import MemoryWeights, trained
 
 MTP = {"mtp.fc.weight": torch.arange(20).view(4, 5).half(), "mtp.norm.weight": torch.ones(3)}
 
@@ -109,3 +109,42 @@ def test_damage_to_what_was_passed_through_is_found(tmp_path: Path) -> None:
     file.write_bytes(content)
     with pytest.raises(ExportError, match=name):
         verified(out)
+
+
+TOWERS = {
+    "gemma3": ("model.vision_tower.*", "model.multi_modal_projector.*"),
+    "qwen2_5_vl": ("model.visual.*",),
+}
+
+
+@pytest.mark.parametrize("kind", TOWERS)
+def test_a_frozen_tower_of_the_module_is_exported_as_it_was(kind: str, tmp_path: Path) -> None:
+    saved(kind, tmp_path, torch.bfloat16)
+    ctx, out = context(tmp_path), tmp_path / "out"
+    source = whole_source(ctx, path=str(tmp_path), frozen=TOWERS[kind])
+    kept = {n: t for n, t in trained(source).tensors.items() if n not in source.frozen_base}
+    ExportSafetensors(folder=str(out)).run(ctx, MemoryWeights(kept), source)
+    before, after = load_file(tmp_path / "model.safetensors"), stored(out)
+    assert after.keys() == before.keys()
+    assert json.loads((out / "export.json").read_text())["passed"] == []
+    same = {name for name in before if torch.equal(after[name], before[name])}
+    parts = ("visual.", "vision_tower.", "multi_modal_projector.")
+    assert same == {name for name in before if any(part in name for part in parts)}
+    assert same
+    assert "the model computes what it did" in verified(out)
+
+
+def test_frozen_text_next_to_a_tower_that_is_passed_through(tmp_path: Path) -> None:
+    saved("gemma3", tmp_path)
+    source = HfModel(path=str(tmp_path), frozen=("*.layers.0.*",)).run(context(tmp_path))
+    kept = {n: t for n, t in trained(source).tensors.items() if n not in source.frozen_base}
+    ctx, out = context(tmp_path), tmp_path / "out"
+    ExportSafetensors(folder=str(out), dtype="fp32").run(ctx, MemoryWeights(kept), source)
+    before, after = load_file(tmp_path / "model.safetensors"), stored(out)
+    assert after.keys() == before.keys()
+    passed = json.loads((out / "export.json").read_text())["passed"]
+    frozen = {name for name in before if "language_model" in name and ".layers.0." in name}
+    same = {name for name in before if torch.equal(after[name], before[name])}
+    assert passed
+    assert frozen
+    assert same == {*passed, *frozen}

@@ -23,7 +23,7 @@ from stages.wrap.config_checks import config_problems
 from stages.wrap.fsdp import Fsdp
 from tests.support.every_family import small
 from tests.support.models import context, filled
-from tests.support.multimodal import CONFIGS, saved
+from tests.support.multimodal import CONFIGS, saved, whole_source
 from tests.support.tier import spread
 
 IDS = torch.tensor([[3, 17, 55, 4, 90, 8, 21]])
@@ -224,3 +224,29 @@ def with_numbers(source: HfSource) -> Any:
                 values = torch.randn(one.shape) * 0.05 + (one.ndim == 1)
                 module._parameters[name] = made.setdefault(one, torch.nn.Parameter(values))
     return model
+
+
+TOWERS = {
+    "gemma3": "vision_tower.encoder.layers",
+    "qwen2_5_vl": "visual.blocks",
+    "llava": "vision_tower.encoder.layers",
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_blocks_of_text_and_of_towers_are_apart(kind: str, tmp_path: Path) -> None:
+    saved(kind, tmp_path)
+    source = whole_source(context(tmp_path), path=str(tmp_path))
+    model = source.build()
+    names = {module: name for name, module in model.named_modules()}
+    text = [names[block] for block in source.blocks(model)]
+    layers = 3 if kind == "mllama" else 2
+    assert text == [f"model.language_model.layers.{number}" for number in range(layers)]
+    towers = [names[block] for block in source.tower_blocks(model)]
+    assert towers
+    assert not any("language_model" in name for name in towers)
+    if kind in TOWERS:
+        assert towers == [f"model.{TOWERS[kind]}.0"]
+    alone = opened(tmp_path)
+    assert not alone.tower_blocks(module := alone.build())
+    assert len(alone.blocks(module)) == 2  # without the layer that needs images
