@@ -7,7 +7,7 @@ import copy
 import difflib
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +163,29 @@ def open_tokenizer(files: Files, stage: HfModel, log: Logger) -> Any:
                 token,
             )
     return tokenizer
+
+
+def open_processor(files: Files, stage: HfModel, tokenizer: Callable[[], Any]) -> Any | None:
+    """The processor of a folder, with the recipe's tokenizer; None in a folder or GGUF file that
+    has none. Raises StageError, which says what is missing, if it cannot be loaded."""
+    if files.gguf or not any((files.folder / name).is_file() for name in PROCESSOR):
+        return None
+    from transformers import AutoProcessor, ProcessorMixin
+
+    try:
+        with compat.quiet():
+            processor = AutoProcessor.from_pretrained(
+                files.folder, trust_remote_code=stage.trust_remote_code, local_files_only=True
+            )
+    except (OSError, ValueError, ImportError, LookupError, AttributeError, TypeError) as error:
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        raise StageError(f"the processor in {files} cannot be loaded: {reason}") from error
+    if not isinstance(processor, ProcessorMixin):  # the tokenizer, for want of another
+        raise StageError(f"{files} has no processor that transformers can load")
+    processor.tokenizer = tokenizer()
+    if stage.chat_template is not None:
+        processor.chat_template = processor.tokenizer.chat_template
+    return processor
 
 
 @contextlib.contextmanager

@@ -371,6 +371,15 @@ class HfSource(ModelSource):
     def tokenizer(self) -> Any:
         return self._tokenizer
 
+    @functools.cached_property
+    def _processor(self) -> Any | None:
+        if self._files is None:
+            return None
+        return assets.open_processor(self._files, self._stage, self.tokenizer)
+
+    def processor(self) -> Any | None:
+        return self._processor
+
     def scorer(self, model: nn.Module, **how: Any) -> Scorer:
         from stages.objectives.scoring import ModelScorer
 

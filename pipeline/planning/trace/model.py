@@ -69,19 +69,28 @@ def structure(source: ModelSource) -> Structure:
         for parameter, name in names.items()
     }
     inside = {one for block in blocks for one in block.parameters()}
-    order = [*names]
-    last = max((at for at, one in enumerate(order) if one in inside), default=len(order))
+    order = {parameter: place for place, parameter in enumerate(names)}
+    last = max((order[one] for one in inside), default=len(order))
     embedding, head = source.ends(model)
     return Structure(
         ends=(_weights_of(embedding, names), _weights_of(head, names)),
-        behind=[names[one] for one in order[last + 1 :]],
+        behind=[names[one] for one in order if order[one] > last],
         # A weight that blocks share belongs to the first of them, the rest to the root.
         blocks=[[left.pop(one) for one in block.parameters() if one in left] for block in blocks],
         root=[*left.values()],
         names=[modules[block] for block in blocks],
-        signatures=[tuple((n, *_traits(one)) for n, one in b.named_modules()) for b in blocks],
+        signatures=[
+            (*((n, *_traits(one)) for n, one in block.named_modules()), _is_reached(block, order))
+            for block in blocks
+        ],
         tied=len([*model.named_parameters(remove_duplicate=False)]) > len(names),
     )
+
+
+def _is_reached(block: nn.Module, order: Mapping[nn.Parameter, int]) -> bool:
+    """Whether backward passes through a block to trained weights before it."""
+    begin = min((order[one] for one in block.parameters()), default=0)
+    return any(one.requires_grad for one, place in order.items() if place < begin)
 
 
 def _weights_of(module: nn.Module | None, names: Mapping[nn.Parameter, str]) -> tuple[str, ...]:

@@ -129,6 +129,26 @@ def test_frozen_weights_take_no_gradient(tmp_path: Path) -> None:
     )
 
 
+def test_frozen_blocks_before_the_first_trained_weight_have_no_backward(tmp_path: Path) -> None:
+    frozen = ["model.embed_tokens.*", "model.layers.0.*", "model.layers.1.*"]
+    found = profiled(tmp_path, model={**own(**llama()), "frozen": frozen})
+    assert found.model.blocks == (0, 1, 2, 3)
+    assert [found.part("backward", block).products.at(1) for block in (0, 1)] == [0, 0]
+    for block in (2, 3):
+        assert found.part("backward", block).products.at(1) == 4 * TOKENS * MATRICES
+    block = MATRICES + 2 * HIDDEN
+    assert found.model.stored == found.model.trained == 2 * block + (WORDS + 1) * HIDDEN
+    assert found.model.parameters == 4 * block + (2 * WORDS + 1) * HIDDEN
+    assert {weight.frozen_base for weight in found.model.kinds[1]} == {True}
+
+
+def test_frozen_blocks_behind_trained_ones_pass_gradients_on(tmp_path: Path) -> None:
+    frozen = [f"model.layers.{number}.*" for number in (1, 2, 3)]
+    found = profiled(tmp_path, model={**own(**llama()), "frozen": frozen})
+    assert found.model.blocks == (0, 1, 1, 1)
+    assert found.part("backward", 3).products.at(1) == 2 * TOKENS * MATRICES
+
+
 def test_experts_are_held_by_all_and_used_by_some(tmp_path: Path) -> None:
     sizes = {"num_local_experts": 4, "num_experts_per_tok": 2}
     found = profiled(tmp_path, model=own(**llama(model_type="mixtral", **sizes)))

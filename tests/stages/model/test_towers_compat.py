@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.errors import StageError
 from pipeline.testing import plan_view
+from stages.adapter.lora import Lora
 from stages.model.checks import multimodal_notes, problems
 from stages.model.compat import auto_class, image_text_types, is_multimodal
 from stages.model.config_checks import NOT_BY_TEXT
@@ -22,7 +24,7 @@ from stages.wrap.axes import PipelineParallel
 from stages.wrap.config_checks import config_problems
 from stages.wrap.fsdp import Fsdp
 from tests.support.every_family import small
-from tests.support.models import context, filled
+from tests.support.models import FAMILIES, context, filled, random_source, save_tokenizer
 from tests.support.multimodal import CONFIGS, saved, whole_source
 from tests.support.tier import spread
 
@@ -250,3 +252,51 @@ def test_blocks_of_text_and_of_towers_are_apart(kind: str, tmp_path: Path) -> No
     alone = opened(tmp_path)
     assert not alone.tower_blocks(module := alone.build())
     assert len(alone.blocks(module)) == 2  # without the layer that needs images
+
+
+def test_a_processor_has_the_tokenizer_of_the_recipe(tmp_path: Path) -> None:
+    from transformers import LlavaProcessor
+
+    saved("llava", tmp_path)
+    save_tokenizer(tmp_path)
+    prepared = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 8}}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(prepared))
+    source = opened(tmp_path, chat_template="chatml")
+    processor = source.processor()
+    assert type(processor) is LlavaProcessor
+    assert processor.tokenizer is source.tokenizer()
+    assert processor.chat_template == source.tokenizer().chat_template
+    assert "im_start" in processor.chat_template
+    assert processor.image_processor.size["shortest_edge"] == 8
+    assert Lora().declared(source, seed=0).processor() is processor
+    assert source.inference_view.processor() is processor
+
+
+def test_a_model_of_text_has_no_processor(tmp_path: Path) -> None:
+    assert random_source(FAMILIES["llama"], tmp_path).processor() is None
+    filled(random_source(FAMILIES["llama"], tmp_path)).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    assert opened(tmp_path).processor() is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "file", "told"),
+    [
+        pytest.param(
+            "qwen2_5_vl",
+            "Qwen2VLImageProcessor",
+            r"\w+ requires the Torchvision library but it",
+            marks=pytest.mark.skipif(find_spec("torchvision") is not None, reason="is installed"),
+        ),
+        ("gemma3", "mine", "Unrecognized image processor in "),
+    ],
+)
+def test_what_a_processor_lacks_is_said(kind: str, file: str, told: str, tmp_path: Path) -> None:
+    saved(kind, tmp_path)
+    save_tokenizer(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": file}))
+    with pytest.raises(
+        StageError, match=rf"the processor in \S+ cannot be loaded: {told}"
+    ) as found:
+        opened(tmp_path).processor()
+    assert "\n" not in str(found.value)
