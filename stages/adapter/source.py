@@ -57,15 +57,19 @@ class AdaptedSource(AdaptedModel):
         return outline(self)
 
     def tie(self, model: nn.Module) -> None:
-        shared = ties(outline(self.base))
         for layer in layers(model):
-            if layer.weight in {*shared, *shared.values()}:
+            if layer.weight in self._shared:
                 raise StageError(
                     f"adapter.lora: {layer.name} shares its weight with another module, so an "
                     "update of it cannot be merged",
                     hint="leave it out of `targets`",
                 )
         self.base.tie(model)
+
+    @functools.cached_property
+    def _shared(self) -> Collection[str]:
+        shared = ties(outline(self.base))
+        return {*shared, *shared.values()}
 
     def external_parameter_modules(self, model: nn.Module) -> Sequence[nn.Module]:
         within = [model.get_submodule(layer.name) for layer in layers(model) if layer.dora]

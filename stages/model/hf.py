@@ -131,7 +131,7 @@ class HfModel:
             require_code_trust(origin)
         source = open_source(self, ctx)
         require_causal(source)
-        source.log_frozen()
+        source.require_frozen()
         return source
 
 

@@ -69,7 +69,7 @@ class HfPlanner(Planner[HfModel]):
         if scope.blocks is not None:
             shorten(source.config.get_text_config(), scope.blocks)
         else:
-            source.log_frozen()  # of fewer blocks, patterns may match none
+            source.require_frozen()  # of fewer blocks, patterns may match none
         return source
 
 

@@ -303,9 +303,9 @@ class HfSource(ModelSource):
         found = {id(one) for name, one in named.items() if matches(name, self._stage.frozen)}
         return frozenset(name for name, one in named.items() if id(one) in found)
 
-    def log_frozen(self) -> None:
-        """Log the number of parameters that patterns freeze. Raises StageError for a pattern that
-        matches none, and if all match."""
+    def require_frozen(self) -> None:
+        """Raise StageError for a pattern of `frozen` that matches no parameter, and if all
+        match."""
         patterns = self._stage.frozen
         named = dict(self._outline.named_parameters(remove_duplicate=False)) if patterns else {}
         refuse_idle("frozen", patterns, named, "parameter of the model")
@@ -314,11 +314,6 @@ class HfSource(ModelSource):
                 f"frozen: {', '.join(patterns)} matches all parameters, and none is left to train",
                 hint="leave it out; an adapter freezes the model without it",
             )
-        if named:
-            once = dict(self._outline.named_parameters())
-            frozen = sum(one.numel() for name, one in once.items() if name in self._frozen)
-            total = sum(one.numel() for one in once.values())
-            self._log.info("%s of %s parameters are frozen", f"{frozen:,}", f"{total:,}")
 
     def merge_trained(self, trained: Weights) -> Weights:
         lacking = [name for name in self.frozen_base if name not in trained.names()]

@@ -34,6 +34,8 @@ class Structure:
     root: Sequence[Weight]
     """Weights outside of blocks, tied ones once."""
     blocks: Sequence[Sequence[Weight]]
+    towers: Sequence[Sequence[Weight]]
+    """Weights of the blocks of other parts than the language model."""
     signatures: Sequence[Any]
     """Everything that distinguishes a block from others but its number, for each block."""
     tied: bool
@@ -46,7 +48,7 @@ class Structure:
     @property
     def weights(self) -> Sequence[Weight]:
         """All weights."""
-        return [*self.root, *(weight for block in self.blocks for weight in block)]
+        return [*self.root, *itertools.chain(*self.towers, *self.blocks)]
 
 
 def structure(source: ModelSource) -> Structure:
@@ -77,6 +79,10 @@ def structure(source: ModelSource) -> Structure:
         behind=[names[one] for one in order if order[one] > last],
         # A weight that blocks share belongs to the first of them, the rest to the root.
         blocks=[[left.pop(one) for one in block.parameters() if one in left] for block in blocks],
+        towers=[
+            [left.pop(one) for one in block.parameters() if one in left]
+            for block in source.tower_blocks(model)
+        ],
         root=[*left.values()],
         names=[modules[block] for block in blocks],
         signatures=[

@@ -59,7 +59,7 @@ def profile(job: Job) -> Profile:
     return Profile(
         model=_shape(source.vocab_size, plain, runs[0], numbers, first, parts),
         parts=found,
-        recomputed=tuple(parts.repeats(place) for place in first),
+        recomputed=(*map(parts.repeats, first), *(False for _ in whole.towers)),
     )
 
 
@@ -196,7 +196,8 @@ def _shape(
     (`plain`)."""
     built, divided = traced.built, traced.divided
     known = {weight.name for weight in plain.weights}
-    root, blocks = _elements(plain.root), [_elements(plain.blocks[place]) for place in first]
+    root = _elements([*plain.root, *itertools.chain(*plain.towers)])
+    blocks = [_elements(plain.blocks[place]) for place in first]
     added = [
         _elements(one for one in built.blocks[place] if one.trained and one.name not in known)
         for place in first
@@ -209,8 +210,9 @@ def _shape(
 
     return ModelShape(
         root=shaped(built.root),
-        kinds=tuple(shaped(built.blocks[place]) for place in first),
-        blocks=tuple(numbers),
+        kinds=tuple(map(shaped, [*(built.blocks[place] for place in first), *built.towers])),
+        # Text does not pass through the blocks of towers, each of which is a kind of its own.
+        blocks=(*range(len(first), len(first) + len(built.towers)), *numbers),
         late=tuple(one.name for one in built.root if one.name in parts.early),
         tied=built.tied,
         behind=tuple(built.behind),

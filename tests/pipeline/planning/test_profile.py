@@ -13,8 +13,11 @@ from memories.cases import Case, llama, own
 
 from pipeline.planning import profile as profiles
 from pipeline.planning.planner import Job
-from pipeline.planning.profile import Line, Peak, Profile, fullest, profile_of
+from pipeline.planning.profile import Line, Part, Peak, Profile, fullest, profile_of
 from pipeline.planning.trace.profiling import profile
+from stages.model.declared import outline
+from tests.support.models import context
+from tests.support.multimodal import saved, whole_source
 
 TOKENS, HIDDEN, KEYS, INNER, HEADS, WORDS = 256, 256, 128, 688, 8, 4000
 MATRICES = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * KEYS + 3 * HIDDEN * INNER
@@ -147,6 +150,32 @@ def test_frozen_blocks_behind_trained_ones_pass_gradients_on(tmp_path: Path) -> 
     found = profiled(tmp_path, model={**own(**llama()), "frozen": frozen})
     assert found.model.blocks == (0, 1, 1, 1)
     assert found.part("backward", 3).products.at(1) == 2 * TOKENS * MATRICES
+
+
+def test_blocks_of_a_tower_are_units_that_do_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved("gemma3", tmp_path / "saved")
+    model = {"path": str(tmp_path / "saved")}
+    alone = profiled(tmp_path, model=model, length=32)
+    monkeypatch.setattr("stages.model.source.leave_out_towers", lambda model: None)
+    frozen = ["model.vision_tower.*", "model.multi_modal_projector.*"]
+    found = profiled(tmp_path, model={**model, "frozen": frozen}, length=32)
+    assert (alone.model.blocks, found.model.blocks) == ((0, 1), (2, 0, 1))
+    tower = found.model.kinds[2]
+    assert {weight.name.rpartition(".layers.0.")[0] for weight in tower} == {
+        "model.vision_tower.encoder"
+    }
+    assert {weight.frozen_base for weight in tower} == {True}
+    assert not {weight.name for weight in tower} & {weight.name for weight in found.model.root}
+    assert found.part("forward", 0) == Part()
+    assert found.part("forward", 2) == alone.part("forward", 1)
+    assert found.total("products") == alone.total("products")
+    assert found.model.trained == alone.model.trained
+    whole = sum(
+        one.numel() for one in outline(whole_source(context(tmp_path), **model)).parameters()
+    )
+    assert found.model.parameters == whole
 
 
 def test_experts_are_held_by_all_and_used_by_some(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -96,16 +95,6 @@ def test_a_check_sees_patterns_of_nothing_and_of_random_weights(tmp_path: Path) 
     [message] = problems(path=place, frozen=("model.embed_tokens.*",), vocab_size=140)
     assert message.startswith("9 rows of model.embed_tokens.weight, which are new and random")
     assert problems(path=place, frozen=("model.layers.*",), vocab_size=140) == []
-
-
-def test_the_number_of_frozen_parameters_is_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    place = saved(tmp_path, FAMILIES["llama_tied"])
-    total = sum(one.numel() for one in outline(opened(place)).parameters())
-    with caplog.at_level(logging.INFO):
-        opened(place, "lm_head.*")
-    assert f"{131 * 36:,} of {total:,} parameters are frozen" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama_tied", "gpt2", "experts"])
