@@ -133,6 +133,14 @@ def outline(source: ModelSource) -> nn.Module:
     return model
 
 
+def completed(source: ModelSource, trained: Weights) -> Weights:
+    """The weights of a checkpoint, with the frozen ones that it leaves out from `source`."""
+    from stages.weights.views import CompletedWeights
+
+    lacking = set(source.frozen_base) - set(trained.names())
+    return CompletedWeights(trained, source.weights(), lacking) if lacking else trained
+
+
 class DerivedSource(ModelSource):
     """Everything as in `base`; a subclass changes some of it."""
 

@@ -28,7 +28,14 @@ from stages.data.sources import file_digests
 from stages.model import assets, compat
 from stages.model.block_changes import CHANGES, change_blocks
 from stages.model.config_checks import sees_later_tokens, table_of_positions
-from stages.model.declared import matches, outline, refuse_idle, ties, without_memory
+from stages.model.declared import (
+    completed,
+    matches,
+    outline,
+    refuse_idle,
+    ties,
+    without_memory,
+)
 from stages.model.files import (
     ADAPTER,
     Files,
@@ -54,7 +61,6 @@ from stages.weights.converted import ConvertedReader
 from stages.weights.safetensors import SafetensorsReader
 from stages.weights.sampled import sampled
 from stages.weights.torch_files import TorchFilesReader
-from stages.weights.views import CompletedWeights
 
 if TYPE_CHECKING:
     from logging import Logger
@@ -316,10 +322,7 @@ class HfSource(ModelSource):
             )
 
     def merge_trained(self, trained: Weights) -> Weights:
-        lacking = [name for name in self.frozen_base if name not in trained.names()]
-        if not lacking:
-            return trained
-        return CompletedWeights(trained, self.weights(), lacking)
+        return completed(self, trained)
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
         return self._repeated(model, of_text=True)
