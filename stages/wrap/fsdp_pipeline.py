@@ -70,7 +70,7 @@ def build_pipeline(
             stage.scorer = model.scorer(stage.module, group=group, forward=stage.forward)
     tied = _tie(shape, modules) if is_tied(whole) else None
     passes = PipelinePasses(Pipeline(shape, stages), modules, ctx.dist, axes)
-    optimizers = _optimizers(plan, whole, modules)
+    optimizers = _optimizers(plan, whole, modules, first=0 in shape.own())
     return FsdpEngine(config, mesh, passes, optimizers, precision, plan, whole, tied=tied)
 
 
@@ -105,12 +105,14 @@ def _ranges(whole: Any, blocks: Sequence[nn.Module], stages: int) -> list[range]
 
 
 def _optimizers(
-    plan: OptimizerPlan, whole: nn.Module, modules: Sequence[nn.Module]
+    plan: OptimizerPlan, whole: nn.Module, modules: Sequence[nn.Module], *, first: bool
 ) -> list[LivePart]:
     """The optimizers of this rank's stages, in the groups of the whole model. Raises StageError if
-    nothing is trained on this rank."""
+    nothing is trained on this rank, or in the model's `first` stage, where backward begins with an
+    output that needs a gradient."""
     here = {one for module in modules for one in module.parameters()}
-    if plan.parts and not any(parameter.requires_grad for parameter in here):
+    trains = [any(one.requires_grad for one in module.parameters()) for module in modules]
+    if plan.parts and (not any(trains) or (first and not trains[0])):
         raise StageError(
             "pipeline_parallel: none of the trained weights are in this rank's blocks",
             hint="train weights in all blocks, or leave pipeline_parallel out",
