@@ -9,12 +9,12 @@ import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from pipeline import ModelSource, StageError, TensorReader
+from pipeline import ModelSource, StageError, TensorReader, Weights
 from pipeline.checkpoint import Reading, open_state
 from stages.consolidate.weights import open_weights, state_files
 from stages.data.sources import file_digests
 from stages.model.as_exported import module_tensors, needs_source, require_same_base
-from stages.model.declared import DerivedSource, ties
+from stages.model.declared import DerivedSource, completed, ties
 from stages.weights.change import renamed
 from stages.weights.converted import ConvertedReader
 
@@ -66,6 +66,9 @@ class TrainedSource(DerivedSource):
             model, tensors = module_tensors(self._origin.export_view, merged, self._stage.dtype)
             self._verify = False
             return _Opened(tensors, ties(model), held.pop_all().close)
+
+    def merge_trained(self, trained: Weights) -> Weights:
+        return super().merge_trained(completed(self, trained))
 
     @functools.cached_property
     def _identity(self) -> str:

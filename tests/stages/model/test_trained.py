@@ -27,6 +27,7 @@ from tests.support.processes import run_ranks
 from tests.support.recipes import run_recipe
 from tests.support.tiny_recipe import write
 from tests.support.two_trainings import TEXT, begin, one, write_files
+from tests.support.weights import MemoryWeights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 EMA = {"average": {"use": "average.ema", "decay": 0.5}}
@@ -148,3 +149,18 @@ def test_an_average_that_no_training_keeps(folder: Path) -> None:
     stages |= {"trained": {"use": "model.trained", "weights": "ema"}}
     with pytest.raises(RecipeError, match=r"trained\.weights: this recipe's training keeps no av"):
         plan_file(write(folder / "ema.yaml", stages))
+
+
+def test_weights_that_stay_frozen_are_those_of_the_training_before(folder: Path) -> None:
+    model = base(folder, frozen=("*.layers.0.*",))
+    source = opened(folder, "lora", model, dtype="fp32")
+    assert source.frozen_base == model.frozen_base
+    merged, plain = tensors(source), tensors(model)
+    kept = {name: one + 1 for name, one in merged.items() if name not in source.frozen_base}
+    exported = source.merge_trained(MemoryWeights(kept))
+    assert set(exported.names()) == set(merged)
+    for name in merged:
+        expected = kept.get(name, merged[name])
+        assert torch.equal(exported.read(name), expected), name
+    changed = "model.layers.0.self_attn.q_proj.weight"  # by the adapter
+    assert not torch.equal(merged[changed], plain[changed])
