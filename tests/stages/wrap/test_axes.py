@@ -267,7 +267,9 @@ def test_each_rank_writes_a_profile_of_its_own(tmp_path: Path) -> None:
     )  # fmt: skip
     for rank in range(2):
         dist = DistContext(rank=rank, world_size=2, device=torch.device("cpu"))
-        Profiler([1], tmp_path / "profile", engine, dist).run(1, lambda: torch.ones(2) @ torch.ones(2))
+        Profiler([1], tmp_path / "profile", engine, dist).run(
+            1, lambda: torch.ones(2) @ torch.ones(2)
+        )
     assert len(list((tmp_path / "profile").iterdir())) == 2
 
 
