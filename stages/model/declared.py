@@ -137,7 +137,8 @@ def completed(source: ModelSource, trained: Weights) -> Weights:
     """The weights of a checkpoint, with the frozen ones that it leaves out from `source`."""
     from stages.weights.views import CompletedWeights
 
-    lacking = set(source.frozen_base) - set(trained.names())
+    frozen = set(source.frozen_base)
+    lacking = frozen and frozen - set(trained.names())
     return CompletedWeights(trained, source.weights(), lacking) if lacking else trained
 
 
