@@ -165,6 +165,6 @@ def test_without_it_the_recipe_is_refused(empty: Environment, wheel: Path, proje
     assert gone.returncode == 2
     assert gone.stderr == (
         "sgd.yaml:5:10: optimizer.use: there is no stage `optimizer.sgd` "
-        "(did you mean `optimizer.adamw`? optimizer stages: optimizer.adamw, optimizer.lion; "
-        "or install its package into this environment)\n"
+        "(did you mean `optimizer.adamw`? optimizer stages: optimizer.adamw, optimizer.lion, "
+        "optimizer.none; or install its package into this environment)\n"
     )
