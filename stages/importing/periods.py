@@ -4,19 +4,11 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Any
 
-from stages.importing import rules
 from stages.importing.report import Draft
 
 LONGEST = 10_000
 """Largest denominator of a part of an epoch."""
-
-
-def steps_or_share(value: Any) -> int | Fraction:
-    """Return a number of steps, or below 1 the share of the training that is meant."""
-    found = rules.number(value)
-    return Fraction(str(found)) if 0 < found < 1 else rules.positive(value)
 
 
 def part_of_epoch(part: Fraction) -> str:

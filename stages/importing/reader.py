@@ -10,8 +10,7 @@ from typing import Any
 
 from pipeline.importing import ConfigFile, Translation
 from stages.importing import rules
-from stages.importing.engines import ACCELERATE, DEEPSPEED
-from stages.importing.fsdp_words import set_words
+from stages.importing.engines import ACCELERATE, DEEPSPEED, set_words
 from stages.importing.report import DIFFERENT, HARMLESS, Draft, Report
 from stages.importing.rules import RuleResult, Table, refused
 from stages.importing.tools import tool_of

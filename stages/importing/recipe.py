@@ -13,7 +13,7 @@ from stages.importing.parallelism import parallelism
 from stages.importing.periods import put_period
 from stages.importing.report import Draft, Report
 from stages.importing.sources import NO_COMMIT, is_local
-from stages.importing.trackers import put_trackers
+from stages.importing.trackers import ASKED, DISABLED, TRACKERS
 from stages.importing.training import optimizer, train
 
 Fill: TypeAlias = Callable[[Draft, Request], None]
@@ -33,7 +33,7 @@ def compose(report: Report, request: Request, name: str, data: Fill) -> Draft:
     _wrap(draft, request)
     draft.slot("checkpoint", "checkpoint.sharded")
     put_period(draft, "save", "checkpoint.every")
-    put_trackers(draft)
+    _trackers(draft)
     train(draft, request)
     draft.slot("consolidate", "consolidate.stream")
     draft.slot("export", "export.safetensors")
@@ -132,3 +132,28 @@ def _zero(report: Report) -> None:
         device = report.value(f"{block}.device", "none")
         if device != "nvme":
             report.ignore(*(report.facts(f"{block}.") if device == "none" else [f"{block}.path"]))
+
+
+def _trackers(draft: Draft) -> None:
+    """Add a slot for each tracker: `track`, or `track_wandb` and the like if there are several."""
+    report = draft.report
+    asked = {*report.value(ASKED, [])}
+    if report.value("wandb.mode") == DISABLED:
+        report.ignore(*report.facts("wandb."), why="wandb_mode is disabled")
+        asked.discard("wandb")
+    used = [name for name in TRACKERS if name in asked or report.value(f"{name}.use")]
+    for name in used:
+        slot = "track" if len(used) == 1 else f"track_{name}"
+        switches = [f"{name}.use", *([ASKED] if name in asked else [])]
+        draft.slot(slot, f"track.{name}", *switches)
+        _tracker(draft, slot, name)
+
+
+def _tracker(draft: Draft, slot: str, name: str) -> None:
+    report = draft.report
+    for fact in report.facts(f"{name}."):
+        if fact != f"{name}.use":
+            draft.copy(fact, f"{slot}.{fact.removeprefix(f'{name}.')}")
+    runs = report.of("name")  # as the file has it; a recipe's name has fewer characters
+    if runs and name != "tensorboard" and not report.known(f"{name}.name"):
+        draft.put(f"{slot}.name", str(runs[0].value), "name")

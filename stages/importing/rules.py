@@ -1,4 +1,4 @@
-"""Rules that translate one key of a configuration file, given its value.
+"""The words of a table: what a key of a configuration file becomes, or why it does not.
 
 A table maps keys to rules, or to tables for nested blocks. A value that matters becomes a *fact*.
 A fact is named like the recipe key that takes it (`optimizer.lr`, `zero.stage` for `wrap.stage`),
@@ -50,9 +50,19 @@ def applied(rule: Rule, value: Any) -> RuleResult:
         return error.result
 
 
+def table(rows: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the table with a row for each key; in `rows`, spaces divide keys of one rule."""
+    return {key: rule for keys, rule in rows.items() for key in keys.split()}
+
+
+def ignored(why: str) -> RuleResult:
+    """Return the result of a key that needs no place in a recipe."""
+    return RuleResult(outcome="default", why=why)
+
+
 def unset() -> RuleResult:
     """Return the result of a value that gives nothing: null, or one that is off."""
-    return RuleResult(outcome="default", why="is not set, or off")
+    return ignored("is not set, or off")
 
 
 def refused(why: str, hint: str = "", *, blocks: bool = False) -> RuleResult:
@@ -60,15 +70,20 @@ def refused(why: str, hint: str = "", *, blocks: bool = False) -> RuleResult:
     return RuleResult(outcome="refused", why=why, hint=hint, blocks=blocks)
 
 
-def sets(fact: str, read: Read, auto: Any = None, *, off: tuple[Any, ...] = ()) -> Rule:
+def translated(fact: str, content: Any, *, auto: bool = False) -> RuleResult:
+    """Return the result of a value that gives a fact."""
+    return RuleResult(outcome="translated", fact=fact, content=content, auto=auto)
+
+
+def sets(fact: str, read: Read = str, auto: Any = None, *, off: tuple[Any, ...] = ()) -> Rule:
     """Return a rule that gives the fact, read by `read`. Null and the values in `off` give none;
     `auto` is the meaning of the value `auto` where no other file gives the fact."""
 
     def rule(value: Any) -> RuleResult:
         if value is None or _among(value, off):
             return unset()
-        content = auto if value == "auto" else read(value)
-        return RuleResult(outcome="translated", fact=fact, content=content, auto=value == "auto")
+        automatic = value == "auto"
+        return translated(fact, auto if automatic else read(value), auto=automatic)
 
     return rule
 
@@ -80,8 +95,7 @@ def when_on(fact: str, then: Any = None) -> Rule:
         on = not is_off(value)
         if on and then is not None and not isinstance(value, Mapping):
             on = truth(value)
-        content = value if then is None else then
-        return RuleResult(outcome="translated", fact=fact, content=content) if on else unset()
+        return translated(fact, value if then is None else then) if on else unset()
 
     return rule
 
@@ -91,7 +105,7 @@ def allowed(*values: Any, hint: str = "", blocks: bool = False) -> Rule:
 
     def rule(value: Any) -> RuleResult:
         if value is None or value == "auto" or _among(value, values):
-            return RuleResult(outcome="default", why="every recipe does this")
+            return ignored("every recipe does this")
         return refused(f"is always {values[0]} in a recipe", hint, blocks=blocks)
 
     return rule
@@ -102,24 +116,14 @@ def unsupported(why: str, hint: str = "", *, blocks: bool = False) -> Rule:
     return lambda value: unset() if is_off(value) else refused(why, hint, blocks=blocks)
 
 
-def follows(key: str) -> Rule:
-    """Return a rule for a value that `key` decides."""
-    return lambda value: RuleResult(outcome="default", why=f"follows {key}")
-
-
 def passes(why: str = "changes nothing that is trained") -> Rule:
     """Return a rule for a key that needs no place in a recipe, whatever its value."""
-    return lambda value: RuleResult(outcome="default", why=why)
+    return lambda value: ignored(why)
 
 
 def untranslated(why: str) -> Rule:
     """Return a rule for a key that recipes have no place for, and that a user should look at."""
     return lambda value: unset() if is_off(value) else RuleResult(outcome="not translated", why=why)
-
-
-def each_way(keys: str, rule: Rule) -> dict[str, Rule]:
-    """Return a table in which the rule holds for each of the keys, which spaces divide."""
-    return dict.fromkeys(keys.split(), rule)
 
 
 def is_off(value: Any) -> bool:

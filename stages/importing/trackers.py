@@ -1,4 +1,4 @@
-"""The slots of trackers, and the keys that say which and how."""
+"""The keys that say which trackers follow a training, and how."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from stages.importing import rules
-from stages.importing.report import Draft
-from stages.importing.rules import Rule, RuleResult, Table, WrongValueError, sets
+from stages.importing.rules import Rule, RuleResult, Table, sets, table, untranslated
 
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
 """Trackers of a recipe, `track.NAME`, as `report_to` calls them. The facts of each are called
@@ -18,20 +17,15 @@ RECORDED = "metrics.jsonl in the run folder has it all"
 DISABLED = "disabled"
 """A mode of wandb in which nothing is kept."""
 _MODES = {"online": "online", "offline": "offline", "dryrun": "offline", DISABLED: DISABLED}
-
-other_tracker = rules.untranslated(f"recipes do not have this tracker; {RECORDED}")
-own_run = rules.untranslated("each run of a recipe starts a new run in the tracker")
-weights = rules.untranslated("trackers get numbers and texts; weights stay in the run's folder")
+other_tracker = untranslated(f"recipes do not have this tracker; {RECORDED}")
+own_run = untranslated("each run of a recipe starts a new run in the tracker")
+_weights = untranslated("trackers get numbers and texts; weights stay in the run's folder")
+_at_trackio = untranslated("trackio keeps the run on this machine, or in track.trackio's space")
 
 
 def text(fact: str) -> Rule:
     """Return a rule for a text, which may be empty."""
-    return sets(fact, str, off=("",))
-
-
-def named(*trackers: str) -> Rule:
-    """Return a rule that asks for trackers, whatever the value."""
-    return lambda value: RuleResult(outcome="translated", fact=ASKED, content=[*trackers])
+    return sets(fact, off=("",))
 
 
 def report_to(value: Any) -> RuleResult:
@@ -43,12 +37,11 @@ def report_to(value: Any) -> RuleResult:
         return RuleResult(outcome="not translated", why=why, hint="name them: report_to: [wandb]")
     ours = [each for each in TRACKERS if each in names]
     others = [each for each in names if each not in TRACKERS]
-    fact = ASKED if ours else ""
     if others:
         why = f"recipes have no tracker {', '.join(others)}; {RECORDED}"
+        fact = ASKED if ours else ""
         return RuleResult(outcome="not translated", why=why, fact=fact, content=ours)
-    found = RuleResult(outcome="translated", fact=fact, content=ours)
-    return found if ours else rules.unset()
+    return rules.translated(ASKED, ours) if ours else rules.unset()
 
 
 def _address(value: Any) -> str:
@@ -57,7 +50,7 @@ def _address(value: Any) -> str:
     parts = urlsplit(found)
     if parts.username or parts.password or parts.query:
         hint = "set MLFLOW_TRACKING_URI in the environment"
-        raise WrongValueError("secrets do not belong in a recipe", hint)
+        raise rules.WrongValueError("secrets do not belong in a recipe", hint)
     return rules.path(found) if found.startswith((".", "~")) else found
 
 
@@ -71,48 +64,26 @@ WANDB_PREFIXED: Table = {
     **{f"wandb_{name}": rule for name, rule in WANDB.items()},
     "wandb_run_group": WANDB["group"],
     "wandb_run_id": own_run,
-    "wandb_watch": rules.untranslated("gradients of single tensors are not recorded"),
-    "wandb_log_model": weights,
+    "wandb_watch": untranslated("gradients of single tensors are not recorded"),
+    "wandb_log_model": _weights,
 }
 MLFLOW: Table = {
     "mlflow_tracking_uri": sets("mlflow.tracking_uri", _address, off=("",)),
     "mlflow_experiment_name": text("mlflow.experiment"),
     "mlflow_run_name": text("mlflow.name"),
-    "hf_mlflow_log_artifacts": weights,
+    "hf_mlflow_log_artifacts": _weights,
 }
-TRAINER_TRACKERS: Table = {
+TRAINER_TRACKERS = table({
     "report_to": report_to,
     "logging_dir": sets("tensorboard.folder", rules.path, off=("",)),
     "project": text("trackio.project"),
     "trackio_space_id": text("trackio.space"),
-    **rules.each_way(
-        "trackio_bucket_id trackio_static_space_id",
-        rules.untranslated("trackio keeps the run on this machine, or in track.trackio's space"),
-    ),
-}
+    "trackio_bucket_id trackio_static_space_id": _at_trackio,
+})  # fmt: skip
 """Fields of TrainingArguments. `run_name` names the recipe too."""
-
-
-def put_trackers(draft: Draft) -> None:
-    """Add a slot for each tracker: `track`, or `track_wandb` and the like if there are several."""
-    report = draft.report
-    asked = {*report.value(ASKED, [])}
-    if report.value("wandb.mode") == DISABLED:
-        report.ignore(*report.facts("wandb."), why="wandb_mode is disabled")
-        asked.discard("wandb")
-    used = [name for name in TRACKERS if name in asked or report.value(f"{name}.use")]
-    for name in used:
-        slot = "track" if len(used) == 1 else f"track_{name}"
-        switches = [f"{name}.use", *([ASKED] if name in asked else [])]
-        draft.slot(slot, f"track.{name}", *switches)
-        _fields(draft, slot, name)
-
-
-def _fields(draft: Draft, slot: str, name: str) -> None:
-    report = draft.report
-    for fact in report.facts(f"{name}."):
-        if fact != f"{name}.use":
-            draft.copy(fact, f"{slot}.{fact.removeprefix(f'{name}.')}")
-    runs = report.of("name")  # as the file has it; a recipe's name has fewer characters
-    if runs and name != "tensorboard" and not report.known(f"{name}.name"):
-        draft.put(f"{slot}.name", str(runs[0].value), "name")
+SWANLAB = table({
+    "use_swanlab swanlab_project swanlab_workspace swanlab_run_name swanlab_experiment_name "
+    "swanlab_description swanlab_mode swanlab_logdir swanlab_lark_webhook_url "
+    "swanlab_log_completions swanlab_completion_log_interval swanlab_completion_max_buffer":
+        other_tracker,
+})  # fmt: skip

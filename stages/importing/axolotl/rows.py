@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from stages.importing import rules
-from stages.importing.common import named_template, template_setting
 from stages.importing.rules import RuleResult, Table, WrongValueError, allowed, refused, sets
 from stages.importing.sources import Style
+from stages.importing.trainer import named_template, template_setting
 
 STYLES = {
     "alpaca": Style(form="alpaca", template=False),
@@ -26,7 +26,6 @@ ROLES = {
     "tool": ("tool", "observation"),
 }
 _RENAME = "rename the column in the data"
-_shard = rules.unsupported("files are read as a whole", "write those rows to a separate file")
 
 
 def _style(value: Any) -> Style:
@@ -47,7 +46,7 @@ def _mappings(one: str) -> rules.Rule:
 
     def rule(value: Any) -> RuleResult:
         if value in (None, {}, {"role": "role", "content": "content"}):
-            return RuleResult(outcome="default", why="messages have role and content")
+            return rules.ignored("messages have role and content")
         return sharegpt(value) if value == SHAREGPT else refused("names other keys", _RENAME)
 
     return rule
@@ -57,7 +56,7 @@ def _roles(value: Any) -> RuleResult:
     given = value if isinstance(value, Mapping) else {}
     known = all({*rules.names(names)} <= {*ROLES.get(to, ())} for to, names in given.items())
     if known:
-        return RuleResult(outcome="default", why="data.chat knows these names")
+        return rules.ignored("data.chat knows these names")
     return refused("names other roles", "rename them in the data")
 
 
@@ -70,32 +69,30 @@ def _to_train(value: Any) -> str:
 
 def table(one: str) -> Table:
     """Return the table of a data set whose facts begin with `one`."""
-    return {
-        "path": sets(f"{one}path", str),
+    return rules.table({
+        "path": sets(f"{one}path"),
         "data_files": sets(f"{one}files", rules.names),
-        "name": sets(f"{one}config", str),
-        "split": sets(f"{one}split", str),
-        "revision": sets(f"{one}revision", str),
+        "name": sets(f"{one}config"),
+        "split": sets(f"{one}split"),
+        "revision": sets(f"{one}revision"),
         "type": sets(f"{one}style", _style),
         "ds_type": rules.passes("the ending of a file says it"),
-        **dict.fromkeys(("field", "text_column"), sets(f"{one}text_key", str)),
+        "field text_column": sets(f"{one}text_key"),
         "field_messages": sets(f"{one}form", rules.choice(FORMS, _RENAME)),
         "message_property_mappings": _mappings(one),
         "message_field_role": allowed("role", hint=_RENAME),
         "message_field_content": allowed("content", hint=_RENAME),
         "message_field_training": allowed("train", hint=_RENAME),
         "field_tools": allowed("tools", hint=_RENAME),
-        **rules.each_way("field_thinking template_thinking_key", allowed("reasoning_content")),
+        "field_thinking template_thinking_key": allowed("reasoning_content"),
         "roles": _roles,
         "roles_to_train": sets("data.loss", _to_train),
-        **rules.each_way("train_on_eos train_on_eot", allowed("turn")),
+        "train_on_eos train_on_eot": allowed("turn"),
         "chat_template": named_template,
-        **rules.each_way(
-            "chat_template_jinja drop_system_message split_thinking conversation input_format "
-            "input_transform message_field_training_detail field_human field_model",
-            template_setting,
-        ),
-        **rules.each_way("shards shards_idx skip", _shard),
+        "chat_template_jinja drop_system_message split_thinking conversation input_format "
+        "input_transform message_field_training_detail field_human field_model": template_setting,
+        "shards shards_idx skip": rules.unsupported(
+            "files are read as a whole", "write those rows to a separate file"),
         "preprocess_shards": rules.passes(),
         "trust_remote_code": rules.unsupported("data sets bring no code along", "convert them"),
-    }
+    })  # fmt: skip

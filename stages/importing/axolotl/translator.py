@@ -8,9 +8,8 @@ from typing import Any
 from pipeline.importing import ConfigFile, Request
 from stages.importing import rules
 from stages.importing.axolotl import rows
-from stages.importing.axolotl.harmless import ASIDE
-from stages.importing.axolotl.keys import ADAPTER, DATA, MODEL, SWITCHES, TRACKING, TRAINING
-from stages.importing.fsdp_words import set_words
+from stages.importing.axolotl.keys import SWITCHES, TABLE
+from stages.importing.engines import set_words
 from stages.importing.parallelism import AUTO, CONTEXT, RING, TENSOR
 from stages.importing.reader import Reader
 from stages.importing.recipe_translator import RecipeTranslator
@@ -18,7 +17,6 @@ from stages.importing.report import Draft, Report
 from stages.importing.sources import HELD, TRAIN
 from stages.importing.tools import AXOLOTL
 
-TABLE: rules.Table = {**ASIDE, **TRAINING, **TRACKING, **DATA, **ADAPTER, **MODEL}
 LISTS = {"datasets": TRAIN, "pretraining_dataset": TRAIN, "test_datasets": HELD}
 """Keys with lists of data sets -> beginning of their facts."""
 DEFAULTS: Mapping[str, Any] = {

@@ -84,7 +84,7 @@ def _table(entry: Mapping[str, Any], place: Place) -> Table:
         "formatting": rules.passes("stage: pt takes the text") if place.running else style,
         "subset": sets(f"{one}config", str),
         "split": sets(f"{one}split", str),
-        **rules.each_way("folder num_samples", _whole),
+        **rules.table({"folder num_samples": _whole}),
         "ranking": _preferences,
         "columns": _columns(entry, place),
         "tags": {key: allowed(tag, hint=_NAMES, blocks=True) for key, tag in _tags(entry).items()},
@@ -99,8 +99,8 @@ def _columns(entry: Mapping[str, Any], place: Place) -> Table:
         found["prompt"] = sets(f"{place.one}text_key", str)
     forms = FORMS if _tags(entry) is TAGS["messages"] else {"conversations": "sharegpt"}
     found["messages"] = sets(f"{place.one}form", rules.choice(forms, _RENAME, blocks=True))
-    found.update(rules.each_way("images videos audios", _images))
-    found.update(rules.each_way("chosen rejected kto_tag", _preferences))
+    found.update(rules.table({"images videos audios": _images}))
+    found.update(rules.table({"chosen rejected kto_tag": _preferences}))
     return found
 
 

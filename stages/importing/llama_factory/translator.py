@@ -7,24 +7,16 @@ from typing import Any
 
 from pipeline.importing import ConfigFile, Request
 from stages.importing import rules
-from stages.importing.common import MASKS
 from stages.importing.llama_factory import rows
-from stages.importing.llama_factory.aside import ASIDE
-from stages.importing.llama_factory.keys import DATA, METHOD, MODEL
+from stages.importing.llama_factory.keys import TABLE
 from stages.importing.llama_factory.rows import OWN
 from stages.importing.reader import Reader
 from stages.importing.recipe_translator import RecipeTranslator
 from stages.importing.report import Report
-from stages.importing.rules import RuleResult, Table, refused
+from stages.importing.rules import RuleResult, refused
 from stages.importing.sources import HELD, TRAIN
 from stages.importing.tools import LLAMA_FACTORY
-from stages.importing.trainer import SCRIPT, TRAINER
 
-_SHARED = ("model_name_or_path", "model_revision", "trust_remote_code", "warmup_ratio",
-           "evaluation_strategy")  # fmt: skip
-TABLE: Table = {
-    **ASIDE, **TRAINER, **{key: SCRIPT[key] for key in _SHARED}, **DATA, **METHOD, **MODEL,
-}  # fmt: skip
 DEFAULTS: Mapping[str, Any] = {
     "finetuning_type": "lora", "lora_rank": 8, "lora_dropout": 0.0, "lora_target": "all",
     "cutoff_len": 2048,
@@ -180,4 +172,5 @@ def _lengths(report: Report, *, running: bool) -> None:
         report.rename("neat", "data.packing")
         report.ignore("packing", why="follows neat_packing")
     elif packed:
-        report.refuse("packing", why=MASKS, hint="set neat_packing: true")
+        why = "rows of one sample never see each other"
+        report.refuse("packing", why=why, hint="set neat_packing: true")

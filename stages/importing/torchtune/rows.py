@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from stages.importing import rules
-from stages.importing.common import template_setting
 from stages.importing.report import Report
-from stages.importing.rules import RuleResult, Table, allowed, refused, sets, unsupported
+from stages.importing.rules import RuleResult, Table, allowed, refused, sets
 from stages.importing.sources import Style
 from stages.importing.tools import COMPONENT
+from stages.importing.torchtune.keys import strict
+from stages.importing.trainer import template_setting
 
 PACKAGE = "torchtune.datasets."
 _RENAME = "rename the columns in the data"
@@ -58,7 +59,7 @@ def read_set(
     if made is None:
         hint = "use instruct_dataset, chat_dataset or text_completion_dataset, with a source"
         why = "data.chat and data.text do not read such rows"
-        others = dict.fromkeys(block, rules.follows(COMPONENT))
+        others = dict.fromkeys(block, rules.passes(f"follows {COMPONENT}"))
         unknown: Table = {**others, COMPONENT: lambda value: refused(why, hint, blocks=True)}
         report.read(file, block, unknown, f"{key}.")
         return
@@ -79,12 +80,6 @@ def takes_template(block: Any, *, plain: bool) -> bool:
     return kind in ("chat", "slimorca") or (kind == "instruct" and not plain)
 
 
-def strict(block: Mapping[str, Any], table: Table) -> Table:
-    """Return the table with refusals of the block's other keys, which torchtune hands on."""
-    other = unsupported("no recipe has this argument", blocks=True)
-    return {**dict.fromkeys(block, other), **table}
-
-
 def _style(block: Mapping[str, Any], kind: str, *, plain: bool) -> Style:
     if kind == "text":
         return Style(running=True) if _is_cut(block) else Style(form="text")
@@ -98,19 +93,19 @@ def _is_cut(block: Mapping[str, Any]) -> bool:
 
 
 def _shared(one: str) -> Table:
-    return {
+    return rules.table({
         COMPONENT: rules.passes("its settings are in the slot data"),
         "source": sets(f"{one}path", str),
         "data_files": sets(f"{one}files", rules.names),
         "split": sets(f"{one}split", str),
-        **dict.fromkeys(("name", "subset"), sets(f"{one}config", str)),
+        "name subset": sets(f"{one}config"),
         "revision": sets(f"{one}revision", str),
         "packed": sets("data.packing", rules.truth),
         "new_system_prompt": template_setting,
         "train_on_input": sets(
             "data.loss", lambda value: "all" if rules.truth(value) else "assistant"
         ),
-    }
+    })  # fmt: skip
 
 
 def _own(kind: str, block: Mapping[str, Any], one: str, *, plain: bool) -> Table:

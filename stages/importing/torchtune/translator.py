@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.importing import ConfigFile, Request
 from stages.importing import rules
-from stages.importing.common import template_setting
 from stages.importing.reader import Reader
 from stages.importing.recipe_translator import RecipeTranslator
 from stages.importing.report import Draft, Report
 from stages.importing.rules import Table
 from stages.importing.sources import HELD, TRAIN
 from stages.importing.tools import COMPONENT, TORCHTUNE
-from stages.importing.torchtune.interpolation import resolved
-from stages.importing.torchtune.keys import COSINE, TOP
-from stages.importing.torchtune.loggers import logger
-from stages.importing.torchtune.model import PLAIN, family, read_model
-from stages.importing.torchtune.rows import read_set, strict, takes_template
+from stages.importing.torchtune.keys import COSINE, PLAIN, TOP, family, logger, read_model, strict
+from stages.importing.torchtune.rows import read_set, takes_template
+from stages.importing.trainer import template_setting
 
 SETS = {"dataset": TRAIN, "dataset_val": HELD}
 """Keys with data sets -> beginning of their facts."""
@@ -141,3 +139,52 @@ def _devices(report: Report, recipe: ConfigFile, request: Request) -> None:
     report.default("strategy", use, f"for {'one device' if single else 'several devices'}")
     if single and request.procs is None:
         report.default("procs", 1, f"{SINGLE} in the name of the file")
+
+
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+DEPTH = 10
+"""Most references that follow one another."""
+
+
+def resolved(content: Mapping[str, Any], report: Report, file: str) -> dict[str, Any]:
+    """Return the content with the values that its references name. Keys with references to
+    something outside the file are entered as refused, and left out."""
+
+    def block(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in values.items():
+            new = each(value, f"{prefix}{key}")
+            if isinstance(new, str) and "${" in new:
+                why, hint = "refers to something outside the file", "write the value itself"
+                report.enter(file, f"{prefix}{key}", value, rules.refused(why, hint))
+            else:
+                found[key] = new
+        return found
+
+    def each(value: Any, name: str) -> Any:
+        if isinstance(value, Mapping):
+            return block(value, f"{name}.")
+        if isinstance(value, list):
+            return [each(one, f"{name}[{index}]") for index, one in enumerate(value)]
+        return _value(value, content)
+
+    return block(content, "")
+
+
+def _value(value: Any, content: Mapping[str, Any]) -> Any:
+    """Return the value behind references, as far as the content has it."""
+    for _ in range(DEPTH):
+        if not isinstance(value, str) or not (match := _REFERENCE.search(value)):
+            return value
+        found = _at(content, match[1])
+        if found is None or isinstance(found, Mapping | list):
+            return value
+        whole = match.span() == (0, len(value))
+        value = found if whole else f"{value[: match.start()]}{found}{value[match.end() :]}"
+    return value
+
+
+def _at(content: Any, path: str) -> Any:
+    for part in path.split("."):
+        content = content.get(part) if isinstance(content, Mapping) else None
+    return content
