@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeline.importing import KeyOutcome, KeyPath
+from pipeline.importing import ConfigFile, KeyOutcome, KeyPath, Translation
 from stages.importing.rules import RuleResult, Table, applied, is_off, refused, unset
 
 METHOD = re.compile(
@@ -55,7 +55,10 @@ NO_EFFECT = "has no effect with the other settings"
 class Report:
     """Every key of every file, and the facts that they give."""
 
-    def __init__(self) -> None:
+    def __init__(self, files: Sequence[ConfigFile] = ()) -> None:
+        self.files = {file.path.name for file in files}
+        self.kinds: set[str] = set()
+        """Kinds of files of accelerate, DeepSpeed and transformers that were read."""
         self.entries: list[RuleResult] = []
         self.defaults: dict[str, tuple[Any, str]] = {}
         """Fact -> value and reason, for facts that no key has to give."""
@@ -77,17 +80,6 @@ class Report:
                 result = unset() if off else refused(NO_BLOCK)
             self.enter(file, f"{prefix}{key}", value, result)
 
-    def read_each(
-        self, file: str, key: str, blocks: Any, table: Callable[[int], Table], first: int = 0
-    ) -> None:
-        """Apply to each block of a list the table for its number, which begins with `first`."""
-        for index, block in enumerate(blocks if isinstance(blocks, list) else [blocks]):
-            name = f"{key}[{index}]"
-            if isinstance(block, Mapping) and block:
-                self.read(file, block, table(first + index), f"{name}.")
-            else:
-                self.enter(file, name, block, unset() if is_off(block) else refused(NO_BLOCK))
-
     def enter(self, file: str, key: str, value: Any, entry: RuleResult) -> None:
         """Add a key. A fact that another key gives with another value is a contradiction."""
         for other in self.of(entry.fact):
@@ -103,6 +95,14 @@ class Report:
     def default(self, fact: str, value: Any, why: str) -> None:
         """Set the value that holds where no key states one. The first default wins."""
         self.defaults.setdefault(fact, (value, why))
+
+    def set_defaults(self, values: Mapping[str, Any], table: Table, why: str) -> None:
+        """Set the values that hold where no key states others, by the rules of the table."""
+        for key, value in values.items():
+            rule = table[key]
+            assert callable(rule)
+            result = rule(value)
+            self.default(result.fact, result.content, why)
 
     def given(self, fact: str) -> bool:
         """Return whether a key gives the fact a value, also through `auto`."""
@@ -239,3 +239,14 @@ class Draft:
         keys = dict.fromkeys(f"{entry.key} in {entry.file}" for entry in entries)
         defaults = self.report.defaults
         return ", ".join(keys) or next((defaults[f][1] for f in facts if f in defaults), "")
+
+    def translation(self) -> Translation:
+        """Return the recipe with the outcomes, and no recipe if one of them blocks it."""
+        outcomes = self.report.outcomes()
+        blocked = any(outcome.blocks for outcome in outcomes)
+        return Translation(
+            recipe=None if blocked else {**self.header, "stages": self.slots},
+            notes=self.notes,
+            missing={} if blocked else self.missing,
+            outcomes=outcomes,
+        )

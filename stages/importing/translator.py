@@ -1,10 +1,14 @@
-"""accelerate's, DeepSpeed's and transformers' files, which together describe one training."""
+"""Translators of accelerate's, DeepSpeed's and transformers' files, and the base of those whose
+tool has one recipe."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, TypeAlias
 
+from pipeline import UsageError
 from pipeline.importing import (
     ConfigFile,
     KeyOutcome,
@@ -15,7 +19,6 @@ from pipeline.importing import (
 )
 from stages.importing import untranslated
 from stages.importing.engines import set_defaults
-from stages.importing.meaning import Company, meaning
 from stages.importing.reader import (
     ACCELERATE_KIND,
     DEEPSPEED_KIND,
@@ -23,12 +26,16 @@ from stages.importing.reader import (
     TRAINER_KIND,
     Reader,
     kind_of,
+    read,
 )
 from stages.importing.recipe import compose
-from stages.importing.report import Draft
-from stages.importing.script import script_data
+from stages.importing.report import Draft, Report
+from stages.importing.rules import Table
+from stages.importing.sources import script_data, several
 from stages.importing.tools import TRANSLATED, advice_on, tool_of
 
+Company: TypeAlias = Mapping[str, Any]
+"""Keys without which another one means nothing, such as `use_peft` for `lora_r`."""
 COMPANIES: Mapping[str, Sequence[Company]] = {
     TRAINER_KIND: (
         {},
@@ -62,15 +69,9 @@ class HuggingFace(Translator):
         return OtherTool(name=name, advice=advice_on(name))
 
     def translate(self, files: Sequence[ConfigFile], request: Request) -> Translation:
-        reader = Reader(files)
-        for kind in TABLES:
-            for file in files:
-                if self.kind(file.content) == kind:
-                    reader.read(file, kind)
-        if DEEPSPEED_KIND in reader.kinds:
-            set_defaults(reader.report, alone=TRAINER_KIND not in reader.kinds)
-        draft = compose(reader.report, request, files[0].path.stem, script_data)
-        return reader.translation(draft)
+        report = Report(files)
+        _read_kinds(report, files, TABLES, self.kind)
+        return compose(report, request, files[0].path.stem, script_data).translation()
 
     def advice(self, key: str, value: Any) -> str:
         return untranslated.advice(key, value)
@@ -80,14 +81,132 @@ class HuggingFace(Translator):
         for kind, table in TABLES.items():
 
             def draft(file: ConfigFile, kind: str = kind) -> Draft:
-                reader = Reader([file])
-                reader.read(file, kind)
-                if DEEPSPEED_KIND in reader.kinds:
-                    set_defaults(reader.report, alone=True)
-                return compose(reader.report, Request(), "recipe", script_data)
+                report = Report([file])
+                _read_kinds(report, [file], [kind], lambda _: kind)
+                return compose(report, Request(), "recipe", script_data)
 
             one = meaning(key, content, table, COMPANIES[kind], draft)
             if one is not None and one.to:
                 return one
             found = found or one
         return untranslated.outcome(key, content[key]) or found
+
+
+class RecipeTranslator(Translator):
+    """The recipe of one tool, and the files that belong to it."""
+
+    tool: ClassVar[str]
+    table: ClassVar[Table] = {}
+    """Its keys, except for lists of blocks."""
+    companies: ClassVar[Sequence[Company]] = ({},)
+    beside: ClassVar[Sequence[str]] = (ACCELERATE_KIND, DEEPSPEED_KIND)
+    """Kinds of files that may be given too."""
+
+    def kind(self, content: Mapping[str, Any]) -> str | None:
+        if self.is_recipe(content):
+            return f"{self.tool} recipe"
+        found = kind_of(content)
+        return found if found in self.beside else None
+
+    def is_recipe(self, content: Mapping[str, Any]) -> bool:
+        """Return whether it is the tool's recipe."""
+        return tool_of(content) == self.tool
+
+    def supports(self, files: Sequence[ConfigFile]) -> bool:
+        own = any(self.is_recipe(file.content) for file in files)
+        return own and super().supports(files)
+
+    def translate(self, files: Sequence[ConfigFile], request: Request) -> Translation:
+        recipes = [file for file in files if self.is_recipe(file.content)]
+        if len(recipes) > 1:
+            both = f"{recipes[0].path} and {recipes[1].path}"
+            raise UsageError(f"{both} are both recipes of {self.tool}", hint="import one by one")
+        others = [file for file in files if file is not recipes[0]]
+        report = Report(files)
+        self.read(Reader(report, recipes[0]), others, request)
+        report.kinds.add(TRAINER_KIND)
+        _read_kinds(report, others, self.beside, self.kind)
+        return self._draft(report, request, recipes[0].path.stem).translation()
+
+    def meaning(self, key: str, content: Mapping[str, Any]) -> KeyOutcome | None:
+        def draft(file: ConfigFile) -> Draft:
+            report = Report([file])
+            self.read(Reader(report, file), (), Request())
+            return self._draft(report, Request(), "recipe")
+
+        return meaning(key, content, self.table, self.companies, draft)
+
+    def _draft(self, report: Report, request: Request, name: str) -> Draft:
+        draft = compose(report, request, name, several)
+        self.finish(draft)
+        return draft
+
+    @abstractmethod
+    def read(self, reader: Reader, others: Sequence[ConfigFile], request: Request) -> None:
+        """Read the tool's recipe, and of the other files those that only this tool has."""
+
+    def finish(self, draft: Draft) -> None:
+        """Add what shows in the draft alone."""
+
+
+def _read_kinds(
+    report: Report,
+    files: Sequence[ConfigFile],
+    kinds: Iterable[str],
+    kind_of: Callable[[Mapping[str, Any]], str | None],
+) -> None:
+    """Read the files of these kinds, kind by kind, with DeepSpeed's defaults."""
+    for kind in kinds:
+        for file in files:
+            if kind_of(file.content) == kind:
+                read(report, file, kind)
+    if DEEPSPEED_KIND in report.kinds:
+        set_defaults(report, alone=TRAINER_KIND not in report.kinds)
+
+
+def meaning(
+    key: str,
+    content: Mapping[str, Any],
+    table: Table,
+    companies: Sequence[Company],
+    draft: Callable[[ConfigFile], Draft],
+) -> KeyOutcome | None:
+    """Return the outcome of a single key that the table, or a block in it, has; None if it has
+    none. It is for a hint where somebody has written the key into a recipe.
+
+    `draft` reads a file. The key is read in each of the companies, next to the other keys of the
+    content, until it has a place in the recipe; without them only where it contradicts one.
+    """
+    last: KeyOutcome | None = None
+    others = {name: each for name, each in content.items() if name != key and name in table}
+    for beside in (others, {}) if others else ({},):
+        for blocks in _places(table, key):
+            for company in companies:
+                whole = _among({**company, **beside}, blocks, {key: content[key]})
+                report = draft(ConfigFile(path=Path("config.yaml"), content=whole)).report
+                name = ".".join((*blocks, key))
+                found = next((one for one in report.outcomes() if one.key == name), None)
+                if found is not None and found.to:
+                    return found
+                last = found or last
+        if last is not None and last.outcome == "default":
+            break
+    return last
+
+
+def _among(company: Company, blocks: Sequence[str], content: Company) -> Company:
+    """Return the company, with more keys in a block of it."""
+    if not blocks:
+        return {**company, **content}
+    inner = company.get(blocks[0])
+    block = inner if isinstance(inner, Mapping) else {}
+    return {**company, blocks[0]: _among(block, blocks[1:], content)}
+
+
+def _places(table: Table, key: str, blocks: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """Yield the blocks around a key, for every place where the table has it."""
+    if key in table:
+        yield blocks
+    for block, inner in table.items():
+        if isinstance(inner, Mapping):
+            yield from _places(inner, key, (*blocks, block))

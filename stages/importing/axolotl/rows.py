@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from stages.importing import rules
+from stages.importing.report import NO_BLOCK, Report
 from stages.importing.rules import RuleResult, Table, WrongValueError, allowed, refused, sets
-from stages.importing.sources import Style
+from stages.importing.sources import HELD, TRAIN, Style
 from stages.importing.trainer import named_template, template_setting
 
 STYLES = {
@@ -25,6 +26,8 @@ ROLES = {
     "system": ("system",),
     "tool": ("tool", "observation"),
 }
+LISTS = {"datasets": TRAIN, "pretraining_dataset": TRAIN, "test_datasets": HELD}
+"""Keys with lists of data sets -> beginning of their facts."""
 _RENAME = "rename the column in the data"
 
 
@@ -67,7 +70,7 @@ def _to_train(value: Any) -> str:
     return "assistant"
 
 
-def table(one: str) -> Table:
+def _table(one: str) -> Table:
     """Return the table of a data set whose facts begin with `one`."""
     return rules.table({
         "path": sets(f"{one}path"),
@@ -96,3 +99,28 @@ def table(one: str) -> Table:
         "preprocess_shards": rules.passes(),
         "trust_remote_code": rules.unsupported("data sets bring no code along", "convert them"),
     })  # fmt: skip
+
+
+def templated(blocks: Any) -> bool:
+    """Return whether a chat template lays out the rows of one of the data sets."""
+    return isinstance(blocks, list) and any(_type(block) == "chat_template" for block in blocks)
+
+
+def _type(block: Any) -> Any:
+    return block.get("type") if isinstance(block, Mapping) else None
+
+
+def read(report: Report, file: str, key: str, blocks: list[Any], first: int) -> None:
+    """Read a list of data sets, the first of which has the number `first`."""
+    for index, block in enumerate(blocks):
+        one, name = f"{LISTS[key]}{first + index}.", f"{key}[{index}]"
+        content = {"path": block} if isinstance(block, str) else block
+        if isinstance(content, Mapping) and content:
+            report.read(file, content, _table(one), f"{name}.")
+        else:
+            off = rules.is_off(content)
+            report.enter(file, name, content, rules.unset() if off else refused(NO_BLOCK))
+        if key == "pretraining_dataset" and isinstance(content, Mapping):
+            report.default(f"{one}style", STYLES["pretrain"], "text to train on")
+        elif key != "pretraining_dataset" and _type(content) == "chat_template":
+            report.default(f"{one}form", "messages", "axolotl's default")

@@ -12,13 +12,10 @@ from stages.importing.axolotl.keys import SWITCHES, TABLE
 from stages.importing.engines import set_words
 from stages.importing.parallelism import AUTO, CONTEXT, RING, TENSOR
 from stages.importing.reader import Reader
-from stages.importing.recipe_translator import RecipeTranslator
 from stages.importing.report import Draft, Report
-from stages.importing.sources import HELD, TRAIN
 from stages.importing.tools import AXOLOTL
+from stages.importing.translator import RecipeTranslator
 
-LISTS = {"datasets": TRAIN, "pretraining_dataset": TRAIN, "test_datasets": HELD}
-"""Keys with lists of data sets -> beginning of their facts."""
 DEFAULTS: Mapping[str, Any] = {
     "micro_batch_size": 1, "gradient_accumulation_steps": 1, "num_epochs": 1.0, "seed": 42,
     "weight_decay": 0.0, "optimizer": "adamw_torch_fused", "lr_scheduler": "cosine",
@@ -27,7 +24,6 @@ DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 """Defaults of axolotl that differ from the recipe's."""
 OWN = "axolotl's default"
-WARMUP = "axolotl's default, which is 100 steps at most"
 
 
 class Axolotl(RecipeTranslator):
@@ -43,99 +39,71 @@ class Axolotl(RecipeTranslator):
         {"val_set_size": 0.1, "eval_strategy": "steps"},
     )
 
-    def read(
-        self, reader: Reader, recipe: ConfigFile, others: Sequence[ConfigFile], request: Request
-    ) -> None:
-        content = dict(recipe.content)
-        report, file = reader.report, recipe.path.name
-        _leave_out(reader, recipe, content)
-        reader.deepspeed(recipe, content)
+    def read(self, reader: Reader, others: Sequence[ConfigFile], request: Request) -> None:
+        given, report = dict(reader.content), reader.report
+        _leave_out(reader)
+        reader.deepspeed()
         first = 0
-        for key, value in content.items():
-            if key in LISTS and value:
+        for key, value in reader.content.items():
+            if key in rows.LISTS and value:
                 blocks = value if isinstance(value, list) else [value]
-                _read_rows(report, file, key, blocks, first)
+                rows.read(report, reader.name, key, blocks, first)
                 first += len(blocks)
             else:
-                report.read(file, {key: value}, TABLE)
-        _defaults(reader, recipe.content)
-        _axes(report, deepspeed=bool(recipe.content.get("deepspeed")))
+                report.read(reader.name, {key: value}, TABLE)
+        _defaults(report, given)
+        sharded, deepspeed = report.value("strategy") == "wrap.fsdp", bool(given.get("deepspeed"))
+        report.rename("axolotl.tensor", AUTO if deepspeed else TENSOR)
+        report.rename("axolotl.context", CONTEXT if sharded and not deepspeed else RING)
 
     def finish(self, draft: Draft) -> None:
-        _save_each_epoch(draft)
+        often = ("save_steps", "save_strategy", "save_part")
+        saved = any(draft.report.of(fact) for fact in often)
+        if not saved and draft.slots["train"].get("epochs") != 1:
+            draft.put("checkpoint.every", "1 epoch", note=OWN)
 
 
-def _save_each_epoch(draft: Draft) -> None:
-    often = ("save_steps", "save_strategy", "save_part")
-    saved = any(draft.report.of(fact) for fact in often)
-    if not saved and draft.slots["train"].get("epochs") != 1:
-        draft.put("checkpoint.every", "1 epoch", note=OWN)
-
-
-def _leave_out(reader: Reader, recipe: ConfigFile, content: dict[str, Any]) -> None:
+def _leave_out(reader: Reader) -> None:
     """Take out what axolotl does not read in the company of other keys."""
-    if content.get("fp16") and content.get("bf16", "auto") == "auto" and "bf16" in content:
-        reader.skip(recipe, content, "bf16", "fp16 is set")
+    content = reader.content
+    if content.get("fp16") and content.get("bf16") == "auto":
+        reader.skip("bf16", "fp16 is set")
     if content.get("lora_target_linear") and content.get("lora_target_modules"):
-        reader.skip(recipe, content, "lora_target_modules", "lora_target_linear takes all")
-    templated = any(_type(block) == "chat_template" for block in _blocks(content))
-    if content.get("chat_template") and not templated:
-        reader.skip(recipe, content, "chat_template", "no data set has type: chat_template")
+        reader.skip("lora_target_modules", "lora_target_linear takes all")
+    if content.get("chat_template") and not rows.templated(content.get("datasets")):
+        reader.skip("chat_template", "no data set has type: chat_template")
     held = content.get("val_set_size")
     if (rules.is_off(held) or held in ("0", "0.0")) and not content.get("test_datasets"):
         for key in ("evals_per_epoch", "eval_steps", "eval_strategy", "evaluation_strategy"):
             if content.get(key):
-                reader.skip(recipe, content, key, "nothing is held out: no val_set_size")
+                reader.skip(key, "nothing is held out: no val_set_size")
     schedule = str(content.get("lr_scheduler") or "cosine").lower()
     if content.get("cosine_min_lr_ratio") is not None and schedule != "cosine":
-        reader.skip(recipe, content, "cosine_min_lr_ratio", f"lr_scheduler is {schedule}")
+        reader.skip("cosine_min_lr_ratio", f"lr_scheduler is {schedule}")
     missing = [key for key in ("lora_r", "lora_alpha") if not content.get(key)]
     if content.get("adapter") in ("lora", "qlora") and missing:
         why = f"axolotl needs {' and '.join(missing)} too"
-        reader.refuse(recipe, content, "adapter", rules.refused(why, blocks=True))
+        reader.take("adapter", rules.refused(why, blocks=True))
     elif content.get("adapter") == "qlora" and not content.get("load_in_4bit"):
-        result = rules.refused("qlora needs load_in_4bit", "set load_in_4bit: true", blocks=True)
-        reader.refuse(recipe, content, "adapter", result)
+        why, hint = "qlora needs load_in_4bit", "set load_in_4bit: true"
+        reader.take("adapter", rules.refused(why, hint, blocks=True))
 
 
-def _blocks(content: Mapping[str, Any]) -> list[Any]:
-    found = content.get("datasets")
-    return found if isinstance(found, list) else []
-
-
-def _type(block: Any) -> Any:
-    return block.get("type") if isinstance(block, Mapping) else None
-
-
-def _read_rows(report: Report, file: str, key: str, blocks: list[Any], first: int) -> None:
-    """Read a list of data sets, the first of which has the number `first`."""
-    kind = LISTS[key]
-    named = [{"path": each} if isinstance(each, str) else each for each in blocks]
-    report.read_each(file, key, named, lambda number: rows.table(f"{kind}{number}."), first)
-    for number, block in enumerate(named, first):
-        style = rows.STYLES["pretrain"] if key == "pretraining_dataset" else None
-        if style and isinstance(block, Mapping):
-            report.default(f"{kind}{number}.style", style, "text to train on")
-        elif _type(block) == "chat_template":
-            report.default(f"{kind}{number}.form", "messages", OWN)
-
-
-def _defaults(reader: Reader, content: Mapping[str, Any]) -> None:
-    report = reader.report
-    reader.defaults(DEFAULTS, TABLE, OWN)
+def _defaults(report: Report, content: Mapping[str, Any]) -> None:
+    report.set_defaults(DEFAULTS, TABLE, OWN)
     report.default("adapter", False, OWN)
     report.default("data.loss", "assistant", "axolotl trains on what the assistant says")
     if not report.given("warmup_steps") and not report.given("warmup_ratio"):
-        report.default("warmup_ratio", 0.03, WARMUP)
+        why = "axolotl's default, which is 100 steps at most"
+        report.default("warmup_ratio", 0.03, why)
     if not rules.is_off(content.get("bf16", "auto")):
         report.default("precision.compute", "bf16", OWN)
     _documents(report, streamed=bool(content.get("pretraining_dataset")))
-    if report.given("eval_steps"):
-        report.default("eval_strategy", "steps", "eval_steps is set")
+    for event in ("eval", "save"):
+        if report.given(f"{event}_steps"):
+            report.default(f"{event}_strategy", "steps", f"{event}_steps is set")
     if report.value("eval_strategy") == "steps" or report.given("eval_part"):
         report.default("train.eval_first", True, "axolotl evaluates before the first step too")
-    if report.given("save_steps"):
-        report.default("save_strategy", "steps", "save_steps is set")
     if content.get("fsdp"):
         set_words(report, content["fsdp"])
     if content.get("fsdp_config"):
@@ -168,10 +136,3 @@ def _masters(report: Report, content: Mapping[str, Any]) -> None:
     if whole and not upcast:
         why = "axolotl holds the weights in bf16; fp32 keeps small updates"
         report.default("precision.master", "bf16", why)
-
-
-def _axes(report: Report, *, deepspeed: bool) -> None:
-    """Name the axes by what they are under the strategy in question."""
-    sharded = report.value("strategy") == "wrap.fsdp"
-    report.rename("axolotl.tensor", AUTO if deepspeed else TENSOR)
-    report.rename("axolotl.context", CONTEXT if sharded and not deepspeed else RING)

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pipeline.importing import ConfigFile
 from pipeline.utils import did_you_mean
 from stages.importing import rules
-from stages.importing.report import Report
-from stages.importing.rules import RuleResult, Table, allowed, refused, sets, unsupported
-from stages.importing.sources import Style
+from stages.importing.reader import Reader
+from stages.importing.rules import RuleResult, Table, allowed, ignored, refused, sets, unsupported
+from stages.importing.sources import HELD, TRAIN, Style
 
 INFO = "dataset_info.json"
-ADDRESSES = ("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
+ADDRESSES = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"}
 """Keys of which every entry has one."""
+NAMES = {"dataset": TRAIN, "eval_dataset": HELD}
+"""Keys with names of data sets -> beginning of their facts."""
+PROBS = "interleave_probs"
 STYLES = {"alpaca": Style(form="alpaca"), "sharegpt": Style(), "openai": Style()}
 _RENAME = "rename the column in the data"
-_NAMES = "rename it in the data"
-_elsewhere = unsupported("data comes from files and the hub of Hugging Face", "download it")
-_whole = unsupported("files are read as a whole", "write those rows to a separate file")
-_images = unsupported("recipes train on text only", blocks=True)
-_preferences = unsupported("training on preferences is not supported by recipes", blocks=True)
 COLUMNS = {"prompt": "instruction", "query": "input", "response": "output",
            "history": "history", "system": "system", "tools": "tools"}  # fmt: skip
 """Columns that data.chat reads, under their names in an entry."""
-FORMS = {"messages": "messages", "conversations": "sharegpt"}
 TAGS = {
     "messages": {"role_tag": "role", "content_tag": "content", "user_tag": "user",
                  "assistant_tag": "assistant", "system_tag": "system", "observation_tag": "tool"},
@@ -35,87 +32,130 @@ TAGS = {
                  "function_tag": "function_call", "system_tag": "system"},
 }  # fmt: skip
 """Names of roles and contents, as OpenAI and as ShareGPT write them."""
-
-
 OWN = "LLaMA-Factory's default"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a data set is in the recipe, and where its files are."""
-
-    one: str
-    """Beginning of its facts."""
-    folder: str
-    running: bool
-    """Whether its text is trained on as it is."""
 
 
 def is_info(content: Mapping[str, Any]) -> bool:
     """Return whether it is the content of a dataset_info.json."""
-    entries = list(content.values())
+    entries = content.values()
     return bool(entries) and all(
-        isinstance(entry, Mapping) and any(key in entry for key in ADDRESSES) for entry in entries
+        isinstance(entry, Mapping) and ADDRESSES & entry.keys() for entry in entries
     )
 
 
-def read_entry(
-    report: Report, file: str, name: str, entry: Mapping[str, Any], place: Place
-) -> None:
-    """Read an entry as a data set."""
-    one = place.one
-    if place.running:
-        report.default(f"{one}style", Style(running=True), "stage: pt")
-        report.default(f"{one}text_key", "instruction", OWN)
-    else:
-        report.default(f"{one}style", STYLES["alpaca"], OWN)
-        report.default(f"{one}form", "sharegpt", OWN)
-    report.read(file, entry, _table(entry, place), f"{name}.")
-
-
-def _table(entry: Mapping[str, Any], place: Place) -> Table:
-    one, there = place.one, "hf_hub_url" in entry
-    style = sets(f"{one}style", rules.choice(STYLES, "use alpaca or sharegpt", blocks=True))
-    return {
-        "file_name": sets(f"{one}path", lambda name: str(Path(place.folder, name).absolute())),
-        "hf_hub_url": sets(f"{one}path", str),
-        **dict.fromkeys(("ms_hub_url", "om_hub_url"), _mirror if there else _elsewhere),
-        **dict.fromkeys(("script_url", "cloud_file_name"), _elsewhere),
-        "formatting": rules.passes("stage: pt takes the text") if place.running else style,
-        "subset": sets(f"{one}config", str),
-        "split": sets(f"{one}split", str),
-        **rules.table({"folder num_samples": _whole}),
-        "ranking": _preferences,
-        "columns": _columns(entry, place),
-        "tags": {key: allowed(tag, hint=_NAMES, blocks=True) for key, tag in _tags(entry).items()},
-    }
-
-
-def _columns(entry: Mapping[str, Any], place: Place) -> Table:
-    found: dict[str, rules.Rule] = {
-        key: allowed(column, hint=_RENAME, blocks=True) for key, column in COLUMNS.items()
-    }
-    if place.running:
-        found["prompt"] = sets(f"{place.one}text_key", str)
-    forms = FORMS if _tags(entry) is TAGS["messages"] else {"conversations": "sharegpt"}
-    found["messages"] = sets(f"{place.one}form", rules.choice(forms, _RENAME, blocks=True))
-    found.update(rules.table({"images videos audios": _images}))
-    found.update(rules.table({"chosen rejected kto_tag": _preferences}))
-    return found
-
-
-def _tags(entry: Mapping[str, Any]) -> Mapping[str, str]:
-    """Return the names of roles and contents that the rows should have."""
+def _table(entry: Mapping[str, Any], one: str, folder: str, *, running: bool) -> Table:
+    """Return the rules of an entry, whose facts begin with `one`. `running` text is trained on as
+    it is."""
     given = entry.get("tags")
-    role = given.get("role_tag") if isinstance(given, Mapping) else None
-    return TAGS["messages" if role == "role" else "sharegpt"]
+    openai = isinstance(given, Mapping) and given.get("role_tag") == "role"
+    forms = {"messages": "messages"} if openai else {}
+    elsewhere = unsupported("data comes from files and the hub of Hugging Face", "download it")
+    mirror = rules.passes("is also on the hub of Hugging Face")
+    style = sets(f"{one}style", rules.choice(STYLES, "use alpaca or sharegpt", blocks=True))
+    columns = {key: allowed(name, hint=_RENAME, blocks=True) for key, name in COLUMNS.items()}
+    tags = TAGS["messages" if openai else "sharegpt"].items()
+    preferences = unsupported("training on preferences is not supported by recipes", blocks=True)
+    return rules.table({
+        "file_name": sets(f"{one}path", lambda name: str(Path(folder, name).absolute())),
+        "hf_hub_url": sets(f"{one}path"),
+        "ms_hub_url om_hub_url": mirror if "hf_hub_url" in entry else elsewhere,
+        "script_url cloud_file_name": elsewhere,
+        "formatting": rules.passes("stage: pt takes the text") if running else style,
+        "subset": sets(f"{one}config"),
+        "split": sets(f"{one}split"),
+        "folder num_samples": unsupported(
+            "files are read as a whole", "write those rows to a separate file"),
+        "ranking": preferences,
+        "columns": rules.table({
+            **columns,
+            **({"prompt": sets(f"{one}text_key")} if running else {}),
+            "messages": sets(f"{one}form", rules.choice(
+                {**forms, "conversations": "sharegpt"}, _RENAME, blocks=True)),
+            "images videos audios": unsupported("recipes train on text only", blocks=True),
+            "chosen rejected kto_tag": preferences,
+        }),
+        "tags": {key: allowed(tag, hint="rename it in the data", blocks=True)
+                 for key, tag in tags},
+    })  # fmt: skip
 
 
-def _mirror(value: Any) -> RuleResult:
-    return RuleResult(outcome="default", why="is also on the hub of Hugging Face")
+class DataSets:
+    """The data sets that a recipe names."""
 
+    def __init__(self, reader: Reader, infos: Sequence[ConfigFile], *, running: bool) -> None:
+        self.reader, self.report, self.running = reader, reader.report, running
+        folder = reader.content.get("dataset_dir", "data")
+        self.online = folder == "ONLINE"
+        self.folder = folder if isinstance(folder, str) else "data"
+        inline = folder if isinstance(folder, Mapping) else {}
+        files = [(reader.name, inline), *((info.path.name, info.content) for info in infos)]
+        self.entries = {
+            name: (file, entry)
+            for file, content in files
+            for name, entry in content.items()
+            if isinstance(entry, Mapping)
+        }
+        """Name -> file that has the entry, and the entry."""
+        self.named: list[tuple[str, str]] = []
+        """Name and beginning of the facts of each data set."""
+        self.interleaved = str(reader.content.get("mix_strategy")) == "interleave_over"
 
-def unknown(name: str, info: Mapping[str, Any]) -> RuleResult:
-    """Return the refusal of a name that has no entry."""
-    why = f"{INFO} has no entry {name!r}"
-    return refused(why, did_you_mean(name, [*info]), blocks=True)
+    def name(self, key: str, value: Any, *, replaced: bool) -> None:
+        """Enter a key that names data sets."""
+        try:
+            names = rules.names(value)
+        except rules.WrongValueError as error:
+            self._enter(key, value, error.result)
+            return
+        self._enter(key, value, self._outcome(names, replaced=replaced))
+        self.named += [(name, f"{NAMES[key]}{number}.") for number, name in enumerate(names)]
+
+    def _outcome(self, names: list[str], *, replaced: bool) -> RuleResult:
+        missing = [name for name in names if name not in self.entries]
+        if replaced:
+            return ignored("--data replaces it")
+        if self.online or not missing:
+            return ignored("the keys of each data set say it")
+        if self.entries:
+            why = f"{INFO} has no entry {missing[0]!r}"
+            return refused(why, did_you_mean(missing[0], [*self.entries]), blocks=True)
+        hint = f"give it too: pipe import {self.reader.path} {self.folder}/{INFO}"
+        return refused(f"names entries of {INFO}", hint, blocks=True)
+
+    def weigh(self, value: Any) -> None:
+        """Read the share of each data set."""
+        shares = value.split(",") if isinstance(value, str) else value
+        if not isinstance(shares, list):
+            self._enter(PROBS, value, refused(f"must be a list of shares, not {value!r}"))
+            return
+        for number, share in enumerate(shares):
+            rule = sets(f"{TRAIN}{number}.weight", rules.number)
+            self._enter(f"{PROBS}[{number}]", share, rules.applied(rule, share))
+
+    def read(self) -> None:
+        """Read the data sets that are named, and enter those that are not."""
+        for name, one in self.named:
+            if self.interleaved and one.startswith(TRAIN):
+                self.report.default(f"{one}weight", 1.0, "interleave_over takes turns")
+            if self.online:
+                self.report.default(f"{one}path", name, f"dataset in {self.reader.name}")
+                self._read(name, "", {}, one)
+            elif name in self.entries:
+                self._read(name, *self.entries[name], one)
+        used = {name for name, _ in self.named}
+        for name, (file, entry) in self.entries.items():
+            if name not in used:
+                self.report.enter(file, name, entry, ignored("the recipe names other data sets"))
+
+    def _read(self, name: str, file: str, entry: Mapping[str, Any], one: str) -> None:
+        if self.running:
+            self.report.default(f"{one}style", Style(running=True), "stage: pt")
+            self.report.default(f"{one}text_key", "instruction", OWN)
+        else:
+            self.report.default(f"{one}style", STYLES["alpaca"], OWN)
+            self.report.default(f"{one}form", "sharegpt", OWN)
+        table = _table(entry, one, self.folder, running=self.running)
+        self.report.read(file, entry, table, f"{name}.")
+
+    def _enter(self, key: str, value: Any, result: RuleResult) -> None:
+        self.report.enter(self.reader.name, key, value, result)

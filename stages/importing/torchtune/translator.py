@@ -9,7 +9,6 @@ from typing import Any
 from pipeline.importing import ConfigFile, Request
 from stages.importing import rules
 from stages.importing.reader import Reader
-from stages.importing.recipe_translator import RecipeTranslator
 from stages.importing.report import Draft, Report
 from stages.importing.rules import Table
 from stages.importing.sources import HELD, TRAIN
@@ -17,6 +16,7 @@ from stages.importing.tools import COMPONENT, TORCHTUNE
 from stages.importing.torchtune.keys import COSINE, PLAIN, TOP, family, logger, read_model, strict
 from stages.importing.torchtune.rows import read_set, takes_template
 from stages.importing.trainer import template_setting
+from stages.importing.translator import RecipeTranslator
 
 SETS = {"dataset": TRAIN, "dataset_val": HELD}
 """Keys with data sets -> beginning of their facts."""
@@ -27,7 +27,7 @@ DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 OWN = "torchtune's default"
 SINGLE = "single_device"
-"""Part of the name of files for one device."""
+"""Part of the name of files for one device. The recipes for several have the same keys."""
 
 
 class Torchtune(RecipeTranslator):
@@ -40,17 +40,18 @@ class Torchtune(RecipeTranslator):
     beside = ()
     signs = "a recipe of torchtune has blocks with `_component_`"
 
-    def read(
-        self, reader: Reader, recipe: ConfigFile, others: Sequence[ConfigFile], request: Request
-    ) -> None:
-        report, file = reader.report, recipe.path.name
-        content = resolved(recipe.content, report, file)
+    def read(self, reader: Reader, others: Sequence[ConfigFile], request: Request) -> None:
+        report, file = reader.report, reader.name
+        content = resolved(reader.content, report, file)
         for key, value in content.items():
             _read(report, file, key, value, content)
-        reader.defaults(DEFAULTS, TOP, OWN)
+        report.set_defaults(DEFAULTS, TOP, OWN)
         _defaults(report)
-        _steps(report)
-        _devices(report, recipe, request)
+        single = SINGLE in file if request.procs is None else request.procs == 1
+        use = "wrap.ddp" if single else "wrap.fsdp"
+        report.default("strategy", use, f"for {'one device' if single else 'several devices'}")
+        if single and request.procs is None:
+            report.default("procs", 1, f"{SINGLE} in the name of the file")
 
     def finish(self, draft: Draft) -> None:
         report = draft.report
@@ -121,24 +122,11 @@ def _defaults(report: Report) -> None:
     if dtype != "fp32":
         for field in ("master", "reduce"):
             report.default(f"precision.{field}", dtype, "torchtune has one dtype for everything")
-
-
-def _steps(report: Report) -> None:
-    """Make steps of epochs that end early."""
     steps = report.value("cap", 0) * report.value("train.epochs", 1)
     for entry in report.of("cap"):
         entry.content = int(steps) or None
         entry.why = "epochs x steps, if an epoch has so many"
     report.rename("cap", "train.steps")
-
-
-def _devices(report: Report, recipe: ConfigFile, request: Request) -> None:
-    """Decide between the recipes for one device and for several, which share their keys."""
-    single = SINGLE in recipe.path.name if request.procs is None else request.procs == 1
-    use = "wrap.ddp" if single else "wrap.fsdp"
-    report.default("strategy", use, f"for {'one device' if single else 'several devices'}")
-    if single and request.procs is None:
-        report.default("procs", 1, f"{SINGLE} in the name of the file")
 
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
