@@ -1,4 +1,4 @@
-"""Axes of parallelism beside the data-parallel one, and the ranks that share a sample."""
+"""Axes of parallelism next to the data-parallel one, and the ranks that share a sample."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ AUTO = "deepspeed.tensor"
 """DeepSpeed's AutoTP."""
 RING = "parallel.ring"
 """Ranks that share a sample under every strategy, where a tool divides samples by itself."""
-FIELDS = {TENSOR: "tensor_parallel", CONTEXT: "context_parallel"}
-_FSDP_ALONE = "accelerate takes it only with FSDP"
 
 
 def size(report: Report, fact: str) -> int:
@@ -33,44 +31,43 @@ def parallelism(draft: Draft, use: str, request: Request) -> None:
     if use == "wrap.fsdp":
         _fsdp(draft, request)
     else:
-        wrong = [one for one in (REPLICATE, SHARD, TENSOR, CONTEXT) if size(report, one) > 1]
-        hint = "set distributed_type: FSDP"
-        report.refuse(*wrong, why=_FSDP_ALONE, hint=hint, blocks=True)
-    if size(report, RING) > 1:
-        draft.put("wrap.context_parallel.size", size(report, RING), RING)
-    if size(report, SEQUENCE) > 1:
-        if use == "wrap.zero" or (use == "wrap.ddp" and report.given("zero.stage")):
-            draft.put("wrap.context_parallel.size", size(report, SEQUENCE), SEQUENCE)
-        else:
-            why, hint = "accelerate takes it only with DeepSpeed", "with FSDP, set cp_size"
-            report.refuse(SEQUENCE, why=why, hint=hint, blocks=True)
-    if size(report, AUTO) > 1:
-        if use == "wrap.zero":
-            draft.put("wrap.tensor_parallel.size", size(report, AUTO), AUTO)
-        else:
-            why, hint = "without sharding, each rank has whole layers", "set stage: 1, 2 or 3"
-            report.refuse(AUTO, why=why, hint=hint, blocks=True)
-    _fits(report, request)
-
-
-def _fits(report: Report, request: Request) -> None:
-    """Refuse sizes that do not divide the number of processes."""
+        why, hint = "accelerate takes it only with FSDP", "set distributed_type: FSDP"
+        _refuse(report, REPLICATE, SHARD, TENSOR, CONTEXT, why=why, hint=hint)
+    _put(draft, RING, "context_parallel")
+    if use == "wrap.zero" or (use == "wrap.ddp" and report.given("zero.stage")):
+        _put(draft, SEQUENCE, "context_parallel")
+    else:
+        why, hint = "accelerate takes it only with DeepSpeed", "with FSDP, set cp_size"
+        _refuse(report, SEQUENCE, why=why, hint=hint)
+    if use == "wrap.zero":
+        _put(draft, AUTO, "tensor_parallel")
+    else:
+        why, hint = "without sharding, each rank has whole layers", "set stage: 1, 2 or 3"
+        _refuse(report, AUTO, why=why, hint=hint)
     procs = request.procs or report.value("procs")
     axes = (REPLICATE, TENSOR, CONTEXT, SEQUENCE, AUTO, RING)
     ranks = math.prod(size(report, one) for one in axes)
     if procs is not None and procs % ranks:
         why = f"the sizes multiply to {ranks}, which does not divide {procs} processes"
-        hint = "give the number of processes with --procs"
-        report.refuse(*(one for one in axes if size(report, one) > 1), why=why, hint=hint,
-                      blocks=True)  # fmt: skip
+        _refuse(report, *axes, why=why, hint="give the number of processes with --procs")
+
+
+def _put(draft: Draft, axis: str, field: str) -> None:
+    if size(draft.report, axis) > 1:
+        draft.put(f"wrap.{field}.size", size(draft.report, axis), axis)
+
+
+def _refuse(report: Report, *axes: str, why: str, hint: str) -> None:
+    used = [axis for axis in axes if size(report, axis) > 1]
+    report.refuse(*used, why=why, hint=hint, blocks=True)
 
 
 def _fsdp(draft: Draft, request: Request) -> None:
     report = draft.report
     sizes = {one: size(report, one) for one in (REPLICATE, SHARD, TENSOR, CONTEXT)}
     total, procs = math.prod(sizes.values()), report.value("procs")
-    given = [one for one in sizes if report.given(one)]
     if request.procs is None and procs is not None and total not in (1, procs):
+        given = [one for one in sizes if report.given(one)]
         why = f"the sizes multiply to {total}, and there are {procs} processes"
         report.refuse(*given, why=why, hint="accelerate starts with equal numbers", blocks=True)
         return
@@ -78,9 +75,8 @@ def _fsdp(draft: Draft, request: Request) -> None:
         why = "accelerate takes it only with dp_shard_size > 1"
         report.refuse(TENSOR, CONTEXT, why=why, hint="raise dp_shard_size", blocks=True)
         return
-    for fact, field in FIELDS.items():
-        if sizes[fact] > 1:
-            draft.put(f"wrap.{field}.size", sizes[fact], fact)
+    _put(draft, TENSOR, "tensor_parallel")
+    _put(draft, CONTEXT, "context_parallel")
     if sizes[REPLICATE] > 1:
         report.ignore("fsdp.sharding")
         draft.put("wrap.sharding", "hybrid_shard", REPLICATE)

@@ -10,11 +10,10 @@ from pipeline.importing import Request
 from pipeline.utils import COMMIT
 from stages.importing.engines import STAGE_3
 from stages.importing.parallelism import parallelism
-from stages.importing.periods import put_period
 from stages.importing.report import Draft, Report
 from stages.importing.sources import NO_COMMIT, is_local
 from stages.importing.trackers import ASKED, DISABLED, TRACKERS
-from stages.importing.training import optimizer, train
+from stages.importing.training import optimizer, put_period, train
 
 Fill: TypeAlias = Callable[[Draft, Request], None]
 
@@ -93,10 +92,11 @@ def _wrap(draft: Draft, request: Request) -> None:
     report = draft.report
     use = _strategy(report)
     draft.slot("wrap", use, "distributed", "strategy")
+    policy, classes = report.value("policy"), report.value("classes")
     if use == "wrap.zero":
         _zero(report)
-    elif use == "wrap.fsdp":
-        _fsdp(draft)
+    elif use == "wrap.fsdp" and (policy == "block" or (classes and policy is None)):
+        draft.put("wrap.units", classes or "block", "classes", "policy")
     parallelism(draft, use, request)
 
 
@@ -108,13 +108,6 @@ def _strategy(report: Report) -> str:
         why = f"contradicts {asked}, which another file asks for"
         report.refuse(stage, why=why, blocks=True)
     return "wrap.ddp" if asked in (None, "one") else str(asked)
-
-
-def _fsdp(draft: Draft) -> None:
-    report = draft.report
-    policy, classes = report.value("policy"), report.value("classes")
-    if policy == "block" or (classes and policy is None):
-        draft.put("wrap.units", classes or "block", "classes", "policy")
 
 
 def _zero(report: Report) -> None:
@@ -143,17 +136,11 @@ def _trackers(draft: Draft) -> None:
         asked.discard("wandb")
     used = [name for name in TRACKERS if name in asked or report.value(f"{name}.use")]
     for name in used:
-        slot = "track" if len(used) == 1 else f"track_{name}"
-        switches = [f"{name}.use", *([ASKED] if name in asked else [])]
-        draft.slot(slot, f"track.{name}", *switches)
-        _tracker(draft, slot, name)
-
-
-def _tracker(draft: Draft, slot: str, name: str) -> None:
-    report = draft.report
-    for fact in report.facts(f"{name}."):
-        if fact != f"{name}.use":
-            draft.copy(fact, f"{slot}.{fact.removeprefix(f'{name}.')}")
-    runs = report.of("name")  # as the file has it; a recipe's name has fewer characters
-    if runs and name != "tensorboard" and not report.known(f"{name}.name"):
-        draft.put(f"{slot}.name", str(runs[0].value), "name")
+        slot, use = "track" if len(used) == 1 else f"track_{name}", f"{name}.use"
+        draft.slot(slot, f"track.{name}", use, *([ASKED] if name in asked else []))
+        for fact in report.facts(f"{name}."):
+            if fact != use:
+                draft.copy(fact, f"{slot}.{fact.removeprefix(f'{name}.')}")
+        runs = report.of("name")  # as the file has it; a recipe's name has fewer characters
+        if runs and name != "tensorboard" and not report.known(f"{name}.name"):
+            draft.put(f"{slot}.name", str(runs[0].value), "name")

@@ -1,13 +1,49 @@
-"""The slots for the optimizer and the training loop."""
+"""The slots for the optimizer and the training loop, and how often a recipe saves and evaluates."""
 
 from __future__ import annotations
+
+import math
+from fractions import Fraction
 
 from pipeline.importing import Request
 from stages.importing.engines import FOREIGN
 from stages.importing.parallelism import AUTO, sharing_ranks, size
-from stages.importing.periods import put_period
-from stages.importing.report import Draft, Report
+from stages.importing.report import Draft
 from stages.importing.sources import has_heldout
+
+LONGEST = 10_000
+"""Largest denominator of a part of an epoch."""
+
+
+def part_of_epoch(part: Fraction) -> str:
+    """Return a part of an epoch as a recipe writes it: `1 epoch`, `0.25 epochs`, `1/3 epochs`."""
+    found = part.limit_denominator(LONGEST) or Fraction(1, LONGEST)
+    if found == 1:
+        return "1 epoch"
+    return f"{found if LONGEST % found.denominator else format(float(found), 'g')} epochs"
+
+
+def put_period(draft: Draft, event: str, key: str) -> bool:
+    """Set `key` to the period of an event, `save` or `eval`, if the facts say that there is one.
+    Returns whether they do."""
+    report = draft.report
+    strategy, steps, part = (f"{event}_{name}" for name in ("strategy", "steps", "part"))
+    if report.given(part):
+        draft.copy(part, key)
+        return True
+    asked = report.value(strategy)
+    if asked == "epoch":
+        draft.put(key, "1 epoch", strategy)
+    elif asked == "steps":
+        # Evaluations come as often as records by default, and saves every 500 steps.
+        default = 500 if event == "save" else report.value("train.log_every", 500)
+        found = report.value(steps) or default
+        if not isinstance(found, int):  # a share of the training: of its steps, or of its epochs
+            total, epochs = report.value("train.steps"), report.value("train.epochs", 1)
+            share = found * Fraction(str(epochs))
+            found = math.ceil(found * total) if total else part_of_epoch(share)
+        draft.put(key, found, strategy, steps)
+    return asked in ("steps", "epoch")
 
 
 def optimizer(draft: Draft) -> None:
@@ -16,20 +52,14 @@ def optimizer(draft: Draft) -> None:
     draft.slot("optimizer", "optimizer.adamw", "optimizer", "optim")
     for name, value in report.value("optim", {}).items():
         draft.put(f"optimizer.{name}", value, "optim")
-    _foreign(draft)
+    if foreign := report.of(FOREIGN):
+        why = f"is a rate for {foreign[0].content}, and this is AdamW"
+        hint = "fill in optimizer.lr, for the optimizer that you choose"
+        report.refuse("optimizer.lr", why=why, hint=hint)
     if not report.known("optimizer.lr"):
         draft.lacks("optimizer.lr", "the learning rate, which the files do not give")
     _betas(draft)
     _schedule(draft)
-
-
-def _foreign(draft: Draft) -> None:
-    """Leave out the rate of an optimizer that the recipe has not: AdamW's is another."""
-    report = draft.report
-    if report.of(FOREIGN):
-        name = report.of(FOREIGN)[0].content
-        hint = "fill in optimizer.lr, for the optimizer that you choose"
-        report.refuse("optimizer.lr", why=f"is a rate for {name}, and this is AdamW", hint=hint)
 
 
 def _betas(draft: Draft) -> None:
@@ -109,28 +139,19 @@ def _processes(draft: Draft, request: Request) -> int | None:
     return found
 
 
-def _stated_batch(report: Report) -> int | None:
-    """Return the global batch that a file states. DeepSpeed counts a sample once for each of the
-    ranks that AutoTP gives it to."""
-    total: int | None = report.value("global_batch")
-    ranks = size(report, AUTO)
-    if total is None or ranks == 1:
-        return total
-    if total % ranks:
-        why = f"counts each sample for {ranks} ranks, which do not divide it"
-        report.refuse("global_batch", why=why, blocks=True)
-        return None
-    return total // ranks
-
-
 BATCH = ("global_batch", "train.micro_batch_size", "accumulation", "procs")
 
 
 def _batch(draft: Draft, procs: int | None) -> None:
     report = draft.report
-    total = _stated_batch(report)
-    micro, accumulation = (report.value(fact) for fact in BATCH[1:3])
-    sharing = sharing_ranks(report)
+    total, micro, accumulation = map(report.value, BATCH[:3])
+    ranks, sharing = size(report, AUTO), sharing_ranks(report)
+    if total is not None and total % ranks:
+        why = f"counts each sample for {ranks} ranks, which do not divide it"
+        report.refuse("global_batch", why=why, blocks=True)
+        total = None
+    elif total is not None:  # DeepSpeed counts a sample once for each rank that AutoTP gives it to
+        total //= ranks
     implied = micro * (accumulation or 1) * procs // sharing if micro and procs else None
     if None not in (total, implied) and total != implied and report.given("accumulation"):
         shares = f" / {sharing} that share a sample" if sharing > 1 else ""

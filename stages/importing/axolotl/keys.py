@@ -7,7 +7,6 @@ from typing import Any
 
 from stages.importing import rules
 from stages.importing.engines import FP8, FSDP_PREFIXED, RECOMPUTE, optimizer_rule
-from stages.importing.periods import part_of_epoch
 from stages.importing.rules import (
     Rule,
     RuleResult,
@@ -31,6 +30,7 @@ from stages.importing.trainer import (
     new_tokens,
     template_setting,
 )
+from stages.importing.training import part_of_epoch
 
 PLUGINS = (
     "axolotl.integrations.liger.LigerPlugin",
