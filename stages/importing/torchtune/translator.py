@@ -13,8 +13,8 @@ from stages.importing.report import Draft, Report
 from stages.importing.rules import Table
 from stages.importing.sources import HELD, TRAIN
 from stages.importing.tools import COMPONENT, TORCHTUNE
-from stages.importing.torchtune.keys import COSINE, PLAIN, TOP, family, logger, read_model, strict
-from stages.importing.torchtune.rows import read_set, takes_template
+from stages.importing.torchtune.keys import COSINE, TOP, logger, read_model, strict
+from stages.importing.torchtune.rows import read_set, take_template
 from stages.importing.trainer import template_setting
 from stages.importing.translator import RecipeTranslator
 
@@ -25,7 +25,6 @@ STRICT = ("optimizer", "lr_scheduler", "loss")
 DEFAULTS: Mapping[str, Any] = {
     "gradient_accumulation_steps": 1, "log_every_n_steps": 1, "shuffle": True,
 }  # fmt: skip
-OWN = "torchtune's default"
 SINGLE = "single_device"
 """Part of the name of files for one device. The recipes for several have the same keys."""
 
@@ -44,8 +43,13 @@ class Torchtune(RecipeTranslator):
         report, file = reader.report, reader.name
         content = resolved(reader.content, report, file)
         for key, value in content.items():
-            _read(report, file, key, value, content)
-        report.set_defaults(DEFAULTS, TOP, OWN)
+            if key == "model" and isinstance(value, Mapping):
+                read_model(report, file, value)
+            elif key in SETS and value:
+                _read_sets(report, file, key, content)
+            else:
+                report.read(file, {key: value}, {**TOP, **_block(key, value, content)})
+        report.set_defaults(DEFAULTS, TOP, "torchtune's default")
         _defaults(report)
         single = SINGLE in file if request.procs is None else request.procs == 1
         use = "wrap.ddp" if single else "wrap.fsdp"
@@ -64,15 +68,6 @@ class Torchtune(RecipeTranslator):
             draft.lacks("data.sequence_length", what)
 
 
-def _read(report: Report, file: str, key: str, value: Any, content: Mapping[str, Any]) -> None:
-    if key == "model" and isinstance(value, Mapping):
-        read_model(report, file, value)
-    elif key in SETS and value:
-        _read_sets(report, file, key, value, plain=_plain(content.get("tokenizer")))
-    else:
-        report.read(file, {key: value}, {**TOP, **_block(key, value, content)})
-
-
 def _block(key: str, value: Any, content: Mapping[str, Any]) -> Table:
     """Return the table of a block whose keys depend on a component."""
     rule = TOP.get(key)
@@ -80,32 +75,20 @@ def _block(key: str, value: Any, content: Mapping[str, Any]) -> Table:
         return {}
     if key in STRICT:
         return {key: strict(value, rule)}
-    if key == "tokenizer" and _takes_template(content):
+    named = [content.get(each) for each in SETS]
+    sets = [one for each in named for one in (each if isinstance(each, list) else [each])]
+    if key == "tokenizer" and take_template(sets, value):
         return {key: {**rule, COMPONENT: template_setting}}
     return {key: logger(value)} if key == "metric_logger" else {}
 
 
-def _takes_template(content: Mapping[str, Any]) -> bool:
-    """Return whether a data set is laid out by the tokenizer's format for messages."""
-    found = [content.get(key) for key in SETS]
-    blocks = [each for value in found for each in (value if isinstance(value, list) else [value])]
-    plain = _plain(content.get("tokenizer"))
-    return any(takes_template(block, plain=plain) for block in blocks)
-
-
-def _plain(tokenizer: Any) -> bool:
-    """Return whether a tokenizer puts nothing around messages."""
-    block = tokenizer if isinstance(tokenizer, Mapping) else {}
-    return family(block.get(COMPONENT)) in PLAIN and not block.get("prompt_template")
-
-
-def _read_sets(report: Report, file: str, key: str, value: Any, *, plain: bool) -> None:
-    blocks = value if isinstance(value, list) else [value]
-    for number, block in enumerate(blocks):
+def _read_sets(report: Report, file: str, key: str, content: Mapping[str, Any]) -> None:
+    value = content[key]
+    for number, block in enumerate(value if isinstance(value, list) else [value]):
         name = f"{key}[{number}]" if isinstance(value, list) else key
         if isinstance(block, Mapping):
             one = f"{SETS[key]}{number}."
-            read_set(report, file, name, block, one, plain=plain)
+            read_set(report, file, name, block, one, content.get("tokenizer"))
         else:
             report.enter(file, name, block, rules.refused("must be a block of keys", blocks=True))
 
@@ -135,8 +118,8 @@ DEPTH = 10
 
 
 def resolved(content: Mapping[str, Any], report: Report, file: str) -> dict[str, Any]:
-    """Return the content with the values that its references name. Keys with references to
-    something outside the file are entered as refused, and left out."""
+    """Return the content with the values that OmegaConf's references (`${output_dir}/logs`) name.
+    Keys with references to something outside the file are entered as refused, and left out."""
 
     def block(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -160,19 +143,15 @@ def resolved(content: Mapping[str, Any], report: Report, file: str) -> dict[str,
 
 
 def _value(value: Any, content: Mapping[str, Any]) -> Any:
-    """Return the value behind references, as far as the content has it."""
+    """Return the value that references lead to, as far as the content has it."""
     for _ in range(DEPTH):
         if not isinstance(value, str) or not (match := _REFERENCE.search(value)):
             return value
-        found = _at(content, match[1])
+        found: Any = content
+        for part in match[1].split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
         if found is None or isinstance(found, Mapping | list):
             return value
         whole = match.span() == (0, len(value))
         value = found if whole else f"{value[: match.start()]}{found}{value[match.end() :]}"
     return value
-
-
-def _at(content: Any, path: str) -> Any:
-    for part in path.split("."):
-        content = content.get(part) if isinstance(content, Mapping) else None
-    return content
