@@ -1,9 +1,10 @@
-"""The data slot of tools that name any number of data sets, each with a form of its own.
+"""The data slot: of a script of transformers or TRL, which has one file or data set of the hub, and
+of tools that name any number of data sets, each with a form of its own.
 
 The facts of data set n begin with `rows.n.`, those of one to evaluate on with `held.n.`:
 
     path      folder, file, data set of the hub, or the name of a loader such as `json`
-    files     files beside it
+    files     files next to it
     config, split, revision, weight
     style     a Style
     form      form of rows, where it is no part of the style
@@ -51,7 +52,7 @@ def is_local(name: str) -> bool:
     return bool(re.match(r"[/~]|\.\.?/", name)) or Path(name).exists()
 
 
-def local_files(name: str) -> list[str]:
+def _local_files(name: str) -> list[str]:
     """Return the path of a file, or patterns of the files of a folder that a recipe reads."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
@@ -60,24 +61,46 @@ def local_files(name: str) -> list[str]:
     return [f"{rules.path(name)}/*{kind}" for kind in kinds or [""]]
 
 
-def requested(draft: Draft, request: Request) -> bool:
+def _requested(draft: Draft, request: Request) -> bool:
     """Fill the slot with the files of `--data`, if there are any."""
     files = [str(Path(each).expanduser().absolute()) for each in request.data]
     if files:
-        put_files(draft, files)
+        _put_files(draft, files)
     return bool(files)
 
 
-def put_files(draft: Draft, files: list[str], *facts: str) -> None:
+def _put_files(draft: Draft, files: list[str], *facts: str) -> None:
     """Add the slot `data` for local files, by what the first row of the first one has."""
     draft.slot("data", "data.chat" if _has_fields(files[0]) else "data.text")
     draft.put("data.files", files, *facts)
 
 
+def _has_fields(file: str) -> bool:
+    """Return whether the first row of a file, or of a pattern's first file, has fields for
+    data.chat, and not only text."""
+    from stages.data.forms import KEYS
+    from stages.data.rows import TEXT, rows
+
+    if file.endswith(TEXT):
+        return False
+    try:
+        files = sorted(glob.glob(file, recursive=True))  # noqa: PTH207 (absolute patterns)
+        first = next(rows(Path(files[0])), None) if files else None
+    except (DataError, StageError, OSError):
+        return False  # `pipe check` and the run report what is wrong with the file
+    keys = first.value.keys() if first is not None else set()
+    return any(name != "text" and keys >= set(needed) for name, needed in KEYS.items())
+
+
+def has_heldout(draft: Draft) -> bool:
+    """Return whether the recipe has data sets to evaluate on."""
+    return bool(draft.slots["data"].keys() & {"heldout_files", "heldout_sources"})
+
+
 def several(draft: Draft, request: Request) -> None:
-    """Fill the slot `data`."""
+    """Fill the slot `data` of a tool that names data sets."""
     report = draft.report
-    if requested(draft, request):
+    if _requested(draft, request):
         report.ignore(*report.facts(TRAIN), *report.facts(HELD), why="--data replaces it")
     else:
         _slot(draft)
@@ -102,17 +125,18 @@ def _slot(draft: Draft) -> None:
     if False in running:
         _forms(draft, styles)
     elif running:
-        _text_key(draft, numbers)
-    if _put(draft, TRAIN, "files", "sources") == 0:
+        keys = [f"{one}text_key" for one in numbers]
+        names = {report.value(fact, "text") for fact in keys}
+        if len(names) == 1:
+            draft.put("data.text_key", names.pop(), *keys)
+        else:
+            why = "the text has one key in all files"
+            report.refuse(*keys, why=why, hint="rename the column", blocks=True)
+    if not _put(draft, TRAIN, "files", "sources"):
         draft.lacks("data.files", "files, or `sources` with data sets of the hub")
     _put(draft, HELD, "heldout_files", "heldout_sources")
     if has_heldout(draft):
         report.ignore("data.heldout_fraction", why="there is data to evaluate on")
-
-
-def has_heldout(draft: Draft) -> bool:
-    """Return whether the recipe has data sets to evaluate on."""
-    return bool(draft.slots["data"].keys() & {"heldout_files", "heldout_sources"})
 
 
 def _numbers(report: Report, kind: str) -> list[str]:
@@ -137,138 +161,83 @@ def _forms(draft: Draft, styles: Mapping[str, Style]) -> None:
         report.refuse(*plain, why=why, hint="convert one of them to `messages`", blocks=True)
 
 
-def _text_key(draft: Draft, numbers: list[str]) -> None:
-    report = draft.report
-    facts = [f"{one}text_key" for one in numbers]
-    keys = {report.value(fact, "text") for fact in facts}
-    if len(keys) == 1:
-        draft.put("data.text_key", keys.pop(), *facts)
-    elif keys:
-        why = "the text has one key in all files"
-        report.refuse(*facts, why=why, hint="rename the column", blocks=True)
-
-
-def _put(draft: Draft, kind: str, files: str, sources: str) -> int:
-    """Put all data sets of a kind, and return their number."""
+def _put(draft: Draft, kind: str, files: str, sources: str) -> bool:
+    """Put all data sets of a kind. Returns whether there are any."""
     report = draft.report
     found = {one: place for one in _numbers(report, kind) if (place := _place(report, one))}
-    facts = [f"{one}{fact}" for one in found for fact in _PLACE]
-    if not found:
-        return 0
-    if all(place.keys() == {"files"} for place in found.values()):
-        every = [name for place in found.values() for name in place["files"]]
-        draft.put(f"data.{files}", every, *facts)
-        return len(found)
-    floats = any(
-        "dataset" in place and not COMMIT.fullmatch(place.get("revision", ""))
-        for place in found.values()
-    )
-    if kind == TRAIN and len(found) > 1 and not any("weight" in each for each in found.values()):
-        for place in found.values():
-            place["weight"] = None
-        what = "of each source the number of its rows, so that an epoch holds each row once"
-        draft.lacks("data.sources.weight", what)
-    draft.put(f"data.{sources}", [*found.values()], *facts, note=NO_COMMIT if floats else "")
-    return len(found)
+    facts, places = [f"{one}{fact}" for one in found for fact in _PLACE], [*found.values()]
+    if places and all(place.keys() == {"files"} for place in places):
+        draft.put(f"data.{files}", [name for place in places for name in place["files"]], *facts)
+    elif places:
+        floats = any("dataset" in one and not COMMIT.fullmatch(one.get("revision", ""))
+                     for one in places)  # fmt: skip
+        if kind == TRAIN and len(places) > 1 and not any("weight" in one for one in places):
+            places = [{**place, "weight": None} for place in places]
+            what = "of each source the number of its rows, so that an epoch holds each row once"
+            draft.lacks("data.sources.weight", what)
+        draft.put(f"data.{sources}", places, *facts, note=NO_COMMIT if floats else "")
+    return bool(places)
 
 
 def _place(report: Report, one: str) -> dict[str, Any] | None:
     """Return the fields of a source; None if a recipe does not read it."""
-    name, beside = report.value(f"{one}path", ""), report.value(f"{one}files")
-    if not name and not beside:
+    path, given = f"{one}path", f"{one}files"
+    name, files = report.value(path, ""), report.value(given)
+    if not name and not files:
         return None
-    suffixes = {Path(each).suffix for each in beside or [name]} & {".csv", ".arrow", ".tsv"}
-    if suffixes:
-        why, hint = "no recipe reads such files", "convert them to JSON lines"
-        report.refuse(*(f"{one}{fact}" for fact in ("path", "files")), why=why, hint=hint)
+    if {Path(each).suffix for each in files or [name]} & {".csv", ".arrow", ".tsv"}:
+        hint = "convert them to JSON lines"
+        report.refuse(path, given, why="no recipe reads such files", hint=hint)
         return None
     if "://" in name:
         hint = "copy them to a disk, or use data.stream"
-        report.refuse(f"{one}path", why="is an address, and the files are local", hint=hint)
+        report.refuse(path, why="is an address, and the files are local", hint=hint)
         return None
-    weight = report.value(f"{one}weight")
-    more = {} if weight is None else {"weight": weight}
-    if beside and (name in LOADERS or is_local(name) or not name):
-        return _local(report, one, [rules.path(each) for each in beside], more)
-    if is_local(name) or name.endswith(READ):
-        return _local(report, one, local_files(name), more)
-    return _hub(report, one, name, more)
-
-
-def _local(report: Report, one: str, files: list[str], more: dict[str, Any]) -> dict[str, Any]:
-    if report.value(f"{one}split", "train") != "train":
-        hint = "put those rows in a separate file"
-        report.refuse(f"{one}split", why="files are read as a whole", hint=hint, blocks=True)
-    return {"files": files, **more}
-
-
-def _hub(report: Report, one: str, name: str, more: dict[str, Any]) -> dict[str, Any]:
+    more = {"weight": report.value(f"{one}weight")} if report.known(f"{one}weight") else {}
+    listed = bool(files) and (name in LOADERS or is_local(name) or not name)
+    if listed or is_local(name) or name.endswith(READ):
+        if report.value(f"{one}split", "train") != "train":
+            why, hint = "files are read as a whole", "put those rows in a separate file"
+            report.refuse(f"{one}split", why=why, hint=hint, blocks=True)
+        local = [rules.path(each) for each in files] if listed else _local_files(name)
+        return {"files": local, **more}
     why = "a data set of the hub is read by its configuration and split"
-    report.refuse(f"{one}files", why=why, hint="download the files, and name them", blocks=True)
-    source: dict[str, Any] = {"dataset": name}
-    for fact in ("config", "split"):
-        if report.known(f"{one}{fact}"):
-            source[fact] = report.value(f"{one}{fact}")
-    revision = report.value(f"{one}revision", "")
-    if revision:
-        source["revision"] = revision
-    return {**source, **more}
-
-
-def _has_fields(file: str) -> bool:
-    """Return whether the first row of a file, or of a pattern's first file, has fields for
-    data.chat, and not only text."""
-    from stages.data.forms import KEYS
-    from stages.data.rows import TEXT, rows
-
-    if file.endswith(TEXT):
-        return False
-    try:
-        files = sorted(glob.glob(file, recursive=True))  # noqa: PTH207 (absolute patterns)
-        first = next(rows(Path(files[0])), None) if files else None
-    except (DataError, StageError, OSError):
-        return False  # `pipe check` and the run report what is wrong with the file
-    keys = first.value.keys() if first is not None else set()
-    return any(name != "text" and keys >= set(needed) for name, needed in KEYS.items())
+    report.refuse(given, why=why, hint="download the files, and name them", blocks=True)
+    facts = [each for each in ("config", "split") if report.known(f"{one}{each}")]
+    facts += ["revision"] if report.value(f"{one}revision") else []
+    return {"dataset": name, **{each: report.value(f"{one}{each}") for each in facts}, **more}
 
 
 def script_data(draft: Draft, request: Request) -> None:
-    """Fill the slot `data`."""
+    """Fill the slot `data` of a script."""
     report = draft.report
-    if requested(draft, request):
+    if _requested(draft, request):
         report.ignore("data", "dataset", why="--data replaces it")
     elif report.given("data"):
-        put_files(draft, [report.value("data")], "data")
-    elif report.given("dataset"):
-        # A script of transformers for plain text has blocks, a script of TRL has rows.
-        blocks = any(entry.key == "block_size" for entry in report.of("data.sequence_length"))
-        name = report.value("dataset")
-        if is_local(name):
-            put_files(draft, local_files(name), "dataset")
-            why, hint = "files are read as a whole", "put those rows in a separate file"
-            report.refuse("dataset.config", "dataset.heldout", why=why, hint=hint)
-            report.ignore("dataset.split")
-        else:
-            draft.slot("data", "data.text" if blocks else "data.chat")
-            _hub_sources(draft)
-    else:
+        _put_files(draft, [report.value("data")], "data")
+    elif not report.given("dataset"):
         draft.slot("data", "data.text")
         draft.lacks("data.files", "text files, or use: data.chat for conversations")
+    elif is_local(report.value("dataset")):
+        _put_files(draft, _local_files(report.value("dataset")), "dataset")
+        why, hint = "files are read as a whole", "put those rows in a separate file"
+        report.refuse("dataset.config", "dataset.heldout", why=why, hint=hint)
+        report.ignore("dataset.split")
+    else:
+        # A script of transformers for plain text has blocks, a script of TRL has rows.
+        blocks = any(entry.key == "block_size" for entry in report.of("data.sequence_length"))
+        draft.slot("data", "data.text" if blocks else "data.chat")
+        names = {"dataset": "dataset", "config": "dataset.config"}
+        source = {name: report.value(fact) for name, fact in names.items() if report.known(fact)}
+        splits = {"sources": ("dataset.split", "train"),
+                  "heldout_sources": ("dataset.heldout", None)}  # fmt: skip
+        for key, (fact, default) in splits.items():
+            if (split := report.value(fact, default)) is not None:
+                one = {**source, "split": split}
+                draft.put(f"data.{key}", [one], *names.values(), fact, note=NO_COMMIT)
     _loss(draft)
     if report.given("data.heldout_files"):
         report.ignore("data.heldout_fraction", why="there are files to evaluate on")
-
-
-def _hub_sources(draft: Draft) -> None:
-    report = draft.report
-    names = {"dataset": "dataset", "config": "dataset.config"}
-    source = {name: report.value(fact) for name, fact in names.items() if report.known(fact)}
-    splits = {"sources": ("dataset.split", "train"), "heldout_sources": ("dataset.heldout", None)}
-    for key, (fact, default) in splits.items():
-        split = report.value(fact, default)
-        if split is not None:
-            one = {**source, "split": split}
-            draft.put(f"data.{key}", [one], *names.values(), fact, note=NO_COMMIT)
 
 
 LOSS = ("loss.completion", "loss.assistant")
