@@ -122,9 +122,13 @@ def _count(value: Any) -> int:
     return max(rules.whole(value), 1)
 
 
-def _fields(read: rules.Read, *names: str, block: str = "") -> dict[str, Rule]:
+def _fields(read: rules.Read, *names: str) -> dict[str, Rule]:
     """Return rules for keys that are called like fields of wrap.zero."""
-    return {name: sets(f"zero.{block}{name}", read) for name in names}
+    return {name: sets(f"zero.{name}", read) for name in names}
+
+
+def _block(name: str) -> dict[str, Rule]:
+    return {**_offload(name), "pin_memory": sets(f"zero.{name}.pin_memory", truth)}
 
 
 STAGE_3 = (
@@ -135,15 +139,8 @@ STAGE_3 = (
 _stage_3 = _fields(_count, *STAGE_3)
 ZERO: Table = {
     "stage": _stage,
-    "offload_optimizer": {
-        **_offload("offload_optimizer"),
-        **_fields(truth, "pin_memory", block="offload_optimizer."),
-        "ratio": allowed(1),
-    },
-    "offload_param": {
-        **_offload("offload_param"),
-        **_fields(truth, "pin_memory", block="offload_param."),
-    },
+    "offload_optimizer": {**_block("offload_optimizer"), "ratio": allowed(1)},
+    "offload_param": _block("offload_param"),
     **_fields(_count, "reduce_bucket_size", "allgather_bucket_size"),
     **_fields(truth, "overlap_comm", "contiguous_gradients", "round_robin_gradients"),
     **_stage_3,
@@ -253,20 +250,18 @@ DEEPSPEED = rules.table({
 def set_defaults(report: Report, *, alone: bool) -> None:
     """Add DeepSpeed 0.19's defaults; `alone` means without TrainingArguments."""
     own = "DeepSpeed's default"
-    missing: dict[str, tuple[Any, str]] = {}
-    if alone:
-        missing["optimizer.max_grad_norm"] = None, own
-    if report.given("optimizer"):
-        missing["optimizer.decay_all"] = True, "DeepSpeed decays every parameter"
-        missing["optimizer.weight_decay"] = 0.0, own
-        if alone and not report.given("deepspeed.schedule"):
-            missing["schedule"] = "flat", "DeepSpeed's default is a constant rate"
-    if report.given("deepspeed.schedule"):
-        missing["warmup_steps"] = 1000, own
-        if report.value("deepspeed.schedule") == "cosine":
-            missing["optimizer.final_lr_ratio"] = 1e-4, own
-    if report.value("precision.compute") == "fp16":
-        missing["precision.loss_scale_growth_interval"] = 1000, own
-    for fact, (value, why) in missing.items():
-        if not report.given(fact):
+    steps, scheduled = report.given("optimizer"), report.given("deepspeed.schedule")
+    cosine = scheduled and report.value("deepspeed.schedule") == "cosine"
+    flat = alone and steps and not scheduled
+    scaled = report.value("precision.compute") == "fp16"
+    for fact, value, why, holds in (
+        ("optimizer.max_grad_norm", None, own, alone),
+        ("optimizer.decay_all", True, "DeepSpeed decays every parameter", steps),
+        ("optimizer.weight_decay", 0.0, own, steps),
+        ("schedule", "flat", "DeepSpeed's default is a constant rate", flat),
+        ("warmup_steps", 1000, own, scheduled),
+        ("optimizer.final_lr_ratio", 1e-4, own, cosine),
+        ("precision.loss_scale_growth_interval", 1000, own, scaled),
+    ):
+        if holds and not report.given(fact):
             report.default(fact, value, why)

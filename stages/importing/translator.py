@@ -9,25 +9,10 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 from pipeline import UsageError
-from pipeline.importing import (
-    ConfigFile,
-    KeyOutcome,
-    OtherTool,
-    Request,
-    Translation,
-    Translator,
-)
-from stages.importing import untranslated
+from pipeline.importing import ConfigFile, KeyOutcome, OtherTool, Request, Translation, Translator
+from stages.importing import reader, untranslated
 from stages.importing.engines import set_defaults
-from stages.importing.reader import (
-    ACCELERATE_KIND,
-    DEEPSPEED_KIND,
-    TABLES,
-    TRAINER_KIND,
-    Reader,
-    kind_of,
-    read,
-)
+from stages.importing.reader import ACCELERATE_KIND, DEEPSPEED_KIND, TABLES, TRAINER_KIND, Reader
 from stages.importing.recipe import compose
 from stages.importing.report import Draft, Report
 from stages.importing.rules import Table
@@ -60,7 +45,7 @@ class HuggingFace(Translator):
     )
 
     def kind(self, content: Mapping[str, Any]) -> str | None:
-        return kind_of(content)
+        return reader.kind_of(content)
 
     def other_tool(self, content: Mapping[str, Any]) -> OtherTool | None:
         name = tool_of(content)
@@ -105,7 +90,7 @@ class RecipeTranslator(Translator):
     def kind(self, content: Mapping[str, Any]) -> str | None:
         if self.is_recipe(content):
             return f"{self.tool} recipe"
-        found = kind_of(content)
+        found = reader.kind_of(content)
         return found if found in self.beside else None
 
     def is_recipe(self, content: Mapping[str, Any]) -> bool:
@@ -159,7 +144,7 @@ def _read_kinds(
     for kind in kinds:
         for file in files:
             if kind_of(file.content) == kind:
-                read(report, file, kind)
+                reader.read(report, file, kind)
     if DEEPSPEED_KIND in report.kinds:
         set_defaults(report, alone=TRAINER_KIND not in report.kinds)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from pipeline.importing import ConfigFile, Request
+from pipeline.utils import did_you_mean
 from stages.importing import rules
-from stages.importing.llama_factory import rows
 from stages.importing.llama_factory.keys import TABLE
 from stages.importing.reader import Reader
 from stages.importing.report import Report
+from stages.importing.rules import RuleResult, Table, allowed, ignored, refused, sets, unsupported
+from stages.importing.sources import HELD, TRAIN, Style
 from stages.importing.tools import LLAMA_FACTORY
 from stages.importing.translator import RecipeTranslator
 
@@ -32,7 +35,7 @@ class LlamaFactory(RecipeTranslator):
     companies = ({}, {"eval_strategy": "steps"})
 
     def kind(self, content: Mapping[str, Any]) -> str | None:
-        return INFO_KIND if rows.is_info(content) else super().kind(content)
+        return INFO_KIND if _is_info(content) else super().kind(content)
 
     def read(self, reader: Reader, others: Sequence[ConfigFile], request: Request) -> None:
         given, report = dict(reader.content), reader.report
@@ -41,22 +44,22 @@ class LlamaFactory(RecipeTranslator):
             reader.skip("template", "stage: pt takes the text as it is")
         reader.purpose("do_predict", "predict_with_generate", "do_eval")
         reader.trainer()
-        infos = [each for each in others if rows.is_info(each.content)]
-        sets = rows.DataSets(reader, infos, running=running)
+        infos = [each for each in others if _is_info(each.content)]
+        sets = _DataSets(reader, infos, running=running)
         for key, value in reader.content.items():
-            if key in rows.NAMES and value:
+            if key in NAMES and value:
                 sets.name(key, value, replaced=bool(request.data))
-            elif key == rows.PROBS and value and sets.interleaved:
+            elif key == PROBS and value and sets.interleaved:
                 sets.weigh(value)
             else:
                 report.read(reader.name, {key: value}, TABLE)
         sets.read()
-        report.set_defaults(DEFAULTS, TABLE, rows.OWN)
+        report.set_defaults(DEFAULTS, TABLE, OWN)
         rank = report.value("adapter.rank")
         report.default("adapter.alpha", float(2 * rank), "twice lora_rank, LLaMA-Factory's default")
         report.default("data.loss", "assistant", "LLaMA-Factory trains on what the assistant says")
         if rules.is_off(given.get("disable_gradient_checkpointing")):
-            report.default("model.activation_checkpointing", {}, rows.OWN)
+            report.default("model.activation_checkpointing", {}, OWN)
         if report.given("precision.master"):
             report.default("precision.compute", "bf16", "pure_bf16 in the recipe")
         _lengths(report, running=running)
@@ -69,7 +72,7 @@ def _lengths(report: Report, *, running: bool) -> None:
     length = report.value("cutoff") - (1 if packed else 0)
     for entry in report.of("cutoff"):
         entry.content = length
-    why = "LLaMA-Factory packs one token less than cutoff_len" if packed else rows.OWN
+    why = "LLaMA-Factory packs one token less than cutoff_len" if packed else OWN
     report.rename("cutoff", "data.sequence_length")
     report.default("data.sequence_length", length, why)
     if running:
@@ -83,3 +86,151 @@ def _lengths(report: Report, *, running: bool) -> None:
     elif packed:
         why = "rows of one sample never see each other"
         report.refuse("packing", why=why, hint="set neat_packing: true")
+
+
+INFO = "dataset_info.json"
+ADDRESSES = {"file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"}
+"""Keys of which every entry has one."""
+NAMES = {"dataset": TRAIN, "eval_dataset": HELD}
+"""Keys with names of data sets -> beginning of their facts."""
+PROBS = "interleave_probs"
+STYLES = {"alpaca": Style(form="alpaca"), "sharegpt": Style(), "openai": Style()}
+_RENAME = "rename the column in the data"
+COLUMNS = {"prompt": "instruction", "query": "input", "response": "output",
+           "history": "history", "system": "system", "tools": "tools"}  # fmt: skip
+"""Columns that data.chat reads, under their names in an entry."""
+TAGS = {
+    "messages": {"role_tag": "role", "content_tag": "content", "user_tag": "user",
+                 "assistant_tag": "assistant", "system_tag": "system", "observation_tag": "tool"},
+    "sharegpt": {"role_tag": "from", "content_tag": "value", "user_tag": "human",
+                 "assistant_tag": "gpt", "observation_tag": "observation",
+                 "function_tag": "function_call", "system_tag": "system"},
+}  # fmt: skip
+"""Names of roles and contents, as OpenAI and as ShareGPT write them."""
+OWN = "LLaMA-Factory's default"
+
+
+def _is_info(content: Mapping[str, Any]) -> bool:
+    """Return whether it is the content of a dataset_info.json."""
+    entries = content.values()
+    return bool(entries) and all(
+        isinstance(entry, Mapping) and ADDRESSES & entry.keys() for entry in entries
+    )
+
+
+def _table(entry: Mapping[str, Any], one: str, folder: str, *, running: bool) -> Table:
+    """Return the rules of an entry, whose facts begin with `one`. `running` text is trained on as
+    it is."""
+    given = entry.get("tags")
+    openai = isinstance(given, Mapping) and given.get("role_tag") == "role"
+    forms = {"messages": "messages"} if openai else {}
+    elsewhere = unsupported("data comes from files and the hub of Hugging Face", "download it")
+    mirror = rules.passes("is also on the hub of Hugging Face")
+    style = sets(f"{one}style", rules.choice(STYLES, "use alpaca or sharegpt", blocks=True))
+    columns = {key: allowed(name, hint=_RENAME, blocks=True) for key, name in COLUMNS.items()}
+    tags = TAGS["messages" if openai else "sharegpt"].items()
+    preferences = unsupported("training on preferences is not supported by recipes", blocks=True)
+    return rules.table({
+        "file_name": sets(f"{one}path", lambda name: str(Path(folder, name).absolute())),
+        "hf_hub_url": sets(f"{one}path"),
+        "ms_hub_url om_hub_url": mirror if "hf_hub_url" in entry else elsewhere,
+        "script_url cloud_file_name": elsewhere,
+        "formatting": rules.passes("stage: pt takes the text") if running else style,
+        "subset": sets(f"{one}config"),
+        "split": sets(f"{one}split"),
+        "folder num_samples": unsupported(
+            "files are read as a whole", "write those rows to a separate file"),
+        "ranking": preferences,
+        "columns": rules.table({
+            **columns,
+            **({"prompt": sets(f"{one}text_key")} if running else {}),
+            "messages": sets(f"{one}form", rules.choice(
+                {**forms, "conversations": "sharegpt"}, _RENAME, blocks=True)),
+            "images videos audios": unsupported("recipes train on text only", blocks=True),
+            "chosen rejected kto_tag": preferences,
+        }),
+        "tags": {key: allowed(tag, hint="rename it in the data", blocks=True)
+                 for key, tag in tags},
+    })  # fmt: skip
+
+
+class _DataSets:
+    """The data sets that a recipe names."""
+
+    def __init__(self, reader: Reader, infos: Sequence[ConfigFile], *, running: bool) -> None:
+        self.reader, self.report, self.running = reader, reader.report, running
+        folder = reader.content.get("dataset_dir", "data")
+        self.online = folder == "ONLINE"
+        self.folder = folder if isinstance(folder, str) else "data"
+        inline = folder if isinstance(folder, Mapping) else {}
+        files = [(reader.name, inline), *((info.path.name, info.content) for info in infos)]
+        self.entries = {
+            name: (file, entry)
+            for file, content in files
+            for name, entry in content.items()
+            if isinstance(entry, Mapping)
+        }
+        """Name -> file that has the entry, and the entry."""
+        self.named: list[tuple[str, str]] = []
+        """Name and beginning of the facts of each data set."""
+        self.interleaved = str(reader.content.get("mix_strategy")) == "interleave_over"
+
+    def name(self, key: str, value: Any, *, replaced: bool) -> None:
+        """Enter a key that names data sets."""
+        try:
+            names = rules.names(value)
+        except rules.WrongValueError as error:
+            self._enter(key, value, error.result)
+            return
+        self._enter(key, value, self._outcome(names, replaced=replaced))
+        self.named += [(name, f"{NAMES[key]}{number}.") for number, name in enumerate(names)]
+
+    def _outcome(self, names: list[str], *, replaced: bool) -> RuleResult:
+        missing = [name for name in names if name not in self.entries]
+        if replaced:
+            return ignored("--data replaces it")
+        if self.online or not missing:
+            return ignored("the keys of each data set say it")
+        if self.entries:
+            why = f"{INFO} has no entry {missing[0]!r}"
+            return refused(why, did_you_mean(missing[0], [*self.entries]), blocks=True)
+        hint = f"give it too: pipe import {self.reader.path} {self.folder}/{INFO}"
+        return refused(f"names entries of {INFO}", hint, blocks=True)
+
+    def weigh(self, value: Any) -> None:
+        """Read the share of each data set."""
+        shares = value.split(",") if isinstance(value, str) else value
+        if not isinstance(shares, list):
+            self._enter(PROBS, value, refused(f"must be a list of shares, not {value!r}"))
+            return
+        for number, share in enumerate(shares):
+            rule = sets(f"{TRAIN}{number}.weight", rules.number)
+            self._enter(f"{PROBS}[{number}]", share, rules.applied(rule, share))
+
+    def read(self) -> None:
+        """Read the data sets that are named, and enter those that are not."""
+        for name, one in self.named:
+            if self.interleaved and one.startswith(TRAIN):
+                self.report.default(f"{one}weight", 1.0, "interleave_over takes turns")
+            if self.online:
+                self.report.default(f"{one}path", name, f"dataset in {self.reader.name}")
+                self._read(name, "", {}, one)
+            elif name in self.entries:
+                self._read(name, *self.entries[name], one)
+        used = {name for name, _ in self.named}
+        for name, (file, entry) in self.entries.items():
+            if name not in used:
+                self.report.enter(file, name, entry, ignored("the recipe names other data sets"))
+
+    def _read(self, name: str, file: str, entry: Mapping[str, Any], one: str) -> None:
+        if self.running:
+            self.report.default(f"{one}style", Style(running=True), "stage: pt")
+            self.report.default(f"{one}text_key", "instruction", OWN)
+        else:
+            self.report.default(f"{one}style", STYLES["alpaca"], OWN)
+            self.report.default(f"{one}form", "sharegpt", OWN)
+        table = _table(entry, one, self.folder, running=self.running)
+        self.report.read(file, entry, table, f"{name}.")
+
+    def _enter(self, key: str, value: Any, result: RuleResult) -> None:
+        self.report.enter(self.reader.name, key, value, result)
