@@ -32,6 +32,7 @@ class RuleResult(KeyOutcome):
 Rule: TypeAlias = Callable[[Any], RuleResult]
 Table: TypeAlias = Mapping[str, Union[Rule, "Table"]]
 Read: TypeAlias = Callable[[Any], Any]
+Test: TypeAlias = Callable[[Any], bool]
 
 
 class WrongValueError(Exception):
@@ -114,6 +115,14 @@ def allowed(*values: Any, hint: str = "", blocks: bool = False) -> Rule:
 def unsupported(why: str, hint: str = "", *, blocks: bool = False) -> Rule:
     """Return a rule that refuses every value but those that switch the setting off."""
     return lambda value: unset() if is_off(value) else refused(why, hint, blocks=blocks)
+
+
+def only(test: Test, why: str, refusal: str, hint: str = "", *, blocks: bool = False) -> Rule:
+    """Return a rule for values that need no place in a recipe if they pass a test, and are refused
+    else; `{0!r}` in `refusal` is the value."""
+    return lambda value: (
+        ignored(why) if test(value) else refused(refusal.format(value), hint, blocks=blocks)
+    )
 
 
 def passes(why: str = "changes nothing that is trained") -> Rule:

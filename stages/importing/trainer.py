@@ -215,14 +215,9 @@ _TEMPLATE = (
     "compare both; for another template, name a tokenizer that has it: model.tokenizer",
 )
 template_setting = rules.unsupported(*_TEMPLATE)
-
-
-def named_template(value: Any) -> rules.RuleResult:
-    """Refuse a chat template by name, unless it is the tokenizer's own."""
-    own = str(value).lower() in ("none", "tokenizer_default")
-    return rules.ignored(_TEMPLATE[0]) if own else rules.refused(*_TEMPLATE)
-
-
+named_template = rules.only(
+    lambda value: str(value).lower() in ("none", "tokenizer_default"), _TEMPLATE[0], *_TEMPLATE
+)
 held_out = sets("data.heldout_fraction", _fraction, off=(0, "0", "0.0"))
 """Rule for the share of the rows that is held out, of at most a half; 0 means none."""
 new_tokens = rules.unsupported(

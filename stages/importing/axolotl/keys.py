@@ -127,10 +127,6 @@ def _attention(value: Any) -> str:
     return found
 
 
-def _checkpointing(value: Any) -> RuleResult:
-    return _offload(value) if str(value).startswith("offload") else RECOMPUTE(value)
-
-
 def _selective(value: Any) -> RuleResult:
     if value in (True, {"save": ["attention"]}):
         return rules.translated(f"{_CHECKPOINTING}.keep", "attention")
@@ -143,17 +139,13 @@ def _also(rule: Rule, *words: str) -> Rule:
     return lambda value: rule(True if value in words else value)
 
 
-def _model_class(value: Any) -> RuleResult:
-    if str(value).endswith("ForCausalLM"):
-        return rules.ignored("every model is a causal language model")
-    return rules.refused("recipes train causal language models", blocks=True)
-
-
 MODEL = rules.table({
     "base_model base_model_config": SCRIPT["model_name_or_path"],
     "model_revision revision_of_model": SCRIPT["model_revision"],
     "tokenizer_config": SCRIPT["tokenizer_name"],
-    "model_type type_of_model": _model_class,
+    "model_type type_of_model": rules.only(
+        lambda value: str(value).endswith("ForCausalLM"), "every model is a causal language model",
+        "recipes train causal language models", blocks=True),
     "trust_remote_code": SCRIPT["trust_remote_code"],
     "reinit_weights": when_on("model.init", "random"),
     "model_config overrides_of_model_config model_kwargs overrides_of_model_kwargs rope_scaling "
@@ -168,7 +160,8 @@ MODEL = rules.table({
     **{flag: when_on("model.attention", name) for flag, name in FLAGS.items()},
     "xformers_attention sage_attention": unsupported(
         "recipes do not have this kernel", "set attn_implementation"),
-    "gradient_checkpointing": _checkpointing,
+    "gradient_checkpointing": lambda value: (
+        _offload(value) if str(value).startswith("offload") else RECOMPUTE(value)),
     "activation_offloading": _offload,
     "selective_checkpointing": _selective,
     "liger_rope liger_rms_norm liger_layer_norm liger_glu_activation":

@@ -12,7 +12,7 @@ from stages.importing.engines import set_words
 from stages.importing.parallelism import AUTO, CONTEXT, RING, TENSOR
 from stages.importing.reader import Reader
 from stages.importing.report import NO_BLOCK, Draft, Report
-from stages.importing.rules import RuleResult, Table, WrongValueError, allowed, refused, sets
+from stages.importing.rules import Table, WrongValueError, allowed, refused, sets
 from stages.importing.sources import HELD, TRAIN, Style
 from stages.importing.tools import AXOLOTL
 from stages.importing.trainer import named_template, template_setting
@@ -174,22 +174,16 @@ def _style(value: Any) -> Style:
 
 def _mappings(one: str) -> rules.Rule:
     """Return the rule for the names of roles and contents in messages."""
-    sharegpt = sets(f"{one}form", lambda _: "sharegpt")
-
-    def rule(value: Any) -> RuleResult:
-        if value in (None, {}, {"role": "role", "content": "content"}):
-            return rules.ignored("messages have role and content")
-        return sharegpt(value) if value == SHAREGPT else refused("names other keys", _RENAME)
-
-    return rule
+    usual: tuple[Any, ...] = (None, {}, {"role": "role", "content": "content"})
+    why = "messages have role and content"
+    named = rules.only(lambda value: value in usual, why, "names other keys", _RENAME)
+    sharegpt = rules.translated
+    return lambda value: sharegpt(f"{one}form", "sharegpt") if value == SHAREGPT else named(value)
 
 
-def _roles(value: Any) -> RuleResult:
+def _known_roles(value: Any) -> bool:
     given = value if isinstance(value, Mapping) else {}
-    known = all({*rules.names(names)} <= {*ROLES.get(to, ())} for to, names in given.items())
-    if known:
-        return rules.ignored("data.chat knows these names")
-    return refused("names other roles", "rename them in the data")
+    return all({*rules.names(names)} <= {*ROLES.get(to, ())} for to, names in given.items())
 
 
 def _to_train(value: Any) -> str:
@@ -217,7 +211,8 @@ def _table(one: str) -> Table:
         "message_field_training": allowed("train", hint=_RENAME),
         "field_tools": allowed("tools", hint=_RENAME),
         "field_thinking template_thinking_key": allowed("reasoning_content"),
-        "roles": _roles,
+        "roles": rules.only(_known_roles, "data.chat knows these names", "names other roles",
+                            "rename them in the data"),
         "roles_to_train": sets("data.loss", _to_train),
         "train_on_eos train_on_eot": allowed("turn"),
         "chat_template": named_template,

@@ -89,13 +89,6 @@ ATTENTION = {"disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2",
              "fa3": "flash_attention_3"}  # fmt: skip
 
 
-def _stage(value: Any) -> RuleResult:
-    if value in ("pt", "sft"):
-        return rules.ignored("data.chat or data.text trains so")
-    why = f"{value!r} trains on preferences or rewards, which is not supported by recipes"
-    return refused(why, "use stage: sft or pt, or train with TRL", blocks=True)
-
-
 def _method(value: Any) -> RuleResult:
     if value in ("lora", "full"):
         return rules.translated("adapter", value == "lora")
@@ -144,7 +137,10 @@ MODEL = rules.table({
     "quantization_device_map": passes("follows quantization_bit"),
 })  # fmt: skip
 METHOD: Table = {
-    "stage": _stage,
+    "stage": rules.only(
+        ("pt", "sft").__contains__, "data.chat or data.text trains so",
+        "{0!r} trains on preferences or rewards, which is not supported by recipes",
+        "use stage: sft or pt, or train with TRL", blocks=True),
     "finetuning_type": _method,
     "pure_bf16": when_on("precision.master", "bf16"),
     "lora_rank": SCRIPT["lora_r"],
@@ -157,7 +153,7 @@ METHOD: Table = {
     "fp8_backend": allowed("torchao", "auto"),
     "fp8_enable_fsdp_float8_all_gather": unsupported("parameters are sent as they are"),
     **LORA_PLUS,
-}
+}  # fmt: skip
 DATA = rules.table({
     "template": named_template,
     "tool_format default_system": template_setting,

@@ -29,11 +29,8 @@ _speed = passes("changes speed or memory, no number")
 
 def _known(names: str, why: str, hint: str, *, blocks: bool = True) -> Rule:
     """Return a rule for components that need no place in a recipe; others are refused."""
-    return lambda value: (
-        rules.ignored("every recipe does so")
-        if str(value).lower() in names.split()
-        else refused(why, hint, blocks=blocks)
-    )
+    known, own = names.split(), "every recipe does so"
+    return rules.only(lambda value: str(value).lower() in known, own, why, hint, blocks=blocks)
 
 
 def _compile(value: Any) -> RuleResult:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from stages.importing import rules
 from stages.importing.report import Report
-from stages.importing.rules import RuleResult, Table, allowed, refused, sets, truth
+from stages.importing.rules import Table, allowed, refused, sets, truth
 from stages.importing.sources import Style
 from stages.importing.tools import COMPONENT
 from stages.importing.torchtune.keys import PLAIN, family, strict
@@ -130,18 +130,13 @@ def _refuse(why: str, hint: str, *, blocks: bool = True) -> rules.Rule:
 
 
 def _column(name: str) -> rules.Rule:
-    return lambda value: (
-        rules.ignored("data.chat reads this column")
-        if value == name
-        else refused(f"data.chat reads the column {name!r}", _RENAME, blocks=True)
-    )
+    why, refusal = "data.chat reads this column", f"data.chat reads the column {name!r}"
+    return rules.only(lambda value: value == name, why, refusal, _RENAME, blocks=True)
 
 
 def _columns(names: Mapping[str, str]) -> rules.Rule:
-    def rule(value: Any) -> RuleResult:
-        given = value if isinstance(value, Mapping) else {}
-        if value is None or {**names, **given} == names:
-            return rules.ignored("data.chat reads these columns")
-        return refused(f"data.chat reads {', '.join(names.values())}", _RENAME, blocks=True)
+    def same(value: Any) -> bool:
+        return {**names, **(value if isinstance(value, Mapping) else {})} == names
 
-    return rule
+    refusal = f"data.chat reads {', '.join(names.values())}"
+    return rules.only(same, "data.chat reads these columns", refusal, _RENAME, blocks=True)
