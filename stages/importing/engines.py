@@ -82,11 +82,9 @@ PARALLELISM: Table = {
     "dp_replicate_size": sets("parallel.replicate", positive),
     "dp_shard_size": sets("parallel.shard", positive),
     "tp_size": sets("parallel.tensor", positive),
-    "cp_size": sets("parallel.context", positive),
-    "cp_backend": allowed("torch"),
-    "sp_size": sets("parallel.sequence", positive),
-    "sp_backend": allowed("deepspeed"),
-}
+    "cp_size": sets("parallel.context", positive), "cp_backend": allowed("torch"),
+    "sp_size": sets("parallel.sequence", positive), "sp_backend": allowed("deepspeed"),
+}  # fmt: skip
 """Keys without the prefix that they have in files."""
 STRATEGIES = {
     "no": "one", "multi_gpu": "wrap.ddp", "multi_cpu": "wrap.ddp", "fsdp": "wrap.fsdp",
@@ -101,8 +99,7 @@ ACCELERATE: Table = {
         "distributed", rules.choice(STRATEGIES, "use MULTI_GPU, FSDP or DEEPSPEED", blocks=True)),
     "mixed_precision": sets("precision.compute", rules.choice(
         PRECISIONS, f"write bf16; products in fp8: {FP8}", blocks=True)),
-    "fp16": when_on("precision.compute", "fp16"),
-    "use_cpu": when_on("launch.device", "cpu"),
+    "fp16": when_on("precision.compute", "fp16"), "use_cpu": when_on("launch.device", "cpu"),
     "num_processes": sets("procs", positive, off=(-1,)),
     "fp8_config": rules.unsupported("fp8 products are a setting of the model slot", FP8),
     "deepspeed_config": {
@@ -208,8 +205,7 @@ DEEPSPEED = rules.table({
     "scheduler": {
         "type": sets("deepspeed.schedule", rules.choice(SCHEDULES, "use WarmupDecayLR")),
         "params": {
-            "warmup_min_lr": allowed(0),
-            "warmup_max_lr": sets("optimizer.lr", number, 5e-5),
+            "warmup_min_lr": allowed(0), "warmup_max_lr": sets("optimizer.lr", number, 5e-5),
             "warmup_num_steps": sets("warmup_steps", rules.whole, 0),
             "warmup_type": allowed("linear", hint="set linear"),
             "cos_min_ratio": sets("optimizer.final_lr_ratio", number),

@@ -69,15 +69,13 @@ WANDB_PREFIXED: Table = {
 }
 MLFLOW: Table = {
     "mlflow_tracking_uri": sets("mlflow.tracking_uri", _address, off=("",)),
-    "mlflow_experiment_name": text("mlflow.experiment"),
-    "mlflow_run_name": text("mlflow.name"),
+    "mlflow_experiment_name": text("mlflow.experiment"), "mlflow_run_name": text("mlflow.name"),
     "hf_mlflow_log_artifacts": _weights,
-}
+}  # fmt: skip
 TRAINER_TRACKERS = table({
     "report_to": report_to,
     "logging_dir": sets("tensorboard.folder", rules.path, off=("",)),
-    "project": text("trackio.project"),
-    "trackio_space_id": text("trackio.space"),
+    "project": text("trackio.project"), "trackio_space_id": text("trackio.space"),
     "trackio_bucket_id trackio_static_space_id": _at_trackio,
 })  # fmt: skip
 """Fields of TrainingArguments. `run_name` names the recipe too."""

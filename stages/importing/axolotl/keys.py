@@ -174,8 +174,7 @@ ADAPTER = rules.table({
     "lora_target_linear": when_on("adapter.targets", "all-linear"),
     "lora_fan_in_fan_out": allowed(False),
     "lora_model_dir": sets("adapter.start_from", rules.path, off=("",)),
-    "peft_use_rslora": SCRIPT["use_rslora"],
-    "peft_use_dora": SCRIPT["use_dora"],
+    "peft_use_rslora": SCRIPT["use_rslora"], "peft_use_dora": SCRIPT["use_dora"],
     "peft_init_lora_weights peft_autocast_adapter_dtype": allowed(True),
     **{key: SCRIPT[key] for key in ("load_in_4bit", "load_in_8bit")},
     "bnb_config_kwargs": {
@@ -218,18 +217,15 @@ TRAINING = rules.table({
     "lr_scheduler": TRAINER["lr_scheduler_type"],
     "cosine_min_lr_ratio": sets("optimizer.final_lr_ratio", rules.number),
     "bf16 bfloat16": _also(when_on("precision.compute", "bf16"), "auto", "full"),
-    "float16": TRAINER["fp16"],
-    "float32": when_on("precision.compute", "fp32"),
-    "tf32": TRAINER["tf32"],
-    "fp8": when_on("model.fp8", {}),
+    "float16": TRAINER["fp16"], "float32": when_on("precision.compute", "fp32"),
+    "tf32": TRAINER["tf32"], "fp8": when_on("model.fp8", {}),
     "fp8_config": {"recipe": sets("model.fp8.recipe")},
     "fp8_enable_fsdp_float8_all_gather": unsupported("parameters are sent as they are", FP8),
     "early_stopping_patience": sets("train.early_stopping.patience", positive),
     "loss_watchdog_threshold": unsupported(
         "a run ends at a loss that is not finite, or at a spike", "set train.anomalies"),
     "loss_watchdog_patience": passes("follows loss_watchdog_threshold"),
-    "saves_per_epoch": _each_epoch("save_part"),
-    "evals_per_epoch": _each_epoch("eval_part"),
+    "saves_per_epoch": _each_epoch("save_part"), "evals_per_epoch": _each_epoch("eval_part"),
     "hub_model_id": TRAINER["push_to_hub"],
     "fsdp_version": FSDP_PREFIXED["version"],
     "fsdp_config": {
@@ -247,8 +243,7 @@ TRACKING: Table = {
        for name in ("wandb", "tensorboard", "mlflow", "trackio")},
     **WANDB_PREFIXED,
     **MLFLOW,
-    "trackio_project_name": text("trackio.project"),
-    "trackio_run_name": text("trackio.name"),
+    "trackio_project_name": text("trackio.project"), "trackio_run_name": text("trackio.name"),
 }  # fmt: skip
 SWITCHES = {
     "wandb_project": "wandb.use", "mlflow_experiment_name": "mlflow.use",

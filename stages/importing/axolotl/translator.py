@@ -196,11 +196,9 @@ def _to_train(value: Any) -> str:
 def _table(one: str) -> Table:
     """Return the table of a data set whose facts begin with `one`."""
     return rules.table({
-        "path": sets(f"{one}path"),
-        "data_files": sets(f"{one}files", rules.names),
+        "path": sets(f"{one}path"), "data_files": sets(f"{one}files", rules.names),
         "name": sets(f"{one}config"),
-        "split": sets(f"{one}split"),
-        "revision": sets(f"{one}revision"),
+        "split": sets(f"{one}split"), "revision": sets(f"{one}revision"),
         "type": sets(f"{one}style", _style),
         "ds_type": rules.passes("the ending of a file says it"),
         "field text_column": sets(f"{one}text_key"),

@@ -136,8 +136,7 @@ def _table(entry: Mapping[str, Any], one: str, folder: str, *, running: bool) ->
         "ms_hub_url om_hub_url": mirror if "hf_hub_url" in entry else elsewhere,
         "script_url cloud_file_name": elsewhere,
         "formatting": rules.passes("stage: pt takes the text") if running else style,
-        "subset": sets(f"{one}config"),
-        "split": sets(f"{one}split"),
+        "subset": sets(f"{one}config"), "split": sets(f"{one}split"),
         "folder num_samples": unsupported(
             "files are read as a whole", "write those rows to a separate file"),
         "ranking": preferences,

@@ -48,8 +48,7 @@ TOP = rules.table({
     "output_dir": sets("output_name", rules.recipe_name),
     "resume_from_checkpoint": TRAINER["resume_from_checkpoint"],
     "save_adapter_weights_only": rules.when_on("export.adapter", True),
-    "seed": sets("seed", rules.whole),
-    "shuffle": sets("train.shuffle", truth),
+    "seed": sets("seed", rules.whole), "shuffle": sets("train.shuffle", truth),
     "batch_size": TRAINER["per_device_train_batch_size"],
     "gradient_accumulation_steps": TRAINER["gradient_accumulation_steps"],
     "epochs": TRAINER["num_train_epochs"],
@@ -97,15 +96,13 @@ TOP = rules.table({
         COMPONENT: optimizer_rule("optim", OPTIMIZERS),
         "lr": sets("optimizer.lr", rules.number),
         "weight_decay": sets("optimizer.weight_decay", rules.number),
-        "betas": sets("betas", read_betas),
-        "eps": sets("optimizer.eps", rules.number),
+        "betas": sets("betas", read_betas), "eps": sets("optimizer.eps", rules.number),
         "fused foreach capturable block_wise min_8bit_size percentile_clipping": _speed,
         "amsgrad": allowed(False),
     }),
     "lr_scheduler": {
         COMPONENT: sets("schedule", rules.choice({COSINE: "cosine"}, "set optimizer.schedule")),
-        "num_warmup_steps": sets("warmup_steps", rules.whole),
-        "num_cycles": allowed(0.5),
+        "num_warmup_steps": sets("warmup_steps", rules.whole), "num_cycles": allowed(0.5),
     },
     "loss": {
         COMPONENT: _known(
@@ -113,8 +110,7 @@ TOP = rules.table({
             "torchtune.modules.loss.linearcrossentropyloss",
             "the loss is the mean cross-entropy of the target tokens",
             "use CEWithChunkedOutputLoss"),
-        "num_output_chunks": _speed,
-        "ignore_index": allowed(-100),
+        "num_output_chunks": _speed, "ignore_index": allowed(-100),
     },
     "metric_logger": {},  # by its component, see `logger`
     "profiler": rules.untranslated("train.profile_steps names steps to record"),

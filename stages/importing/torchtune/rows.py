@@ -90,12 +90,9 @@ def read_set(
 def _shared(one: str) -> Table:
     return rules.table({
         COMPONENT: rules.passes("its settings are in the slot data"),
-        "source": sets(f"{one}path"),
-        "data_files": sets(f"{one}files", rules.names),
-        "split": sets(f"{one}split"),
-        "name subset": sets(f"{one}config"),
-        "revision": sets(f"{one}revision"),
-        "packed": sets("data.packing", truth),
+        "source": sets(f"{one}path"), "data_files": sets(f"{one}files", rules.names),
+        "split": sets(f"{one}split"), "name subset": sets(f"{one}config"),
+        "revision": sets(f"{one}revision"), "packed": sets("data.packing", truth),
         "new_system_prompt": template_setting,
         "train_on_input": sets("data.loss", lambda value: "all" if truth(value) else "assistant"),
     })  # fmt: skip
