@@ -10,11 +10,10 @@ from stages.importing.report import Report
 from stages.importing.rules import Rule, Table, allowed, number, positive, sets, truth, when_on
 
 SHARDINGS = {
-    **dict.fromkeys(("full_shard", "1", "true"), "full_shard"),
-    **dict.fromkeys(("shard_grad_op", "2", "false"), "shard_grad_op"),
-    **dict.fromkeys(("no_shard", "3"), "no_shard"),
-    **dict.fromkeys(("hybrid_shard", "4"), "hybrid_shard"),
-}
+    "full_shard": "full_shard", "1": "full_shard", "true": "full_shard",
+    "shard_grad_op": "shard_grad_op", "2": "shard_grad_op", "false": "shard_grad_op",
+    "no_shard": "no_shard", "3": "no_shard", "hybrid_shard": "hybrid_shard", "4": "hybrid_shard",
+}  # fmt: skip
 """Names and numbers of torch's ShardingStrategy, and FSDP2's `reshard_after_forward`."""
 UNITS = {"transformer_based_wrap": "block", "no_wrap": "none"}
 RECOMPUTE = when_on("model.activation_checkpointing", {})
@@ -167,17 +166,21 @@ FOREIGN = "other optimizer"
 """Fact: the name of an optimizer that recipes do not have."""
 
 
-def optimizer_rule(fact: str, known: Mapping[str, Any]) -> Rule:
-    """Return a rule for the name of an optimizer. Another one is refused, and named by FOREIGN."""
-    rule = sets(fact, rules.choice(known, CHOOSE))
+def foreign(rule: Rule, name: rules.Read = str) -> Rule:
+    """Return the rule with the fact FOREIGN for a value that it refuses."""
 
     def named(value: Any) -> rules.RuleResult:
         result = rules.applied(rule, value)
         if result.outcome == "refused":
-            result.fact, result.content = FOREIGN, str(value)
+            result.fact, result.content = FOREIGN, name(value)
         return result
 
     return named
+
+
+def optimizer_rule(fact: str, known: Mapping[str, Any]) -> Rule:
+    """Return a rule for the name of an optimizer. Another one is refused."""
+    return foreign(sets(fact, rules.choice(known, CHOOSE)))
 
 
 SCALES = {str(power): float(2**power) for power in range(33)}

@@ -27,34 +27,33 @@ def sharing_ranks(report: Report) -> int:
 
 def parallelism(draft: Draft, use: str, request: Request) -> None:
     """Fill the axes of the slot `wrap`, and refuse those that its stage does not have."""
-    report = draft.report
     if use == "wrap.fsdp":
         _fsdp(draft, request)
     else:
         why, hint = "accelerate takes it only with FSDP", "set distributed_type: FSDP"
-        _refuse(report, REPLICATE, SHARD, TENSOR, CONTEXT, why=why, hint=hint)
+        _refuse(draft, REPLICATE, SHARD, TENSOR, CONTEXT, why=why, hint=hint)
     _put(draft, RING, "context_parallel")
-    if use == "wrap.zero" or (use == "wrap.ddp" and report.given("zero.stage")):
+    if use == "wrap.zero" or (use == "wrap.ddp" and draft.given("zero.stage")):
         _put(draft, SEQUENCE, "context_parallel")
     else:
         why, hint = "accelerate takes it only with DeepSpeed", "with FSDP, set cp_size"
-        _refuse(report, SEQUENCE, why=why, hint=hint)
+        _refuse(draft, SEQUENCE, why=why, hint=hint)
     if use == "wrap.zero":
         _put(draft, AUTO, "tensor_parallel")
     else:
         why, hint = "without sharding, each rank has whole layers", "set stage: 1, 2 or 3"
-        _refuse(report, AUTO, why=why, hint=hint)
-    procs = request.procs or report.value("procs")
+        _refuse(draft, AUTO, why=why, hint=hint)
+    procs = request.procs or draft.value("procs")
     axes = (REPLICATE, TENSOR, CONTEXT, SEQUENCE, AUTO, RING)
-    ranks = math.prod(size(report, one) for one in axes)
+    ranks = math.prod(size(draft, one) for one in axes)
     if procs is not None and procs % ranks:
         why = f"the sizes multiply to {ranks}, which does not divide {procs} processes"
-        _refuse(report, *axes, why=why, hint="give the number of processes with --procs")
+        _refuse(draft, *axes, why=why, hint="give the number of processes with --procs")
 
 
 def _put(draft: Draft, axis: str, field: str) -> None:
-    if size(draft.report, axis) > 1:
-        draft.put(f"wrap.{field}.size", size(draft.report, axis), axis)
+    if size(draft, axis) > 1:
+        draft.put(f"wrap.{field}.size", size(draft, axis), axis)
 
 
 def _refuse(report: Report, *axes: str, why: str, hint: str) -> None:
@@ -63,22 +62,21 @@ def _refuse(report: Report, *axes: str, why: str, hint: str) -> None:
 
 
 def _fsdp(draft: Draft, request: Request) -> None:
-    report = draft.report
-    sizes = {one: size(report, one) for one in (REPLICATE, SHARD, TENSOR, CONTEXT)}
-    total, procs = math.prod(sizes.values()), report.value("procs")
+    sizes = {one: size(draft, one) for one in (REPLICATE, SHARD, TENSOR, CONTEXT)}
+    total, procs = math.prod(sizes.values()), draft.value("procs")
     if request.procs is None and procs is not None and total not in (1, procs):
-        given = [one for one in sizes if report.given(one)]
+        given = [one for one in sizes if draft.given(one)]
         why = f"the sizes multiply to {total}, and there are {procs} processes"
-        report.refuse(*given, why=why, hint="accelerate starts with equal numbers", blocks=True)
+        draft.refuse(*given, why=why, hint="accelerate starts with equal numbers", blocks=True)
         return
     if sizes[REPLICATE] > 1 and sizes[SHARD] == 1 and total > sizes[REPLICATE]:
         why = "accelerate takes it only with dp_shard_size > 1"
-        report.refuse(TENSOR, CONTEXT, why=why, hint="raise dp_shard_size", blocks=True)
+        draft.refuse(TENSOR, CONTEXT, why=why, hint="raise dp_shard_size", blocks=True)
         return
     _put(draft, TENSOR, "tensor_parallel")
     _put(draft, CONTEXT, "context_parallel")
     if sizes[REPLICATE] > 1:
-        report.ignore("fsdp.sharding")
+        draft.ignore("fsdp.sharding")
         draft.put("wrap.sharding", "hybrid_shard", REPLICATE)
-        if report.known(SHARD):  # ranks that share a sample share its shards too
+        if draft.known(SHARD):  # ranks that share a sample share its shards too
             draft.put("wrap.shard_size", sizes[SHARD] * sizes[CONTEXT], SHARD)

@@ -18,12 +18,11 @@ from stages.importing.training import optimizer, put_period, train
 Fill: TypeAlias = Callable[[Draft, Request], None]
 
 
-def compose(report: Report, request: Request, name: str, data: Fill) -> Draft:
-    """Return the recipe that the facts make. Its name is `name` unless they give one, and `data`
-    fills the slot of that name."""
-    draft = Draft(report)
-    named = "name" if report.given("name") else "output_name"
-    draft.put("name", report.value(named, name), named)
+def compose(draft: Draft, request: Request, name: str, data: Fill) -> Draft:
+    """Make the recipe of the facts that were read. Its name is `name` unless they give one, and
+    `data` fills the slot of that name."""
+    named = "name" if draft.given("name") else "output_name"
+    draft.put("name", draft.value(named, name), named)
     _model(draft, request)
     _adapter(draft)
     _precision(draft)
@@ -41,11 +40,10 @@ def compose(report: Report, request: Request, name: str, data: Fill) -> Draft:
 
 
 def _model(draft: Draft, request: Request) -> None:
-    report = draft.report
     draft.slot("model", "model.hf")
-    name, revision = report.value("model"), report.value("revision")
+    name, revision = draft.value("model"), draft.value("revision")
     if request.model is not None:
-        report.ignore("model", "revision", why="--model replaces it")
+        draft.ignore("model", "revision", why="--model replaces it")
         name, _, revision = request.model.partition("@")
     if name is None:
         draft.lacks("model.path", "a folder (./model), a GGUF file or a hub id")
@@ -59,42 +57,39 @@ def _model(draft: Draft, request: Request) -> None:
 
 
 def _adapter(draft: Draft) -> None:
-    report = draft.report
-    if report.value("adapter"):
+    if draft.value("adapter"):
         draft.slot("adapter", "adapter.lora", "adapter")
         for name, value in (("rank", 16), ("alpha", 32.0), ("dropout", 0.05)):
-            report.default(f"adapter.{name}", value, "TRL's default")
-        if not report.known("adapter.targets"):
+            draft.default(f"adapter.{name}", value, "TRL's default")
+        if not draft.known("adapter.targets"):
             what = "ends of layers' names, or all-linear; peft chose by the architecture"
             draft.lacks("adapter.targets", what)
-        if report.value("quantize"):
-            kind = report.value("quantization", "nf4")
+        if draft.value("quantize"):
+            kind = draft.value("quantization", "nf4")
             draft.put("adapter.quantize", kind, "quantize", "quantization")
         return
-    if not report.known("adapter"):
+    if not draft.known("adapter"):
         why, hint = "means LoRA, or nothing without use_peft", "set use_peft to true or false"
-        report.refuse(*report.facts("adapter."), why=why, hint=hint, blocks=True)
+        draft.refuse(*draft.facts("adapter."), why=why, hint=hint, blocks=True)
     why = "weights that are trained are not held in 4 bits"
-    report.refuse("quantize", why=why, hint="train an adapter")
+    draft.refuse("quantize", why=why, hint="train an adapter")
 
 
 def _precision(draft: Draft) -> None:
-    report = draft.report
     draft.slot("precision", "precision.policy")
-    report.default("precision.compute", "fp32", "no mixed precision is asked for")
-    if report.value("precision.compute") != "fp32":
-        report.ignore("precision.tf32", why="no product is in fp32")
-    if report.value("precision.compute") != "fp16":
-        report.ignore("precision.initial_loss_scale", "precision.loss_scale_growth_interval")
+    draft.default("precision.compute", "fp32", "no mixed precision is asked for")
+    if draft.value("precision.compute") != "fp32":
+        draft.ignore("precision.tf32", why="no product is in fp32")
+    if draft.value("precision.compute") != "fp16":
+        draft.ignore("precision.initial_loss_scale", "precision.loss_scale_growth_interval")
 
 
 def _wrap(draft: Draft, request: Request) -> None:
-    report = draft.report
-    use = _strategy(report)
+    use = _strategy(draft)
     draft.slot("wrap", use, "distributed", "strategy")
-    policy, classes = report.value("policy"), report.value("classes")
+    policy, classes = draft.value("policy"), draft.value("classes")
     if use == "wrap.zero":
-        _zero(report)
+        _zero(draft)
     elif use == "wrap.fsdp" and (policy == "block" or (classes and policy is None)):
         draft.put("wrap.units", classes or "block", "classes", "policy")
     parallelism(draft, use, request)
@@ -129,18 +124,17 @@ def _zero(report: Report) -> None:
 
 def _trackers(draft: Draft) -> None:
     """Add a slot for each tracker: `track`, or `track_wandb` and the like if there are several."""
-    report = draft.report
-    asked = {*report.value(ASKED, [])}
-    if report.value("wandb.mode") == DISABLED:
-        report.ignore(*report.facts("wandb."), why="wandb_mode is disabled")
+    asked = {*draft.value(ASKED, [])}
+    if draft.value("wandb.mode") == DISABLED:
+        draft.ignore(*draft.facts("wandb."), why="wandb_mode is disabled")
         asked.discard("wandb")
-    used = [name for name in TRACKERS if name in asked or report.value(f"{name}.use")]
+    used = [name for name in TRACKERS if name in asked or draft.value(f"{name}.use")]
     for name in used:
         slot, use = "track" if len(used) == 1 else f"track_{name}", f"{name}.use"
         draft.slot(slot, f"track.{name}", use, *([ASKED] if name in asked else []))
-        for fact in report.facts(f"{name}."):
+        for fact in draft.facts(f"{name}."):
             if fact != use:
                 draft.copy(fact, f"{slot}.{fact.removeprefix(f'{name}.')}")
-        runs = report.of("name")  # as the file has it; a recipe's name has fewer characters
-        if runs and name != "tensorboard" and not report.known(f"{name}.name"):
+        runs = draft.of("name")  # as the file has it; a recipe's name has fewer characters
+        if runs and name != "tensorboard" and not draft.known(f"{name}.name"):
             draft.put(f"{slot}.name", str(runs[0].value), "name")

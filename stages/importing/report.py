@@ -128,10 +128,10 @@ class Report:
         content = entries[0].content if entries else None
         return otherwise if content is None else content
 
-    def rename(self, fact: str, name: str) -> None:
-        """Give a fact the name that it has in the company of others."""
+    def rename(self, fact: str, name: str, **changes: Any) -> None:
+        """Give a fact the name, and with `content=` the value, that it has in company of others."""
         for entry in self._facts.pop(fact, []):
-            entry.fact = name
+            vars(entry).update(changes, fact=name)
             self._facts.setdefault(name, []).append(entry)
 
     def ignore(self, *facts: str, why: str = NO_EFFECT) -> None:
@@ -181,11 +181,12 @@ def _without_rule(key: str, value: Any, table: Table) -> RuleResult:
     return RuleResult(outcome="not translated", hint=hint)
 
 
-class Draft:
-    """The recipe in the making. Keys are dotted; slots stand at the top, as in overrides."""
+class Draft(Report):
+    """The recipe in the making, with its facts. Keys are dotted; slots stand at the top, as in
+    overrides."""
 
-    def __init__(self, report: Report) -> None:
-        self.report = report
+    def __init__(self, files: Sequence[ConfigFile]) -> None:
+        super().__init__(files)
         self.header: dict[str, Any] = {}
         self.slots: dict[str, dict[str, Any]] = {}
         self.notes: dict[KeyPath, str] = {}
@@ -205,7 +206,7 @@ class Draft:
             block = block.setdefault(part, {})
         block[key.rpartition(".")[2]] = copy.deepcopy(value)
         for fact in facts:
-            for entry in self.report.of(fact):
+            for entry in self.of(fact):
                 entry.to[key] = value
         comment = note or self._source(facts)
         if comment:
@@ -213,13 +214,13 @@ class Draft:
 
     def copy(self, fact: str, key: str = "") -> None:
         """Set a fact's value at `key`, which is by default named like the fact, if it is known."""
-        if self.report.known(fact):
-            self.put(key or fact, self.report.value(fact), fact)
+        if self.known(fact):
+            self.put(key or fact, self.value(fact), fact)
 
     def copy_all(self) -> None:
         """Copy the facts that are named like recipe keys, or like fields of the wrap stage."""
         strategy = self.slots["wrap"]["use"].removeprefix("wrap.")
-        for fact in self.report.facts():
+        for fact in self.facts():
             slot, dot, name = fact.partition(".")
             if slot == strategy:
                 self.copy(fact, f"wrap.{name}")
@@ -235,14 +236,14 @@ class Draft:
         self.notes[path] = f"{before}fill in `{name}`: {what}"
 
     def _source(self, facts: tuple[str, ...]) -> str:
-        entries = [entry for fact in facts for entry in self.report.of(fact)]
+        entries = [entry for fact in facts for entry in self.of(fact)]
         keys = dict.fromkeys(f"{entry.key} in {entry.file}" for entry in entries)
-        defaults = self.report.defaults
-        return ", ".join(keys) or next((defaults[f][1] for f in facts if f in defaults), "")
+        reasons = (self.defaults[fact][1] for fact in facts if fact in self.defaults)
+        return ", ".join(keys) or next(reasons, "")
 
     def translation(self) -> Translation:
         """Return the recipe with the outcomes, and no recipe if one of them blocks it."""
-        outcomes = self.report.outcomes()
+        outcomes = self.outcomes()
         blocked = any(outcome.blocks for outcome in outcomes)
         return Translation(
             recipe=None if blocked else {**self.header, "stages": self.slots},

@@ -99,44 +99,42 @@ def has_heldout(draft: Draft) -> bool:
 
 def several(draft: Draft, request: Request) -> None:
     """Fill the slot `data` of a tool that names data sets."""
-    report = draft.report
     if _requested(draft, request):
-        report.ignore(*report.facts(TRAIN), *report.facts(HELD), why="--data replaces it")
+        draft.ignore(*draft.facts(TRAIN), *draft.facts(HELD), why="--data replaces it")
     else:
         _slot(draft)
     if draft.slots["data"]["use"] == "data.text":
-        report.ignore("data.packing", why="data.text fills every sample")
-        report.ignore("data.loss", "data.too_long", why="data.text trains on every token")
+        draft.ignore("data.packing", why="data.text fills every sample")
+        draft.ignore("data.loss", "data.too_long", why="data.text trains on every token")
     else:
-        report.ignore("data.documents_apart")
+        draft.ignore("data.documents_apart")
 
 
 def _slot(draft: Draft) -> None:
-    report = draft.report
-    numbers = _numbers(report, TRAIN)
-    numbers += [one for one in _numbers(report, HELD) if report.known(f"{one}style")]
-    styles = {one: report.value(f"{one}style", Style()) for one in numbers}
+    numbers = _numbers(draft, TRAIN)
+    numbers += [one for one in _numbers(draft, HELD) if draft.known(f"{one}style")]
+    styles = {one: draft.value(f"{one}style", Style()) for one in numbers}
     facts = [f"{one}style" for one in numbers]
     running = {style.running for style in styles.values()}
     if len(running) == 2:
         why, hint = "running text and rows are not one training", "import one of them"
-        report.refuse(*facts, why=why, hint=hint, blocks=True)
+        draft.refuse(*facts, why=why, hint=hint, blocks=True)
     draft.slot("data", "data.text" if True in running else "data.chat", *facts)
     if False in running:
         _forms(draft, styles)
     elif running:
         keys = [f"{one}text_key" for one in numbers]
-        names = {report.value(fact, "text") for fact in keys}
+        names = {draft.value(fact, "text") for fact in keys}
         if len(names) == 1:
             draft.put("data.text_key", names.pop(), *keys)
         else:
             why = "the text has one key in all files"
-            report.refuse(*keys, why=why, hint="rename the column", blocks=True)
+            draft.refuse(*keys, why=why, hint="rename the column", blocks=True)
     if not _put(draft, TRAIN, "files", "sources"):
         draft.lacks("data.files", "files, or `sources` with data sets of the hub")
     _put(draft, HELD, "heldout_files", "heldout_sources")
     if has_heldout(draft):
-        report.ignore("data.heldout_fraction", why="there is data to evaluate on")
+        draft.ignore("data.heldout_fraction", why="there is data to evaluate on")
 
 
 def _numbers(report: Report, kind: str) -> list[str]:
@@ -147,8 +145,7 @@ def _numbers(report: Report, kind: str) -> list[str]:
 
 def _forms(draft: Draft, styles: Mapping[str, Style]) -> None:
     """Set what applies to the rows of all data sets."""
-    report = draft.report
-    forms = {one: style.form or report.value(f"{one}form") for one, style in styles.items()}
+    forms = {one: style.form or draft.value(f"{one}form") for one, style in styles.items()}
     if len({*forms.values()}) == 1 and None not in forms.values():
         facts = [f"{one}{'style' if style.form else 'form'}" for one, style in styles.items()]
         draft.put("data.form", next(iter(forms.values())), *facts)
@@ -158,13 +155,12 @@ def _forms(draft: Draft, styles: Mapping[str, Style]) -> None:
         draft.put("data.template", False, *plain)
     elif plain:
         why = "other rows take the chat template, and a recipe does one or the other"
-        report.refuse(*plain, why=why, hint="convert one of them to `messages`", blocks=True)
+        draft.refuse(*plain, why=why, hint="convert one of them to `messages`", blocks=True)
 
 
 def _put(draft: Draft, kind: str, files: str, sources: str) -> bool:
     """Put all data sets of a kind. Returns whether there are any."""
-    report = draft.report
-    found = {one: place for one in _numbers(report, kind) if (place := _place(report, one))}
+    found = {one: place for one in _numbers(draft, kind) if (place := _place(draft, one))}
     facts, places = [f"{one}{fact}" for one in found for fact in _PLACE], [*found.values()]
     if places and all(place.keys() == {"files"} for place in places):
         draft.put(f"data.{files}", [name for place in places for name in place["files"]], *facts)
@@ -210,34 +206,33 @@ def _place(report: Report, one: str) -> dict[str, Any] | None:
 
 def script_data(draft: Draft, request: Request) -> None:
     """Fill the slot `data` of a script."""
-    report = draft.report
     if _requested(draft, request):
-        report.ignore("data", "dataset", why="--data replaces it")
-    elif report.given("data"):
-        _put_files(draft, [report.value("data")], "data")
-    elif not report.given("dataset"):
+        draft.ignore("data", "dataset", why="--data replaces it")
+    elif draft.given("data"):
+        _put_files(draft, [draft.value("data")], "data")
+    elif not draft.given("dataset"):
         draft.slot("data", "data.text")
         draft.lacks("data.files", "text files, or use: data.chat for conversations")
-    elif is_local(report.value("dataset")):
-        _put_files(draft, _local_files(report.value("dataset")), "dataset")
+    elif is_local(draft.value("dataset")):
+        _put_files(draft, _local_files(draft.value("dataset")), "dataset")
         why, hint = "files are read as a whole", "put those rows in a separate file"
-        report.refuse("dataset.config", "dataset.heldout", why=why, hint=hint)
-        report.ignore("dataset.split")
+        draft.refuse("dataset.config", "dataset.heldout", why=why, hint=hint)
+        draft.ignore("dataset.split")
     else:
         # A script of transformers for plain text has blocks, a script of TRL has rows.
-        blocks = any(entry.key == "block_size" for entry in report.of("data.sequence_length"))
+        blocks = any(entry.key == "block_size" for entry in draft.of("data.sequence_length"))
         draft.slot("data", "data.text" if blocks else "data.chat")
         names = {"dataset": "dataset", "config": "dataset.config"}
-        source = {name: report.value(fact) for name, fact in names.items() if report.known(fact)}
+        source = {name: draft.value(fact) for name, fact in names.items() if draft.known(fact)}
         splits = {"sources": ("dataset.split", "train"),
                   "heldout_sources": ("dataset.heldout", None)}  # fmt: skip
         for key, (fact, default) in splits.items():
-            if (split := report.value(fact, default)) is not None:
+            if (split := draft.value(fact, default)) is not None:
                 one = {**source, "split": split}
                 draft.put(f"data.{key}", [one], *names.values(), fact, note=NO_COMMIT)
     _loss(draft)
-    if report.given("data.heldout_files"):
-        report.ignore("data.heldout_fraction", why="there are files to evaluate on")
+    if draft.given("data.heldout_files"):
+        draft.ignore("data.heldout_fraction", why="there are files to evaluate on")
 
 
 LOSS = ("loss.completion", "loss.assistant")
@@ -246,12 +241,11 @@ LOSS = ("loss.completion", "loss.assistant")
 def _loss(draft: Draft) -> None:
     """Set `loss` of data.chat where it follows from TRL 1.16's completion_only_loss and
     assistant_only_loss alone. In a conversation, `completion` is the assistant's words."""
-    report = draft.report
-    completion, assistant = map(report.value, LOSS)
+    completion, assistant = map(draft.value, LOSS)
     if draft.slots["data"]["use"] == "data.text":
-        report.ignore("data.packing", why="data.text fills every sample")
-        masks = [fact for fact in LOSS if report.value(fact)]
-        report.refuse(*masks, why="data.text trains on every token", hint="use data.chat")
+        draft.ignore("data.packing", why="data.text fills every sample")
+        masks = [fact for fact in LOSS if draft.value(fact)]
+        draft.refuse(*masks, why="data.text trains on every token", hint="use data.chat")
     elif assistant:
         draft.put("data.loss", "assistant" if completion is False else "completion", *LOSS)
     elif completion is False:
@@ -259,4 +253,4 @@ def _loss(draft: Draft) -> None:
     else:
         draft.lacks("data.loss", "TRL's is `all` for conversations, `completion` for prompts")
         why = "TRL then trains on whole conversations, but of prompts only on the completions"
-        report.refuse(*LOSS, why=why, hint="set data.loss: all or completion")
+        draft.refuse(*LOSS, why=why, hint="set data.loss: all or completion")

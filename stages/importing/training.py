@@ -26,20 +26,19 @@ def part_of_epoch(part: Fraction) -> str:
 def put_period(draft: Draft, event: str, key: str) -> bool:
     """Set `key` to the period of an event, `save` or `eval`, if the facts say that there is one.
     Returns whether they do."""
-    report = draft.report
     strategy, steps, part = (f"{event}_{name}" for name in ("strategy", "steps", "part"))
-    if report.given(part):
+    if draft.given(part):
         draft.copy(part, key)
         return True
-    asked = report.value(strategy)
+    asked = draft.value(strategy)
     if asked == "epoch":
         draft.put(key, "1 epoch", strategy)
     elif asked == "steps":
         # Evaluations come as often as records by default, and saves every 500 steps.
-        default = 500 if event == "save" else report.value("train.log_every", 500)
-        found = report.value(steps) or default
+        default = 500 if event == "save" else draft.value("train.log_every", 500)
+        found = draft.value(steps) or default
         if not isinstance(found, int):  # a share of the training: of its steps, or of its epochs
-            total, epochs = report.value("train.steps"), report.value("train.epochs", 1)
+            total, epochs = draft.value("train.steps"), draft.value("train.epochs", 1)
             share = found * Fraction(str(epochs))
             found = math.ceil(found * total) if total else part_of_epoch(share)
         draft.put(key, found, strategy, steps)
@@ -48,94 +47,88 @@ def put_period(draft: Draft, event: str, key: str) -> bool:
 
 def optimizer(draft: Draft) -> None:
     """Fill the slot `optimizer`."""
-    report = draft.report
     draft.slot("optimizer", "optimizer.adamw", "optimizer", "optim")
-    for name, value in report.value("optim", {}).items():
+    for name, value in draft.value("optim", {}).items():
         draft.put(f"optimizer.{name}", value, "optim")
-    if foreign := report.of(FOREIGN):
+    if foreign := draft.of(FOREIGN):
         why = f"is a rate for {foreign[0].content}, and this is AdamW"
         hint = "fill in optimizer.lr, for the optimizer that you choose"
-        report.refuse("optimizer.lr", why=why, hint=hint)
-    if not report.known("optimizer.lr"):
+        draft.refuse("optimizer.lr", why=why, hint=hint)
+    if not draft.known("optimizer.lr"):
         draft.lacks("optimizer.lr", "the learning rate, which the files do not give")
     _betas(draft)
     _schedule(draft)
 
 
 def _betas(draft: Draft) -> None:
-    report = draft.report
-    single = [report.value("beta1", 0.9), report.value("beta2", 0.999)]
-    stated = next((entry.content for entry in report.of("betas") if not entry.auto), None)
+    single = [draft.value("beta1", 0.9), draft.value("beta2", 0.999)]
+    stated = next((entry.content for entry in draft.of("betas") if not entry.auto), None)
     if stated is not None:
         draft.put("optimizer.betas", stated, "betas")
         for fact, one, other in zip(("beta1", "beta2"), single, stated, strict=True):
             if one != other:
                 hint = "use the same value in both"
-                report.refuse(fact, why="contradicts DeepSpeed's betas", hint=hint, blocks=True)
-    elif any(map(report.known, ("betas", "beta1", "beta2"))):
+                draft.refuse(fact, why="contradicts DeepSpeed's betas", hint=hint, blocks=True)
+    elif any(map(draft.known, ("betas", "beta1", "beta2"))):
         draft.put("optimizer.betas", single, "betas", "beta1", "beta2")
 
 
 def _schedule(draft: Draft) -> None:
-    report = draft.report
-    schedule = report.value("deepspeed.schedule") or report.value("schedule")
-    if report.given("deepspeed.schedule") and report.value("schedule", schedule) != schedule:
-        report.refuse("schedule", why="DeepSpeed's scheduler wins, as it does in transformers")
+    schedule = draft.value("deepspeed.schedule") or draft.value("schedule")
+    if draft.given("deepspeed.schedule") and draft.value("schedule", schedule) != schedule:
+        draft.refuse("schedule", why="DeepSpeed's scheduler wins, as it does in transformers")
     if schedule is not None:
         shape = "constant" if schedule == "flat" else schedule
         draft.put("optimizer.schedule", shape, "deepspeed.schedule", "schedule")
-    ratio = report.value("warmup_ratio")
-    if schedule != "flat" and report.value("warmup_steps"):
+    ratio = draft.value("warmup_ratio")
+    if schedule != "flat" and draft.value("warmup_steps"):
         draft.copy("warmup_steps", "optimizer.warmup_steps")
     elif schedule != "flat" and ratio:
         draft.put("optimizer.warmup_ratio", ratio, "warmup_ratio", "warmup_steps")
-    if report.known("final_lr") and report.value("optimizer.lr"):
-        final = report.value("final_lr") / report.value("optimizer.lr")
+    if draft.known("final_lr") and draft.value("optimizer.lr"):
+        final = draft.value("final_lr") / draft.value("optimizer.lr")
         draft.put("optimizer.final_lr_ratio", final, "final_lr")
 
 
 def train(draft: Draft, request: Request) -> None:
     """Fill the slot `train`, and `launch.procs`."""
-    report = draft.report
     draft.slot("train", "train.causal_lm")
     _length(draft)
     _batch(draft, _processes(draft, request))
-    evaluates = put_period(draft, "eval", "train.eval_every") or report.known("train.eval_every")
-    if evaluates and not (report.facts("data.heldout") or has_heldout(draft)):
+    evaluates = put_period(draft, "eval", "train.eval_every") or draft.known("train.eval_every")
+    if evaluates and not (draft.facts("data.heldout") or has_heldout(draft)):
         draft.lacks("data.heldout_fraction", "a part to evaluate on, or heldout_files")
     if not evaluates:
-        compared = report.facts("train.early_stopping") + report.facts("checkpoint.keep_best")
+        compared = draft.facts("train.early_stopping") + draft.facts("checkpoint.keep_best")
         why = "compares evaluations, and there are none before the end"
-        report.refuse(*compared, why=why, hint="evaluate every so many steps, or epochs")
+        draft.refuse(*compared, why=why, hint="evaluate every so many steps, or epochs")
 
 
 def _length(draft: Draft) -> None:
-    report = draft.report
-    planned = report.value("schedule_steps")
-    if planned is not None and not (report.given("train.steps") or report.given("train.epochs")):
+    planned = draft.value("schedule_steps")
+    if planned is not None and not (draft.given("train.steps") or draft.given("train.epochs")):
         draft.put("train.steps", planned, "schedule_steps")
-        report.ignore("train.epochs")
+        draft.ignore("train.epochs")
         return
-    if planned is not None and planned != report.value("train.steps"):
+    if planned is not None and planned != draft.value("train.steps"):
         why = "the schedule ends with the training"
-        report.refuse("schedule_steps", why=why, hint="train as long as the schedule")
-    if report.given("train.steps"):
-        report.ignore("train.epochs", why="the number of steps counts")
-    elif not report.known("train.epochs"):
+        draft.refuse("schedule_steps", why=why, hint="train as long as the schedule")
+    if draft.given("train.steps"):
+        draft.ignore("train.epochs", why="the number of steps counts")
+    elif not draft.known("train.epochs"):
         draft.lacks("train.steps", "how long to train, or `epochs`")
 
 
 def _processes(draft: Draft, request: Request) -> int | None:
     """Return the number of processes, as requested or as a file gives it."""
-    report = draft.report
     if request.procs is not None:
-        report.ignore("procs", why="--procs replaces it")
+        draft.ignore("procs", why="--procs replaces it")
         draft.put("launch.procs", request.procs)
         return request.procs
-    if report.value("distributed") == "one":
-        report.default("procs", 1, "distributed_type is NO")
+    if draft.value("distributed") == "one":
+        draft.default("procs", 1, "distributed_type is NO")
     draft.copy("procs", "launch.procs")
-    found: int | None = report.value("procs")
+    found: int | None = draft.value("procs")
     return found
 
 
@@ -143,21 +136,20 @@ BATCH = ("global_batch", "train.micro_batch_size", "accumulation", "procs")
 
 
 def _batch(draft: Draft, procs: int | None) -> None:
-    report = draft.report
-    total, micro, accumulation = map(report.value, BATCH[:3])
-    ranks, sharing = size(report, AUTO), sharing_ranks(report)
+    total, micro, accumulation = map(draft.value, BATCH[:3])
+    ranks, sharing = size(draft, AUTO), sharing_ranks(draft)
     if total is not None and total % ranks:
         why = f"counts each sample for {ranks} ranks, which do not divide it"
-        report.refuse("global_batch", why=why, blocks=True)
+        draft.refuse("global_batch", why=why, blocks=True)
         total = None
     elif total is not None:  # DeepSpeed counts a sample once for each rank that AutoTP gives it to
         total //= ranks
     implied = micro * (accumulation or 1) * procs // sharing if micro and procs else None
-    if None not in (total, implied) and total != implied and report.given("accumulation"):
+    if None not in (total, implied) and total != implied and draft.given("accumulation"):
         shares = f" / {sharing} that share a sample" if sharing > 1 else ""
         why = f"is not {micro} a process x {accumulation} micro-batches x {procs} processes{shares}"
         hint = "give the number of processes with --procs"
-        report.refuse("global_batch", why=why, hint=hint, blocks=True)
+        draft.refuse("global_batch", why=why, hint=hint, blocks=True)
     if total is not None or implied is not None:
         draft.put("train.global_batch_size", total or implied, *BATCH)
         return

@@ -54,9 +54,9 @@ class HuggingFace(Translator):
         return OtherTool(name=name, advice=advice_on(name))
 
     def translate(self, files: Sequence[ConfigFile], request: Request) -> Translation:
-        report = Report(files)
-        _read_kinds(report, files, TABLES, self.kind)
-        return compose(report, request, files[0].path.stem, script_data).translation()
+        draft = Draft(files)
+        _read_kinds(draft, files, TABLES, self.kind)
+        return compose(draft, request, files[0].path.stem, script_data).translation()
 
     def advice(self, key: str, value: Any) -> str:
         return untranslated.advice(key, value)
@@ -65,12 +65,12 @@ class HuggingFace(Translator):
         found = None
         for kind, table in TABLES.items():
 
-            def draft(file: ConfigFile, kind: str = kind) -> Draft:
-                report = Report([file])
-                _read_kinds(report, [file], [kind], lambda _: kind)
-                return compose(report, Request(), "recipe", script_data)
+            def drafted(file: ConfigFile, kind: str = kind) -> Draft:
+                draft = Draft([file])
+                _read_kinds(draft, [file], [kind], lambda _: kind)
+                return compose(draft, Request(), "recipe", script_data)
 
-            one = meaning(key, content, table, COMPANIES[kind], draft)
+            one = meaning(key, content, table, COMPANIES[kind], drafted)
             if one is not None and one.to:
                 return one
             found = found or one
@@ -107,22 +107,22 @@ class RecipeTranslator(Translator):
             both = f"{recipes[0].path} and {recipes[1].path}"
             raise UsageError(f"{both} are both recipes of {self.tool}", hint="import one by one")
         others = [file for file in files if file is not recipes[0]]
-        report = Report(files)
-        self.read(Reader(report, recipes[0]), others, request)
-        report.kinds.add(TRAINER_KIND)
-        _read_kinds(report, others, self.beside, self.kind)
-        return self._draft(report, request, recipes[0].path.stem).translation()
+        draft = Draft(files)
+        self.read(Reader(draft, recipes[0]), others, request)
+        draft.kinds.add(TRAINER_KIND)  # its defaults hold next to DeepSpeed's, as transformers'
+        _read_kinds(draft, others, self.beside, self.kind)
+        return self._composed(draft, request, recipes[0].path.stem).translation()
 
     def meaning(self, key: str, content: Mapping[str, Any]) -> KeyOutcome | None:
-        def draft(file: ConfigFile) -> Draft:
-            report = Report([file])
-            self.read(Reader(report, file), (), Request())
-            return self._draft(report, Request(), "recipe")
+        def drafted(file: ConfigFile) -> Draft:
+            draft = Draft([file])
+            self.read(Reader(draft, file), (), Request())
+            return self._composed(draft, Request(), "recipe")
 
-        return meaning(key, content, self.table, self.companies, draft)
+        return meaning(key, content, self.table, self.companies, drafted)
 
-    def _draft(self, report: Report, request: Request, name: str) -> Draft:
-        draft = compose(report, request, name, several)
+    def _composed(self, draft: Draft, request: Request, name: str) -> Draft:
+        compose(draft, request, name, several)
         self.finish(draft)
         return draft
 
@@ -154,12 +154,12 @@ def meaning(
     content: Mapping[str, Any],
     table: Table,
     companies: Sequence[Company],
-    draft: Callable[[ConfigFile], Draft],
+    drafted: Callable[[ConfigFile], Draft],
 ) -> KeyOutcome | None:
     """Return the outcome of a single key that the table, or a block in it, has; None if it has
     none. It is for a hint where somebody has written the key into a recipe.
 
-    `draft` reads a file. The key is read in each of the companies, next to the other keys of the
+    `drafted` reads a file. The key is read in each of the companies, next to the other keys of the
     content, until it has a place in the recipe; without them only where it contradicts one.
     """
     last: KeyOutcome | None = None
@@ -168,9 +168,9 @@ def meaning(
         for blocks in _places(table, key):
             for company in companies:
                 whole = _among({**company, **beside}, blocks, {key: content[key]})
-                report = draft(ConfigFile(path=Path("config.yaml"), content=whole)).report
+                draft = drafted(ConfigFile(path=Path("config.yaml"), content=whole))
                 name = ".".join((*blocks, key))
-                found = next((one for one in report.outcomes() if one.key == name), None)
+                found = next((one for one in draft.outcomes() if one.key == name), None)
                 if found is not None and found.to:
                     return found
                 last = found or last

@@ -60,7 +60,7 @@ class Axolotl(RecipeTranslator):
 
     def finish(self, draft: Draft) -> None:
         often = ("save_steps", "save_strategy", "save_part")
-        saved = any(draft.report.of(fact) for fact in often)
+        saved = any(draft.of(fact) for fact in often)
         if not saved and draft.slots["train"].get("epochs") != 1:
             draft.put("checkpoint.every", "1 epoch", note=OWN)
 
@@ -120,9 +120,8 @@ def _documents(report: Report, *, streamed: bool) -> None:
     """Decide whether texts see each other: only those of `pretraining_dataset` may do so."""
     packed = bool(report.value("data.packing", False))
     if streamed:
-        for entry in report.of("apart"):
-            entry.content = packed and entry.content
-        report.rename("apart", "data.documents_apart")
+        apart = packed and report.value("apart")
+        report.rename("apart", "data.documents_apart", content=apart)
     report.default("data.documents_apart", packed or not streamed, OWN)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stages.importing import rules
-from stages.importing.engines import CHOOSE, FOREIGN
+from stages.importing.engines import CHOOSE, foreign
 from stages.importing.rules import (
     RuleResult,
     Table,
@@ -28,14 +28,6 @@ from stages.importing.trainer import (
     template_setting,
 )
 
-
-def _optimizer(value: Any) -> RuleResult:
-    result = unsupported("no recipe has this optimizer", CHOOSE)(value)
-    if result.outcome == "refused":
-        result.fact, result.content = FOREIGN, "another optimizer"
-    return result
-
-
 _other = unsupported("no recipe trains like this", blocks=True)
 METHODS = rules.table({
     "pref_beta pref_ftx pref_bco_weight pref_loss dpo_label_smoothing ld_alpha kto_chosen_weight "
@@ -57,7 +49,8 @@ METHODS = rules.table({
         "the loss is the mean cross-entropy of the target tokens", blocks=True),
     "asft_alpha": passes("follows use_asft_loss"),
     "eaft_alpha": passes("follows use_eaft_loss"),
-    "use_galore use_apollo use_badam use_adam_mini use_muon": _optimizer,
+    "use_galore use_apollo use_badam use_adam_mini use_muon": foreign(
+        unsupported("no recipe has this optimizer", CHOOSE), lambda _: "another optimizer"),
     "galore_target galore_rank galore_update_interval galore_scale galore_proj_type "
     "galore_layerwise": passes("follows use_galore"),
     "apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type "

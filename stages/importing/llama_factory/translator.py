@@ -70,10 +70,8 @@ def _lengths(report: Report, *, running: bool) -> None:
     neat = report.value("neat", False)
     packed = neat or report.value("packing", False)
     length = report.value("cutoff") - (1 if packed else 0)
-    for entry in report.of("cutoff"):
-        entry.content = length
     why = "LLaMA-Factory packs one token less than cutoff_len" if packed else OWN
-    report.rename("cutoff", "data.sequence_length")
+    report.rename("cutoff", "data.sequence_length", content=length)
     report.default("data.sequence_length", length, why)
     if running:
         report.default("data.prepend_bos", False, "LLaMA-Factory joins texts without a start token")

@@ -225,7 +225,4 @@ def read_model(report: Report, file: str, block: Mapping[str, Any]) -> None:
     found += ("gate_proj", "up_proj", "down_proj") if report.value("tune.mlp") else ()
     found += ["lm_head"] if report.value("tune.output") else []
     for fact in ("tune.attention", "tune.mlp", "tune.output"):
-        for entry in report.of(fact):
-            entry.content = found
-        if found:
-            report.rename(fact, "adapter.targets")
+        report.rename(fact, "adapter.targets" if found else fact, content=found)

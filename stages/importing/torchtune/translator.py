@@ -58,12 +58,11 @@ class Torchtune(RecipeTranslator):
             report.default("procs", 1, f"{SINGLE} in the name of the file")
 
     def finish(self, draft: Draft) -> None:
-        report = draft.report
-        if report.given("export.adapter") and "adapter" in draft.slots:
+        if draft.given("export.adapter") and "adapter" in draft.slots:
             draft.slot("export", "export.adapter", "export.adapter")
         if draft.slots["train"].get("epochs") != 1:
             draft.put("checkpoint.every", "1 epoch", note="torchtune saves after each epoch")
-        if not report.known("data.sequence_length"):
+        if not draft.known("data.sequence_length"):
             what = "tokens of the longest row; torchtune cuts none without max_seq_len"
             draft.lacks("data.sequence_length", what)
 
@@ -106,10 +105,8 @@ def _defaults(report: Report) -> None:
         for field in ("master", "reduce"):
             report.default(f"precision.{field}", dtype, "torchtune has one dtype for everything")
     steps = report.value("cap", 0) * report.value("train.epochs", 1)
-    for entry in report.of("cap"):
-        entry.content = int(steps) or None
-        entry.why = "epochs x steps, if an epoch has so many"
-    report.rename("cap", "train.steps")
+    why = "epochs x steps, if an epoch has so many"
+    report.rename("cap", "train.steps", content=int(steps) or None, why=why)
 
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
