@@ -32,7 +32,7 @@ OPTIMIZERS: dict[str, dict[str, str]] = {
     **{name: {"moments": "8bit"} for name in _EIGHT_BITS},
 }
 """Fields of optimizer.adamw."""
-_strategy = ("no", "steps", "epoch")
+_WHEN = ("no", "steps", "epoch")
 
 
 def _warmup(value: Any) -> rules.RuleResult:
@@ -91,9 +91,9 @@ TRAINER = rules.table({
     "torch_compile_mode": sets("model.compile.mode"),
     "use_liger_kernel": when_on("model.kernels", "liger"),
     "logging_steps": sets("train.log_every", positive),
-    "eval_strategy": sets("eval_strategy", rules.choice(_strategy, "set train.eval_every")),
+    "eval_strategy": sets("eval_strategy", rules.choice(_WHEN, "set train.eval_every")),
     "eval_steps": sets("eval_steps", _steps_or_share),
-    "save_strategy": sets("save_strategy", rules.choice(_strategy, "set checkpoint.every")),
+    "save_strategy": sets("save_strategy", rules.choice(_WHEN, "set checkpoint.every")),
     "save_steps": sets("save_steps", _steps_or_share),
     "save_total_limit": sets("checkpoint.keep", positive),
     "load_best_model_at_end": when_on("checkpoint.keep_best", 1),

@@ -3,6 +3,7 @@ tool has one recipe."""
 
 from __future__ import annotations
 
+import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -165,33 +166,26 @@ def meaning(
     last: KeyOutcome | None = None
     others = {name: each for name, each in content.items() if name != key and name in table}
     for beside in (others, {}) if others else ({},):
-        for blocks in _places(table, key):
-            for company in companies:
-                whole = _among({**company, **beside}, blocks, {key: content[key]})
-                draft = drafted(ConfigFile(path=Path("config.yaml"), content=whole))
-                name = ".".join((*blocks, key))
-                found = next((one for one in draft.outcomes() if one.key == name), None)
-                if found is not None and found.to:
-                    return found
-                last = found or last
+        each = [_having(table, key, content[key], {**one, **beside}) for one in companies]
+        for name, whole in itertools.chain.from_iterable(zip(*each, strict=True)):
+            draft = drafted(ConfigFile(path=Path("config.yaml"), content=whole))
+            found = next((one for one in draft.outcomes() if one.key == name), None)
+            if found is not None and found.to:
+                return found
+            last = found or last
         if last is not None and last.outcome == "default":
             break
     return last
 
 
-def _among(company: Company, blocks: Sequence[str], content: Company) -> Company:
-    """Return the company, with more keys in a block of it."""
-    if not blocks:
-        return {**company, **content}
-    inner = company.get(blocks[0])
-    block = inner if isinstance(inner, Mapping) else {}
-    return {**company, blocks[0]: _among(block, blocks[1:], content)}
-
-
-def _places(table: Table, key: str, blocks: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the blocks around a key, for every place where the table has it."""
+def _having(table: Table, key: str, value: Any, company: Company) -> Iterator[tuple[str, Company]]:
+    """Yield the dotted name of a key for every place where the table has it, and the company with
+    the key there."""
     if key in table:
-        yield blocks
+        yield key, {**company, key: value}
     for block, inner in table.items():
         if isinstance(inner, Mapping):
-            yield from _places(inner, key, (*blocks, block))
+            given = company.get(block)
+            within = given if isinstance(given, Mapping) else {}
+            for name, content in _having(inner, key, value, within):
+                yield f"{block}.{name}", {**company, block: content}

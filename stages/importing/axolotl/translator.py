@@ -176,8 +176,8 @@ def _mappings(one: str) -> rules.Rule:
     usual: tuple[Any, ...] = (None, {}, {"role": "role", "content": "content"})
     why = "messages have role and content"
     named = rules.only(lambda value: value in usual, why, "names other keys", _RENAME)
-    sharegpt = rules.translated
-    return lambda value: sharegpt(f"{one}form", "sharegpt") if value == SHAREGPT else named(value)
+    sharegpt = sets(f"{one}form", lambda _: "sharegpt")
+    return lambda value: sharegpt(value) if value == SHAREGPT else named(value)
 
 
 def _known_roles(value: Any) -> bool:
