@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.importing import ConfigFile, Request
 from stages.importing import rules
 from stages.importing.reader import Reader
 from stages.importing.report import Draft, Report
-from stages.importing.rules import Table
-from stages.importing.sources import HELD, TRAIN
+from stages.importing.rules import Table, allowed, refused, sets, truth
+from stages.importing.sources import HELD, TRAIN, Style
 from stages.importing.tools import COMPONENT, TORCHTUNE
-from stages.importing.torchtune.keys import COSINE, TOP, logger, read_model, strict
-from stages.importing.torchtune.rows import read_set, take_template
+from stages.importing.torchtune.keys import COSINE, PLAIN, TOP, family, logger, read_model, strict
 from stages.importing.trainer import template_setting
 from stages.importing.translator import RecipeTranslator
 
@@ -41,7 +40,7 @@ class Torchtune(RecipeTranslator):
 
     def read(self, reader: Reader, others: Sequence[ConfigFile], request: Request) -> None:
         report, file = reader.report, reader.name
-        content = resolved(reader.content, report, file)
+        content = _resolved(reader.content, report, file)
         for key, value in content.items():
             if key == "model" and isinstance(value, Mapping):
                 read_model(report, file, value)
@@ -75,8 +74,8 @@ def _block(key: str, value: Any, content: Mapping[str, Any]) -> Table:
     if key in STRICT:
         return {key: strict(value, rule)}
     named = [content.get(each) for each in SETS]
-    sets = [one for each in named for one in (each if isinstance(each, list) else [each])]
-    if key == "tokenizer" and take_template(sets, value):
+    blocks = [one for each in named for one in (each if isinstance(each, list) else [each])]
+    if key == "tokenizer" and _take_template(blocks, value):
         return {key: {**rule, COMPONENT: template_setting}}
     return {key: logger(value)} if key == "metric_logger" else {}
 
@@ -87,7 +86,7 @@ def _read_sets(report: Report, file: str, key: str, content: Mapping[str, Any]) 
         name = f"{key}[{number}]" if isinstance(value, list) else key
         if isinstance(block, Mapping):
             one = f"{SETS[key]}{number}."
-            read_set(report, file, name, block, one, content.get("tokenizer"))
+            _read_set(report, file, name, block, one, content.get("tokenizer"))
         else:
             report.enter(file, name, block, rules.refused("must be a block of keys", blocks=True))
 
@@ -109,12 +108,138 @@ def _defaults(report: Report) -> None:
     report.rename("cap", "train.steps", content=int(steps) or None, why=why)
 
 
+PACKAGE = "torchtune.datasets."
+_RENAME = "rename the columns in the data"
+FORMS = {"sharegpt": "sharegpt", "openai": "messages"}
+COLUMNS = {"sharegpt": "conversations", "openai": "messages"}
+"""Style of a conversation -> column of data.chat."""
+PAIRS = {"input": "prompt", "output": "completion"}
+"""Columns of instruct_dataset -> those of data.chat."""
+ALPACA = {"instruction": "instruction", "input": "input", "output": "output"}
+
+
+class _Builder(NamedTuple):
+    """A builder of data sets, and what it does unless told."""
+
+    kind: str
+    source: str = ""
+    loss: str = "assistant"
+
+
+BUILDERS = {
+    "alpaca_dataset": _Builder("alpaca", "tatsu-lab/alpaca", loss="all"),
+    "alpaca_cleaned_dataset": _Builder("alpaca", "yahma/alpaca-cleaned", loss="all"),
+    "instruct_dataset": _Builder("instruct"),
+    "chat_dataset": _Builder("chat"),
+    "slimorca_dataset": _Builder("slimorca", "Open-Orca/SlimOrca-Dedup"),
+    "text_completion_dataset": _Builder("text", loss="all"),
+}
+
+
+def _builder(block: Mapping[str, Any]) -> _Builder | None:
+    """Return the builder that a block names; None if it is not one of those known here."""
+    return BUILDERS.get(str(block.get(COMPONENT, "")).removeprefix(PACKAGE))
+
+
+def _plain(tokenizer: Any) -> bool:
+    """Return whether a tokenizer puts nothing around messages."""
+    block = tokenizer if isinstance(tokenizer, Mapping) else {}
+    return family(block.get(COMPONENT)) in PLAIN and not block.get("prompt_template")
+
+
+def _take_template(blocks: list[Any], tokenizer: Any) -> bool:
+    """Return whether torchtune lays out rows of these data sets by the tokenizer's format."""
+    made = [_builder(block) for block in blocks if isinstance(block, Mapping)]
+    kinds = {each.kind for each in made if each}
+    return bool(kinds & {"chat", "slimorca"}) or ("instruct" in kinds and not _plain(tokenizer))
+
+
+def _read_set(
+    report: Report, file: str, key: str, block: Mapping[str, Any], one: str, tokenizer: Any
+) -> None:
+    """Read a data set whose facts begin with `one`."""
+    made = _builder(block)
+    if made is None:
+        hint = "use instruct_dataset, chat_dataset or text_completion_dataset, with a source"
+        why = "data.chat and data.text do not read such rows"
+        others = dict.fromkeys(block, rules.passes(f"follows {COMPONENT}"))
+        report.read(file, block, {**others, COMPONENT: _refuse(why, hint)}, f"{key}.")
+        return
+    plain = _plain(tokenizer)
+    # Text is cut where a sample is full.
+    running = made.kind == "text" and bool(
+        block.get("packed") and block.get("split_across_pack", 1)
+    )
+    forms = {"alpaca": "alpaca", "instruct": "prompt/completion", "slimorca": "sharegpt"}
+    style = Style(form=forms.get(made.kind), template=not plain)
+    if made.kind == "text":
+        style = Style(running=True) if running else Style(form="text")
+    if made.source:
+        report.default(f"{one}path", made.source, f"{key}.{COMPONENT} in {file}")
+    report.default("data.loss", made.loss, "torchtune's default")
+    report.default(f"{one}style", style, f"{key}.{COMPONENT} in {file}")
+    own = _own(made.kind, block, one, plain=plain, running=running)
+    report.read(file, block, strict(block, {**_shared(one), **own}), f"{key}.")
+
+
+def _shared(one: str) -> Table:
+    return rules.table({
+        COMPONENT: rules.passes("its settings are in the slot data"),
+        "source": sets(f"{one}path"), "data_files": sets(f"{one}files", rules.names),
+        "split": sets(f"{one}split"), "name subset": sets(f"{one}config"),
+        "revision": sets(f"{one}revision"), "packed": sets("data.packing", truth),
+        "new_system_prompt": template_setting,
+        "train_on_input": sets("data.loss", lambda value: "all" if truth(value) else "assistant"),
+    })  # fmt: skip
+
+
+def _own(kind: str, block: Mapping[str, Any], one: str, *, plain: bool, running: bool) -> Table:
+    """Return the rules for the keys that only one kind of builder has."""
+    if kind == "alpaca":
+        why = "torchtune puts Alpaca's prompt into a turn of the chat template"
+        hint = "data.template: true takes only the chat template, false only Alpaca's prompt"
+        own = {} if plain else {COMPONENT: _refuse(why, hint, blocks=False)}
+        return {"column_map": _columns(ALPACA), **own}
+    if kind == "instruct":
+        why = "its rows have `input` and `output`, and data.chat reads `prompt` and `completion`"
+        own = {} if block.get("column_map") else {COMPONENT: _refuse(why, _RENAME, blocks=False)}
+        return {"column_map": _columns(PAIRS), **own}
+    if kind == "chat":
+        column = COLUMNS.get(str(block.get("conversation_style")), "messages")
+        return {
+            "conversation_style": sets(f"{one}form", rules.choice(FORMS, blocks=True)),
+            "conversation_column": _column(column),
+        }
+    return {} if kind != "text" else {
+        "column": sets(f"{one}text_key") if running else _column("text"),
+        "add_eos": sets("data.append_eos", truth) if running else allowed(True),
+        "split_across_pack": rules.passes("data.text cuts rows, data.chat does not"),
+    }  # fmt: skip
+
+
+def _refuse(why: str, hint: str, *, blocks: bool = True) -> rules.Rule:
+    return lambda value: refused(why, hint, blocks=blocks)
+
+
+def _column(name: str) -> rules.Rule:
+    why, refusal = "data.chat reads this column", f"data.chat reads the column {name!r}"
+    return rules.only(lambda value: value == name, why, refusal, _RENAME, blocks=True)
+
+
+def _columns(names: Mapping[str, str]) -> rules.Rule:
+    def same(value: Any) -> bool:
+        return {**names, **(value if isinstance(value, Mapping) else {})} == names
+
+    refusal = f"data.chat reads {', '.join(names.values())}"
+    return rules.only(same, "data.chat reads these columns", refusal, _RENAME, blocks=True)
+
+
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 DEPTH = 10
 """Most references that follow one another."""
 
 
-def resolved(content: Mapping[str, Any], report: Report, file: str) -> dict[str, Any]:
+def _resolved(content: Mapping[str, Any], report: Report, file: str) -> dict[str, Any]:
     """Return the content with the values that OmegaConf's references (`${output_dir}/logs`) name.
     Keys with references to something outside the file are entered as refused, and left out."""
 
