@@ -158,7 +158,7 @@ def test_only_slots_without_a_planner_are_not_counted(tmp_path: Path) -> None:
     assert caveat == "slot `evaluate` (evaluate.lm) has no planner"
     assert f"not counted: {caveat}" in pipe("plan", recipe).stdout.splitlines()
     ours = {one.name for one in Registry.installed().entries() if one.distribution == BUILT_IN}
-    without = {"evaluate.lm", "wrap.accelerate", "train.hf_trainer"}
+    without = {"evaluate.lm", "wrap.accelerate", "train.hf_trainer", "optimizer.none"}
     assert ours - without == set(Planners.installed().names())
 
 
