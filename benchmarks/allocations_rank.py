@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import os
@@ -17,7 +18,6 @@ from typing import Any
 
 import torch
 import torch.distributed
-import torch.nn.functional as F
 from memories.cases import Case
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -25,8 +25,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline import testing
 from pipeline.chain.plan import Plan
+from pipeline.contracts.data import MicroBatch
 from pipeline.contracts.stage import Context
 from pipeline.distributed.process_group import DistContext, environment_dist
+from stages.objectives.cross_entropy import CrossEntropy
 
 SPOKEN = "output-"
 """Beginning of the name of a rank's output file, before the rank's number."""
@@ -208,21 +210,32 @@ def train(ctx: Context, case: Case, plan: Plan) -> None:
                 made[step.slot] = step.stage.run(here, **inputs)
         engine = made.pop("wrap")
         tokens = torch.arange(TOKENS).view(1, -1) + 1
+        batch = MicroBatch(tokens={"input_ids": tokens, "labels": tokens})
         for number in range(STEPS):
-            for turn in range(case.accumulation):
-                last = turn == case.accumulation - 1
-                one_microbatch(engine, tokens, f"{number}/{turn}", last=last)
+            mark_passes(engine.passes, f"{number}")
+            counts = {"targets": 1.0}
+            engine.accumulate([batch] * case.accumulation, CrossEntropy(), counts=counts)
             with phase(f"{number}/step"):
                 engine.step(lr_scales=[1.0])
 
 
-def one_microbatch(engine: Any, tokens: Tensor, name: str, *, last: bool) -> None:
-    """Run forward and backward; only the engine's state remains."""
-    with engine.microbatch(last=last):
-        with phase(f"{name}/forward"):
-            logits = engine.model(input_ids=tokens, use_cache=False).logits
-            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens.flatten(), reduction="sum")
-            del logits
-        with phase(f"{name}/backward"):
-            engine.backward(loss)
-            del loss
+def mark_passes(passes: Any, name: str) -> None:
+    """Mark forward and backward of each micro-batch of the next step."""
+    plain, turns = type(passes).train, itertools.count()
+
+    def train(batches: Any, sums: Any, around: Any, backward: Any) -> Any:
+        judge, turn = sums.judge, [0]
+
+        def forward(*given: Any) -> Tensor:
+            turn[0] = next(turns)
+            with phase(f"{name}/{turn[0]}/forward"):
+                return judge(*given)
+
+        def back(loss: Tensor) -> None:
+            with phase(f"{name}/{turn[0]}/backward"):
+                backward(loss)
+
+        sums.judge = forward
+        return plain(passes, batches, sums, around, back)
+
+    passes.train = train

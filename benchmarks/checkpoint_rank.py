@@ -266,9 +266,9 @@ def dcp_state(engine: Any) -> dict[str, Any]:
 
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     return {
-        "model": get_model_state_dict(engine.model, options=options),
+        "model": get_model_state_dict(engine.parts[0], options=options),
         "optimizer": get_optimizer_state_dict(
-            engine.model, engine.optimizers[0].optimizer, options=options
+            engine.parts[0], engine.optimizers[0].optimizer, options=options
         ),
     }
 
