@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from abc import ABC, abstractmethod
@@ -108,17 +109,22 @@ class MicroBatch:
     def sum_rows(self, values: Tensor) -> Tensor:
         """Sum `values`, shape (lines, length), over the tokens of each row, in the same order
         whatever the device; shape (rows,)."""
-        if self.positions is None:
-            return (values if self.real is None else values * self.real).sum(1)[: self.size]
-        return (values.flatten() * self._members()).sum(1)
+        import torch
+
+        # Chosen, not multiplied: what is not finite in one row stays there.
+        if self.positions is not None:
+            return torch.where(self._members, values.flatten(), 0.0).sum(1)
+        own = values if self.real is None else torch.where(self.real, values, 0.0)
+        return own.sum(1)[: self.size]
 
     def row_ends(self) -> Tensor:
         """The place of each row's last token among all tokens, line after line; shape (rows,)."""
         import torch
 
-        own = self._members()
+        own = self._members
         return (own * torch.arange(own.shape[1], device=own.device)).amax(1)
 
+    @functools.cached_property
     def _members(self) -> Tensor:
         """Whether a token belongs to a row; shape (rows, tokens)."""
         import torch

@@ -19,6 +19,7 @@ def read(data: Data, samples: Samples, indices: Sequence[int]) -> list[Sample]:
     differ in length, whose columns are not those of the others, or that has another number of
     targets or rows than the set says."""
     found = [samples[index] for index in indices]
+    first = _columns(found[0]) if found and isinstance(found[0], Sample) else {}
     for index, sample in zip(indices, found, strict=True):
         if not isinstance(sample, Sample):
             raise _error(
@@ -36,7 +37,7 @@ def read(data: Data, samples: Samples, indices: Sequence[int]) -> list[Sample]:
                 raise _error(samples, f"sample {index}: {rows} rows, {len(one)} {name}")
         if rows % data.group:
             raise _error(samples, f"sample {index}: {rows} rows in groups of {data.group}")
-        if (columns := _columns(sample)) != (first := _columns(found[0])):
+        if (columns := _columns(sample)) != first:
             raise _error(
                 samples,
                 f"sample {index} has columns {columns}, sample {indices[0]} has {first}",

@@ -14,7 +14,6 @@ from pipeline import (
     Objective,
     Scorer,
     ScoreRequest,
-    Scores,
     StageError,
     Unit,
 )
@@ -26,7 +25,7 @@ def judged(
     """Run the model on a micro-batch, and judge its scores. A filler adds 0 to each sum."""
     asked = objective.request
     if whole.filler:
-        nothing = _nothing(scorer(own, whole, _least(asked), **inputs))
+        nothing = _nothing(asked, scorer, own, whole, **inputs)
         return LossParts(terms=dict.fromkeys(objective.units, nothing))
     return objective(scorer(own, whole, asked, **inputs), whole)
 
@@ -37,22 +36,19 @@ def measured(
     """Run the model on a micro-batch, and measure its rows; shape (rows, width)."""
     asked = measure.request
     if whole.filler:
-        nothing = _nothing(scorer(own, whole, _least(asked), **inputs))
+        nothing = _nothing(asked, scorer, own, whole, **inputs)
         return nothing.new_zeros(0, measure.width)
     return measure(scorer(own, whole, asked, **inputs), whole)
 
 
-def _least(request: ScoreRequest) -> ScoreRequest:
-    """What is asked about a filler: a sum over no targets, unless the head has other outputs."""
-    chunk, by = request.chunk, request.compiled_by
-    values = request.values
-    return ScoreRequest(total=not values, values=values, chunk=chunk, compiled_by=by)
-
-
-def _nothing(scores: Scores) -> Tensor:
-    """0, with gradients of 0 for all that the model computed."""
-    values = vars(scores).get("values")
-    return scores.total if values is None else values.sum() * 0.0
+def _nothing(
+    asked: ScoreRequest, scorer: Scorer, own: MicroBatch, whole: MicroBatch, **inputs: Tensor
+) -> Tensor:
+    """Run the model on a filler; returns 0, with gradients of 0 for all that it computed."""
+    chunk, by, values = asked.chunk, asked.compiled_by, asked.values
+    least = ScoreRequest(total=not values, values=values, chunk=chunk, compiled_by=by)
+    scores = scorer(own, whole, least, **inputs)
+    return scores.values.sum() * 0.0 if values else scores.total
 
 
 class StepSums:

@@ -54,10 +54,10 @@ def rows_in_order(
             if dist.any(dist.stop.asked):
                 yield None
                 return
+            place, rest = rows(first, own[0][0]), rows(own[0][0], last)
             found = torch.zeros(
-                rows(first, last), measure.width, dtype=torch.float64, device=engine.device
+                place + rest, measure.width, dtype=torch.float64, device=engine.device
             )
-            place = rows(first, own[0][0])
             for part in itertools.islice(results, len(own)):
                 if part is not None:
                     found[place : place + len(part)] = part

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -173,3 +174,14 @@ def test_ids_of_any_kind_of_integer_are_those_of_torch() -> None:
     assert (batch.input_ids.dtype, batch.labels.dtype) == (torch.int64, torch.int64)
     given = Sample(input_ids=[4, 5], labels=torch.tensor([5, 6]))  # type: ignore[arg-type]
     assert collate([given], 0, CPU).labels.tolist() == [[5, 6]]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_what_is_not_finite_in_one_row_stays_there(packed: bool) -> None:
+    ids = np.arange(4)
+    positions = np.array([0, 1, 0, 1]) if packed else None
+    samples = [Sample(input_ids=ids, labels=ids, positions=positions)] * (1 if packed else 2)
+    batch = collate(samples, 0, CPU)
+    values = torch.ones(batch.labels.shape)
+    values[0, 0] = -torch.inf
+    assert batch.sum_rows(values).tolist() == [-torch.inf, 2.0 if packed else 4.0]
