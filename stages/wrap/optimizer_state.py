@@ -99,8 +99,10 @@ def declared_state(optimizer: Optimizer, part: OptimizerPart) -> Iterator[None]:
         ) from error
     finally:
         for of, state in optimizer.state.items():
-            if isinstance(state, _Started):
-                optimizer.state[of] = dict(state)
+            if isinstance(state, _Started):  # into the same mapping, which others may hold
+                started[of].clear()
+                started[of].update(state)
+                optimizer.state[of] = started[of]
     for state in optimizer.state.values() if part.packing is None else ():
         if not _kept(state, part) <= set(part.moments):
             raise _not_declared(state, part, type(optimizer).__name__)

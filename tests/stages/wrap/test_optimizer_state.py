@@ -39,20 +39,30 @@ class Stepping(Counting):
     key = "step"
 
 
+class Rebinding(torch.optim.SGD):
+    """A rule that keeps a new tensor after each update, not the old one with new values."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["average"] = state["average"] + 1
+
+
 RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 0.1}),
     "scheduled": (Scheduled, {"lr": 0.1}),
     "counting": (Counting, {"lr": 0.1}),
     "stepping": (Stepping, {"lr": 0.1}),
+    "rebinding": (Rebinding, {"lr": 0.1}),
 }
 
 
 def stepped(
     dist: DistContext, folder: str, wrap: str, moments: tuple[str, ...], algorithm: str = "sgd"
-) -> list[str]:
+) -> dict[str, float]:
     """Take a step of SGD with momentum, whose buffers torch makes in the first one, or of another
-    rule; return the kinds of state of a fragment."""
+    rule; return the kinds of state of a fragment, each with its largest value."""
     rule, settings = RULES[algorithm]
     part = OptimizerPart(
         algorithm=algorithm, hyperparameters=settings, moments=moments, counts_updates=False,
@@ -65,14 +75,26 @@ def stepped(
     tokens = torch.arange(12).view(2, 6)
     accumulated(engine, [micro_batch(tokens, tokens)], 1)
     engine.step(lr_scales=[1.0])
-    found = {kind for fragment in engine.fragments() for kind in fragment.state}
+    found = {
+        kind: values.max().item()
+        for fragment in engine.fragments()
+        for kind, values in fragment.state.items()
+    }
     engine.close()
-    return sorted(found)
+    return dict(sorted(found.items()))
 
 
 def test_state_that_is_declared_is_saved(tmp_path: Path) -> None:
     found = run_ranks(stepped, 1, str(tmp_path), "ddp", ("momentum_buffer",))[0]
-    assert found == ["momentum_buffer", "weight"]
+    assert list(found) == ["momentum_buffer", "weight"]
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "zero1"])
+def test_state_that_a_step_puts_in_place_of_the_declared_is_saved(
+    wrap: str, tmp_path: Path
+) -> None:
+    found = run_ranks(stepped, 1, str(tmp_path), wrap, ("average",), "rebinding")[0]
+    assert found["average"] == 1.0
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp full", "zero1", "zero3"])
