@@ -36,8 +36,7 @@ class Sample:
     """The place of each token in its document, which starts again at 0 with each of several in one
     sample. No token attends to another document's. None: one document."""
     apart: bool = False
-    """Whether each document is a line of the micro-batch, padded to its length, instead of all in
-    one line."""
+    """Whether to put each document on a line of its own, instead of all on one."""
     tokens: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     """Further columns with an entry for each token, shape (length, ...)."""
     rows: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
@@ -70,8 +69,8 @@ class MicroBatch:
     free: Mapping[str, Tensor] = field(default_factory=dict)
     """Further arguments of the model, neither padded nor cut."""
     documents: Sequence[Sequence[int]] | None = None
-    """Lengths of the documents of each line, of padding too, which is one; for the host, as
-    `positions` are for the device. None: not known, or one document a line."""
+    """Lengths of each line's documents, its padding last; the host reads them where the device
+    reads `positions`. None: not known, or one document a line."""
     size: int = -1
     """Number of rows; -1: one for each line."""
 
@@ -118,7 +117,7 @@ class MicroBatch:
         return own.sum(1)[: self.size]
 
     def row_ends(self) -> Tensor:
-        """The place of each row's last token among all tokens, line after line; shape (rows,)."""
+        """Index of each row's last token in the flattened lines; shape (rows,)."""
         import torch
 
         own = self._members

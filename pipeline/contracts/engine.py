@@ -171,8 +171,8 @@ class Engine(ABC):
     - `accumulate` takes all micro-batches of an optimizer step on this rank. Gradients become those
       of the loss over the batches of all ranks, however they are split. Every rank gives as many
       micro-batches; one without rows (`MicroBatch.filler`) adds nothing.
-    - `accumulate` returns parts of sums that add up to them over all ranks (`total`): 0 where a
-      rank computes none, or a copy of another's. `evaluate` yields rows on one rank only.
+    - `accumulate` returns this rank's part of each sum; `total` adds the parts. A rank that
+      computes none, or a copy of another's, returns 0. `evaluate` yields rows on one rank only.
     - `step(lr_scales=...)` sets every group's learning rate to its base rate times the factor of
       its part of the optimizer, clips by the global norm, steps, and clears gradients. The schedule
       is thus a pure function of the step and no part of the engine's state.
@@ -202,7 +202,8 @@ class Engine(ABC):
     def evaluate(self, batches: Iterable[MicroBatch], measure: Measure) -> Generator[Tensor | None]:
         """Measure each micro-batch (collective), without dropout and without gradients, on the
         weights to be evaluated: the trained ones, unless an engine keeps others for that. Yields
-        the rows, shape (rows, width), on one of the ranks that share them, and None on others."""
+        what the measure returns, shape (rows, width), on one of the ranks that share the
+        micro-batch, and None on the others."""
 
     def total(self, values: Tensor) -> Tensor:
         """Sum of every rank's tensor (collective), in the memory of `values`."""

@@ -83,8 +83,9 @@ class ModelSource(ABC):
         group: ProcessGroup | None = None,
         forward: Callable[..., Any] | None = None,
     ) -> Scorer:
-        """What runs `model`, that of `build`, wrapped or a stage of a pipeline, to scores. Ranks of
-        `group` have slices of the same sequences; `forward` is called instead of the model."""
+        """Return a scorer that runs `model`: the module of `build`, wrapped, or cut to a stage of a
+        pipeline. Ranks of `group` have slices of the same sequences; `forward` is called instead of
+        the model."""
 
     @property
     @abstractmethod

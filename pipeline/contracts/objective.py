@@ -14,13 +14,14 @@ if TYPE_CHECKING:
     from pipeline.contracts.data import MicroBatch
 
 Unit = Literal["targets", "rows", "groups"]
-"""What sums are divided by, whose number in a step is known by index: target tokens; rows
-(documents); groups of rows that belong together (`Data.group`), such as pairs."""
+"""Count that a sum is divided by: target tokens; rows (documents); groups of rows that belong
+together (`Data.group`), such as pairs. Every rank knows it for a whole step without
+communication."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreRequest:
-    """The scores that an objective needs, and the memory to compute them in."""
+    """Names the scores to compute, as in `Scores`, and limits the memory for them."""
 
     total: bool = False
     tokens: bool = False
@@ -53,7 +54,7 @@ class Scores:
     entropy: Tensor
     """Entropy in nats of the prediction at each target; shape (lines, length)."""
     candidates: Tensor
-    """Log-probabilities of the k ids asked for, and of all others together, at each target; shape
+    """Log-probability of each of the k ids, then of all other ids together, at each target; shape
     (lines, length, k + 1)."""
     values: Tensor
     """Output of a head that is not over the vocabulary; shape (lines, length, outputs)."""
@@ -61,7 +62,7 @@ class Scores:
     """Logits of the token after each row; shape (rows, vocabulary)."""
     router: Tensor
     """Weighted loss of a mixture of experts' router, a mean over the micro-batch's tokens; a
-    scalar."""
+    scalar. Not computed where ranks divide sequences or layers."""
 
     def __init__(self, **found: Tensor) -> None:
         vars(self).update(found)
@@ -75,7 +76,8 @@ class LossParts:
     """Sums over the rows of a micro-batch; scalars in fp32."""
 
     terms: Mapping[Unit, Tensor]
-    """Sums whose means, each over the step's number of that unit, add up to the loss."""
+    """Sum of the loss in each unit. The engine divides each by the step's count of that unit and
+    adds the quotients."""
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     """Sums for metrics."""
 

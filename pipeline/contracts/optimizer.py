@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -45,8 +44,8 @@ class StateCodec(ABC):
 
     @abstractmethod
     def pack(self, state: Mapping[str, Any], moment: str, values: Tensor) -> None:
-        """Set all elements of a moment to `values`, which come from `unpack` and were overwritten
-        since. Unpacking, packing and unpacking again gives the same bits."""
+        """Store `values` as all elements of a moment. They came from `unpack`, and the caller has
+        written into them. Unpacking what was packed returns the same bits."""
 
 
 class WholeMatrices(Protocol):
@@ -71,7 +70,7 @@ class WholeMatrices(Protocol):
 
 
 class UpdateRule(NamedTuple):
-    """What a strategy has to know of an update rule."""
+    """An update rule, as far as a strategy has to know it."""
 
     algorithm: str
     """Name of the rule (`adamw`). A strategy may run its own kernel of the same rule."""
@@ -93,9 +92,10 @@ class OptimizerPart:
     elementwise: bool = True
     """See `UpdateRule`."""
     hyperparameters: Mapping[str, Any]
-    """Arguments of the rule's torch class: lr, betas, eps, weight_decay."""
+    """Arguments of the rule's torch class: `lr` always, betas, eps, weight_decay."""
     groups: Callable[[Iterable[NamedParameter]], list[dict[str, Any]]]
-    """The part's parameters -> torch parameter groups, each with `params` and its overrides."""
+    """Divides the part's parameters into torch parameter groups, each with `params` and what
+    differs from `hyperparameters`."""
     moments: Sequence[str]
     """Names of what the optimizer keeps for each element of a parameter. Without a `packing`, keys
     of its state that are tensors of the parameter's shape, zeros at first."""
@@ -112,7 +112,7 @@ class OptimizerPart:
 @dataclass(frozen=True, kw_only=True)
 class OptimizerPlan:
     """The parts of a recipe's optimizer, and what they share. Raises StageError unless several
-    parts have different names."""
+    parts have different names, and each has a learning rate."""
 
     parts: Sequence[OptimizerPart]
     max_grad_norm: float | None
@@ -125,6 +125,9 @@ class OptimizerPlan:
         names = [part.name for part in self.parts]
         if len(names) > 1 and ("" in names or len({*names}) < len(names)):
             raise StageError(f"parts of the optimizer need different names, these are {names}")
+        for part in self.parts:
+            if "lr" not in part.hyperparameters:
+                raise StageError(f"{part.algorithm} has no `lr` among its hyperparameters")
 
     @property
     def rules(self) -> list[UpdateRule]:
@@ -153,8 +156,8 @@ class OptimizerPlan:
 
     def rates(self, lr_scales: Sequence[float]) -> dict[str, float]:
         """Learning rates by name of metric, before the ratios of groups: `lr` of the first part,
-        `lr/NAME` of others. NaN where a rule has none."""
+        `lr/NAME` of others."""
         return {
-            f"lr/{part.name}" if number else "lr": part.hyperparameters.get("lr", math.nan) * scale
+            f"lr/{part.name}" if number else "lr": part.hyperparameters["lr"] * scale
             for number, (part, scale) in enumerate(zip(self.parts, lr_scales, strict=True))
         }

@@ -31,7 +31,8 @@ class Wiring:
         return None
 
     def producers(self, slot: str, artifact: type) -> Iterator[str]:
-        """That slot, then the one whose artifact it has changed, and so on to the first."""
+        """The slot whose `artifact` a slot gets, then the slot whose artifact that one has changed,
+        and so on to the first."""
         found = self.producer(slot, artifact)
         while found is not None:
             yield found

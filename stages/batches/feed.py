@@ -19,9 +19,8 @@ import torch
 from torch.profiler import record_function
 
 from pipeline import Data, DataAxis, MicroBatch, Progress, Sample, StageError, Unit
-from stages.batches.layout import collate
 from stages.batches.prefetch import Prefetch
-from stages.batches.samples import count_units, read, require_known
+from stages.batches.samples import count_units, micro_batch, read
 from stages.batches.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ class Feed:
     ) -> None:
         """Tokens are compared with the size of the `vocabulary`, if that is given."""
         self._data = data
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._axis = axis
         self._device = device
         self._batch = plan.global_batch_size
@@ -175,9 +174,9 @@ class Feed:
 
     def _prepare(self, place: Place) -> Prepared:
         position, number = place
+        first = int(self._indices(position, self.count(position))[0])
         indices = self._shares(position)[number]
-        samples = read(self._data, self._data.train, indices)
-        if self._vocabulary is not None:
-            require_known(self._data.train, indices, samples, self._vocabulary)
-        batch = collate(samples, self._data.pad_id, CPU)
-        return self._transfer.begin(batch), [len(sample.input_ids) for sample in samples]
+        batch, lengths = micro_batch(
+            self._data, self._data.train, indices, first, CPU, self.vocabulary
+        )
+        return self._transfer.begin(batch), lengths

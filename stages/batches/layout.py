@@ -154,9 +154,13 @@ def equal_shapes(batches: Sequence[MicroBatch], least: int) -> list[MicroBatch]:
     length = max(batch.input_ids.shape[1] for batch in batches)
     packed = any(batch.positions is not None for batch in batches)
     even = [pad(batch, lines, length, packed=packed) for batch in batches]
-    nothing = {**even[0].tokens, "labels": torch.full_like(even[0].labels, NO_TARGET)}
-    filler = replace(even[0], tokens=nothing, rows={}, size=0)
-    return even + [filler] * (least - len(even))
+    return even + [filler_like(even[0])] * (least - len(even))
+
+
+def filler_like(batch: MicroBatch) -> MicroBatch:
+    """A filler of the shape of a micro-batch, with its further arguments of the model."""
+    tokens = {**batch.tokens, "labels": torch.full_like(batch.labels, NO_TARGET)}
+    return replace(batch, tokens=tokens, rows={}, size=0)
 
 
 def sequence_slice(batch: MicroBatch, index: int, count: int) -> MicroBatch:

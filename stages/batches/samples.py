@@ -1,4 +1,4 @@
-"""Samples of a data slot, read and compared with what it promises of them.
+"""Samples of a data slot in micro-batches, compared with what the slot promises of them.
 
 The loss of a step is divided by the number of targets that `targets` says, before a sample is read:
 a wrong number would scale the gradient, and nobody would see it.
@@ -6,18 +6,46 @@ a wrong number would scale the gradient, and nobody would see it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from pipeline import NO_TARGET, Data, DataError, Sample, Samples, Unit
+from pipeline import NO_TARGET, Data, DataError, MicroBatch, Sample, Samples, Unit
+from stages.batches.layout import collate, filler_like
+
+TAKEN = ("input_ids", "labels", "positions", "real")
+"""Per-token columns of a micro-batch that a sample's own may not be called."""
 
 
-def read(data: Data, samples: Samples, indices: Sequence[int]) -> list[Sample]:
+def micro_batch(
+    data: Data,
+    samples: Samples,
+    indices: Sequence[int],
+    first: int,
+    device: torch.device,
+    vocabulary: int | None = None,
+) -> tuple[MicroBatch, list[int]]:
+    """The samples at `indices` in one micro-batch, and their lengths. Without any, a filler: with
+    the further arguments of the model that sample `first` has, so that all ranks run the same parts
+    of the model. Raises DataError as `read`."""
+    found = read(data, samples, indices, vocabulary)
+    if not found:
+        (like,) = read(data, samples, [first], vocabulary)
+        if like.free:
+            return filler_like(collate([like], data.pad_id, device)), []
+    return collate(found, data.pad_id, device), [len(sample.input_ids) for sample in found]
+
+
+def read(
+    data: Data, samples: Samples, indices: Sequence[int], vocabulary: int | None = None
+) -> list[Sample]:
     """Return samples of one of the data's sets. Raises DataError for one that is none, whose parts
-    differ in length, whose columns are not those of the others, or that has another number of
-    targets or rows than the set says."""
+    differ in length, whose positions are not those of whole documents, whose columns are not those
+    of the others, that has another number of targets or rows than the set says, or a token outside
+    of the `vocabulary`."""
     found = [samples[index] for index in indices]
     first = _columns(found[0]) if found and isinstance(found[0], Sample) else {}
     for index, sample in zip(indices, found, strict=True):
@@ -28,8 +56,7 @@ def read(data: Data, samples: Samples, indices: Sequence[int]) -> list[Sample]:
                 hint="`__getitem__` returns a Sample(input_ids=..., labels=...)",
             )
         size, rows = len(sample.input_ids), sample.documents
-        positions = [] if sample.positions is None else [("positions", sample.positions)]
-        for name, one in [("labels", sample.labels), *positions, *sample.tokens.items()]:
+        for name, one in _per_token(data, samples, index, sample):
             if len(one) != size:
                 raise _error(samples, f"sample {index}: {size} input_ids, {len(one)} {name}")
         for name, one in sample.rows.items():
@@ -46,7 +73,41 @@ def read(data: Data, samples: Samples, indices: Sequence[int]) -> list[Sample]:
     if found:
         _require_targets(samples, indices, found)
         _require_rows(samples, indices, found)
+    if vocabulary is not None:
+        _require_known(samples, indices, found, vocabulary)
     return found
+
+
+def _per_token(
+    data: Data, samples: Samples, index: int, sample: Sample
+) -> Iterator[tuple[str, NDArray[Any]]]:
+    """Columns with an entry for each token, other than ids. Raises DataError for labels that are no
+    tokens, positions that are not those of whole documents, and names that are taken."""
+    labels = np.asarray(sample.labels)
+    yield "labels", labels
+    if odd := labels[(labels < 0) & (labels != NO_TARGET)].tolist():
+        hint = f"{NO_TARGET} is the label of a position that is not trained on"
+        raise _error(samples, f"sample {index} has label {odd[0]}", hint=hint)
+    if sample.positions is not None:
+        places = np.asarray(sample.positions)
+        yield "positions", places
+        if sample.documents > 1 and not sample.apart and not data.packed:
+            hint = "set packed=True in its Data: the model is then tested before it trains"
+            raise _error(samples, f"sample {index} has several documents in one line", hint=hint)
+        steps = np.diff(places)
+        if places[:1].any() or ((places[1:] != 0) & (steps != 1)).any():
+            hint = "positions count the tokens of each document from 0"
+            raise _error(samples, f"sample {index} has positions {_begin(places)}", hint=hint)
+    for name, column in sample.tokens.items():
+        if name in TAKEN:
+            message = f"sample {index} has a further column {name!r}, a name that is taken"
+            raise _error(samples, message, hint="give it another name")
+        yield name, column
+
+
+def _begin(values: NDArray[Any]) -> str:
+    """The first of them, as in `[3, 4, 5, ...]`."""
+    return f"[{', '.join(map(str, values[:8]))}{', ...' * (len(values) > 8)}]"
 
 
 def count_units(
@@ -93,7 +154,7 @@ def _require_rows(samples: Samples, indices: Sequence[int], found: Sequence[Samp
         raise _error(samples, have, hint=hint)
 
 
-def require_known(
+def _require_known(
     samples: Samples, indices: Sequence[int], found: Sequence[Sample], vocabulary: int
 ) -> None:
     """Raise DataError for a token of a sample that the model has no row for."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from pipeline import StageError
 from pipeline.utils import local_part
 from stages.objectives.logits_loss import LossOfLogits, loss_of_logits
 from stages.objectives.token_scores import TokenScores
@@ -147,7 +148,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> Any:
         grads, ctx.grads = ctx.grads, None
         if grads is None:
-            raise RuntimeError("the loss in chunks can be differentiated once")
+            raise StageError(
+                "the loss in chunks is differentiated once, and this schedule does so twice",
+                hint="compute the loss without chunks, or choose another schedule",
+            )
         scaled = [None if grad is None else grad.mul_(upstream.to(grad.dtype)) for grad in grads]
         return *scaled, None, None, None, None
 

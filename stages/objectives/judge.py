@@ -80,11 +80,12 @@ class StepSums:
                 f"{sorted(self._sums)}",
                 hint="`units` names the terms, `metrics` the sums",
             )
-        for unit, term in parts.terms.items():
+        terms = {unit: _scalar(unit, term) for unit, term in parts.terms.items()}
+        for unit, term in terms.items():
             self._terms[unit] = self._terms[unit] + term.detach()
         for name, value in parts.sums.items():
-            self._sums[name] = self._sums[name] + value.detach()
-        first, *more = (term * self._scales[unit] for unit, term in parts.terms.items())
+            self._sums[name] = self._sums[name] + _scalar(name, value).detach()
+        first, *more = (term * self._scales[unit] for unit, term in terms.items())
         return sum(more, first)
 
     def part(self, *, counted: bool) -> LossParts:
@@ -95,3 +96,11 @@ class StepSums:
             terms={unit: torch.zeros_like(term) for unit, term in self._terms.items()},
             sums={name: torch.zeros_like(value) for name, value in self._sums.items()},
         )
+
+
+def _scalar(name: str, value: Tensor) -> Tensor:
+    """A sum in fp32, which ranks without rows add their zeros to."""
+    if value.ndim:
+        shape = tuple(value.shape)
+        raise StageError(f"an objective's {name} has shape {shape}: a sum over rows is a scalar")
+    return value.float()

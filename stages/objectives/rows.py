@@ -12,8 +12,7 @@ from torch import Tensor
 
 from pipeline import Data, DistContext, Engine, Measure, MicroBatch, Samples
 from stages.batches.feed import microbatches
-from stages.batches.layout import collate
-from stages.batches.samples import read
+from stages.batches.samples import micro_batch
 
 BLOCK = 16
 """Micro-batches on each rank whose results are shared at once."""
@@ -27,11 +26,14 @@ def rows_in_order(
     micro_batch_size: int,
     dist: DistContext,
     layout: Callable[[MicroBatch], MicroBatch] = lambda batch: batch,
+    *,
+    vocabulary: int | None = None,
 ) -> Generator[Tensor | None]:
     """Yield what `measure` says of each row of one of the data's sets, in order and block by block,
     on every rank; shape (rows, width), fp64 (collective). None, the last one, if a rank was asked
-    to stop. `layout` changes each micro-batch before it is measured. Raises DataError for a sample
-    that is not as the set says."""
+    to stop. `layout` changes each micro-batch before it is measured. Tokens are compared with the
+    size of the `vocabulary`, if that is given. Raises DataError for a sample that is not as the set
+    says."""
     axis, total = engine.data_axis, len(samples)
     step = axis.count * micro_batch_size * BLOCK
     blocks = [(start, min(start + step, total)) for start in range(0, total, step)]
@@ -43,8 +45,8 @@ def rows_in_order(
     def batches() -> Iterator[MicroBatch]:
         for start, end in itertools.chain.from_iterable(shares):
             dist.heartbeat.beat()
-            found = read(data, samples, range(start, end))
-            yield layout(collate(found, data.pad_id, engine.device))
+            own = range(start, end)
+            yield layout(micro_batch(data, samples, own, 0, engine.device, vocabulary)[0])
 
     def rows(start: int, end: int) -> int:
         return samples.total_rows(np.arange(start, end))

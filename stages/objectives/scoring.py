@@ -54,6 +54,12 @@ class ModelScorer:
         columns = TokenScores.asked(request, own)
         if request.values and (columns or request.total or request.logits):
             raise StageError("an objective asks for values, and for scores of a vocabulary")
+        if request.router is not None and (self._group is not None or inputs):
+            raise StageError(
+                "an objective asks for the router's loss, a mean over whole sequences, which is "
+                "not computed where ranks divide sequences or layers",
+                hint="leave out context_parallel and pipeline_parallel",
+            )
         arguments: dict[str, Any] = {**inputs} or {"input_ids": own.input_ids, **own.free}
         if request.router is not None:
             arguments |= RouterLoss.arguments
@@ -89,14 +95,13 @@ class ModelScorer:
         """Scores from all logits, shape (lines, length, vocabulary), of which ranks may have
         parts."""
         if request.values:
-            return {"values": logits.float()}
+            return {"values": whole_vocabulary(local_part(logits), _shard(logits))}
         found = dict[str, Tensor]()
         if request.logits:
             found["logits"] = self._at_row_ends(logits, whole)
         flat, labels = logits.flatten(0, 1), own.labels.reshape(-1)
         if columns:
-            shard = VocabularyShard.of(flat) if isinstance(flat, DTensor) else None
-            scores = columns(local_part(flat), labels, _candidates(own, request), shard)
+            scores = columns(local_part(flat), labels, _candidates(own, request), _shard(flat))
             found |= columns.named(scores.view(*own.labels.shape, -1))
         elif request.total:
             found["total"] = -_cross_entropy(flat, labels)
@@ -109,9 +114,9 @@ class ModelScorer:
         ends = whole.row_ends()
         line, place = ends // length, ends % length - rank * size
         here = (place >= 0) & (place < size)
-        shard = VocabularyShard.of(logits) if isinstance(logits, DTensor) else None
-        own = local_part(logits)[line, torch.where(here, place, 0)] * here[:, None]
-        found = whole_vocabulary(own, shard, logits.shape[-1])
+        found = local_part(logits)[line, torch.where(here, place, 0)]
+        own = torch.where(here[:, None], found, 0.0)
+        found = whole_vocabulary(own, _shard(logits))
         return found if self._group is None else all_reduce(found, self._group)
 
     def _complete(self, found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -134,11 +139,16 @@ class ModelScorer:
         return self._routers[weight]
 
 
+def _shard(logits: Tensor) -> VocabularyShard | None:
+    """The shard of the head's outputs that this rank has; None for all."""
+    return VocabularyShard.of(logits) if isinstance(logits, DTensor) else None
+
+
 def _in_chunks(
     hidden: Tensor, head: nn.Linear, own: MicroBatch, request: ScoreRequest, columns: TokenScores
 ) -> Tensor:
-    """What the head returns in the place of logits: the sum of log-probabilities, or the token
-    scores, shape (lines, length, columns)."""
+    """Return the sum of log-probabilities, or the token scores, shape (lines, length, columns), in
+    place of the head's logits."""
     assert request.chunk is not None
     flat, labels = hidden.reshape(-1, hidden.shape[-1]), own.labels.reshape(-1)
     if columns:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from pipeline import NO_TARGET, MicroBatch, ScoreRequest
 from stages.collectives import all_reduce, sum_gradients
@@ -27,7 +26,8 @@ class TokenScores(NamedTuple):
         """The columns that a request asks for."""
         name = request.candidates
         count = batch.tokens[name].shape[-1] if name else 0
-        return cls(request.tokens, request.entropy, count)
+        others = request.entropy or count > 0
+        return cls(request.tokens or (request.total and others), request.entropy, count)
 
     def __bool__(self) -> bool:
         return self.tokens or self.entropy or self.candidates > 0
@@ -104,7 +104,9 @@ class _Vocabulary(NamedTuple):
             own = torch.zeros_like(ids, dtype=self.logits.dtype)
         else:
             own = self.logits.gather(-1, columns) * here
-        return all_reduce(own, self.shard.group)
+        # An id that no rank has is an error of an index elsewhere.
+        known = (ids >= 0) & (ids < self.shard.whole)
+        return all_reduce(own, self.shard.group).masked_fill(~known, torch.nan)
 
     def without(self, ids: Tensor) -> _Vocabulary:
         """The vocabulary without `ids`, shape (tokens, k)."""
@@ -117,11 +119,9 @@ class _Vocabulary(NamedTuple):
         return _Vocabulary(self.logits.masked_fill(left_out, -torch.inf), self.shard)
 
 
-def whole_vocabulary(logits: Tensor, shard: VocabularyShard | None, size: int) -> Tensor:
-    """Logits (rows, vocabulary) of fp32 from those of a shard (collective), not differentiable."""
+def whole_vocabulary(logits: Tensor, shard: VocabularyShard | None) -> Tensor:
+    """Logits (..., vocabulary) of fp32 from those of a shard (collective)."""
     if shard is None:
         return logits.float()
-    whole = logits.new_zeros(len(logits), size, dtype=torch.float32)
-    whole[:, shard.first : shard.first + shard.size] = logits
-    dist.all_reduce(whole, op=ReduceOp.SUM, group=shard.group)
-    return whole
+    ends = shard.first, shard.whole - shard.first - shard.size
+    return all_reduce(F.pad(logits.float(), ends), shard.group)

@@ -24,6 +24,8 @@ class VocabularyShard(NamedTuple):
 
     first: int
     size: int
+    whole: int
+    """Rows of all ranks."""
     group: ProcessGroup
 
     @classmethod
@@ -40,8 +42,9 @@ class VocabularyShard(NamedTuple):
         """The shard of a tensor of logits or of a head's weight, on a mesh of one axis."""
         mesh, (placement,) = tensor.device_mesh, tensor.placements
         assert placement.is_shard(), f"the vocabulary is not sharded: {placement}"
-        own = own_chunk(tensor.shape[placement.dim], mesh)  # type: ignore[attr-defined]
-        return cls(own.start, len(own), mesh.get_group())
+        whole = tensor.shape[placement.dim]  # type: ignore[attr-defined]
+        own = own_chunk(whole, mesh)
+        return cls(own.start, len(own), whole, mesh.get_group())
 
     def columns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """The columns of `ids` in this rank's logits, 0 for others', and whether they are here."""

@@ -170,7 +170,7 @@ class TrainCausalLm(BatchPlan):
         return train(self, ctx, engine, data, optimizer, checkpoints, model, callback)
 
     def objective(self, model: ModelSource) -> Objective:
-        """What is minimised. A stage that inherits from this one may have another."""
+        """Return the function to minimise. A stage that inherits from this one may have another."""
         from stages.objectives.cross_entropy import CrossEntropy
 
         chunk, by, router = self.loss_chunk_size, model.compiled_by, self.router_loss

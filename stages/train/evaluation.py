@@ -7,19 +7,31 @@ import math
 
 import numpy as np
 
-from pipeline import Data, DistContext, Engine, Measure, Progress
+from pipeline import Data, DistContext, Engine, Measure, Progress, StageError
 from pipeline.utils import plural
 from stages.objectives.rows import rows_in_order
 from stages.train.settings import EarlyStopping
 
 
 def evaluate(
-    engine: Engine, measure: Measure, data: Data, micro_batch_size: int, dist: DistContext
+    engine: Engine,
+    measure: Measure,
+    data: Data,
+    micro_batch_size: int,
+    dist: DistContext,
+    vocabulary: int | None = None,
 ) -> float | None:
     """Mean over all target tokens of the held-out samples of the first number that `measure` has
-    for each row, its loss in nats (collective); None if a rank was asked to stop meanwhile."""
+    for each row, its loss in nats (collective); None if a rank was asked to stop meanwhile. Raises
+    DataError for a sample that is not as the set says, or has a token outside of the
+    `vocabulary`."""
     assert data.heldout is not None
-    blocks, total = rows_in_order(engine, measure, data, data.heldout, micro_batch_size, dist), 0.0
+    total, blocks = (
+        0.0,
+        rows_in_order(
+            engine, measure, data, data.heldout, micro_batch_size, dist, vocabulary=vocabulary
+        ),
+    )
     with contextlib.closing(blocks):
         for rows in blocks:
             if rows is None:
@@ -29,9 +41,12 @@ def evaluate(
 
 
 def heldout_targets(data: Data) -> int:
-    """Target tokens of all held-out samples."""
+    """Target tokens of all held-out samples. Raises StageError if there are none."""
     assert data.heldout is not None
-    return data.heldout.total_targets(np.arange(len(data.heldout)))
+    found = data.heldout.total_targets(np.arange(len(data.heldout)))
+    if not found:
+        raise StageError("no held-out sample has a target token, so there is nothing to evaluate")
+    return found
 
 
 def set_metric(progress: Progress, name: str, value: float) -> None:

@@ -114,7 +114,7 @@ class Training:
         progress, config, feed = self.progress, self.config, self.step.feed
         self.evaluated = "eval_loss" in progress.metrics
         samples = feed.samples(progress.samples)
-        verify_packing(self.step.engine, self.data, samples, self.measure)
+        verify_packing(self.step.engine, self.data, samples)
         self.callbacks.restore(progress.callbacks)
         self.callbacks.state()  # one that cannot be saved is found before anything is trained
         self.meter.restart(progress)
@@ -200,7 +200,8 @@ class Training:
         dist.heartbeat.beat(Phase.EVALUATE)
         with self._paused():
             size = self.config.microbatch_size(engine.data_axis.count)
-            loss = evaluate(engine, self.measure, self.data, size, dist)
+            known = self.step.feed.vocabulary
+            loss = evaluate(engine, self.measure, self.data, size, dist, known)
             if loss is None:
                 self._stop()  # a resumed run evaluates these weights first
             self.evaluated = True

@@ -11,7 +11,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from pipeline import DistContext, Engine, Progress
+from pipeline import DistContext, Engine, Progress, StageError
 from pipeline.hardware import peak_beyond
 from pipeline.utils import HostCopy
 from stages.batches.feed import BatchStats
@@ -20,6 +20,8 @@ from stages.train.profiling import Profile
 from stages.train.step import StepResult
 
 PEAKS = ("peak_memory_bytes", "peak_host_memory_bytes")
+OTHERS = ("step", "eval_loss", "perplexity")
+"""Further names in `metrics.jsonl`."""
 
 
 class Moment:
@@ -180,7 +182,6 @@ class StepMeter:
             "tokens_per_second_per_rank": total.tokens / seconds / ranks,
             "data_wait_share": total.seconds / seconds / shares,
             **peaks,
-            **dict(zip(taken.metrics, sums[named:], strict=True)),
         }
         if self._cost is not None:
             spent = seconds * ranks
@@ -188,4 +189,9 @@ class StepMeter:
         if profile is not None:
             parts = profile.shares._asdict().items()
             record |= {"profiled": True, **{f"{name}_share": share for name, share in parts}}
-        return record
+        if both := {*taken.metrics} & {*record, *OTHERS}:
+            raise StageError(
+                f"the objective has a metric {min(both)!r}, a name that each step's record has",
+                hint="give it another name, such as reward/margin",
+            )
+        return record | dict(zip(taken.metrics, sums[named:], strict=True))

@@ -16,9 +16,12 @@ from pipeline import (
     Progress,
     StageError,
     StepReport,
+    Unit,
 )
 from stages.batches.feed import BatchStats, Feed
 from stages.train.anomalies import AnomalyMonitor
+
+UNITS: Mapping[Unit, str] = {"targets": "target token", "rows": "row", "groups": "group of rows"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,12 +62,15 @@ class TrainStep:
     heartbeat: Heartbeat
 
     def __call__(self, progress: Progress) -> StepResult:
-        """Take the step after `progress` (collective). Raises StageError without targets."""
+        """Take the step after `progress` (collective). Raises StageError without anything that the
+        loss is divided by."""
         feed, monitor, position = self.feed, self.monitor, progress.samples
         units, metrics = self.objective.units, self.objective.metrics
         counts = feed.counts(position, {*units, *metrics.values()})
-        if not counts["targets"]:
-            raise StageError(f"step {progress.step + 1}: no target token in the whole batch")
+        for unit in units:
+            if not counts[unit]:
+                what = UNITS[unit]
+                raise StageError(f"step {progress.step + 1}: no {what} in the whole batch")
         taken: list[BatchStats] = []
         batches = self._batches(progress, taken)
         parts = self.engine.accumulate(batches, self.objective, counts=counts)

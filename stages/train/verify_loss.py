@@ -8,8 +8,9 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
-from pipeline import NO_TARGET, Data, Engine, Measure, Sample, StageError
+from pipeline import NO_TARGET, Data, Engine, Sample, StageError
 from stages.batches.layout import collate
+from stages.objectives.cross_entropy import RowLoss
 
 SEARCHED = 256
 """Samples that are searched for a usable one."""
@@ -22,7 +23,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 5e-3}
 HINT = "set packing: false, or another `attention` in the model slot"
 
 
-def verify_packing(engine: Engine, data: Data, samples: Iterable[Sample], measure: Measure) -> None:
+def verify_packing(engine: Engine, data: Data, samples: Iterable[Sample]) -> None:
     """Raise StageError if the loss of a document depends on the one before it (collective).
     Does nothing if none of the first `samples` is packed."""
     documents = _two_documents(samples) if data.packed else None
@@ -30,9 +31,9 @@ def verify_packing(engine: Engine, data: Data, samples: Iterable[Sample], measur
         return
     first, second = documents
     other = Sample(input_ids=np.full_like(first.input_ids, data.pad_id), labels=first.labels)
-    own = _loss(engine, data, measure, second)
-    after = _loss(engine, data, measure, _packed(first, second))
-    after_other = _loss(engine, data, measure, _packed(other, second))
+    own = _loss(engine, data, second)
+    after = _loss(engine, data, _packed(first, second))
+    after_other = _loss(engine, data, _packed(other, second))
     what = "a document sees the one before it in the same sample"
     _require_close(what, after_other, after, LEAK)
     what = "a document's loss in a packed sample differs from its loss in its own sample"
@@ -69,11 +70,11 @@ def _packed(first: Sample, second: Sample) -> Sample:
     )
 
 
-def _loss(engine: Engine, data: Data, measure: Measure, sample: Sample) -> float:
-    """Loss of a sample, without dropout: the mean of copies, two in a micro-batch of each
+def _loss(engine: Engine, data: Data, sample: Sample) -> float:
+    """Cross-entropy of a sample, without dropout: the mean of copies, two in a micro-batch of each
     data-parallel rank. With one, some attention finds packed documents that it misses in more."""
     batch = collate([sample, sample], data.pad_id, engine.device)
-    (rows,) = engine.evaluate([batch], measure)
+    (rows,) = engine.evaluate([batch], RowLoss())
     own = torch.zeros((), device=engine.device) if rows is None else rows[:, 0].sum()
     return float(engine.total(own)) / (2 * engine.data_axis.count)
 

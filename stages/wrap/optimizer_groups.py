@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
 
 from pipeline import EngineState, NamedParameter, OptimizerPart, OptimizerPlan, StageError
+from pipeline.utils import local_part
 from stages.wrap.build import named_parameters
-from stages.wrap.optimizer_state import fixed_state, group_state
+from stages.wrap.optimizer_state import fixed_state, group_state, require_zeros
 from stages.wrap.whole_matrices import MatrixExchange
 
 
@@ -40,10 +42,11 @@ def build_optimizers(
     for number, (part, own) in enumerate(zip(plan.parts, plan.divide(named), strict=True)):
         groups = [
             {**group, "params": same}
-            for group in (part.groups(own) if own else ())
+            for group in (groups_of(part, own) if own else ())
             for same in _by_mesh(one for one in group["params"] if here is None or one in here)
         ]
         if groups:
+            require_zeros(part, local_part(groups[0]["params"][0]).device)
             whole = () if part.elementwise else (MatrixExchange(),)
             optimizer = part.build(groups, *whole)
             for group in optimizer.param_groups:
@@ -57,6 +60,17 @@ def build_optimizers(
     return found
 
 
+def groups_of(part: OptimizerPart, own: Sequence[NamedParameter]) -> list[dict[str, Any]]:
+    """The part's parameters in its groups. Raises StageError unless each is in one of them."""
+    groups = part.groups(own)
+    taken = Counter(id(one) for group in groups for one in group["params"])
+    for one in own:
+        if taken[id(one.parameter)] != 1:
+            times = f"in {taken[id(one.parameter)]} groups"
+            raise StageError(f"{part.name or part.algorithm} has {one.name} {times}, not in one")
+    return groups
+
+
 def grouped_state(
     module: nn.Module, plan: OptimizerPlan, named: Iterable[NamedParameter]
 ) -> EngineState:
@@ -67,7 +81,7 @@ def grouped_state(
     groups = [
         group_state(part, group, [names[one] for one in group["params"]])
         for part, own in zip(plan.parts, plan.divide(held), strict=True)
-        for group in (part.groups(own) if own else ())
+        for group in (groups_of(part, own) if own else ())
     ]
     return fixed_state(module, groups, lambda tensor: tuple(tensor.shape))
 

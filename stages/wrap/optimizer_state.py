@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipeline import EngineState, OptimizerPart, ParameterGroup, StageError
+from pipeline.utils import local_part
 from stages.wrap.load_weights import aliases, flat, stored_tensors
 
 UPDATES = "step"
@@ -73,19 +74,34 @@ def set_updates(state: dict[str, Any], count: int) -> None:
         state[UPDATES] = count
 
 
-def require_known(state: Mapping[str, Any], part: OptimizerPart, optimizer: str) -> None:
-    """Raise StageError for state other than the part's moments, such as a factored second moment:
-    it cannot be split by parameter. Packed state is the packing's own."""
-    if part.packing is None and _kept(state, part) != set(part.moments):
+def require_known(
+    state: Mapping[str, Any], part: OptimizerPart, optimizer: str, parameter: Tensor
+) -> None:
+    """Raise StageError for state other than the part's moments, each of the shape of this rank's
+    part of the `parameter`, such as a factored second moment: it cannot be split by parameter.
+    Packed state is the packing's own."""
+    if part.packing is not None:
+        return
+    if _kept(state, part) != set(part.moments):
         raise _not_declared(state, part, optimizer)
+    for name in part.moments:
+        shape = tuple(local_part(state[name]).shape)
+        if shape != parameter.shape:
+            raise StageError(
+                f"{optimizer} keeps {name!r} of shape {shape} for a parameter of shape "
+                f"{tuple(parameter.shape)}; such state cannot be saved"
+            )
 
 
 @contextlib.contextmanager
 def declared_state(optimizer: Optimizer, part: OptimizerPart) -> Iterator[None]:
     """Raise StageError if the update in the body looks for something in a parameter's state that
     the part does not declare, so that `start_state` has not made it; or if it has added state that
-    the part does not declare: no checkpoint would have it, and a resume would go on without.
+    the part does not declare, to a parameter's, next to these or to a group: no checkpoint would
+    have it, and a resume would go on without. What a rule keeps in attributes of its own is not
+    seen.
     """
+    groups = [_settings(group) for group in optimizer.param_groups]
     started = {of: state for of, state in optimizer.state.items() if type(state) is dict}
     optimizer.state.update((of, _Started(state)) for of, state in started.items())
     try:
@@ -99,13 +115,80 @@ def declared_state(optimizer: Optimizer, part: OptimizerPart) -> Iterator[None]:
         ) from error
     finally:
         for of, state in optimizer.state.items():
-            if isinstance(state, _Started):  # into the same mapping, which others may hold
-                started[of].clear()
-                started[of].update(state)
-                optimizer.state[of] = started[of]
-    for state in optimizer.state.values() if part.packing is None else ():
-        if not _kept(state, part) <= set(part.moments):
-            raise _not_declared(state, part, type(optimizer).__name__)
+            if isinstance(state, _Started):
+                optimizer.state[of] = dict(state)
+    name = type(optimizer).__name__
+    for group, before in zip(optimizer.param_groups, groups, strict=True):
+        if changed := [key for key, now in _settings(group).items() if before.get(key) != now]:
+            raise StageError(
+                f"{name} keeps {sorted(changed)} in a group of parameters; such state cannot be "
+                "saved",
+                hint="keep it in the state of each parameter, and declare it",
+            )
+    for of, state in optimizer.state.items():
+        if not isinstance(of, Tensor):
+            raise StageError(
+                f"{name} keeps {of!r} next to the state of parameters; such state cannot be saved",
+                hint="keep it in the state of each parameter, and declare it",
+            )
+        if part.packing is None and not _kept(state, part) <= set(part.moments):
+            raise _not_declared(state, part, name)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers and words of a group, but for its count of updates and its rate, which each step
+    sets."""
+    return {
+        key: value
+        for key, value in group.items()
+        if isinstance(value, int | float | str) and key not in ("lr", UPDATES)
+    }
+
+
+def require_zeros(part: OptimizerPart, device: torch.device) -> None:
+    """Raise StageError for a rule that does not begin with the state that `start_state` makes, by
+    two updates of a small matrix: one from that state, and one from none. A rule that fails here
+    fails in its first update, which reports it."""
+    if part.packing is not None:
+        return
+    same = True
+    with contextlib.suppress(Exception), _own_random_numbers(device):
+        given, own = (_updated(part, device, started=started) for started in (True, False))
+        same = all(torch.equal(given[name], own[name]) for name in given.keys() & own.keys())
+    if not same:
+        raise StageError(
+            f"{part.algorithm} does not begin with moments of zeros, and its stage says so",
+            hint="describe them by a packing (StateCodec), whose `start` makes them",
+        )
+
+
+def _own_random_numbers(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Leave the random numbers of training as they are."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
+def _updated(part: OptimizerPart, device: torch.device, *, started: bool) -> dict[str, Tensor]:
+    """A matrix and its moments after an update."""
+    values = torch.arange(1.0, 65.0, device=device).view(8, 8)
+    parameter = nn.Parameter(values / 64)
+    parameter.grad = values.flip(0) / 64
+    whole = () if part.elementwise else (_undivided,)
+    optimizer = part.build([{"params": [parameter]}], *whole)
+    if started:
+        start_state(optimizer, part)
+    optimizer.step()
+    state = optimizer.state[parameter]
+    moments = {name: state[name] for name in part.moments if isinstance(state.get(name), Tensor)}
+    return {"": parameter.detach(), **moments}
+
+
+def _undivided(
+    parameters: Iterable[nn.Parameter],
+    part: Callable[[nn.Parameter], Tensor],
+    function: Callable[[Tensor], Tensor],
+) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """The `WholeMatrices` of matrices that nobody divides."""
+    return ((parameter, function(part(parameter))) for parameter in parameters)
 
 
 class _MissingState(KeyError):

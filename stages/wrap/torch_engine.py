@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from pipeline import (
     WEIGHT,
@@ -31,7 +32,7 @@ from pipeline import (
     dtype_name,
 )
 from pipeline.checkpoint import Tile
-from pipeline.utils import HostCopy
+from pipeline.utils import HostCopy, local_part
 from stages.objectives.judge import StepSums
 from stages.wrap.build import dtype_names, named_parts, parameter_count
 from stages.wrap.compute_cast import installed_casts
@@ -57,7 +58,15 @@ class _State(NamedTuple):
     """The optimizer state of a parameter, and the part of the plan that it belongs to."""
 
     part: OptimizerPart
-    values: dict[str, Any]
+    optimizer: Optimizer
+    parameter: nn.Parameter
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What the optimizer keeps now; see `require_known`."""
+        found: dict[str, Any] = self.optimizer.state[self.parameter]
+        require_known(found, self.part, type(self.optimizer).__name__, local_part(self.parameter))
+        return found
 
 
 class _Stored(NamedTuple):
@@ -265,8 +274,9 @@ class TorchEngine(Engine):
         self.to_sharded()
         for name, own, tensor, state in self._layout.tensors:
             weight, moments, end = flat(tensor), {}, 0
+            values = {} if state is None else state.values
             if state is not None:
-                moments = read_moments(state.values, state.part, 0, weight.numel())
+                moments = read_moments(values, state.part, 0, weight.numel())
             for tile in own:
                 begin, end = end, end + tile.numel
                 live = {WEIGHT: weight, **moments}
@@ -279,7 +289,7 @@ class TorchEngine(Engine):
                     count=tile.count,
                 )
             if write and state is not None:
-                write_moments(state.values, state.part, moments)
+                write_moments(values, state.part, moments)
 
     def _trained(self) -> Iterator[tuple[str, _State]]:
         """Name and optimizer state of every trained parameter that has elements."""
@@ -292,7 +302,4 @@ class TorchEngine(Engine):
         named = (each for part in self.parts for each in part.named_parameters())
         for name, parameter in named:
             if parameter.requires_grad and parameter.numel():
-                part, optimizer = owners[parameter]
-                values = optimizer.state[parameter]
-                require_known(values, part, type(optimizer).__name__)
-                yield name, _State(part, values)
+                yield name, _State(*owners[parameter], parameter)

@@ -34,6 +34,8 @@ from stages.wrap.build import (
 )
 from stages.wrap.context.attention import divide_sequence
 from stages.wrap.load_weights import load_weights
+from stages.wrap.optimizer_groups import groups_of
+from stages.wrap.optimizer_state import require_zeros
 from stages.wrap.passes import ModulePasses
 from stages.wrap.tensor.plain import is_divided, replace_parameters, whole_of
 from stages.wrap.zero import compat
@@ -200,8 +202,10 @@ def _optimizer(stage: Zero, plan: OptimizerPlan, module: nn.Module) -> Optimizer
             for one in named_parameters(module)
         ),
     )
-    groups = part.groups(own)
+    groups = groups_of(part, own)
     if not uses_cpu_adam(stage, part.algorithm):
+        for one in own[:1]:
+            require_zeros(part, one.parameter.device)
         return part.build(groups)
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 

@@ -155,7 +155,7 @@ class ZeroState:
         if not optimizer.state[master]:
             compat.start_optimizer_state(optimizer, master, flat.numel, self._part)
         state: dict[str, Any] = optimizer.state[master]
-        require_known(state, self._part, type(optimizer).__name__)
+        require_known(state, self._part, type(optimizer).__name__, master)
         return state
 
     def _loss_scale(self) -> LossScale | None:

@@ -17,6 +17,7 @@ from pipeline.contracts.engine import DataAxis
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import DataError
 from stages.batches.feed import Feed
+from stages.batches.samples import micro_batch, read
 from stages.objectives.cross_entropy import RowLoss
 from stages.objectives.rows import rows_in_order
 from stages.train.settings import BatchPlan
@@ -54,7 +55,7 @@ def sample(ids: list[int], labels: list[int], positions: list[int] | None = None
 
 
 def trained(samples: Samples, workers: int) -> Iterator[Any]:
-    data = Data(train=samples, heldout=None, pad_id=0, identity={})
+    data = Data(train=samples, heldout=None, pad_id=0, packed=True, identity={})
     plan = BatchPlan(global_batch_size=4, micro_batch_size=2, steps=5, shuffle=False)
     feed = Feed(plan, data, 0, ALONE, CPU, workers=workers, vocabulary=16)
     try:
@@ -76,8 +77,9 @@ def evaluated(samples: Samples, axis: DataAxis, size: int) -> list[int]:
     engine: Any = SimpleNamespace(
         evaluate=evaluate, total=lambda values: values, data_axis=axis, device=CPU
     )
-    data = Data(train=Own(), heldout=samples, pad_id=0, identity={})
-    list(rows_in_order(engine, RowLoss(), data, samples, size, DistContext(device=CPU)))
+    data = Data(train=Own(), heldout=samples, pad_id=0, packed=True, identity={})
+    dist = DistContext(device=CPU)
+    list(rows_in_order(engine, RowLoss(), data, samples, size, dist, vocabulary=16))
     return found
 
 
@@ -102,6 +104,25 @@ WRONG = [
         Own(sample=replace(sample([1] * 6, [NO_TARGET, 1, 2, 3, 4, 5]), rows={"a": np.ones(1)})),
         "sample 17 has columns {'a': 'float64'}, sample 16 has {}",
     ),
+    (
+        Own(sample=sample([1] * 6, [-1, 1, 2, 3, 4, 5])),
+        "sample 17 has label -1 (-100 is the label of a position that is not trained on)",
+    ),
+    (
+        Own(sample=sample([1] * 6, [NO_TARGET, 1, 2, 3, 4, 5], [3, 4, 5, 6, 7, 8])),
+        "sample 17 has positions [3, 4, 5, 6, 7, 8] (positions count the tokens of each document",
+    ),
+    (
+        Own(sample=sample([1] * 6, [NO_TARGET, 1, 2, 3, 4, 5], [0, 1, 2, 4, 0, 1])),
+        "sample 17 has positions [0, 1, 2, 4, 0, 1] (positions count the tokens of each document",
+    ),
+    *(
+        (
+            Own(sample=replace(sample([1] * 6, [1] * 6), tokens={name: np.ones(6)})),
+            f"sample 17 has a further column {name!r}, a name that is taken",
+        )
+        for name in ("input_ids", "labels", "positions", "real")
+    ),
     (Own(sample=[1]), "sample 17 is a list (`__getitem__` returns a Sample(input_ids=..., labels"),
 ]
 UNKNOWN = [
@@ -118,7 +139,7 @@ def test_training_refuses_them(samples: Own, problem: str, workers: int) -> None
         list(trained(samples, workers))
 
 
-@pytest.mark.parametrize(("samples", "problem"), WRONG)
+@pytest.mark.parametrize(("samples", "problem"), [*WRONG, *UNKNOWN])
 def test_an_evaluation_refuses_them(samples: Own, problem: str) -> None:
     with pytest.raises(DataError, match=re.escape(problem)):
         evaluated(samples, ALONE, 2)
@@ -128,3 +149,45 @@ def test_samples_that_are_as_the_set_says_pass() -> None:
     assert sum(int((batch.labels >= 0).sum()) for batch, _ in trained(Own(), 1)) == 100
     three = DataAxis(index=2, count=3)  # whose last micro-batch is empty
     assert evaluated(Own(), three, 4) == [4, 2]
+
+
+def test_documents_in_one_line_are_refused_unless_the_data_say_so() -> None:
+    """Before the first step, the model is tested on packed documents only if the data say so."""
+    two = sample([1] * 6, [1] * 6, [0, 1, 2, 0, 1, 2])
+    one = replace(two, positions=np.arange(6))
+    plain = Data(train=Own(), heldout=None, pad_id=0, identity={})
+    with pytest.raises(DataError, match="sample 0 has several documents in one line"):
+        read(plain, Alike(two), [0])
+    assert read(plain, Alike(one), [0])
+    assert read(plain, Alike(replace(two, apart=True)), [0])
+
+
+class Alike(Own):
+    """As many copies of a sample."""
+
+    def __init__(self, only: Sample) -> None:
+        super().__init__(sample=only)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.sample  # type: ignore[no-any-return]
+
+    def targets(self, index: int) -> int:
+        return 6
+
+    def total_rows(self, indices: Any) -> int:
+        return self.sample.documents * len(indices)  # type: ignore[no-any-return]
+
+
+def test_a_filler_has_the_arguments_of_the_model_that_samples_have() -> None:
+    """A tower runs on every rank or on none: its gradients are reduced over all."""
+    picture = {"pixels": np.ones((2, 4), np.float32)}
+    data = Data(train=Own(), heldout=None, pad_id=0, identity={})
+    samples = Alike(replace(sample([1] * 6, [1] * 6), free=picture))
+    batch, lengths = micro_batch(data, samples, [], 3, CPU)
+    assert batch.filler
+    assert not lengths
+    assert batch.free["pixels"].shape == (2, 4)
+    assert (batch.labels == NO_TARGET).all()
+    text, _ = micro_batch(data, Own(), [], 3, CPU)
+    assert text.filler
+    assert text.input_ids.shape == (1, 1)

@@ -22,7 +22,6 @@ from stages.model.documents_compat import known_documents
 from stages.model.hf import HfModel
 from stages.model.rotary_compat import DocumentAngles, placed
 from stages.model.source import open_source
-from stages.objectives.cross_entropy import RowLoss
 from stages.train.verify_loss import verify_packing
 from tests.support.batches import logits_of
 from tests.support.every_family import every, small
@@ -141,7 +140,7 @@ def verify(model: Any, sample: Sample) -> None:
     data: Any = Data.__new__(Data)
     object.__setattr__(data, "packed", True)
     object.__setattr__(data, "pad_id", 0)
-    verify_packing(engine, data, [sample], RowLoss())
+    verify_packing(engine, data, [sample])
 
 
 @pytest.mark.filterwarnings("ignore")

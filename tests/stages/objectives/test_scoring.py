@@ -127,6 +127,76 @@ def test_scores_are_complete(
     torch.testing.assert_close(torch.tensor(ends), expected[2], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("more", [{"entropy": True}, {"candidates": "ids"}])
+def test_a_total_next_to_other_scores_is_that_of_the_tokens(
+    more: dict[str, Any], chunk: int | None, tmp_path: Path
+) -> None:
+    ctx = context(DistContext(device=torch.device("cpu")), tmp_path)
+    run, given = ModelScorer(filled(tiny_source(ctx))), batch()
+    both = run(given, given, ScoreRequest(total=True, chunk=chunk, **more))
+    only = run(given, given, ScoreRequest(total=True))
+    torch.testing.assert_close(both.total, only.total)
+
+
+@pytest.mark.parametrize("divided", ["sequence", "layers"])
+def test_the_loss_of_a_router_is_refused_where_it_would_be_of_a_part(
+    divided: str, tmp_path: Path
+) -> None:
+    ctx = context(DistContext(device=torch.device("cpu")), tmp_path)
+    group: Any = object() if divided == "sequence" else None
+    run, given = ModelScorer(filled(tiny_source(ctx)), group), batch()
+    inputs = {"inputs_embeds": torch.zeros(LINES, LENGTH, 24)} if divided == "layers" else {}
+    with pytest.raises(StageError, match="asks for the router's loss, a mean over whole sequences"):
+        run(given, given, ScoreRequest(total=True, router=1.0), **inputs)
+
+
+class Outputs:
+    """Objective: the outputs of a head that is not over the vocabulary."""
+
+    request = ScoreRequest(values=True)
+    units = ("rows",)
+    metrics: Any = {}
+
+    def __call__(self, scores: Scores, batch: MicroBatch) -> LossParts:
+        return LossParts(terms={"rows": scores.values.sin().sum()})
+
+
+class Asked:
+    """Measure: the log-probability of an id, whether the vocabulary has it or not."""
+
+    request = ScoreRequest(candidates="ids")
+    width = 1
+
+    def __call__(self, scores: Scores, batch: MicroBatch) -> Tensor:
+        return batch.sum_rows(scores.candidates[..., 0])[:, None]
+
+
+def valued(dist: DistContext, folder: str, name: str) -> tuple[float, float, list[bool]]:
+    """Return loss and gradient norm of Outputs, and whether each row's candidates are numbers when
+    one row asks for an id that there is not."""
+    ctx = context(dist, folder)
+    precision = PrecisionPolicy(compute="fp32", reduce="fp32").run(ctx)
+    plan = AdamW(max_grad_norm=None).run(ctx)
+    engine = STRATEGIES[name].stage().run(ctx, tiny_source(ctx), precision, plan)
+    counts = LINES * engine.data_axis.count
+    loss = float(engine.total(accumulated(engine, [batch()], counts, Outputs()))) / counts
+    norm = float(engine.step(lr_scales=[0.0]).grad_norm)
+    odd = batch()
+    if name != "ddp":  # plain torch refuses it
+        odd.tokens["ids"][1, :, 0] = VOCABULARY
+    (rows,) = engine.evaluate([odd], Asked())
+    engine.close()
+    return loss, norm, [] if rows is None else rows[:, 0].isfinite().tolist()
+
+
+def test_outputs_and_ids_are_whole_where_ranks_divide_the_head(tmp_path: Path) -> None:
+    loss, norm, _ = run_ranks(valued, 1, str(tmp_path / "one"), "ddp")[0]
+    found = run_ranks(valued, 2, str(tmp_path / "two"), "fsdp tensor")
+    assert found[0][:2] == pytest.approx((loss, norm), rel=1e-5)
+    assert found[0][2] == [True, False, True]
+
+
 def test_a_head_that_is_no_vocabulary_gives_values(tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoModelForTokenClassification
 

@@ -69,7 +69,7 @@ def compared(mesh: Any, vocabulary: int, asked: TokenScores, chunk: int | None) 
             local, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride
         )
         found = asked(logits.to_local(), labels, ids, VocabularyShard.of(logits))
-        whole = whole_vocabulary(local.detach(), VocabularyShard.of(logits), vocabulary)
+        whole = whole_vocabulary(local.detach(), VocabularyShard.of(logits))
         torch.testing.assert_close(whole, F.linear(*given))
     else:
         found = chunked_scores(hidden, weight, bias, labels, ids, chunk, asked)

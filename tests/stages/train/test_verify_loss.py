@@ -10,7 +10,6 @@ import torch
 
 from pipeline.distributed.process_group import DistContext
 from pipeline.errors import StageError
-from stages.objectives.cross_entropy import RowLoss
 from stages.objectives.scoring import ModelScorer
 from stages.train.verify_loss import verify_packing
 from stages.wrap.passes import ModulePasses
@@ -35,7 +34,7 @@ def model(tmp_path: Any) -> Any:
 
 
 def test_what_holds_is_proven(model: Any) -> None:
-    verify_packing(alone(model), PACKED, SAMPLES, RowLoss())
+    verify_packing(alone(model), PACKED, SAMPLES)
     assert model.training
 
 
@@ -49,7 +48,7 @@ def test_documents_that_see_each_other_are_found(
         lambda **given: whole(**given, attention_mask=torch.ones_like(given["input_ids"])),
     )
     with pytest.raises(StageError, match="packing: a document sees the one before it"):
-        verify_packing(alone(model), PACKED, SAMPLES, RowLoss())
+        verify_packing(alone(model), PACKED, SAMPLES)
 
 
 def test_positions_that_do_not_begin_anew_are_found(
@@ -67,4 +66,4 @@ def test_positions_that_do_not_begin_anew_are_found(
 
     monkeypatch.setattr(model.model.rotary_emb, "forward", elsewhere)
     with pytest.raises(StageError, match="packed sample differs from its loss"):
-        verify_packing(alone(model), PACKED, SAMPLES, RowLoss())
+        verify_packing(alone(model), PACKED, SAMPLES)

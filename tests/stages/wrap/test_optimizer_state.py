@@ -48,6 +48,59 @@ class Rebinding(torch.optim.SGD):
             state["average"] = state["average"] + 1
 
 
+class Replacing(torch.optim.SGD):
+    """A rule that makes a new mapping in each step."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {"average": self.state[parameter]["average"] + 1}
+
+
+class Later(torch.optim.SGD):
+    """A rule that keeps something from its second step on."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for parameter in self.param_groups[0]["params"] if self.steps > 1 else ():
+            self.state[parameter]["late"] = torch.ones_like(parameter)
+
+
+class InGroups(torch.optim.SGD):
+    """A rule that keeps a number in each group, as schedule-free ones do."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+
+
+class Nowhere(torch.optim.SGD):
+    """A rule that keeps a number next to the parameters' state."""
+
+    def step(self, closure: Any = None) -> None:
+        self.state["count"] = 1
+
+
+class Factored(torch.optim.SGD):
+    """A rule whose moment is of another shape than the parameter."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["average"] = parameter.grad.square().mean(-1, keepdim=True)
+
+
+class Copying(torch.optim.SGD):
+    """A rule whose moment begins as the weight."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            if "average" not in state:
+                state["average"] = parameter.detach().clone()
+            parameter.data.copy_(state["average"].add_(parameter.grad, alpha=-0.1))
+
+
 RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 0.1}),
@@ -55,17 +108,25 @@ RULES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "counting": (Counting, {"lr": 0.1}),
     "stepping": (Stepping, {"lr": 0.1}),
     "rebinding": (Rebinding, {"lr": 0.1}),
+    "replacing": (Replacing, {"lr": 0.1}),
+    "later": (Later, {"lr": 0.1}),
+    "in groups": (InGroups, {"lr": 0.1}),
+    "nowhere": (Nowhere, {"lr": 0.1}),
+    "factored": (Factored, {"lr": 0.1}),
+    "copying": (Copying, {"lr": 0.1}),
+    "rprop": (torch.optim.Rprop, {"lr": 0.01}),
 }
 
 
 def stepped(
     dist: DistContext, folder: str, wrap: str, moments: tuple[str, ...], algorithm: str = "sgd"
 ) -> dict[str, float]:
-    """Take a step of SGD with momentum, whose buffers torch makes in the first one, or of another
-    rule; return the kinds of state of a fragment, each with its largest value."""
+    """Take two steps of SGD with momentum, whose buffers torch makes in the first one, or of
+    another rule; return the kinds of state of a fragment, each with its largest value."""
     rule, settings = RULES[algorithm]
     part = OptimizerPart(
-        algorithm=algorithm, hyperparameters=settings, moments=moments, counts_updates=False,
+        algorithm=algorithm, hyperparameters=settings, moments=moments,
+        counts_updates=algorithm == "rprop",
         groups=lambda named: [{"params": [one.parameter for one in named]}],
         build=lambda groups: rule(groups, **settings), lr_scale=lambda step, total: 1.0,
     )  # fmt: skip
@@ -73,8 +134,10 @@ def stepped(
     engine = make_engine(context(dist, folder), Setting(wrap=wrap), plan)
     assert list(engine.fragments())  # as a checkpoint's manager does before the first step
     tokens = torch.arange(12).view(2, 6)
-    accumulated(engine, [micro_batch(tokens, tokens)], 1)
-    engine.step(lr_scales=[1.0])
+    for _ in range(2):
+        accumulated(engine, [micro_batch(tokens, tokens)], 1)
+        engine.step(lr_scales=[1.0])
+    engine.state()
     found = {
         kind: values.max().item()
         for fragment in engine.fragments()
@@ -89,12 +152,30 @@ def test_state_that_is_declared_is_saved(tmp_path: Path) -> None:
     assert list(found) == ["momentum_buffer", "weight"]
 
 
+@pytest.mark.parametrize("rule", ["rebinding", "replacing"])
 @pytest.mark.parametrize("wrap", ["ddp", "zero1"])
 def test_state_that_a_step_puts_in_place_of_the_declared_is_saved(
-    wrap: str, tmp_path: Path
+    wrap: str, rule: str, tmp_path: Path
 ) -> None:
-    found = run_ranks(stepped, 1, str(tmp_path), wrap, ("average",), "rebinding")[0]
-    assert found["average"] == 1.0
+    found = run_ranks(stepped, 1, str(tmp_path), wrap, ("average",), rule)[0]
+    assert found["average"] == 2.0
+
+
+WRONG = {
+    "later": ((), r"Later keeps \['late'\] for a parameter, its stage declares \[\]"),
+    "in groups": ((), r"InGroups keeps \['k'\] in a group of parameters; such state cannot be"),
+    "nowhere": ((), "Nowhere keeps 'count' next to the state of parameters; such state cannot be"),
+    "factored": (("average",), r"Factored keeps 'average' of shape \(\d+, 1\) for a parameter of"),
+    "copying": (("average",), "copying does not begin with moments of zeros"),
+    "rprop": (("prev", "step_size"), "rprop does not begin with moments of zeros"),
+}
+
+
+@pytest.mark.parametrize("rule", WRONG)
+def test_state_that_no_checkpoint_could_hold_ends_the_run(rule: str, tmp_path: Path) -> None:
+    moments, wanted = WRONG[rule]
+    with pytest.raises(RankFailed, match=wanted):
+        run_ranks(stepped, 1, str(tmp_path), "ddp", moments, rule)
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp full", "zero1", "zero3"])
