@@ -5,7 +5,56 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from pipeline import Checkpoints, Engine, ModelSource, OptimizerPlan, PlanView, Problem, traits
+from pipeline import (
+    Checkpoints,
+    Engine,
+    ModelSource,
+    OptimizerPlan,
+    PlanView,
+    Problem,
+    TrainedRun,
+    Weights,
+    traits,
+)
+from pipeline.contracts.wiring import Wiring
+
+
+def result_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
+    """Yield a record or a model that a stage gets and that are not those of the training whose
+    weights it reads."""
+    wires, slot = plan.wiring, plan.slot(stage)
+    weights = wires.producer(slot, Weights)
+    own = wires.producer(slot, TrainedRun)
+    read = wires.producer(weights, TrainedRun) if weights else own
+    if own and read and own != read:
+        yield Problem(
+            message=f"gets the training of slot `{own}`, but the weights of slot `{weights}` are "
+            f"from slot `{read}`",
+            hint=f"write `takes: {{trained: {read}}}` in this slot, or in slot `{weights}` "
+            f"`takes: {{trained: {own}}}`",
+        )
+        return
+    model, then = wires.producer(slot, ModelSource), wires.producer(read or "", ModelSource)
+    if model and then and model != then:
+        yield Problem(
+            message=f"gets the model of slot `{model}`, but slot `{read}` trained that of slot "
+            f"`{then}`",
+            hint=f"write `takes: {{model: {then}}}` in this slot",
+        )
+
+
+def made_by_training(wires: Wiring, slot: str) -> str | None:
+    """The training that made the model that a slot gets; None for a model of files."""
+    found = (wires.producer(one, TrainedRun) for one in wires.producers(slot, ModelSource))
+    return next((one for one in found if one), None)
+
+
+def _of_one_training(wires: Wiring, slot: str) -> Iterator[str]:
+    """The slots whose models a slot gets, changed one by another, since the training before."""
+    for one in wires.producers(slot, ModelSource):
+        yield one
+        if wires.producer(one, TrainedRun):
+            return
 
 
 def mixed_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
@@ -15,11 +64,12 @@ def mixed_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
     wires, slot = plan.wiring, plan.slot(stage)
     for wrap in [*wires.producers(slot, Engine)][-1:]:
         built, own = wires.producer(wrap, ModelSource), wires.producer(slot, ModelSource)
-        if built and own and built not in wires.producers(slot, ModelSource):
+        if built and own and built not in _of_one_training(wires, slot):
             yield Problem(
                 message=f"gets the model of slot `{own}`, but its engine, slot `{wrap}`, was built "
                 f"from slot `{built}`",
-                hint=f"write `takes: {{model: {built}}}` in this slot",
+                hint=f"write `takes: {{model: {built}}}` in this slot, or in slot `{wrap}` "
+                f"`takes: {{model: {own}}}`",
             )
         rules, own = wires.producer(wrap, OptimizerPlan), wires.producer(slot, OptimizerPlan)
         optimizer = plan.slots.get(rules or "")

@@ -117,6 +117,8 @@ def require_none(run_dir: Path, address: str, training: str = "") -> None:
     place, file = known(run_dir, training), run_dir / ADDRESS_FILE
     if place is not None:
         over = f"delete the line of `{training}` in {file}" if training else f"delete {file}"
+        if not training and len(places(run_dir)) > 1:  # others' lines stay
+            over = f"leave the first line of {file} empty"
         raise ResumeRefused(
             f"this run saved checkpoints in {place}, and now there are none in {address}",
             hint="bring them back (is it mounted?), or set the checkpoint slot's folder as it was; "

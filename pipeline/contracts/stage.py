@@ -15,6 +15,7 @@ to the values that `pipe export` gives them, as it trains nothing and runs on th
 
 from __future__ import annotations
 
+import itertools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -154,14 +155,18 @@ class PlanView:
         yield from (self.slots[slot] for slot in found if slot in self.slots)
 
     def too_late(self, stage: Any, artifact: type) -> str | None:
-        """The first slot before that of a stage which gives `artifact`, if no slot does that gets
-        the stage's own; None otherwise."""
+        """The last slot before that of a stage which gives `artifact`, if no slot of the same
+        training does that gets the stage's own; None otherwise."""
+        from pipeline.contracts.training import TrainedRun
+
         wires, own = self.wiring, self.slot(stage)
-        if any(wires.gives(slot, artifact) for slot in wires.readers(own)):
+        readers = itertools.takewhile(
+            lambda slot: wires.producer(slot, TrainedRun) is None, wires.readers(own)
+        )
+        if not own or any(wires.gives(slot, artifact) for slot in readers):
             return None
-        first = next((slot for slot in wires.kinds if wires.gives(slot, artifact)), own)
-        order = list(wires.kinds)
-        return first if own and order.index(first) < order.index(own) else None
+        earlier = [*itertools.takewhile(lambda slot: slot != own, wires.kinds)]
+        return next((slot for slot in reversed(earlier) if wires.gives(slot, artifact)), None)
 
     def data_ranks(self, stage: Any) -> int:
         """Number of shares into which a step's samples are divided by the engine that a stage gets;

@@ -18,7 +18,7 @@ from pipeline.chain.trainings import training_slots
 from pipeline.chain.wiring import SlotType, wired
 from pipeline.checkpoint import location
 from pipeline.checkpoint.retention import best_of
-from pipeline.checkpoint.store import step_number
+from pipeline.checkpoint.store import open_store, step_number
 from pipeline.contracts.export import ExportedModel
 from pipeline.contracts.model import ModelSource
 from pipeline.contracts.tensors import Weights
@@ -131,9 +131,10 @@ def checkpoint_of(run: str, step: str | None) -> str:
 
 
 def _others(run: str) -> str:
-    """Where the checkpoints of earlier trainings are; empty if the run trains once."""
-    others = location.earlier(run)
-    return f"name a checkpoint of an earlier training: {', '.join(others)}" if others else ""
+    """The newest checkpoint of each earlier training; empty if the run trains once."""
+    stores = map(open_store, location.earlier(run))
+    newest = [store.locate(names[-1]) for store in stores if (names := store.names())]
+    return f"or name a checkpoint of an earlier training: {', '.join(newest)}" if newest else ""
 
 
 def recipe_text(choice: Choice, settings: Mapping[str, Any], procs: int) -> str:

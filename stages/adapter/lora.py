@@ -91,7 +91,7 @@ class Lora:
         builder = plan.too_late(self, Engine)
         if builder is not None:
             message = f"stands after slot `{builder}`, which builds the model, and changes nothing"
-            yield Problem(message=message, hint="move it up, after the model slot")
+            yield Problem(message=message, hint=f"move it before slot `{builder}`")
         if self.quantize is not None and importlib.util.find_spec("bitsandbytes") is None:
             hint = "pip install 'pipetrain[bitsandbytes]'"
             yield Problem(key="quantize", message="needs bitsandbytes", hint=hint)

@@ -10,6 +10,7 @@ from pipeline import Context, ExportedModel, PlanView, Problem, TrainedRun, Weig
 from stages.adapter.lora import AdaptedModel
 from stages.export.safetensors import ExportSettings
 from stages.model.config_checks import hf_model
+from stages.wires import made_by_training
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,11 @@ class ExportAdapter(ExportSettings):
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from super().check(plan)
+        if trained := made_by_training(plan.wiring, plan.slot(self)):
+            yield Problem(
+                message=f"the adapter changes the model of slot `{trained}`, which no folder holds",
+                hint="use export.safetensors",
+            )
         model = hf_model(self, plan)
         sizes = {"vocab_size": model.vocab_size, "new_weights": model.new_weights} if model else {}
         for name in filter(sizes.get, sizes):

@@ -21,6 +21,7 @@ from pipeline import (
     Weights,
 )
 from pipeline.utils import path_problems
+from stages.wires import result_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ class ExportSettings:
         from stages.export.target import PARTIAL, changed, foreign
 
         yield from path_problems("folder", self.folder)
+        yield from result_problems(self, plan)
         if not self.prompt.strip():
             yield Problem(message="must not be empty", key="prompt")
         folder = None if self.folder is None else Path(self.folder).expanduser()

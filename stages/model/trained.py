@@ -8,6 +8,7 @@ from typing import Literal
 
 from pipeline import Context, ModelSource, PlanView, Problem, TrainedRun
 from stages.consolidate.stream import average_problems
+from stages.wires import result_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class TrainedModel:
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from average_problems(self.weights, plan.producer(self, TrainedRun), plan)
+        yield from result_problems(self, plan)
 
     def run(self, ctx: Context, trained: TrainedRun, model: ModelSource) -> ModelSource:
         from stages.model.trained_source import open_trained_source

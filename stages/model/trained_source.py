@@ -38,6 +38,7 @@ def open_trained_source(
         )
     require_same_base(ctx, model, trained)
     source = TrainedSource(stage, model, trained.checkpoint, verify=ctx.dist.is_main)
+    source.name = f"{model.name} trained to step {trained.progress.step}"
     ctx.log.info("the model of step %d, from %s", trained.progress.step, trained.checkpoint)
     return source
 

@@ -144,7 +144,7 @@ def test_an_adapter_after_a_reference_changes_the_next_engine(planned: Callable[
     assert wires.producer("reference", ModelSource) == "model"
     late = refused(planned, after_wrap=adapter)
     assert late == [
-        "after_wrap: stands after slot `reference`, which builds the model, and changes nothing"
+        "after_wrap: stands after slot `wrap`, which builds the model, and changes nothing"
     ]
 
 
@@ -204,6 +204,62 @@ def test_engines_and_models_of_one_training(planned: Callable[..., Plan]) -> Non
     ]
     plain = {"use": "wrap.ddp", "takes": {"model": "model"}}
     planned("reference=null", "score=null", "wrap=null", after_optimizer=plain)
+
+
+FURTHER: Mapping[str, Any] = {
+    "after_train_model": {"use": "model.trained"},
+    "after_train_data": CHAIN["data"],
+    "after_train_wrap": {"use": "wrap.fsdp"},
+    "after_train_checkpoint": {"use": "checkpoint.sharded"},
+    "after_train_train": {"use": "train.causal_lm", "steps": 2, "global_batch_size": 4},
+}
+"""A further training of what the first has made."""
+
+
+def further(slot: str, **fields: Any) -> dict[str, Any]:
+    return {**FURTHER, f"after_train_{slot}": {**FURTHER[f"after_train_{slot}"], **fields}}
+
+
+def test_an_export_and_a_model_are_of_one_training(planned: Callable[..., Plan]) -> None:
+    """A crossed wire writes another model's config, or another training's weights."""
+    alone, model = ("reference=null", "score=null"), CHAIN["model"]
+    kept = [f"{slot}.takes={{model: model}}" for slot in ("wrap", "checkpoint", "train")]
+    crossed = "export: gets the model of slot `after_model`, but slot `train` trained that of slot "
+    assert refused(planned, *alone, *kept, after_model=model) == [f"{crossed}`model`"]
+    planned(*alone, *kept, "export.takes={model: model}", after_model=model)
+    planned(*alone, **FURTHER)
+    first = "consolidate.takes={trained: train}"
+    assert refused(planned, *alone, first, **FURTHER) == [
+        "export: gets the training of slot `after_train_train`, but the weights of slot "
+        "`consolidate` are from slot `train`"
+    ]
+    planned(*alone, first, "export.takes={trained: train, model: model}", **FURTHER)
+    lora = {"use": "adapter.lora", "rank": 4}
+    plain = further("model", takes={"model": "model"})
+    assert refused(planned, *alone, after_model=lora, **plain) == [
+        "after_train_model: gets the model of slot `model`, but slot `train` trained that of slot "
+        "`after_model`"
+    ]
+
+
+def test_a_further_training_is_of_the_model_of_the_one_before(
+    planned: Callable[..., Plan],
+) -> None:
+    alone, lora = ("reference=null", "score=null"), {"use": "adapter.lora", "rank": 4}
+    said = "gets the model of slot `after_train_model`, but its engine, slot `after_train_wrap`, "
+    said += "was built from slot `model`"
+    base = further("wrap", takes={"model": "model"})
+    assert refused(planned, *alone, **base) == [
+        f"after_train_checkpoint: {said}", f"after_train_train: {said}",
+    ]  # fmt: skip
+    late = "stands after slot `wrap`, which builds the model, and changes nothing"
+    assert refused(planned, *alone, after_wrap=lora, **FURTHER) == [f"after_wrap: {late}"]
+    adapted = {"after_train_model": FURTHER["after_train_model"], "after_train_lora": lora}
+    adapted |= FURTHER
+    planned(*alone, **adapted)
+    assert refused(planned, *alone, "export.use=export.adapter", **adapted) == [
+        "export: the adapter changes the model of slot `train`, which no folder holds"
+    ]
 
 
 def two_engines(dist: DistContext, folder: str, *overrides: str) -> dict[str, Any]:

@@ -103,8 +103,9 @@ def test_a_checkpoint_is_exported_as_of_its_training(made: tuple[Pipe, Outcome])
 def test_a_step_that_another_training_has(made: tuple[Pipe, Outcome]) -> None:
     pipe, _ = made
     said = pipe("export", str(pipe.run_dir), "--step", "3").stderr
-    assert f"has no checkpoint of step 3; it has 4, 5 (name a checkpoint of an earlier training: " \
-           f"{pipe.run_dir / 'checkpoints'})" in said  # fmt: skip
+    other = pipe.run_dir / "checkpoints" / "step-00000003"
+    hint = f"or name a checkpoint of an earlier training: {other}"
+    assert f"has no checkpoint of step 3; it has 4, 5 ({hint})" in said
 
 
 def test_what_is_talked_to(made: tuple[Pipe, Outcome]) -> None:
