@@ -16,7 +16,6 @@ from pipeline import (
     Weights,
     traits,
 )
-from pipeline.contracts.wiring import Wiring
 
 
 def result_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
@@ -37,20 +36,22 @@ def result_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
     model, then = wires.producer(slot, ModelSource), wires.producer(read or "", ModelSource)
     if model and then and model != then:
         yield Problem(
-            message=f"gets the model of slot `{model}`, but slot `{read}` trained that of slot "
+            message=f"gets the model of slot `{model}`, but slot `{read}` trained the one of slot "
             f"`{then}`",
             hint=f"write `takes: {{model: {then}}}` in this slot",
         )
 
 
-def made_by_training(wires: Wiring, slot: str) -> str | None:
-    """The training that made the model that a slot gets; None for a model of files."""
+def made_by_training(stage: Any, plan: PlanView) -> str | None:
+    """The training that made the model that a stage gets; None for a model of files."""
+    wires, slot = plan.wiring, plan.slot(stage)
     found = (wires.producer(one, TrainedRun) for one in wires.producers(slot, ModelSource))
     return next((one for one in found if one), None)
 
 
-def _of_one_training(wires: Wiring, slot: str) -> Iterator[str]:
+def _of_one_training(plan: PlanView, slot: str) -> Iterator[str]:
     """The slots whose models a slot gets, changed one by another, since the training before."""
+    wires = plan.wiring
     for one in wires.producers(slot, ModelSource):
         yield one
         if wires.producer(one, TrainedRun):
@@ -64,7 +65,7 @@ def mixed_problems(stage: Any, plan: PlanView) -> Iterator[Problem]:
     wires, slot = plan.wiring, plan.slot(stage)
     for wrap in [*wires.producers(slot, Engine)][-1:]:
         built, own = wires.producer(wrap, ModelSource), wires.producer(slot, ModelSource)
-        if built and own and built not in _of_one_training(wires, slot):
+        if built and own and built not in _of_one_training(plan, slot):
             yield Problem(
                 message=f"gets the model of slot `{own}`, but its engine, slot `{wrap}`, was built "
                 f"from slot `{built}`",

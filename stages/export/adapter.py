@@ -26,7 +26,7 @@ class ExportAdapter(ExportSettings):
 
     def check(self, plan: PlanView) -> Iterator[Problem]:
         yield from super().check(plan)
-        if trained := made_by_training(plan.wiring, plan.slot(self)):
+        if trained := made_by_training(self, plan):
             yield Problem(
                 message=f"the adapter changes the model of slot `{trained}`, which no folder holds",
                 hint="use export.safetensors",
