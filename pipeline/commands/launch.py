@@ -18,6 +18,8 @@ from pipeline.commands import pinned, trust
 from pipeline.commands.options import Count, overrides_argument, recipe_argument
 from pipeline.commands.pinned import pinned_option
 from pipeline.commands.trust import trust_options
+from pipeline.errors import UsageError
+from pipeline.utils.terminal import hidden_in, shown
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
@@ -96,7 +98,6 @@ def launch(
     variables that it reads are passed by name; the script holds none of their values.
     """
     from pipeline.distributed.placement import bounds
-    from pipeline.errors import UsageError
     from pipeline.importing.unknown_keys import plan_recipe
     from pipeline.launch.targets import TARGETS as KNOWN
     from pipeline.launch.targets.surroundings import with_absolute_paths
@@ -121,8 +122,11 @@ def launch(
         overrides = tuple(map(with_absolute_paths, overrides))
         run_dir = run_dir.absolute() if kind.brings else run_dir
     around = _surroundings(target, kind, plan, run_dir, given["mounts"], elsewhere=elsewhere)
-    place = _place(recipe, kind)
-    arguments = ["run", place, *overrides, "--run-dir", str(run_dir)]
+    # the recipe is at the same absolute place there, or in the folder that goes along
+    place, here = recipe.absolute(), Path.cwd()
+    if kind.takes_folder and place.is_relative_to(here):
+        place = place.relative_to(here)
+    arguments = ["run", str(place), *overrides, "--run-dir", str(run_dir)]
     arguments += [*trust.given(), *pinned.given()]
     job = _job(plan, arguments, gpus, {**given, **around})
     lacking = next((n for n in kind.needs_with_gpus if job.gpus and not getattr(job, n)), None)
@@ -136,8 +140,6 @@ def launch(
 
 
 def _require_options(target: str, kind: Target, given: dict[str, Any]) -> None:
-    from pipeline.errors import UsageError
-
     for name, flag in OPTIONS.items():
         if given[name] and name not in kind.uses:
             raise UsageError(f"{flag} has no effect on {target}", hint="leave it out")
@@ -152,7 +154,6 @@ def _require_options(target: str, kind: Target, given: dict[str, Any]) -> None:
 
 def _require_forms(kind: Target, given: dict[str, Any]) -> None:
     """Raise UsageError for values that would end up in the script as something else."""
-    from pipeline.errors import UsageError
     from pipeline.launch.targets.job import LINE
 
     own = {"mounts": kind.mount, **kind.forms}
@@ -166,8 +167,6 @@ def _require_forms(kind: Target, given: dict[str, Any]) -> None:
 
 def _require_kept(target: str, kind: Target, run_dir: Path, mounts: Sequence[str]) -> None:
     """Raise UsageError where the run would be gone with its container."""
-    from pipeline.errors import UsageError
-
     found = (kind.mount[0].fullmatch(mount) for mount in mounts)
     inside = any(match and run_dir.is_relative_to(match["target"]) for match in found)
     if not inside or ".." in run_dir.parts:
@@ -176,15 +175,6 @@ def _require_kept(target: str, kind: Target, run_dir: Path, mounts: Sequence[str
             f"{target}'s container",
             hint="--mount SOURCE:TARGET, and a --run-dir in TARGET",
         )
-
-
-def _place(recipe: Path, kind: Target) -> str:
-    """Return where the command finds the recipe: at the same absolute place, and in a folder that
-    goes along at the same one in there."""
-    here, folder = recipe.absolute(), Path.cwd()
-    if kind.takes_folder:
-        return str(here.relative_to(folder) if here.is_relative_to(folder) else here)
-    return str(here)
 
 
 def _surroundings(
@@ -225,7 +215,6 @@ def _surroundings(
 
 
 def _job(plan: Plan, arguments: Sequence[str], gpus: int | None, given: dict[str, Any]) -> Job:
-    from pipeline.errors import UsageError
     from pipeline.launch.targets.job import Job
 
     launch = plan.recipe.launch
@@ -260,9 +249,6 @@ def _job(plan: Plan, arguments: Sequence[str], gpus: int | None, given: dict[str
 
 def _require_shown(text: str) -> None:
     """Raise UsageError where the script would be printed otherwise than it is."""
-    from pipeline.errors import UsageError
-    from pipeline.utils.terminal import hidden_in, shown
-
     if names := hidden_in(text):
         raise UsageError(
             f"the script would hold the value of {', '.join(names)}, which is not written down",
@@ -278,7 +264,6 @@ def _require_shown(text: str) -> None:
 def _submit(target: str, kind: Target, text: str, job: Job) -> None:
     """Hand the text to the target's client, with a secret that the nodes share."""
     from pipeline.distributed.environment import TOKEN
-    from pipeline.errors import UsageError
 
     if which(kind.client) is None:
         raise UsageError(

@@ -1,14 +1,107 @@
 """Schedulers and machines for which `pipe launch` writes a script, by name."""
 
-from collections.abc import Mapping
+from __future__ import annotations
 
-from pipeline.launch.targets import docker, dstack, kubeflow, skypilot, slurm
-from pipeline.launch.targets.job import Target
+import re
+from collections.abc import Mapping
+from functools import partial
+
+from pipeline.distributed.environment import TOKEN
+from pipeline.errors import UsageError
+from pipeline.launch.targets.job import FLAG, MOUNT_WITH_OPTIONS, Form, Job, Target
+from pipeline.launch.targets.scripts import label, render
+
+TIME: Form = (re.compile(r"(\d+-)?\d+(:\d+){0,2}"), "[DAYS-]HOURS:MINUTES:SECONDS")
+"""Forms of sbatch's --time (https://slurm.schedmd.com/sbatch.html)."""
+CLAIM: Form = (
+    re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?:(?P<target>/[^:]*)"),
+    "CLAIM:TARGET with an absolute TARGET",
+)
+"""A claim's name is a DNS subdomain
+(https://kubernetes.io/docs/concepts/overview/working-with-objects/names/)."""
+
+
+def _slurm(job: Job) -> str:
+    """The script for `sbatch`. Raises UsageError where a job would be stopped at its start."""
+    if job.time_limit and _seconds(job.time_limit) <= job.grace:
+        raise UsageError(
+            f"a job with --time-limit {job.time_limit} would be stopped at its start, --grace "
+            f"{job.grace} seconds before its end",
+            hint="raise --time-limit, or lower --grace",
+        )
+    return render("slurm", job)
+
+
+def _seconds(limit: str) -> int:
+    """The seconds of a time limit: MINUTES[:SECONDS], HOURS:MINUTES:SECONDS or DAYS-HOURS[:...]."""
+    days, dash, rest = limit.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if not dash and len(parts) < 3:
+        parts = [0, *parts]
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
+    return 60 * (60 * (24 * int(days or 0) + hours) + minutes) + seconds
+
+
+def _kubernetes_secret(job: Job) -> str:
+    """Make the secret of the nodes from the environment; one of an earlier start is as good."""
+    name = f"{label(job.name, 50)}-rendezvous"  # with room for what the names of pods add
+    return "" if not job.needs_token else (
+        f"kubectl get secret {name} >/dev/null 2>&1 || printenv {TOKEN} | "
+        f"kubectl create secret generic {name} --from-file={TOKEN}=/dev/stdin"
+    )  # fmt: skip
+
 
 TARGETS: Mapping[str, Target] = {
-    "slurm": slurm.TARGET,
-    "kubeflow": kubeflow.TARGET,
-    "skypilot": skypilot.TARGET,
-    "dstack": dstack.TARGET,
-    "docker": docker.TARGET,
+    "slurm": Target(
+        write=_slurm,
+        submit=("sbatch",),
+        client="sbatch",
+        mount=MOUNT_WITH_OPTIONS,
+        forms={"time_limit": TIME, "extra": FLAG},
+        brings=True,
+        uses=frozenset(
+            {"image", "setup", "mounts", "time_limit", "grace", "tasks", "extra", "kind"}
+        ),
+    ),
+    "kubeflow": Target(
+        write=lambda job: render("kubeflow", job, prepare=_kubernetes_secret(job)),
+        submit=("kubectl", "create", "-f", "{file}"),
+        client="kubectl",
+        prepare=_kubernetes_secret,
+        uses=frozenset({"image", "mounts", "grace"}),
+        needs=frozenset({"image"}),
+        mount=CLAIM,
+    ),
+    "skypilot": Target(
+        write=partial(render, "skypilot"),
+        submit=("sky", "jobs", "launch", "--yes", "{env}", "{file}"),
+        client="sky",
+        env_option="--secret",
+        fresh=True,
+        takes_folder=True,
+        brings=True,
+        uses=frozenset({"image", "setup", "mounts", "kind"}),
+        needs_with_gpus=frozenset({"kind"}),
+    ),
+    "dstack": Target(
+        write=partial(render, "dstack"),
+        submit=("dstack", "apply", "--yes", "--file", "{file}"),
+        client="dstack",
+        fresh=True,
+        takes_recipe=True,
+        forgets=True,
+        uses=frozenset({"image", "setup", "mounts", "kind"}),
+    ),
+    "docker": Target(
+        write=partial(render, "docker"),
+        submit=("bash", "{file}"),
+        client="docker",
+        carries_out=True,
+        mount=MOUNT_WITH_OPTIONS,
+        forms={"extra": FLAG},
+        brings=True,
+        forgets=True,
+        uses=frozenset({"image", "mounts", "grace", "extra"}),
+        needs=frozenset({"image"}),
+    ),
 }

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import yaml
 
 from pipeline.distributed.environment import TOKEN
 
-WIDTH = 100
 Form = tuple[re.Pattern[str], str]
 """The look of an option's value, and that in words."""
 _PAIR = r".+:(?P<target>[/~][^:]*)"
@@ -21,8 +16,6 @@ MOUNT: Form = (re.compile(_PAIR), "SOURCE:TARGET with an absolute TARGET")
 MOUNT_WITH_OPTIONS: Form = (re.compile(rf"{_PAIR}(:[a-z,]+)?"), MOUNT[1])
 FLAG: Form = (re.compile(r"-.+"), "an option, as in --extra=--partition=a")
 LINE: Form = (re.compile(r".+"), "one line")
-NEW_TOKEN = "$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')"
-"""A secret, for a POSIX shell."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,53 +113,3 @@ class Target:
     """Shell command before that one; empty for none."""
     carries_out: bool = False
     """Whether the client carries out the run itself, and ends with its exit code."""
-
-
-def label(name: str, longest: int) -> str:
-    """The name with what DNS allows in a label: small letters, digits and dashes, a letter first.
-    dstack wants two of them at least."""
-    found = re.sub(r"[^a-z0-9-]+", "-", name.lower()).strip("-")
-    found = found if len(found) > 1 and found[0].isalpha() else f"run-{found}"
-    return found[:longest].rstrip("-")
-
-
-def comment(*paragraphs: str) -> str:
-    """Paragraphs as comment lines of a shell script or YAML file."""
-    lines: list[str] = []
-    for paragraph in paragraphs:
-        lines += textwrap.wrap(paragraph, WIDTH - 2, break_long_words=False, break_on_hyphens=False)
-    return "".join(f"# {line}\n" for line in lines)
-
-
-def command_line(command: str) -> str:
-    """A command in a comment, as it can be copied."""
-    return f"#   {command}\n"
-
-
-def token_made_here() -> str:
-    """The comment on the nodes' secret of a job that takes it from the environment."""
-    return comment(
-        f"Only nodes that know the secret {TOKEN} can join. `pipe launch --submit` makes one; "
-        "otherwise make it before you submit this:"
-    ) + command_line(f"export {TOKEN}={NEW_TOKEN}")
-
-
-def block(key: str, value: Any, *words: str) -> str:
-    """An entry of a YAML mapping, behind its comment."""
-    text = yaml.dump({key: value}, Dumper=_Dumper, sort_keys=False, width=1 << 20)
-    return comment(*words) + text
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes commands as literal blocks, and everything where it stands."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = "|" if text.endswith("\n") and text.strip() else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _text)
