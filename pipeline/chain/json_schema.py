@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from pipeline.chain.registry import Registry
 from pipeline.contracts.signature import needs
-from pipeline.recipe.fields import adapter
+from pipeline.recipe.fields import WithDocs, adapter
 from pipeline.recipe.load import HEADER_KEYS, SLOT, Header
 from pipeline.recipe.nodes import TAKES, USE
 
@@ -98,7 +98,7 @@ def _with_use(name: str, part: dict[str, Any], stage: type) -> dict[str, Any]:
 
 
 def _of(kind: TypeAdapter[Any], references: str) -> dict[str, Any]:
-    return _open_to_references(kind.json_schema(ref_template=references))
+    return _open_to_references(kind.json_schema(ref_template=references, schema_generator=WithDocs))
 
 
 def _open_to_references(schema: dict[str, Any]) -> dict[str, Any]:

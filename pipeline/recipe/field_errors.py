@@ -29,12 +29,11 @@ _WANTED = {
     "set_type": "a list",
     "frozen_set_type": "a list",
     "dict_type": "a mapping",
-    "model_type": "a mapping",
-    "model_attributes_type": "a mapping",
+    "dataclass_type": "a mapping",
 }
 _MESSAGES = {
     "missing": "is required",
-    "extra_forbidden": "unknown field",
+    "unexpected_keyword_argument": "unknown field",
     "value_error": "{error}",
     "greater_than_equal": "must be at least {ge}",
     "greater_than": "must be more than {gt}",
@@ -132,7 +131,7 @@ def _problem(
     if said:
         message = said[0].message
         hint = _hint(said[0], kind) or _in_range(said[0], lookup(places.data, path))
-        if said[0].type not in ("missing", "extra_forbidden", "value_error"):
+        if said[0].type not in ("missing", "unexpected_keyword_argument", "value_error"):
             message += f", not {_shown(places, path)}"
     elif inside:
         # another member of the union took the value and complains about what is in it
@@ -141,9 +140,9 @@ def _problem(
         message, near = _wanted(faults, places, path)
         given = example(kind, faults[0].path, lookup(places.data, path), adapter)
         hint = given if given.startswith("seconds:") else near or given
-    by_key = said and said[0].type in ("missing", "extra_forbidden")
+    by_key = said and said[0].type in ("missing", "unexpected_keyword_argument")
     place = places.key(path) if by_key else places.value(path)
-    if faults[0].type == "extra_forbidden":
+    if faults[0].type == "unexpected_keyword_argument":
         return UnknownKey(
             message=message, key=dotted(path), hint=hint, location=place,
             path=path, value=lookup(places.data, path),
@@ -191,7 +190,7 @@ def _in_range(fault: _Fault, written: Any) -> str:
 
 
 def _hint(fault: _Fault, kind: type) -> str:
-    if fault.type != "extra_forbidden":
+    if fault.type != "unexpected_keyword_argument":
         return ""
     name = str(fault.path[-1])
     field, _, value = name.partition(" ")

@@ -1,7 +1,7 @@
-"""A stage's fields -> a pydantic model, and data -> a stage or every problem in it.
+"""Data -> a stage, or every problem in it.
 
-The dataclass stays plain; a strict model with the same fields is built beside it. Data is validated
-as JSON, in which text becomes a path and a list a tuple, but "8" is no number and 1 is no boolean.
+pydantic validates the plain dataclass, strictly. Data is validated as JSON, in which text becomes a
+path and a list a tuple, but "8" is no number and 1 is no boolean.
 """
 
 from __future__ import annotations
@@ -14,21 +14,13 @@ import json
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    PydanticSchemaGenerationError,
-    TypeAdapter,
-    ValidationError,
-    create_model,
-)
+from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
-from pipeline.contracts.signature import default_of, field_types, init_fields, name_of
+from pipeline.contracts.signature import dataclasses_in, field_types, init_fields, name_of
 from pipeline.errors import PluginError, Problem
 from pipeline.recipe.field_errors import to_problems
 from pipeline.recipe.nodes import KeyPath, SourceMap
@@ -54,7 +46,8 @@ def build(
 def adapter(kind: type) -> TypeAdapter[Any]:
     """Validates JSON into the dataclass `kind`, and knows its JSON Schema."""
     try:
-        return TypeAdapter(_as_model(kind))
+        _make_strict(kind)
+        return TypeAdapter(kind)
     except PluginError:
         raise
     except Exception as error:
@@ -63,6 +56,14 @@ def adapter(kind: type) -> TypeAdapter[Any]:
         why = why or f"its fields cannot be understood: {error}"
         hint = "use numbers, texts, lists, mappings, dataclasses" if unfit else ""
         raise PluginError(f"{name_of(kind)}: {why}", hint=hint) from error
+
+
+def _make_strict(kind: type) -> None:
+    """Have pydantic refuse other keys and types in a dataclass, and in those that it holds."""
+    kind.__pydantic_config__ = ConfigDict(extra="forbid", strict=True)  # type: ignore[attr-defined]
+    for annotation in field_types(kind).values():
+        for inner in dataclasses_in(annotation):
+            _make_strict(inner)
 
 
 def _unfit(kind: type, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -126,52 +127,17 @@ def _docs_in(kind: type) -> dict[str, str]:
     return docs
 
 
-def _as_model(kind: type) -> Any:
-    return Annotated[_model(kind), AfterValidator(_constructor(kind))]
+class WithDocs(GenerateJsonSchema):
+    """The schema of a dataclass with the docs and the defaults of its fields, for which source code
+    is read."""
 
-
-@functools.cache
-def _model(kind: type) -> type[BaseModel]:
-    annotations = field_types(kind)
-    definitions: dict[str, Any] = {}
-    for field in init_fields(kind):
-        default = default_of(field)
-        info = Field(
-            default=... if default is dataclasses.MISSING else default,
-            alias=field.name,
-            json_schema_extra=functools.partial(_describe, kind, field.name),
-        )
-        # prefixed, because BaseModel has names of its own (`json`, `copy`)
-        definitions[f"field_{field.name}"] = (_rewrite(annotations[field.name]), info)
-    config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
-    doc = inspect.cleandoc(kind.__doc__ or "")
-    return create_model(kind.__name__, __config__=config, __doc__=doc, **definitions)
-
-
-def _describe(kind: type, name: str, schema: dict[str, Any]) -> None:
-    """Add a field's doc to its schema, for which source code is read: only if that is asked for."""
-    if doc := field_docs(kind).get(name):
-        schema["description"] = doc
-
-
-def _constructor(kind: type[T]) -> Callable[[BaseModel], T]:
-    def construct(model: BaseModel) -> T:
-        given = {name: getattr(model, name) for name in model.model_fields_set}
-        return kind(**{name.removeprefix("field_"): value for name, value in given.items()})
-
-    return construct
-
-
-def _rewrite(annotation: Any) -> Any:
-    """The annotation with every dataclass in it replaced by its strict model."""
-    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
-    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
-        return _as_model(annotation)
-    if origin is None or origin is typing.Literal:
-        return annotation
-    if origin is Annotated:
-        return Annotated[(_rewrite(args[0]), *args[1:])]
-    rewritten = tuple(arg if arg is Ellipsis else _rewrite(arg) for arg in args)
-    if origin in (typing.Union, types.UnionType):
-        return typing.Union[rewritten]  # noqa: UP007 - built at run time
-    return origin[rewritten]
+    def dataclass_schema(self, schema: Any) -> JsonSchemaValue:
+        found, kind = super().dataclass_schema(schema), schema["cls"]
+        docs = field_docs(kind)
+        for field in init_fields(kind):
+            own = found["properties"][field.name]
+            if field.default_factory is not dataclasses.MISSING:
+                own["default"] = self.encode_default(field.default_factory())
+            if doc := docs.get(field.name):
+                own["description"] = doc
+        return found
