@@ -17,6 +17,7 @@ from pipeline.commands.options import (
     runs_option,
 )
 from pipeline.commands.trust import trust_options
+from pipeline.errors import CommandStopped, UsageError, system_errors_as
 
 
 @click.command("bench")
@@ -73,7 +74,6 @@ def bench(
     from pipeline.bench.session import Benchmark
     from pipeline.chain.names import resolved
     from pipeline.distributed.launchers import require_no_launcher
-    from pipeline.errors import CommandStopped
     from pipeline.importing.unknown_keys import plan_recipe
     from pipeline.planning.presets import chosen
 
@@ -109,8 +109,6 @@ def bench(
 
 def _parts(text: str | None, option: str) -> list[str]:
     """The entries of a list separated by commas, each once."""
-    from pipeline.errors import UsageError
-
     if text is None:
         return []
     parts = [part.strip() for part in text.split(",")]
@@ -120,8 +118,6 @@ def _parts(text: str | None, option: str) -> list[str]:
 
 
 def _count(text: str) -> int:
-    from pipeline.errors import UsageError
-
     if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"--procs: `{text}` is not a number of processes", hint="such as 1,2,4")
     return int(text)
@@ -131,7 +127,6 @@ def _folder(run_dir: Path | None, runs: Path, name: str) -> Path:
     """The benchmark's folder, in which files and folders can be made."""
     from pipeline.bench.report import FILE
     from pipeline.bench.session import TRIALS
-    from pipeline.errors import UsageError, system_errors_as
     from pipeline.execution import rundir
 
     folder = run_dir or rundir.create(runs, f"bench-{name}")

@@ -15,6 +15,7 @@ import click
 from pipeline.commands.completion import RUN
 from pipeline.commands.options import Count, json_option, newest_run, run_argument
 from pipeline.commands.trust import code_option
+from pipeline.errors import StageError
 from pipeline.utils.terminal import bare, shown
 
 if TYPE_CHECKING:
@@ -166,8 +167,6 @@ class Models:
 
 def _answer(line: str, models: Models, conversations: Mapping[str, Conversation]) -> None:
     """Have each model answer, each with its own answers so far; Ctrl-C ends an answer."""
-    from pipeline.errors import StageError
-
     for name, conversation in conversations.items():
         model = models.model(name)
         if len(conversations) > 1:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.commands.completion import RUN
+from pipeline.errors import PipeError, RunLocked, UsageError, in_words
+from pipeline.utils.text import align, human, plural
 
 if TYPE_CHECKING:
     from pipeline.execution.clean import Finding
@@ -31,9 +33,7 @@ def clean(runs: tuple[Path, ...], yes: bool, all_checkpoints: bool) -> None:
     exports, reports, logs and measurements, and everything of a run in progress. Exit code 1 if
     something could not be read or removed.
     """
-    from pipeline.errors import PipeError, UsageError
     from pipeline.execution import rundir
-    from pipeline.utils.text import human, plural
 
     folders = [rundir.existing(run) for run in runs] or sorted(
         file.parent for file in Path("runs").glob(f"*/{rundir.RECIPE}")
@@ -54,7 +54,6 @@ def clean(runs: tuple[Path, ...], yes: bool, all_checkpoints: bool) -> None:
 def _look(folder: Path, yes: bool, all_checkpoints: bool) -> Finding:
     """Return what was found, or removed. A run that is in use is noted, any other
     error is a failure."""
-    from pipeline.errors import PipeError, RunLocked, in_words
     from pipeline.execution import clean, rundir
 
     try:
@@ -70,8 +69,6 @@ def _look(folder: Path, yes: bool, all_checkpoints: bool) -> Finding:
 
 
 def _show(folder: Path, finding: Finding) -> Finding:
-    from pipeline.utils.text import align, human
-
     notes = (*finding.notes, *finding.failures)
     if finding.waste or notes:
         click.echo(f"{folder}:")

@@ -10,6 +10,7 @@ import click
 
 from pipeline.commands.options import Count
 from pipeline.commands.trust import trust_options
+from pipeline.errors import StageError, UsageError, system_errors_as
 from pipeline.utils.activities import BYTES, activity
 from pipeline.utils.text import human, plural
 
@@ -49,7 +50,6 @@ def convert(
     tensor in memory at a time. Pickles are refused unless --trust-pickle is given.
     """
     from pipeline.checkpoint.formats import Formats, Reading, StateView
-    from pipeline.errors import StageError, UsageError, system_errors_as
 
     for path in (src, dst):
         if ":/" in str(path):

@@ -9,6 +9,8 @@ from pathlib import Path
 import click
 
 from pipeline.commands.completion import SHIPPED
+from pipeline.errors import UsageError, system_errors_as
+from pipeline.utils.text import align
 
 
 @click.command("cp")
@@ -19,9 +21,7 @@ def cp(name: str | None, to: Path) -> None:
 
     TO is by default the current folder. Without NAME, list the shipped recipes.
     """
-    from pipeline.errors import UsageError, system_errors_as
     from pipeline.recipe.shipped import absent_files, shipped, shipped_recipe
-    from pipeline.utils.text import align
 
     if name is None:
         rows = [(known, _summary(file)) for known, file in shipped().items()]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.commands.options import json_option, overrides_argument, recipe_argument
+from pipeline.utils.text import align
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
@@ -36,8 +37,6 @@ def dag(recipe: Path, overrides: tuple[str, ...], mermaid: bool, as_json: bool) 
 
 
 def _text(plan: Plan) -> Iterator[str]:
-    from pipeline.utils.text import align
-
     rows = [("slot", "stage", "reads", "returns")]
     for step in plan.steps:
         named = plan.recipe.stages[step.slot].takes

@@ -9,6 +9,9 @@ import click
 
 from pipeline.commands.hardware_options import GPUS
 from pipeline.commands.options import json_option, out_option
+from pipeline.errors import MachineUnfit, UsageError, system_errors_as
+from pipeline.utils.files import try_writing
+from pipeline.utils.text import plural
 
 
 @click.command("doctor")
@@ -40,9 +43,6 @@ def doctor(
     from pipeline.doctor.examine import examine
     from pipeline.doctor.rules import findings
     from pipeline.doctor.show import lines
-    from pipeline.errors import MachineUnfit, UsageError, system_errors_as
-    from pipeline.utils.files import try_writing
-    from pipeline.utils.text import plural
 
     place = folder or (Path("runs") if Path("runs").is_dir() else Path())
     with stoppable(), system_errors_as(UsageError):

@@ -12,6 +12,9 @@ import click
 from pipeline.commands.display import display_options
 from pipeline.commands.options import FOLDER, Count, out_option, run_argument
 from pipeline.commands.trust import trust_options
+from pipeline.errors import UsageError, system_errors_as
+from pipeline.execution.rank_logging import say
+from pipeline.utils.files import replace_text
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan, Started
@@ -65,13 +68,10 @@ def export(
     the command to continue an interrupted export.
     """
     from pipeline.chain.plan import plan_file
-    from pipeline.errors import UsageError, system_errors_as
     from pipeline.execution import rundir
     from pipeline.execution.export_recipe import chosen, recipe_text
-    from pipeline.execution.rank_logging import say
     from pipeline.hardware.host import cores_each
     from pipeline.launch.start import Job, start
-    from pipeline.utils.files import replace_text
 
     choose = functools.cache(lambda: chosen(source, step=step, model=model, to=out))
 

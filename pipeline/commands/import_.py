@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.commands.options import Count, json_option, out_option
+from pipeline.errors import RecipeError, UsageError
 
 if TYPE_CHECKING:
     from pipeline.importing.translator import Translation
@@ -49,7 +50,6 @@ def import_(
     command. Standard error shows the outcome of every key. Exit code 3 if settings are missing from
     the recipe or `pipe check` refuses it, 2 if no recipe can be written.
     """
-    from pipeline.errors import UsageError
     from pipeline.importing import table
     from pipeline.importing.files import read_config
     from pipeline.importing.translator import Request, choose, installed_translators
@@ -86,7 +86,6 @@ def _problems(translation: Translation) -> list[str]:
     """Return what `pipe check` refuses about the recipe, but for what this machine lacks, and what
     is to be filled in."""
     from pipeline.chain.plan import plan_file
-    from pipeline.errors import RecipeError
     from pipeline.importing import table
 
     if translation.recipe is None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.commands.options import json_option, run_argument
+from pipeline.errors import CheckpointError
 from pipeline.utils.terminal import bare
 from pipeline.utils.text import human, plural
 
@@ -60,7 +61,6 @@ def _summary(store: Store, name: str) -> dict[str, Any]:
     from pipeline.checkpoint.manifest import Damaged
     from pipeline.checkpoint.reader import CheckpointReader
     from pipeline.checkpoint.retention import heldout_loss
-    from pipeline.errors import CheckpointError
 
     line = dict[str, Any](name=name, written=None, bytes=None, eval_loss=None, damage=None)
     try:

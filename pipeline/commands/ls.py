@@ -12,6 +12,9 @@ from typing import Any
 import click
 
 from pipeline.commands.options import json_option
+from pipeline.errors import JournalDamaged, UsageError, in_words
+from pipeline.utils.terminal import shown
+from pipeline.utils.text import plural
 
 DEFAULT = "runs"
 
@@ -21,9 +24,7 @@ DEFAULT = "runs"
 @json_option
 def ls(runs: Path, as_json: bool) -> None:
     """List the runs in the folder RUNS, by default ./runs; the newest is last."""
-    from pipeline.errors import UsageError
     from pipeline.execution import rundir
-    from pipeline.utils.text import plural
 
     if (runs / rundir.RECIPE).is_file() and (runs / rundir.JOURNAL).exists():
         raise UsageError(f"{runs} is a run", hint=f"pipe status {shlex.quote(str(runs))}")
@@ -67,8 +68,6 @@ def _runs(root: Path, closed: list[Path]) -> Iterator[dict[str, Any]]:
 
 def _described(folder: Path) -> dict[str, Any]:
     """Describe a run. One that cannot be read is no reason to list no other."""
-    from pipeline.errors import in_words
-
     try:
         return _describe(folder)
     except PermissionError:
@@ -81,12 +80,10 @@ def _described(folder: Path) -> dict[str, Any]:
 
 
 def _describe(folder: Path) -> dict[str, Any]:
-    from pipeline.errors import JournalDamaged
     from pipeline.execution import rundir
     from pipeline.execution.journal import Journal
     from pipeline.execution.metrics import by_training, is_record
     from pipeline.utils.jsonl import read_tail
-    from pipeline.utils.terminal import shown
     from pipeline.view.history import state_of
     from pipeline.view.trainings import Training
 

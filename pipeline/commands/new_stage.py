@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from pipeline.commands.options import FOLDER, out_option
+from pipeline.errors import UsageError, system_errors_as
 
 
 @click.command("new-stage")
@@ -21,7 +22,6 @@ def new_stage(name: str, out: Path | None) -> None:
     kind is a stage that runs after an export, except average, precision and train, which have no
     example. Change it to what you need.
     """
-    from pipeline.errors import UsageError, system_errors_as
     from pipeline.scaffold.package import NewStage, write_package
 
     with system_errors_as(UsageError):

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.commands.completion import RECIPE
+from pipeline.errors import Problem, RecipeError, UsageError, system_errors_as
+from pipeline.utils.files import overwrite
+from pipeline.utils.text import shown_path
 
 if TYPE_CHECKING:
     from pipeline.chain.registry import Registry
@@ -29,9 +32,7 @@ def pin(registry: Registry | None, recipe: Path) -> None:
     all recipes that extend it. Comments and layout stay. A second call changes nothing.
     """
     from pipeline.chain.registry import Registry
-    from pipeline.errors import UsageError, system_errors_as
     from pipeline.recipe import load_recipe
-    from pipeline.utils.files import overwrite
     from pipeline.utils.hub import commit_of
 
     known = registry or Registry.installed()
@@ -60,7 +61,6 @@ def _names(recipe: Recipe, registry: Registry) -> Iterator[tuple[str, HubName]]:
     """Yield every slot's names of the hub. Raises RecipeError for slots with mistakes."""
     from pipeline.chain.names import hub_names
     from pipeline.chain.plan import in_order, load_slots
-    from pipeline.errors import RecipeError
 
     _, stages, problems = load_slots(recipe, registry)
     if problems:
@@ -82,7 +82,6 @@ class _Edit:
 
     def made(self, text: str | None, commit: str) -> str:
         """Return the file's text, or a changed one, with the commit. Raises UsageError."""
-        from pipeline.errors import UsageError, system_errors_as
         from pipeline.recipe.dump import inline
         from pipeline.recipe.written import with_value
 
@@ -101,9 +100,7 @@ def _edit(recipe: Recipe, slot: str, name: HubName) -> _Edit:
     """Find the file and the place of a name's revision: where one is written for that name, or else
     next to the name. Raises RecipeError for a name that is not written there."""
     from pipeline.chain.names import field_path
-    from pipeline.errors import Problem, RecipeError
     from pipeline.recipe.nodes import lookup
-    from pipeline.utils.text import shown_path
 
     places = recipe.places
     path, named_by = field_path(slot, name.key), field_path(slot, name.named_by)

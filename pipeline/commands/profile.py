@@ -12,6 +12,9 @@ import click
 from pipeline.commands.display import display_options
 from pipeline.commands.options import FOLDER, overrides_argument, recipe_argument
 from pipeline.commands.trust import trust_options
+from pipeline.errors import UsageError, system_errors_as
+from pipeline.utils.files import replace_text
+from pipeline.utils.text import align
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan, Started
@@ -51,12 +54,10 @@ def profile(
     from pipeline.bench.trials import say_which
     from pipeline.chain.plan import plan_file
     from pipeline.distributed.launchers import require_no_launcher
-    from pipeline.errors import UsageError, system_errors_as
     from pipeline.execution import rundir
     from pipeline.execution.metrics import records
     from pipeline.importing.unknown_keys import plan_recipe
     from pipeline.launch.start import Job, start
-    from pipeline.utils.files import replace_text
 
     require_no_launcher("pipe profile")
     original = plan_recipe(recipe, overrides, here=True)
@@ -79,8 +80,6 @@ def profile(
 
 
 def _table(recorded: list[dict[str, Any]]) -> Iterator[str]:
-    from pipeline.utils.text import align
-
     rows = [["step", "seconds", *SHARES]]
     for record in recorded:
         shares = [record.get(f"{name}_share") for name in SHARES]

@@ -10,6 +10,9 @@ import click
 
 from pipeline.commands.completion import RUN
 from pipeline.commands.options import json_option, out_option, run_argument
+from pipeline.errors import UsageError, system_errors_as
+from pipeline.utils.files import replace_text
+from pipeline.utils.terminal import hide_environment
 
 
 @click.command("report")
@@ -23,8 +26,6 @@ def report(run: Path, out: Path | None, opens: bool) -> None:
     origin of every value, and the environment. Each run also writes it when it ends. The report of
     a FOLDER with runs is a table of all runs, with their curves and links to their reports.
     """
-    from pipeline.errors import UsageError, system_errors_as
-    from pipeline.utils.terminal import hide_environment
     from pipeline.view.report.folder_report import holds_runs, write_folder_report
     from pipeline.view.report.run_report import write_report
 
@@ -63,9 +64,6 @@ def compare(runs: tuple[Path, ...], out: Path | None, as_json: bool) -> None:
     import json
     from dataclasses import asdict
 
-    from pipeline.errors import UsageError, system_errors_as
-    from pipeline.utils.files import replace_text
-    from pipeline.utils.terminal import hide_environment
     from pipeline.view.history import read_history
     from pipeline.view.report import compare as comparison
 

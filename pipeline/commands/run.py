@@ -22,6 +22,8 @@ from pipeline.commands.options import (
 from pipeline.commands.pinned import pinned_option
 from pipeline.commands.selection import selection_options
 from pipeline.commands.trust import trust_options
+from pipeline.errors import PipeError, RunFailed
+from pipeline.execution.rank_logging import say
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan, Started
@@ -98,7 +100,6 @@ def run(
     from pipeline.distributed.placement import NodeOptions
     from pipeline.execution import rundir
     from pipeline.execution.journal import Journal
-    from pipeline.execution.rank_logging import say
     from pipeline.execution.rehearsal import rehearsal
     from pipeline.execution.saved_plan import require_planned
     from pipeline.importing.unknown_keys import plan_recipe
@@ -150,8 +151,6 @@ def beside_on_gpus(plan: Plan, folder: Path) -> AbstractContextManager[None]:
 def with_plan(make: Callable[[Started], Plan]) -> Iterator[Callable[[Started], Plan]]:
     """Where the body, which makes its plan by the yielded function, runs out of memory, say what
     that plan is."""
-    from pipeline.errors import PipeError, RunFailed
-
     made: list[Plan] = []
 
     def kept(started: Started) -> Plan:

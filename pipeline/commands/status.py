@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING, BinaryIO
 import click
 
 from pipeline.commands.options import Count, json_option, run_argument
+from pipeline.errors import RecipeError, UsageError, system_errors_as
+from pipeline.utils.foreign import lines_of, open_regular
+from pipeline.utils.terminal import bare, shown
+from pipeline.utils.text import did_you_mean, human
 
 if TYPE_CHECKING:
     from pipeline.view.follow import Follower
@@ -30,7 +34,6 @@ def status(run: Path, follow: bool, as_json: bool) -> None:
 
     Works from any terminal that sees the run's folder, and does not slow training down.
     """
-    from pipeline.errors import RecipeError
     from pipeline.execution import rundir
     from pipeline.recipe import read_recipe
     from pipeline.view.follow import Follower
@@ -77,7 +80,6 @@ def _draw(run: Follower, *, follow: bool) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from pipeline.utils.terminal import bare, shown
     from pipeline.view.ending import next_lines
     from pipeline.view.live import ASCII, LABEL_WIDTH, UNICODE, Header, drawing
 
@@ -111,10 +113,7 @@ def _draw(run: Follower, *, follow: bool) -> None:
 @click.option("-n", "--lines", type=Count(min=0), help="Print the last N lines only.")
 def logs(run: Path, rank: int, follow: bool, lines: int | None) -> None:
     """Print the log of one rank of RUN, by default the newest run in ./runs."""
-    from pipeline.errors import UsageError, system_errors_as
     from pipeline.execution import rundir
-    from pipeline.utils.foreign import lines_of, open_regular
-    from pipeline.utils.text import did_you_mean
 
     folder = rundir.existing(run)
     file = folder / "logs" / f"rank-{rank:05d}.log"
@@ -136,9 +135,6 @@ def logs(run: Path, rank: int, follow: bool, lines: int | None) -> None:
 
 def _print(log: BinaryIO) -> None:
     """Print a log from its position to its end, without lines that are too long, which it names."""
-    from pipeline.utils.foreign import lines_of
-    from pipeline.utils.text import human
-
     decode, place = codecs.getincrementaldecoder("utf-8")("replace").decode, log.tell()
     for line in itertools.chain(lines_of(log, LONGEST), [b""]):
         left_out = log.tell() - len(line) - place

@@ -7,6 +7,8 @@ from pathlib import Path
 import click
 
 from pipeline.commands.options import overrides_argument, run_argument
+from pipeline.errors import PipeError, UsageError
+from pipeline.utils.text import plural
 
 
 @click.command("track")
@@ -19,11 +21,9 @@ def track(run: Path, overrides: tuple[str, ...]) -> None:
     was sent. OVERRIDES change the run's recipe for this command, such as track.mode=online.
     """
     from pipeline.chain.plan import plan_file, require_sound
-    from pipeline.errors import PipeError, UsageError
     from pipeline.execution import rundir
     from pipeline.track.contract import TrackerStage
     from pipeline.track.feeder import facts_of, failure, feeders
-    from pipeline.utils.text import plural
     from pipeline.view.history import read_history
 
     folder = rundir.existing(run)

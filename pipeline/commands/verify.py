@@ -9,6 +9,8 @@ import click
 
 from pipeline.commands.options import run_argument
 from pipeline.commands.trust import code_option
+from pipeline.errors import ExportError, UsageError, system_errors_as
+from pipeline.utils.foreign import read_json
 
 
 @click.command("verify")
@@ -20,7 +22,6 @@ def verify(folder: Path) -> None:
     RUN is by default the newest run in ./runs. Reads and compares every byte, then loads the model
     with transformers and runs it on the prompt of its export. Exit code 1 if anything differs.
     """
-    from pipeline.errors import UsageError
     from pipeline.execution import rundir
     from pipeline.execution.export_recipe import exports_of
 
@@ -39,7 +40,6 @@ def _verify(folder: Path, name: str) -> None:
     from pipeline.chain.registry import Registry
     from pipeline.contracts.export import VERIFY, ExportedModel
     from pipeline.contracts.signature import gives
-    from pipeline.errors import ExportError, UsageError, system_errors_as
     from pipeline.utils.trust import TRUST_CODE, trusted
 
     registry = Registry.installed()
@@ -58,8 +58,6 @@ def _verify(folder: Path, name: str) -> None:
 def _writer(folder: Path, within: Path | None) -> str:
     """The stage that wrote an export, by its manifest."""
     from pipeline.contracts.export import EXPORT_MANIFEST
-    from pipeline.errors import UsageError
-    from pipeline.utils.foreign import read_json
 
     content = None
     with contextlib.suppress(OSError, ValueError):
