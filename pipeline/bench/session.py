@@ -66,7 +66,13 @@ class Benchmark:
             with interruptible(force_after=STOP_SECONDS):
                 for trial in self.trials:
                     click.echo(trial.row.label, err=True)
-                    row = self._measured(trial)
+                    row = trial.row
+                    folder = self.folder / TRIALS / f"{row.strategy}-{row.procs}"
+                    try:
+                        row = self._tried(trial, folder)
+                    finally:
+                        if not self.keep:
+                            _clear(folder, failed=bool(row.error))
                     speed = row.speed and f"{row.speed.median:,.0f} tokens/s"
                     click.echo(f"  {speed or row.error}", err=True)
                     rows = with_efficiency([*rows, row])
@@ -80,16 +86,6 @@ class Benchmark:
     def missing(self, rows: Sequence[Row]) -> list[str]:
         """Labels of the trials that are not among the rows."""
         return [trial.row.label for trial in self.trials[len(rows) :]]
-
-    def _measured(self, trial: TrialRecipe) -> Row:
-        row = trial.row
-        folder = self.folder / TRIALS / f"{row.strategy}-{row.procs}"
-        try:
-            row = self._tried(trial, folder)
-        finally:
-            if not self.keep:
-                _clear(folder, failed=bool(row.error))
-        return row
 
     def _tried(self, trial: TrialRecipe, folder: Path) -> Row:
         """The trial's row with its numbers or its error."""

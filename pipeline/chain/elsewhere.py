@@ -63,7 +63,14 @@ class Slots:
     def added(self, slot: str, fields: Mapping[str, Any]) -> str:
         """A slot that the recipe lacks, as YAML, and where it belongs. `fields` have dotted names;
         `use` may be left out."""
-        content = {"use": self.usual(slot)} | _nested(fields)
+        found: dict[str, Any] = {}
+        for name, value in fields.items():
+            *blocks, field = name.split(".")
+            inner = found
+            for block in blocks:
+                inner = inner.setdefault(block, {})
+            inner[field] = value
+        content = {"use": self.usual(slot)} | found
         text = f"a slot `{slot}: {shortened(content)}`"
         with contextlib.suppress(PluginError):
             where = position(self.registry.load(content["use"]), self._links())
@@ -207,18 +214,6 @@ def _missing_slot(unknown: UnknownKey, slots: Slots) -> str:
     if not isinstance(fields, dict) or not slots.registry.names(slot):
         return ""
     return f"an override cannot add a slot: add to the recipe {slots.added(slot, fields)}"
-
-
-def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Dotted names as blocks."""
-    found: dict[str, Any] = {}
-    for name, value in fields.items():
-        *blocks, field = name.split(".")
-        inner = found
-        for block in blocks:
-            inner = inner.setdefault(block, {})
-        inner[field] = value
-    return found
 
 
 def _other_slot(unknown: UnknownKey, slots: Slots) -> str:

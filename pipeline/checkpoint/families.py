@@ -8,7 +8,7 @@ not regular stays by itself, in the worst case each.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from pipeline.checkpoint.division import CoverageError, Run
@@ -58,7 +58,13 @@ class _Row(NamedTuple):
 def families(tiles: Tiles) -> Iterator[tuple[Run, Offsets]]:
     """Runs whose pieces are the tiles, on the first holder of each, and the offsets of all holders.
     Raises CoverageError for columns that rows of no one length have."""
-    _require_fitting(tiles)
+    strides = {tile.stride for tile in tiles} - {0}
+    if len(strides) > 1:
+        raise CoverageError("is held as columns of rows of different lengths")
+    for width in strides:
+        for start, stop, stride, count in tiles:
+            if stride and not (start < stop <= start - start % width + width and count > 0):
+                raise CoverageError(f"has no columns {start} to {stop} in rows of {width}")
     slabs, alone = _slabs(tiles)
     yield from alone
     family: list[_Row] = []
@@ -69,16 +75,6 @@ def families(tiles: Tiles) -> Iterator[tuple[Run, Offsets]]:
         family.append(row)
     if family:
         yield from _runs(family)
-
-
-def _require_fitting(tiles: Iterable[Tile]) -> None:
-    strides = {tile.stride for tile in tiles} - {0}
-    if len(strides) > 1:
-        raise CoverageError("is held as columns of rows of different lengths")
-    for width in strides:
-        for start, stop, stride, count in tiles:
-            if stride and not (start < stop <= start - start % width + width and count > 0):
-                raise CoverageError(f"has no columns {start} to {stop} in rows of {width}")
 
 
 def _slabs(tiles: Tiles) -> tuple[list[_Slab], list[tuple[Run, Offsets]]]:

@@ -10,16 +10,15 @@ import itertools
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.checkpoint.block_sums import CHUNK, sums
 from pipeline.checkpoint.division import KeyedTile, Run
-from pipeline.checkpoint.extent import Extent
 from pipeline.checkpoint.file_layout import FileLayout, Layout
 from pipeline.checkpoint.formats import StateSource
 from pipeline.checkpoint.manifest import ManifestTemplate
-from pipeline.checkpoint.store import Sink, Store, Transaction, step_name, step_number
+from pipeline.checkpoint.store import Store, Transaction, step_name, step_number
 from pipeline.checkpoint.writer_main import put_sums
 from pipeline.errors import UsageError
 from pipeline.utils.files import page_aligned, sync, sync_tree
@@ -86,18 +85,13 @@ def _write(source: StateSource, layout: Layout, transaction: Transaction) -> Ite
                 if item.span is None:
                     sink.write(0, memoryview(item.head))
                 else:
-                    yield from _copy(sink, item.extent, _chunks(source, item.span))
-
-
-def _copy(sink: Sink, extent: Extent, chunks: Iterable[memoryview]) -> Iterator[int]:
-    """Write a piece's chunks one behind the other; yields the checksums of their blocks. All chunks
-    but the last are whole blocks."""
-    begin = 0
-    for data in chunks:
-        yield from sums(data)
-        for offset, low, high in extent.segments(begin, len(data)):
-            sink.write(offset, data[low:high])
-        begin += len(data)
+                    # all chunks but the last are whole blocks
+                    begin = 0
+                    for data in _chunks(source, item.span):
+                        yield from sums(data)
+                        for offset, low, high in item.extent.segments(begin, len(data)):
+                            sink.write(offset, data[low:high])
+                        begin += len(data)
 
 
 def _chunks(source: StateSource, span: KeyedTile) -> Iterator[memoryview]:

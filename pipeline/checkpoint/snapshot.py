@@ -85,7 +85,7 @@ class Snapshot:
                 self._handed.set_result(self._pass_on(writer, request, pieces))
                 return
             held = [
-                (copy, tile, tensor if _name(copy.key) in lasting else tensor.clone())
+                (copy, tile, tensor if copy.key.partition("/")[2] in lasting else tensor.clone())
                 for copy, tile, tensor in pieces
             ]
         self._handed = self._pool.submit(self._beside, writer, request, held, self._reached())
@@ -200,11 +200,6 @@ class Snapshot:
             memory = self.buffer.memory[copy.place : copy.place + size]
             target = torch.frombuffer(memory, dtype=dtype)
             target.copy_(tensor[first : first + copy.numel], non_blocking=True)
-
-
-def _name(key: str) -> str:
-    """Name of the parameter or buffer that a tensor of the state belongs to."""
-    return key.partition("/")[2]
 
 
 def _require_none(left: Set[Copy]) -> None:

@@ -229,7 +229,9 @@ def where(model: str, revision: str | None) -> dict[str, Any]:
         return {"path": repo} | ({"revision": written or revision} if written or revision else {})
     folder = path.parent
     if path.is_dir():
-        return {"path": str(_weights_in(path))}
+        # a GGUF file may be all that a folder has of a model
+        found = [] if (path / "config.json").exists() else list(path.glob("*.gguf"))
+        return {"path": str(found[0] if len(found) == 1 else path)}
     if path.suffix != ".json":
         return {"path": str(path)}
     if path.name == "config.json" and any(folder.glob("*.safetensors")):
@@ -237,9 +239,3 @@ def where(model: str, revision: str | None) -> dict[str, Any]:
     return {"config": str(path)} | (
         {"tokenizer": str(folder)} if any(folder.glob("tokenizer*.json")) else {}
     )
-
-
-def _weights_in(folder: Path) -> Path:
-    """Return the GGUF file that is all a folder has of a model, else the folder."""
-    found = [] if (folder / "config.json").exists() else list(folder.glob("*.gguf"))
-    return found[0] if len(found) == 1 else folder

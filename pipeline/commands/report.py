@@ -37,17 +37,13 @@ def report(run: Path, out: Path | None, opens: bool) -> None:
             page = write_report(run, out)
     click.echo(page)
     if opens:
-        _open(page.resolve().as_uri())
+        import webbrowser
 
-
-def _open(address: str) -> None:
-    """Open a page in the browser of this session; say where it is if there is none."""
-    import webbrowser
-
-    displays = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
-    graphical = sys.platform != "linux" or any(os.environ.get(name) for name in displays)
-    if not graphical or not webbrowser.open(address):
-        click.echo(f"no browser can be opened from here: open {address}", err=True)
+        address = page.resolve().as_uri()
+        displays = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
+        graphical = sys.platform != "linux" or any(os.environ.get(name) for name in displays)
+        if not graphical or not webbrowser.open(address):
+            click.echo(f"no browser can be opened from here: open {address}", err=True)
 
 
 @click.command("compare")

@@ -128,16 +128,12 @@ def _show_data(plan: Plan, *, count: int, as_json: bool) -> None:
             return
         for slot, shown in found.items():
             click.echo(f"{slot}: {shown.summary()}" if len(found) > 1 else shown.summary())
-            _show_samples(shown, count)
-
-
-def _show_samples(shown: Preview, count: int) -> None:
-    colour = sys.stdout.isatty()
-    for place, index in enumerate(shown.indices(count)):
-        # a stream's own index is not shown: it has no meaning for users
-        number = place if shown.size is None else index
-        text = _described(shown, index, number, colour=colour)
-        click.echo(f"\n{text}", file=bare(sys.stdout))
+            colour = sys.stdout.isatty()
+            for place, index in enumerate(shown.indices(count)):
+                # a stream's own index is not shown: it has no meaning for users
+                number = place if shown.size is None else index
+                text = _described(shown, index, number, colour=colour)
+                click.echo(f"\n{text}", file=bare(sys.stdout))
 
 
 def _described(shown: Preview, index: int, number: int, *, colour: bool) -> str:

@@ -111,8 +111,9 @@ def combined(options: NodeOptions, found: Placement | None) -> Placement | None:
     base = found
     if options.hostfile is not None:
         base = _of_hostfile(options.hostfile, options.node_rank)
-        if found is not None:
-            _require_same(base, found)
+        own = base.node_rank, base.max_nodes
+        if found is not None and own != (found.node_rank, found.max_nodes):
+            raise UsageError(f"{base.describe()} contradicts {found.describe()}")
     return _laid_over(options, base)
 
 
@@ -161,11 +162,6 @@ def _laid_over(options: NodeOptions, base: NodePlacement | None) -> NodePlacemen
         ranks = {1: "0", 2: "0 or 1"}.get(made.max_nodes, f"from 0 to {made.max_nodes - 1}")
         raise UsageError(f"--node-rank must be {ranks}, as there are {made.max_nodes} nodes")
     return made
-
-
-def _require_same(one: NodePlacement, other: NodePlacement) -> None:
-    if (one.node_rank, one.max_nodes) != (other.node_rank, other.max_nodes):
-        raise UsageError(f"{one.describe()} contradicts {other.describe()}")
 
 
 def bounds(text: str, where: str) -> tuple[int, int]:

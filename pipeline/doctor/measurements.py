@@ -86,7 +86,12 @@ def measure_disk(settings: Mapping[str, Any], record: Record) -> None:
         written, seconds = _write(descriptor, data, settings["size"], settings["budget"])
         record({"disk_write_bytes_per_s": written / seconds})
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-        read, seconds = _read(descriptor, written, settings["budget"])
+        into = page_aligned(PIECE)
+        into[:] = bytes(PIECE)  # touch the pages
+        start, done = time.perf_counter(), 0
+        while done < written and time.perf_counter() - start < settings["budget"]:
+            done += read_at(descriptor, done, into)
+        read, seconds = done, time.perf_counter() - start
         record({"disk_read_bytes_per_s": read / seconds})
 
 
@@ -98,15 +103,6 @@ def _write(descriptor: int, data: memoryview, size: int, budget: float) -> tuple
             write_at(descriptor, done, data)
             done += len(data)
         os.fsync(descriptor)
-    return done, time.perf_counter() - start
-
-
-def _read(descriptor: int, size: int, budget: float) -> tuple[int, float]:
-    into = page_aligned(PIECE)
-    into[:] = bytes(PIECE)  # touch the pages
-    start, done = time.perf_counter(), 0
-    while done < size and time.perf_counter() - start < budget:
-        done += read_at(descriptor, done, into)
     return done, time.perf_counter() - start
 
 
@@ -148,21 +144,16 @@ def measure_matmul(settings: Mapping[str, Any], record: Record) -> None:
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     timed = partial(seconds_each, device=device, agree=Rendezvous(settings).slowest)
     for name in settings["dtypes"]:
-        size = _large_enough(device, dtypes[name], timed)
+        # rows of square matrices whose product keeps the device busy
+        size = SMALLEST
+        while size < LARGEST:
+            if timed(_product(size, device, dtypes[name]), budget=0) > LONG_ENOUGH[device]:
+                break
+            size *= 2
         product = _product(size, device, dtypes[name])
         batch = settings["budget"] / BATCHES
         fastest = min(timed(product, budget=batch) for _ in range(BATCHES))
         record({name: 2 * size**3 / fastest})
-
-
-def _large_enough(device: str, dtype: torch.dtype, timed: Callable[..., float]) -> int:
-    """Rows of square matrices whose product keeps the device busy."""
-    size = SMALLEST
-    while size < LARGEST:
-        if timed(_product(size, device, dtype), budget=0) > LONG_ENOUGH[device]:
-            break
-        size *= 2
-    return size
 
 
 def _product(size: int, device: str, dtype: torch.dtype) -> Callable[[], object]:

@@ -117,11 +117,14 @@ def operators() -> Operators:
     """The tools that compile DeepSpeed's operators, found as torch and DeepSpeed find them."""
     chosen = os.environ.get("CXX", "c++").split()
     scripts = sysconfig.get_path("scripts")  # pip's is called there, whatever comes first on PATH
+    folders = [Path("/usr/include"), Path("/usr/local/include")]
+    folders += [Path(each) for each in os.environ.get("CPATH", "").split(os.pathsep) if each]
+    header = any((folder / "libaio.h").exists() for folder in folders)
     return Operators(
         compiler=shutil.which(chosen[0]) if chosen else None,
         ninja=shutil.which("ninja", path=scripts) or shutil.which("ninja"),
         cuda_home=_cuda_home(),
-        libaio=_has_libaio(),
+        libaio=header and ctypes.util.find_library("aio") is not None,
     )
 
 
@@ -132,11 +135,3 @@ def _cuda_home() -> str | None:
         return str(Path(nvcc).parent.parent)
     home = given or "/usr/local/cuda"
     return home if (Path(home) / "bin/nvcc").exists() else None
-
-
-def _has_libaio() -> bool:
-    """Whether both the library and its header are installed."""
-    folders = [Path("/usr/include"), Path("/usr/local/include")]
-    folders += [Path(each) for each in os.environ.get("CPATH", "").split(os.pathsep) if each]
-    header = any((folder / "libaio.h").exists() for folder in folders)
-    return header and ctypes.util.find_library("aio") is not None

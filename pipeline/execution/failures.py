@@ -205,20 +205,16 @@ def _reports(run_dir: Path) -> list[dict[str, Any]]:
     for text in texts:
         with contextlib.suppress(ValueError):
             report = parse_json(text)
-            if _is_report(report):
+            # a folder that came from elsewhere can hold anything
+            kinds: Mapping[str, Any] = {
+                "time": (int, float), "rank": int, "slot": str, "message": str, "expected": bool,
+                "refused": bool, "restart": str, "memory": str, "place": str,
+            }  # fmt: skip
+            if isinstance(report, dict) and all(
+                isinstance(report.get(key), kind) for key, kind in kinds.items()
+            ):
                 reports.append(report)
     return sorted(reports, key=lambda report: (report["time"], report["rank"]))
-
-
-def _is_report(report: Any) -> bool:
-    """Whether it has what its readers use; a folder that came from elsewhere can hold anything."""
-    kinds: Mapping[str, Any] = {
-        "time": (int, float), "rank": int, "slot": str, "message": str, "expected": bool,
-        "refused": bool, "restart": str, "memory": str, "place": str,
-    }  # fmt: skip
-    return isinstance(report, dict) and all(
-        isinstance(report.get(key), kind) for key, kind in kinds.items()
-    )
 
 
 def _died(run_dir: Path, end: Exit, slot: str | None, oom: bool) -> RunFailed:

@@ -60,7 +60,13 @@ def rank_log(run_dir: Path, rank: int) -> Iterator[logging.Logger]:
             stdout = bare(sys.stdout)
             if isinstance(stdout, io.TextIOWrapper):
                 stdout.reconfigure(line_buffering=True)  # where a display shows it, it is a pipe
-            stack.enter_context(_attached(log, _screen_handler(os.environ.get(SCREEN, ""), screen)))
+            handler = _LineHandler(sys.stdout, "standard output", screen)
+            words = os.environ.get(SCREEN, "").split()
+            quiet = logging.WARNING if "quiet" in words else logging.INFO
+            handler.setLevel(logging.DEBUG if "verbose" in words else quiet)
+            if "live" in words:
+                handler.addFilter(lambda record: not getattr(record, "in_display", False))
+            stack.enter_context(_attached(log, handler))
         else:
             stack.enter_context(_output_to(to_file.stream))
         yield log
@@ -108,17 +114,6 @@ def _close(file: IO[str]) -> None:
     """Close a log. What its disk does not take has been told, and is no failure of the run."""
     with contextlib.suppress(OSError):
         file.close()
-
-
-def _screen_handler(wanted: str, screen: int) -> logging.Handler:
-    """Return the handler that writes to the screen what is wanted there (SCREEN)."""
-    handler = _LineHandler(sys.stdout, "standard output", screen)
-    words = wanted.split()
-    quiet = logging.WARNING if "quiet" in words else logging.INFO
-    handler.setLevel(logging.DEBUG if "verbose" in words else quiet)
-    if "live" in words:
-        handler.addFilter(lambda record: not getattr(record, "in_display", False))
-    return handler
 
 
 ASIDES = ("py.warnings", "torchao", "torch.utils._pytree")

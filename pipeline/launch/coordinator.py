@@ -8,7 +8,6 @@ that are there. Nothing here touches the network or the clock.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -210,7 +209,12 @@ class Coordinator:
             if all(report or self._beats_after(n, heard) for n, report in reports.items()):
                 self._decide(given, now)
         elif len(given) == len(reports):
-            self._end_round(kinds, now)
+            if set(kinds) == {"finished"}:
+                self.over = Over(kind="finished")
+            elif self._stop == "to regroup":
+                self._members, self._not_before = [], now
+            else:
+                self._end_by_stop()
         elif not self._stop and self._others_wait():
             self._stop = "to regroup"
 
@@ -232,15 +236,6 @@ class Coordinator:
     def _others_wait(self) -> bool:
         """Whether a node that is not a member could become one."""
         return len(self._members) < self.most and any(n not in self._members for n in self._alive())
-
-    def _end_round(self, kinds: Collection[str], now: float) -> None:
-        """End a round whose members have all finished or stopped."""
-        if set(kinds) == {"finished"}:
-            self.over = Over(kind="finished")
-        elif self._stop == "to regroup":
-            self._members, self._not_before = [], now
-        else:
-            self._end_by_stop()
 
     def _end_by_stop(self) -> None:
         """End the run with the signal and the node that got it, where that is known."""

@@ -121,7 +121,10 @@ def supervise(
     watch = Watch(ranks.heartbeats, pids, settings.timeouts)
     try:
         while not ranks.finished():
-            _look(ranks, watch, run_dir)
+            ends = [end for end in ranks.ends() if end.code != FINISHED]
+            if ends and all(_was_asked(end) for end in ends):
+                raise Interrupted(next((-end.code for end in ends if end.code < 0), None))
+            _raise_failure(ranks, ends, watch, run_dir)
             check(None)
             time.sleep(POLL_SECONDS)
     except Interrupted as interrupted:
@@ -148,14 +151,6 @@ def _announce(interrupted: Interrupted, ranks: LocalRanks, run_dir: Path) -> Non
     how = again if interrupted.number == signal.SIGINT else ""
     with contextlib.suppress(OSError):  # a closed terminal
         click.echo(f"{interrupted.cause}: saving after this step, then stopping{how}", err=True)
-
-
-def _look(ranks: LocalRanks, watch: Watch, run_dir: Path) -> None:
-    """Raise RunFailed if a rank has failed or stalled, Interrupted if one was asked to stop."""
-    ends = [end for end in ranks.ends() if end.code != FINISHED]
-    if ends and all(_was_asked(end) for end in ends):
-        raise Interrupted(next((-end.code for end in ends if end.code < 0), None))
-    _raise_failure(ranks, ends, watch, run_dir)
 
 
 def _raise_failure(ranks: LocalRanks, ends: list[Exit], watch: Watch, run_dir: Path) -> None:

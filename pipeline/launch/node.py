@@ -37,13 +37,27 @@ def start_node(job: Job, found: NodePlacement) -> None:
     token(found.host)  # first, while nothing has been started
     given = Started(per_node=found.procs, nodes=found.max_nodes)
     if found.node_rank > 0:
-        _join(job.plan(given), found)
+        plan = job.plan(given)
+        try:
+            _conclude(Agent(plan, found, lambda: None, Screen()).run())
+        except Interrupted as interrupted:
+            raise RunStopped(f"stopped by {interrupted}") from None
         return
     plan = job.planned(given)
     folder = job.folder(plan)
     with rundir.locked(folder):
         plan = job.prepared(plan, folder)
-        coordinator = _coordinator(job, plan, folder, found)
+        launch = plan.recipe.launch
+        coordinator = Coordinator(
+            fewest=min(found.min_nodes, launch.fewest_nodes or found.min_nodes),
+            most=found.max_nodes,
+            restarts=launch.restarts,
+            rendezvous_seconds=launch.timeouts.rendezvous,
+            lost_seconds=launch.timeouts.node,
+            run=run_name(plan, found),
+            folder=str(folder),
+            accept=tuple(job.accept),
+        )
         with _served(coordinator, found) as server:
             if is_done(plan, folder):
                 coordinator.end(Over(kind="finished"))
@@ -56,20 +70,6 @@ def start_node(job: Job, found: NodePlacement) -> None:
                 job.display.shown(plan, folder) as screen,
             ):
                 _lead(server, coordinator, plan, folder, found, screen)
-
-
-def _coordinator(job: Job, plan: Plan, folder: Path, found: NodePlacement) -> Coordinator:
-    launch = plan.recipe.launch
-    return Coordinator(
-        fewest=min(found.min_nodes, launch.fewest_nodes or found.min_nodes),
-        most=found.max_nodes,
-        restarts=launch.restarts,
-        rendezvous_seconds=launch.timeouts.rendezvous,
-        lost_seconds=launch.timeouts.node,
-        run=run_name(plan, found),
-        folder=str(folder),
-        accept=tuple(job.accept),
-    )
 
 
 @contextlib.contextmanager
@@ -105,13 +105,6 @@ def _lead(
             restarted(folder, plan, note.text, note.number, note.seconds)
 
     _conclude(Agent(plan, found, record, screen, server).run())
-
-
-def _join(plan: Plan, found: NodePlacement) -> None:
-    try:
-        _conclude(Agent(plan, found, lambda: None, Screen()).run())
-    except Interrupted as interrupted:
-        raise RunStopped(f"stopped by {interrupted}") from None
 
 
 def _conclude(over: Over) -> None:

@@ -19,7 +19,6 @@ from pipeline.distributed.launchers import placement
 from pipeline.distributed.placement import (
     NodeOptions,
     NodePlacement,
-    Placement,
     RankPlacement,
     combined,
 )
@@ -95,28 +94,32 @@ def start(job: Job, options: NodeOptions | None = None) -> None:
     if isinstance(found, RankPlacement):
         os.environ |= found.environment()
     if worker_rank() > 0:
-        _follow(job)
+        # it learns from rank 0 where the run is, and need not see the recipe
+        from pipeline.distributed.process_group import receive
+
+        default_signals()
+        store = _meet()
+        folder = receive(store, FOLDER_KEY)
+        store.add(f"{FOLDER_KEY}/received", 1)
+        if folder:
+            _run_as_rank(Path(folder), store, job.accept)
         return
     # torchrun waits 30 s for a rank that it stops; a rank can be in a collective that never ends.
     try:
         with stoppable(force_after=3.0 if is_worker() else None):
-            _start(job, found)
+            if is_worker():
+                _lead(job)
+            elif isinstance(found, NodePlacement) and found.max_nodes > 1:
+                from pipeline.launch.node import start_node
+
+                start_node(job, found)
+            else:
+                _start_here(job, found.procs if isinstance(found, NodePlacement) else None)
     except CommandStopped as stopped:  # before there was anything to go on with
         raise RunStopped(str(stopped)) from None
     finally:
         if is_worker():  # libraries may hang in native code at the end, where Python handles none
             default_signals()
-
-
-def _start(job: Job, found: Placement | None) -> None:
-    if is_worker():
-        _lead(job)
-    elif isinstance(found, NodePlacement) and found.max_nodes > 1:
-        from pipeline.launch.node import start_node
-
-        start_node(job, found)
-    else:
-        _start_here(job, found.procs if isinstance(found, NodePlacement) else None)
 
 
 def _start_here(job: Job, procs: int | None) -> None:
@@ -150,18 +153,6 @@ def _lead(job: Job) -> None:
         with opened(plan, folder):
             _publish(store, str(folder))
             _run_as_rank(folder, store, job.accept)
-
-
-def _follow(job: Job) -> None:
-    """Another rank: it learns from rank 0 where the run is, and need not see the recipe."""
-    from pipeline.distributed.process_group import receive
-
-    default_signals()
-    store = _meet()
-    folder = receive(store, FOLDER_KEY)
-    store.add(f"{FOLDER_KEY}/received", 1)
-    if folder:
-        _run_as_rank(Path(folder), store, job.accept)
 
 
 def _meet() -> Store:

@@ -88,7 +88,9 @@ def _fault(error: Any, data: Any) -> _Fault:
     if kind in _WANTED:
         return _Fault(path=path, type=kind, wanted=_WANTED[kind])
     if kind == "literal_error":
-        return _Fault(path=path, type=kind, options=_options(context["expected"]))
+        # `'a', 'b' or 'c'`
+        parts = context["expected"].replace(" or ", ", ").split(", ")
+        return _Fault(path=path, type=kind, options=tuple(part.strip("'") for part in parts))
     known = _MESSAGES.get(kind)
     return _Fault(
         path=path, type=kind, message=known.format(**context) if known else error["msg"],
@@ -109,12 +111,6 @@ def _path(error: Any, data: Any) -> KeyPath:
             continue
         path.append(part)
     return tuple(path)
-
-
-def _options(expected: str) -> tuple[str, ...]:
-    """`'a', 'b' or 'c'` -> a, b, c."""
-    parts = expected.replace(" or ", ", ").split(", ")
-    return tuple(part.strip("'") for part in parts)
 
 
 def _problem(

@@ -42,7 +42,12 @@ def example(kind: type, path: KeyPath, written: Any, adapter: Adapter) -> str:
     for value in guesses:
         if fits(adapter(owner), name, value):
             return f"write `{name}: {inline(value)}`"
-    return _without(owner, name, written)
+    # the value may mean nothing
+    default = _default(owner, name)
+    several = isinstance(default, list | tuple) and isinstance(written, int | float)
+    if default is _NONE or dataclasses.is_dataclass(default) or not (written is None or several):
+        return ""
+    return f"leave it out for the default, {inline(default)}"
 
 
 def owner_of(kind: type, path: KeyPath) -> type | None:
@@ -95,12 +100,3 @@ def fits(adapter: TypeAdapter[Any], name: str, value: Any) -> bool:
 
 def _default(owner: type, name: str) -> Any:
     return next(default_of(one) for one in init_fields(owner) if one.name == name)
-
-
-def _without(owner: type, name: str, written: Any) -> str:
-    """The hint to leave a field out that has a default, for a value that means nothing."""
-    default = _default(owner, name)
-    several = isinstance(default, list | tuple) and isinstance(written, int | float)
-    if default is _NONE or dataclasses.is_dataclass(default) or not (written is None or several):
-        return ""
-    return f"leave it out for the default, {inline(default)}"

@@ -136,7 +136,9 @@ def resolve(root: Node, *, hide_env: bool = False) -> tuple[Any, list[Problem]]:
     if expansions({path: text.references for path, text in texts.items()}) > MAX_EXPANSIONS:
         message = f"interpolations expand to more than {MAX_EXPANSIONS}"
         return _blank(data, leaves), [Problem(message=message, location=leaves[-1][1].at)]
-    allowed = _listed(root)
+    env = root.entries().get("env")
+    entries = env.value if env and isinstance(env.value, list) else []
+    allowed = {entry.value for entry in entries if isinstance(entry.value, str)}
     problems: list[Problem] = []
     sound: list[tuple[KeyPath, Node]] = []
     for path, node in leaves:
@@ -146,16 +148,12 @@ def resolve(root: Node, *, hide_env: bool = False) -> tuple[Any, list[Problem]]:
             _put(data, path, None)
         else:
             sound.append((path, node))
-            _hide(texts[path])
+            # values of the environment are not said again, here or in logs
+            for call in texts[path].calls:
+                hide(os.environ.get(call.args[0], ""), f"${call.args[0]}")
             if hide_env and texts[path].calls:
                 _put(data, path, _HIDDEN)
     return data, problems + _fill(data, sound, root)
-
-
-def _hide(text: Text) -> None:
-    """Values of the environment are not said again, here or in logs."""
-    for call in text.calls:
-        hide(os.environ.get(call.args[0], ""), f"${call.args[0]}")
 
 
 def _problem(message: str, hint: str, path: KeyPath, node: Node) -> Problem:
@@ -170,12 +168,6 @@ def _blank(data: Any, leaves: list[tuple[KeyPath, Node]]) -> Any:
 
 def _interpolated(node: Node) -> bool:
     return isinstance(node.value, str) and "${" in node.value
-
-
-def _listed(root: Node) -> set[str]:
-    env = root.entries().get("env")
-    entries = env.value if env and isinstance(env.value, list) else []
-    return {entry.value for entry in entries if isinstance(entry.value, str)}
 
 
 def _refusals(text: Text, allowed: Collection[str], *, hide_env: bool) -> list[str]:

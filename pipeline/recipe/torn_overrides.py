@@ -30,7 +30,14 @@ def torn(word: str, after: Sequence[str]) -> Meant | None:
         hint = "a command takes one recipe; name one that it is laid over in its `extends`"
         return Meant(hint=hint)
     if _is_override(word):
-        return _torn_value(word, after)
+        # the shell may have cut the value at its blanks
+        for count in range(len(after) + 1):
+            if count and _is_override(after[count - 1]):
+                return None
+            whole = " ".join([word, *after[:count]])
+            if _is_yaml(whole.partition("=")[2]):
+                return Meant(override=f"'{whole}', in quotes", words=count) if count else None
+        return None
     found = LIKE_ONE.fullmatch(word)
     path = found["path"].replace("/", ".") if found else ""
     if found and found["mark"] and found["value"]:
@@ -49,18 +56,6 @@ def torn(word: str, after: Sequence[str]) -> Meant | None:
 def _is_override(word: str) -> bool:
     path, equals, _ = word.partition("=")
     return bool(equals and PATH.fullmatch(path))
-
-
-def _torn_value(word: str, after: Sequence[str]) -> Meant | None:
-    """The whole value of an override that the shell has cut at its blanks; None for one that is
-    YAML as it is, and for one that no words after it complete."""
-    for count in range(len(after) + 1):
-        if count and _is_override(after[count - 1]):
-            return None
-        whole = " ".join([word, *after[:count]])
-        if _is_yaml(whole.partition("=")[2]):
-            return Meant(override=f"'{whole}', in quotes", words=count) if count else None
-    return None
 
 
 def _is_yaml(text: str) -> bool:

@@ -102,7 +102,12 @@ class Feeder:
         new = [record for record in self._tail.read() if is_record(record)]
         try:
             for record in new:
-                self._take(record)
+                step, kind = record.get("step") or 0, _kind(record)
+                if kind == "anomaly" and record.get("action") == "rollback":
+                    self.sent.go_back(record)
+                if not self.sent.covers(step, kind, training_of(record)):
+                    self._send(step, record)
+                    self.sent.add(step, kind, training_of(record))
                 if time.monotonic() - self._kept > KEEP_SECONDS:
                     self._keep()
         finally:
@@ -114,15 +119,6 @@ class Feeder:
         self.feed()
         self.tracker.close(outcome)
         self._keep()
-
-    def _take(self, record: dict[str, Any]) -> None:
-        """Send a record that was not sent yet."""
-        step, kind = record.get("step") or 0, _kind(record)
-        if kind == "anomaly" and record.get("action") == "rollback":
-            self.sent.go_back(record)
-        if not self.sent.covers(step, kind, training_of(record)):
-            self._send(step, record)
-            self.sent.add(step, kind, training_of(record))
 
     def _send(self, step: int, record: Mapping[str, Any]) -> None:
         if kind_of(record) == "step" and step % self.every:

@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import IO
 
 from pipeline.chain.plan import make_plan
 from pipeline.distributed.signals import ignore_signals
@@ -36,7 +35,9 @@ def main(folder: Path, slot: str, seconds: float) -> int:
     """Feed the tracker of a slot to the end of the run. Returns the exit code."""
     ignore_signals()  # the run's end is what ends it
     os.environ.pop(GRACE, None)  # processes of the tracker's own end with this one
-    said = _only_ours()
+    # libraries print what nobody asked for, and what they start would keep it open
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     guard()
     hide_environment()
     ending = listen(seconds)
@@ -79,14 +80,6 @@ def follow(feeder: Feeder, ending: Ending) -> None:
         else:
             feeder.close(outcome)
             return
-
-
-def _only_ours() -> IO[str]:
-    """Return standard output for us alone: libraries print what nobody has asked for, and
-    processes that they start would keep it open."""
-    ours = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    return ours
 
 
 if __name__ == "__main__":

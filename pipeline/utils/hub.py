@@ -130,7 +130,9 @@ def _asked(name: HubName) -> str:
 def _cached(name: HubName, why: str) -> str:
     """The commit of the hub's cache: of the branch as it was downloaded, or the only one."""
     kind, repo, branch = name.asked
-    folder = _cache() / f"{kind}s--{repo.replace('/', '--')}"
+    from huggingface_hub import constants
+
+    folder = Path(constants.HF_HUB_CACHE) / f"{kind}s--{repo.replace('/', '--')}"
     ref = folder / "refs" / branch
     commit = ref.read_text("utf-8").strip() if ref.is_file() else ""
     if COMMIT.fullmatch(commit):
@@ -158,12 +160,6 @@ def _by_hand(kind: str, repo: str) -> str:
         f"`hf download {repo}{option} --local-dir {own}` where there is a network{extra}, copy the "
         f"folder here, and {field}"
     )
-
-
-def _cache() -> Path:
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE)
 
 
 def _say(name: HubName, commit: str, how: str = "") -> None:

@@ -8,13 +8,6 @@ from typing import Any
 import torch
 
 
-def _forget_error() -> None:
-    """Have torch find CUDA's last error now, and clear it: it is no failure, and the next kernel
-    would be taken for its cause."""
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
-
-
 def _runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
@@ -36,7 +29,9 @@ class PageLock:
         if self._address:
             self.held = int(_runtime().cudaHostRegister(self._address, memory.nbytes, 0)) == 0
             if not self.held:
-                _forget_error()
+                # CUDA's last error is no failure, and the next kernel would be taken for its cause
+                with contextlib.suppress(RuntimeError):
+                    torch.zeros(1, device="cuda")
 
     def close(self) -> None:
         """Unlock the pages, once nothing is copied any more."""

@@ -64,7 +64,10 @@ def none_left(waiting: Callable[[], object] = lambda: None) -> Iterator[None]:
         yield
     finally:
         try:
-            _wait_for_children(waiting)
+            began = time.monotonic()
+            while any(time.monotonic() - began < _grace(child) for child in _children_elsewhere()):
+                waiting()
+                time.sleep(0.05)
         finally:
             _kill_children()
             prctl(PR_SET_CHILD_SUBREAPER, 0)
@@ -77,13 +80,6 @@ def kill_sessions(leaders: Iterable[subprocess.Popen[bytes]]) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def _wait_for_children(waiting: Callable[[], object]) -> None:
-    began = time.monotonic()
-    while any(time.monotonic() - began < _grace(child) for child in _children_elsewhere()):
-        waiting()
-        time.sleep(0.05)
 
 
 def _grace(process: int) -> float:

@@ -16,7 +16,6 @@ from pipeline.hardware.telemetry import GpuReading
 from pipeline.utils.activities import BYTES
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import counted, duration, human
-from pipeline.view.chain import SlotState
 from pipeline.view.follow import Follower
 from pipeline.view.sparkline import ASCII_BARS, BARS, sparkline
 from pipeline.view.words import count, gib, number, percent
@@ -78,7 +77,12 @@ def drawing(
     if doing:
         parts.append(_activity(doing, width))
     if run.step:
-        parts += [_steps(run, width), _numbers(run, gpus, marks)]
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(style=LABEL, no_wrap=True, min_width=LABEL_WIDTH)
+        table.add_column(overflow="fold")
+        for label, value in _rows(run, gpus, marks):
+            table.add_row(label, value)
+        parts += [_steps(run, width), table]
     return Group(*parts)
 
 
@@ -95,19 +99,14 @@ def _chain(run: Follower, marks: Marks, width: int) -> RenderableType:
     """Return the slots, in as many lines as they take."""
     lines = [Text()]
     for state in run.chain.slots.values():
-        slot = _slot(state, marks)
+        words = [getattr(marks, state.state), shown(state.slot)]
+        if state.state == "running":
+            words.append(duration(time.time() - state.began))
+        slot = Text(" ".join(words), style=_COLOURS[state.state])
         if lines[-1] and lines[-1].cell_len + len(GAP) + slot.cell_len > width:
             lines.append(Text())
         lines[-1].append(GAP if lines[-1] else "").append_text(slot)
     return Text("\n", no_wrap=True, overflow="ellipsis").join(lines)
-
-
-def _slot(slot: SlotState, marks: Marks) -> Text:
-    """Return mark and name, and how long it has been running."""
-    words = [getattr(marks, slot.state), shown(slot.slot)]
-    if slot.state == "running":
-        words.append(duration(time.time() - slot.began))
-    return Text(" ".join(words), style=_COLOURS[slot.state])
 
 
 def _activity(doing: dict[str, Any], width: int) -> RenderableType:
@@ -151,15 +150,6 @@ def _bar(
     return line
 
 
-def _numbers(run: Follower, gpus: Sequence[GpuReading], marks: Marks) -> RenderableType:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style=LABEL, no_wrap=True, min_width=LABEL_WIDTH)
-    table.add_column(overflow="fold")
-    for label, value in _rows(run, gpus, marks):
-        table.add_row(label, value)
-    return table
-
-
 def _rows(
     run: Follower, gpus: Sequence[GpuReading], marks: Marks
 ) -> Iterator[tuple[str, RenderableType]]:
@@ -171,7 +161,15 @@ def _rows(
     if run.ended_early:
         yield "ended early", Text(shown(run.ended_early))
     if run.evaluation:
-        yield "held out", Text(_evaluation(run, dot))
+        record, first = run.evaluation, run.first_evaluation
+        best = record.get("best_step") == record["step"]
+        so_far = ", best so far" if best else ""
+        parts = [f"{number(record['eval_loss'])} (step {record['step']}{so_far})"]
+        if record.get("best_step") is not None and not best:
+            parts.append(f"best {record['best_eval_loss']:.4f} (step {record['best_step']})")
+        if first and first["step"] not in (record["step"], record.get("best_step")):
+            parts.append(f"first {number(first['eval_loss'])} (step {first['step']})")
+        yield "held out", Text(dot.join(parts))
     yield from _measured(run, marks)
     yield "step", Text(dot.join(_update(step)))
     speed = dot.join(_speed(step, run))
@@ -185,18 +183,6 @@ def _rows(
     if run.saved:
         age = duration(time.time() - run.saved["time"])
         yield "saved", Text(f"step {run.saved['step']}, {age} ago")
-
-
-def _evaluation(run: Follower, dot: str) -> str:
-    record, first = run.evaluation, run.first_evaluation
-    best = record.get("best_step") == record["step"]
-    so_far = ", best so far" if best else ""
-    parts = [f"{number(record['eval_loss'])} (step {record['step']}{so_far})"]
-    if record.get("best_step") is not None and not best:
-        parts.append(f"best {record['best_eval_loss']:.4f} (step {record['best_step']})")
-    if first and first["step"] not in (record["step"], record.get("best_step")):
-        parts.append(f"first {number(first['eval_loss'])} (step {first['step']})")
-    return dot.join(parts)
 
 
 def _measured(run: Follower, marks: Marks) -> Iterator[tuple[str, RenderableType]]:

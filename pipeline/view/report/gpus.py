@@ -59,20 +59,16 @@ def gpu_rows(records: Records) -> list[dict[str, str]]:
 def _row(index: int, readings: Records) -> dict[str, str]:
     busy, degrees = _known(readings, "utilisation"), _known(readings, "temperature")
     watts, memory = _known(readings, "watts"), _known(readings, "memory_bytes")
+    reasons = Counter(reason for reading in readings for reason in reading["throttled"])
+    shares = (f"{name} {percent(times / len(readings))}" for name, times in reasons.most_common())
     return {
         "gpu": str(index),
         "busy": percent(statistics.median(busy)) if busy else "",
         "temperature": f"{max(degrees):.0f} °C" if degrees else "",
         "power": f"{statistics.median(watts):.0f} W, {max(watts):.0f} W" if watts else "",
         "memory": f"{gib(int(max(memory)))} GiB" if memory else "",
-        "slowed": _slowed(readings),
+        "slowed": ", ".join(shares) or "never",
     }
-
-
-def _slowed(readings: Records) -> str:
-    reasons = Counter(reason for reading in readings for reason in reading["throttled"])
-    shares = (f"{name} {percent(times / len(readings))}" for name, times in reasons.most_common())
-    return ", ".join(shares) or "never"
 
 
 def _known(readings: Records, name: str) -> list[float]:

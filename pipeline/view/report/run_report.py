@@ -49,6 +49,10 @@ def run_page(history: History) -> str:
     starts = [event for event in history.events if event["event"] == "run started"]
     memory = facts.memory_rows(history, plan)
     parts = max(-(-len(one.steps) // MOST_POINTS) for one in history.trainings)
+    # as it is typed: without the path of `pipe`
+    typed = [str(word) for word in history.environment.get("command", [])]
+    if typed and Path(typed[0]).name in ("pipe", "pipetrain.py"):
+        typed[0] = "pipe"
     return render(
         "run.html.j2",
         [*_plots(history), *_gpu_plots(history, gpus)],
@@ -57,7 +61,7 @@ def run_page(history: History) -> str:
         state=history.state,
         where=facts.where(history),
         started=_clock(starts[0]["time"]) if starts else "",
-        command=shown(_command(history.environment.get("command", []))),
+        command=shown(shlex.join(typed)),
         tiles=list(facts.summary(history)),
         parts=parts if parts > 1 else 0,
         slots=list(_slots(history)),
@@ -76,14 +80,6 @@ def run_page(history: History) -> str:
         version=versions().get("pipetrain", ""),
         written=_clock(datetime.datetime.now().timestamp()),
     )
-
-
-def _command(words: Sequence[Any]) -> str:
-    """Return the command of the newest start as it is typed: without the path of `pipe`."""
-    typed = [str(word) for word in words]
-    if typed and Path(typed[0]).name in ("pipe", "pipetrain.py"):
-        typed[0] = "pipe"
-    return shlex.join(typed)
 
 
 def _plots(history: History) -> Iterator[Plot]:
