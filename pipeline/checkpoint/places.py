@@ -74,18 +74,15 @@ class Places:
         width = width or wanted.stride or max(self._manifest.tensors[number].numel, 1)
         for rank, tile in pieces(self._runs[number], wanted.start, wanted.end):
             if any(overlaps(tile, wanted, width)):
-                yield self._place(number, rank, tile)
+                found = self._table(rank)
+                at = bisect_left(found.key, number * LARGEST + tile.start)
+                offset, itemsize = found.offset[at], self._manifest.tensors[number].itemsize
+                extent = Extent.of(tile, offset, itemsize, whole=number in self._whole)
+                yield Place(tile, found.file[at], extent, rank, found.first_sum[at])
 
     def sums(self, part: int) -> int:
         """Number of checksums of a part."""
         return self._table(part).sums
-
-    def _place(self, number: int, rank: int, tile: Tile) -> Place:
-        found = self._table(rank)
-        at = bisect_left(found.key, number * LARGEST + tile.start)
-        offset, itemsize = found.offset[at], self._manifest.tensors[number].itemsize
-        extent = Extent.of(tile, offset, itemsize, whole=number in self._whole)
-        return Place(tile, found.file[at], extent, rank, found.first_sum[at])
 
     def _whole_tensors(self) -> dict[int, tuple[int, int]]:
         """By number, file and first byte of the tensors that lie in a file whole, one behind the

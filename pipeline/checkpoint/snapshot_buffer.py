@@ -45,21 +45,18 @@ class SnapshotBuffer:
             if self._closing:
                 return
             with self.memory[start : start + TAKEN_AT_ONCE] as part:
-                self._take(start, part)
+                try:
+                    os.posix_fallocate(self.descriptor, start, len(part))
+                except OSError as error:
+                    raise CheckpointError(
+                        f"memory for copies of the training state cannot be taken: {error.strerror}"
+                    ) from None
+                # Pages that are there are still to be mapped, which takes a fault for each.
+                ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(part)), 0, len(part))
             self.to_take -= min(TAKEN_AT_ONCE, self.to_take)
         if device.type == "cuda":
             with torch.cuda.device(device):  # each thread has a current one
                 self._lock = PageLock(self.memory)
-
-    def _take(self, start: int, part: memoryview) -> None:
-        try:
-            os.posix_fallocate(self.descriptor, start, len(part))
-        except OSError as error:
-            raise CheckpointError(
-                f"memory for copies of the training state cannot be taken: {error.strerror}"
-            ) from None
-        # Pages that are there are still to be mapped, which takes a fault for each.
-        ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(part)), 0, len(part))
 
     def end_taking(self) -> None:
         """Have `take`, which another thread may be in, return soon."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.execution import rundir
-from pipeline.hardware.telemetry import GpuReading, Telemetry
+from pipeline.hardware.telemetry import Telemetry
 from pipeline.utils.files import replace_text
 from pipeline.utils.foreign import is_number, is_text
 from pipeline.utils.jsonl import append_line, read_lines, read_tail
@@ -51,22 +51,19 @@ class HardwareRecord:
         self._next = math.inf
         with contextlib.suppress(OSError):
             if gpus:
-                self._write(gpus)
+                steps = (one for one in reversed(read_tail(self._metrics)) if "step" in one)
+                newest = next(steps, {"step": 0})
+                record = {
+                    "time": time.time(),
+                    "seconds": self._seconds,
+                    **{key: newest[key] for key in ("step", "slot") if key in newest},
+                    "gpus": [asdict(gpu) for gpu in gpus],
+                }
+                append_line(self._file, record)
+                self._count += 1
+                if self._count > MOST:
+                    self._thin()
                 self._next = now + self._seconds
-
-    def _write(self, gpus: list[GpuReading]) -> None:
-        steps = (one for one in reversed(read_tail(self._metrics)) if "step" in one)
-        newest = next(steps, {"step": 0})
-        record = {
-            "time": time.time(),
-            "seconds": self._seconds,
-            **{key: newest[key] for key in ("step", "slot") if key in newest},
-            "gpus": [asdict(gpu) for gpu in gpus],
-        }
-        append_line(self._file, record)
-        self._count += 1
-        if self._count > MOST:
-            self._thin()
 
     def _thin(self) -> None:
         self._seconds *= 2

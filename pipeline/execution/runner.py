@@ -42,7 +42,11 @@ class Runner:
         """Run the slots that are left. Raises whatever a stage raises; `ctx.slot` names the stage's
         slot. After a failure live artifacts stay until `close`, so that it can be reported
         first."""
-        todo = self._todo()
+        # only rank 0 may read a journal that is being written
+        text = None
+        if self.ctx.dist.is_main:
+            text = plan_resume(self.plan, self.journal, self.ctx.log).dump()
+        todo = ResumePlan.load(self.ctx.dist.broadcast_str(text))
         for step in self.plan.steps:
             if step.slot in todo.restore:
                 self.artifacts[step.slot] = restored(step, todo.restore[step.slot])
@@ -54,7 +58,9 @@ class Runner:
             if step.slot in todo.run:
                 if trains:
                     left = {later.slot for later in self.plan.steps[number:]}
-                    self._before_training(todo.run & left)
+                    look_ahead(self.plan, self.ctx, self.artifacts, todo.run & left)
+                    if self.plan.recipe.dry_run:
+                        run_dry(self.plan, self.ctx, self.artifacts)
                 self._run_step(step)
                 if trains:
                     record_memory(self.ctx)
@@ -65,18 +71,6 @@ class Runner:
     def close(self) -> None:
         """Release the artifacts that are left, the newest first."""
         self._drop(reversed(list(self.artifacts)))
-
-    def _todo(self) -> ResumePlan:
-        """Rank 0's decision: only it may read a journal that is being written."""
-        text = None
-        if self.ctx.dist.is_main:
-            text = plan_resume(self.plan, self.journal, self.ctx.log).dump()
-        return ResumePlan.load(self.ctx.dist.broadcast_str(text))
-
-    def _before_training(self, left: frozenset[str]) -> None:
-        look_ahead(self.plan, self.ctx, self.artifacts, left)
-        if self.plan.recipe.dry_run:
-            run_dry(self.plan, self.ctx, self.artifacts)
 
     def _run_step(self, step: PlannedSlot) -> None:
         self.ctx.dist.heartbeat.beat(Phase.LOAD, step=0)

@@ -181,21 +181,18 @@ class Coordinator:
         complete = len(alive) == self.most
         if self._enough_since is not None and now >= self._not_before:
             if complete or now - self._enough_since >= call:
-                self._begin(alive)
+                self._members = alive
+                self.round += 1
+                self._stop, self._failed_at = "", None
+                self._enough_since = self._waits_since = None
+                self._failures = []
+                self._nodes = {agent: self._nodes[agent] for agent in self._alive()}
         elif not enough and now - self._waits_since > self.rendezvous_seconds:
             self._give_up(
                 f"{len(alive)} of at least {self.fewest} nodes were there within "
                 f"{self.rendezvous_seconds:.0f} s: {', '.join(self._names(alive)) or 'none'}\n"
                 f"{ON_EVERY_NODE}"
             )
-
-    def _begin(self, members: list[str]) -> None:
-        self._members = members
-        self.round += 1
-        self._stop, self._failed_at = "", None
-        self._enough_since = self._waits_since = None
-        self._failures = []
-        self._nodes = {agent: self._nodes[agent] for agent in self._alive()}
 
     def _look_at_round(self, now: float) -> None:
         reports = {n: self._report(n, now) for n in self._members}

@@ -200,18 +200,12 @@ def _hint(fault: _Fault, kind: type) -> str:
 
 def _known(fault: _Fault, kind: type) -> list[str]:
     """The fields that a key next to them could have been."""
-    owners = _owners(kind, fault.path[:-1])
-    return sorted({name for owner in owners for name in field_types(owner)})
-
-
-def _owners(kind: type, path: KeyPath) -> list[type]:
-    """The dataclasses that a value at `path` below `kind` may be."""
     owners = [kind]
-    for part in path:
+    for part in fault.path[:-1]:
         if isinstance(part, str):
             hints = [field_types(owner).get(part) for owner in owners]
             owners = [found for hint in hints for found in dataclasses_in(hint)]
-    return owners
+    return sorted({name for owner in owners for name in field_types(owner)})
 
 
 def _either(options: Sequence[str]) -> str:

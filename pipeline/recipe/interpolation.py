@@ -135,7 +135,9 @@ def resolve(root: Node, *, hide_env: bool = False) -> tuple[Any, list[Problem]]:
     texts = {path: read(str(node.value)) for path, node in leaves}
     if expansions({path: text.references for path, text in texts.items()}) > MAX_EXPANSIONS:
         message = f"interpolations expand to more than {MAX_EXPANSIONS}"
-        return _blank(data, leaves), [Problem(message=message, location=leaves[-1][1].at)]
+        for path, _ in leaves:
+            _put(data, path, None)
+        return data, [Problem(message=message, location=leaves[-1][1].at)]
     env = root.entries().get("env")
     entries = env.value if env and isinstance(env.value, list) else []
     allowed = {entry.value for entry in entries if isinstance(entry.value, str)}
@@ -158,12 +160,6 @@ def resolve(root: Node, *, hide_env: bool = False) -> tuple[Any, list[Problem]]:
 
 def _problem(message: str, hint: str, path: KeyPath, node: Node) -> Problem:
     return Problem(message=message, hint=hint, key=dotted(path), location=node.at)
-
-
-def _blank(data: Any, leaves: list[tuple[KeyPath, Node]]) -> Any:
-    for path, _ in leaves:
-        _put(data, path, None)
-    return data
 
 
 def _interpolated(node: Node) -> bool:

@@ -112,7 +112,10 @@ def read_recipe(
     from_files = list(lost(tree, common))
     tree, wrong_overrides, stayed = apply(tree, overrides, common)
     tree, former = without_former(drop_removed(tree))
-    tree, unknown = _known(tree)
+    # so that interpolations do not find the values of other keys
+    entries = {key: node for key, node in tree.entries().items() if key in TOP_LEVEL}
+    unknown = [_unknown_key(key, tree) for key in tree.entries() if key not in entries]
+    tree = replace(tree, value=entries)
     data, unresolved = resolve(tree)
     places = places_of(tree)
     given = {key: value for key, value in data.items() if key in HEADER_KEYS}
@@ -142,13 +145,6 @@ def with_values(recipe: Recipe, values: Mapping[KeyPath, tuple[Any, Location]]) 
     places = places_of(tree)
     stages, _ = _slots(data["stages"], places)
     return replace(recipe, stages=stages, places=places, tree=tree)
-
-
-def _known(tree: Node) -> tuple[Node, list[Problem]]:
-    """Remove keys that a recipe does not have, so that interpolations do not find their values."""
-    entries = {key: node for key, node in tree.entries().items() if key in TOP_LEVEL}
-    problems = [_unknown_key(key, tree) for key in tree.entries() if key not in entries]
-    return replace(tree, value=entries), problems
 
 
 def _unknown_key(key: str, tree: Node) -> Problem:
