@@ -16,9 +16,8 @@ from pipeline.bench.results import SPREAD_STEPS, Row, RunMeasurement, Speed, dis
 from pipeline.bench.session import Benchmark
 from pipeline.errors import StageError, in_words, system_errors_as
 from pipeline.utils.files import replace_text
-from pipeline.utils.packages import optional
+from pipeline.utils.packages import optional, versions
 from pipeline.utils.text import align, plural
-from pipeline.utils.versions import versions
 
 SCHEMA_VERSION = 1
 FILE = "bench.json"

@@ -180,3 +180,13 @@ def replacement(slot: Slot, trial: Trial, registry: Registry) -> Slot:
 def _shortened(slot: Slot, planner: Planner[Any], trial: Trial) -> Slot:
     stage = planner.for_benchmark(trial)
     return slot if stage is planner.stage else {**reserved(slot), **plain_value(stage)}
+
+
+def profiled_recipe(plan: Plan, steps: Sequence[int]) -> str:
+    """Return the recipe as text; `steps` are numbers from 1. Raises UsageError for one that does
+    not train, or whose training cannot be shortened."""
+    content = plan.recipe.public()
+    shares = next((plan.view.data_ranks(train.stage) for train in plan.trainings), 1)
+    trial = Trial(steps=max(steps), profile=tuple(steps), shares=shares)
+    recipe = {**content, "stages": shortened_slots(plan, trial)}
+    return render({key: value for key, value in recipe.items() if key != "dry_run"})

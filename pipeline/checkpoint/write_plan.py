@@ -22,7 +22,7 @@ from pipeline.checkpoint.manifest import DataFile, ManifestTemplate, TensorEntry
 from pipeline.checkpoint.sharing import Holders, share_writing
 from pipeline.checkpoint.tiles import Tile
 from pipeline.errors import StageError
-from pipeline.utils.versions import versions
+from pipeline.utils.packages import versions
 
 if TYPE_CHECKING:
     from pipeline.contracts.engine import Engine, EngineState, Fragment

@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +16,12 @@ import click
 from pipeline.commands.completion import RUN
 from pipeline.commands.options import Count, json_option, newest_run, run_argument
 from pipeline.commands.trust import code_option
+from pipeline.contracts.text_model import Message, Writing, Written
 from pipeline.errors import StageError
 from pipeline.utils.terminal import bare, shown
 
 if TYPE_CHECKING:
     from pipeline.contracts.text_model import TextModel, Written
-    from pipeline.execution.conversation import Conversation
     from pipeline.execution.talk import Opener, Subject
 
 Load = Callable[[], "TextModel"]
@@ -199,8 +200,8 @@ def _loads(opener: Opener, options: Mapping[str, Any]) -> dict[str, Load]:
 
 
 def _conversation(options: Mapping[str, Any]) -> Conversation:
+    from pipeline.commands.chat import Conversation
     from pipeline.contracts.text_model import Writing
-    from pipeline.execution.conversation import Conversation
 
     writing = Writing(
         max_tokens=options["max_tokens"],
@@ -251,3 +252,38 @@ def _end_answer(written: Written) -> None:
 
 def _say(text: str) -> None:
     click.echo(text, err=True)
+
+
+@dataclass(kw_only=True)
+class Conversation:
+    """The messages of a conversation with one model, and the settings of its answers."""
+
+    writing: Writing
+    system: str | None = None
+    """Message that comes before the conversation."""
+    plain: bool = False
+    """Whether texts are continued as they are, separately, also where there is a template."""
+    said: list[Message] = field(default_factory=list)
+    """Messages of users and their answers, in turn."""
+
+    def reset(self) -> None:
+        """Drop what was said."""
+        self.said = []
+
+    def lays_out(self, model: TextModel) -> bool:
+        """Whether messages take the model's chat template."""
+        return model.has_template and not self.plain
+
+    def say(self, model: TextModel, text: str, show: Callable[[str], object]) -> Written:
+        """Have the model answer a message, and keep both; or, without a template, have it continue
+        the text. `show` takes the pieces of the answer. Raises StageError, and keeps nothing
+        then."""
+        # equal messages may have different answers: each turn has its own seed
+        how = replace(self.writing, seed=self.writing.seed + len(self.said))
+        if not self.lays_out(model):
+            return model.continue_text(text, how, show)
+        before = [{"role": "system", "content": self.system}] if self.system else []
+        asked = {"role": "user", "content": text}
+        written = model.answer([*before, *self.said, asked], how, show)
+        self.said += [asked, {"role": "assistant", "content": written.text}]
+        return written

@@ -50,8 +50,7 @@ def profile(
     Each rank writes a trace for https://ui.perfetto.dev and, on GPUs, a memory snapshot into the
     folder `profile` of the run.
     """
-    from pipeline.bench.profiled import profiled_recipe
-    from pipeline.bench.trials import say_which
+    from pipeline.bench.trials import profiled_recipe, say_which
     from pipeline.chain.plan import plan_file
     from pipeline.distributed.launchers import require_no_launcher
     from pipeline.execution import rundir

@@ -100,8 +100,8 @@ def run(
     from pipeline.distributed.placement import NodeOptions
     from pipeline.execution import rundir
     from pipeline.execution.journal import Journal
-    from pipeline.execution.rehearsal import rehearsal
     from pipeline.execution.saved_plan import require_planned
+    from pipeline.execution.selection import rehearsal
     from pipeline.importing.unknown_keys import plan_recipe
     from pipeline.launch.start import Job, start
 
@@ -220,7 +220,7 @@ def resume(
     from pipeline.chain.plan import Started
     from pipeline.distributed.placement import NodeOptions
     from pipeline.execution import rundir
-    from pipeline.execution.rehearsal import rehearsal
+    from pipeline.execution.selection import rehearsal
     from pipeline.importing.unknown_keys import plan_recipe
     from pipeline.launch.start import Job, start
 

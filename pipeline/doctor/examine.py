@@ -16,11 +16,20 @@ from typing import Any, Literal
 
 import click
 
-from pipeline.doctor.inventory import environment, folders, host, kernel, network
+from pipeline.doctor.inventory import (
+    environment,
+    folders,
+    gpu_uuids,
+    host,
+    kernel,
+    network,
+    operators,
+    software,
+    topology,
+)
 from pipeline.doctor.measurements import bandwidth
 from pipeline.doctor.ranks import RankResults, measure
 from pipeline.doctor.report import Device, Failure, Folder, MachineReport, Matmul
-from pipeline.doctor.software import gpu_uuids, operators, software, topology
 from pipeline.errors import UsageError
 from pipeline.hardware.gpus import gpu_count
 from pipeline.hardware.host import free_memory, total_memory, usable_cores

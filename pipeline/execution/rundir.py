@@ -37,9 +37,9 @@ from pipeline.errors import RunFailed, RunLocked, UsageError, in_words, kind_of,
 from pipeline.utils.addresses import path_problems
 from pipeline.utils.files import GROUP_FOLDER, naming, opened, replace_text
 from pipeline.utils.foreign import open_regular, read_json, require_within
+from pipeline.utils.packages import versions
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import near_path
-from pipeline.utils.versions import versions
 
 RECIPE = location.RECIPE
 JOURNAL = "journal.jsonl"

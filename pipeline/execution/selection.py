@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.chain.names import resolved
 from pipeline.errors import UsageError
-from pipeline.utils.text import did_you_mean
+from pipeline.execution import rundir
+from pipeline.execution.journal import Journal
+from pipeline.execution.resume import plan_resume
+from pipeline.utils.text import align, did_you_mean, plural
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
-    from pipeline.execution.journal import Journal
 
 UNTIL = "PIPE_UNTIL"
 """Environment variable: the slot behind which this start ends, for all of its processes."""
@@ -87,3 +92,25 @@ def ends_early(plan: Plan) -> str | None:
     """Return the slot behind which a start under a plan ends, if others follow in the recipe."""
     last = plan.steps[-1].slot
     return None if last == list(plan.recipe.stages)[-1] else last
+
+
+def rehearsal(plan: Plan, folder: Path | None, selection: Selection) -> Iterator[str]:
+    """Yield lines for people: each slot, whether it would run, and why not. `folder` is the run's,
+    if it has one already. Raises UsageError for a slot that the plan does not have."""
+    journal = Journal((folder or Path("a run that is not there")) / rundir.JOURNAL)
+    plan = resolved(plan, journal.commits(), ask=False)
+    chosen = selection.of(plan)
+    todo = plan_resume(chosen, journal, thorough=False, again=selection.again(plan))
+    view = plan.view
+    yield f"{plan.recipe.name}: {plural(view.procs, 'process')}, {view.device}"
+    rows = []
+    for step in plan.steps:
+        if step.slot in todo.run:
+            what = "would run"
+        elif step not in chosen.steps:
+            what = "is left out"
+        else:
+            what = "has finished"
+        rows.append((step.slot, step.use, what))
+    yield from align(rows, left=3)
+    yield "nothing was started"

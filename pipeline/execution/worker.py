@@ -7,6 +7,8 @@ import contextlib
 import faulthandler
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,20 +24,20 @@ from pipeline.distributed.environment import (
     worker_rank,
     worker_world_size,
 )
+from pipeline.distributed.heartbeat import HEARTBEATS
 from pipeline.distributed.process_group import DistContext, environment_dist, environment_store
 from pipeline.distributed.signals import Interrupted, default_signals
 from pipeline.errors import RunFailed, StageError
 from pipeline.execution import failures, rundir
 from pipeline.execution.activity_record import ActivityRecord
 from pipeline.execution.agreement import require_same_recipe
-from pipeline.execution.journal import Journal
+from pipeline.execution.journal import Journal, warnings_in
 from pipeline.execution.metrics import Metrics
 from pipeline.execution.rank_logging import compilers_aside, open_log, rank_log
 from pipeline.execution.runner import Runner
 from pipeline.execution.selection import cut
-from pipeline.execution.self_watch import watched
-from pipeline.execution.warning_record import warnings_in
 from pipeline.recipe import load_recipe
+from pipeline.recipe.launch import Timeouts
 from pipeline.utils.activities import show_in
 from pipeline.utils.files import cache_folder
 from pipeline.utils.garbage import collect_as_usual, collect_rarely
@@ -168,6 +170,55 @@ def process_group(plan: Plan, store: Store | None) -> Iterator[DistContext]:
         yield dist
     finally:
         torch.distributed.destroy_process_group()
+
+
+LOOK_SECONDS = 1.0
+STOP_SECONDS = 20.0
+"""Seconds that a rank which was asked to stop waits for others: one that has died never comes."""
+SUSPENDED_SECONDS = 5.0
+"""Seconds without a look after which this process itself must have been suspended."""
+
+
+@contextlib.contextmanager
+def watched(run_dir: Path, dist: DistContext, timeouts: Timeouts) -> Iterator[None]:
+    """End this process with exit code 1 and its stacks in its log if the body gives no sign of life
+    for longer than `timeouts` say, or was asked to stop and waits for ranks that do not come. Does
+    nothing under `pipe`, which watches its ranks itself."""
+    if HEARTBEATS in os.environ:
+        yield
+        return
+    over = threading.Event()
+    work = (run_dir, dist, timeouts, over)
+    thread = threading.Thread(target=_watch, args=work, name="pipe-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _watch(run_dir: Path, dist: DistContext, timeouts: Timeouts, over: threading.Event) -> None:
+    beat, changed, looked, stopping = dist.heartbeat.read(), time.monotonic(), time.monotonic(), 0.0
+    while not over.wait(LOOK_SECONDS):
+        now, newest = time.monotonic(), dist.heartbeat.read()
+        stopping = stopping + LOOK_SECONDS if newest.waits and dist.stop.asked else 0.0
+        if stopping > STOP_SECONDS:
+            _end(run_dir, dist.rank, "was asked to stop, and the others do not come")
+        if newest != beat or newest.waits or now - looked > SUSPENDED_SECONDS:
+            changed = now
+        beat, looked = newest, now
+        seconds = now - changed
+        if seconds > getattr(timeouts, beat.phase.limit):
+            _end(run_dir, dist.rank, f"has given no sign of life for {seconds:.0f} s{beat.where()}")
+
+
+def _end(run_dir: Path, rank: int, problem: str) -> None:
+    with contextlib.suppress(Exception):  # a disk that does not answer may be what it waits for
+        failures.record(run_dir, rank, "", StageError(f"this rank {problem}"))
+        with open_log(run_dir, rank) as log:
+            faulthandler.dump_traceback(log)
+    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pipeline.execution.failures import Exit
 from pipeline.execution.journal import Journal
 from pipeline.execution.metrics import saved_step
 from pipeline.hardware.host import cores_each
-from pipeline.launch import allocator, flight_recorder
+from pipeline.launch import flight_recorder
 from pipeline.launch.ranks import LocalRanks
 from pipeline.launch.restarts import Attempts
 from pipeline.launch.stalls import report_stall
@@ -32,6 +32,20 @@ from pipeline.utils.garbage import collect_as_usual
 from pipeline.utils.process_tree import none_left
 from pipeline.utils.terminal import shown
 from pipeline.view.screen import Screen
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables of the allocator: the name that all devices share, and the older one."""
+
+
+def allocator_settings() -> dict[str, str]:
+    """Variables with which ranks reserve memory in segments that grow, unless the user has set the
+    allocator: gathered units and activations differ in size, and would leave gaps between segments
+    of fixed sizes. No rank shares its GPU's memory with another process, where such segments can
+    fail."""
+    if any(name in os.environ for name in ALLOCATOR):
+        return {}
+    return {ALLOCATOR[0]: "expandable_segments:True"}
+
 
 POLL_SECONDS = 0.05
 Check = Callable[[Interrupted | None], None]
@@ -74,7 +88,7 @@ def set_threads(settings: Launch, ranks_here: int) -> None:
 
 def for_gpus(run_dir: Path) -> dict[str, str]:
     """Variables for ranks on GPUs; what the user has set stays."""
-    return flight_recorder.environment(run_dir) | allocator.environment()
+    return flight_recorder.environment(run_dir) | allocator_settings()
 
 
 def restarted(run_dir: Path, plan: Plan, problem: str, number: int, wait: float) -> None:

@@ -10,19 +10,14 @@ from pathlib import Path
 from pipeline.errors import Location, Problem
 from pipeline.recipe.merge import merge
 from pipeline.recipe.nodes import Node
-from pipeline.recipe.not_a_recipe import hint_for, other_kind
 from pipeline.recipe.parse import parse
+from pipeline.recipe.shipped import shipped
 from pipeline.utils.foreign import open_regular
 from pipeline.utils.terminal import typed
+from pipeline.utils.text import closest, near_path, shown_path
 
 MAX_BYTES = 1_000_000
 MAX_FILES = 100
-
-
-def shown(path: Path) -> str:
-    """Name of a file in messages: relative to the current folder when it lies below it."""
-    absolute, here = path.absolute(), Path.cwd()
-    return str(absolute.relative_to(here) if absolute.is_relative_to(here) else absolute)
 
 
 class Sources:
@@ -37,12 +32,12 @@ class Sources:
 
     def read(self, path: Path) -> Node | None:
         """The merged tree of `path` and what it extends; None when some file cannot be read."""
-        return self._read(path, Location(file=shown(path)), ())
+        return self._read(path, Location(file=shown_path(path)), ())
 
     def _read(self, path: Path, asked: Location, chain: tuple[Path, ...]) -> Node | None:
         path = Path(os.path.abspath(path))  # noqa: PTH100 - a link keeps its name
         if path in chain:
-            names = " -> ".join(shown(link) for link in (*chain[chain.index(path) :], path))
+            names = " -> ".join(shown_path(link) for link in (*chain[chain.index(path) :], path))
             self._say(f"files extend each other in a circle: {names}", asked)
             return None
         if len(self.files) >= MAX_FILES:
@@ -80,7 +75,7 @@ class Sources:
         text = self._text(path, asked)
         if text is None:
             return None
-        name = shown(path)
+        name = shown_path(path)
         root, problems = parse(
             text,
             locate=lambda line, column: Location(file=name, line=line + 1, column=column + 1),
@@ -111,18 +106,18 @@ class Sources:
                 data = file.read(MAX_BYTES + 1)
         except (OSError, ValueError) as error:
             reason = error.strerror if isinstance(error, OSError) else error
-            self._say(f"cannot read {shown(path)}: {reason}", asked, hint_for(path))
+            self._say(f"cannot read {shown_path(path)}: {reason}", asked, hint_for(path))
             return None
         self.files.append(path)
         if len(data) > MAX_BYTES:
-            self._say(f"larger than {MAX_BYTES} bytes", Location(file=shown(path)))
+            self._say(f"larger than {MAX_BYTES} bytes", Location(file=shown_path(path)))
             return None
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError as error:
             line = data.count(b"\n", 0, error.start) + 1
             column = error.start - data.rfind(b"\n", 0, error.start)
-            place = Location(file=shown(path), line=line, column=column)
+            place = Location(file=shown_path(path), line=line, column=column)
             self._say(f"byte 0x{data[error.start]:02x} is not UTF-8", place)
             return None
 
@@ -130,3 +125,47 @@ class Sources:
         # the message names a file that the command line has named
         location = place if place.line or place.file not in message else None
         self.problems.append(Problem(message=message, hint=hint, location=location))
+
+
+RUN_RECIPE = "recipe.yaml"
+RECIPES = (".yaml", ".yml")
+DATA = (".jsonl", ".parquet", ".txt", ".csv", ".gz", ".zst", ".arrow")
+WEIGHTS = (".gguf", ".safetensors", ".bin", ".pt")
+OTHER_TOOLS = "pipe import translates files of the Trainer, TRL, axolotl, accelerate and DeepSpeed"
+
+
+def hint_for(path: Path) -> str:
+    """Return what to do about a recipe that cannot be read."""
+    name = shown_path(path)
+    if path.is_dir():
+        if (path / RUN_RECIPE).is_file():
+            its = f"{name}/{RUN_RECIPE} is its recipe"
+            return f"it is a run: pipe resume {name} continues it, {its}"
+        if (path / "config.json").is_file() or any(path.glob("*.gguf")):
+            return f"it is a model: pipe init --model {name} writes a recipe"
+        found = sorted(path.glob("*.yaml"))
+        return f"name a file in it, such as {shown_path(found[0])}" if found else "name a file"
+    if "=" in path.name:
+        return "the recipe comes first: pipe run RECIPE path=value"
+    for suffix in RECIPES:
+        if path.with_name(path.name + suffix).is_file():
+            return f"did you mean {name}{suffix}?"
+    known = shipped()
+    ours = path.stem if path.stem in known else None
+    near = "" if ours else near_path(path, RECIPES)
+    ours = ours or (None if near else closest(path.stem, known))
+    if ours is None:
+        return near
+    if known[ours].is_relative_to(Path.cwd()):
+        return f"did you mean {shown_path(known[ours])}?"
+    return f"pipe cp {ours} copies that recipe here"
+
+
+def other_kind(path: Path) -> str:
+    """Return what to do with a file that is no recipe."""
+    if path.suffix in DATA or path.suffix == ".json":
+        init = f"it looks like data: pipe init --data {shown_path(path)} writes a recipe"
+        return init if path.suffix != ".json" else f"{init}; {OTHER_TOOLS}"
+    if path.suffix in WEIGHTS:
+        return f"it looks like a model: pipe init --model {shown_path(path)} writes a recipe"
+    return OTHER_TOOLS

@@ -14,14 +14,12 @@ from pydantic import Field
 from pipeline.errors import Location, Problem, RecipeError
 from pipeline.recipe.dump import render
 from pipeline.recipe.fields import build
-from pipeline.recipe.former import without_former
 from pipeline.recipe.includes import Sources
 from pipeline.recipe.interpolation import resolve
 from pipeline.recipe.launch import Launch
-from pipeline.recipe.merge import drop_removed
+from pipeline.recipe.merge import Common, drop_removed, lost, without_former
 from pipeline.recipe.nodes import RESERVED, KeyPath, Node, SourceMap, places_of, plain
 from pipeline.recipe.overrides import apply, put
-from pipeline.recipe.replaced import Common, lost
 from pipeline.recipe.unknown import MissingKey, NoSlot, UnknownKey
 from pipeline.utils.text import closest, did_you_mean
 

@@ -20,8 +20,8 @@ from pipeline.recipe import Recipe
 from pipeline.track.contract import Outcome, RunFacts, Tracker, TrackerStage
 from pipeline.utils.files import opened, private_folder, replace_text, wait_for_lock
 from pipeline.utils.foreign import read_json
+from pipeline.utils.jsonl import Tail
 from pipeline.utils.terminal import shown
-from pipeline.view.tail import Tail
 
 FOLDER = "trackers"
 KEEP_SECONDS = 1.0

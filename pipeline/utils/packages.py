@@ -1,10 +1,11 @@
-"""Packages that need not be installed."""
+"""Packages that need not be installed, and the versions of those that are."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from pipeline.errors import StageError
 
@@ -30,3 +31,15 @@ def unheard() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
+
+
+PACKAGES = ("pipetrain", "torch", "transformers", "deepspeed", "accelerate", "safetensors", "numpy")
+
+
+def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Package -> its version, of those that are installed."""
+    found = {}
+    for package in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found

@@ -14,9 +14,8 @@ from pipeline.utils.terminal import shown
 from pipeline.utils.text import shown_path
 from pipeline.view import measurements
 from pipeline.view.history import RunState
-from pipeline.view.speed import MeanSpeed
 from pipeline.view.texts import before_and_after
-from pipeline.view.trainings import Training, slots_that_train, trainings_in
+from pipeline.view.trainings import MeanSpeed, Training, slots_that_train, trainings_in
 from pipeline.view.words import count, held_out
 
 REPORT = "report.html"

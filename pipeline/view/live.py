@@ -17,8 +17,7 @@ from pipeline.utils.activities import BYTES
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import counted, duration, human
 from pipeline.view.follow import Follower
-from pipeline.view.sparkline import ASCII_BARS, BARS, sparkline
-from pipeline.view.words import count, gib, number, percent
+from pipeline.view.words import ASCII_BARS, BARS, count, gib, number, percent, sparkline
 
 LABEL = "bright_black"
 """Colour of what is the same all the time."""

@@ -14,8 +14,7 @@ from pipeline.view.history import History
 from pipeline.view.report.curves import curve
 from pipeline.view.report.facts import busy_seconds, where
 from pipeline.view.report.page import Plot, Series, render
-from pipeline.view.speed import MeanSpeed
-from pipeline.view.trainings import Training, slots_that_train
+from pipeline.view.trainings import MeanSpeed, Training, slots_that_train
 from pipeline.view.words import count, number, percent
 
 MISSING = "-"

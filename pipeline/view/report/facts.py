@@ -12,8 +12,7 @@ from pipeline.execution.metrics import kind_of
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import duration, human, plural
 from pipeline.view.history import History
-from pipeline.view.speed import MeanSpeed
-from pipeline.view.trainings import Training
+from pipeline.view.trainings import MeanSpeed, Training
 from pipeline.view.words import count, number, percent
 
 

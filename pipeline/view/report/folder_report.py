@@ -11,15 +11,15 @@ from pathlib import Path
 from pipeline.errors import in_words
 from pipeline.execution import rundir
 from pipeline.utils.files import replace_text
+from pipeline.utils.packages import versions
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import duration
-from pipeline.utils.versions import versions
 from pipeline.view.ending import REPORT
 from pipeline.view.history import History, read_history
 from pipeline.view.report.curves import curve
 from pipeline.view.report.facts import busy_seconds, where
 from pipeline.view.report.page import Plot, Series, render
-from pipeline.view.speed import MeanSpeed
+from pipeline.view.trainings import MeanSpeed
 from pipeline.view.words import count, number
 
 MOST_DRAWN = 12

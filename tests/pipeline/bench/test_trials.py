@@ -13,8 +13,7 @@ from click.testing import CliRunner
 
 from pipeline import cli
 from pipeline.bench import trials
-from pipeline.bench.profiled import profiled_recipe
-from pipeline.bench.trials import BenchLength
+from pipeline.bench.trials import BenchLength, profiled_recipe
 from pipeline.chain.plan import make_plan, plan_file
 from pipeline.chain.registry import Registry
 from pipeline.errors import UsageError

@@ -239,7 +239,7 @@ def test_a_late_import_is_no_fault_of_the_driver(
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setattr(module, "gpu_count", lambda: 2)
-    monkeypatch.setattr("pipeline.doctor.software.gpu_count", lambda: 2)
+    monkeypatch.setattr("pipeline.doctor.inventory.gpu_count", lambda: 2)
     monkeypatch.setattr(module, "measure", measure)
     result = doctor("--quick", "--procs", "2", "--folder", str(tmp_path))
     assert result.exit_code == 0, result.output

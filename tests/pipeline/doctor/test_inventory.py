@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from pipeline.doctor import inventory, software
+from pipeline.doctor import inventory
 from pipeline.hardware import host
 
 
@@ -114,7 +114,7 @@ def test_the_torch_that_torchvision_was_built_for(monkeypatch: pytest.MonkeyPatc
         return ["numpy", "torch==2.12.0", "pillow!=8.3.*,>=5.3.0"]
 
     monkeypatch.setattr("importlib.metadata.requires", requires)
-    assert software.needs_torch() == {"torchvision": "2.12.0"}
+    assert inventory.needs_torch() == {"torchvision": "2.12.0"}
 
 
 def test_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,12 +122,12 @@ def test_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "clang++ -O2")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setattr("sysconfig.get_path", lambda _: str(tmp_path))
-    assert software.operators().compiler is None
-    assert software.operators().cuda_home is None
+    assert inventory.operators().compiler is None
+    assert inventory.operators().cuda_home is None
     (tmp_path / "bin").mkdir()
     for name in ("clang++", "ninja", "bin/nvcc"):
         (tmp_path / name).touch(mode=0o755)
-    tools = software.operators()
+    tools = inventory.operators()
     assert (tools.compiler, tools.ninja, tools.cuda_home) == (
         str(tmp_path / "clang++"),
         str(tmp_path / "ninja"),
@@ -148,10 +148,10 @@ def test_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         esac"""
     )
     command.chmod(0o755)
-    assert software.driver() == "580.95.05"
-    assert software.gpu_uuids() == {0: "GPU-12ab", 1: "GPU-12cd"}
-    assert len(software.topology([0, 1, 2, 3]).links) == 6
-    assert len(software.topology([0, 1]).links) == 1
+    assert inventory.driver() == "580.95.05"
+    assert inventory.gpu_uuids() == {0: "GPU-12ab", 1: "GPU-12cd"}
+    assert len(inventory.topology([0, 1, 2, 3]).links) == 6
+    assert len(inventory.topology([0, 1]).links) == 1
     command.write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(software, "ANSWER_SECONDS", 0.2)
-    assert software.driver() is None
+    monkeypatch.setattr(inventory, "ANSWER_SECONDS", 0.2)
+    assert inventory.driver() is None

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.doctor.examine import FULL, QUICK
+from pipeline.doctor.inventory import parse_topology
 from pipeline.doctor.measurements import bandwidth
 from pipeline.doctor.report import (
     Device,
@@ -21,7 +22,6 @@ from pipeline.doctor.report import (
     Record,
 )
 from pipeline.doctor.rules import LARGE, advice, findings
-from pipeline.doctor.software import parse_topology
 
 GB = 10**9
 RECORDED = Path(__file__).parent / "topologies"

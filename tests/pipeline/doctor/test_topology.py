@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.doctor.inventory import parse_topology
 from pipeline.doctor.report import Link, Topology
-from pipeline.doctor.software import parse_topology
 
 RECORDED = Path(__file__).parent / "topologies"
 

@@ -15,8 +15,7 @@ from pipeline.execution.hardware_record import FILE, HardwareRecord, hardware_re
 from pipeline.hardware.telemetry import GpuReading, Telemetry
 from pipeline.testing import plan_view
 from pipeline.view.history import read_history
-from pipeline.view.report.gpus import gpu_plots, gpu_rows
-from pipeline.view.report.run_report import run_page
+from pipeline.view.report.run_report import gpu_plots, gpu_rows, run_page
 from pipeline.view.screen import Display
 from tests.pipeline.view.folders import add, made, step
 from tests.support.nvml import NvmlError, library

@@ -12,9 +12,8 @@ from pipeline.chain.plan import Plan, plan_file
 from pipeline.chain.registry import Registry
 from pipeline.errors import UsageError
 from pipeline.execution.journal import Journal
-from pipeline.execution.rehearsal import rehearsal
 from pipeline.execution.resume import digests, plan_resume
-from pipeline.execution.selection import UNTIL, Selection, cut, ends_early
+from pipeline.execution.selection import UNTIL, Selection, cut, ends_early, rehearsal
 
 RECIPE = """\
 name: parts

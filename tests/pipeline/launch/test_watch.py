@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.distributed.heartbeat import HEARTBEATS, Heartbeats, Phase, own_heartbeat
 from pipeline.errors import RunFailed
-from pipeline.launch import allocator, flight_recorder, watch
+from pipeline.launch import flight_recorder, local, watch
 from pipeline.launch.restarts import Attempts
 from pipeline.launch.watch import Watch, landmarks
 from pipeline.recipe.launch import Restarts, Timeouts
@@ -142,11 +142,11 @@ def test_the_flight_recorder_is_asked(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_allocators_segments_grow_unless_it_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in allocator.SETTINGS:
+    for name in local.ALLOCATOR:
         monkeypatch.delenv(name, raising=False)
-    assert allocator.environment() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert local.allocator_settings() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "backend:cudaMallocAsync")
-    assert allocator.environment() == {}
+    assert local.allocator_settings() == {}
 
 
 SELF = """
@@ -155,7 +155,7 @@ from pathlib import Path
 from pipeline.distributed.heartbeat import Phase
 from pipeline.distributed.process_group import DistContext
 from pipeline.recipe.launch import Timeouts
-from pipeline.execution.self_watch import watched
+from pipeline.execution.worker import watched
 dist = DistContext(rank=5, device=None)
 heartbeat = dist.heartbeat
 heartbeat.beat(Phase.STEP, step=3)
@@ -186,10 +186,10 @@ import os, signal, sys, time
 from pathlib import Path
 from pipeline.distributed.process_group import DistContext
 from pipeline.recipe.launch import Timeouts
-from pipeline.execution import self_watch
-self_watch.STOP_SECONDS = 2.0
+from pipeline.execution import worker
+worker.STOP_SECONDS = 2.0
 dist = DistContext(rank=5, device=None)
-with self_watch.watched(Path(sys.argv[1]), dist, Timeouts()), dist.stop.deferred():
+with worker.watched(Path(sys.argv[1]), dist, Timeouts()), dist.stop.deferred():
     with dist.heartbeat.waiting():
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from pipeline.chain.registry import Entry, Registry
 from pipeline.cli import main
-from pipeline.recipe.not_a_recipe import OTHER_TOOLS
+from pipeline.recipe.includes import OTHER_TOOLS
 
 FAULTY = f"{Path(__file__).parents[1] / 'fake_stages.py'}:165"
 GOOD = """\

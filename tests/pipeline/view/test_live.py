@@ -16,7 +16,7 @@ from pipeline.hardware.telemetry import GpuReading
 from pipeline.utils.files import replace_text
 from pipeline.view.follow import Follower
 from pipeline.view.live import ASCII, Header, drawing
-from pipeline.view.sparkline import sparkline
+from pipeline.view.words import sparkline
 from tests.pipeline.view.folders import SLOTS, add, made, step
 
 GIB = 1 << 30

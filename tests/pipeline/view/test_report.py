@@ -23,8 +23,8 @@ from pipeline.view.report.compare import (
 )
 from pipeline.view.report.curves import MOST_POINTS, curve
 from pipeline.view.report.run_report import run_page, write_report
-from pipeline.view.speed import MeanSpeed
 from pipeline.view.texts import prompts
+from pipeline.view.trainings import MeanSpeed
 from tests.pipeline.view.folders import RECIPE, made, step
 from tests.pipeline.view.test_live import TRAINING
 

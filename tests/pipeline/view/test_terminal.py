@@ -9,7 +9,7 @@ import pytest
 
 from pipeline.execution.metrics import records
 from pipeline.view.live import UNICODE
-from pipeline.view.sparkline import BARS
+from pipeline.view.words import BARS
 from tests.support.pipe import Pipe
 from tests.support.terminal import Terminal
 from tests.support.tiny_project import CHAIN, tiny_project

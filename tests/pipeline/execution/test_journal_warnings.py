@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.execution import warning_record
-from pipeline.execution.journal import Journal
-from pipeline.execution.warning_record import warnings_in
+from pipeline.execution import journal as journals
+from pipeline.execution.journal import Journal, warnings_in
 from pipeline.utils import terminal
 
 
@@ -51,14 +50,14 @@ def test_a_start_journals_a_limited_number(
     tmp_path: Path, log: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.fsync", lambda descriptor: None)
-    monkeypatch.setattr(warning_record, "LONGEST", 9)
+    monkeypatch.setattr(journals, "LONGEST_WARNING", 9)
     journal = Journal(tmp_path / "journal.jsonl")
     with warnings_in(journal, log):
         for number in range(150):
             log.warning("%05d and more", number)
         log.warning("00007 and more")  # which is journalled
     *kept, last = texts(journal)
-    assert kept == [f"{number:05d} and" for number in range(warning_record.MOST)]
+    assert kept == [f"{number:05d} and" for number in range(journals.MOST_WARNINGS)]
     assert last == "the log has 50 more warnings of this start"
 
 

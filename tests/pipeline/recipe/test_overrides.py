@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.recipe.torn_overrides import Meant, torn
+from pipeline.recipe.overrides import Meant, torn
 
 
 @pytest.mark.parametrize(

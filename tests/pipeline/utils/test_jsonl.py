@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.utils.files import replace_text
-from pipeline.view.tail import Tail
+from pipeline.utils.jsonl import Tail
 
 
 def test_only_what_is_new_is_read(tmp_path: Path) -> None:
