@@ -13,8 +13,7 @@ import click
 
 from pipeline.chain.registry import Registry
 from pipeline.commands.hardware_options import EXISTING, asked_for, machine_options
-from pipeline.commands.options import Count, out_option
-from pipeline.commands.trust import trust_options
+from pipeline.commands.options import Count, out_option, trust_options
 from pipeline.errors import NoFit, UsageError, system_errors_as
 from pipeline.utils.files import try_writing
 

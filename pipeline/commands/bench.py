@@ -15,8 +15,8 @@ from pipeline.commands.options import (
     overrides_argument,
     recipe_argument,
     runs_option,
+    trust_options,
 )
-from pipeline.commands.trust import trust_options
 from pipeline.errors import CommandStopped, UsageError, system_errors_as
 
 

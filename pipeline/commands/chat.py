@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pipeline.commands.completion import RUN
-from pipeline.commands.options import Count, json_option, newest_run, run_argument
-from pipeline.commands.trust import code_option
+from pipeline.commands.options import Count, code_option, json_option, newest_run, run_argument
 from pipeline.contracts.text_model import Message, Writing, Written
 from pipeline.errors import StageError
 from pipeline.utils.terminal import bare, shown

@@ -13,9 +13,13 @@ import click
 from pipeline.chain.names import unpinned
 from pipeline.chain.plan import Plan
 from pipeline.chain.registry import Registry
-from pipeline.commands.options import json_option, overrides_argument, recipe_argument
-from pipeline.commands.pinned import pinned_option
-from pipeline.commands.trust import trust_options
+from pipeline.commands.options import (
+    json_option,
+    overrides_argument,
+    pinned_option,
+    recipe_argument,
+    trust_options,
+)
 from pipeline.errors import (
     BadRows,
     DataError,

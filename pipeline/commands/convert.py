@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.commands.options import Count
-from pipeline.commands.trust import trust_options
+from pipeline.commands.options import Count, trust_options
 from pipeline.errors import StageError, UsageError, system_errors_as
 from pipeline.utils.activities import BYTES, activity
 from pipeline.utils.text import human, plural

@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.display import display_options
-from pipeline.commands.options import FOLDER, Count, out_option, run_argument
-from pipeline.commands.trust import trust_options
+from pipeline.commands.options import (
+    FOLDER,
+    Count,
+    display_options,
+    out_option,
+    run_argument,
+    trust_options,
+)
 from pipeline.errors import UsageError, system_errors_as
 from pipeline.execution.rank_logging import say
 from pipeline.utils.files import replace_text

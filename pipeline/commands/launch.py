@@ -14,10 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands import pinned, trust
-from pipeline.commands.options import Count, overrides_argument, recipe_argument
-from pipeline.commands.pinned import pinned_option
-from pipeline.commands.trust import trust_options
+from pipeline.commands.options import (
+    Count,
+    overrides_argument,
+    permissions,
+    pinned_option,
+    recipe_argument,
+    trust_options,
+)
 from pipeline.errors import UsageError
 from pipeline.utils.terminal import hidden_in, shown
 
@@ -127,7 +131,7 @@ def launch(
     if kind.takes_folder and place.is_relative_to(here):
         place = place.relative_to(here)
     arguments = ["run", str(place), *overrides, "--run-dir", str(run_dir)]
-    arguments += [*trust.given(), *pinned.given()]
+    arguments += permissions()
     job = _job(plan, arguments, gpus, {**given, **around})
     lacking = next((n for n in kind.needs_with_gpus if job.gpus and not getattr(job, n)), None)
     if lacking is not None:

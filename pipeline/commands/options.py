@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,6 +11,8 @@ from typing import Any, TypeVar
 import click
 
 from pipeline.commands.completion import OVERRIDE, RECIPE, RUN
+from pipeline.utils.hub import PINNED
+from pipeline.utils.trust import TRUST_CODE, TRUST_PICKLE, trusted
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -77,3 +80,81 @@ def newest_run() -> Path:
     folder = rundir.newest(Path("runs"))
     click.echo(f"run: {folder}", err=True)
     return folder
+
+
+PERMISSIONS = {
+    "--trust-pickle": (
+        TRUST_PICKLE,
+        "Read pickles (.bin, .pt, checkpoints of DeepSpeed and DCP) with a restricted reader.",
+    ),
+    "--trust-remote-code": (
+        TRUST_CODE,
+        "Run code of a model, of a folder of tasks or of a hub kernel, if the recipe asks for it.",
+    ),
+    "--pinned": (
+        PINNED,
+        f"Refuse a model or data set of the hub without a commit. [env var: {PINNED}=1]",
+    ),
+}
+"""Option -> the environment variable of the same meaning, which it sets, and its help."""
+
+
+def _permission(flag: str, text: str = "") -> Callable[[F], F]:
+    variable, usual = PERMISSIONS[flag]
+
+    def set_if_given(context: click.Context, parameter: click.Parameter, given: bool) -> None:
+        if given:
+            os.environ[variable] = "1"
+
+    return click.option(
+        flag, is_flag=True, expose_value=False, callback=set_if_given, help=text or usual
+    )
+
+
+code_option = _permission("--trust-remote-code", "Run model code that came with the model.")
+"""The one option of a command that reads a folder instead of a recipe."""
+pinned_option = _permission("--pinned")
+
+
+def trust_options(command: F) -> F:
+    """Add the options to read pickles, and to run code that is no installed stage."""
+    return _permission("--trust-pickle")(_permission("--trust-remote-code")(command))
+
+
+def permissions() -> list[str]:
+    """Return the options of PERMISSIONS that are in force."""
+    return [flag for flag, (variable, _) in PERMISSIONS.items() if trusted(variable)]
+
+
+def display_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --quiet, --verbose and --json; the command is called with a `display` in their place."""
+
+    @click.option("-q", "--quiet", is_flag=True, help="Show warnings and errors only.")
+    @click.option("-v", "--verbose", is_flag=True, help="Show debug messages too.")
+    @click.option("--json", is_flag=True, help=JSON_HELP)
+    @functools.wraps(command)
+    def with_display(*args: Any, quiet: bool, verbose: bool, json: bool, **rest: Any) -> Any:
+        from pipeline.view.screen import Display
+
+        if quiet and (verbose or json):
+            raise click.UsageError("--quiet excludes --verbose and --json")
+        return command(*args, display=Display(quiet=quiet, verbose=verbose, json=json), **rest)
+
+    return with_display
+
+
+def selection_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --from, --until and --only; the command is called with a `selection` in their place."""
+
+    @click.option("--from", "first", metavar="SLOT", help="Run SLOT and all later slots again.")
+    @click.option("--until", "last", metavar="SLOT", help="Stop after SLOT.")
+    @click.option("--only", metavar="SLOT", help="Run SLOT only, even if it has finished.")
+    @functools.wraps(command)
+    def with_selection(
+        *args: Any, first: str | None, last: str | None, only: str | None, **rest: Any
+    ) -> Any:
+        from pipeline.execution.selection import Selection
+
+        return command(*args, selection=Selection(first=first, last=last, only=only), **rest)
+
+    return with_selection

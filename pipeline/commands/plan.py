@@ -16,10 +16,10 @@ from pipeline.commands.options import (
     json_option,
     out_option,
     overrides_argument,
+    pinned_option,
     recipe_argument,
+    trust_options,
 )
-from pipeline.commands.pinned import pinned_option
-from pipeline.commands.trust import trust_options
 from pipeline.errors import NoFit, PipeError, UsageError, in_words, system_errors_as
 from pipeline.utils.files import try_writing
 from pipeline.utils.terminal import SCREEN

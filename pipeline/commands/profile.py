@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.display import display_options
-from pipeline.commands.options import FOLDER, overrides_argument, recipe_argument
-from pipeline.commands.trust import trust_options
+from pipeline.commands.options import (
+    FOLDER,
+    display_options,
+    overrides_argument,
+    recipe_argument,
+    trust_options,
+)
 from pipeline.errors import UsageError, system_errors_as
 from pipeline.utils.files import replace_text
 from pipeline.utils.text import align

@@ -5,35 +5,43 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.commands.display import display_options
 from pipeline.commands.options import (
     Count,
+    display_options,
     dry_run_option,
     overrides_argument,
+    pinned_option,
     recipe_argument,
     run_argument,
     runs_option,
+    selection_options,
+    trust_options,
 )
-from pipeline.commands.pinned import pinned_option
-from pipeline.commands.selection import selection_options
-from pipeline.commands.trust import trust_options
 from pipeline.errors import PipeError, RunFailed
 from pipeline.execution.rank_logging import say
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan, Started
     from pipeline.execution.selection import Selection
+    from pipeline.launch.start import Job
     from pipeline.view.screen import Display
 
 
-def node_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options that say which of several nodes this is."""
-    for option in (
+def start_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options of both commands: which of several nodes this is, the part of the chain to
+    do, what is shown and what is trusted."""
+    for add in (
+        trust_options,
+        display_options,
+        pinned_option,
+        dry_run_option,
+        selection_options,
         click.option(
             "--hostfile",
             type=click.Path(path_type=Path, dir_okay=False),
@@ -50,7 +58,7 @@ def node_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "with the nodes that remain.",
         ),
     ):
-        command = option(command)
+        command = add(command)
     return command
 
 
@@ -71,12 +79,7 @@ def node_options(command: Callable[..., Any]) -> Callable[..., Any]:
     type=click.Path(path_type=Path, dir_okay=False),
     help="Plan of `pipe plan --out`: refuse to run anything else (exit code 4).",
 )
-@node_options
-@selection_options
-@dry_run_option
-@pinned_option
-@display_options
-@trust_options
+@start_options
 def run(
     recipe: Path,
     overrides: tuple[str, ...],
@@ -97,13 +100,12 @@ def run(
     from pipeline.chain.names import resolved
     from pipeline.chain.plan import Started
     from pipeline.distributed.environment import is_worker, worker_local_world_size
-    from pipeline.distributed.placement import NodeOptions
     from pipeline.execution import rundir
     from pipeline.execution.journal import Journal
     from pipeline.execution.saved_plan import require_planned
     from pipeline.execution.selection import rehearsal
     from pipeline.importing.unknown_keys import plan_recipe
-    from pipeline.launch.start import Job, start
+    from pipeline.launch.start import Job
 
     def plan(started: Started) -> Plan:
         made = plan_recipe(recipe, overrides, here=True, started=started)
@@ -130,12 +132,17 @@ def run(
             rundir.require_free(run_dir, fresh=fresh)
         click.echo("\n".join(rehearsal(made, run_dir, selection)))
         return
-    with with_plan(plan) as kept:
-        job = Job(
-            plan=kept, folder=folder, display=display, selection=selection, beside=beside_on_gpus,
-            begun=run_dir,
-        )  # fmt: skip
-        start(job, NodeOptions(**where))
+    job = Job(plan=plan, folder=folder, display=display, selection=selection, begun=run_dir)
+    _start(job, where)
+
+
+def _start(job: Job, where: dict[str, Any]) -> None:
+    """Start a job on this node. Where it runs out of memory, say what its plan is."""
+    from pipeline.distributed.placement import NodeOptions
+    from pipeline.launch.start import start
+
+    with with_plan(job.plan) as kept:
+        start(replace(job, plan=kept, beside=beside_on_gpus), NodeOptions(**where))
 
 
 def beside_on_gpus(plan: Plan, folder: Path) -> AbstractContextManager[None]:
@@ -194,12 +201,7 @@ ACCEPTABLE = (
     multiple=True,
     help="Continue even if this part of the training has changed. May be repeated.",
 )
-@node_options
-@selection_options
-@dry_run_option
-@pinned_option
-@display_options
-@trust_options
+@start_options
 def resume(
     run_dir: Path,
     overrides: tuple[str, ...],
@@ -218,11 +220,10 @@ def resume(
     data, order or global batch is refused unless --accept names it.
     """
     from pipeline.chain.plan import Started
-    from pipeline.distributed.placement import NodeOptions
     from pipeline.execution import rundir
     from pipeline.execution.selection import rehearsal
     from pipeline.importing.unknown_keys import plan_recipe
-    from pipeline.launch.start import Job, start
+    from pipeline.launch.start import Job
 
     def plan(started: Started) -> Plan:
         path = recipe or rundir.existing(run_dir) / rundir.RECIPE
@@ -236,9 +237,7 @@ def resume(
     if dry_run:
         click.echo("\n".join(rehearsal(plan(Started()), run_dir, selection)))
         return
-    with with_plan(plan) as kept:
-        job = Job(
-            plan=kept, folder=folder, display=display, accept=accept, selection=selection,
-            beside=beside_on_gpus, begun=run_dir,
-        )  # fmt: skip
-        start(job, NodeOptions(**where))
+    job = Job(
+        plan=plan, folder=folder, display=display, accept=accept, selection=selection, begun=run_dir
+    )
+    _start(job, where)

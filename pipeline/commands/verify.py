@@ -7,8 +7,7 @@ from pathlib import Path
 
 import click
 
-from pipeline.commands.options import run_argument
-from pipeline.commands.trust import code_option
+from pipeline.commands.options import code_option, run_argument
 from pipeline.errors import ExportError, UsageError, system_errors_as
 from pipeline.utils.foreign import read_json
 
