@@ -82,8 +82,7 @@ class _Edit:
 
     def made(self, text: str | None, commit: str) -> str:
         """Return the file's text, or a changed one, with the commit. Raises UsageError."""
-        from pipeline.recipe.dump import inline
-        from pipeline.recipe.written import with_value
+        from pipeline.recipe.dump import inline, with_value
 
         if text is None:
             with system_errors_as(UsageError):

@@ -24,8 +24,7 @@ from pipeline.hardware.host import cores_each
 from pipeline.launch import flight_recorder
 from pipeline.launch.ranks import LocalRanks
 from pipeline.launch.restarts import Attempts
-from pipeline.launch.stalls import report_stall
-from pipeline.launch.watch import Watch, landmarks
+from pipeline.launch.watch import Watch, landmarks, report_stall
 from pipeline.recipe.launch import Launch
 from pipeline.utils.files import anonymous_file
 from pipeline.utils.garbage import collect_as_usual

@@ -66,6 +66,6 @@ if TYPE_CHECKING:
     from pipeline.planning.topology import Division as Division
     from pipeline.planning.topology import Topology as Topology
     from pipeline.planning.trace.compile_compat import traced_backend as traced_backend
-    from pipeline.recipe.written import reads_back as reads_back
+    from pipeline.recipe.dump import reads_back as reads_back
 else:
     __getattr__, __dir__ = lazily(__name__, __file__)

@@ -1,14 +1,19 @@
-"""Write values as YAML that this package reads back as the same values."""
+"""Write values as YAML that this package reads back as the same values: a whole recipe, or one value
+in its text, with comments and layout kept."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from pipeline.recipe.nodes import KeyPath
+from pipeline.errors import Location, Problem
+from pipeline.recipe.interpolation import resolve
+from pipeline.recipe.nodes import KeyPath, Node, lookup, plain
+from pipeline.recipe.parse import parse
 from pipeline.recipe.scalars import FLOAT
 from pipeline.utils.terminal import UNSAFE
 
@@ -77,3 +82,81 @@ def inline(value: Any) -> str:
         if not UNSAFE.search(text):
             break
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+def with_value(text: str, path: KeyPath, value: Any, *, after: str, note: str) -> str | None:
+    """The text with a value at `path`: in place of the one that is there, or else as a new entry
+    after the key `after` of the same mapping. `note` becomes a comment of a new line. None where
+    that would change anything else, as in a layout with anchors, or where the text has neither."""
+    written, expected = _edited(text, path, value, after=after, note=note), _values(text)
+    mapping = lookup(expected, path[:-1])
+    if written is None or not isinstance(mapping, dict):
+        return None
+    mapping[path[-1]] = value
+    return written if _values(written) == expected else None
+
+
+def _values(text: str) -> Any:
+    """The values of a recipe's text, each place with its own; None if it cannot be read."""
+    root, problems = _parsed(text)
+    return None if root is None or problems else plain(root)
+
+
+def _parsed(text: str) -> tuple[Node | None, list[Problem]]:
+    return parse(text, locate=lambda *_: Location(file=""), folder=Path("/"))
+
+
+def reads_back(value: Any) -> bool:
+    """Whether a recipe can hold a value: text that begins like a path, has an interpolation or is
+    `???` is read as something else."""
+    root, problems = _parsed(inline({"value": value}))
+    if root is None or problems:
+        return False
+    data, unresolved = resolve(root)
+    return not unresolved and bool(data == {"value": value})
+
+
+def _edited(text: str, path: KeyPath, value: Any, *, after: str, note: str) -> str | None:
+    """The text as it is if nothing in it stands for anything else."""
+    try:
+        mapping = _at(yaml.compose(text, Loader=yaml.SafeLoader), path[:-1])
+    except yaml.YAMLError:  # two anchors of one name, which recipes may have
+        return None
+    pairs = dict(_pairs(mapping))
+    old, named = pairs.get(str(path[-1])), pairs.get(after)
+    if old is not None:
+        start, end = old[1].start_mark.index, old[1].end_mark.index
+        gap = "" if start < end or text[start - 1 : start] == " " else " "
+        return f"{text[:start]}{gap}{inline(value)}{text[end:]}"
+    if mapping is None or named is None:
+        return None
+    key, other = named
+    end = other.end_mark.index
+    if mapping.flow_style:
+        quote = key.style or ""
+        written = f'"{value}"' if quote == '"' else inline(value)
+        return f"{text[:end]}, {quote}{path[-1]}{quote}: {written}{text[end:]}"
+    return _new_line(text, key.start_mark.column, end, f"{path[-1]}: {inline(value)}  # {note}")
+
+
+def _new_line(text: str, column: int, end: int, entry: str) -> str:
+    """The text with an entry on its own line, after the line in which `end` is."""
+    newline = "\r\n" if "\r\n" in text else "\n"
+    found = re.compile(r"\r?\n|\Z").search(text, end)
+    assert found is not None
+    before, rest = text[: found.start()], text[found.end() :]
+    return f"{before}{newline}{' ' * column}{entry}{newline}{rest}"
+
+
+def _at(node: yaml.Node | None, path: KeyPath) -> yaml.MappingNode | None:
+    for part in path:
+        if isinstance(node, yaml.SequenceNode) and isinstance(part, int):
+            node = node.value[part] if part < len(node.value) else None
+        else:
+            node = dict(_pairs(node)).get(str(part), (None, None))[1]
+    return node if isinstance(node, yaml.MappingNode) else None
+
+
+def _pairs(node: yaml.Node | None) -> Iterator[tuple[str, tuple[Any, Any]]]:
+    if isinstance(node, yaml.MappingNode):
+        yield from ((key.value, (key, value)) for key, value in node.value)

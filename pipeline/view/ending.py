@@ -1,10 +1,14 @@
-"""The last lines about a run that has ended: what came out, and what to do next."""
+"""The last lines about a run that has ended: what came out, what it has written by its
+prompts, and what to do next."""
 
 from __future__ import annotations
 
+import itertools
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pipeline.execution import rundir
 from pipeline.execution.metrics import records
@@ -12,10 +16,14 @@ from pipeline.execution.talk import can_talk
 from pipeline.recipe import read_recipe
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import shown_path
-from pipeline.view import measurements
 from pipeline.view.history import RunState
-from pipeline.view.texts import before_and_after
-from pipeline.view.trainings import MeanSpeed, Training, slots_that_train, trainings_in
+from pipeline.view.trainings import (
+    MeanSpeed,
+    Training,
+    newest_measured,
+    slots_that_train,
+    trainings_in,
+)
 from pipeline.view.words import count, held_out
 
 REPORT = "report.html"
@@ -50,7 +58,7 @@ def _measured(training: Training) -> Iterator[tuple[str, str]]:
     text = held_out(training.evaluations, training.best)
     if text:
         yield "held-out loss", text
-    for name, (step, value) in measurements.newest(training.metrics).items():
+    for name, (step, value) in newest_measured(training.metrics).items():
         yield name, f"{value:.4g} at step {step}"
     yield from before_and_after(training.metrics)
 
@@ -69,3 +77,87 @@ def next_lines(folder: Path, state: RunState) -> list[tuple[str, str]]:
     if can_talk(folder):
         lines.append(("talk to it", f"pipe chat {shlex.quote(run)}"))
     return lines
+
+
+MOST_PROMPTS = 3
+MOST_LETTERS = 200
+"""Prompts, and letters of a text, in the last lines of a run."""
+MOST_IN_REPORT = 40
+MOST_ANSWERS = 20
+"""Prompts in a report, and answers to a prompt there: the first, and the newest."""
+
+
+def by_prompt(found: Iterable[Mapping[str, Any]]) -> dict[tuple[int, str], dict[int, str]]:
+    """Return number and text of each prompt of a run's records -> step -> answer. Of two answers of
+    the same step, the later counts."""
+    answers: dict[tuple[int, str], dict[int, str]] = {}
+    for record in found:
+        for one in record.get("generated", ()):
+            by_step = answers.setdefault((one["number"], one["prompt"]), {})
+            by_step[record["step"]] = one["text"]
+    return answers
+
+
+def before_and_after(found: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield labels and texts: each of the first prompts, and its answers before training and by the
+    last step, from a run's metrics. Nothing without texts before the first step."""
+    answers = by_prompt(found)
+    last = max(itertools.chain(*answers.values()), default=0)
+    both = (item for item in answers.items() if last and {0, last} <= item[1].keys())
+    for (_, prompt), by_step in itertools.islice(both, MOST_PROMPTS):
+        yield "prompt", _in_short(prompt)
+        yield "  before", _in_short(by_step[0])
+        yield "  after", _in_short(by_step[last])
+
+
+def _in_short(text: str) -> str:
+    line = " ".join(text.split())
+    if not line:
+        return "(empty answer)"
+    return line if len(line) <= MOST_LETTERS else f"{line[:MOST_LETTERS].rstrip()} ..."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The text that a model wrote after a prompt."""
+
+    when: str
+    """`before training`, `step 20`."""
+    text: str
+    """Empty where it wrote nothing but white space."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """A prompt, and its answers in the order of the training."""
+
+    text: str
+    shown: list[Answer]
+    """The first and the last, to be compared; one where there is one."""
+    between: list[Answer]
+    left_out: int
+
+
+def prompts(records: Iterable[Mapping[str, Any]], slot: str = "") -> list[Prompt]:
+    """Return the newest prompts of a training's records with their answers, for a report; `slot` is
+    the training's, if the run has others."""
+    found = list(by_prompt(records).items())[-MOST_IN_REPORT:]
+    return [_prompt(text, by_step, slot) for (_, text), by_step in found]
+
+
+def _prompt(text: str, by_step: Mapping[int, str], slot: str) -> Prompt:
+    first, *rest = _answers(by_step, slot)
+    kept = rest[max(0, len(rest) - MOST_ANSWERS + 1) :]
+    return Prompt(
+        text=shown(text),
+        shown=[first, *kept[-1:]],
+        between=kept[:-1],
+        left_out=len(rest) - len(kept),
+    )
+
+
+def _answers(by_step: Mapping[int, str], slot: str) -> Iterator[Answer]:
+    for step in sorted(by_step):
+        when = f"{slot} step {step}".strip() if step else f"before {slot or 'training'}"
+        text = by_step[step]
+        yield Answer(when=when, text=shown(text) if text.strip() else "")

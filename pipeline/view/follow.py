@@ -15,10 +15,8 @@ from pipeline.execution.activity_record import FILE as ACTIVITY
 from pipeline.execution.journal import counted, is_event
 from pipeline.execution.metrics import is_record, training_of
 from pipeline.utils.jsonl import Tail
-from pipeline.view.chain import Chain
-from pipeline.view.history import DOING, PLAN_FILE, PLANNED, RunState, json_in, state_of
-from pipeline.view.measurements import measured
-from pipeline.view.trainings import MeanSpeed
+from pipeline.view.history import DOING, PLAN_FILE, PLANNED, Chain, RunState, json_in, state_of
+from pipeline.view.trainings import MeanSpeed, measured
 
 KEPT = 1000
 """Newest steps whose losses are kept for the curve."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.chain.registry import Registry
 from pipeline.chain.trainings import trains
 from pipeline.errors import PluginError
-from pipeline.execution.metrics import by_training
+from pipeline.execution.metrics import OWN, by_training, kind_of, numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,3 +133,23 @@ class MeanSpeed:
     def step_seconds(self) -> float | None:
         """Mean seconds of a step; None before the first."""
         return self.seconds / self.steps if self.steps else None
+
+
+MEASURED_KINDS = ("step", "evaluation", "other")
+"""Kinds of records in which plugins' numbers are looked for."""
+
+
+def measured(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield names and values of the numbers in a record that the training does not write."""
+    if kind_of(record) in MEASURED_KINDS:
+        yield from ((name, value) for name, value in numbers(record) if name not in OWN)
+
+
+def measured_names(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the names of all plugins' numbers, in the order in which they appear."""
+    return list(dict.fromkeys(name for record in records for name, _ in measured(record)))
+
+
+def newest_measured(records: Iterable[Mapping[str, Any]]) -> dict[str, tuple[int, float]]:
+    """Return name -> step and value of each of them, the last that was written."""
+    return {name: (record["step"], value) for record in records for name, value in measured(record)}

@@ -9,12 +9,16 @@ from typing import Any
 
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import align, duration, human
-from pipeline.view import measurements
 from pipeline.view.history import History
-from pipeline.view.report.curves import curve
 from pipeline.view.report.facts import busy_seconds, where
-from pipeline.view.report.page import Plot, Series, render
-from pipeline.view.trainings import MeanSpeed, Training, slots_that_train
+from pipeline.view.report.page import Plot, Series, curve, render
+from pipeline.view.trainings import (
+    MeanSpeed,
+    Training,
+    measured_names,
+    newest_measured,
+    slots_that_train,
+)
 from pipeline.view.words import count, number, percent
 
 MISSING = "-"
@@ -99,7 +103,7 @@ def _of_training(training: Training) -> Iterator[tuple[str, Value]]:
     if best:
         text = f"{number(best['eval_loss'])} at step {best['step']}"
         yield "best held-out loss", Value(text=text, rank=best["eval_loss"])
-    for name, (_, value) in measurements.newest(training.metrics).items():
+    for name, (_, value) in newest_measured(training.metrics).items():
         yield shown(name), Value(text=f"{value:.4g}")
     speed = MeanSpeed.of(steps)
     rate, used = speed.mean("tokens_per_second"), speed.mean("mfu")
@@ -216,7 +220,7 @@ def _plots(histories: Sequence[History]) -> Iterator[Plot]:
 
 
 def _plots_of(runs: Sequence[tuple[str, Records]]) -> Iterator[Plot]:
-    own = measurements.names(record for _, records in runs for record in records)
+    own = measured_names(record for _, records in runs for record in records)
     for name, title, unit in (
         ("loss", "Training loss", "nats per token"),
         ("eval_loss", "Held-out loss", "nats per token"),

@@ -16,9 +16,8 @@ from pipeline.utils.terminal import shown
 from pipeline.utils.text import duration
 from pipeline.view.ending import REPORT
 from pipeline.view.history import History, read_history
-from pipeline.view.report.curves import curve
 from pipeline.view.report.facts import busy_seconds, where
-from pipeline.view.report.page import Plot, Series, render
+from pipeline.view.report.page import Plot, Series, curve, render
 from pipeline.view.trainings import MeanSpeed
 from pipeline.view.words import count, number
 

@@ -21,14 +21,17 @@ from pipeline.utils.files import replace_text
 from pipeline.utils.packages import versions
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import duration
-from pipeline.view import measurements
-from pipeline.view.ending import REPORT
+from pipeline.view.ending import REPORT, prompts
 from pipeline.view.history import PLAN_FILE, PLANNED, History, json_in, read_history
 from pipeline.view.report import facts
-from pipeline.view.report.curves import MOST_POINTS, Curve, curve, rounded
-from pipeline.view.report.page import Plot, Series, render
-from pipeline.view.texts import prompts
-from pipeline.view.trainings import Training, slots_that_train, trainings_in
+from pipeline.view.report.page import MOST_POINTS, Curve, Plot, Series, curve, render, rounded
+from pipeline.view.trainings import (
+    Training,
+    measured,
+    measured_names,
+    slots_that_train,
+    trainings_in,
+)
 from pipeline.view.words import gib, percent
 
 MOST_MARKS = 200
@@ -107,7 +110,7 @@ def _plots_of(training: Training) -> Iterator[Plot]:
         if held_out.steps:
             series.append(Series(label="held out", curve=held_out, dots=True))
         yield Plot(title="Loss", unit="nats per token", series=series)
-    for name in measurements.names(training.metrics):
+    for name in measured_names(training.metrics):
         series = [Series(label=shown(name), curve=_own_curve(training, name))]
         yield Plot(title=shown(name), series=series)
     for name, title, unit, wide in (
@@ -128,7 +131,7 @@ def _plots_of(training: Training) -> Iterator[Plot]:
 
 def _own_curve(training: Training, name: str) -> Curve:
     """Return the curve of a plugin's number."""
-    found = [one for one in training.metrics if name in dict(measurements.measured(one))]
+    found = [one for one in training.metrics if name in dict(measured(one))]
     return curve(found, name)
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.view.ending import prompts
 from pipeline.view.history import read_history
 from pipeline.view.report import facts
 from pipeline.view.report.compare import (
@@ -21,9 +22,8 @@ from pipeline.view.report.compare import (
     recipe_differences,
     results,
 )
-from pipeline.view.report.curves import MOST_POINTS, curve
+from pipeline.view.report.page import MOST_POINTS, curve
 from pipeline.view.report.run_report import run_page, write_report
-from pipeline.view.texts import prompts
 from pipeline.view.trainings import MeanSpeed
 from tests.pipeline.view.folders import RECIPE, made, step
 from tests.pipeline.view.test_live import TRAINING

@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import Location
-from pipeline.recipe.dump import render
+from pipeline.recipe.dump import reads_back, render, with_value
 from pipeline.recipe.load import read_recipe
 from pipeline.recipe.nodes import plain
 from pipeline.recipe.parse import parse
-from pipeline.recipe.written import reads_back, with_value
 
 COMMIT = "c" * 40
 PATH = ("stages", "model", "revision")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.view.texts import before_and_after
+from pipeline.view.ending import before_and_after
 
 
 def shown(*steps: tuple[int, list[tuple[str, str]]]) -> list[tuple[str, str]]:

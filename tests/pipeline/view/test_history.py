@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.view.chain import Chain
+from pipeline.view.history import Chain
 
 
 def states(*events: dict[str, Any]) -> list[str]:
