@@ -1,5 +1,5 @@
-"""Write values as YAML that this package reads back as the same values: a whole recipe, or one value
-in its text, with comments and layout kept."""
+"""Write values as YAML that this package reads back as the same values: a whole recipe, or one
+value in its text, with comments and layout kept."""
 
 from __future__ import annotations
 
