@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.distributed.hosts import expand_counts, expand_hosts
-from pipeline.distributed.launchers import Environ, consistent, incomplete, optional
+from pipeline.distributed.launcher_variables import Environ, consistent, incomplete, optional
 from pipeline.distributed.placement import (
     RDZV_PORT,
     NodePlacement,
