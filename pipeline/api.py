@@ -29,6 +29,7 @@ from typing import IO, TYPE_CHECKING, Any
 from pipeline.distributed.environment import STOPPED
 from pipeline.errors import RunFailed, RunStopped, UsageError
 from pipeline.execution import rundir
+from pipeline.recipe.nodes import mapped
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan
@@ -181,21 +182,16 @@ def _file_of(recipe: RecipeLike) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="pipe-") as folder:
         file = Path(folder) / "recipe.yaml"
-        file.write_text(json.dumps(_absolute(recipe), indent=1), "utf-8")
+        file.write_text(json.dumps(mapped(recipe, _absolute), indent=1), "utf-8")
         yield file
 
 
 def _absolute(value: Any) -> Any:
-    """Return a recipe's content with relative paths made absolute."""
-    if isinstance(value, Mapping):
-        return {key: _absolute(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_absolute(inner) for inner in value]
-    if isinstance(value, Path):
-        return str(value.absolute())
-    if isinstance(value, str) and value.startswith(("./", "../")):
-        return str(Path(value).absolute())
-    return value
+    """Return a value of a recipe, a relative path made absolute."""
+    is_path = isinstance(value, Path) or (
+        isinstance(value, str) and value.startswith(("./", "../"))
+    )
+    return str(Path(value).absolute()) if is_path else value
 
 
 def _call(arguments: Sequence[str], folder: Path, on_event: Listener | None) -> None:

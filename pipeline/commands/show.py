@@ -25,7 +25,7 @@ from pipeline.recipe import Header, Recipe, read_recipe, unless_reported
 from pipeline.recipe.dump import render
 from pipeline.recipe.field_docs import plain_value
 from pipeline.recipe.load import HEADER_KEYS, reserved
-from pipeline.recipe.nodes import KeyPath
+from pipeline.recipe.nodes import leaves
 from pipeline.utils import terminal
 from pipeline.utils.terminal import bare
 from pipeline.utils.text import plural
@@ -63,7 +63,7 @@ def show(
         return
     loaded, values = _resolved(file, overrides, registry or Registry.installed())
     if as_json:
-        origins = {".".join(map(str, path)): loaded.origin(path) for path in _paths(values)}
+        origins = {".".join(map(str, path)): loaded.origin(path) for path, _ in leaves(values)}
         click.echo(
             json.dumps({"recipe": values, "origins": origins} if origin else values, indent=2)
         )
@@ -99,14 +99,6 @@ def _filled(values: Any, written: Any) -> Any:
         key: _filled(value, written[key]) if key in written else value
         for key, value in values.items()
     }
-
-
-def _paths(values: dict[str, Any], path: KeyPath = ()) -> Iterator[KeyPath]:
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _paths(value, (*path, key))
-        else:
-            yield (*path, key)
 
 
 FIRST = 8

@@ -23,6 +23,7 @@ from typing import Any
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from pipeline.errors import JournalDamaged, in_words
+from pipeline.recipe.nodes import mapped
 from pipeline.utils.files import naming, opened
 from pipeline.utils.foreign import is_number, read_whole
 from pipeline.utils.hub import recorded
@@ -62,7 +63,8 @@ class Journal:
     def write(self, event: str, **facts: Any) -> None:
         """Append an event and force it to disk. A line that a crash cut short is removed first.
         Raises OSError, which names the file."""
-        record = _relative({"time": time.time(), "event": event, **facts}, str(self._folder))
+        facts = {"time": time.time(), "event": event, **facts}
+        record = mapped(facts, lambda value: _relative(value, str(self._folder)))
         body = json.dumps(record, allow_nan=False).encode().removesuffix(b"}")
         with self._lock, naming(self.path), opened(self.path, "ab+") as file:
             file.seek(0)
@@ -224,21 +226,12 @@ def is_event(record: Mapping[str, Any]) -> bool:
 
 
 def _relative(value: Any, folder: str) -> Any:
-    """A JSON value with paths inside the folder written relative to it. A text that begins like one
+    """A value of JSON, a path inside the folder written relative to it. A text that begins like one
     is a path if something is there: a sentence may begin with a path, too."""
     if isinstance(value, str) and (value == folder or value.startswith(f"{folder}/")):
-        return {IN_RUN: value[len(folder) + 1 :]} if _is_there(value) else value
-    if isinstance(value, Mapping):
-        return {key: _relative(inner, folder) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_relative(inner, folder) for inner in value]
+        with contextlib.suppress(ValueError):  # a null character
+            return {IN_RUN: value[len(folder) + 1 :]} if os.path.lexists(value) else value
     return value
-
-
-def _is_there(text: str) -> bool:
-    with contextlib.suppress(ValueError):  # a null character
-        return os.path.lexists(text)
-    return False
 
 
 MOST_WARNINGS = 100

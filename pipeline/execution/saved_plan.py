@@ -15,6 +15,7 @@ from pipeline.chain.plan import Plan, PlannedSlot
 from pipeline.errors import PlanDrift, UsageError, first_mistake, in_words
 from pipeline.recipe.field_docs import plain_value
 from pipeline.recipe.load import reserved
+from pipeline.recipe.nodes import mapped
 from pipeline.utils.foreign import read_whole
 
 VERSION: Final = 3
@@ -58,7 +59,7 @@ def identity(plan: Plan, per_node: int | None) -> Identity:
     folders = [str(file.parent) for file in plan.recipe.source_files]
 
     def fields(step: PlannedSlot) -> dict[str, Any]:
-        plain = _portable(plain_value(step.stage), folders)
+        plain = mapped(plain_value(step.stage), lambda value: _portable(value, folders))
         shown: dict[str, Any] = _public(plain, written[step.slot])
         return {**reserved(written[step.slot]), **shown}
 
@@ -127,19 +128,11 @@ def _in_words(place: str, before: Any, after: Any) -> str:
 
 
 def _portable(value: Any, folders: Sequence[str]) -> Any:
-    """A plain value as JSON knows it, with files named as `_named` does."""
-    if isinstance(value, dict):
-        return {key: _portable(each, folders) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_portable(each, folders) for each in value]
+    """A plain value as JSON knows it. A file next to one of the recipe's is named from the first
+    folder, the recipe's own: another machine has them elsewhere."""
     if value is None or isinstance(value, int) or (isinstance(value, float) and isfinite(value)):
         return value
-    return _named(str(value), folders)
-
-
-def _named(text: str, folders: Sequence[str]) -> str:
-    """A file beside one of the recipe's, from the first folder, the recipe's own: another machine
-    has them elsewhere."""
+    text = str(value)
     if not any(text == folder or text.startswith(f"{folder}/") for folder in folders):
         return text
     name = os.path.relpath(text, folders[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,31 @@ def lookup(data: Any, path: KeyPath) -> Any:
         else:
             return None
     return data
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested mappings and lists with each value in them changed."""
+    if isinstance(value, Mapping):
+        return {key: mapped(inner, change) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [mapped(inner, change) for inner in value]
+    return change(value)
+
+
+def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Path and value of each entry of nested mappings that holds no further ones, in order."""
+    if isinstance(value, Mapping) and value:
+        for key, inner in value.items():
+            yield from leaves(inner, (*path, key))
+    else:
+        yield path, value
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """All texts in nested mappings and lists."""
+    found: list[Any] = []
+    mapped(value, found.append)
+    return (one for one in found if isinstance(one, str))
 
 
 @dataclass(frozen=True, kw_only=True)

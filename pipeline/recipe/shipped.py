@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pipeline
 from pipeline.errors import UsageError
+from pipeline.recipe.nodes import texts_in
 from pipeline.utils.text import did_you_mean
 
 if TYPE_CHECKING:
@@ -42,16 +43,5 @@ def by_use(stages: Sequence[str]) -> list[str]:
 def absent_files(recipe: Recipe, folder: Path) -> list[Path]:
     """Return the files that a recipe names in its own folder, and that are not there."""
     inside = f"{folder.resolve()}/"
-    named = dict.fromkeys(text for text in _texts(recipe.public()) if text.startswith(inside))
+    named = dict.fromkeys(text for text in texts_in(recipe.public()) if text.startswith(inside))
     return [folder / text.removeprefix(inside) for text in named if not Path(text).exists()]
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Yield all texts in a recipe's content."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple):
-        for inner in value:
-            yield from _texts(inner)

@@ -17,6 +17,7 @@ from pipeline.errors import in_words
 from pipeline.execution import rundir
 from pipeline.execution.metrics import UNSENT, is_record, kind_of, numbers, training_of
 from pipeline.recipe import Recipe
+from pipeline.recipe.nodes import mapped
 from pipeline.track.contract import Outcome, RunFacts, Tracker, TrackerStage
 from pipeline.utils.files import opened, private_folder, replace_text, wait_for_lock
 from pipeline.utils.foreign import read_json
@@ -162,19 +163,10 @@ def facts_of(folder: Path, recipe: Recipe) -> RunFacts:
         environment = read_json(folder / ENVIRONMENT_FILE, within=folder)
     return RunFacts(
         name=folder.resolve().name,
-        recipe={key: _shown(value) for key, value in recipe.public().items()},
+        recipe=mapped(recipe.public(), lambda one: shown(one) if isinstance(one, str) else one),
         environment=environment,
         folder=folder,
     )
-
-
-def _shown(value: Any) -> Any:
-    """Return JSON without passwords in addresses and values of variables."""
-    if isinstance(value, Mapping):
-        return {key: _shown(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_shown(inner) for inner in value]
-    return shown(value) if isinstance(value, str) else value
 
 
 def failure(folder: Path, slot: str, error: Exception) -> str:

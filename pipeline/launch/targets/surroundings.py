@@ -6,14 +6,14 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import COMMAND_LINE, Location
 from pipeline.recipe.dump import inline
 from pipeline.recipe.load import Recipe
-from pipeline.recipe.nodes import plain
+from pipeline.recipe.nodes import plain, texts_in
 from pipeline.recipe.parse import parse
 
 _GLOB = re.compile(r"[*?\[]")
@@ -24,7 +24,7 @@ def named_paths(recipe: Recipe) -> tuple[list[str], list[str]]:
     """Return the absolute paths that a recipe names and that are here, its own files first, without
     those that lie in others; and the ones that are not here. Those of an environment variable are
     not written down."""
-    texts = _texts(recipe.public().get("stages", {}))
+    texts = texts_in(recipe.public().get("stages", {}))
     named = [_folder(Path(text)) for text in texts if text.startswith("/") and "://" not in text]
     named = [path for path in named if path != Path("/") and not str(path).startswith(_MACHINE)]
     here = [path.absolute() for path in recipe.source_files]
@@ -37,7 +37,7 @@ def named_paths(recipe: Recipe) -> tuple[list[str], list[str]]:
 
 def at_home(recipe: Recipe) -> list[str]:
     """Return the paths of a recipe that begin with `~`, which is another folder in a container."""
-    texts = _texts(recipe.public().get("stages", {}))
+    texts = texts_in(recipe.public().get("stages", {}))
     return list(dict.fromkeys(text for text in texts if text == "~" or text.startswith("~/")))
 
 
@@ -73,17 +73,6 @@ def activation() -> list[str]:
             f"conda activate {shlex.quote(conda)}",
         ]
     return []
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, Mapping):
-        for child in value.values():
-            yield from _texts(child)
-    elif isinstance(value, Sequence):
-        for child in value:
-            yield from _texts(child)
 
 
 def _folder(path: Path) -> Path:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pipeline.recipe.nodes import leaves
 from pipeline.utils.terminal import shown
 from pipeline.utils.text import align, duration, human
 from pipeline.view.history import History
@@ -122,7 +123,11 @@ def _lower(loss: float | None) -> Value:
 
 def recipe_differences(histories: Sequence[History]) -> list[Row]:
     """Return the fields of the recipes that are not the same in all runs."""
-    return _differences([_flat(history.recipe.public()) for history in histories])
+    columns = []
+    for history in histories:
+        fields = leaves(history.recipe.public())
+        columns.append({".".join(map(str, path)): value for path, value in fields})
+    return _differences(columns)
 
 
 def environment_differences(histories: Sequence[History]) -> list[Row]:
@@ -142,18 +147,6 @@ def _differences(columns: Sequence[Mapping[str, Any]]) -> list[Row]:
         if len(set(values)) > 1:
             rows.append(Row(name=name, values=values))
     return rows
-
-
-def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Return dotted path -> value of everything that is no mapping."""
-    found: dict[str, Any] = {}
-    for key, inner in value.items():
-        path = f"{prefix}{key}"
-        if isinstance(inner, Mapping) and inner:
-            found |= _flat(inner, f"{path}.")
-        else:
-            found[path] = inner
-    return found
 
 
 def _text(value: Any) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 from pipeline.execution.hardware_record import hardware_records
 from pipeline.execution.origins import origins
 from pipeline.hardware.gpus import GIB
-from pipeline.recipe.nodes import KeyPath
+from pipeline.recipe.nodes import leaves
 from pipeline.utils.files import replace_text
 from pipeline.utils.packages import versions
 from pipeline.utils.terminal import shown
@@ -150,21 +150,13 @@ def _slots(history: History) -> Iterator[dict[str, Any]]:
 
 def _recipe_rows(history: History) -> Iterator[dict[str, str]]:
     written = origins(history.folder)
-    for path, value in _leaves(history.recipe.public(), ()):
+    for path, value in leaves(history.recipe.public()):
         dotted = ".".join(map(str, path))
         yield {
             "path": dotted,
             "value": shown(json.dumps(value) if not isinstance(value, str) else value),
             "origin": shown(written.get(dotted, history.recipe.origin(path))),
         }
-
-
-def _leaves(value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    if isinstance(value, Mapping) and value:
-        for key, inner in value.items():
-            yield from _leaves(inner, (*path, key))
-    else:
-        yield path, value
 
 
 def _environment(history: History) -> Iterator[tuple[str, str]]:
