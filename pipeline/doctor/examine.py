@@ -9,7 +9,7 @@ import contextlib
 import datetime
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -171,13 +171,7 @@ def examine(runs: Path, *, procs: int | None, quick: bool) -> MachineReport:
     budget = QUICK if quick else FULL
     session = Session(budget=budget, gpus=gpu_count() > 0)
     torch = session.torch()
-    # with nvidia-smi's numbers, if it knows the UUIDs of all
-    found = torch.get("devices", ())
-    numbers = {uuid: number for number, uuid in gpu_uuids().items()}
-    known = all(device.get("uuid") in numbers for device in found)
-    devices = tuple(
-        Device(**device, number=numbers[device["uuid"]] if known else None) for device in found
-    )
+    devices = _devices(torch.get("devices", ()), gpu_uuids())
     session.procs = _procs(procs, len(devices))
     if devices:
         session.device, session.gpus = "cuda", True  # some GPUs only torch knows
@@ -207,6 +201,15 @@ def _load() -> float | None:
     with contextlib.suppress(OSError):
         return max(os.getloadavg()[0] - 1, 0.0) / (os.cpu_count() or 1)
     return None
+
+
+def _devices(found: Sequence[Mapping[str, Any]], uuids: Mapping[int, str]) -> tuple[Device, ...]:
+    """torch's devices with nvidia-smi's numbers, if it knows the UUIDs of all."""
+    numbers = {uuid: number for number, uuid in uuids.items()}
+    known = all(device.get("uuid") in numbers for device in found)
+    return tuple(
+        Device(**device, number=numbers[device["uuid"]] if known else None) for device in found
+    )
 
 
 def _procs(procs: int | None, gpus: int) -> int:
