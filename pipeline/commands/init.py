@@ -52,11 +52,14 @@ def init(
     a comment of the recipe. What is not given as an option is asked for. The strategy is chosen as
     by `pipe advise`.
     """
+    from pipeline.chain.plan import plan_file
     from pipeline.planning.advise import look
 
     _no_arguments(click.get_current_context().args)
     asks = not yes and sys.stdin.isatty()
-    _require(asks, model=model, data=data)
+    missing = [f"--{n}" for n, value in (("model", model), ("data", data)) if value is None]
+    if missing and not asks:
+        raise UsageError(f"say {' and '.join(missing)}", hint="in a terminal, you are asked")
     if not hardware["gpus"] and not asks:
         _require_gpus(hardware)
     model = model or str(_asked("Model: a folder, a hub id or a GGUF file", None, str))
@@ -74,7 +77,9 @@ def init(
         out=target, machines=machines, margins=margins, survey=survey, shown=found,
         registry=registry or Registry.installed(),
     ).write()  # fmt: skip
-    _check(target)
+    for warning in plan_file(target, forecast=True).warnings:
+        click.echo(f"warning: {warning}", err=True)
+    click.echo(f"\nit passes pipe check; next:\n  pipe run {shlex.quote(str(target))}")
 
 
 def _low_rank(given: bool | None, survey: Any, *, asks: bool) -> tuple[bool, str]:
@@ -101,13 +106,6 @@ def _no_arguments(words: Sequence[str]) -> None:
         raise UsageError(f"{words[0]} has no option in front", hint=f"write {shlex.join(named)}")
 
 
-def _require(asks: bool, **given: Any) -> None:
-    """Raise UsageError where nobody can be asked for what has no default."""
-    missing = [f"--{name}" for name, value in given.items() if value is None]
-    if missing and not asks:
-        raise UsageError(f"say {' and '.join(missing)}", hint="in a terminal, you are asked")
-
-
 def _require_gpus(hardware: dict[str, Any]) -> None:
     """Raise UsageError for options of GPUs that are not there."""
     from pipeline.hardware.gpus import gpu_count
@@ -120,6 +118,7 @@ def _require_gpus(hardware: dict[str, Any]) -> None:
 def _machines(given: dict[str, Any], *, asks: bool) -> dict[str, Any]:
     """Return options of machines: those that are given, and answers to questions."""
     from pipeline.hardware.gpus import gpu_count
+    from pipeline.hardware.telemetry import Telemetry
 
     found, none = dict(given), dict.fromkeys(OTHERS)
     if found["gpus"] is None:
@@ -129,7 +128,8 @@ def _machines(given: dict[str, Any], *, asks: bool) -> dict[str, Any]:
     if not found["gpus"]:
         return none | dict.fromkeys(found)
     if found["gpu"] is None:
-        found["gpu"] = click.prompt("Kind of GPU", _kind_here() or "H100") if asks else _kind_here()
+        kind = Telemetry().kind
+        found["gpu"] = click.prompt("Kind of GPU", kind or "H100") if asks else kind
     return none | found
 
 
@@ -142,19 +142,3 @@ def _asked(question: str, default: Any, kind: Any) -> Any:
     if kind is bool:
         return click.confirm(question, default)
     return click.prompt(question, default, type=kind)
-
-
-def _kind_here() -> str | None:
-    """Return the kind of this machine's GPUs, if it is known."""
-    from pipeline.hardware.telemetry import Telemetry
-
-    return Telemetry().kind
-
-
-def _check(target: Path) -> None:
-    """Check the recipe on this machine, and say what to do next. Raises RecipeError."""
-    from pipeline.chain.plan import plan_file
-
-    for warning in plan_file(target, forecast=True).warnings:
-        click.echo(f"warning: {warning}", err=True)
-    click.echo(f"\nit passes pipe check; next:\n  pipe run {shlex.quote(str(target))}")

@@ -71,8 +71,13 @@ def find(folder: Path, *, all_checkpoints: bool = False) -> Finding:
     places = {"": location.default(folder)} | location.places(folder)
     elsewhere = {slot: _elsewhere(folder, slot, place) for slot, place in places.items()}
     here = {slot: Path(place) for slot, place in places.items() if not elsewhere[slot]}
-    found = [*_temporary(folder, finished=finished)]
-    found += [waste for place in here.values() for waste in _leftovers(place)]
+    # an unfinished run goes on from partial exports
+    left = [
+        path for one in TEMPORARY[: None if finished else 1] for path in sorted(folder.glob(one))
+    ]
+    for place in filter(Path.is_dir, here.values()):  # writes and removals that were cut short
+        left += [path for path in sorted(place.iterdir()) if is_leftover(path.name)]
+    found = [_waste(path, LEFT_OVER) for path in left if not path.is_symlink()]
     if any(elsewhere.values()):
         notes = [note for note in elsewhere.values() if note]
     if finished and here:
@@ -122,39 +127,19 @@ def _elsewhere(folder: Path, training: str, place: str) -> str:
     return f"its checkpoints stay: {place} is a link" if Path(place).is_symlink() else ""
 
 
-def _temporary(folder: Path, *, finished: bool) -> Iterator[Waste]:
-    """Yield what was left in the folder itself; an unfinished run goes on from partial exports."""
-    for pattern in TEMPORARY if finished else TEMPORARY[:1]:
-        for path in sorted(folder.glob(pattern)):
-            if not path.is_symlink():
-                yield _waste(path, LEFT_OVER)
-
-
-def _leftovers(place: Path) -> Iterator[Waste]:
-    """Yield what was left of writes and removals of checkpoints that were cut short."""
-    for path in sorted(place.iterdir()) if place.is_dir() else ():
-        if is_leftover(path.name) and not path.is_symlink():
-            yield _waste(path, LEFT_OVER)
-
-
 def _checkpoints(
     place: Path, rules: Retention, journal: Journal, *, everything: bool
 ) -> Iterator[Waste]:
     """Yield the checkpoints of a training that a finished run does not need."""
     store = LocalStore(place)
-    named = map(Path, _named(journal))
+    records = (done.record or {} for done in journal.finished().values())
+    named = [Path(one) for record in records for one in record.values() if isinstance(one, str)]
     kept = {path.name for path in named if path.parent.name == place.name}
     superseded = {name for name in unneeded(store, rules) if name not in kept}
     for name in store.names():
         path = place / name
         if not path.is_symlink() and (everything or name in superseded):
             yield _waste(path, SUPERSEDED if name in superseded else LAST)
-
-
-def _named(journal: Journal) -> Iterator[str]:
-    """Yield the texts in the records of results, such as the checkpoint that was trained."""
-    for done in journal.finished().values():
-        yield from (value for value in (done.record or {}).values() if isinstance(value, str))
 
 
 def _retention(plan: Plan, training: str) -> Retention:
