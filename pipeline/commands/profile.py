@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -78,14 +77,10 @@ def profile(
 
     start(Job(plan=plan, folder=lambda _: folder.resolve(), display=display))
     recorded = [one for one in records(folder / rundir.METRICS) if one.get("profiled")]
-    click.echo("\n".join(_table(recorded)))
-    click.echo(f"traces: {folder / 'profile'}")
-
-
-def _table(recorded: list[dict[str, Any]]) -> Iterator[str]:
     rows = [["step", "seconds", *SHARES]]
     for record in recorded:
         shares = [record.get(f"{name}_share") for name in SHARES]
         cells = ["?" if share is None else f"{share:.1%}" for share in shares]
         rows.append([str(record["step"]), f"{record['step_seconds']:.3f}", *cells])
-    return align(rows, left=0)
+    click.echo("\n".join(align(rows, left=0)))
+    click.echo(f"traces: {folder / 'profile'}")

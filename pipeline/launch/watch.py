@@ -126,7 +126,10 @@ def report_stall(
     culprit = stalls[0]
     text = f"rank {ranks.rank(culprit.number)} {culprit.describe()}"
     where = f"slot `{slot}`" if slot else "before the first slot"
-    lines = [f"{text}, {where}", *_innermost(stacks[culprit.number])]
+    main = [
+        line.strip() for line in stacks[culprit.number].rpartition("hread 0x")[2].splitlines()[1:]
+    ]
+    lines = [f"{text}, {where}", *[f"    {shown(line)}" for line in main[:SHOWN_FRAMES]]]
     with contextlib.suppress(OSError):  # a disk that does not answer may be what they wait for
         lines.append(f"  stacks of all ranks: {_keep(run_dir, text, ranks, stalls, stacks)}")
     lines.append(failures.continuation(run_dir))
@@ -141,12 +144,6 @@ def _written(ranks: LocalRanks, before: Sequence[int]) -> list[str]:
         found = [ranks.stacks(number)[start:] for number, start in enumerate(before)]
         if all(found) or time.monotonic() > deadline:
             return found
-
-
-def _innermost(stack: str) -> list[str]:
-    """The innermost calls of the main thread, which faulthandler writes last."""
-    main = [line.strip() for line in stack.rpartition("hread 0x")[2].splitlines()[1:]]
-    return [f"    {shown(line)}" for line in main[:SHOWN_FRAMES]]
 
 
 def _keep(
