@@ -117,7 +117,7 @@ def test_from_a_wheel(tmp_path: Path) -> None:
     made = pipe("new-stage", "optimizer.mine")
     assert made.returncode == 0, made.stderr
     assert Path("pipetrain-optimizer-mine/pyproject.toml").is_file()
-    pages = target / "pipeline/view/report/assets"
-    assert {file.name for file in pages.iterdir()} == {
-        file.name for file in (ROOT / "pipeline/view/report/assets").iterdir()
-    }
+    for folder in ("pipeline/view/report/assets", "pipeline/launch/targets/templates"):
+        assert {file.name for file in (target / folder).iterdir()} == {
+            file.name for file in (ROOT / folder).iterdir()
+        }
