@@ -52,14 +52,27 @@ def read(text: str) -> Text:
 
     if text.count("${") > MAX_IN_TEXT:
         return Text(fault=f"more than {MAX_IN_TEXT} interpolations in one text")
+    calls: list[Call] = []
+    references: list[str] = []
     try:
-        tree = parse(text)
-        calls, references = tuple(_calls(tree)), tuple(_references(tree))
+        for node in _nodes(parse(text)):
+            if type(node).__name__ == "InterpolationNodeContext":
+                references.append(node.getText().removeprefix("${").removesuffix("}").strip())
+            elif type(node).__name__ == "InterpolationResolverContext":
+                sequence = node.sequence()
+                args = (element.getText() for element in sequence.element()) if sequence else ()
+                calls.append(Call(name=node.resolverName().getText(), args=tuple(args)))
     except (GrammarParseError, RecursionError):
         return Text(fault=f"`{text}` is not a valid interpolation")
     if any("${" in reference for reference in references):
         return Text(fault="a reference inside of a reference is not allowed")
-    return Text(calls=calls, references=references)
+    return Text(calls=tuple(calls), references=tuple(references))
+
+
+def _nodes(tree: Any) -> Iterator[Any]:
+    yield tree
+    for child in getattr(tree, "children", None) or ():
+        yield from _nodes(child)
 
 
 def expansions(references: Mapping[KeyPath, Collection[str]]) -> int:
@@ -98,25 +111,6 @@ def _target(reference: str, path: KeyPath) -> KeyPath:
 def _meet(one: KeyPath, other: KeyPath) -> bool:
     """Whether one path is the other or lies below it."""
     return all(left == right for left, right in zip(one, other, strict=False))
-
-
-def _calls(tree: Any) -> Iterator[Call]:
-    for found in _find(tree, "InterpolationResolverContext"):
-        sequence = found.sequence()
-        args = tuple(element.getText() for element in sequence.element()) if sequence else ()
-        yield Call(name=found.resolverName().getText(), args=args)
-
-
-def _references(tree: Any) -> Iterator[str]:
-    for found in _find(tree, "InterpolationNodeContext"):
-        yield found.getText().removeprefix("${").removesuffix("}").strip()
-
-
-def _find(tree: Any, kind: str) -> Iterator[Any]:
-    if type(tree).__name__ == kind:
-        yield tree
-    for child in getattr(tree, "children", None) or ():
-        yield from _find(child, kind)
 
 
 _HIDDEN = "\\${hidden}"

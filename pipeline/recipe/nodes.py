@@ -77,9 +77,11 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
 
 def texts_in(value: Any) -> Iterator[str]:
     """All texts in nested mappings and lists."""
-    found: list[Any] = []
-    mapped(value, found.append)
-    return (one for one in found if isinstance(one, str))
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from texts_in(inner)
 
 
 @dataclass(frozen=True, kw_only=True)
