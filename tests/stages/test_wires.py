@@ -224,10 +224,8 @@ def test_an_export_and_a_model_are_of_one_training(planned: Callable[..., Plan])
     """A crossed wire writes another model's config, or another training's weights."""
     alone, model = ("reference=null", "score=null"), CHAIN["model"]
     kept = [f"{slot}.takes={{model: model}}" for slot in ("wrap", "checkpoint", "train")]
-    crossed = (
-        "export: gets the model of slot `after_model`, but slot `train` trained the one of slot "
-    )
-    assert refused(planned, *alone, *kept, after_model=model) == [f"{crossed}`model`"]
+    crossed = "export: gets the model of slot `after_model`, but slot `train` trained the one of "
+    assert refused(planned, *alone, *kept, after_model=model) == [f"{crossed}slot `model`"]
     planned(*alone, *kept, "export.takes={model: model}", after_model=model)
     planned(*alone, **FURTHER)
     first = "consolidate.takes={trained: train}"
@@ -239,8 +237,8 @@ def test_an_export_and_a_model_are_of_one_training(planned: Callable[..., Plan])
     lora = {"use": "adapter.lora", "rank": 4}
     plain = further("model", takes={"model": "model"})
     assert refused(planned, *alone, after_model=lora, **plain) == [
-        "after_train_model: gets the model of slot `model`, but slot `train` trained the one of slot "
-        "`after_model`"
+        "after_train_model: gets the model of slot `model`, but slot `train` trained the one of "
+        "slot `after_model`"
     ]
 
 
