@@ -33,7 +33,13 @@ if TYPE_CHECKING:
     from pipeline.utils.hub import HubName
 
 ENGINE_FILE, ENVIRONMENT_FILE = "engine.json", "environment.json"
-"""Files of a run's folder: facts of the live engine; packages and machine of the newest start."""
+"""Files of a run's folder: facts of the live engine of the first training; packages and machine of
+the newest start."""
+
+
+def engine_file(training: str) -> str:
+    """Name of the file of facts of the live engine of a training; empty for the first."""
+    return f"engine-{training}.json" if training else ENGINE_FILE
 
 
 class Durable(ABC):
@@ -201,3 +207,8 @@ class Context:
     training: str = ""
     """Slot that trains with what this slot returns, or that trained before it; empty for the
     recipe's first training. Files of a training have it in their names."""
+
+    @property
+    def engine_file(self) -> Path:
+        """File of facts of the live engine of this training."""
+        return self.run_dir / engine_file(self.training)

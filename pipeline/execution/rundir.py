@@ -2,7 +2,7 @@
 
 recipe.yaml      the merged recipe; `pipe resume` reads it
 environment.json versions and command of the newest start; the journal has those of every start
-engine.json      what really ran
+engine.json      what really ran; engine-SLOT.json of each further training
 journal.jsonl    stages started, finished, failed
 metrics.jsonl    one record a step
 hardware.jsonl   readings of the GPUs of the first node

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.contracts.stage import ENGINE_FILE, ENVIRONMENT_FILE
+from pipeline.contracts.stage import ENGINE_FILE, ENVIRONMENT_FILE, engine_file
 from pipeline.errors import PipeError
 from pipeline.execution import failures, origins, rundir
 from pipeline.execution.journal import Journal
@@ -28,7 +28,8 @@ class Before:
     def __init__(self, folder: Path) -> None:
         """Raises OSError."""
         self._folder = folder
-        self._files = {name: _content(folder / name) for name in SETTINGS}
+        further = (file.name for file in folder.glob(engine_file("*")))
+        self._files = {name: _content(folder / name) for name in (*SETTINGS, *further)}
         self.recipe = self._files[rundir.RECIPE]
         """None before the run's first start."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.contracts.stage import ENGINE_FILE, ENVIRONMENT_FILE
+from pipeline.contracts.stage import ENVIRONMENT_FILE, engine_file
 from pipeline.errors import RecipeError
 from pipeline.execution import failures, rundir
 from pipeline.execution.journal import Journal
@@ -122,8 +122,9 @@ class History:
     chain: Chain
     environment: Mapping[str, Any]
     """Packages and machine of the newest start; empty if not known."""
-    engine: Mapping[str, Any]
-    """Facts of the live engine; empty before there was one."""
+    engines: Mapping[str, Mapping[str, Any]]
+    """Facts of the live engine of each training that has begun, by its slot (empty: the recipe's
+    first)."""
 
     @property
     def name(self) -> str:
@@ -179,7 +180,11 @@ def read_history(folder: Path, *, ended: bool = False) -> History:
         metrics=metrics,
         chain=chain,
         environment=json_in(folder / ENVIRONMENT_FILE, SURROUNDINGS),
-        engine=json_in(folder / ENGINE_FILE, {}),
+        engines={
+            slot: json_in(folder / engine_file(slot), {})
+            for slot in ("", *recipe.stages)
+            if (folder / engine_file(slot)).is_file()
+        },
     )
 
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from pipeline import (
-    ENGINE_FILE,
     IN_DISPLAY,
     Context,
     Engine,
@@ -155,7 +154,7 @@ def declared_facts(ctx: Context, precision: Precision) -> dict[str, Any]:
 
 
 def verify_engine(ctx: Context, engine: Engine, expected: Mapping[str, Any]) -> None:
-    """Write the engine's description to `engine.json`, log it, and compare it with `expected`.
+    """Write the engine's description to `ctx.engine_file`, log it, and compare it with `expected`.
 
     `engine.describe()` is read off the live objects; `expected` follows from the recipe alone.
     Raises EngineMismatch on every rank where they differ, naming each difference.
@@ -169,7 +168,7 @@ def verify_engine(ctx: Context, engine: Engine, expected: Mapping[str, Any]) -> 
         if facts.get(key) != value
     ]
     if ctx.dist.is_main:
-        replace_text(ctx.run_dir / ENGINE_FILE, json.dumps(facts, indent=1) + "\n")
+        replace_text(ctx.engine_file, json.dumps(facts, indent=1) + "\n")
     ctx.log.info("running: %s", json.dumps(facts), extra=IN_DISPLAY)
     if differences:
         raise EngineMismatch("what runs is not what the recipe asks for: " + "; ".join(differences))

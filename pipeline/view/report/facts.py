@@ -197,13 +197,15 @@ def busy_seconds(history: History) -> float:
 
 
 def where(history: History) -> str:
-    """Return strategy, processes and device: `fully_shard, 8 processes, cuda`."""
+    """Return the strategy of each training, processes and device: `fully_shard, 8 processes,
+    cuda`."""
     starts = [event for event in history.events if event["event"] == "run started"]
     newest: Mapping[str, Any] = starts[-1] if starts else {}
-    engine = str(history.engine.get("engine", ""))
+    engines = [*history.engines.values()]
+    kinds = " then ".join(dict.fromkeys(str(one.get("engine", "")) for one in engines))
     processes = plural(newest["procs"], "process") if "procs" in newest else ""
-    device = str(history.engine.get("device") or newest.get("device", ""))
-    return ", ".join(filter(None, (engine, processes, device)))
+    device = next((str(one["device"]) for one in engines if "device" in one), "")
+    return ", ".join(filter(None, (kinds, processes, device or str(newest.get("device", "")))))
 
 
 def memory_rows(history: History, plan: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -165,9 +165,10 @@ def _environment(history: History) -> Iterator[tuple[str, str]]:
             yield name, str(history.environment[name])
     for name, version in (history.environment.get("packages") or {}).items():
         yield name, str(version)
-    for name, value in history.engine.items():
-        text = value if isinstance(value, str) else json.dumps(value)
-        yield f"engine: {name}", shown(text)
+    for slot, engine in history.engines.items():
+        for name, value in engine.items():
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield f"{slot} engine: {name}".strip(), shown(text)
 
 
 def _clock(seconds: float) -> str:

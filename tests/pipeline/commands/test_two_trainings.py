@@ -14,6 +14,8 @@ from click.testing import CliRunner
 from pipeline.cli import main
 from pipeline.execution.export_recipe import chosen, trained_in
 from pipeline.execution.talk import found
+from pipeline.view.history import read_history
+from pipeline.view.report.facts import where
 from tests.support.pipe import Outcome, Pipe
 from tests.support.tiny_recipe import EXPORT, write
 from tests.support.two_trainings import CHATS, LORA, TEXT, begin, one, write_files
@@ -29,7 +31,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Pipe, Outcome]:
         "early": {"use": "export.safetensors", "folder": str(folder / "early")},
         "trained": {"use": "model.trained"},
     }
-    first, second = one(TEXT, "wrap.ddp", 3), one(CHATS, "wrap.ddp", 5, "2")
+    first, second = one(TEXT, "wrap.ddp", 3), one(CHATS, "wrap.fsdp", 5, "2")
     stages = begin("./model", LORA) | first | between | second | EXPORT
     pipe = Pipe(folder, folder)
     recipe = write(folder / "recipe.yaml", stages)
@@ -81,6 +83,16 @@ def test_a_dry_run_before_each_training_is_of_what_follows_from_it(
     ends = [number for number, line in enumerate(lines) if line.startswith("dry run: passed")]
     assert ends[0] < before[0] < ends[1] < before[1]
     assert not list(made[0].run_dir.glob("*.dry-run"))
+
+
+def test_each_training_has_the_facts_of_its_own_engine(made: tuple[Pipe, Outcome]) -> None:
+    run = made[0].run_dir
+    files = [run / "engine.json", run / "engine-train2.json"]
+    kinds = [json.loads(file.read_text())["engine"] for file in files]
+    assert kinds == ["DistributedDataParallel", "fully_shard"]
+    history = read_history(run)
+    assert where(history) == "DistributedDataParallel then fully_shard, 1 process, cpu"
+    assert history.engines["train2"]["engine"] == "fully_shard"
 
 
 def test_a_checkpoint_is_exported_as_of_its_training(made: tuple[Pipe, Outcome]) -> None:
