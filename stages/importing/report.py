@@ -64,8 +64,11 @@ class Report:
         """Fact -> value and reason, for facts that no key has to give."""
         self._facts: dict[str, list[RuleResult]] = {}
 
-    def read(self, file: str, content: Mapping[str, Any], table: Table, prefix: str = "") -> None:
-        """Apply the table's rules to every key of a file or block."""
+    def read(
+        self, file: str, content: Mapping[str, Any], table: Table, prefix: str = "", one: str = ""
+    ) -> None:
+        """Apply the table's rules to every key of a file or block. `one` stands before the facts
+        whose names begin with a dot."""
         for key, value in content.items():
             rule = table.get(key)
             if rule is None:
@@ -73,11 +76,12 @@ class Report:
             elif callable(rule):
                 result = applied(rule, value)
             elif isinstance(value, Mapping) and value:
-                self.read(file, value, rule, f"{prefix}{key}.")
+                self.read(file, value, rule, f"{prefix}{key}.", one)
                 continue
             else:
                 off = is_off(value) or value == "auto"
                 result = unset() if off else refused(NO_BLOCK)
+            result.fact = re.sub(r"^\.", one, result.fact)
             self.enter(file, f"{prefix}{key}", value, result)
 
     def enter(self, file: str, key: str, value: Any, entry: RuleResult) -> None:

@@ -7,6 +7,7 @@ or has a short name where `recipe.py` and `training.py` work out what the recipe
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -35,6 +36,11 @@ Read: TypeAlias = Callable[[Any], Any]
 Test: TypeAlias = Callable[[Any], bool]
 
 
+CHOOSE = "choose another optimizer stage (`pipe stages`), and a rate for it"
+FOREIGN = "other optimizer"
+"""Fact: the name of an optimizer that recipes do not have."""
+
+
 class WrongValueError(Exception):
     """A value that its key cannot have, or that no recipe expresses; `hint` says what to do."""
 
@@ -43,17 +49,105 @@ class WrongValueError(Exception):
         self.result = refused(why, hint, blocks=blocks)
 
 
+def table(text: str, **names: Any) -> dict[str, Any]:
+    """Return the table in a text of rows, `KEYS: RULE`, with one rule for all the keys:
+
+        FACT READER off=VALUES auto=VALUE   the value gives the fact
+        FACT = VALUE on=WORDS               a switch, also on for WORDS: the fact is VALUE
+        always VALUES                       other values are refused
+        refused WHY, untranslated WHY       unless the value is off
+        ignored WHY                         needs no place in a recipe
+        foreign RULE                        a refused value is an optimizer that recipes lack
+        @NAME                               a rule of `names`
+
+    ` -- HINT` ends the rule of a value that may be refused, ` !! HINT` of one that blocks the
+    recipe then. `*` in a fact is the key. READER is a function of READERS or `names`, or the values
+    that a key may have, `one, other=meaning`; text is read without. Values are JSON or text. A row
+    goes on until it has a rule, and ` | ` stands between two on one line. `[BLOCK]` stands before
+    the rows of a nested block.
+    """
+    rows: dict[str, Any] = {}
+    blocks, keys = [""], list[str]()
+    lines = re.split(r"\n| \| ", text.replace(":\n", ": "))
+    for row in (" ".join(line.split()) for line in lines):
+        if row.startswith("["):
+            blocks = row.strip("[]").split()
+            continue
+        given, colon, what = row.partition(": ")
+        keys += given.split()
+        for path in (f"{block}.{key}" for block in blocks for key in keys if colon):
+            *outer, key = path.strip(".").split(".")
+            place = rows
+            for block in outer:
+                place = place.setdefault(block, {})
+            place[key] = _rule(what.replace(".*", f".{key}"), names)
+        keys = [] if colon else keys
+    return rows
+
+
+def _rule(text: str, names: Mapping[str, Any]) -> Rule:
+    what, mark, hint = (*re.split(r" (--|!!)(?: |$)", text, maxsplit=1), "", "")[:3]
+    kind, _, rest = what.partition(" ")
+    refusal: dict[str, Any] = {"hint": hint, "blocks": mark == "!!"}
+    if kind.startswith("@"):
+        rule: Rule = names[kind[1:]]
+        return rule
+    if kind == "foreign":
+        return _foreign(_rule(f"{rest} -- {CHOOSE}", names))
+    if kind == "ignored":
+        return passes(rest)
+    if kind == "untranslated":
+        return untranslated(rest)
+    if kind == "refused":
+        return unsupported(rest, **refusal)
+    if kind == "always":
+        return allowed(*_values(rest), **refusal)
+    if rest.startswith("= "):
+        then, _, words = rest[2:].partition(" on=")
+        return when_on(kind, _value(then), *words.split(","))
+    options: dict[str, Any] = {}
+    for word in re.sub(r",\s+", ",", rest).split():
+        name, equals, value = word.partition("=")
+        if equals and name in ("off", "auto"):
+            options[name] = _value(value) if name == "auto" else _values(value)
+            continue
+        if equals or "," in word:
+            parts = (each.partition("=") for each in word.split(","))
+            read: Any = {one: _value(meaning) if found else one for one, found, meaning in parts}
+        else:
+            read = names.get(word) or READERS[word]
+        options["read"] = read if callable(read) else choice(read, **refusal)
+    return sets(kind, **options)
+
+
+def _values(text: str) -> list[Any]:
+    return [_value(each.strip()) for each in text.split(",")]
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _foreign(rule: Rule) -> Rule:
+    def named(value: Any) -> RuleResult:
+        result = applied(rule, value)
+        if result.outcome == "refused":
+            name = "another optimizer" if isinstance(value, bool) else str(value)
+            result.fact, result.content = FOREIGN, name
+        return result
+
+    return named
+
+
 def applied(rule: Rule, value: Any) -> RuleResult:
     """Return what the rule says of a value; its refusal, if the key cannot have the value."""
     try:
         return rule(value)
     except WrongValueError as error:
         return error.result
-
-
-def table(rows: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the table with a row for each key; in `rows`, spaces divide keys of one rule."""
-    return {key: rule for keys, rule in rows.items() for key in keys.split()}
 
 
 def ignored(why: str) -> RuleResult:
@@ -76,7 +170,7 @@ def translated(fact: str, content: Any, *, auto: bool = False) -> RuleResult:
     return RuleResult(outcome="translated", fact=fact, content=content, auto=auto)
 
 
-def sets(fact: str, read: Read = str, auto: Any = None, *, off: tuple[Any, ...] = ()) -> Rule:
+def sets(fact: str, read: Read = str, auto: Any = None, off: Collection[Any] = ()) -> Rule:
     """Return a rule that gives the fact, read by `read`. Null and the values in `off` give none;
     `auto` is the meaning of the value `auto` where no other file gives the fact."""
 
@@ -89,14 +183,14 @@ def sets(fact: str, read: Read = str, auto: Any = None, *, off: tuple[Any, ...] 
     return rule
 
 
-def when_on(fact: str, then: Any = None) -> Rule:
-    """Return a rule for a switch. If it is on, the fact is `then`, or the value itself."""
+def when_on(fact: str, then: Any, *words: str) -> Rule:
+    """Return a rule for a switch, which `words` turn on too. If it is on, the fact is `then`."""
 
     def rule(value: Any) -> RuleResult:
         on = not is_off(value)
-        if on and then is not None and not isinstance(value, Mapping):
+        if on and value not in words and not isinstance(value, Mapping):
             on = truth(value)
-        return translated(fact, value if then is None else then) if on else unset()
+        return translated(fact, then) if on else unset()
 
     return rule
 
@@ -125,7 +219,7 @@ def only(test: Test, why: str, refusal: str, hint: str = "", *, blocks: bool = F
     )
 
 
-def passes(why: str = "changes nothing that is trained") -> Rule:
+def passes(why: str) -> Rule:
     """Return a rule for a key that needs no place in a recipe, whatever its value."""
     return lambda value: ignored(why)
 
@@ -142,7 +236,7 @@ def is_off(value: Any) -> bool:
     return not value or str(value).lower() in ("no", "none", "false")
 
 
-def _among(value: Any, values: tuple[Any, ...]) -> bool:
+def _among(value: Any, values: Collection[Any]) -> bool:
     """Whether value equals one of them; 0 differs from false, upper case equals lower case."""
     found = value.lower() if isinstance(value, str) else value
     return any(isinstance(found, bool) == isinstance(v, bool) and found == v for v in values)
@@ -215,3 +309,22 @@ def choice(known: Collection[str], hint: str = "", *, blocks: bool = False) -> R
 def recipe_name(value: Any) -> str:
     """Return a valid recipe name made of any text."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(str(value)).name).strip("-.") or "imported"
+
+
+def max_norm(value: Any) -> float | None:
+    """Return the norm to clip gradients to; 0 means no clipping."""
+    return number(value) or None
+
+
+def betas(value: Any) -> list[float]:
+    """Return the two decay rates of Adam."""
+    if not isinstance(value, list) or len(value) != 2:
+        raise WrongValueError(f"must be two numbers, not {value!r}")
+    return [number(each) for each in value]
+
+
+READERS: Mapping[str, Read] = {
+    each.__name__: each
+    for each in (number, whole, positive, truth, path, names, recipe_name, max_norm, betas)
+}
+"""Readers that tables call by their names."""

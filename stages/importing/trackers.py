@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from stages.importing import rules
-from stages.importing.rules import Rule, RuleResult, Table, sets, table, untranslated
+from stages.importing.rules import RuleResult, Table, table, untranslated
 
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
 """Trackers of a recipe, `track.NAME`, as `report_to` calls them. The facts of each are called
@@ -16,16 +16,8 @@ ASKED = "report_to"
 RECORDED = "metrics.jsonl in the run folder has it all"
 DISABLED = "disabled"
 """A mode of wandb in which nothing is kept."""
-_MODES = {"online": "online", "offline": "offline", "dryrun": "offline", DISABLED: DISABLED}
 other_tracker = untranslated(f"recipes do not have this tracker; {RECORDED}")
 own_run = untranslated("each run of a recipe starts a new run in the tracker")
-_weights = untranslated("trackers get numbers and texts; weights stay in the run's folder")
-_at_trackio = untranslated("trackio keeps the run on this machine, or in track.trackio's space")
-
-
-def text(fact: str) -> Rule:
-    """Return a rule for a text, which may be empty."""
-    return sets(fact, off=("",))
 
 
 def report_to(value: Any) -> RuleResult:
@@ -54,34 +46,34 @@ def _address(value: Any) -> str:
     return rules.path(found) if found.startswith((".", "~")) else found
 
 
-WANDB: Table = {
-    **{name: text(f"wandb.{name}") for name in ("project", "entity", "name", "group", "notes")},
-    "tags": sets("wandb.tags", rules.names, off=("", [])),
-    "mode": sets("wandb.mode", rules.choice(_MODES), off=("",)),
-}
+WANDB = table("""
+    project entity name group notes: wandb.* off= | tags: wandb.* names off=,[]
+    mode: wandb.* online, offline, dryrun=offline, disabled off=
+""")
 """Keys as `wandb.init` calls them."""
 WANDB_PREFIXED: Table = {
     **{f"wandb_{name}": rule for name, rule in WANDB.items()},
-    "wandb_run_group": WANDB["group"],
-    "wandb_run_id": own_run,
-    "wandb_watch": untranslated("gradients of single tensors are not recorded"),
-    "wandb_log_model": _weights,
-}
-MLFLOW: Table = {
-    "mlflow_tracking_uri": sets("mlflow.tracking_uri", _address, off=("",)),
-    "mlflow_experiment_name": text("mlflow.experiment"), "mlflow_run_name": text("mlflow.name"),
-    "hf_mlflow_log_artifacts": _weights,
+    **table("""
+    wandb_run_group: wandb.group off= | wandb_run_id: @own_run
+    wandb_watch: untranslated gradients of single tensors are not recorded
+    wandb_log_model: untranslated trackers get numbers and texts; weights stay in the run's folder
+    """, own_run=own_run),
 }  # fmt: skip
-TRAINER_TRACKERS = table({
-    "report_to": report_to,
-    "logging_dir": sets("tensorboard.folder", rules.path, off=("",)),
-    "project": text("trackio.project"), "trackio_space_id": text("trackio.space"),
-    "trackio_bucket_id trackio_static_space_id": _at_trackio,
-})  # fmt: skip
+MLFLOW = table("""
+    mlflow_tracking_uri: mlflow.tracking_uri address off=
+    mlflow_experiment_name: mlflow.experiment off= | mlflow_run_name: mlflow.name off=
+    hf_mlflow_log_artifacts: untranslated trackers get numbers and texts; weights stay in the \
+        run's folder
+""", address=_address)  # fmt: skip
+TRAINER_TRACKERS = table("""
+    report_to: @report_to | logging_dir: tensorboard.folder path off=
+    project: trackio.project off= | trackio_space_id: trackio.space off=
+    trackio_bucket_id trackio_static_space_id: untranslated trackio keeps the run on this \
+        machine, or in track.trackio's space
+""", report_to=report_to)  # fmt: skip
 """Fields of TrainingArguments. `run_name` names the recipe too."""
-SWANLAB = table({
-    "use_swanlab swanlab_project swanlab_workspace swanlab_run_name swanlab_experiment_name "
-    "swanlab_description swanlab_mode swanlab_logdir swanlab_lark_webhook_url "
-    "swanlab_log_completions swanlab_completion_log_interval swanlab_completion_max_buffer":
-        other_tracker,
-})  # fmt: skip
+SWANLAB = table("""
+    use_swanlab swanlab_project swanlab_workspace swanlab_run_name swanlab_experiment_name
+    swanlab_description swanlab_mode swanlab_logdir swanlab_lark_webhook_url
+    swanlab_log_completions swanlab_completion_log_interval swanlab_completion_max_buffer: @other
+""", other=other_tracker)  # fmt: skip

@@ -7,32 +7,17 @@ from fractions import Fraction
 from typing import Any
 
 from stages.importing import rules
-from stages.importing.engines import (
-    DEEPSPEED,
-    FSDP_PREFIXED,
-    PARALLELISM,
-    RECOMPUTE,
-    fsdp_strategy,
-    max_norm,
-    optimizer_rule,
-)
-from stages.importing.rules import Table, allowed, number, positive, sets, truth, when_on
+from stages.importing.engines import DEEPSPEED, FSDP_PREFIXED, PARALLELISM, fsdp_strategy
+from stages.importing.rules import Table, number, positive, sets, table
 from stages.importing.trackers import TRAINER_TRACKERS, WANDB_PREFIXED
 
-SCHEDULES = {
-    "linear": "linear", "cosine": "cosine", "constant": "flat", "constant_with_warmup": "constant",
-    "cosine_with_min_lr": "cosine",
-}  # fmt: skip
-"""`flat` is constant from the first step, even with warm-up steps."""
-_EIGHT_BITS = ("adamw_torch_8bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit")
+EIGHT_BITS = {"moments": "8bit"}
 OPTIMIZERS: dict[str, dict[str, str]] = {
-    "adamw_torch": {},
-    "adamw_torch_fused": {"kernel": "fused"},
-    "paged_adamw_32bit": {},
-    **{name: {"moments": "8bit"} for name in _EIGHT_BITS},
-}
+    "adamw_torch": {}, "adamw_torch_fused": {"kernel": "fused"}, "paged_adamw_32bit": {},
+    **{f"{name}_8bit": EIGHT_BITS
+       for name in ("adamw_torch", "adamw", "adamw_bnb", "paged_adamw")},
+}  # fmt: skip
 """Fields of optimizer.adamw."""
-_WHEN = ("no", "steps", "epoch")
 
 
 def _warmup(value: Any) -> rules.RuleResult:
@@ -60,66 +45,54 @@ def also(value: Any) -> list[str]:
     return [f"*{name}.*" for name in rules.names(value)]
 
 
-TRAINER = rules.table({
-    "do_predict predict_with_generate": rules.passes("recipes train"),
-    "output_dir": sets("output_name", rules.recipe_name),
-    "run_name": sets("name", rules.recipe_name),
-    "per_device_train_batch_size": sets("train.micro_batch_size", positive),
-    "gradient_accumulation_steps": sets("accumulation", positive),
-    "num_train_epochs": sets("train.epochs", number),
-    "max_steps": sets("train.steps", positive, off=(-1, 0)),
-    "learning_rate": sets("optimizer.lr", number),
-    "lr_scheduler_type": sets("schedule", rules.choice(SCHEDULES, "set optimizer.schedule")),
-    "lr_scheduler_kwargs": {
-        "min_lr_rate": sets("optimizer.final_lr_ratio", number), "min_lr": sets("final_lr", number),
-        "num_cycles": allowed(0.5),
-    },
-    "warmup_steps": _warmup,
-    "optim": optimizer_rule("optim", OPTIMIZERS),
-    "weight_decay": sets("optimizer.weight_decay", number),
-    "adam_beta1": sets("beta1", number), "adam_beta2": sets("beta2", number),
-    "adam_epsilon": sets("optimizer.eps", number),
-    "max_grad_norm": sets("optimizer.max_grad_norm", max_norm),
-    "average_tokens_across_devices": allowed(True), "label_smoothing_factor": allowed(0),
-    "bf16": when_on("precision.compute", "bf16"), "fp16": when_on("precision.compute", "fp16"),
-    "tf32": when_on("precision.tf32", True), "use_cpu": when_on("launch.device", "cpu"),
-    "seed": sets("seed", rules.whole),
-    "data_seed": rules.unsupported("a recipe has one seed", "set it as seed"),
-    "activation_checkpointing gradient_checkpointing": RECOMPUTE,
-    "torch_compile": when_on("model.compile", {}),
-    "torch_compile_backend": sets("model.compile.backend"),
-    "torch_compile_mode": sets("model.compile.mode"),
-    "use_liger_kernel": when_on("model.kernels", "liger"),
-    "logging_steps": sets("train.log_every", positive),
-    "eval_strategy": sets("eval_strategy", rules.choice(_WHEN, "set train.eval_every")),
-    "eval_steps": sets("eval_steps", _steps_or_share),
-    "save_strategy": sets("save_strategy", rules.choice(_WHEN, "set checkpoint.every")),
-    "save_steps": sets("save_steps", _steps_or_share),
-    "save_total_limit": sets("checkpoint.keep", positive),
-    "load_best_model_at_end": when_on("checkpoint.keep_best", 1),
-    "metric_for_best_model": allowed("loss", "eval_loss"),
-    "greater_is_better dataloader_drop_last": allowed(False),
-    "dataloader_num_workers": sets("train.workers", rules.whole),
-    "train_sampling_strategy": sets(
-        "train.shuffle", rules.choice({"random": True, "sequential": False}, "use random")),
-    "ddp_bucket_cap_mb": sets("ddp.bucket_cap_mb", positive),
-    "ddp_find_unused_parameters": sets("ddp.find_unused_parameters", truth),
-    "ddp_static_graph": sets("ddp.static_graph", truth),
-    "fsdp": sets("strategy", fsdp_strategy, off=(False, "", [])),
-    "fsdp_config": FSDP_PREFIXED,
-    "deepspeed": DEEPSPEED,
-    "parallelism_config": PARALLELISM,
-    "accelerator_config": {
-        "split_batches": allowed(False),
-        "gradient_accumulation_kwargs": {"num_steps": sets("accumulation", positive)},
-    },
-    "resume_from_checkpoint": rules.unsupported(
-        "a new run starts from the model",
-        "pipe convert CHECKPOINT NEW --to canonical, then checkpoint.start_from: NEW"),
-    "push_to_hub": rules.unsupported(
-        "publishing is a stage", "add a slot publish: {use: publish.hub, repo: owner/name}"),
+TRAINER: Table = {
+    **table("""
+    do_predict predict_with_generate: ignored recipes train
+    output_dir: output_name recipe_name | run_name: name recipe_name
+    per_device_train_batch_size: train.micro_batch_size positive
+    gradient_accumulation_steps: accumulation positive
+    num_train_epochs: train.epochs number | max_steps: train.steps positive off=-1,0
+    learning_rate: optimizer.lr number
+    lr_scheduler_type: schedule linear, cosine, constant=flat, constant_with_warmup=constant, \
+        cosine_with_min_lr=cosine -- set optimizer.schedule
+    lr_scheduler_kwargs.min_lr_rate: optimizer.final_lr_ratio number
+    lr_scheduler_kwargs.min_lr: final_lr number | lr_scheduler_kwargs.num_cycles: always 0.5
+    warmup_steps: @warmup
+    optim: foreign optim optimizers | weight_decay: optimizer.* number
+    adam_beta1: beta1 number | adam_beta2: beta2 number | adam_epsilon: optimizer.eps number
+    max_grad_norm: optimizer.* max_norm
+    average_tokens_across_devices: always true | label_smoothing_factor: always 0
+    bf16: precision.compute = bf16 | fp16: precision.compute = fp16 | tf32: precision.* = true
+    use_cpu: launch.device = cpu
+    seed: seed whole | data_seed: refused a recipe has one seed -- set it as seed
+    activation_checkpointing gradient_checkpointing: model.activation_checkpointing = {}
+    torch_compile: model.compile = {} | torch_compile_backend: model.compile.backend
+    torch_compile_mode: model.compile.mode | use_liger_kernel: model.kernels = liger
+    logging_steps: train.log_every positive
+    eval_strategy: eval_strategy no, steps, epoch -- set train.eval_every
+    save_strategy: save_strategy no, steps, epoch -- set checkpoint.every
+    eval_steps: eval_steps period | save_steps: save_steps period
+    save_total_limit: checkpoint.keep positive | load_best_model_at_end: checkpoint.keep_best = 1
+    metric_for_best_model: always loss, eval_loss
+    greater_is_better dataloader_drop_last: always false
+    dataloader_num_workers: train.workers whole
+    train_sampling_strategy: train.shuffle random=true, sequential=false -- use random
+    ddp_bucket_cap_mb: ddp.bucket_cap_mb positive
+    ddp_find_unused_parameters: ddp.find_unused_parameters truth
+    ddp_static_graph: ddp.static_graph truth
+    fsdp: strategy fsdp off=false,,[]
+    accelerator_config.split_batches: always false
+    accelerator_config.gradient_accumulation_kwargs.num_steps: accumulation positive
+    resume_from_checkpoint: refused a new run starts from the model \
+        -- pipe convert CHECKPOINT NEW --to canonical, then checkpoint.start_from: NEW
+    push_to_hub: refused publishing is a stage \
+        -- add a slot publish: {use: publish.hub, repo: owner/name}
+    """, warmup=_warmup, period=_steps_or_share, fsdp=fsdp_strategy,
+        optimizers=OPTIMIZERS),
+    "fsdp_config": FSDP_PREFIXED, "deepspeed": DEEPSPEED, "parallelism_config": PARALLELISM,
     **TRAINER_TRACKERS,
-})  # fmt: skip
+}  # fmt: skip
+"""`flat` is constant from the first step, even with warm-up steps."""
 DEFAULTS: Mapping[str, Any] = {
     "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_train_epochs": 3.0,
     "learning_rate": 5e-5, "lr_scheduler_type": "linear", "weight_decay": 0.0,
@@ -137,52 +110,52 @@ def _mixture(value: Any) -> rules.RuleResult:
     return rules.unsupported(why, "write data.sources, each with its weight")(value)
 
 
-SCRIPT = rules.table({
-    # names of earlier versions of TrainingArguments
-    "warmup_ratio": sets("warmup_ratio", number),
-    "evaluation_strategy": TRAINER["eval_strategy"],
-    # keys of the example scripts of transformers and TRL
-    "model_name_or_path": sets("model"), "model_revision": sets("revision"),
-    "tokenizer_name tokenizer_name_or_path": sets("model.tokenizer"),
-    "attn_implementation": sets("model.attention"),
-    "trust_remote_code": sets("model.trust_remote_code", truth),
-    "torch_dtype dtype": allowed(
-        "fp32", "float32", hint="set precision.master: bf16 for bf16 master weights"),
-    "train_file": sets("data", rules.path),
-    "validation_file": sets("data.heldout_files", lambda value: [rules.path(value)]),
-    "validation_split_percentage": sets(
-        "data.heldout_fraction", lambda value: min(number(value) / 100, 0.5)),
-    "block_size max_seq_length max_length model_max_length": sets("data.sequence_length", positive),
-    "dataset_name": sets("dataset"), "dataset_config dataset_config_name": sets("dataset.config"),
-    "dataset_train_split": sets("dataset.split"), "dataset_test_split": sets("dataset.heldout"),
-    "dataset_mixture": _mixture,
-    "dataset_text_field": allowed("text", hint="rename the column"),
-    "packing": when_on("data.packing", True), "packing_strategy": allowed("bfd"),
-    "truncation_mode": allowed("keep_start"),
-    "assistant_only_loss": sets("loss.assistant", truth),
-    "completion_only_loss": sets("loss.completion", truth),
-    "loss_type": allowed("nll", "chunked_nll", blocks=True),
-    "use_peft": sets("adapter", truth),
-    "lora_r": sets("adapter.rank", positive),
-    "lora_alpha": sets("adapter.alpha", number), "lora_dropout": sets("adapter.dropout", number),
-    "lora_target_modules": sets("adapter.targets", _targets),
-    "lora_target_parameters": sets("adapter.target_parameters", rules.names),
-    "lora_modules_to_save": sets("adapter.train_also", also),
-    "lora_task_type": allowed("causal_lm", blocks=True),
-    "use_rslora": when_on("adapter.scaling", "rslora"), "use_dora": when_on("adapter.dora", True),
-    "load_in_4bit": when_on("quantize", True),
-    "load_in_8bit": rules.unsupported("weights are held whole or in 4 bits", "set load_in_4bit"),
-    "bnb_4bit_use_double_quant": rules.unsupported("the scales of 4-bit weights stay in fp32"),
-    "bnb_4bit_quant_type": sets("quantization", rules.choice(("nf4", "fp4"))),
-    "log_with": TRAINER_TRACKERS["report_to"],  # accelerate's
+LORA = table("""
+    lora_r: adapter.rank positive
+    lora_alpha: adapter.alpha number | lora_dropout: adapter.dropout number
+    lora_target_modules: adapter.targets targets
+    lora_target_parameters: adapter.target_parameters names
+    lora_modules_to_save: adapter.train_also also
+    use_rslora: adapter.scaling = rslora | use_dora: adapter.dora = true
+    load_in_4bit: quantize = true
+    load_in_8bit: refused weights are held whole or in 4 bits -- set load_in_4bit
+    bnb_4bit_use_double_quant: refused the scales of 4-bit weights stay in fp32
+    bnb_4bit_quant_type: quantization nf4, fp4
+""", targets=_targets, also=also)  # fmt: skip
+SCRIPT: Table = {
+    **table("""
+    warmup_ratio: warmup_ratio number
+    evaluation_strategy: @eval_strategy
+    model_name_or_path: model | model_revision: revision
+    tokenizer_name tokenizer_name_or_path: model.tokenizer | attn_implementation: model.attention
+    trust_remote_code: model.* truth
+    torch_dtype dtype: always fp32, float32 \
+        -- set precision.master: bf16 for bf16 master weights
+    train_file: data path | validation_file: data.heldout_files file
+    validation_split_percentage: data.heldout_fraction percentage
+    block_size max_seq_length max_length model_max_length: data.sequence_length positive
+    dataset_name: dataset | dataset_config dataset_config_name: dataset.config
+    dataset_train_split: dataset.split | dataset_test_split: dataset.heldout
+    dataset_mixture: @mixture | dataset_text_field: always text -- rename the column
+    packing: data.* = true | packing_strategy: always bfd | truncation_mode: always keep_start
+    assistant_only_loss: loss.assistant truth | completion_only_loss: loss.completion truth
+    loss_type: always nll, chunked_nll !!
+    use_peft: adapter truth | lora_task_type: always causal_lm !!
+    log_with: @report_to
+    """, eval_strategy=TRAINER["eval_strategy"], mixture=_mixture,
+        file=lambda value: [rules.path(value)], report_to=TRAINER["report_to"],
+        percentage=lambda value: min(number(value) / 100, 0.5)),
+    **LORA,
     **{key: WANDB_PREFIXED[key] for key in ("wandb_project", "wandb_entity", "wandb_run_group")},
-})  # fmt: skip
-"""Keys that may stand next to TrainingArguments in the same file."""
-SFT_KEYS = frozenset({
-    "activation_offloading", "assistant_only_loss", "chat_template_path", "completion_only_loss",
-    "dataset_text_field", "eval_packing", "packing", "packing_strategy", "padding_free",
-    "shuffle_dataset",
-})  # fmt: skip
+}  # fmt: skip
+"""Keys that may stand next to TrainingArguments in the same file: names of its earlier versions,
+keys of the example scripts of transformers and TRL, and accelerate's `log_with`."""
+SFT_KEYS = frozenset(
+    table("""
+    activation_offloading assistant_only_loss chat_template_path completion_only_loss
+    dataset_text_field eval_packing packing packing_strategy padding_free shuffle_dataset: ignored
+""")
+)
 """Keys that only TRL's SFTConfig has."""
 SFT_DEFAULTS: Mapping[str, Any] = {
     "learning_rate": 2e-5, "bf16": True, "gradient_checkpointing": True, "logging_steps": 10,
@@ -207,15 +180,14 @@ template_setting = rules.unsupported(*_TEMPLATE)
 named_template = rules.only(
     lambda value: str(value).lower() in ("none", "tokenizer_default"), _TEMPLATE[0], *_TEMPLATE
 )
-held_out = sets("data.heldout_fraction", _fraction, off=(0, "0", "0.0"))
-"""Rule for the share of the rows that is held out, of at most a half; 0 means none."""
-new_tokens = rules.unsupported(
-    "tokens come from the model's tokenizer",
-    "save a tokenizer with them, name it in model.tokenizer, and set model.vocab_size",
-)
-LORA_PLUS: Table = {
-    "loraplus_lr_ratio": sets(
-        "optimizer.groups", lambda value: [{"match": ["*.lora_B.*"], "lr_ratio": number(value)}]
-    ),
-    "loraplus_lr_embedding": rules.passes("no embedding has an adapter"),
-}
+SHARED: dict[str, Any] = {
+    "template_setting": template_setting,
+    "named_template": named_template,
+    "fraction": _fraction,
+    "new_tokens": rules.unsupported(
+        "tokens come from the model's tokenizer",
+        "save a tokenizer with them, name it in model.tokenizer, and set model.vocab_size"),
+    "lora_b": lambda value: [{"match": ["*.lora_B.*"], "lr_ratio": number(value)}],
+    **SCRIPT, **TRAINER,
+}  # fmt: skip
+"""Rules and readers that the tables of several tools name."""

@@ -6,9 +6,9 @@ import math
 from fractions import Fraction
 
 from pipeline.importing import Request
-from stages.importing.engines import FOREIGN
 from stages.importing.parallelism import AUTO, sharing_ranks, size
 from stages.importing.report import Draft
+from stages.importing.rules import FOREIGN
 from stages.importing.sources import has_heldout
 
 LONGEST = 10_000

@@ -7,7 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.importing import KeyOutcome
-from stages.importing.rules import is_off, table
+from stages.importing.rules import is_off
+
+
+def table(rows: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: rule for keys, rule in rows.items() for key in keys.split()}
+
 
 KEYS: Mapping[str, str] = table({
     # torchrun, SkyPilot, Lightning, accelerate

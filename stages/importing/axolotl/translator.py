@@ -7,15 +7,15 @@ from typing import Any
 
 from pipeline.importing import ConfigFile, Request
 from stages.importing import rules
-from stages.importing.axolotl.keys import SWITCHES, TABLE
+from stages.importing.axolotl.keys import TABLE
 from stages.importing.engines import set_words
 from stages.importing.parallelism import AUTO, CONTEXT, RING, TENSOR
 from stages.importing.reader import Reader
 from stages.importing.report import NO_BLOCK, Draft, Report
-from stages.importing.rules import Table, WrongValueError, allowed, refused, sets
+from stages.importing.rules import WrongValueError, ignored, refused, table
 from stages.importing.sources import HELD, TRAIN, Style
 from stages.importing.tools import AXOLOTL
-from stages.importing.trainer import named_template, template_setting
+from stages.importing.trainer import SHARED
 from stages.importing.translator import RecipeTranslator
 
 DEFAULTS: Mapping[str, Any] = {
@@ -26,6 +26,11 @@ DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 """Defaults of axolotl that differ from the recipe's."""
 OWN = "axolotl's default"
+SWITCHES = {
+    "wandb_project": "wandb.use", "mlflow_experiment_name": "mlflow.use",
+    "trackio_project_name": "trackio.use",
+}  # fmt: skip
+"""Keys that switch their tracker on."""
 
 
 class Axolotl(RecipeTranslator):
@@ -145,8 +150,6 @@ STYLES = {
     "completion": Style(running=True),
     "pretrain": Style(running=True),
 }
-FORMS = {"messages": "messages", "conversations": "sharegpt"}
-"""Key of the conversations in a row -> form of data.chat."""
 SHAREGPT = {"role": "from", "content": "value"}
 ROLES = {
     "user": ("user", "human"),
@@ -171,13 +174,14 @@ def _style(value: Any) -> Style:
     return found
 
 
-def _mappings(one: str) -> rules.Rule:
-    """Return the rule for the names of roles and contents in messages."""
-    usual: tuple[Any, ...] = (None, {}, {"role": "role", "content": "content"})
-    why = "messages have role and content"
-    named = rules.only(lambda value: value in usual, why, "names other keys", _RENAME)
-    sharegpt = sets(f"{one}form", lambda _: "sharegpt")
-    return lambda value: sharegpt(value) if value == SHAREGPT else named(value)
+def _mappings(value: Any) -> rules.RuleResult:
+    """Read the names of roles and contents in messages."""
+    if value == SHAREGPT:
+        return rules.translated(".form", "sharegpt")
+    usual = value in (None, {}, {"role": "role", "content": "content"})
+    return (
+        ignored("messages have role and content") if usual else refused("names other keys", _RENAME)
+    )
 
 
 def _known_roles(value: Any) -> bool:
@@ -192,34 +196,28 @@ def _to_train(value: Any) -> str:
     return "assistant"
 
 
-def _table(one: str) -> Table:
-    """Return the table of a data set whose facts begin with `one`."""
-    return rules.table({
-        "path": sets(f"{one}path"), "data_files": sets(f"{one}files", rules.names),
-        "name": sets(f"{one}config"),
-        "split": sets(f"{one}split"), "revision": sets(f"{one}revision"),
-        "type": sets(f"{one}style", _style),
-        "ds_type": rules.passes("the ending of a file says it"),
-        "field text_column": sets(f"{one}text_key"),
-        "field_messages": sets(f"{one}form", rules.choice(FORMS, _RENAME)),
-        "message_property_mappings": _mappings(one),
-        "message_field_role": allowed("role", hint=_RENAME),
-        "message_field_content": allowed("content", hint=_RENAME),
-        "message_field_training": allowed("train", hint=_RENAME),
-        "field_tools": allowed("tools", hint=_RENAME),
-        "field_thinking template_thinking_key": allowed("reasoning_content"),
-        "roles": rules.only(_known_roles, "data.chat knows these names", "names other roles",
-                            "rename them in the data"),
-        "roles_to_train": sets("data.loss", _to_train),
-        "train_on_eos train_on_eot": allowed("turn"),
-        "chat_template": named_template,
-        "chat_template_jinja drop_system_message split_thinking conversation input_format "
-        "input_transform message_field_training_detail field_human field_model": template_setting,
-        "shards shards_idx skip": rules.unsupported(
-            "files are read as a whole", "write those rows to a separate file"),
-        "preprocess_shards": rules.passes(),
-        "trust_remote_code": rules.unsupported("data sets bring no code along", "convert them"),
-    })  # fmt: skip
+ROWS = table("""
+    path: .* | name: .config | split revision: .* | data_files: .files names | type: .style style
+    ds_type: ignored the ending of a file says it | field text_column: .text_key
+    field_messages: .form messages, conversations=sharegpt -- rename the column in the data
+    message_property_mappings: @mappings
+    message_field_role: always role -- rename the column in the data
+    message_field_content: always content -- rename the column in the data
+    message_field_training: always train -- rename the column in the data
+    field_tools: always tools -- rename the column in the data
+    field_thinking template_thinking_key: always reasoning_content
+    roles: @roles | roles_to_train: data.loss trained | train_on_eos train_on_eot: always turn
+    chat_template: @named_template
+    chat_template_jinja drop_system_message split_thinking conversation input_format
+    input_transform message_field_training_detail field_human field_model: @template_setting
+    shards shards_idx skip: refused files are read as a whole \
+        -- write those rows to a separate file
+    preprocess_shards: ignored changes nothing that is trained
+    trust_remote_code: refused data sets bring no code along -- convert them
+""", **SHARED, style=_style, mappings=_mappings, trained=_to_train,
+    roles=rules.only(_known_roles, "data.chat knows these names", "names other roles",
+                     "rename them in the data"))  # fmt: skip
+"""Keys of a data set."""
 
 
 def _templated(blocks: Any) -> bool:
@@ -237,7 +235,7 @@ def _read_rows(report: Report, file: str, key: str, blocks: list[Any], first: in
         one, name = f"{LISTS[key]}{first + index}.", f"{key}[{index}]"
         content = {"path": block} if isinstance(block, str) else block
         if isinstance(content, Mapping) and content:
-            report.read(file, content, _table(one), f"{name}.")
+            report.read(file, content, ROWS, f"{name}.", one)
         else:
             off = rules.is_off(content)
             report.enter(file, name, content, rules.unset() if off else refused(NO_BLOCK))

@@ -12,7 +12,7 @@ from stages.importing import rules
 from stages.importing.llama_factory.keys import TABLE
 from stages.importing.reader import Reader
 from stages.importing.report import Report
-from stages.importing.rules import RuleResult, Table, allowed, ignored, refused, sets, unsupported
+from stages.importing.rules import RuleResult, Table, allowed, ignored, refused, sets, table
 from stages.importing.sources import HELD, TRAIN, Style
 from stages.importing.tools import LLAMA_FACTORY
 from stages.importing.translator import RecipeTranslator
@@ -93,10 +93,6 @@ NAMES = {"dataset": TRAIN, "eval_dataset": HELD}
 """Keys with names of data sets -> beginning of their facts."""
 PROBS = "interleave_probs"
 STYLES = {"alpaca": Style(form="alpaca"), "sharegpt": Style(), "openai": Style()}
-_RENAME = "rename the column in the data"
-COLUMNS = {"prompt": "instruction", "query": "input", "response": "output",
-           "history": "history", "system": "system", "tools": "tools"}  # fmt: skip
-"""Columns that data.chat reads, under their names in an entry."""
 TAGS = {
     "messages": {"role_tag": "role", "content_tag": "content", "user_tag": "user",
                  "assistant_tag": "assistant", "system_tag": "system", "observation_tag": "tool"},
@@ -116,39 +112,50 @@ def _is_info(content: Mapping[str, Any]) -> bool:
     )
 
 
-def _table(entry: Mapping[str, Any], one: str, folder: str, *, running: bool) -> Table:
-    """Return the rules of an entry, whose facts begin with `one`. `running` text is trained on as
-    it is."""
+ENTRY = table(
+    """
+    hf_hub_url: .path | subset: .config | split: .split
+    ms_hub_url om_hub_url script_url cloud_file_name:
+        refused data comes from files and the hub of Hugging Face -- download it
+    formatting: .style styles !! use alpaca or sharegpt
+    folder num_samples: refused files are read as a whole -- write those rows to a separate file
+    ranking columns.chosen columns.rejected columns.kto_tag:
+        refused training on preferences is not supported by recipes !!
+    [columns]
+    prompt: always instruction !! rename the column in the data
+    query: always input !! rename the column in the data
+    response: always output !! rename the column in the data
+    history: always history !! rename the column in the data
+    system: always system !! rename the column in the data
+    tools: always tools !! rename the column in the data
+    messages: .form conversations=sharegpt !! rename the column in the data
+    images videos audios: refused recipes train on text only !!
+""",
+    styles=STYLES,
+)
+"""Keys of an entry in dataset_info.json."""
+OPENAI = table("messages: .form messages, conversations=sharegpt !! rename the column in the data")
+RUNNING = table("formatting: ignored stage: pt takes the text | prompt: .text_key")
+MIRROR = rules.passes("is also on the hub of Hugging Face")
+
+
+def _table(entry: Mapping[str, Any], folder: str, *, running: bool) -> Table:
+    """Return the rules of an entry. `running` text is trained on as it is."""
     given = entry.get("tags")
     openai = isinstance(given, Mapping) and given.get("role_tag") == "role"
-    forms = {"messages": "messages"} if openai else {}
-    elsewhere = unsupported("data comes from files and the hub of Hugging Face", "download it")
-    mirror = rules.passes("is also on the hub of Hugging Face")
-    style = sets(f"{one}style", rules.choice(STYLES, "use alpaca or sharegpt", blocks=True))
-    columns = {key: allowed(name, hint=_RENAME, blocks=True) for key, name in COLUMNS.items()}
     tags = TAGS["messages" if openai else "sharegpt"].items()
-    preferences = unsupported("training on preferences is not supported by recipes", blocks=True)
-    return rules.table({
-        "file_name": sets(f"{one}path", lambda name: str(Path(folder, name).absolute())),
-        "hf_hub_url": sets(f"{one}path"),
-        "ms_hub_url om_hub_url": mirror if "hf_hub_url" in entry else elsewhere,
-        "script_url cloud_file_name": elsewhere,
-        "formatting": rules.passes("stage: pt takes the text") if running else style,
-        "subset": sets(f"{one}config"), "split": sets(f"{one}split"),
-        "folder num_samples": unsupported(
-            "files are read as a whole", "write those rows to a separate file"),
-        "ranking": preferences,
-        "columns": rules.table({
-            **columns,
-            **({"prompt": sets(f"{one}text_key")} if running else {}),
-            "messages": sets(f"{one}form", rules.choice(
-                {**forms, "conversations": "sharegpt"}, _RENAME, blocks=True)),
-            "images videos audios": unsupported("recipes train on text only", blocks=True),
-            "chosen rejected kto_tag": preferences,
-        }),
+    own: dict[str, Any] = {
+        "file_name": sets(".path", lambda name: str(Path(folder, name).absolute())),
+        "columns": ENTRY["columns"] | (OPENAI if openai else {}),
         "tags": {key: allowed(tag, hint="rename it in the data", blocks=True)
                  for key, tag in tags},
-    })  # fmt: skip
+    }  # fmt: skip
+    if "hf_hub_url" in entry:
+        own |= {"ms_hub_url": MIRROR, "om_hub_url": MIRROR}
+    if running:
+        own["formatting"] = RUNNING["formatting"]
+        own["columns"] |= {"prompt": RUNNING["prompt"]}
+    return {**ENTRY, **own}
 
 
 class _DataSets:
@@ -226,8 +233,8 @@ class _DataSets:
         else:
             self.report.default(f"{one}style", STYLES["alpaca"], OWN)
             self.report.default(f"{one}form", "sharegpt", OWN)
-        table = _table(entry, one, self.folder, running=self.running)
-        self.report.read(file, entry, table, f"{name}.")
+        rows = _table(entry, self.folder, running=self.running)
+        self.report.read(file, entry, rows, f"{name}.", one)
 
     def _enter(self, key: str, value: Any, result: RuleResult) -> None:
         self.report.enter(self.reader.name, key, value, result)

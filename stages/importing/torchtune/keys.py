@@ -6,25 +6,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from stages.importing import rules
-from stages.importing.engines import FSDP, RECOMPUTE, max_norm, optimizer_rule, read_betas
+from stages.importing.engines import FSDP
 from stages.importing.report import Report
-from stages.importing.rules import Rule, RuleResult, Table, allowed, passes, refused, sets, truth
+from stages.importing.rules import Rule, RuleResult, Table, passes, refused, sets, table
 from stages.importing.tools import COMPONENT
 from stages.importing.trackers import RECORDED, WANDB, other_tracker, own_run
-from stages.importing.trainer import SCRIPT, TRAINER, named_template
+from stages.importing.trainer import EIGHT_BITS, SHARED
 
-_EIGHT_BITS = ("bitsandbytes.optim.adamw8bit", "bitsandbytes.optim.pagedadamw8bit",
-               "torchao.optim.adamw8bit", "torchao.prototype.low_bit_optim.adamw8bit")  # fmt: skip
 OPTIMIZERS: Mapping[str, dict[str, str]] = {
-    "torch.optim.adamw": {},
-    "bitsandbytes.optim.adamw": {},
+    **{f"{name}.adamw": {} for name in ("torch.optim", "bitsandbytes.optim")},
     "bitsandbytes.optim.pagedadamw": {},
-    **{name: {"moments": "8bit"} for name in _EIGHT_BITS},
-}
+    **{f"{name}8bit": EIGHT_BITS for name in (
+        "bitsandbytes.optim.adamw", "bitsandbytes.optim.pagedadamw", "torchao.optim.adamw",
+        "torchao.prototype.low_bit_optim.adamw")},
+}  # fmt: skip
 """Name in lower case -> fields of optimizer.adamw."""
 COSINE = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
 _CHECKPOINTING = "model.activation_checkpointing"
-_speed = passes("changes speed or memory, no number")
 
 
 def _known(names: str, why: str, hint: str, *, blocks: bool = True) -> Rule:
@@ -44,84 +42,69 @@ def _recomputed(value: Any) -> RuleResult:
     return rules.untranslated(f"{_CHECKPOINTING} has other choices")(value)
 
 
-TOP = rules.table({
-    "output_dir": sets("output_name", rules.recipe_name),
-    "resume_from_checkpoint": TRAINER["resume_from_checkpoint"],
-    "save_adapter_weights_only": rules.when_on("export.adapter", True),
-    "seed": sets("seed", rules.whole), "shuffle": sets("train.shuffle", truth),
-    "batch_size": TRAINER["per_device_train_batch_size"],
-    "gradient_accumulation_steps": TRAINER["gradient_accumulation_steps"],
-    "epochs": TRAINER["num_train_epochs"],
-    "max_steps_per_epoch": sets("cap", rules.positive, off=(-1,)),
-    "clip_grad_norm": sets("optimizer.max_grad_norm", max_norm),
-    "compile": _compile,
-    "log_every_n_steps": TRAINER["logging_steps"],
-    "run_val_every_n_steps": sets("train.eval_every", rules.positive),
-    "device": sets("launch.device", rules.choice(("cpu",)), off=("cuda",)),
-    "dtype": sets("precision.compute", rules.choice(
-        ("fp32", "bf16", "fp16"), "use bf16", blocks=True)),
-    "enable_activation_checkpointing": RECOMPUTE,
-    "enable_activation_offloading": rules.when_on(f"{_CHECKPOINTING}.offload", True),
-    "ac_mode": allowed("full", "selective"),
-    "ac_option": _recomputed,
-    "fsdp_cpu_offload": sets("fsdp.cpu_offload", truth),
-    "fsdp": {"cpu_offload": sets("fsdp.cpu_offload", truth)},
-    "fsdp_reshard_after_forward": FSDP["reshard_after_forward"],
-    "tensor_parallel_dim": sets("parallel.tensor", rules.positive),
-    "tensor_parallel_plan": passes("layers are divided by the architecture's plan"),
-    "context_parallel_dim": sets("parallel.context", rules.positive),
-    "data_parallel_replicate_dim": sets("parallel.replicate", rules.positive),
-    "data_parallel_shard_dim": sets("parallel.shard", rules.positive, off=(-1,)),
-    "collate_fn": _known(
+TOP = table("""
+    output_dir: output_name recipe_name | save_adapter_weights_only: export.adapter = true
+    resume_from_checkpoint checkpointer.recipe_checkpoint checkpointer.adapter_checkpoint
+    checkpointer.should_load_recipe_state: @resume_from_checkpoint
+    seed: seed whole | shuffle: train.shuffle truth | epochs: @num_train_epochs
+    batch_size: @per_device_train_batch_size
+    gradient_accumulation_steps: accumulation positive | max_steps_per_epoch: cap positive off=-1
+    clip_grad_norm: optimizer.max_grad_norm max_norm | compile: @compile
+    log_every_n_steps: train.log_every positive | run_val_every_n_steps: train.eval_every positive
+    device: launch.device cpu=cpu off=cuda
+    dtype: precision.compute fp32, bf16, fp16 !! use bf16
+    enable_activation_checkpointing: model.activation_checkpointing = {}
+    enable_activation_offloading: model.activation_checkpointing.offload = true
+    ac_mode: always full, selective | ac_option: @recomputed
+    fsdp_cpu_offload fsdp.cpu_offload: fsdp.cpu_offload truth
+    fsdp_reshard_after_forward: @sharding
+    tensor_parallel_dim: parallel.tensor positive
+    tensor_parallel_plan: ignored layers are divided by the architecture's plan
+    context_parallel_dim: parallel.context positive
+    data_parallel_replicate_dim: parallel.replicate positive
+    data_parallel_shard_dim: parallel.shard positive off=-1
+    collate_fn: @collate
+    profiler: untranslated train.profile_steps names steps to record
+    quantizer fake_quant_after_n_steps teacher_model teacher_checkpointer kd_ratio kd_loss
+    ref_checkpointer ref_policy_checkpointer policy_model reward_checkpointer
+    reward_and_value_model value_checkpointer ppo_epochs ppo_batch_size:
+        refused no recipe trains like this !!
+    optimizer_in_bwd custom_sharded_layers low_cpu_ram memory_efficient_fsdp_wrap
+    cudnn_deterministic_mode enable_async_checkpointing log_peak_memory_stats log_level
+    use_distributed_state_dict batch_size_val optimizer.fused optimizer.foreach
+    optimizer.capturable optimizer.block_wise optimizer.min_8bit_size optimizer.percentile_clipping
+    loss.num_output_chunks: ignored changes speed or memory, no number
+    [tokenizer]
+    max_seq_len: @max_length | prompt_template: @named_template
+    _component_ path merges_file merges_path vocab_path special_tokens_path special_tokens:
+        ignored the tokenizer comes from the model's folder
+    [checkpointer]
+    _component_: @checkpointer | checkpoint_dir: model path
+    checkpoint_files output_dir model_type safe_serialization keep_last_n_checkpoints:
+        ignored the model's folder says it, or the run's
+    [optimizer]
+    _component_: foreign optim optimizers | lr weight_decay eps: optimizer.* number
+    betas: betas betas | amsgrad: always false
+    [lr_scheduler]
+    _component_: @schedule | num_warmup_steps: warmup_steps whole | num_cycles: always 0.5
+    [loss]
+    _component_: @loss | ignore_index: always -100
+""", **SHARED | {
+    "compile": _compile, "recomputed": _recomputed, "optimizers": OPTIMIZERS,
+    "sharding": FSDP["reshard_after_forward"],
+    "schedule": sets("schedule", rules.choice({COSINE: "cosine"}, "set optimizer.schedule")),
+    "collate": _known(
         "torchtune.data.padded_collate_sft torchtune.data.padded_collate_packed",
         "samples are put together by data.chat and data.text", "leave it out"),
-    "tokenizer": rules.table({
-        "max_seq_len": SCRIPT["max_length"],
-        "prompt_template": named_template,
-        f"{COMPONENT} path merges_file merges_path vocab_path special_tokens_path special_tokens":
-            passes("the tokenizer comes from the model's folder"),
-    }),
-    "checkpointer": rules.table({
-        COMPONENT: _known(
-            "torchtune.training.fullmodelhfcheckpointer",
-            "model.hf reads the layout of Hugging Face",
-            "name a folder with config.json and safetensors in model.path", blocks=False),
-        "checkpoint_dir": sets("model", rules.path),
-        "recipe_checkpoint adapter_checkpoint should_load_recipe_state":
-            TRAINER["resume_from_checkpoint"],
-        "checkpoint_files output_dir model_type safe_serialization keep_last_n_checkpoints":
-            passes("the model's folder says it, or the run's"),
-    }),
-    "optimizer": rules.table({
-        COMPONENT: optimizer_rule("optim", OPTIMIZERS),
-        "lr": sets("optimizer.lr", rules.number),
-        "weight_decay": sets("optimizer.weight_decay", rules.number),
-        "betas": sets("betas", read_betas), "eps": sets("optimizer.eps", rules.number),
-        "fused foreach capturable block_wise min_8bit_size percentile_clipping": _speed,
-        "amsgrad": allowed(False),
-    }),
-    "lr_scheduler": {
-        COMPONENT: sets("schedule", rules.choice({COSINE: "cosine"}, "set optimizer.schedule")),
-        "num_warmup_steps": sets("warmup_steps", rules.whole), "num_cycles": allowed(0.5),
-    },
-    "loss": {
-        COMPONENT: _known(
-            "torchtune.modules.loss.cewithchunkedoutputloss torch.nn.crossentropyloss "
-            "torchtune.modules.loss.linearcrossentropyloss",
-            "the loss is the mean cross-entropy of the target tokens",
-            "use CEWithChunkedOutputLoss"),
-        "num_output_chunks": _speed, "ignore_index": allowed(-100),
-    },
-    "metric_logger": {},  # by its component, see `logger`
-    "profiler": rules.untranslated("train.profile_steps names steps to record"),
-    "optimizer_in_bwd custom_sharded_layers low_cpu_ram memory_efficient_fsdp_wrap "
-    "cudnn_deterministic_mode enable_async_checkpointing log_peak_memory_stats log_level "
-    "use_distributed_state_dict batch_size_val": _speed,
-    "quantizer fake_quant_after_n_steps teacher_model teacher_checkpointer kd_ratio kd_loss "
-    "ref_checkpointer ref_policy_checkpointer policy_model reward_checkpointer "
-    "reward_and_value_model value_checkpointer ppo_epochs ppo_batch_size":
-        rules.unsupported("no recipe trains like this", blocks=True),
+    "checkpointer": _known(
+        "torchtune.training.fullmodelhfcheckpointer", "model.hf reads the layout of Hugging Face",
+        "name a folder with config.json and safetensors in model.path", blocks=False),
+    "loss": _known(
+        "torchtune.modules.loss.cewithchunkedoutputloss torch.nn.crossentropyloss "
+        "torchtune.modules.loss.linearcrossentropyloss",
+        "the loss is the mean cross-entropy of the target tokens", "use CEWithChunkedOutputLoss"),
 })  # fmt: skip
+TOP["metric_logger"] = {}  # by its component, see `logger`
 
 
 def _asks(tracker: str) -> Rule:
@@ -129,17 +112,14 @@ def _asks(tracker: str) -> Rule:
 
 
 LOGGERS: Mapping[str, Table] = {
-    "wandblogger": rules.table({
-        COMPONENT: _asks("wandb"),
-        **WANDB,
-        "id run_id resume": own_run,
-        "log_dir dir log_strategy": passes("the run has a folder"),
-    }),
-    "tensorboardlogger": {
-        COMPONENT: _asks("tensorboard"),
-        "log_dir": sets("tensorboard.folder", rules.path),
-        "organize_logs": passes("each run has its own folder"),
-    },
+    "wandblogger": {**WANDB, **table("""
+        _component_: @asks | id run_id resume: @own_run
+        log_dir dir log_strategy: ignored the run has a folder
+    """, asks=_asks("wandb"), own_run=own_run)},
+    "tensorboardlogger": table("""
+        _component_: @asks | log_dir: tensorboard.folder path
+        organize_logs: ignored each run has its own folder
+    """, asks=_asks("tensorboard")),
 }  # fmt: skip
 """Name in lower case -> rules of its block."""
 
@@ -192,15 +172,17 @@ def _attention(value: Any) -> list[str]:
     return [ATTENTION[name] for name in names]
 
 
-MODEL = {
-    COMPONENT: _builder,
-    "lora_attn_modules": sets("tune.attention", _attention),
-    "apply_lora_to_mlp": sets("tune.mlp", truth),
-    "apply_lora_to_output": sets("tune.output", truth),
-    "lora_rank": SCRIPT["lora_r"],
-    **{key: SCRIPT[key] for key in ("lora_alpha", "lora_dropout", "use_dora")},
-    "quantize_base": rules.when_on("quantize", True),
-}
+MODEL = table(
+    """
+    _component_: @builder | lora_attn_modules: tune.attention attention
+    apply_lora_to_mlp: tune.mlp truth | apply_lora_to_output: tune.output truth
+    lora_rank: adapter.rank positive | lora_alpha: adapter.alpha number
+    lora_dropout: adapter.dropout number
+    use_dora: adapter.dora = true | quantize_base: quantize = true
+""",
+    builder=_builder,
+    attention=_attention,
+)
 _divided = rules.unsupported(
     "torchtune has parts of what is one layer in the layout of Hugging Face",
     "set adapter.targets: qkv_proj, o_proj, gate_up_proj, ...",

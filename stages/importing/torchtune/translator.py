@@ -10,7 +10,7 @@ from pipeline.importing import ConfigFile, Request
 from stages.importing import rules
 from stages.importing.reader import Reader
 from stages.importing.report import Draft, Report
-from stages.importing.rules import Table, allowed, refused, sets, truth
+from stages.importing.rules import Table, allowed, refused, table, truth
 from stages.importing.sources import HELD, TRAIN, Style
 from stages.importing.tools import COMPONENT, TORCHTUNE
 from stages.importing.torchtune.keys import COSINE, PLAIN, TOP, family, logger, read_model, strict
@@ -110,7 +110,6 @@ def _defaults(report: Report) -> None:
 
 PACKAGE = "torchtune.datasets."
 _RENAME = "rename the columns in the data"
-FORMS = {"sharegpt": "sharegpt", "openai": "messages"}
 COLUMNS = {"sharegpt": "conversations", "openai": "messages"}
 """Style of a conversation -> column of data.chat."""
 PAIRS = {"input": "prompt", "output": "completion"}
@@ -178,22 +177,26 @@ def _read_set(
         report.default(f"{one}path", made.source, f"{key}.{COMPONENT} in {file}")
     report.default("data.loss", made.loss, "torchtune's default")
     report.default(f"{one}style", style, f"{key}.{COMPONENT} in {file}")
-    own = _own(made.kind, block, one, plain=plain, running=running)
-    report.read(file, block, strict(block, {**_shared(one), **own}), f"{key}.")
+    own = SHARED_KEYS | _own(made.kind, block, plain=plain, running=running)
+    report.read(file, block, strict(block, own), f"{key}.", one)
 
 
-def _shared(one: str) -> Table:
-    return rules.table({
-        COMPONENT: rules.passes("its settings are in the slot data"),
-        "source": sets(f"{one}path"), "data_files": sets(f"{one}files", rules.names),
-        "split": sets(f"{one}split"), "name subset": sets(f"{one}config"),
-        "revision": sets(f"{one}revision"), "packed": sets("data.packing", truth),
-        "new_system_prompt": template_setting,
-        "train_on_input": sets("data.loss", lambda value: "all" if truth(value) else "assistant"),
-    })  # fmt: skip
+SHARED_KEYS = table("""
+    _component_: ignored its settings are in the slot data
+    source: .path | data_files: .files names | split: .split | name subset: .config
+    revision: .revision | packed: data.packing truth | new_system_prompt: @template_setting
+    train_on_input: data.loss targets
+""", template_setting=template_setting,
+    targets=lambda value: "all" if truth(value) else "assistant")  # fmt: skip
+"""Keys of every data set."""
+CHAT = table("conversation_style: .form sharegpt, openai=messages !!")
+RUNNING = table("""
+    column: .text_key | add_eos: data.append_eos truth
+    split_across_pack: ignored data.text cuts rows, data.chat does not
+""")
 
 
-def _own(kind: str, block: Mapping[str, Any], one: str, *, plain: bool, running: bool) -> Table:
+def _own(kind: str, block: Mapping[str, Any], *, plain: bool, running: bool) -> dict[str, Any]:
     """Return the rules for the keys that only one kind of builder has."""
     if kind == "alpaca":
         why = "torchtune puts Alpaca's prompt into a turn of the chat template"
@@ -206,15 +209,10 @@ def _own(kind: str, block: Mapping[str, Any], one: str, *, plain: bool, running:
         return {"column_map": _columns(PAIRS), **own}
     if kind == "chat":
         column = COLUMNS.get(str(block.get("conversation_style")), "messages")
-        return {
-            "conversation_style": sets(f"{one}form", rules.choice(FORMS, blocks=True)),
-            "conversation_column": _column(column),
-        }
-    return {} if kind != "text" else {
-        "column": sets(f"{one}text_key") if running else _column("text"),
-        "add_eos": sets("data.append_eos", truth) if running else allowed(True),
-        "split_across_pack": rules.passes("data.text cuts rows, data.chat does not"),
-    }  # fmt: skip
+        return {**CHAT, "conversation_column": _column(column)}
+    if kind == "text":
+        return RUNNING | ({} if running else {"column": _column("text"), "add_eos": allowed(True)})
+    return {}
 
 
 def _refuse(why: str, hint: str, *, blocks: bool = True) -> rules.Rule:
