@@ -7,7 +7,7 @@ from typing import Any
 
 from stages.importing import rules
 from stages.importing.report import Report
-from stages.importing.rules import Rule, Table, sets, table, when_on
+from stages.importing.rules import Rule, Table, rule, table
 
 FSDP = table("""
     version: always 2, 1, "1", "2"
@@ -41,7 +41,7 @@ def fsdp_strategy(value: Any) -> str:
     """Return the stage for the words of the key `fsdp`. Raises WrongValueError for unknown ones."""
     if unknown := [word for word in _words(value) if word not in WORDS]:
         hint = "set fsdp: true, and fsdp_config"
-        raise rules.WrongValueError(f"{unknown[0]!r} is not a known word", hint, blocks=True)
+        raise rules.WrongValueError(f"{unknown[0]!r} is not a known word !! {hint}")
     return "wrap.fsdp"
 
 
@@ -59,6 +59,17 @@ PARALLELISM = table("""
     sp_size: parallel.sequence positive | sp_backend: always deepspeed
 """)
 """Keys without the prefix that they have in files."""
+ACCELERATE_ENGINE = table("""
+    deepspeed_config_file: refused must name a file
+    zero_stage: zero.stage 0=0, 1=1, 2=2, 3=3 !!
+    gradient_accumulation_steps: accumulation positive auto=1
+    gradient_clipping: optimizer.max_grad_norm max_norm auto=1.0
+    offload_optimizer_device: zero.offload_optimizer.device none, cpu, nvme
+    offload_optimizer_nvme_path: zero.offload_optimizer.path path off=none
+    offload_param_device: zero.offload_param.device none, cpu, nvme
+    offload_param_nvme_path: zero.offload_param.path path off=none
+""")
+"""Keys of the block `deepspeed_config`."""
 ACCELERATE: Table = {
     **table("""
     compute_environment: always local_machine !! use LOCAL_MACHINE
@@ -69,25 +80,15 @@ ACCELERATE: Table = {
     fp16: precision.compute = fp16 | use_cpu: launch.device = cpu
     num_processes: procs positive off=-1
     fp8_config: refused fp8 products are a setting of the model slot -- set model.fp8 in the recipe
-    [deepspeed_config]
-    deepspeed_config_file: refused must name a file
-    zero_stage: zero.stage 0=0, 1=1, 2=2, 3=3 !!
-    gradient_accumulation_steps: accumulation positive auto=1
-    gradient_clipping: optimizer.max_grad_norm max_norm auto=1.0
-    offload_optimizer_device: zero.offload_optimizer.device none, cpu, nvme
-    offload_optimizer_nvme_path: zero.offload_optimizer.path path off=none
-    offload_param_device: zero.offload_param.device none, cpu, nvme
-    offload_param_nvme_path: zero.offload_param.path path off=none
     """),
-    "fsdp_config": FSDP_PREFIXED,
+    "fsdp_config": FSDP_PREFIXED, "deepspeed_config": ACCELERATE_ENGINE,
     "parallelism_config": {f"parallelism_config_{key}": rule for key, rule in PARALLELISM.items()},
-}
+}  # fmt: skip
 """`false` is YAML 1.1's value of an unquoted no."""
 
 
 def _enabled(dtype: str) -> Rule:
-    automatic = sets("precision.compute", auto="fp32")
-    on = when_on("precision.compute", dtype)
+    automatic, on = rule("precision.compute auto=fp32"), rule(f"precision.compute = {dtype}")
     return lambda value: automatic(value) if value == "auto" else on(value)
 
 

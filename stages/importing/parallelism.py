@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from pipeline.importing import Request
-from stages.importing.report import Draft, Report
+from stages.importing.report import NO_EFFECT, Draft, Report
 
 REPLICATE, SHARD = "parallel.replicate", "parallel.shard"
 TENSOR, CONTEXT, SEQUENCE = "parallel.tensor", "parallel.context", "parallel.sequence"
@@ -13,6 +13,9 @@ AUTO = "deepspeed.tensor"
 """DeepSpeed's AutoTP."""
 RING = "parallel.ring"
 """Ranks that share a sample under every strategy, where a tool divides samples by itself."""
+ONLY_FSDP = "refused accelerate takes it only with FSDP !! set distributed_type: FSDP"
+ONLY_DEEPSPEED = "refused accelerate takes it only with DeepSpeed !! with FSDP, set cp_size"
+WHOLE = "refused without sharding, each rank has whole layers !! set stage: 1, 2 or 3"
 
 
 def size(report: Report, fact: str) -> int:
@@ -27,56 +30,48 @@ def sharing_ranks(report: Report) -> int:
 
 def parallelism(draft: Draft, use: str, request: Request) -> None:
     """Fill the axes of the slot `wrap`, and refuse those that its stage does not have."""
-    if use == "wrap.fsdp":
+    fsdp, zero = use == "wrap.fsdp", use == "wrap.zero"
+    if fsdp:
         _fsdp(draft, request)
-    else:
-        why, hint = "accelerate takes it only with FSDP", "set distributed_type: FSDP"
-        _refuse(draft, REPLICATE, SHARD, TENSOR, CONTEXT, why=why, hint=hint)
-    _put(draft, RING, "context_parallel")
-    if use == "wrap.zero" or (use == "wrap.ddp" and draft.given("zero.stage")):
-        _put(draft, SEQUENCE, "context_parallel")
-    else:
-        why, hint = "accelerate takes it only with DeepSpeed", "with FSDP, set cp_size"
-        _refuse(draft, SEQUENCE, why=why, hint=hint)
-    if use == "wrap.zero":
-        _put(draft, AUTO, "tensor_parallel")
-    else:
-        why, hint = "without sharding, each rank has whole layers", "set stage: 1, 2 or 3"
-        _refuse(draft, AUTO, why=why, hint=hint)
+    plain_zero = use == "wrap.ddp" and draft.given("zero.stage")
+    for taken, why, *axes in (
+        (fsdp, ONLY_FSDP, REPLICATE, SHARD, TENSOR, CONTEXT),
+        (zero or plain_zero, ONLY_DEEPSPEED, SEQUENCE),
+        (zero, WHOLE, AUTO),
+    ):
+        draft.drop(why, *(axis for axis in axes if size(draft, axis) > 1), when=not taken)
+    for axis, field in ((RING, "context"), (SEQUENCE, "context"), (AUTO, "tensor")):
+        _put(draft, axis, field)
     procs = request.procs or draft.value("procs")
-    axes = (REPLICATE, TENSOR, CONTEXT, SEQUENCE, AUTO, RING)
-    ranks = math.prod(size(draft, one) for one in axes)
+    sharing = (REPLICATE, TENSOR, CONTEXT, SEQUENCE, AUTO, RING)
+    ranks = math.prod(size(draft, one) for one in sharing)
     if procs is not None and procs % ranks:
-        why = f"the sizes multiply to {ranks}, which does not divide {procs} processes"
-        _refuse(draft, *axes, why=why, hint="give the number of processes with --procs")
+        why = f"refused the sizes multiply to {ranks}, which does not divide {procs} processes"
+        used = (axis for axis in sharing if size(draft, axis) > 1)
+        draft.drop(f"{why} !! give the number of processes with --procs", *used)
 
 
 def _put(draft: Draft, axis: str, field: str) -> None:
     if size(draft, axis) > 1:
-        draft.put(f"wrap.{field}.size", size(draft, axis), axis)
-
-
-def _refuse(report: Report, *axes: str, why: str, hint: str) -> None:
-    used = [axis for axis in axes if size(report, axis) > 1]
-    report.refuse(*used, why=why, hint=hint, blocks=True)
+        draft.put(f"wrap.{field}_parallel.size", size(draft, axis), axis)
 
 
 def _fsdp(draft: Draft, request: Request) -> None:
     sizes = {one: size(draft, one) for one in (REPLICATE, SHARD, TENSOR, CONTEXT)}
     total, procs = math.prod(sizes.values()), draft.value("procs")
     if request.procs is None and procs is not None and total not in (1, procs):
-        given = [one for one in sizes if draft.given(one)]
-        why = f"the sizes multiply to {total}, and there are {procs} processes"
-        draft.refuse(*given, why=why, hint="accelerate starts with equal numbers", blocks=True)
+        why = f"refused the sizes multiply to {total}, and there are {procs} processes"
+        given = (one for one in sizes if draft.given(one))
+        draft.drop(f"{why} !! accelerate starts with equal numbers", *given)
         return
     if sizes[REPLICATE] > 1 and sizes[SHARD] == 1 and total > sizes[REPLICATE]:
-        why = "accelerate takes it only with dp_shard_size > 1"
-        draft.refuse(TENSOR, CONTEXT, why=why, hint="raise dp_shard_size", blocks=True)
+        why = "refused accelerate takes it only with dp_shard_size > 1 !! raise dp_shard_size"
+        draft.drop(why, TENSOR, CONTEXT)
         return
-    _put(draft, TENSOR, "tensor_parallel")
-    _put(draft, CONTEXT, "context_parallel")
+    _put(draft, TENSOR, "tensor")
+    _put(draft, CONTEXT, "context")
     if sizes[REPLICATE] > 1:
-        draft.ignore("fsdp.sharding")
+        draft.drop(NO_EFFECT, "fsdp.sharding")
         draft.put("wrap.sharding", "hybrid_shard", REPLICATE)
         if draft.known(SHARD):  # ranks that share a sample share its shards too
             draft.put("wrap.shard_size", sizes[SHARD] * sizes[CONTEXT], SHARD)

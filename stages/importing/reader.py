@@ -9,14 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.importing import ConfigFile
-from stages.importing import rules
-from stages.importing.engines import ACCELERATE, DEEPSPEED, set_words
-from stages.importing.report import DIFFERENT, HARMLESS, Report
-from stages.importing.rules import RuleResult, Table, ignored, refused
+from stages.importing.engines import ACCELERATE, ACCELERATE_ENGINE, DEEPSPEED, set_words
+from stages.importing.report import BEGINNINGS, Report
+from stages.importing.rules import Rule, RuleResult, Table, is_off, outcome, rule, table, unset
 from stages.importing.tools import tool_of
 from stages.importing.trainer import DEFAULTS, SFT_DEFAULTS, SFT_KEYS, TRAINER_ALL
 
-NAMED_FILE = "deepspeed_config_file"
 ACCELERATE_KIND = "accelerate config"
 DEEPSPEED_KIND = "DeepSpeed configuration"
 TRAINER_KIND = "transformers TrainingArguments"
@@ -29,12 +27,13 @@ OTHER_METHOD = re.compile(
 )
 """Names of trainings that TRL's scripts share their keys with. A name with `sft` is of one on text:
 `sft-for-grpo`."""
-COMMON = frozenset({
-    "bf16", "dtype", "fp16", "gradient_checkpointing", "learning_rate", "lora_alpha",
-    "lora_dropout", "lora_r", "max_grad_norm", "max_length", "max_steps", "packing", "project",
-    "run_name", "seed", "tf32", "trust_remote_code", "warmup_ratio", "warmup_steps",
-    "weight_decay",
-})  # fmt: skip
+COMMON = frozenset(
+    table("""
+    bf16 dtype fp16 gradient_checkpointing learning_rate lora_alpha lora_dropout lora_r
+    max_grad_norm max_length max_steps packing project run_name seed tf32 trust_remote_code
+    warmup_ratio warmup_steps weight_decay: ignored
+""")
+)
 """Keys that files of many tools have, which identify none."""
 
 
@@ -52,7 +51,7 @@ def kind_of(content: Mapping[str, Any]) -> str | None:
     }
     own = [kind for kind, keys in known.items() if not telling.isdisjoint(keys)]
     best = max(own, key=lambda kind: len(known[kind]), default=None)
-    others = sum(key.startswith((*HARMLESS, *DIFFERENT)) for key in content)
+    others = sum(key.startswith((*BEGINNINGS,)) for key in content)
     return best if best and 2 * (len(known[best]) + others) >= len(content) else None
 
 
@@ -68,91 +67,95 @@ def _known(content: Mapping[str, Any], table: Table) -> list[str]:
 def read(report: Report, file: ConfigFile, kind: str) -> None:
     """Read a file of a known kind."""
     report.kinds.add(kind)
-    reader = Reader(report, file)
+    rows: Table = {}
     if kind == ACCELERATE_KIND:
-        reader.accelerate()
+        rows = _accelerate(report, file)
     elif kind == TRAINER_KIND:
-        reader.script()
-    report.read(reader.name, reader.content, TABLES[kind])
+        rows = _script(report, file)
+    report.read(file.path.name, file.content, {**TABLES[kind], **rows})
 
 
-class Reader:
-    """Takes those keys out of a file that other keys decide, before its table is applied."""
+def unread(*rows: tuple[str, Any, str]) -> dict[str, Any]:
+    """Return rules for keys that their tool does not read in the company of others. A row has the
+    key, whether that is so, and why."""
+    return {key: rule(f"ignored is not read: {why}") for key, holds, why in rows if holds}
 
-    def __init__(self, report: Report, file: ConfigFile) -> None:
-        self.report = report
-        self.path = file.path
-        self.name = file.path.name
-        self.content = dict(file.content)
 
-    def take(self, key: str, result: RuleResult) -> None:
-        """Take out a key, with this outcome."""
-        self.report.enter(self.name, key, self.content.pop(key), result)
+def purpose(content: Mapping[str, Any], *others: str) -> dict[str, Any]:
+    """Return a refusal of a file that asks for one of `others`, switches such as `do_predict`, and
+    for no training."""
+    asked = [key for key in others if not is_off(content.get(key))]
+    return dict.fromkeys(asked[:1], NO_TRAINING) if is_off(content.get("do_train")) else {}
 
-    def skip(self, key: str, why: str) -> None:
-        """Take out a key that its tool does not read either, because of `why`."""
-        self.take(key, ignored(f"is not read: {why}"))
 
-    def purpose(self, *others: str) -> None:
-        """Refuse a file that asks for one of `others`, switches such as `do_predict`, and for no
-        training."""
-        asked = [key for key in others if not rules.is_off(self.content.get(key))]
-        if asked and rules.is_off(self.content.get("do_train")):
-            why = "is not training, the only thing a recipe does"
-            hint = "set do_train: true, or evaluate with a slot evaluate: {use: evaluate.lm}"
-            self.take(asked[0], refused(why, hint, blocks=True))
+NO_TRAINING = rule(
+    "refused is not training, the only thing a recipe does "
+    "!! set do_train: true, or evaluate with a slot evaluate: {use: evaluate.lm}"
+)
 
-    def accelerate(self) -> None:
-        """Take out what `accelerate launch` does not read, and the name of another file."""
-        kind = str(self.content.get("distributed_type", "NO")).upper()
-        for key, strategy in (("deepspeed_config", "DEEPSPEED"), ("fsdp_config", "FSDP")):
-            if self.content.get(key) and kind != strategy:
-                self.skip(key, f"distributed_type is {kind}")
-        block = self.content.get("deepspeed_config")
-        if isinstance(block, Mapping) and block.get(NAMED_FILE) not in (None, "", "none"):
-            rest = dict(self.content.pop("deepspeed_config"))
-            self._named(f"deepspeed_config.{NAMED_FILE}", str(rest.pop(NAMED_FILE)))
-            self.content.update({"deepspeed_config": rest} if rest else {})
 
-    def script(self) -> None:
-        """Set the defaults of a script of transformers or TRL."""
-        content = self.content
-        if SFT_KEYS & content.keys():
-            given = {key for key, value in content.items() if value is not None}
-            given |= {"bf16"} if content.get("fp16") else set()
-            left = {key: value for key, value in SFT_DEFAULTS.items() if key not in given}
-            self.report.set_defaults(left, TRAINER_ALL, "TRL's default")
-        # Scripts of TRL train without `do_train`, and with `do_eval`, which `eval_strategy` sets.
-        evaluates = "do_train" in content and rules.is_off(content.get("eval_strategy"))
-        self.purpose("do_predict", "predict_with_generate", *(["do_eval"] if evaluates else []))
-        for key in ("run_name", "output_dir"):
-            if OTHER_METHOD.search(Path(str(content.get(key, ""))).name.lower()):
-                why = "names a training on preferences or rewards, and recipes train on text"
-                hint = f"if it is one on text, import it under another {key}"
-                self.take(key, refused(why, hint, blocks=True))
-        self.trainer()
+def _accelerate(report: Report, file: ConfigFile) -> Table:
+    """Return the rules of keys that `accelerate launch` does not read, or that name a file."""
+    kind = str(file.content.get("distributed_type", "NO")).upper()
+    own = (("deepspeed_config", "DEEPSPEED"), ("fsdp_config", "FSDP"))
+    named = {"deepspeed_config_file": _named(report, file, None, "", "none")}
+    return {
+        "deepspeed_config": {**ACCELERATE_ENGINE, **named},
+        **unread(*(
+            (key, file.content.get(key) and kind != strategy, f"distributed_type is {kind}")
+            for key, strategy in own)),
+    }  # fmt: skip
 
-    def trainer(self) -> None:
-        """Set the defaults of TrainingArguments, and take out what they do not read."""
-        self.report.set_defaults(DEFAULTS, TRAINER_ALL, "transformers' default")
-        self.report.default("checkpoint.keep", None, "transformers keeps all")
-        if self.content.get("fsdp"):
-            set_words(self.report, self.content["fsdp"])
-        elif self.content.get("fsdp_config"):
-            self.skip("fsdp_config", "fsdp is not set")
-        self.deepspeed()
 
-    def deepspeed(self) -> None:
-        """Take out the key `deepspeed` if it names a file, or note that it is a block."""
-        if isinstance(self.content.get("deepspeed"), str):
-            self._named("deepspeed", self.content.pop("deepspeed"))
-        elif self.content.get("deepspeed"):
-            self.report.kinds.add(DEEPSPEED_KIND)
+def _script(report: Report, file: ConfigFile) -> Table:
+    """Set the defaults of a script of transformers or TRL, and return the rules of its file."""
+    content = file.content
+    if SFT_KEYS & content.keys():
+        given = {key for key, value in content.items() if value is not None}
+        given |= {"bf16"} if content.get("fp16") else set()
+        left = {key: value for key, value in SFT_DEFAULTS.items() if key not in given}
+        report.set_defaults(left, TRAINER_ALL, "TRL's default")
+    # Scripts of TRL train without `do_train`, and with `do_eval`, which `eval_strategy` sets.
+    evaluates = "do_train" in content and is_off(content.get("eval_strategy"))
+    why = "refused names a training on preferences or rewards, and recipes train on text"
+    return {
+        **purpose(content, "do_predict", "predict_with_generate", *["do_eval"] * evaluates),
+        **{key: rule(f"{why} !! if it is one on text, import it under another {key}")
+           for key in ("run_name", "output_dir")
+           if OTHER_METHOD.search(Path(str(content.get(key, ""))).name.lower())},
+        **trainer(report, file),
+    }  # fmt: skip
 
-    def _named(self, key: str, name: str) -> None:
-        """Enter a key that names another file, which has to be given too."""
-        result = ignored("is read as a separate file")
-        if Path(name).name not in self.report.files:
-            hint = f"give it too: pipe import {self.path} {name}"
-            result = refused("names another file", hint, blocks=True)
-        self.report.enter(self.name, key, name, result)
+
+def trainer(report: Report, file: ConfigFile) -> dict[str, Any]:
+    """Set the defaults of TrainingArguments, and return the rules of what they do not read."""
+    report.set_defaults(DEFAULTS, TRAINER_ALL, "transformers' default")
+    report.default("checkpoint.keep", None, "transformers keeps all")
+    fsdp, block = file.content.get("fsdp"), file.content.get("fsdp_config")
+    if fsdp:
+        set_words(report, fsdp)
+    rows = unread(("fsdp_config", block and not fsdp, "fsdp is not set"))
+    return {**rows, **deepspeed(report, file)}
+
+
+def deepspeed(report: Report, file: ConfigFile) -> dict[str, Any]:
+    """Return the rule of the key `deepspeed` if it names a file, or note that it is a block."""
+    value = file.content.get("deepspeed")
+    if isinstance(value, str):
+        return {"deepspeed": _named(report, file)}
+    report.kinds |= {DEEPSPEED_KIND} if value else set()
+    return {}
+
+
+def _named(report: Report, file: ConfigFile, *none: Any) -> Rule:
+    """Return the rule of a key that names another file, which has to be given too, or is `none`."""
+
+    def named(value: Any) -> RuleResult:
+        if value in none:
+            return unset()
+        if Path(str(value)).name in report.files:
+            return outcome("ignored is read as a separate file")
+        hint = f"give it too: pipe import {file.path} {value}"
+        return outcome(f"refused names another file !! {hint}")
+
+    return named

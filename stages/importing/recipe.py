@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -10,12 +10,18 @@ from pipeline.importing import Request
 from pipeline.utils import COMMIT
 from stages.importing.engines import STAGE_3
 from stages.importing.parallelism import parallelism
-from stages.importing.report import Draft, Report
+from stages.importing.report import NO_EFFECT, Draft, Report
 from stages.importing.sources import NO_COMMIT, is_local
 from stages.importing.trackers import ASKED, DISABLED, TRACKERS
 from stages.importing.training import optimizer, put_period, train
 
 Fill: TypeAlias = Callable[[Draft, Request], None]
+_LOW = (*(f"zero.{name}" for name in STAGE_3), "zero.offload_param.", "zero.plus_plus.")
+UNUSED: Mapping[int, tuple[str, ...]] = {
+    0: _LOW, 1: (*_LOW, "zero.overlap_comm"), 2: _LOW,
+    3: ("zero.allgather_bucket_size", "zero.round_robin_gradients"),
+}  # fmt: skip
+"""Stage of ZeRO -> beginnings of the facts that have no effect there."""
 
 
 def compose(draft: Draft, request: Request, name: str, data: Fill) -> Draft:
@@ -43,7 +49,7 @@ def _model(draft: Draft, request: Request) -> None:
     draft.slot("model", "model.hf")
     name, revision = draft.value("model"), draft.value("revision")
     if request.model is not None:
-        draft.ignore("model", "revision", why="--model replaces it")
+        draft.drop("ignored --model replaces it", "model", "revision")
         name, _, revision = request.model.partition("@")
     if name is None:
         draft.lacks("model.path", "a folder (./model), a GGUF file or a hub id")
@@ -68,20 +74,19 @@ def _adapter(draft: Draft) -> None:
             kind = draft.value("quantization", "nf4")
             draft.put("adapter.quantize", kind, "quantize", "quantization")
         return
-    if not draft.known("adapter"):
-        why, hint = "means LoRA, or nothing without use_peft", "set use_peft to true or false"
-        draft.refuse(*draft.facts("adapter."), why=why, hint=hint, blocks=True)
-    why = "weights that are trained are not held in 4 bits"
-    draft.refuse("quantize", why=why, hint="train an adapter")
+    unsaid = "refused means LoRA, or nothing without use_peft !! set use_peft to true or false"
+    draft.drop(unsaid, *draft.facts("adapter."), when=not draft.known("adapter"))
+    draft.drop("refused weights that are trained are not held in 4 bits -- train an adapter",
+               "quantize")  # fmt: skip
 
 
 def _precision(draft: Draft) -> None:
     draft.slot("precision", "precision.policy")
     draft.default("precision.compute", "fp32", "no mixed precision is asked for")
-    if draft.value("precision.compute") != "fp32":
-        draft.ignore("precision.tf32", why="no product is in fp32")
-    if draft.value("precision.compute") != "fp16":
-        draft.ignore("precision.initial_loss_scale", "precision.loss_scale_growth_interval")
+    compute = draft.value("precision.compute")
+    draft.drop("ignored no product is in fp32", "precision.tf32", when=compute != "fp32")
+    scaling = ("precision.initial_loss_scale", "precision.loss_scale_growth_interval")
+    draft.drop(NO_EFFECT, *scaling, when=compute != "fp16")
 
 
 def _wrap(draft: Draft, request: Request) -> None:
@@ -99,9 +104,8 @@ def _strategy(report: Report) -> str:
     asked, stage = report.value("distributed") or report.value("strategy"), "zero.stage"
     if report.given(stage) and asked in (None, "wrap.zero"):
         return "wrap.zero" if report.value(stage) else "wrap.ddp"
-    if report.value(stage):
-        why = f"contradicts {asked}, which another file asks for"
-        report.refuse(stage, why=why, blocks=True)
+    other = f"refused contradicts {asked}, which another file asks for !!"
+    report.drop(other, stage, when=bool(report.value(stage)))
     return "wrap.ddp" if asked in (None, "one") else str(asked)
 
 
@@ -109,24 +113,18 @@ def _zero(report: Report) -> None:
     """Leave out what `pipe check` would refuse, as it has no effect."""
     report.default("zero.stage", 2, "accelerate's default")
     stage = report.value("zero.stage")
-    if stage == 3:
-        report.ignore("zero.allgather_bucket_size", "zero.round_robin_gradients")
-    else:
-        report.ignore(*(f"zero.{name}" for name in STAGE_3), *report.facts("zero.offload_param."))
-        report.ignore(*report.facts("zero.plus_plus."))
-    if stage == 1:
-        report.ignore("zero.overlap_comm")
+    unused = [fact for fact in report.facts("zero.") if fact.startswith(UNUSED[stage])]
     for block in ("zero.offload_optimizer", "zero.offload_param"):
         device = report.value(f"{block}.device", "none")
-        if device != "nvme":
-            report.ignore(*(report.facts(f"{block}.") if device == "none" else [f"{block}.path"]))
+        unused += {"none": report.facts(f"{block}."), "cpu": [f"{block}.path"]}.get(device, [])
+    report.drop(NO_EFFECT, *unused)
 
 
 def _trackers(draft: Draft) -> None:
     """Add a slot for each tracker: `track`, or `track_wandb` and the like if there are several."""
     asked = {*draft.value(ASKED, [])}
     if draft.value("wandb.mode") == DISABLED:
-        draft.ignore(*draft.facts("wandb."), why="wandb_mode is disabled")
+        draft.drop("ignored wandb_mode is disabled", *draft.facts("wandb."))
         asked.discard("wandb")
     used = [name for name in TRACKERS if name in asked or draft.value(f"{name}.use")]
     for name in used:

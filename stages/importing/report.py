@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.importing import ConfigFile, KeyOutcome, KeyPath, Translation
-from stages.importing.rules import RuleResult, Table, applied, is_off, refused, unset
+from stages.importing.rules import RuleResult, Table, applied, is_off, outcome, table, unset
 
 METHOD = re.compile(
     r"lora|adapter|peft|tuner|finetun|freeze|quanti|dpo|rlhf|reward|prefer|ref_model|teacher"
@@ -17,39 +17,34 @@ METHOD = re.compile(
 )
 """Names of keys that change the training method. A key of such a name without a rule blocks the
 recipe, since another training would start without it."""
-DIFFERENT = (
-    "amp", "amsgrad", "bf16_optimizer_states", "chat_template", "compression_training",
-    "config_name", "config_overrides", "curriculum_learning", "data_efficiency", "dataset_kwargs",
-    "eigenvalue", "elasticity", "eos_token", "fp16_master_weights", "fp16_optimizer_states",
-    "max_train_samples", "mixed_precision_policy", "model_init_kwargs", "model_type",
-    "neftune_noise_alpha", "num_stable_steps", "optim_args", "optim_target_modules", "param_dtype",
-    "progressive_layer_drop", "router_aux_loss_coef", "sparse_attention", "torch_autocast",
-    "use_bnb_nested_quant", "zenflow",
-)  # fmt: skip
-"""Beginnings of keys that change the numbers of a training, and that no recipe expresses."""
-HARMLESS = (
-    "activation_checkpointing", "allgather_partitions", "backward_prefetch", "bf16_", "bnb_4bit_",
-    "cache_dir", "command_file", "comms_logger", "cpu_ram_efficient_loading", "dataloader_",
-    "dataset_num_proc", "ddp_", "deepspeed_", "disable_tqdm", "dispatch_batches", "do_eval",
-    "do_train", "downcast_bf16", "elastic_checkpoint", "eval_", "even_batches", "flops_profiler",
-    "fp16_", "fused", "gather_", "gpu_ids", "gradient_checkpointing_kwargs", "hub_", "hysteresis",
-    "include_", "keep_module_on_host", "label_names", "length_column_name", "liger_kernel_config",
-    "limit_all_gathers", "load_from_fp32_", "local_rank", "log_", "logging_", "low_cpu_mem_usage",
-    "machine_rank", "main_", "min_loss_scale", "num_machines", "optim_state_dict", "overwrite_",
-    "pad_", "padding_", "parallelism_config_cp_", "parallelism_config_sp_", "per_device_eval_",
-    "preprocessing_", "project", "rdzv_backend", "reduce_scatter", "remove_unused_columns",
-    "same_network", "save_on_", "save_safetensors", "shuffle_dataset", "skip_memory_metrics",
-    "stage3_gather_", "state_dict", "steps_per_print", "sync_", "tp_grain_size", "tp_overlap_comm",
-    "tpu_", "use_cache", "use_fast_tokenizer", "use_orig_params",
-    "use_seedable_sampler", "vocab_parallel_", "wall_clock_breakdown", "zero3_", "zero_allow_",
-    "zero_force_",
-)  # fmt: skip
-"""Beginnings of keys that change nothing that is trained, unless a table has a rule for them."""
+BEGINNINGS = table("""
+    amp amsgrad bf16_optimizer_states chat_template compression_training config_name
+    config_overrides curriculum_learning data_efficiency dataset_kwargs eigenvalue elasticity
+    eos_token fp16_master_weights fp16_optimizer_states max_train_samples mixed_precision_policy
+    model_init_kwargs model_type neftune_noise_alpha num_stable_steps optim_args
+    optim_target_modules param_dtype progressive_layer_drop router_aux_loss_coef sparse_attention
+    torch_autocast use_bnb_nested_quant zenflow:
+        refused changes the training, and no recipe expresses it
+    activation_checkpointing allgather_partitions backward_prefetch bf16_ bnb_4bit_ cache_dir
+    command_file comms_logger cpu_ram_efficient_loading dataloader_ dataset_num_proc ddp_
+    deepspeed_ disable_tqdm dispatch_batches do_eval do_train downcast_bf16 elastic_checkpoint
+    eval_ even_batches flops_profiler fp16_ fused gather_ gpu_ids gradient_checkpointing_kwargs
+    hub_ hysteresis include_ keep_module_on_host label_names length_column_name
+    liger_kernel_config limit_all_gathers load_from_fp32_ local_rank log_ logging_
+    low_cpu_mem_usage machine_rank main_ min_loss_scale num_machines optim_state_dict overwrite_
+    pad_ padding_ parallelism_config_cp_ parallelism_config_sp_ per_device_eval_ preprocessing_
+    project rdzv_backend reduce_scatter remove_unused_columns same_network save_on_
+    save_safetensors shuffle_dataset skip_memory_metrics stage3_gather_ state_dict steps_per_print
+    sync_ tp_grain_size tp_overlap_comm tpu_ use_cache use_fast_tokenizer use_orig_params
+    use_seedable_sampler vocab_parallel_ wall_clock_breakdown zero3_ zero_allow_ zero_force_:
+        ignored changes nothing that is trained
+""")
+"""Beginnings of keys that no table has a rule for."""
 
 SECRET = re.compile(r"(hub|auth|access|api)_(token|key)$|password|secret")
 """Names of keys whose values are shown nowhere."""
-NO_BLOCK = "must be a block of keys"
-NO_EFFECT = "has no effect with the other settings"
+NO_BLOCK = "refused must be a block of keys"
+NO_EFFECT = "ignored has no effect with the other settings"
 
 
 class Report:
@@ -80,7 +75,7 @@ class Report:
                 continue
             else:
                 off = is_off(value) or value == "auto"
-                result = unset() if off else refused(NO_BLOCK)
+                result = unset() if off else outcome(NO_BLOCK)
             result.fact = re.sub(r"^\.", one, result.fact)
             self.enter(file, f"{prefix}{key}", value, result)
 
@@ -88,8 +83,8 @@ class Report:
         """Add a key. A fact that another key gives with another value is a contradiction."""
         for other in self.of(entry.fact):
             if not (other.auto or entry.auto) and other.content != entry.content:
-                why = f"contradicts {other.key}: {other.value!r} in {other.file}"
-                entry = refused(why, "use the same value in both", blocks=True)
+                why = f"refused contradicts {other.key}: {other.value!r} in {other.file}"
+                entry = outcome(f"{why} !! use the same value in both")
         entry.file, entry.key = file, key
         entry.value = "(hidden)" if SECRET.search(key) and value else value
         self.entries.append(entry)
@@ -138,27 +133,24 @@ class Report:
             vars(entry).update(changes, fact=name)
             self._facts.setdefault(name, []).append(entry)
 
-    def ignore(self, *facts: str, why: str = NO_EFFECT) -> None:
-        """Forget facts that do not apply here."""
-        self._forget(facts, outcome="default", why=why)
-
-    def refuse(self, *facts: str, why: str, hint: str = "", blocks: bool = False) -> None:
-        """Forget facts that no recipe expresses."""
-        self._forget(facts, outcome="refused", why=why, hint=hint, blocks=blocks)
-
-    def _forget(self, facts: tuple[str, ...], **outcome: Any) -> None:
-        for fact in facts:
+    def drop(self, text: str, *facts: str, when: bool = True) -> None:
+        """Forget facts that have no place in the recipe, with the outcome that the text says."""
+        for fact in facts if when else ():
             self.defaults.pop(fact, None)
             for entry in self._facts.pop(fact, ()):
-                vars(entry).update(outcome, to={})
+                said = outcome(text)
+                vars(entry).update(
+                    outcome=said.outcome, why=said.why, hint=said.hint, blocks=said.blocks, to={}
+                )
 
     def outcomes(self) -> list[KeyOutcome]:
         """Return the final outcome of every key, in the order in which they were read."""
         for entry in self.entries:
             if entry.outcome == "translated" and not entry.to:
-                unknown = "auto, and no file has the value"
-                entry.why = unknown if entry.auto else NO_EFFECT
-                entry.outcome = "default"
+                said = outcome(
+                    "ignored auto, and no file has the value" if entry.auto else NO_EFFECT
+                )
+                entry.why, entry.outcome = said.why, said.outcome
             elif entry.auto and entry.to:
                 stated = [other for other in self.of(entry.fact) if not other.auto]
                 source = [f"{other.key} in {other.file}" for other in stated]
@@ -166,22 +158,22 @@ class Report:
         return [*self.entries]
 
 
-def _without_rule(key: str, value: Any, table: Table) -> RuleResult:
-    """Return the result for a key that the table does not have."""
+def _without_rule(key: str, value: Any, known: Table) -> RuleResult:
+    """Return the outcome of a key that the table does not have."""
     name = key.removeprefix("fsdp_")
     if is_off(value) or value == f"<{key.upper()}>":  # transformers writes this for a secret
         return unset()
     if SECRET.search(key):
         variable = key.upper() if key.endswith("api_key") else "HF_TOKEN"
-        return refused("secrets do not belong in a recipe", f"set {variable} in the environment")
-    if name.startswith(DIFFERENT):
-        return refused("changes the training, and no recipe expresses it")
-    if name.startswith(HARMLESS):
-        return RuleResult(outcome="default", why="changes nothing that is trained")
-    similar = difflib.get_close_matches(key, table, n=1, cutoff=0.8)
+        why = "refused secrets do not belong in a recipe"
+        return outcome(f"{why} -- set {variable} in the environment")
+    for beginning, rule in BEGINNINGS.items():
+        if name.startswith(beginning):
+            return applied(rule, value)
+    similar = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
     hint = f"did you mean `{similar[0]}`?" if similar else ""
     if METHOD.search(key):
-        return refused("may change the training method", hint, blocks=True)
+        return outcome(f"refused may change the training method !! {hint}".rstrip())
     return RuleResult(outcome="not translated", hint=hint)
 
 

@@ -33,38 +33,55 @@ class RuleResult(KeyOutcome):
 Rule: TypeAlias = Callable[[Any], RuleResult]
 Table: TypeAlias = Mapping[str, Union[Rule, "Table"]]
 Read: TypeAlias = Callable[[Any], Any]
-Test: TypeAlias = Callable[[Any], bool]
 
-
+WORDS: Mapping[str, Any] = {
+    "ignored": "default", "untranslated": "not translated", "refused": "refused",
+}  # fmt: skip
 CHOOSE = "choose another optimizer stage (`pipe stages`), and a rate for it"
 FOREIGN = "other optimizer"
 """Fact: the name of an optimizer that recipes do not have."""
 
 
-class WrongValueError(Exception):
-    """A value that its key cannot have, or that no recipe expresses; `hint` says what to do."""
+def outcome(text: str, **more: Any) -> RuleResult:
+    """Return the outcome that a text says: `ignored WHY`, `untranslated WHY` or `refused WHY`, and
+    ` -- HINT` at the end, or ` !! HINT` if the recipe is not written then."""
+    what, mark, hint = _parts(text)
+    word, _, why = what.partition(" ")
+    return RuleResult(outcome=WORDS[word], why=why, hint=hint, blocks=mark == "!!", **more)
 
-    def __init__(self, why: str, hint: str = "", *, blocks: bool = False) -> None:
-        super().__init__(why)
-        self.result = refused(why, hint, blocks=blocks)
+
+def translated(fact: str, content: Any, *, auto: bool = False) -> RuleResult:
+    """Return the outcome of a value that gives a fact."""
+    return RuleResult(outcome="translated", fact=fact, content=content, auto=auto)
+
+
+def unset() -> RuleResult:
+    """Return the outcome of a value that gives nothing: null, or one that is off."""
+    return outcome("ignored is not set, or off")
+
+
+class WrongValueError(Exception):
+    """A value that its key cannot have, or that no recipe expresses: `WHY`, with a hint as in the
+    text of an outcome."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.result = outcome(f"refused {text}")
+
+
+def applied(rule: Rule, value: Any) -> RuleResult:
+    """Return what the rule says of a value; its refusal, if the key cannot have the value."""
+    try:
+        return rule(value)
+    except WrongValueError as error:
+        return error.result
 
 
 def table(text: str, **names: Any) -> dict[str, Any]:
-    """Return the table in a text of rows, `KEYS: RULE`, with one rule for all the keys:
+    """Return the table in a text of rows, `KEYS: RULE`, where a rule is that of all the keys.
 
-        FACT READER off=VALUES auto=VALUE   the value gives the fact
-        FACT = VALUE on=WORDS               a switch, also on for WORDS: the fact is VALUE
-        always VALUES                       other values are refused
-        refused WHY, untranslated WHY       unless the value is off
-        ignored WHY                         needs no place in a recipe
-        foreign RULE                        a refused value is an optimizer that recipes lack
-        @NAME                               a rule of `names`
-
-    ` -- HINT` ends the rule of a value that may be refused, ` !! HINT` of one that blocks the
-    recipe then. `*` in a fact is the key. READER is a function of READERS or `names`, or the values
-    that a key may have, `one, other=meaning`; text is read without. Values are JSON or text. A row
-    goes on until it has a rule, and ` | ` stands between two on one line. `[BLOCK]` stands before
-    the rows of a nested block.
+    A row goes on until it has a rule, and ` | ` stands between two on one line. `[BLOCK]` stands
+    before the rows of a nested block.
     """
     rows: dict[str, Any] = {}
     blocks, keys = [""], list[str]()
@@ -80,31 +97,43 @@ def table(text: str, **names: Any) -> dict[str, Any]:
             place = rows
             for block in outer:
                 place = place.setdefault(block, {})
-            place[key] = _rule(what.replace(".*", f".{key}"), names)
+            place[key] = rule(what.replace(".*", f".{key}"), **names)
         keys = [] if colon else keys
     return rows
 
 
-def _rule(text: str, names: Mapping[str, Any]) -> Rule:
-    what, mark, hint = (*re.split(r" (--|!!)(?: |$)", text, maxsplit=1), "", "")[:3]
+def rule(text: str, **names: Any) -> Rule:
+    """Return the rule that a text says:
+
+        FACT READER off=VALUES auto=VALUE   the value gives the fact
+        FACT = VALUE on=WORDS               a switch, also on for WORDS: the fact is VALUE
+        always VALUES                       other values are refused
+        refused WHY, untranslated WHY       unless the value is off
+        ignored WHY                         needs no place in a recipe
+        foreign RULE                        a refused value is an optimizer that recipes lack
+        @NAME                               a rule of `names`
+
+    A hint ends it as in an outcome, for a value that is refused. `*` in a fact is the key. READER
+    is a function of READERS or `names`, or the values that a key may have, `one, other=meaning`;
+    text is read without. VALUES are JSON or text.
+    """
+    what, mark, hint = _parts(text)
     kind, _, rest = what.partition(" ")
-    refusal: dict[str, Any] = {"hint": hint, "blocks": mark == "!!"}
+    end = f" {mark} {hint}" if mark else ""
     if kind.startswith("@"):
-        rule: Rule = names[kind[1:]]
-        return rule
+        found: Rule = names[kind[1:]]
+        return found
     if kind == "foreign":
-        return _foreign(_rule(f"{rest} -- {CHOOSE}", names))
+        return _foreign(rule(f"{rest} -- {CHOOSE}", **names))
     if kind == "ignored":
-        return passes(rest)
-    if kind == "untranslated":
-        return untranslated(rest)
-    if kind == "refused":
-        return unsupported(rest, **refusal)
+        return lambda value: outcome(text)
+    if kind in WORDS:
+        return lambda value: unset() if is_off(value) else outcome(text)
     if kind == "always":
-        return allowed(*_values(rest), **refusal)
+        return _always(_values(rest), end)
     if rest.startswith("= "):
         then, _, words = rest[2:].partition(" on=")
-        return when_on(kind, _value(then), *words.split(","))
+        return _switch(kind, _value(then), words.split(","))
     options: dict[str, Any] = {}
     for word in re.sub(r",\s+", ",", rest).split():
         name, equals, value = word.partition("=")
@@ -113,11 +142,17 @@ def _rule(text: str, names: Mapping[str, Any]) -> Rule:
             continue
         if equals or "," in word:
             parts = (each.partition("=") for each in word.split(","))
-            read: Any = {one: _value(meaning) if found else one for one, found, meaning in parts}
+            read: Any = {one: _value(meaning) if given else one for one, given, meaning in parts}
         else:
             read = names.get(word) or READERS[word]
-        options["read"] = read if callable(read) else choice(read, **refusal)
+        options["read"] = read if callable(read) else choice(read, end)
     return sets(kind, **options)
+
+
+def _parts(text: str) -> tuple[str, str, str]:
+    """Return what a text says, the mark before its hint, and the hint."""
+    found = re.fullmatch(r"(.*) (--|!!)(?: (.*))?", text, re.DOTALL)
+    return (found[1], found[2], found[3] or "") if found else (text, "", "")
 
 
 def _values(text: str) -> list[Any]:
@@ -129,45 +164,6 @@ def _value(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def _foreign(rule: Rule) -> Rule:
-    def named(value: Any) -> RuleResult:
-        result = applied(rule, value)
-        if result.outcome == "refused":
-            name = "another optimizer" if isinstance(value, bool) else str(value)
-            result.fact, result.content = FOREIGN, name
-        return result
-
-    return named
-
-
-def applied(rule: Rule, value: Any) -> RuleResult:
-    """Return what the rule says of a value; its refusal, if the key cannot have the value."""
-    try:
-        return rule(value)
-    except WrongValueError as error:
-        return error.result
-
-
-def ignored(why: str) -> RuleResult:
-    """Return the result of a key that needs no place in a recipe."""
-    return RuleResult(outcome="default", why=why)
-
-
-def unset() -> RuleResult:
-    """Return the result of a value that gives nothing: null, or one that is off."""
-    return ignored("is not set, or off")
-
-
-def refused(why: str, hint: str = "", *, blocks: bool = False) -> RuleResult:
-    """Return a refusal."""
-    return RuleResult(outcome="refused", why=why, hint=hint, blocks=blocks)
-
-
-def translated(fact: str, content: Any, *, auto: bool = False) -> RuleResult:
-    """Return the result of a value that gives a fact."""
-    return RuleResult(outcome="translated", fact=fact, content=content, auto=auto)
 
 
 def sets(fact: str, read: Read = str, auto: Any = None, off: Collection[Any] = ()) -> Rule:
@@ -183,9 +179,7 @@ def sets(fact: str, read: Read = str, auto: Any = None, off: Collection[Any] = (
     return rule
 
 
-def when_on(fact: str, then: Any, *words: str) -> Rule:
-    """Return a rule for a switch, which `words` turn on too. If it is on, the fact is `then`."""
-
+def _switch(fact: str, then: Any, words: Collection[str]) -> Rule:
     def rule(value: Any) -> RuleResult:
         on = not is_off(value)
         if on and value not in words and not isinstance(value, Mapping):
@@ -195,38 +189,30 @@ def when_on(fact: str, then: Any, *words: str) -> Rule:
     return rule
 
 
-def allowed(*values: Any, hint: str = "", blocks: bool = False) -> Rule:
-    """Return a rule that accepts null, `auto` and `values`, and refuses every other value."""
-
+def _always(values: Collection[Any], end: str) -> Rule:
     def rule(value: Any) -> RuleResult:
         if value is None or value == "auto" or _among(value, values):
-            return ignored("every recipe does this")
-        return refused(f"is always {values[0]} in a recipe", hint, blocks=blocks)
+            return outcome("ignored every recipe does this")
+        return outcome(f"refused is always {next(iter(values))} in a recipe{end}")
 
     return rule
 
 
-def unsupported(why: str, hint: str = "", *, blocks: bool = False) -> Rule:
-    """Return a rule that refuses every value but those that switch the setting off."""
-    return lambda value: unset() if is_off(value) else refused(why, hint, blocks=blocks)
+def _foreign(rule: Rule) -> Rule:
+    def named(value: Any) -> RuleResult:
+        result = applied(rule, value)
+        if result.outcome == "refused":
+            name = "another optimizer" if isinstance(value, bool) else str(value)
+            result.fact, result.content = FOREIGN, name
+        return result
+
+    return named
 
 
-def only(test: Test, why: str, refusal: str, hint: str = "", *, blocks: bool = False) -> Rule:
-    """Return a rule for values that need no place in a recipe if they pass a test, and are refused
-    else; `{0!r}` in `refusal` is the value."""
-    return lambda value: (
-        ignored(why) if test(value) else refused(refusal.format(value), hint, blocks=blocks)
-    )
-
-
-def passes(why: str) -> Rule:
-    """Return a rule for a key that needs no place in a recipe, whatever its value."""
-    return lambda value: ignored(why)
-
-
-def untranslated(why: str) -> Rule:
-    """Return a rule for a key that recipes have no place for, and that a user should look at."""
-    return lambda value: unset() if is_off(value) else RuleResult(outcome="not translated", why=why)
+def only(test: Callable[[Any], bool], passed: str, refused: str) -> Rule:
+    """Return a rule for values that have the outcome `passed` if they pass a test, `refused` else,
+    where {0!r} is the value."""
+    return lambda value: outcome(passed if test(value) else refused.format(value))
 
 
 def is_off(value: Any) -> bool:
@@ -293,15 +279,16 @@ def names(value: Any) -> list[str]:
     return [each.strip() for each in found if each.strip()]
 
 
-def choice(known: Collection[str], hint: str = "", *, blocks: bool = False) -> Read:
-    """Return a reader of the known texts in any case; with a mapping, it returns their values."""
+def choice(known: Collection[str], end: str = "") -> Read:
+    """Return a reader of the known texts in any case; with a mapping, it returns their values.
+    `end` is the hint about others, with its mark."""
 
     def read(value: Any) -> Any:
         key = str(value).lower()
         if key in known:
             return known[key] if isinstance(known, Mapping) else key
-        message = f"{value!r} is none of the values that a recipe has: {', '.join(known)}"
-        raise WrongValueError(message, hint, blocks=blocks)
+        which = f"{value!r} is none of the values that a recipe has: {', '.join(known)}"
+        raise WrongValueError(f"{which}{end}")
 
     return read
 

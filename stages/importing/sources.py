@@ -24,7 +24,7 @@ from pipeline import DataError, StageError
 from pipeline.importing import Request
 from pipeline.utils import COMMIT
 from stages.importing import rules
-from stages.importing.report import Draft, Report
+from stages.importing.report import NO_EFFECT, Draft, Report
 
 NO_COMMIT = "the commit of the day when it starts; `pipe pin` writes it"
 READ = (".txt", ".jsonl", ".json", ".parquet")
@@ -33,6 +33,8 @@ LOADERS = ("json", "text", "parquet", "csv", "arrow")
 """Loaders of the library `datasets`, which take files."""
 TRAIN, HELD = "rows.", "held."
 _PLACE = ("path", "files", "config", "split", "revision", "weight")
+REPLACED, FILLED = "ignored --data replaces it", "ignored data.text fills every sample"
+AS_A_WHOLE, SEPARATE = "files are read as a whole", "put those rows in a separate file"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,20 +63,6 @@ def _local_files(name: str) -> list[str]:
     return [f"{rules.path(name)}/*{kind}" for kind in kinds or [""]]
 
 
-def _requested(draft: Draft, request: Request) -> bool:
-    """Fill the slot with the files of `--data`, if there are any."""
-    files = [str(Path(each).expanduser().absolute()) for each in request.data]
-    if files:
-        _put_files(draft, files)
-    return bool(files)
-
-
-def _put_files(draft: Draft, files: list[str], *facts: str) -> None:
-    """Add the slot `data` for local files, by what the first row of the first one has."""
-    draft.slot("data", "data.chat" if _has_fields(files[0]) else "data.text")
-    draft.put("data.files", files, *facts)
-
-
 def _has_fields(file: str) -> bool:
     """Return whether the first row of a file, or of a pattern's first file, has fields for
     data.chat, and not only text."""
@@ -92,6 +80,19 @@ def _has_fields(file: str) -> bool:
     return any(name != "text" and keys >= set(needed) for name, needed in KEYS.items())
 
 
+def _put_files(draft: Draft, files: list[str], *facts: str) -> bool:
+    """Add the slot `data` for local files, if there are any, by what the first row has."""
+    if files:
+        draft.slot("data", "data.chat" if _has_fields(files[0]) else "data.text")
+        draft.put("data.files", files, *facts)
+    return bool(files)
+
+
+def _requested(request: Request) -> list[str]:
+    """Return the files of `--data`."""
+    return [str(Path(each).expanduser().absolute()) for each in request.data]
+
+
 def has_heldout(draft: Draft) -> bool:
     """Return whether the recipe has data sets to evaluate on."""
     return bool(draft.slots["data"].keys() & {"heldout_files", "heldout_sources"})
@@ -99,15 +100,15 @@ def has_heldout(draft: Draft) -> bool:
 
 def several(draft: Draft, request: Request) -> None:
     """Fill the slot `data` of a tool that names data sets."""
-    if _requested(draft, request):
-        draft.ignore(*draft.facts(TRAIN), *draft.facts(HELD), why="--data replaces it")
+    if _put_files(draft, _requested(request)):
+        draft.drop(REPLACED, *draft.facts(TRAIN), *draft.facts(HELD))
     else:
         _slot(draft)
-    if draft.slots["data"]["use"] == "data.text":
-        draft.ignore("data.packing", why="data.text fills every sample")
-        draft.ignore("data.loss", "data.too_long", why="data.text trains on every token")
-    else:
-        draft.ignore("data.documents_apart")
+    text = draft.slots["data"]["use"] == "data.text"
+    draft.drop(FILLED, "data.packing", when=text)
+    every = "ignored data.text trains on every token"
+    draft.drop(every, "data.loss", "data.too_long", when=text)
+    draft.drop(NO_EFFECT, "data.documents_apart", when=not text)
 
 
 def _slot(draft: Draft) -> None:
@@ -116,9 +117,8 @@ def _slot(draft: Draft) -> None:
     styles = {one: draft.value(f"{one}style", Style()) for one in numbers}
     facts = [f"{one}style" for one in numbers]
     running = {style.running for style in styles.values()}
-    if len(running) == 2:
-        why, hint = "running text and rows are not one training", "import one of them"
-        draft.refuse(*facts, why=why, hint=hint, blocks=True)
+    mixed = "refused running text and rows are not one training !! import one of them"
+    draft.drop(mixed, *facts, when=len(running) == 2)
     draft.slot("data", "data.text" if True in running else "data.chat", *facts)
     if False in running:
         _forms(draft, styles)
@@ -127,14 +127,13 @@ def _slot(draft: Draft) -> None:
         names = {draft.value(fact, "text") for fact in keys}
         if len(names) == 1:
             draft.put("data.text_key", names.pop(), *keys)
-        else:
-            why = "the text has one key in all files"
-            draft.refuse(*keys, why=why, hint="rename the column", blocks=True)
+        draft.drop("refused the text has one key in all files !! rename the column", *keys,
+                   when=len(names) > 1)  # fmt: skip
     if not _put(draft, TRAIN, "files", "sources"):
         draft.lacks("data.files", "files, or `sources` with data sets of the hub")
     _put(draft, HELD, "heldout_files", "heldout_sources")
-    if has_heldout(draft):
-        draft.ignore("data.heldout_fraction", why="there is data to evaluate on")
+    there = "ignored there is data to evaluate on"
+    draft.drop(there, "data.heldout_fraction", when=has_heldout(draft))
 
 
 def _numbers(report: Report, kind: str) -> list[str]:
@@ -153,9 +152,9 @@ def _forms(draft: Draft, styles: Mapping[str, Style]) -> None:
     plain = [f"{one}style" for one in pairs if not styles[one].template]
     if len(plain) == len(pairs) > 0:
         draft.put("data.template", False, *plain)
-    elif plain:
-        why = "other rows take the chat template, and a recipe does one or the other"
-        draft.refuse(*plain, why=why, hint="convert one of them to `messages`", blocks=True)
+    else:
+        why = "refused other rows take the chat template, and a recipe does one or the other"
+        draft.drop(f"{why} !! convert one of them to `messages`", *plain)
 
 
 def _put(draft: Draft, kind: str, files: str, sources: str) -> bool:
@@ -182,32 +181,31 @@ def _place(report: Report, one: str) -> dict[str, Any] | None:
     if not name and not files:
         return None
     if {Path(each).suffix for each in files or [name]} & {".csv", ".arrow", ".tsv"}:
-        hint = "convert them to JSON lines"
-        report.refuse(path, given, why="no recipe reads such files", hint=hint)
+        report.drop("refused no recipe reads such files -- convert them to JSON lines", path, given)
         return None
     if "://" in name:
-        hint = "copy them to a disk, or use data.stream"
-        report.refuse(path, why="is an address, and the files are local", hint=hint)
+        why = "refused is an address, and the files are local"
+        report.drop(f"{why} -- copy them to a disk, or use data.stream", path)
         return None
-    more = {"weight": report.value(f"{one}weight")} if report.known(f"{one}weight") else {}
+    known = [each for each in _PLACE[2:] if report.known(f"{one}{each}")]
+    fields = {each: report.value(f"{one}{each}") for each in known}
+    if not fields.get("revision"):
+        fields.pop("revision", None)
     listed = bool(files) and (name in LOADERS or is_local(name) or not name)
     if listed or is_local(name) or name.endswith(READ):
-        if report.value(f"{one}split", "train") != "train":
-            why, hint = "files are read as a whole", "put those rows in a separate file"
-            report.refuse(f"{one}split", why=why, hint=hint, blocks=True)
+        part = report.value(f"{one}split", "train") != "train"
+        report.drop(f"refused {AS_A_WHOLE} !! {SEPARATE}", f"{one}split", when=part)
         local = [rules.path(each) for each in files] if listed else _local_files(name)
-        return {"files": local, **more}
-    why = "a data set of the hub is read by its configuration and split"
-    report.refuse(given, why=why, hint="download the files, and name them", blocks=True)
-    facts = [each for each in ("config", "split") if report.known(f"{one}{each}")]
-    facts += ["revision"] if report.value(f"{one}revision") else []
-    return {"dataset": name, **{each: report.value(f"{one}{each}") for each in facts}, **more}
+        return {"files": local, **{each: fields[each] for each in fields if each == "weight"}}
+    why = "refused a data set of the hub is read by its configuration and split"
+    report.drop(f"{why} !! download the files, and name them", given)
+    return {"dataset": name, **fields}
 
 
 def script_data(draft: Draft, request: Request) -> None:
     """Fill the slot `data` of a script."""
-    if _requested(draft, request):
-        draft.ignore("data", "dataset", why="--data replaces it")
+    if _put_files(draft, _requested(request)):
+        draft.drop(REPLACED, "data", "dataset")
     elif draft.given("data"):
         _put_files(draft, [draft.value("data")], "data")
     elif not draft.given("dataset"):
@@ -215,9 +213,8 @@ def script_data(draft: Draft, request: Request) -> None:
         draft.lacks("data.files", "text files, or use: data.chat for conversations")
     elif is_local(draft.value("dataset")):
         _put_files(draft, _local_files(draft.value("dataset")), "dataset")
-        why, hint = "files are read as a whole", "put those rows in a separate file"
-        draft.refuse("dataset.config", "dataset.heldout", why=why, hint=hint)
-        draft.ignore("dataset.split")
+        draft.drop(f"refused {AS_A_WHOLE} -- {SEPARATE}", "dataset.config", "dataset.heldout")
+        draft.drop(NO_EFFECT, "dataset.split")
     else:
         # A script of transformers for plain text has blocks, a script of TRL has rows.
         blocks = any(entry.key == "block_size" for entry in draft.of("data.sequence_length"))
@@ -231,8 +228,8 @@ def script_data(draft: Draft, request: Request) -> None:
                 one = {**source, "split": split}
                 draft.put(f"data.{key}", [one], *names.values(), fact, note=NO_COMMIT)
     _loss(draft)
-    if draft.given("data.heldout_files"):
-        draft.ignore("data.heldout_fraction", why="there are files to evaluate on")
+    there = "ignored there are files to evaluate on"
+    draft.drop(there, "data.heldout_fraction", when=draft.given("data.heldout_files"))
 
 
 LOSS = ("loss.completion", "loss.assistant")
@@ -243,9 +240,9 @@ def _loss(draft: Draft) -> None:
     assistant_only_loss alone. In a conversation, `completion` is the assistant's words."""
     completion, assistant = map(draft.value, LOSS)
     if draft.slots["data"]["use"] == "data.text":
-        draft.ignore("data.packing", why="data.text fills every sample")
+        draft.drop(FILLED, "data.packing")
         masks = [fact for fact in LOSS if draft.value(fact)]
-        draft.refuse(*masks, why="data.text trains on every token", hint="use data.chat")
+        draft.drop("refused data.text trains on every token -- use data.chat", *masks)
     elif assistant:
         draft.put("data.loss", "assistant" if completion is False else "completion", *LOSS)
     elif completion is False:
@@ -253,4 +250,4 @@ def _loss(draft: Draft) -> None:
     else:
         draft.lacks("data.loss", "TRL's is `all` for conversations, `completion` for prompts")
         why = "TRL then trains on whole conversations, but of prompts only on the completions"
-        draft.refuse(*LOSS, why=why, hint="set data.loss: all or completion")
+        draft.drop(f"refused {why} -- set data.loss: all or completion", *LOSS)

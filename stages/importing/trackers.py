@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from stages.importing import rules
-from stages.importing.rules import RuleResult, Table, table, untranslated
+from stages.importing.rules import RuleResult, Table, outcome, rule, table
 
 TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
 """Trackers of a recipe, `track.NAME`, as `report_to` calls them. The facts of each are called
@@ -16,8 +16,8 @@ ASKED = "report_to"
 RECORDED = "metrics.jsonl in the run folder has it all"
 DISABLED = "disabled"
 """A mode of wandb in which nothing is kept."""
-other_tracker = untranslated(f"recipes do not have this tracker; {RECORDED}")
-own_run = untranslated("each run of a recipe starts a new run in the tracker")
+other_tracker = rule(f"untranslated recipes do not have this tracker; {RECORDED}")
+own_run = rule("untranslated each run of a recipe starts a new run in the tracker")
 
 
 def report_to(value: Any) -> RuleResult:
@@ -25,14 +25,13 @@ def report_to(value: Any) -> RuleResult:
     names = [] if rules.is_off(value) else [each.lower() for each in rules.names(value)]
     names = [each for each in names if each != "none"]
     if "all" in names:
-        why = "means every tracker that is installed, and a recipe names them"
-        return RuleResult(outcome="not translated", why=why, hint="name them: report_to: [wandb]")
+        why = "untranslated means every tracker that is installed, and a recipe names them"
+        return outcome(f"{why} -- name them: report_to: [wandb]")
     ours = [each for each in TRACKERS if each in names]
     others = [each for each in names if each not in TRACKERS]
     if others:
-        why = f"recipes have no tracker {', '.join(others)}; {RECORDED}"
-        fact = ASKED if ours else ""
-        return RuleResult(outcome="not translated", why=why, fact=fact, content=ours)
+        why = f"untranslated recipes have no tracker {', '.join(others)}; {RECORDED}"
+        return outcome(why, fact=ASKED if ours else "", content=ours)
     return rules.translated(ASKED, ours) if ours else rules.unset()
 
 
@@ -42,7 +41,7 @@ def _address(value: Any) -> str:
     parts = urlsplit(found)
     if parts.username or parts.password or parts.query:
         hint = "set MLFLOW_TRACKING_URI in the environment"
-        raise rules.WrongValueError("secrets do not belong in a recipe", hint)
+        raise rules.WrongValueError(f"secrets do not belong in a recipe -- {hint}")
     return rules.path(found) if found.startswith((".", "~")) else found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from stages.importing import rules
 from stages.importing.engines import DEEPSPEED, FSDP_PREFIXED, PARALLELISM, fsdp_strategy
-from stages.importing.rules import Table, number, positive, sets, table
+from stages.importing.rules import Table, number, positive, rule, sets, table
 from stages.importing.trackers import TRAINER_TRACKERS, WANDB_PREFIXED
 
 EIGHT_BITS = {"moments": "8bit"}
@@ -35,7 +35,7 @@ def _steps_or_share(value: Any) -> int | Fraction:
 def _targets(value: Any) -> list[str] | str:
     if isinstance(value, str) and set(value) & set(r"\[](){}|^$*+?"):
         hint = "list the layers: q_proj, v_proj, ..."
-        raise rules.WrongValueError("recipes choose layers by name", hint, blocks=True)
+        raise rules.WrongValueError(f"recipes choose layers by name !! {hint}")
     found = rules.names(value)
     return "all-linear" if found == ["all-linear"] else found
 
@@ -104,10 +104,10 @@ DEFAULTS: Mapping[str, Any] = {
 
 def _mixture(value: Any) -> rules.RuleResult:
     if "chosen" in str(value) or "rejected" in str(value):
-        why = "names rows of preferences, and recipes train on text"
-        return rules.refused(why, "train with TRL", blocks=True)
-    why = "mixtures have another form"
-    return rules.unsupported(why, "write data.sources, each with its weight")(value)
+        why = "refused names rows of preferences, and recipes train on text"
+        return rules.outcome(f"{why} !! train with TRL")
+    why = "refused mixtures have another form -- write data.sources, each with its weight"
+    return rule(why)(value)
 
 
 LORA = table("""
@@ -168,25 +168,23 @@ def _fraction(value: Any) -> float:
     found = number(value)
     if not 0 < found <= 0.5:
         why = f"holds out {value!r}, and a recipe a share of the rows of at most 0.5"
-        raise rules.WrongValueError(why, "set data.heldout_fraction")
+        raise rules.WrongValueError(f"{why} -- set data.heldout_fraction")
     return found
 
 
-_TEMPLATE = (
-    "rows are laid out by the tokenizer's own chat template",
-    "compare both; for another template, name a tokenizer that has it: model.tokenizer",
-)
-template_setting = rules.unsupported(*_TEMPLATE)
-named_template = rules.only(
-    lambda value: str(value).lower() in ("none", "tokenizer_default"), _TEMPLATE[0], *_TEMPLATE
-)
+TEMPLATE = "rows are laid out by the tokenizer's own chat template"
+_OTHER = (f"refused {TEMPLATE} -- compare both; for another template, name a tokenizer that has "
+          "it: model.tokenizer")  # fmt: skip
+template_setting = rule(_OTHER)
 SHARED: dict[str, Any] = {
     "template_setting": template_setting,
-    "named_template": named_template,
+    "named_template": rules.only(
+        lambda value: str(value).lower() in ("none", "tokenizer_default"),
+        f"ignored {TEMPLATE}", _OTHER),
     "fraction": _fraction,
-    "new_tokens": rules.unsupported(
-        "tokens come from the model's tokenizer",
-        "save a tokenizer with them, name it in model.tokenizer, and set model.vocab_size"),
+    "new_tokens": rule(
+        "refused tokens come from the model's tokenizer -- save a tokenizer with them, name it in "
+        "model.tokenizer, and set model.vocab_size"),
     "lora_b": lambda value: [{"match": ["*.lora_B.*"], "lr_ratio": number(value)}],
     **SCRIPT, **TRAINER,
 }  # fmt: skip

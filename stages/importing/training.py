@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from pipeline.importing import Request
 from stages.importing.parallelism import AUTO, sharing_ranks, size
-from stages.importing.report import Draft
+from stages.importing.report import NO_EFFECT, Draft
 from stages.importing.rules import FOREIGN
 from stages.importing.sources import has_heldout
 
@@ -50,10 +50,10 @@ def optimizer(draft: Draft) -> None:
     draft.slot("optimizer", "optimizer.adamw", "optimizer", "optim")
     for name, value in draft.value("optim", {}).items():
         draft.put(f"optimizer.{name}", value, "optim")
-    if foreign := draft.of(FOREIGN):
-        why = f"is a rate for {foreign[0].content}, and this is AdamW"
+    for foreign in draft.of(FOREIGN)[:1]:
+        why = f"refused is a rate for {foreign.content}, and this is AdamW"
         hint = "fill in optimizer.lr, for the optimizer that you choose"
-        draft.refuse("optimizer.lr", why=why, hint=hint)
+        draft.drop(f"{why} -- {hint}", "optimizer.lr")
     if not draft.known("optimizer.lr"):
         draft.lacks("optimizer.lr", "the learning rate, which the files do not give")
     _betas(draft)
@@ -65,18 +65,19 @@ def _betas(draft: Draft) -> None:
     stated = next((entry.content for entry in draft.of("betas") if not entry.auto), None)
     if stated is not None:
         draft.put("optimizer.betas", stated, "betas")
+        differs = "refused contradicts DeepSpeed's betas !! use the same value in both"
         for fact, one, other in zip(("beta1", "beta2"), single, stated, strict=True):
-            if one != other:
-                hint = "use the same value in both"
-                draft.refuse(fact, why="contradicts DeepSpeed's betas", hint=hint, blocks=True)
+            draft.drop(differs, fact, when=one != other)
     elif any(map(draft.known, ("betas", "beta1", "beta2"))):
         draft.put("optimizer.betas", single, "betas", "beta1", "beta2")
 
 
 def _schedule(draft: Draft) -> None:
     schedule = draft.value("deepspeed.schedule") or draft.value("schedule")
-    if draft.given("deepspeed.schedule") and draft.value("schedule", schedule) != schedule:
-        draft.refuse("schedule", why="DeepSpeed's scheduler wins, as it does in transformers")
+    other = draft.given("deepspeed.schedule") and draft.value("schedule", schedule) != schedule
+    draft.drop(
+        "refused DeepSpeed's scheduler wins, as it does in transformers", "schedule", when=other
+    )
     if schedule is not None:
         shape = "constant" if schedule == "flat" else schedule
         draft.put("optimizer.schedule", shape, "deepspeed.schedule", "schedule")
@@ -98,23 +99,23 @@ def train(draft: Draft, request: Request) -> None:
     evaluates = put_period(draft, "eval", "train.eval_every") or draft.known("train.eval_every")
     if evaluates and not (draft.facts("data.heldout") or has_heldout(draft)):
         draft.lacks("data.heldout_fraction", "a part to evaluate on, or heldout_files")
-    if not evaluates:
-        compared = draft.facts("train.early_stopping") + draft.facts("checkpoint.keep_best")
-        why = "compares evaluations, and there are none before the end"
-        draft.refuse(*compared, why=why, hint="evaluate every so many steps, or epochs")
+    compared = draft.facts("train.early_stopping") + draft.facts("checkpoint.keep_best")
+    why = "refused compares evaluations, and there are none before the end"
+    hint = "evaluate every so many steps, or epochs"
+    draft.drop(f"{why} -- {hint}", *compared, when=not evaluates)
 
 
 def _length(draft: Draft) -> None:
     planned = draft.value("schedule_steps")
     if planned is not None and not (draft.given("train.steps") or draft.given("train.epochs")):
         draft.put("train.steps", planned, "schedule_steps")
-        draft.ignore("train.epochs")
+        draft.drop(NO_EFFECT, "train.epochs")
         return
-    if planned is not None and planned != draft.value("train.steps"):
-        why = "the schedule ends with the training"
-        draft.refuse("schedule_steps", why=why, hint="train as long as the schedule")
+    longer = planned not in (None, draft.value("train.steps"))
+    why = "refused the schedule ends with the training -- train as long as the schedule"
+    draft.drop(why, "schedule_steps", when=longer)
     if draft.given("train.steps"):
-        draft.ignore("train.epochs", why="the number of steps counts")
+        draft.drop("ignored the number of steps counts", "train.epochs")
     elif not draft.known("train.epochs"):
         draft.lacks("train.steps", "how long to train, or `epochs`")
 
@@ -122,7 +123,7 @@ def _length(draft: Draft) -> None:
 def _processes(draft: Draft, request: Request) -> int | None:
     """Return the number of processes, as requested or as a file gives it."""
     if request.procs is not None:
-        draft.ignore("procs", why="--procs replaces it")
+        draft.drop("ignored --procs replaces it", "procs")
         draft.put("launch.procs", request.procs)
         return request.procs
     if draft.value("distributed") == "one":
@@ -139,8 +140,8 @@ def _batch(draft: Draft, procs: int | None) -> None:
     total, micro, accumulation = map(draft.value, BATCH[:3])
     ranks, sharing = size(draft, AUTO), sharing_ranks(draft)
     if total is not None and total % ranks:
-        why = f"counts each sample for {ranks} ranks, which do not divide it"
-        draft.refuse("global_batch", why=why, blocks=True)
+        why = f"refused counts each sample for {ranks} ranks, which do not divide it !!"
+        draft.drop(why, "global_batch")
         total = None
     elif total is not None:  # DeepSpeed counts a sample once for each rank that AutoTP gives it to
         total //= ranks
@@ -149,7 +150,7 @@ def _batch(draft: Draft, procs: int | None) -> None:
         shares = f" / {sharing} that share a sample" if sharing > 1 else ""
         why = f"is not {micro} a process x {accumulation} micro-batches x {procs} processes{shares}"
         hint = "give the number of processes with --procs"
-        draft.refuse("global_batch", why=why, hint=hint, blocks=True)
+        draft.drop(f"refused {why} !! {hint}", "global_batch")
     if total is not None or implied is not None:
         draft.put("train.global_batch_size", total or implied, *BATCH)
         return

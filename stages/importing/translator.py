@@ -13,7 +13,7 @@ from pipeline import UsageError
 from pipeline.importing import ConfigFile, KeyOutcome, OtherTool, Request, Translation, Translator
 from stages.importing import reader, untranslated
 from stages.importing.engines import set_defaults
-from stages.importing.reader import ACCELERATE_KIND, DEEPSPEED_KIND, TABLES, TRAINER_KIND, Reader
+from stages.importing.reader import ACCELERATE_KIND, DEEPSPEED_KIND, TABLES, TRAINER_KIND
 from stages.importing.recipe import compose
 from stages.importing.report import Draft, Report
 from stages.importing.rules import Table
@@ -109,7 +109,7 @@ class RecipeTranslator(Translator):
             raise UsageError(f"{both} are both recipes of {self.tool}", hint="import one by one")
         others = [file for file in files if file is not recipes[0]]
         draft = Draft(files)
-        self.read(Reader(draft, recipes[0]), others, request)
+        self.read(draft, recipes[0], others, request)
         draft.kinds.add(TRAINER_KIND)  # its defaults hold next to DeepSpeed's, as transformers'
         _read_kinds(draft, others, self.beside, self.kind)
         return self._composed(draft, request, recipes[0].path.stem).translation()
@@ -117,7 +117,7 @@ class RecipeTranslator(Translator):
     def meaning(self, key: str, content: Mapping[str, Any]) -> KeyOutcome | None:
         def drafted(file: ConfigFile) -> Draft:
             draft = Draft([file])
-            self.read(Reader(draft, file), (), Request())
+            self.read(draft, file, (), Request())
             return self._composed(draft, Request(), "recipe")
 
         return meaning(key, content, self.table, self.companies, drafted)
@@ -128,7 +128,9 @@ class RecipeTranslator(Translator):
         return draft
 
     @abstractmethod
-    def read(self, reader: Reader, others: Sequence[ConfigFile], request: Request) -> None:
+    def read(
+        self, report: Report, file: ConfigFile, others: Sequence[ConfigFile], request: Request
+    ) -> None:
         """Read the tool's recipe, and of the other files those that only this tool has."""
 
     def finish(self, draft: Draft) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from stages.importing import rules
 from stages.importing.engines import FSDP_PREFIXED
-from stages.importing.rules import RuleResult, Table, sets, table
+from stages.importing.rules import RuleResult, Table, outcome, rule, sets, table
 from stages.importing.trackers import MLFLOW, SWANLAB, WANDB_PREFIXED, other_tracker
 from stages.importing.trainer import EIGHT_BITS, LORA, OPTIMIZERS, SHARED, TRAINER
 from stages.importing.training import part_of_epoch
@@ -21,24 +21,24 @@ trackers."""
 
 def _plugins(value: object) -> RuleResult:
     if unknown := [name for name in rules.names(value) if name not in PLUGINS]:
-        why = f"{', '.join(unknown)} may change the training"
-        return rules.refused(why, "leave it out, if it does not", blocks=True)
-    return rules.ignored("these plugins change nothing that is trained")
+        why = f"refused {', '.join(unknown)} may change the training"
+        return outcome(f"{why} !! leave it out, if it does not")
+    return outcome("ignored these plugins change nothing that is trained")
 
 
 _CHECKPOINTING = "model.activation_checkpointing"
 _offload = sets(f"{_CHECKPOINTING}.offload", lambda _: True, off=(False,))
+_switch = rule(f"{_CHECKPOINTING} = {{}}")
 
 
 def _gradient_checkpointing(value: Any) -> RuleResult:
-    on = rules.when_on(_CHECKPOINTING, {})
-    return (_offload if str(value).startswith("offload") else on)(value)
+    return (_offload if str(value).startswith("offload") else _switch)(value)
 
 
 def _selective(value: Any) -> RuleResult:
     if value in (True, {"save": ["attention"]}):
         return rules.translated(f"{_CHECKPOINTING}.keep", "attention")
-    return rules.untranslated(f"{_CHECKPOINTING} has other choices")(value)
+    return rule(f"untranslated {_CHECKPOINTING} has other choices")(value)
 
 
 def _attention(value: Any) -> str:
@@ -46,7 +46,7 @@ def _attention(value: Any) -> str:
     found = str(value)
     known = "eager sdpa flash_attention_2 flash_attention_3 flash_attention_4 flex_attention"
     if "/" not in found:
-        rules.choice(known.split(), "use flash_attention_2 or sdpa")(found)
+        rules.choice(known.split(), " -- use flash_attention_2 or sdpa")(found)
     return found
 
 
@@ -179,10 +179,10 @@ TABLE: Table = {
     """, **SHARED | {
         "plugins": _plugins, "other_tracker": other_tracker, "attention": _attention,
         "causal": rules.only(
-            lambda value: str(value).endswith("ForCausalLM"),
-            "every model is a causal language model", "recipes train causal language models",
-            blocks=True),
-        "gradient_checkpointing": _gradient_checkpointing, "offload": _offload,
+                lambda value: str(value).endswith("ForCausalLM"),
+                "ignored every model is a causal language model",
+                "refused recipes train causal language models !!"),
+            "gradient_checkpointing": _gradient_checkpointing, "offload": _offload,
         "selective": _selective, "each_epoch": _each_epoch,
         "other": lambda value: not rules.truth(value),
         "optimizers": {**OPTIMIZERS, "ao_adamw_8bit": EIGHT_BITS},

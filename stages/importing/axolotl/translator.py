@@ -10,9 +10,9 @@ from stages.importing import rules
 from stages.importing.axolotl.keys import TABLE
 from stages.importing.engines import set_words
 from stages.importing.parallelism import AUTO, CONTEXT, RING, TENSOR
-from stages.importing.reader import Reader
+from stages.importing.reader import deepspeed, unread
 from stages.importing.report import NO_BLOCK, Draft, Report
-from stages.importing.rules import WrongValueError, ignored, refused, table
+from stages.importing.rules import Table, WrongValueError, choice, outcome, rule, table
 from stages.importing.sources import HELD, TRAIN, Style
 from stages.importing.tools import AXOLOTL
 from stages.importing.trainer import SHARED
@@ -46,22 +46,23 @@ class Axolotl(RecipeTranslator):
         {"val_set_size": 0.1, "eval_strategy": "steps"},
     )
 
-    def read(self, reader: Reader, others: Sequence[ConfigFile], request: Request) -> None:
-        given, report = dict(reader.content), reader.report
-        _leave_out(reader)
-        reader.deepspeed()
+    def read(
+        self, report: Report, file: ConfigFile, others: Sequence[ConfigFile], request: Request
+    ) -> None:
+        content, name = file.content, file.path.name
+        rows = {**TABLE, **_in_company(content), **deepspeed(report, file)}
         first = 0
-        for key, value in reader.content.items():
+        for key, value in content.items():
             if key in LISTS and value:
                 blocks = value if isinstance(value, list) else [value]
-                _read_rows(report, reader.name, key, blocks, first)
+                _read_rows(report, name, key, blocks, first)
                 first += len(blocks)
             else:
-                report.read(reader.name, {key: value}, TABLE)
-        _defaults(report, given)
-        sharded, deepspeed = report.value("strategy") == "wrap.fsdp", bool(given.get("deepspeed"))
-        report.rename("axolotl.tensor", AUTO if deepspeed else TENSOR)
-        report.rename("axolotl.context", CONTEXT if sharded and not deepspeed else RING)
+                report.read(name, {key: value}, rows)
+        _defaults(report, content)
+        sharded, engine = report.value("strategy") == "wrap.fsdp", bool(content.get("deepspeed"))
+        report.rename("axolotl.tensor", AUTO if engine else TENSOR)
+        report.rename("axolotl.context", CONTEXT if sharded and not engine else RING)
 
     def finish(self, draft: Draft) -> None:
         often = ("save_steps", "save_strategy", "save_part")
@@ -70,30 +71,29 @@ class Axolotl(RecipeTranslator):
             draft.put("checkpoint.every", "1 epoch", note=OWN)
 
 
-def _leave_out(reader: Reader) -> None:
-    """Take out what axolotl does not read in the company of other keys."""
-    content = reader.content
-    if content.get("fp16") and content.get("bf16") == "auto":
-        reader.skip("bf16", "fp16 is set")
-    if content.get("lora_target_linear") and content.get("lora_target_modules"):
-        reader.skip("lora_target_modules", "lora_target_linear takes all")
-    if content.get("chat_template") and not _templated(content.get("datasets")):
-        reader.skip("chat_template", "no data set has type: chat_template")
-    held = content.get("val_set_size")
-    if (rules.is_off(held) or held in ("0", "0.0")) and not content.get("test_datasets"):
-        for key in ("evals_per_epoch", "eval_steps", "eval_strategy", "evaluation_strategy"):
-            if content.get(key):
-                reader.skip(key, "nothing is held out: no val_set_size")
-    schedule = str(content.get("lr_scheduler") or "cosine").lower()
-    if content.get("cosine_min_lr_ratio") is not None and schedule != "cosine":
-        reader.skip("cosine_min_lr_ratio", f"lr_scheduler is {schedule}")
-    missing = [key for key in ("lora_r", "lora_alpha") if not content.get(key)]
-    if content.get("adapter") in ("lora", "qlora") and missing:
-        why = f"axolotl needs {' and '.join(missing)} too"
-        reader.take("adapter", rules.refused(why, blocks=True))
-    elif content.get("adapter") == "qlora" and not content.get("load_in_4bit"):
-        why, hint = "qlora needs load_in_4bit", "set load_in_4bit: true"
-        reader.take("adapter", rules.refused(why, hint, blocks=True))
+def _in_company(content: Mapping[str, Any]) -> Table:
+    """Return the rules of keys that mean nothing, or nothing good, in the company of others."""
+    get, held = content.get, content.get("val_set_size")
+    none = (rules.is_off(held) or held in ("0", "0.0")) and not get("test_datasets")
+    schedule = str(get("lr_scheduler") or "cosine").lower()
+    templated = isinstance(get("datasets"), list) and any(map(_is_chat, content["datasets"]))
+    found = unread(
+        ("bf16", get("fp16") and get("bf16") == "auto", "fp16 is set"),
+        ("lora_target_modules", get("lora_target_linear") and get("lora_target_modules"),
+         "lora_target_linear takes all"),
+        ("chat_template", get("chat_template") and not templated,
+         "no data set has type: chat_template"),
+        *((key, none and get(key), "nothing is held out: no val_set_size")
+          for key in ("evals_per_epoch", "eval_steps", "eval_strategy", "evaluation_strategy")),
+        ("cosine_min_lr_ratio", get("cosine_min_lr_ratio") is not None and schedule != "cosine",
+         f"lr_scheduler is {schedule}"),
+    )  # fmt: skip
+    missing = [key for key in ("lora_r", "lora_alpha") if not get(key)]
+    if get("adapter") in ("lora", "qlora") and missing:
+        found["adapter"] = rule(f"refused axolotl needs {' and '.join(missing)} too !!")
+    elif get("adapter") == "qlora" and not get("load_in_4bit"):
+        found["adapter"] = rule("refused qlora needs load_in_4bit !! set load_in_4bit: true")
+    return found
 
 
 def _defaults(report: Report, content: Mapping[str, Any]) -> None:
@@ -150,7 +150,6 @@ STYLES = {
     "completion": Style(running=True),
     "pretrain": Style(running=True),
 }
-SHAREGPT = {"role": "from", "content": "value"}
 ROLES = {
     "user": ("user", "human"),
     "assistant": ("assistant", "gpt", "chatgpt", "model"),
@@ -159,29 +158,25 @@ ROLES = {
 }
 LISTS = {"datasets": TRAIN, "pretraining_dataset": TRAIN, "test_datasets": HELD}
 """Keys with lists of data sets -> beginning of their facts."""
-_RENAME = "rename the column in the data"
 
 
-def _style(value: Any) -> Style:
+def _style(value: Any) -> Any:
     if isinstance(value, Mapping):
-        why = "prompts of one's own are not laid out"
-        raise WrongValueError(why, "convert the rows to `prompt` and `completion`", blocks=True)
+        hint = "convert the rows to `prompt` and `completion`"
+        raise WrongValueError(f"prompts of one's own are not laid out !! {hint}")
     if str(value).startswith("sharegpt"):
-        why, hint = "axolotl has removed it", "write type: chat_template"
-        raise WrongValueError(why, f"{hint}, field_messages: conversations", blocks=True)
-    hint = "convert the rows to `messages`, for type: chat_template"
-    found: Style = rules.choice(STYLES, hint, blocks=True)(value)
-    return found
+        hint = "write type: chat_template, field_messages: conversations"
+        raise WrongValueError(f"axolotl has removed it !! {hint}")
+    return choice(STYLES, " !! convert the rows to `messages`, for type: chat_template")(value)
 
 
 def _mappings(value: Any) -> rules.RuleResult:
     """Read the names of roles and contents in messages."""
-    if value == SHAREGPT:
+    if value == {"role": "from", "content": "value"}:
         return rules.translated(".form", "sharegpt")
     usual = value in (None, {}, {"role": "role", "content": "content"})
-    return (
-        ignored("messages have role and content") if usual else refused("names other keys", _RENAME)
-    )
+    return outcome("ignored messages have role and content" if usual else
+                   "refused names other keys -- rename the column in the data")  # fmt: skip
 
 
 def _known_roles(value: Any) -> bool:
@@ -192,7 +187,7 @@ def _known_roles(value: Any) -> bool:
 def _to_train(value: Any) -> str:
     names = rules.names(value)
     if not names or not {*names} <= {*ROLES["assistant"]}:
-        raise WrongValueError("trains on others than the assistant", "set data.loss: all")
+        raise WrongValueError("trains on others than the assistant -- set data.loss: all")
     return "assistant"
 
 
@@ -215,18 +210,14 @@ ROWS = table("""
     preprocess_shards: ignored changes nothing that is trained
     trust_remote_code: refused data sets bring no code along -- convert them
 """, **SHARED, style=_style, mappings=_mappings, trained=_to_train,
-    roles=rules.only(_known_roles, "data.chat knows these names", "names other roles",
-                     "rename them in the data"))  # fmt: skip
+    roles=rules.only(_known_roles, "ignored data.chat knows these names",
+                     "refused names other roles -- rename them in the data"))  # fmt: skip
 """Keys of a data set."""
 
 
-def _templated(blocks: Any) -> bool:
-    """Return whether a chat template lays out the rows of one of the data sets."""
-    return isinstance(blocks, list) and any(_type(block) == "chat_template" for block in blocks)
-
-
-def _type(block: Any) -> Any:
-    return block.get("type") if isinstance(block, Mapping) else None
+def _is_chat(block: Any) -> bool:
+    """Return whether a chat template lays out the rows of a data set."""
+    return isinstance(block, Mapping) and block.get("type") == "chat_template"
 
 
 def _read_rows(report: Report, file: str, key: str, blocks: list[Any], first: int) -> None:
@@ -238,8 +229,8 @@ def _read_rows(report: Report, file: str, key: str, blocks: list[Any], first: in
             report.read(file, content, ROWS, f"{name}.", one)
         else:
             off = rules.is_off(content)
-            report.enter(file, name, content, rules.unset() if off else refused(NO_BLOCK))
+            report.enter(file, name, content, rules.unset() if off else outcome(NO_BLOCK))
         if key == "pretraining_dataset" and isinstance(content, Mapping):
             report.default(f"{one}style", STYLES["pretrain"], "text to train on")
-        elif key != "pretraining_dataset" and _type(content) == "chat_template":
+        elif key != "pretraining_dataset" and _is_chat(content):
             report.default(f"{one}form", "messages", OWN)

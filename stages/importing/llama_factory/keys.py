@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from stages.importing import rules
-from stages.importing.rules import RuleResult, Table, refused, table
+from stages.importing.rules import RuleResult, Table, outcome, table
 from stages.importing.trackers import SWANLAB
 from stages.importing.trainer import SHARED, TRAINER
 
@@ -13,14 +13,14 @@ from stages.importing.trainer import SHARED, TRAINER
 def _method(value: Any) -> RuleResult:
     if value in ("lora", "full"):
         return rules.translated("adapter", value == "lora")
-    return refused(f"no recipe trains by {value!r}", "use lora or full", blocks=True)
+    return outcome(f"refused no recipe trains by {value!r} !! use lora or full")
 
 
 def _bits(value: Any) -> RuleResult:
     if str(value) == "4":
         return rules.translated("quantize", True)
-    why = "weights are held whole or in 4 bits"
-    return rules.unset() if value is None else refused(why, "set quantization_bit: 4")
+    why = "refused weights are held whole or in 4 bits -- set quantization_bit: 4"
+    return rules.unset() if value is None else outcome(why)
 
 
 def _targets(value: Any) -> list[str] | str:
@@ -30,7 +30,7 @@ def _targets(value: Any) -> list[str] | str:
 
 def _adapter_folder(value: Any) -> str:
     if len(rules.names(value)) != 1:
-        raise rules.WrongValueError("merges several adapters", "merge them first", blocks=True)
+        raise rules.WrongValueError("merges several adapters !! merge them first")
     return rules.path(value)
 
 
@@ -124,8 +124,8 @@ TABLE: Table = {
     """, **SHARED | {
         "method": _method, "bits": _bits, "targets": _targets, "adapter_folder": _adapter_folder,
         "stage": rules.only(
-            ("pt", "sft").__contains__, "data.chat or data.text trains so",
-            "{0!r} trains on preferences or rewards, which is not supported by recipes",
-            "use stage: sft or pt, or train with TRL", blocks=True),
+                ("pt", "sft").__contains__, "ignored data.chat or data.text trains so",
+                "refused {0!r} trains on preferences or rewards, which is not supported by "
+                "recipes !! use stage: sft or pt, or train with TRL"),
     }),
 }  # fmt: skip

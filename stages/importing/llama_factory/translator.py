@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,9 @@ from pipeline.importing import ConfigFile, Request
 from pipeline.utils import did_you_mean
 from stages.importing import rules
 from stages.importing.llama_factory.keys import TABLE
-from stages.importing.reader import Reader
+from stages.importing.reader import purpose, trainer, unread
 from stages.importing.report import Report
-from stages.importing.rules import RuleResult, Table, allowed, ignored, refused, sets, table
+from stages.importing.rules import RuleResult, Table, outcome, rule, sets, table
 from stages.importing.sources import HELD, TRAIN, Style
 from stages.importing.tools import LLAMA_FACTORY
 from stages.importing.translator import RecipeTranslator
@@ -37,28 +38,33 @@ class LlamaFactory(RecipeTranslator):
     def kind(self, content: Mapping[str, Any]) -> str | None:
         return INFO_KIND if _is_info(content) else super().kind(content)
 
-    def read(self, reader: Reader, others: Sequence[ConfigFile], request: Request) -> None:
-        given, report = dict(reader.content), reader.report
-        running = given.get("stage") == "pt"
-        if running and given.get("template"):
-            reader.skip("template", "stage: pt takes the text as it is")
-        reader.purpose("do_predict", "predict_with_generate", "do_eval")
-        reader.trainer()
+    def read(
+        self, report: Report, file: ConfigFile, others: Sequence[ConfigFile], request: Request
+    ) -> None:
+        content, name = file.content, file.path.name
+        running = content.get("stage") == "pt"
+        rows = {
+            **TABLE,
+            **unread(("template", running and content.get("template"),
+                      "stage: pt takes the text as it is")),
+            **purpose(content, "do_predict", "predict_with_generate", "do_eval"),
+            **trainer(report, file),
+        }  # fmt: skip
         infos = [each for each in others if _is_info(each.content)]
-        sets = _DataSets(reader, infos, running=running)
-        for key, value in reader.content.items():
+        sets = _DataSets(report, file, infos, running=running)
+        for key, value in content.items():
             if key in NAMES and value:
                 sets.name(key, value, replaced=bool(request.data))
             elif key == PROBS and value and sets.interleaved:
                 sets.weigh(value)
             else:
-                report.read(reader.name, {key: value}, TABLE)
+                report.read(name, {key: value}, rows)
         sets.read()
         report.set_defaults(DEFAULTS, TABLE, OWN)
         rank = report.value("adapter.rank")
         report.default("adapter.alpha", float(2 * rank), "twice lora_rank, LLaMA-Factory's default")
         report.default("data.loss", "assistant", "LLaMA-Factory trains on what the assistant says")
-        if rules.is_off(given.get("disable_gradient_checkpointing")):
+        if rules.is_off(content.get("disable_gradient_checkpointing")):
             report.default("model.activation_checkpointing", {}, OWN)
         if report.given("precision.master"):
             report.default("precision.compute", "bf16", "pure_bf16 in the recipe")
@@ -75,15 +81,14 @@ def _lengths(report: Report, *, running: bool) -> None:
     report.default("data.sequence_length", length, why)
     if running:
         report.default("data.prepend_bos", False, "LLaMA-Factory joins texts without a start token")
-        if report.given("packing") and not packed:
-            hint = "leave packing out"
-            report.refuse("packing", why="data.text joins the rows of a text", hint=hint)
+        report.drop("refused data.text joins the rows of a text -- leave packing out", "packing",
+                    when=report.given("packing") and not packed)  # fmt: skip
     elif neat:
         report.rename("neat", "data.packing")
-        report.ignore("packing", why="follows neat_packing")
+        report.drop("ignored follows neat_packing", "packing")
     elif packed:
-        why = "rows of one sample never see each other"
-        report.refuse("packing", why=why, hint="set neat_packing: true")
+        why = "refused rows of one sample never see each other -- set neat_packing: true"
+        report.drop(why, "packing")
 
 
 INFO = "dataset_info.json"
@@ -136,7 +141,7 @@ ENTRY = table(
 """Keys of an entry in dataset_info.json."""
 OPENAI = table("messages: .form messages, conversations=sharegpt !! rename the column in the data")
 RUNNING = table("formatting: ignored stage: pt takes the text | prompt: .text_key")
-MIRROR = rules.passes("is also on the hub of Hugging Face")
+MIRROR = rule("ignored is also on the hub of Hugging Face")
 
 
 def _table(entry: Mapping[str, Any], folder: str, *, running: bool) -> Table:
@@ -147,8 +152,7 @@ def _table(entry: Mapping[str, Any], folder: str, *, running: bool) -> Table:
     own: dict[str, Any] = {
         "file_name": sets(".path", lambda name: str(Path(folder, name).absolute())),
         "columns": ENTRY["columns"] | (OPENAI if openai else {}),
-        "tags": {key: allowed(tag, hint="rename it in the data", blocks=True)
-                 for key, tag in tags},
+        "tags": {key: rule(f"always {tag} !! rename it in the data") for key, tag in tags},
     }  # fmt: skip
     if "hf_hub_url" in entry:
         own |= {"ms_hub_url": MIRROR, "om_hub_url": MIRROR}
@@ -161,13 +165,15 @@ def _table(entry: Mapping[str, Any], folder: str, *, running: bool) -> Table:
 class _DataSets:
     """The data sets that a recipe names."""
 
-    def __init__(self, reader: Reader, infos: Sequence[ConfigFile], *, running: bool) -> None:
-        self.reader, self.report, self.running = reader, reader.report, running
-        folder = reader.content.get("dataset_dir", "data")
+    def __init__(
+        self, report: Report, file: ConfigFile, infos: Sequence[ConfigFile], *, running: bool
+    ) -> None:
+        self.report, self.file, self.running = report, file, running
+        folder = file.content.get("dataset_dir", "data")
         self.online = folder == "ONLINE"
         self.folder = folder if isinstance(folder, str) else "data"
         inline = folder if isinstance(folder, Mapping) else {}
-        files = [(reader.name, inline), *((info.path.name, info.content) for info in infos)]
+        files = [(file.path.name, inline), *((info.path.name, info.content) for info in infos)]
         self.entries = {
             name: (file, entry)
             for file, content in files
@@ -177,39 +183,36 @@ class _DataSets:
         """Name -> file that has the entry, and the entry."""
         self.named: list[tuple[str, str]] = []
         """Name and beginning of the facts of each data set."""
-        self.interleaved = str(reader.content.get("mix_strategy")) == "interleave_over"
+        self.interleaved = str(file.content.get("mix_strategy")) == "interleave_over"
 
     def name(self, key: str, value: Any, *, replaced: bool) -> None:
         """Enter a key that names data sets."""
-        try:
+        self._enter(key, value, lambda value: self._found(rules.names(value), replaced=replaced))
+        with contextlib.suppress(rules.WrongValueError):
             names = rules.names(value)
-        except rules.WrongValueError as error:
-            self._enter(key, value, error.result)
-            return
-        self._enter(key, value, self._outcome(names, replaced=replaced))
-        self.named += [(name, f"{NAMES[key]}{number}.") for number, name in enumerate(names)]
+            self.named += [(one, f"{NAMES[key]}{number}.") for number, one in enumerate(names)]
 
-    def _outcome(self, names: list[str], *, replaced: bool) -> RuleResult:
+    def _found(self, names: list[str], *, replaced: bool) -> RuleResult:
         missing = [name for name in names if name not in self.entries]
         if replaced:
-            return ignored("--data replaces it")
+            return outcome("ignored --data replaces it")
         if self.online or not missing:
-            return ignored("the keys of each data set say it")
+            return outcome("ignored the keys of each data set say it")
         if self.entries:
-            why = f"{INFO} has no entry {missing[0]!r}"
-            return refused(why, did_you_mean(missing[0], [*self.entries]), blocks=True)
-        hint = f"give it too: pipe import {self.reader.path} {self.folder}/{INFO}"
-        return refused(f"names entries of {INFO}", hint, blocks=True)
+            hint = did_you_mean(missing[0], [*self.entries])
+            return outcome(f"refused {INFO} has no entry {missing[0]!r} !! {hint}".rstrip())
+        hint = f"give it too: pipe import {self.file.path} {self.folder}/{INFO}"
+        return outcome(f"refused names entries of {INFO} !! {hint}")
 
     def weigh(self, value: Any) -> None:
         """Read the share of each data set."""
         shares = value.split(",") if isinstance(value, str) else value
         if not isinstance(shares, list):
-            self._enter(PROBS, value, refused(f"must be a list of shares, not {value!r}"))
+            wrong = rule(f"refused must be a list of shares, not {value!r}")
+            self._enter(PROBS, value, wrong)
             return
         for number, share in enumerate(shares):
-            rule = sets(f"{TRAIN}{number}.weight", rules.number)
-            self._enter(f"{PROBS}[{number}]", share, rules.applied(rule, share))
+            self._enter(f"{PROBS}[{number}]", share, rule(f"{TRAIN}{number}.weight number"))
 
     def read(self) -> None:
         """Read the data sets that are named, and enter those that are not."""
@@ -217,14 +220,15 @@ class _DataSets:
             if self.interleaved and one.startswith(TRAIN):
                 self.report.default(f"{one}weight", 1.0, "interleave_over takes turns")
             if self.online:
-                self.report.default(f"{one}path", name, f"dataset in {self.reader.name}")
+                self.report.default(f"{one}path", name, f"dataset in {self.file.path.name}")
                 self._read(name, "", {}, one)
             elif name in self.entries:
                 self._read(name, *self.entries[name], one)
         used = {name for name, _ in self.named}
+        other = "ignored the recipe names other data sets"
         for name, (file, entry) in self.entries.items():
             if name not in used:
-                self.report.enter(file, name, entry, ignored("the recipe names other data sets"))
+                self.report.enter(file, name, entry, outcome(other))
 
     def _read(self, name: str, file: str, entry: Mapping[str, Any], one: str) -> None:
         if self.running:
@@ -236,5 +240,5 @@ class _DataSets:
         rows = _table(entry, self.folder, running=self.running)
         self.report.read(file, entry, rows, f"{name}.", one)
 
-    def _enter(self, key: str, value: Any, result: RuleResult) -> None:
-        self.report.enter(self.reader.name, key, value, result)
+    def _enter(self, key: str, value: Any, rule: rules.Rule) -> None:
+        self.report.enter(self.file.path.name, key, value, rules.applied(rule, value))

@@ -8,7 +8,7 @@ from typing import Any
 from stages.importing import rules
 from stages.importing.engines import FSDP
 from stages.importing.report import Report
-from stages.importing.rules import Rule, RuleResult, Table, passes, refused, sets, table
+from stages.importing.rules import Rule, RuleResult, Table, outcome, rule, sets, table
 from stages.importing.tools import COMPONENT
 from stages.importing.trackers import RECORDED, WANDB, other_tracker, own_run
 from stages.importing.trainer import EIGHT_BITS, SHARED
@@ -25,21 +25,23 @@ COSINE = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
 _CHECKPOINTING = "model.activation_checkpointing"
 
 
-def _known(names: str, why: str, hint: str, *, blocks: bool = True) -> Rule:
+def _known(names: str, refused: str) -> Rule:
     """Return a rule for components that need no place in a recipe; others are refused."""
-    known, own = names.split(), "every recipe does so"
-    return rules.only(lambda value: str(value).lower() in known, own, why, hint, blocks=blocks)
+    known = names.split()
+    return rules.only(
+        lambda value: str(value).lower() in known, "ignored every recipe does so", refused
+    )
 
 
 def _compile(value: Any) -> RuleResult:
     on = value.get("model", True) if isinstance(value, Mapping) else value
-    return rules.when_on("model.compile", {})(on)
+    return rule("model.compile = {}")(on)
 
 
 def _recomputed(value: Any) -> RuleResult:
     if str(value).isdigit():
         return sets(f"{_CHECKPOINTING}.every", rules.positive)(value)
-    return rules.untranslated(f"{_CHECKPOINTING} has other choices")(value)
+    return rule(f"untranslated {_CHECKPOINTING} has other choices")(value)
 
 
 TOP = table("""
@@ -92,17 +94,19 @@ TOP = table("""
 """, **SHARED | {
     "compile": _compile, "recomputed": _recomputed, "optimizers": OPTIMIZERS,
     "sharding": FSDP["reshard_after_forward"],
-    "schedule": sets("schedule", rules.choice({COSINE: "cosine"}, "set optimizer.schedule")),
+    "schedule": sets("schedule", rules.choice({COSINE: "cosine"}, " -- set optimizer.schedule")),
     "collate": _known(
         "torchtune.data.padded_collate_sft torchtune.data.padded_collate_packed",
-        "samples are put together by data.chat and data.text", "leave it out"),
+        "refused samples are put together by data.chat and data.text !! leave it out"),
     "checkpointer": _known(
-        "torchtune.training.fullmodelhfcheckpointer", "model.hf reads the layout of Hugging Face",
-        "name a folder with config.json and safetensors in model.path", blocks=False),
+        "torchtune.training.fullmodelhfcheckpointer",
+        "refused model.hf reads the layout of Hugging Face "
+        "-- name a folder with config.json and safetensors in model.path"),
     "loss": _known(
         "torchtune.modules.loss.cewithchunkedoutputloss torch.nn.crossentropyloss "
         "torchtune.modules.loss.linearcrossentropyloss",
-        "the loss is the mean cross-entropy of the target tokens", "use CEWithChunkedOutputLoss"),
+        "refused the loss is the mean cross-entropy of the target tokens "
+        "!! use CEWithChunkedOutputLoss"),
 })  # fmt: skip
 TOP["metric_logger"] = {}  # by its component, see `logger`
 
@@ -128,14 +132,14 @@ def logger(block: Mapping[str, Any]) -> Table:
     """Return the rules of the block that names a logger of metrics."""
     name = str(block.get(COMPONENT, "")).rpartition(".")[2].lower()
     if name in ("disklogger", "stdoutlogger"):
-        return dict.fromkeys(block, passes(RECORDED))
-    other = {**dict.fromkeys(block, passes(f"follows {COMPONENT}")), COMPONENT: other_tracker}
+        return dict.fromkeys(block, rule(f"ignored {RECORDED}"))
+    other = {**dict.fromkeys(block, rule(f"ignored follows {COMPONENT}")), COMPONENT: other_tracker}
     return LOGGERS.get(name, other)
 
 
 def strict(block: Mapping[str, Any], table: Table) -> Table:
     """Return the table with refusals of the block's other keys, which torchtune hands on."""
-    other = rules.unsupported("no recipe has this argument", blocks=True)
+    other = rule("refused no recipe has this argument !!")
     return {**dict.fromkeys(block, other), **table}
 
 
@@ -159,16 +163,16 @@ def family(name: Any) -> str:
 def _builder(value: Any) -> RuleResult:
     if family(value) not in FAMILIES or "classifier" in str(value) or "reward" in str(value):
         hint = f"the families are {', '.join(FAMILIES)}"
-        return refused("is not a known language model", hint, blocks=True)
+        return outcome(f"refused is not a known language model !! {hint}")
     if str(value).rpartition(".")[2].startswith(("lora_", "qlora_")):
         return rules.translated("adapter", True)
-    return rules.ignored("the config.json in checkpoint_dir says it")
+    return outcome("ignored the config.json in checkpoint_dir says it")
 
 
 def _attention(value: Any) -> list[str]:
     names = rules.names(value)
     if unknown := [name for name in names if name not in ATTENTION]:
-        raise rules.WrongValueError(f"{unknown[0]!r} is not a layer of attention", blocks=True)
+        raise rules.WrongValueError(f"{unknown[0]!r} is not a layer of attention !!")
     return [ATTENTION[name] for name in names]
 
 
@@ -183,9 +187,9 @@ MODEL = table(
     builder=_builder,
     attention=_attention,
 )
-_divided = rules.unsupported(
-    "torchtune has parts of what is one layer in the layout of Hugging Face",
-    "set adapter.targets: qkv_proj, o_proj, gate_up_proj, ...",
+_divided = rule(
+    "refused torchtune has parts of what is one layer in the layout of Hugging Face "
+    "-- set adapter.targets: qkv_proj, o_proj, gate_up_proj, ..."
 )
 LAYERS = ("lora_attn_modules", "apply_lora_to_mlp", "apply_lora_to_output")
 

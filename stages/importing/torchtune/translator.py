@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 from pipeline.importing import ConfigFile, Request
 from stages.importing import rules
-from stages.importing.reader import Reader
-from stages.importing.report import Draft, Report
-from stages.importing.rules import Table, allowed, refused, table, truth
+from stages.importing.report import NO_BLOCK, Draft, Report
+from stages.importing.rules import Table, outcome, rule, table, truth
 from stages.importing.sources import HELD, TRAIN, Style
 from stages.importing.tools import COMPONENT, TORCHTUNE
 from stages.importing.torchtune.keys import COSINE, PLAIN, TOP, family, logger, read_model, strict
@@ -38,19 +37,21 @@ class Torchtune(RecipeTranslator):
     beside = ()
     signs = "a recipe of torchtune has blocks with `_component_`"
 
-    def read(self, reader: Reader, others: Sequence[ConfigFile], request: Request) -> None:
-        report, file = reader.report, reader.name
-        content = _resolved(reader.content, report, file)
+    def read(
+        self, report: Report, file: ConfigFile, others: Sequence[ConfigFile], request: Request
+    ) -> None:
+        name = file.path.name
+        content = _resolved(file.content, report, name)
         for key, value in content.items():
             if key == "model" and isinstance(value, Mapping):
-                read_model(report, file, value)
+                read_model(report, name, value)
             elif key in SETS and value:
-                _read_sets(report, file, key, content)
+                _read_sets(report, name, key, content)
             else:
-                report.read(file, {key: value}, {**TOP, **_block(key, value, content)})
+                report.read(name, {key: value}, {**TOP, **_block(key, value, content)})
         report.set_defaults(DEFAULTS, TOP, "torchtune's default")
         _defaults(report)
-        single = SINGLE in file if request.procs is None else request.procs == 1
+        single = SINGLE in name if request.procs is None else request.procs == 1
         use = "wrap.ddp" if single else "wrap.fsdp"
         report.default("strategy", use, f"for {'one device' if single else 'several devices'}")
         if single and request.procs is None:
@@ -88,7 +89,7 @@ def _read_sets(report: Report, file: str, key: str, content: Mapping[str, Any]) 
             one = f"{SETS[key]}{number}."
             _read_set(report, file, name, block, one, content.get("tokenizer"))
         else:
-            report.enter(file, name, block, rules.refused("must be a block of keys", blocks=True))
+            report.enter(file, name, block, outcome(f"{NO_BLOCK} !!"))
 
 
 def _defaults(report: Report) -> None:
@@ -110,6 +111,12 @@ def _defaults(report: Report) -> None:
 
 PACKAGE = "torchtune.datasets."
 _RENAME = "rename the columns in the data"
+UNREAD = ("refused data.chat and data.text do not read such rows !! use instruct_dataset, "
+          "chat_dataset or text_completion_dataset, with a source")  # fmt: skip
+TURN = ("refused torchtune puts Alpaca's prompt into a turn of the chat template -- data.template: "
+        "true takes only the chat template, false only Alpaca's prompt")  # fmt: skip
+COLUMNS_DIFFER = ("refused its rows have `input` and `output`, and data.chat reads `prompt` and "
+                  f"`completion` -- {_RENAME}")  # fmt: skip
 COLUMNS = {"sharegpt": "conversations", "openai": "messages"}
 """Style of a conversation -> column of data.chat."""
 PAIRS = {"input": "prompt", "output": "completion"}
@@ -159,10 +166,8 @@ def _read_set(
     """Read a data set whose facts begin with `one`."""
     made = _builder(block)
     if made is None:
-        hint = "use instruct_dataset, chat_dataset or text_completion_dataset, with a source"
-        why = "data.chat and data.text do not read such rows"
-        others = dict.fromkeys(block, rules.passes(f"follows {COMPONENT}"))
-        report.read(file, block, {**others, COMPONENT: _refuse(why, hint)}, f"{key}.")
+        others = dict.fromkeys(block, rule(f"ignored follows {COMPONENT}"))
+        report.read(file, block, {**others, COMPONENT: _says(UNREAD)}, f"{key}.")
         return
     plain = _plain(tokenizer)
     # Text is cut where a sample is full.
@@ -199,37 +204,36 @@ RUNNING = table("""
 def _own(kind: str, block: Mapping[str, Any], *, plain: bool, running: bool) -> dict[str, Any]:
     """Return the rules for the keys that only one kind of builder has."""
     if kind == "alpaca":
-        why = "torchtune puts Alpaca's prompt into a turn of the chat template"
-        hint = "data.template: true takes only the chat template, false only Alpaca's prompt"
-        own = {} if plain else {COMPONENT: _refuse(why, hint, blocks=False)}
-        return {"column_map": _columns(ALPACA), **own}
+        return {"column_map": _columns(ALPACA), **({} if plain else {COMPONENT: _says(TURN)})}
     if kind == "instruct":
-        why = "its rows have `input` and `output`, and data.chat reads `prompt` and `completion`"
-        own = {} if block.get("column_map") else {COMPONENT: _refuse(why, _RENAME, blocks=False)}
+        own = {} if block.get("column_map") else {COMPONENT: _says(COLUMNS_DIFFER)}
         return {"column_map": _columns(PAIRS), **own}
     if kind == "chat":
         column = COLUMNS.get(str(block.get("conversation_style")), "messages")
         return {**CHAT, "conversation_column": _column(column)}
     if kind == "text":
-        return RUNNING | ({} if running else {"column": _column("text"), "add_eos": allowed(True)})
+        return RUNNING | (
+            {} if running else {"column": _column("text"), "add_eos": rule("always true")}
+        )
     return {}
 
 
-def _refuse(why: str, hint: str, *, blocks: bool = True) -> rules.Rule:
-    return lambda value: refused(why, hint, blocks=blocks)
+def _says(text: str) -> rules.Rule:
+    return lambda value: outcome(text)
 
 
 def _column(name: str) -> rules.Rule:
-    why, refusal = "data.chat reads this column", f"data.chat reads the column {name!r}"
-    return rules.only(lambda value: value == name, why, refusal, _RENAME, blocks=True)
+    passed = "ignored data.chat reads this column"
+    return rules.only(lambda value: value == name, passed,
+                      f"refused data.chat reads the column {name!r} !! {_RENAME}")  # fmt: skip
 
 
 def _columns(names: Mapping[str, str]) -> rules.Rule:
     def same(value: Any) -> bool:
         return {**names, **(value if isinstance(value, Mapping) else {})} == names
 
-    refusal = f"data.chat reads {', '.join(names.values())}"
-    return rules.only(same, "data.chat reads these columns", refusal, _RENAME, blocks=True)
+    refused = f"refused data.chat reads {', '.join(names.values())} !! {_RENAME}"
+    return rules.only(same, "ignored data.chat reads these columns", refused)
 
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
@@ -246,8 +250,8 @@ def _resolved(content: Mapping[str, Any], report: Report, file: str) -> dict[str
         for key, value in values.items():
             new = each(value, f"{prefix}{key}")
             if isinstance(new, str) and "${" in new:
-                why, hint = "refers to something outside the file", "write the value itself"
-                report.enter(file, f"{prefix}{key}", value, rules.refused(why, hint))
+                why = "refused refers to something outside the file -- write the value itself"
+                report.enter(file, f"{prefix}{key}", value, outcome(why))
             else:
                 found[key] = new
         return found
