@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from pipeline.importing import Request
 from stages.importing.report import NO_EFFECT, Draft, Report
 
 REPLICATE, SHARD = "parallel.replicate", "parallel.shard"
@@ -28,11 +27,11 @@ def sharing_ranks(report: Report) -> int:
     return math.prod(size(report, fact) for fact in (TENSOR, CONTEXT, SEQUENCE, AUTO, RING))
 
 
-def parallelism(draft: Draft, use: str, request: Request) -> None:
+def parallelism(draft: Draft, use: str) -> None:
     """Fill the axes of the slot `wrap`, and refuse those that its stage does not have."""
     fsdp, zero = use == "wrap.fsdp", use == "wrap.zero"
     if fsdp:
-        _fsdp(draft, request)
+        _fsdp(draft)
     plain_zero = use == "wrap.ddp" and draft.given("zero.stage")
     for taken, why, *axes in (
         (fsdp, ONLY_FSDP, REPLICATE, SHARD, TENSOR, CONTEXT),
@@ -42,7 +41,7 @@ def parallelism(draft: Draft, use: str, request: Request) -> None:
         draft.drop(why, *(axis for axis in axes if size(draft, axis) > 1), when=not taken)
     for axis, field in ((RING, "context"), (SEQUENCE, "context"), (AUTO, "tensor")):
         _put(draft, axis, field)
-    procs = request.procs or draft.value("procs")
+    procs = draft.request.procs or draft.value("procs")
     sharing = (REPLICATE, TENSOR, CONTEXT, SEQUENCE, AUTO, RING)
     ranks = math.prod(size(draft, one) for one in sharing)
     if procs is not None and procs % ranks:
@@ -56,10 +55,10 @@ def _put(draft: Draft, axis: str, field: str) -> None:
         draft.put(f"wrap.{field}_parallel.size", size(draft, axis), axis)
 
 
-def _fsdp(draft: Draft, request: Request) -> None:
+def _fsdp(draft: Draft) -> None:
     sizes = {one: size(draft, one) for one in (REPLICATE, SHARD, TENSOR, CONTEXT)}
     total, procs = math.prod(sizes.values()), draft.value("procs")
-    if request.procs is None and procs is not None and total not in (1, procs):
+    if draft.request.procs is None and procs is not None and total not in (1, procs):
         why = f"refused the sizes multiply to {total}, and there are {procs} processes"
         given = (one for one in sizes if draft.given(one))
         draft.drop(f"{why} !! accelerate starts with equal numbers", *given)

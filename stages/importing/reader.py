@@ -153,7 +153,7 @@ def _named(report: Report, file: ConfigFile, *none: Any) -> Rule:
     def named(value: Any) -> RuleResult:
         if value in none:
             return unset()
-        if Path(str(value)).name in report.files:
+        if Path(str(value)).name in {each.path.name for each in report.files}:
             return outcome("ignored is read as a separate file")
         hint = f"give it too: pipe import {file.path} {value}"
         return outcome(f"refused names another file !! {hint}")

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
-from pipeline.importing import Request
 from pipeline.utils import COMMIT
 from stages.importing.engines import STAGE_3
 from stages.importing.parallelism import parallelism
@@ -15,7 +14,7 @@ from stages.importing.sources import NO_COMMIT, is_local
 from stages.importing.trackers import ASKED, DISABLED, TRACKERS
 from stages.importing.training import optimizer, put_period, train
 
-Fill: TypeAlias = Callable[[Draft, Request], None]
+Fill: TypeAlias = Callable[[Draft], None]
 _LOW = (*(f"zero.{name}" for name in STAGE_3), "zero.offload_param.", "zero.plus_plus.")
 UNUSED: Mapping[int, tuple[str, ...]] = {
     0: _LOW, 1: (*_LOW, "zero.overlap_comm"), 2: _LOW,
@@ -24,33 +23,33 @@ UNUSED: Mapping[int, tuple[str, ...]] = {
 """Stage of ZeRO -> beginnings of the facts that have no effect there."""
 
 
-def compose(draft: Draft, request: Request, name: str, data: Fill) -> Draft:
+def compose(draft: Draft, name: str, data: Fill) -> Draft:
     """Make the recipe of the facts that were read. Its name is `name` unless they give one, and
     `data` fills the slot of that name."""
     named = "name" if draft.given("name") else "output_name"
     draft.put("name", draft.value(named, name), named)
-    _model(draft, request)
+    _model(draft)
     _adapter(draft)
     _precision(draft)
-    data(draft, request)
+    data(draft)
     optimizer(draft)
-    _wrap(draft, request)
+    _wrap(draft)
     draft.slot("checkpoint", "checkpoint.sharded")
     put_period(draft, "save", "checkpoint.every")
     _trackers(draft)
-    train(draft, request)
+    train(draft)
     draft.slot("consolidate", "consolidate.stream")
     draft.slot("export", "export.safetensors")
     draft.copy_all()
     return draft
 
 
-def _model(draft: Draft, request: Request) -> None:
+def _model(draft: Draft) -> None:
     draft.slot("model", "model.hf")
     name, revision = draft.value("model"), draft.value("revision")
-    if request.model is not None:
+    if draft.request.model is not None:
         draft.drop("ignored --model replaces it", "model", "revision")
-        name, _, revision = request.model.partition("@")
+        name, _, revision = draft.request.model.partition("@")
     if name is None:
         draft.lacks("model.path", "a folder (./model), a GGUF file or a hub id")
     elif is_local(name) or name.endswith(".gguf"):
@@ -89,7 +88,7 @@ def _precision(draft: Draft) -> None:
     draft.drop(NO_EFFECT, *scaling, when=compute != "fp16")
 
 
-def _wrap(draft: Draft, request: Request) -> None:
+def _wrap(draft: Draft) -> None:
     use = _strategy(draft)
     draft.slot("wrap", use, "distributed", "strategy")
     policy, classes = draft.value("policy"), draft.value("classes")
@@ -97,7 +96,7 @@ def _wrap(draft: Draft, request: Request) -> None:
         _zero(draft)
     elif use == "wrap.fsdp" and (policy == "block" or (classes and policy is None)):
         draft.put("wrap.units", classes or "block", "classes", "policy")
-    parallelism(draft, use, request)
+    parallelism(draft, use)
 
 
 def _strategy(report: Report) -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-from pipeline.importing import ConfigFile, KeyOutcome, KeyPath, Translation
+from pipeline.importing import ConfigFile, KeyOutcome, KeyPath, Request, Translation
 from stages.importing.rules import RuleResult, Table, applied, is_off, outcome, table, unset
 
 METHOD = re.compile(
@@ -47,37 +48,70 @@ NO_BLOCK = "refused must be a block of keys"
 NO_EFFECT = "ignored has no effect with the other settings"
 
 
+RowsOf: TypeAlias = Callable[[Mapping[str, Any], str, str], Table]
+"""Returns the rules of a block with its facts' beginning and its name."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rule of a key with a data set, or a list of them, each of which is a block."""
+
+    kind: str
+    """Beginning of their facts."""
+    table: RowsOf
+    wrong: str = NO_BLOCK
+    """Outcome of what is no block."""
+
+
 class Report:
     """Every key of every file, and the facts that they give."""
 
-    def __init__(self, files: Sequence[ConfigFile] = ()) -> None:
-        self.files = {file.path.name for file in files}
+    def __init__(self, files: Sequence[ConfigFile] = (), request: Request | None = None) -> None:
+        self.files, self.request = files, request or Request()
         self.kinds: set[str] = set()
         """Kinds of files of accelerate, DeepSpeed and transformers that were read."""
         self.entries: list[RuleResult] = []
         self.defaults: dict[str, tuple[Any, str]] = {}
         """Fact -> value and reason, for facts that no key has to give."""
         self._facts: dict[str, list[RuleResult]] = {}
+        self._sets = 0
 
     def read(
-        self, file: str, content: Mapping[str, Any], table: Table, prefix: str = "", one: str = ""
+        self,
+        file: str,
+        content: Mapping[str, Any],
+        table: Mapping[str, Any],
+        prefix: str = "",
+        one: str = "",
     ) -> None:
-        """Apply the table's rules to every key of a file or block. `one` stands before the facts
-        whose names begin with a dot."""
+        """Apply the table's rules to every key of a file or block; `*` has the rule of those that
+        it does not name. `one` stands before the facts whose names begin with a dot."""
         for key, value in content.items():
-            rule = table.get(key)
+            name, rule = f"{prefix}{key}", table.get(key, table.get("*"))
+            if isinstance(rule, Rows) and value:
+                self._read_rows(file, name, value, rule)
+                continue
+            if isinstance(rule, Mapping) and isinstance(value, Mapping) and value:
+                self.read(file, value, rule, f"{name}.", one)
+                continue
             if rule is None:
                 result = _without_rule(key, value, table)
             elif callable(rule):
                 result = applied(rule, value)
-            elif isinstance(value, Mapping) and value:
-                self.read(file, value, rule, f"{prefix}{key}.", one)
-                continue
             else:
-                off = is_off(value) or value == "auto"
-                result = unset() if off else outcome(NO_BLOCK)
+                result = unset() if is_off(value) or value == "auto" else outcome(NO_BLOCK)
             result.fact = re.sub(r"^\.", one, result.fact)
-            self.enter(file, f"{prefix}{key}", value, result)
+            self.enter(file, name, value, result)
+
+    def _read_rows(self, file: str, key: str, value: Any, rows: Rows) -> None:
+        for index, block in enumerate(value if isinstance(value, list) else [value]):
+            name = f"{key}[{index}]" if isinstance(value, list) else key
+            self._sets += 1
+            one = f"{rows.kind}{self._sets}."
+            if isinstance(block, Mapping) and block:
+                self.read(file, block, rows.table(block, one, name), f"{name}.", one)
+            else:
+                self.enter(file, name, block, unset() if is_off(block) else outcome(rows.wrong))
 
     def enter(self, file: str, key: str, value: Any, entry: RuleResult) -> None:
         """Add a key. A fact that another key gives with another value is a contradiction."""
@@ -181,8 +215,8 @@ class Draft(Report):
     """The recipe in the making, with its facts. Keys are dotted; slots stand at the top, as in
     overrides."""
 
-    def __init__(self, files: Sequence[ConfigFile]) -> None:
-        super().__init__(files)
+    def __init__(self, files: Sequence[ConfigFile], request: Request | None = None) -> None:
+        super().__init__(files, request)
         self.header: dict[str, Any] = {}
         self.slots: dict[str, dict[str, Any]] = {}
         self.notes: dict[KeyPath, str] = {}

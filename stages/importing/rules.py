@@ -110,6 +110,7 @@ def rule(text: str, **names: Any) -> Rule:
         always VALUES                       other values are refused
         refused WHY, untranslated WHY       unless the value is off
         ignored WHY                         needs no place in a recipe
+        only VALUES so WHY else WHY         ignored, and other values are refused
         foreign RULE                        a refused value is an optimizer that recipes lack
         @NAME                               a rule of `names`
 
@@ -129,6 +130,12 @@ def rule(text: str, **names: Any) -> Rule:
         return lambda value: outcome(text)
     if kind in WORDS:
         return lambda value: unset() if is_off(value) else outcome(text)
+    if kind == "only":
+        values, _, why = rest.partition(" so ")
+        passed, _, refused = why.partition(" else ")
+        known = values.split(", ")
+        test = lambda value: str(value).lower() in known  # noqa: E731
+        return only(test, f"ignored {passed}", f"refused {refused}{end}")
     if kind == "always":
         return _always(_values(rest), end)
     if rest.startswith("= "):

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import DataError, StageError
-from pipeline.importing import Request
 from pipeline.utils import COMMIT
 from stages.importing import rules
 from stages.importing.report import NO_EFFECT, Draft, Report
@@ -88,9 +87,9 @@ def _put_files(draft: Draft, files: list[str], *facts: str) -> bool:
     return bool(files)
 
 
-def _requested(request: Request) -> list[str]:
+def _requested(draft: Draft) -> list[str]:
     """Return the files of `--data`."""
-    return [str(Path(each).expanduser().absolute()) for each in request.data]
+    return [str(Path(each).expanduser().absolute()) for each in draft.request.data]
 
 
 def has_heldout(draft: Draft) -> bool:
@@ -98,9 +97,9 @@ def has_heldout(draft: Draft) -> bool:
     return bool(draft.slots["data"].keys() & {"heldout_files", "heldout_sources"})
 
 
-def several(draft: Draft, request: Request) -> None:
+def several(draft: Draft) -> None:
     """Fill the slot `data` of a tool that names data sets."""
-    if _put_files(draft, _requested(request)):
+    if _put_files(draft, _requested(draft)):
         draft.drop(REPLACED, *draft.facts(TRAIN), *draft.facts(HELD))
     else:
         _slot(draft)
@@ -202,9 +201,9 @@ def _place(report: Report, one: str) -> dict[str, Any] | None:
     return {"dataset": name, **fields}
 
 
-def script_data(draft: Draft, request: Request) -> None:
+def script_data(draft: Draft) -> None:
     """Fill the slot `data` of a script."""
-    if _put_files(draft, _requested(request)):
+    if _put_files(draft, _requested(draft)):
         draft.drop(REPLACED, "data", "dataset")
     elif draft.given("data"):
         _put_files(draft, [draft.value("data")], "data")

@@ -172,15 +172,16 @@ def _fraction(value: Any) -> float:
     return found
 
 
-TEMPLATE = "rows are laid out by the tokenizer's own chat template"
-_OTHER = (f"refused {TEMPLATE} -- compare both; for another template, name a tokenizer that has "
-          "it: model.tokenizer")  # fmt: skip
-template_setting = rule(_OTHER)
+template_setting = rule(
+    "refused rows are laid out by the tokenizer's own chat template "
+    "-- compare both; for another template, name a tokenizer that has it: model.tokenizer"
+)
 SHARED: dict[str, Any] = {
     "template_setting": template_setting,
-    "named_template": rules.only(
-        lambda value: str(value).lower() in ("none", "tokenizer_default"),
-        f"ignored {TEMPLATE}", _OTHER),
+    "named_template": rule(
+        "only none, tokenizer_default so rows are laid out by the tokenizer's own chat template "
+        "else rows are laid out by the tokenizer's own chat template "
+        "-- compare both; for another template, name a tokenizer that has it: model.tokenizer"),
     "fraction": _fraction,
     "new_tokens": rule(
         "refused tokens come from the model's tokenizer -- save a tokenizer with them, name it in "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-from pipeline.importing import Request
 from stages.importing.parallelism import AUTO, sharing_ranks, size
 from stages.importing.report import NO_EFFECT, Draft
 from stages.importing.rules import FOREIGN
@@ -91,11 +90,11 @@ def _schedule(draft: Draft) -> None:
         draft.put("optimizer.final_lr_ratio", final, "final_lr")
 
 
-def train(draft: Draft, request: Request) -> None:
+def train(draft: Draft) -> None:
     """Fill the slot `train`, and `launch.procs`."""
     draft.slot("train", "train.causal_lm")
     _length(draft)
-    _batch(draft, _processes(draft, request))
+    _batch(draft, _processes(draft))
     evaluates = put_period(draft, "eval", "train.eval_every") or draft.known("train.eval_every")
     if evaluates and not (draft.facts("data.heldout") or has_heldout(draft)):
         draft.lacks("data.heldout_fraction", "a part to evaluate on, or heldout_files")
@@ -120,12 +119,12 @@ def _length(draft: Draft) -> None:
         draft.lacks("train.steps", "how long to train, or `epochs`")
 
 
-def _processes(draft: Draft, request: Request) -> int | None:
+def _processes(draft: Draft) -> int | None:
     """Return the number of processes, as requested or as a file gives it."""
-    if request.procs is not None:
+    if (asked := draft.request.procs) is not None:
         draft.drop("ignored --procs replaces it", "procs")
-        draft.put("launch.procs", request.procs)
-        return request.procs
+        draft.put("launch.procs", asked)
+        return asked
     if draft.value("distributed") == "one":
         draft.default("procs", 1, "distributed_type is NO")
     draft.copy("procs", "launch.procs")

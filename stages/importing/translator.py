@@ -55,9 +55,9 @@ class HuggingFace(Translator):
         return OtherTool(name=name, advice=advice_on(name))
 
     def translate(self, files: Sequence[ConfigFile], request: Request) -> Translation:
-        draft = Draft(files)
+        draft = Draft(files, request)
         _read_kinds(draft, files, TABLES, self.kind)
-        return compose(draft, request, files[0].path.stem, script_data).translation()
+        return compose(draft, files[0].path.stem, script_data).translation()
 
     def advice(self, key: str, value: Any) -> str:
         return untranslated.advice(key, value)
@@ -69,7 +69,7 @@ class HuggingFace(Translator):
             def drafted(file: ConfigFile, kind: str = kind) -> Draft:
                 draft = Draft([file])
                 _read_kinds(draft, [file], [kind], lambda _: kind)
-                return compose(draft, Request(), "recipe", script_data)
+                return compose(draft, "recipe", script_data)
 
             one = meaning(key, content, table, COMPANIES[kind], drafted)
             if one is not None and one.to:
@@ -108,29 +108,27 @@ class RecipeTranslator(Translator):
             both = f"{recipes[0].path} and {recipes[1].path}"
             raise UsageError(f"{both} are both recipes of {self.tool}", hint="import one by one")
         others = [file for file in files if file is not recipes[0]]
-        draft = Draft(files)
-        self.read(draft, recipes[0], others, request)
+        draft = Draft(files, request)
+        self.read(draft, recipes[0])
         draft.kinds.add(TRAINER_KIND)  # its defaults hold next to DeepSpeed's, as transformers'
         _read_kinds(draft, others, self.beside, self.kind)
-        return self._composed(draft, request, recipes[0].path.stem).translation()
+        return self._composed(draft, recipes[0].path.stem).translation()
 
     def meaning(self, key: str, content: Mapping[str, Any]) -> KeyOutcome | None:
         def drafted(file: ConfigFile) -> Draft:
             draft = Draft([file])
-            self.read(draft, file, (), Request())
-            return self._composed(draft, Request(), "recipe")
+            self.read(draft, file)
+            return self._composed(draft, "recipe")
 
         return meaning(key, content, self.table, self.companies, drafted)
 
-    def _composed(self, draft: Draft, request: Request, name: str) -> Draft:
-        compose(draft, request, name, several)
+    def _composed(self, draft: Draft, name: str) -> Draft:
+        compose(draft, name, several)
         self.finish(draft)
         return draft
 
     @abstractmethod
-    def read(
-        self, report: Report, file: ConfigFile, others: Sequence[ConfigFile], request: Request
-    ) -> None:
+    def read(self, report: Report, file: ConfigFile) -> None:
         """Read the tool's recipe, and of the other files those that only this tool has."""
 
     def finish(self, draft: Draft) -> None:

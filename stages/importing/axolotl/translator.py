@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from pipeline.importing import ConfigFile, Request
+from pipeline.importing import ConfigFile
 from stages.importing import rules
 from stages.importing.axolotl.keys import TABLE
 from stages.importing.engines import set_words
 from stages.importing.parallelism import AUTO, CONTEXT, RING, TENSOR
 from stages.importing.reader import deepspeed, unread
-from stages.importing.report import NO_BLOCK, Draft, Report
+from stages.importing.report import Draft, Report, Rows, RowsOf
 from stages.importing.rules import Table, WrongValueError, choice, outcome, rule, table
 from stages.importing.sources import HELD, TRAIN, Style
 from stages.importing.tools import AXOLOTL
@@ -46,19 +46,15 @@ class Axolotl(RecipeTranslator):
         {"val_set_size": 0.1, "eval_strategy": "steps"},
     )
 
-    def read(
-        self, report: Report, file: ConfigFile, others: Sequence[ConfigFile], request: Request
-    ) -> None:
-        content, name = file.content, file.path.name
-        rows = {**TABLE, **_in_company(content), **deepspeed(report, file)}
-        first = 0
-        for key, value in content.items():
-            if key in LISTS and value:
-                blocks = value if isinstance(value, list) else [value]
-                _read_rows(report, name, key, blocks, first)
-                first += len(blocks)
-            else:
-                report.read(name, {key: value}, rows)
+    def read(self, report: Report, file: ConfigFile) -> None:
+        content = {**file.content}
+        for key in LISTS:
+            if value := content.get(key):
+                each = value if isinstance(value, list) else [value]
+                content[key] = [{"path": one} if isinstance(one, str) else one for one in each]
+        own = {key: Rows(kind, _rows(report, key)) for key, kind in LISTS.items()}
+        rows = {**TABLE, **_in_company(content), **deepspeed(report, file), **own}
+        report.read(file.path.name, content, rows)
         _defaults(report, content)
         sharded, engine = report.value("strategy") == "wrap.fsdp", bool(content.get("deepspeed"))
         report.rename("axolotl.tensor", AUTO if engine else TENSOR)
@@ -220,17 +216,14 @@ def _is_chat(block: Any) -> bool:
     return isinstance(block, Mapping) and block.get("type") == "chat_template"
 
 
-def _read_rows(report: Report, file: str, key: str, blocks: list[Any], first: int) -> None:
-    """Read a list of data sets, the first of which has the number `first`."""
-    for index, block in enumerate(blocks):
-        one, name = f"{LISTS[key]}{first + index}.", f"{key}[{index}]"
-        content = {"path": block} if isinstance(block, str) else block
-        if isinstance(content, Mapping) and content:
-            report.read(file, content, ROWS, f"{name}.", one)
-        else:
-            off = rules.is_off(content)
-            report.enter(file, name, content, rules.unset() if off else outcome(NO_BLOCK))
-        if key == "pretraining_dataset" and isinstance(content, Mapping):
+def _rows(report: Report, key: str) -> RowsOf:
+    """Return what gives the rules of a data set in one of the lists, and sets its defaults."""
+
+    def rows(block: Mapping[str, Any], one: str, name: str) -> Table:
+        if key == "pretraining_dataset":
             report.default(f"{one}style", STYLES["pretrain"], "text to train on")
-        elif key != "pretraining_dataset" and _is_chat(content):
+        elif _is_chat(block):
             report.default(f"{one}form", "messages", OWN)
+        return ROWS
+
+    return rows

@@ -98,7 +98,9 @@ TABLE: Table = {
     double_quantization: @bnb_4bit_use_double_quant
     quantization_device_map: ignored follows quantization_bit
 
-    stage: @stage | finetuning_type: @method | pure_bf16: precision.master = bf16
+    stage: only pt, sft so data.chat or data.text trains so else {0!r} trains on preferences or \
+        rewards, which is not supported by recipes !! use stage: sft or pt, or train with TRL
+    finetuning_type: @method | pure_bf16: precision.master = bf16
     lora_rank: @lora_r | lora_alpha: @lora_alpha | lora_dropout: @lora_dropout
     use_rslora: @use_rslora | use_dora: @use_dora | lora_target: adapter.targets targets
     additional_target: @lora_modules_to_save | warmup_ratio: @warmup_ratio
@@ -123,9 +125,5 @@ TABLE: Table = {
     ignore_pad_token_for_loss: always true
     """, **SHARED | {
         "method": _method, "bits": _bits, "targets": _targets, "adapter_folder": _adapter_folder,
-        "stage": rules.only(
-                ("pt", "sft").__contains__, "ignored data.chat or data.text trains so",
-                "refused {0!r} trains on preferences or rewards, which is not supported by "
-                "recipes !! use stage: sft or pt, or train with TRL"),
     }),
 }  # fmt: skip

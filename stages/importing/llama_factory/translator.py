@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.importing import ConfigFile, Request
+from pipeline.importing import ConfigFile
 from pipeline.utils import did_you_mean
 from stages.importing import rules
 from stages.importing.llama_factory.keys import TABLE
@@ -38,9 +38,7 @@ class LlamaFactory(RecipeTranslator):
     def kind(self, content: Mapping[str, Any]) -> str | None:
         return INFO_KIND if _is_info(content) else super().kind(content)
 
-    def read(
-        self, report: Report, file: ConfigFile, others: Sequence[ConfigFile], request: Request
-    ) -> None:
+    def read(self, report: Report, file: ConfigFile) -> None:
         content, name = file.content, file.path.name
         running = content.get("stage") == "pt"
         rows = {
@@ -50,11 +48,10 @@ class LlamaFactory(RecipeTranslator):
             **purpose(content, "do_predict", "predict_with_generate", "do_eval"),
             **trainer(report, file),
         }  # fmt: skip
-        infos = [each for each in others if _is_info(each.content)]
-        sets = _DataSets(report, file, infos, running=running)
+        sets = _DataSets(report, file, running=running)
         for key, value in content.items():
             if key in NAMES and value:
-                sets.name(key, value, replaced=bool(request.data))
+                sets.name(key, value, replaced=bool(report.request.data))
             elif key == PROBS and value and sets.interleaved:
                 sets.weigh(value)
             else:
@@ -165,15 +162,14 @@ def _table(entry: Mapping[str, Any], folder: str, *, running: bool) -> Table:
 class _DataSets:
     """The data sets that a recipe names."""
 
-    def __init__(
-        self, report: Report, file: ConfigFile, infos: Sequence[ConfigFile], *, running: bool
-    ) -> None:
+    def __init__(self, report: Report, file: ConfigFile, *, running: bool) -> None:
         self.report, self.file, self.running = report, file, running
         folder = file.content.get("dataset_dir", "data")
         self.online = folder == "ONLINE"
         self.folder = folder if isinstance(folder, str) else "data"
         inline = folder if isinstance(folder, Mapping) else {}
-        files = [(file.path.name, inline), *((info.path.name, info.content) for info in infos)]
+        infos = [(each.path.name, each.content) for each in report.files]
+        files = [(file.path.name, inline), *(each for each in infos if _is_info(each[1]))]
         self.entries = {
             name: (file, entry)
             for file, content in files

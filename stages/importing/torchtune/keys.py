@@ -8,10 +8,10 @@ from typing import Any
 from stages.importing import rules
 from stages.importing.engines import FSDP
 from stages.importing.report import Report
-from stages.importing.rules import Rule, RuleResult, Table, outcome, rule, sets, table
+from stages.importing.rules import RuleResult, Table, outcome, rule, table
 from stages.importing.tools import COMPONENT
-from stages.importing.trackers import RECORDED, WANDB, other_tracker, own_run
-from stages.importing.trainer import EIGHT_BITS, SHARED
+from stages.importing.trackers import WANDB, other_tracker, own_run
+from stages.importing.trainer import EIGHT_BITS, LORA, SHARED
 
 OPTIMIZERS: Mapping[str, dict[str, str]] = {
     **{f"{name}.adamw": {} for name in ("torch.optim", "bitsandbytes.optim")},
@@ -22,15 +22,6 @@ OPTIMIZERS: Mapping[str, dict[str, str]] = {
 }  # fmt: skip
 """Name in lower case -> fields of optimizer.adamw."""
 COSINE = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
-_CHECKPOINTING = "model.activation_checkpointing"
-
-
-def _known(names: str, refused: str) -> Rule:
-    """Return a rule for components that need no place in a recipe; others are refused."""
-    known = names.split()
-    return rules.only(
-        lambda value: str(value).lower() in known, "ignored every recipe does so", refused
-    )
 
 
 def _compile(value: Any) -> RuleResult:
@@ -39,33 +30,31 @@ def _compile(value: Any) -> RuleResult:
 
 
 def _recomputed(value: Any) -> RuleResult:
-    if str(value).isdigit():
-        return sets(f"{_CHECKPOINTING}.every", rules.positive)(value)
-    return rule(f"untranslated {_CHECKPOINTING} has other choices")(value)
+    every = "model.activation_checkpointing.every positive"
+    other = "untranslated model.activation_checkpointing has other choices"
+    return rule(every if str(value).isdigit() else other)(value)
 
 
 TOP = table("""
     output_dir: output_name recipe_name | save_adapter_weights_only: export.adapter = true
-    resume_from_checkpoint checkpointer.recipe_checkpoint checkpointer.adapter_checkpoint
-    checkpointer.should_load_recipe_state: @resume_from_checkpoint
     seed: seed whole | shuffle: train.shuffle truth | epochs: @num_train_epochs
     batch_size: @per_device_train_batch_size
     gradient_accumulation_steps: accumulation positive | max_steps_per_epoch: cap positive off=-1
     clip_grad_norm: optimizer.max_grad_norm max_norm | compile: @compile
     log_every_n_steps: train.log_every positive | run_val_every_n_steps: train.eval_every positive
-    device: launch.device cpu=cpu off=cuda
-    dtype: precision.compute fp32, bf16, fp16 !! use bf16
+    device: launch.device cpu=cpu off=cuda | dtype: precision.compute fp32, bf16, fp16 !! use bf16
     enable_activation_checkpointing: model.activation_checkpointing = {}
     enable_activation_offloading: model.activation_checkpointing.offload = true
     ac_mode: always full, selective | ac_option: @recomputed
     fsdp_cpu_offload fsdp.cpu_offload: fsdp.cpu_offload truth
     fsdp_reshard_after_forward: @sharding
-    tensor_parallel_dim: parallel.tensor positive
+    tensor_parallel_dim: parallel.tensor positive | context_parallel_dim: parallel.context positive
     tensor_parallel_plan: ignored layers are divided by the architecture's plan
-    context_parallel_dim: parallel.context positive
     data_parallel_replicate_dim: parallel.replicate positive
     data_parallel_shard_dim: parallel.shard positive off=-1
-    collate_fn: @collate
+    collate_fn: only torchtune.data.padded_collate_sft, torchtune.data.padded_collate_packed so \
+        every recipe does so else samples are put together by data.chat and data.text \
+        !! leave it out
     profiler: untranslated train.profile_steps names steps to record
     quantizer fake_quant_after_n_steps teacher_model teacher_checkpointer kd_ratio kd_loss
     ref_checkpointer ref_policy_checkpointer policy_model reward_checkpointer
@@ -73,77 +62,64 @@ TOP = table("""
         refused no recipe trains like this !!
     optimizer_in_bwd custom_sharded_layers low_cpu_ram memory_efficient_fsdp_wrap
     cudnn_deterministic_mode enable_async_checkpointing log_peak_memory_stats log_level
-    use_distributed_state_dict batch_size_val optimizer.fused optimizer.foreach
-    optimizer.capturable optimizer.block_wise optimizer.min_8bit_size optimizer.percentile_clipping
-    loss.num_output_chunks: ignored changes speed or memory, no number
+    use_distributed_state_dict batch_size_val: ignored changes speed or memory, no number
+    resume_from_checkpoint: @resume_from_checkpoint
     [tokenizer]
     max_seq_len: @max_length | prompt_template: @named_template
     _component_ path merges_file merges_path vocab_path special_tokens_path special_tokens:
         ignored the tokenizer comes from the model's folder
     [checkpointer]
-    _component_: @checkpointer | checkpoint_dir: model path
+    _component_: only torchtune.training.fullmodelhfcheckpointer so every recipe does so else \
+        model.hf reads the layout of Hugging Face -- name a folder with config.json and \
+        safetensors in model.path
+    checkpoint_dir: model path
+    recipe_checkpoint adapter_checkpoint should_load_recipe_state: @resume_from_checkpoint
     checkpoint_files output_dir model_type safe_serialization keep_last_n_checkpoints:
         ignored the model's folder says it, or the run's
     [optimizer]
     _component_: foreign optim optimizers | lr weight_decay eps: optimizer.* number
     betas: betas betas | amsgrad: always false
+    fused foreach capturable block_wise min_8bit_size percentile_clipping:
+        ignored changes speed or memory, no number
     [lr_scheduler]
-    _component_: @schedule | num_warmup_steps: warmup_steps whole | num_cycles: always 0.5
+    _component_: schedule schedules -- set optimizer.schedule
+    num_warmup_steps: warmup_steps whole | num_cycles: always 0.5
     [loss]
-    _component_: @loss | ignore_index: always -100
+    _component_: only torchtune.modules.loss.cewithchunkedoutputloss, torch.nn.crossentropyloss, \
+        torchtune.modules.loss.linearcrossentropyloss so every recipe does so else the loss is \
+        the mean cross-entropy of the target tokens !! use CEWithChunkedOutputLoss
+    num_output_chunks: ignored changes speed or memory, no number | ignore_index: always -100
+    [optimizer lr_scheduler loss]
+    *: refused no recipe has this argument !!
+    [metric_logger]
+    _component_: @other_tracker | *: ignored follows _component_
 """, **SHARED | {
     "compile": _compile, "recomputed": _recomputed, "optimizers": OPTIMIZERS,
-    "sharding": FSDP["reshard_after_forward"],
-    "schedule": sets("schedule", rules.choice({COSINE: "cosine"}, " -- set optimizer.schedule")),
-    "collate": _known(
-        "torchtune.data.padded_collate_sft torchtune.data.padded_collate_packed",
-        "refused samples are put together by data.chat and data.text !! leave it out"),
-    "checkpointer": _known(
-        "torchtune.training.fullmodelhfcheckpointer",
-        "refused model.hf reads the layout of Hugging Face "
-        "-- name a folder with config.json and safetensors in model.path"),
-    "loss": _known(
-        "torchtune.modules.loss.cewithchunkedoutputloss torch.nn.crossentropyloss "
-        "torchtune.modules.loss.linearcrossentropyloss",
-        "refused the loss is the mean cross-entropy of the target tokens "
-        "!! use CEWithChunkedOutputLoss"),
+    "sharding": FSDP["reshard_after_forward"], "schedules": {COSINE: "cosine"},
+    "other_tracker": other_tracker,
 })  # fmt: skip
-TOP["metric_logger"] = {}  # by its component, see `logger`
-
-
-def _asks(tracker: str) -> Rule:
-    return lambda value: rules.translated("report_to", [tracker])
-
-
-LOGGERS: Mapping[str, Table] = {
+"""Keys, where torchtune hands those of some blocks on."""
+_RECORDED = table("*: ignored metrics.jsonl in the run folder has it all")
+_LOGGERS: Mapping[str, Table] = {
     "wandblogger": {**WANDB, **table("""
-        _component_: @asks | id run_id resume: @own_run
+        _component_: report_to asks | id run_id resume: @own_run
         log_dir dir log_strategy: ignored the run has a folder
-    """, asks=_asks("wandb"), own_run=own_run)},
+    """, asks=lambda value: ["wandb"], own_run=own_run)},
     "tensorboardlogger": table("""
-        _component_: @asks | log_dir: tensorboard.folder path
+        _component_: report_to asks | log_dir: tensorboard.folder path
         organize_logs: ignored each run has its own folder
-    """, asks=_asks("tensorboard")),
+    """, asks=lambda value: ["tensorboard"]),
+    "disklogger": _RECORDED, "stdoutlogger": _RECORDED,
 }  # fmt: skip
 """Name in lower case -> rules of its block."""
 
 
-def logger(block: Mapping[str, Any]) -> Table:
+def logger(block: Any) -> Table:
     """Return the rules of the block that names a logger of metrics."""
-    name = str(block.get(COMPONENT, "")).rpartition(".")[2].lower()
-    if name in ("disklogger", "stdoutlogger"):
-        return dict.fromkeys(block, rule(f"ignored {RECORDED}"))
-    other = {**dict.fromkeys(block, rule(f"ignored follows {COMPONENT}")), COMPONENT: other_tracker}
-    return LOGGERS.get(name, other)
+    name = str(block.get(COMPONENT, "")) if isinstance(block, Mapping) else ""
+    return _LOGGERS.get(name.rpartition(".")[2].lower(), TOP["metric_logger"])
 
 
-def strict(block: Mapping[str, Any], table: Table) -> Table:
-    """Return the table with refusals of the block's other keys, which torchtune hands on."""
-    other = rule("refused no recipe has this argument !!")
-    return {**dict.fromkeys(block, other), **table}
-
-
-PACKAGE = "torchtune.models."
 FAMILIES = ("code_llama2", "gemma", "gemma2", "llama2", "llama3", "llama3_1", "llama3_2",
             "llama3_3", "mistral", "phi3", "phi4", "qwen2", "qwen2_5", "qwen3")  # fmt: skip
 FUSED = ("phi3", "phi4")
@@ -154,16 +130,17 @@ ATTENTION = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output
 """Layer in torchtune -> in the layout of Hugging Face."""
 
 
-def family(name: Any) -> str:
-    """Return the family in the name of a builder, empty if it is not torchtune's."""
-    words = str(name).split(".")
-    return words[2] if str(name).startswith(PACKAGE) and len(words) == 4 else ""
+def family(block: Any) -> str:
+    """Return the family in the name of a block's builder, empty if it is not torchtune's."""
+    words = str(block.get(COMPONENT) if isinstance(block, Mapping) else "").split(".")
+    return words[2] if words[:2] == ["torchtune", "models"] and len(words) == 4 else ""
 
 
 def _builder(value: Any) -> RuleResult:
-    if family(value) not in FAMILIES or "classifier" in str(value) or "reward" in str(value):
-        hint = f"the families are {', '.join(FAMILIES)}"
-        return outcome(f"refused is not a known language model !! {hint}")
+    known = family({COMPONENT: value}) in FAMILIES
+    if not known or "classifier" in str(value) or "reward" in str(value):
+        families = f"the families are {', '.join(FAMILIES)}"
+        return outcome(f"refused is not a known language model !! {families}")
     if str(value).rpartition(".")[2].startswith(("lora_", "qlora_")):
         return rules.translated("adapter", True)
     return outcome("ignored the config.json in checkpoint_dir says it")
@@ -176,32 +153,25 @@ def _attention(value: Any) -> list[str]:
     return [ATTENTION[name] for name in names]
 
 
-MODEL = table(
-    """
+MODEL = table("""
     _component_: @builder | lora_attn_modules: tune.attention attention
     apply_lora_to_mlp: tune.mlp truth | apply_lora_to_output: tune.output truth
-    lora_rank: adapter.rank positive | lora_alpha: adapter.alpha number
-    lora_dropout: adapter.dropout number
-    use_dora: adapter.dora = true | quantize_base: quantize = true
-""",
-    builder=_builder,
-    attention=_attention,
-)
-_divided = rule(
-    "refused torchtune has parts of what is one layer in the layout of Hugging Face "
-    "-- set adapter.targets: qkv_proj, o_proj, gate_up_proj, ..."
-)
-LAYERS = ("lora_attn_modules", "apply_lora_to_mlp", "apply_lora_to_output")
+    lora_rank: @lora_r | lora_alpha: @lora_alpha | lora_dropout: @lora_dropout
+    use_dora: @use_dora | quantize_base: quantize = true
+    *: refused no recipe has this argument !!
+""", builder=_builder, attention=_attention, **LORA)  # fmt: skip
+MODEL_FUSED = MODEL | table("""
+    lora_attn_modules apply_lora_to_mlp apply_lora_to_output: refused torchtune has parts of what \
+        is one layer in the layout of Hugging Face -- set adapter.targets: qkv_proj, o_proj, \
+        gate_up_proj, ...
+""")
 
 
-def read_model(report: Report, file: str, block: Mapping[str, Any]) -> None:
-    """Read the block `model`: the builder of a model, with or without LoRA."""
-    name = str(block.get(COMPONENT, ""))
-    builder = name.rpartition(".")[2]
+def set_adapter(report: Report, file: str, block: Any) -> None:
+    """Set what the block `model`, whose keys were read, says of an adapter."""
+    builder = str(block.get(COMPONENT, "")).rpartition(".")[2] if isinstance(block, Mapping) else ""
     if builder.startswith("qlora_"):
         report.default("quantize", True, f"{builder} in {file}")
-    fused = dict.fromkeys(LAYERS, _divided) if family(name) in FUSED else {}
-    report.read(file, block, strict(block, {**MODEL, **fused}), "model.")
     report.default("adapter", False, "the model's builder has no LoRA")
     if not report.value("adapter"):
         return
