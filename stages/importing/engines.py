@@ -17,8 +17,7 @@ FSDP = table("""
     offload_params cpu_offload: fsdp.cpu_offload truth
     auto_wrap_policy: policy transformer_based_wrap=block, no_wrap=none
     transformer_layer_cls_to_wrap transformer_cls_names_to_wrap: classes names off=,[]
-    min_num_params: always 0
-    forward_prefetch: fsdp.* flag
+    min_num_params: always 0 | forward_prefetch: fsdp.* flag
     activation_checkpointing: model.* = {}
 """, flag=lambda value: int(rules.truth(value)))  # fmt: skip
 """Keys without the prefix `fsdp_`. Shardings have names and numbers in torch's ShardingStrategy,
@@ -54,14 +53,12 @@ def set_words(report: Report, value: Any) -> None:
 
 PARALLELISM = table("""
     dp_replicate_size: parallel.replicate positive | dp_shard_size: parallel.shard positive
-    tp_size: parallel.tensor positive
-    cp_size: parallel.context positive | cp_backend: always torch
-    sp_size: parallel.sequence positive | sp_backend: always deepspeed
+    tp_size: parallel.tensor positive | cp_size: parallel.context positive
+    cp_backend: always torch | sp_size: parallel.sequence positive | sp_backend: always deepspeed
 """)
 """Keys without the prefix that they have in files."""
 ACCELERATE_ENGINE = table("""
-    deepspeed_config_file: refused must name a file
-    zero_stage: zero.stage 0=0, 1=1, 2=2, 3=3 !!
+    deepspeed_config_file: refused must name a file | zero_stage: zero.stage 0=0, 1=1, 2=2, 3=3 !!
     gradient_accumulation_steps: accumulation positive auto=1
     gradient_clipping: optimizer.max_grad_norm max_norm auto=1.0
     offload_optimizer_device: zero.offload_optimizer.device none, cpu, nvme
@@ -75,8 +72,8 @@ ACCELERATE: Table = {
     compute_environment: always local_machine !! use LOCAL_MACHINE
     distributed_type: distributed no=one, multi_gpu=wrap.ddp, multi_cpu=wrap.ddp, fsdp=wrap.fsdp, \
         deepspeed=wrap.zero !! use MULTI_GPU, FSDP or DEEPSPEED
-    mixed_precision: precision.compute no=fp32, false=fp32, fp16, bf16 \
-        !! write bf16; products in fp8: set model.fp8 in the recipe
+    mixed_precision: precision.compute no=fp32, false=fp32, fp16, bf16 !! write bf16; products in \
+        fp8: set model.fp8 in the recipe
     fp16: precision.compute = fp16 | use_cpu: launch.device = cpu
     num_processes: procs positive off=-1
     fp8_config: refused fp8 products are a setting of the model slot -- set model.fp8 in the recipe
@@ -117,21 +114,20 @@ DEEPSPEED = table("""
     gradient_clipping: optimizer.max_grad_norm max_norm auto=1.0
     communication_data_type: precision.reduce fp32, fp16, bf16
     sequence_parallel_size: parallel.sequence positive
-    pipeline: refused wrap.zero puts every block on each rank \
-        !! use wrap.fsdp with pipeline_parallel
-    expert_parallel: refused wrap.zero puts every expert on each rank \
-        !! use wrap.fsdp with expert_parallel
+    pipeline: refused wrap.zero puts every block on each rank !! use wrap.fsdp with \
+        pipeline_parallel
+    expert_parallel: refused wrap.zero puts every expert on each rank !! use wrap.fsdp with \
+        expert_parallel
     [optimizer]
     type: foreign optimizer adam=adamw, adamw
     [optimizer.params]
     lr: optimizer.* number auto=5e-5 | betas: betas betas auto=[0.9,0.999]
     eps: optimizer.* number auto=1e-8 | weight_decay: optimizer.* number auto=0.0
-    max_grad_norm: optimizer.* number off=0
-    torch_adam: zero.optimizer_implementation = torch
+    max_grad_norm: optimizer.* number off=0 | torch_adam: zero.optimizer_implementation = torch
     adam_w_mode: always true -- choose another optimizer stage (`pipe stages`), and a rate for it
     [scheduler]
-    type: deepspeed.schedule warmuplr=constant, warmupdecaylr=linear, warmupcosinelr=cosine \
-        -- use WarmupDecayLR
+    type: deepspeed.schedule warmuplr=constant, warmupdecaylr=linear, warmupcosinelr=cosine -- use \
+        WarmupDecayLR
     [scheduler.params]
     warmup_min_lr: always 0 | warmup_max_lr: optimizer.lr number auto=5e-5
     warmup_num_steps: warmup_steps whole auto=0 | warmup_type: always linear -- set linear
@@ -143,29 +139,26 @@ DEEPSPEED = table("""
     [bf16 bfloat16]
     enabled: @bf16 | bf16_master_weights_and_grads: precision.master = bf16
     [zero_optimization]
-    stage: zero.* 0=0, 1=1, 2=2, 3=3 !!
-    reduce_bucket_size allgather_bucket_size: zero.* count
+    stage: zero.* 0=0, 1=1, 2=2, 3=3 !! | reduce_bucket_size allgather_bucket_size: zero.* count
     overlap_comm contiguous_gradients round_robin_gradients: zero.* truth
     max_live_parameters max_reuse_distance param_persistence_threshold prefetch_bucket_size
     sub_group_size: zero.* count
     zero_hpz_partition_size: zero.plus_plus.secondary_partition positive off=0,1
     zero_quantized_weights: zero.plus_plus.quantized_weights = true
-    zero_quantized_gradients: zero.plus_plus.quantized_gradients = true
-    leaf_module: @leaf_module
+    zero_quantized_gradients: zero.plus_plus.quantized_gradients = true | leaf_module: @leaf_module
     [zero_optimization.offload_optimizer]
     device: zero.offload_optimizer.* none, cpu, nvme
     nvme_path: zero.offload_optimizer.path path off=none
     pin_memory: zero.offload_optimizer.* truth | ratio: always 1
     [zero_optimization.offload_param]
-    device: zero.offload_param.* none, cpu, nvme
-    nvme_path: zero.offload_param.path path off=none
+    device: zero.offload_param.* none, cpu, nvme | nvme_path: zero.offload_param.path path off=none
     pin_memory: zero.offload_param.* truth
     [data_types]
     grad_accum_dtype: always fp32 | buffer_dtype: precision.buffer fp32, fp16, bf16
     [tensor_parallel]
     autotp_size: deepspeed.tensor positive off=0 | tp.tp_size: ignored follows autotp_size
-    partition_config preset_model: refused layers are divided by the architecture's plan \
-        -- name others in wrap.tensor_parallel.plan
+    partition_config preset_model: refused layers are divided by the architecture's plan -- name \
+        others in wrap.tensor_parallel.plan
 """,
     fp16=_enabled("fp16"), bf16=_enabled("bf16"), leaf_module=_leaf_module, count=_count,
     scales={str(power): float(2**power) for power in range(33)},

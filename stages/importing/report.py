@@ -24,21 +24,20 @@ BEGINNINGS = table("""
     eos_token fp16_master_weights fp16_optimizer_states max_train_samples mixed_precision_policy
     model_init_kwargs model_type neftune_noise_alpha num_stable_steps optim_args
     optim_target_modules param_dtype progressive_layer_drop router_aux_loss_coef sparse_attention
-    torch_autocast use_bnb_nested_quant zenflow:
-        refused changes the training, and no recipe expresses it
+    torch_autocast use_bnb_nested_quant zenflow: refused changes the training, and no recipe \
+        expresses it
     activation_checkpointing allgather_partitions backward_prefetch bf16_ bnb_4bit_ cache_dir
-    command_file comms_logger cpu_ram_efficient_loading dataloader_ dataset_num_proc ddp_
-    deepspeed_ disable_tqdm dispatch_batches do_eval do_train downcast_bf16 elastic_checkpoint
-    eval_ even_batches flops_profiler fp16_ fused gather_ gpu_ids gradient_checkpointing_kwargs
-    hub_ hysteresis include_ keep_module_on_host label_names length_column_name
-    liger_kernel_config limit_all_gathers load_from_fp32_ local_rank log_ logging_
-    low_cpu_mem_usage machine_rank main_ min_loss_scale num_machines optim_state_dict overwrite_
-    pad_ padding_ parallelism_config_cp_ parallelism_config_sp_ per_device_eval_ preprocessing_
-    project rdzv_backend reduce_scatter remove_unused_columns same_network save_on_
-    save_safetensors shuffle_dataset skip_memory_metrics stage3_gather_ state_dict steps_per_print
-    sync_ tp_grain_size tp_overlap_comm tpu_ use_cache use_fast_tokenizer use_orig_params
-    use_seedable_sampler vocab_parallel_ wall_clock_breakdown zero3_ zero_allow_ zero_force_:
-        ignored changes nothing that is trained
+    command_file comms_logger cpu_ram_efficient_loading dataloader_ dataset_num_proc ddp_ deepspeed_
+    disable_tqdm dispatch_batches do_eval do_train downcast_bf16 elastic_checkpoint eval_
+    even_batches flops_profiler fp16_ fused gather_ gpu_ids gradient_checkpointing_kwargs hub_
+    hysteresis include_ keep_module_on_host label_names length_column_name liger_kernel_config
+    limit_all_gathers load_from_fp32_ local_rank log_ logging_ low_cpu_mem_usage machine_rank main_
+    min_loss_scale num_machines optim_state_dict overwrite_ pad_ padding_ parallelism_config_cp_
+    parallelism_config_sp_ per_device_eval_ preprocessing_ project rdzv_backend reduce_scatter
+    remove_unused_columns same_network save_on_ save_safetensors shuffle_dataset skip_memory_metrics
+    stage3_gather_ state_dict steps_per_print sync_ tp_grain_size tp_overlap_comm tpu_ use_cache
+    use_fast_tokenizer use_orig_params use_seedable_sampler vocab_parallel_ wall_clock_breakdown
+    zero3_ zero_allow_ zero_force_: ignored changes nothing that is trained
 """)
 """Beginnings of keys that no table has a rule for."""
 

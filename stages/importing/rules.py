@@ -77,29 +77,37 @@ def applied(rule: Rule, value: Any) -> RuleResult:
         return error.result
 
 
-def table(text: str, **names: Any) -> dict[str, Any]:
-    """Return the table in a text of rows, `KEYS: RULE`, where a rule is that of all the keys.
+def rows(text: str) -> dict[str, str]:
+    """Return what a text of rows, `KEYS: WHAT`, says of each key.
 
-    A row goes on until it has a rule, and ` | ` stands between two on one line. `[BLOCK]` stands
-    before the rows of a nested block.
+    A row goes on until it says something, and ` | ` stands between two on one line. `[BLOCK]`
+    stands before the rows of a nested block, whose keys are dotted.
     """
-    rows: dict[str, Any] = {}
+    found: dict[str, str] = {}
     blocks, keys = [""], list[str]()
     lines = re.split(r"\n| \| ", text.replace(":\n", ": "))
     for row in (" ".join(line.split()) for line in lines):
         if row.startswith("["):
-            blocks = row.strip("[]").split()
+            blocks = [f"{block}." for block in row.strip("[]").split()]
             continue
         given, colon, what = row.partition(": ")
         keys += given.split()
-        for path in (f"{block}.{key}" for block in blocks for key in keys if colon):
-            *outer, key = path.strip(".").split(".")
-            place = rows
-            for block in outer:
-                place = place.setdefault(block, {})
-            place[key] = rule(what.replace(".*", f".{key}"), **names)
-        keys = [] if colon else keys
-    return rows
+        if colon:
+            found |= {f"{block}{key}": what for block in blocks for key in keys}
+            keys = []
+    return found
+
+
+def table(text: str, **names: Any) -> dict[str, Any]:
+    """Return the table in a text of rows, which have a rule for each key."""
+    found: dict[str, Any] = {}
+    for path, what in rows(text).items():
+        *outer, key = path.split(".")
+        place = found
+        for block in outer:
+            place = place.setdefault(block, {})
+        place[key] = rule(what.replace(".*", f".{key}"), **names)
+    return found
 
 
 def rule(text: str, **names: Any) -> Rule:

@@ -67,12 +67,12 @@ MLFLOW = table("""
 TRAINER_TRACKERS = table("""
     report_to: @report_to | logging_dir: tensorboard.folder path off=
     project: trackio.project off= | trackio_space_id: trackio.space off=
-    trackio_bucket_id trackio_static_space_id: untranslated trackio keeps the run on this \
-        machine, or in track.trackio's space
+    trackio_bucket_id trackio_static_space_id: untranslated trackio keeps the run on this machine, \
+        or in track.trackio's space
 """, report_to=report_to)  # fmt: skip
 """Fields of TrainingArguments. `run_name` names the recipe too."""
 SWANLAB = table("""
     use_swanlab swanlab_project swanlab_workspace swanlab_run_name swanlab_experiment_name
-    swanlab_description swanlab_mode swanlab_logdir swanlab_lark_webhook_url
-    swanlab_log_completions swanlab_completion_log_interval swanlab_completion_max_buffer: @other
+    swanlab_description swanlab_mode swanlab_logdir swanlab_lark_webhook_url swanlab_log_completions
+    swanlab_completion_log_interval swanlab_completion_max_buffer: @other
 """, other=other_tracker)  # fmt: skip

@@ -47,23 +47,19 @@ def also(value: Any) -> list[str]:
 
 TRAINER: Table = {
     **table("""
-    do_predict predict_with_generate: ignored recipes train
-    output_dir: output_name recipe_name | run_name: name recipe_name
-    per_device_train_batch_size: train.micro_batch_size positive
-    gradient_accumulation_steps: accumulation positive
-    num_train_epochs: train.epochs number | max_steps: train.steps positive off=-1,0
-    learning_rate: optimizer.lr number
+    do_predict predict_with_generate: ignored recipes train | output_dir: output_name recipe_name
+    run_name: name recipe_name | per_device_train_batch_size: train.micro_batch_size positive
+    gradient_accumulation_steps: accumulation positive | num_train_epochs: train.epochs number
+    max_steps: train.steps positive off=-1,0 | learning_rate: optimizer.lr number
     lr_scheduler_type: schedule linear, cosine, constant=flat, constant_with_warmup=constant, \
         cosine_with_min_lr=cosine -- set optimizer.schedule
     lr_scheduler_kwargs.min_lr_rate: optimizer.final_lr_ratio number
     lr_scheduler_kwargs.min_lr: final_lr number | lr_scheduler_kwargs.num_cycles: always 0.5
-    warmup_steps: @warmup
-    optim: foreign optim optimizers | weight_decay: optimizer.* number
+    warmup_steps: @warmup | optim: foreign optim optimizers | weight_decay: optimizer.* number
     adam_beta1: beta1 number | adam_beta2: beta2 number | adam_epsilon: optimizer.eps number
-    max_grad_norm: optimizer.* max_norm
-    average_tokens_across_devices: always true | label_smoothing_factor: always 0
-    bf16: precision.compute = bf16 | fp16: precision.compute = fp16 | tf32: precision.* = true
-    use_cpu: launch.device = cpu
+    max_grad_norm: optimizer.* max_norm | average_tokens_across_devices: always true
+    label_smoothing_factor: always 0 | bf16: precision.compute = bf16
+    fp16: precision.compute = fp16 | tf32: precision.* = true | use_cpu: launch.device = cpu
     seed: seed whole | data_seed: refused a recipe has one seed -- set it as seed
     activation_checkpointing gradient_checkpointing: model.activation_checkpointing = {}
     torch_compile: model.compile = {} | torch_compile_backend: model.compile.backend
@@ -79,14 +75,13 @@ TRAINER: Table = {
     train_sampling_strategy: train.shuffle random=true, sequential=false -- use random
     ddp_bucket_cap_mb: ddp.bucket_cap_mb positive
     ddp_find_unused_parameters: ddp.find_unused_parameters truth
-    ddp_static_graph: ddp.static_graph truth
-    fsdp: strategy fsdp off=false,,[]
+    ddp_static_graph: ddp.static_graph truth | fsdp: strategy fsdp off=false,,[]
     accelerator_config.split_batches: always false
     accelerator_config.gradient_accumulation_kwargs.num_steps: accumulation positive
-    resume_from_checkpoint: refused a new run starts from the model \
-        -- pipe convert CHECKPOINT NEW --to canonical, then checkpoint.start_from: NEW
-    push_to_hub: refused publishing is a stage \
-        -- add a slot publish: {use: publish.hub, repo: owner/name}
+    resume_from_checkpoint: refused a new run starts from the model -- pipe convert CHECKPOINT NEW \
+        --to canonical, then checkpoint.start_from: NEW
+    push_to_hub: refused publishing is a stage -- add a slot publish: {use: publish.hub, repo: \
+        owner/name}
     """, warmup=_warmup, period=_steps_or_share, fsdp=fsdp_strategy,
         optimizers=OPTIMIZERS),
     "fsdp_config": FSDP_PREFIXED, "deepspeed": DEEPSPEED, "parallelism_config": PARALLELISM,
@@ -111,26 +106,22 @@ def _mixture(value: Any) -> rules.RuleResult:
 
 
 LORA = table("""
-    lora_r: adapter.rank positive
-    lora_alpha: adapter.alpha number | lora_dropout: adapter.dropout number
-    lora_target_modules: adapter.targets targets
+    lora_r: adapter.rank positive | lora_alpha: adapter.alpha number
+    lora_dropout: adapter.dropout number | lora_target_modules: adapter.targets targets
     lora_target_parameters: adapter.target_parameters names
-    lora_modules_to_save: adapter.train_also also
-    use_rslora: adapter.scaling = rslora | use_dora: adapter.dora = true
-    load_in_4bit: quantize = true
+    lora_modules_to_save: adapter.train_also also | use_rslora: adapter.scaling = rslora
+    use_dora: adapter.dora = true | load_in_4bit: quantize = true
     load_in_8bit: refused weights are held whole or in 4 bits -- set load_in_4bit
     bnb_4bit_use_double_quant: refused the scales of 4-bit weights stay in fp32
     bnb_4bit_quant_type: quantization nf4, fp4
 """, targets=_targets, also=also)  # fmt: skip
 SCRIPT: Table = {
     **table("""
-    warmup_ratio: warmup_ratio number
-    evaluation_strategy: @eval_strategy
+    warmup_ratio: warmup_ratio number | evaluation_strategy: @eval_strategy
     model_name_or_path: model | model_revision: revision
     tokenizer_name tokenizer_name_or_path: model.tokenizer | attn_implementation: model.attention
     trust_remote_code: model.* truth
-    torch_dtype dtype: always fp32, float32 \
-        -- set precision.master: bf16 for bf16 master weights
+    torch_dtype dtype: always fp32, float32 -- set precision.master: bf16 for bf16 master weights
     train_file: data path | validation_file: data.heldout_files file
     validation_split_percentage: data.heldout_fraction percentage
     block_size max_seq_length max_length model_max_length: data.sequence_length positive
@@ -139,9 +130,8 @@ SCRIPT: Table = {
     dataset_mixture: @mixture | dataset_text_field: always text -- rename the column
     packing: data.* = true | packing_strategy: always bfd | truncation_mode: always keep_start
     assistant_only_loss: loss.assistant truth | completion_only_loss: loss.completion truth
-    loss_type: always nll, chunked_nll !!
-    use_peft: adapter truth | lora_task_type: always causal_lm !!
-    log_with: @report_to
+    loss_type: always nll, chunked_nll !! | use_peft: adapter truth
+    lora_task_type: always causal_lm !! | log_with: @report_to
     """, eval_strategy=TRAINER["eval_strategy"], mixture=_mixture,
         file=lambda value: [rules.path(value)], report_to=TRAINER["report_to"],
         percentage=lambda value: min(number(value) / 100, 0.5)),

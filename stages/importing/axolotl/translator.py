@@ -196,13 +196,12 @@ ROWS = table("""
     message_field_content: always content -- rename the column in the data
     message_field_training: always train -- rename the column in the data
     field_tools: always tools -- rename the column in the data
-    field_thinking template_thinking_key: always reasoning_content
-    roles: @roles | roles_to_train: data.loss trained | train_on_eos train_on_eot: always turn
+    field_thinking template_thinking_key: always reasoning_content | roles: @roles
+    roles_to_train: data.loss trained | train_on_eos train_on_eot: always turn
     chat_template: @named_template
-    chat_template_jinja drop_system_message split_thinking conversation input_format
-    input_transform message_field_training_detail field_human field_model: @template_setting
-    shards shards_idx skip: refused files are read as a whole \
-        -- write those rows to a separate file
+    chat_template_jinja drop_system_message split_thinking conversation input_format input_transform
+    message_field_training_detail field_human field_model: @template_setting
+    shards shards_idx skip: refused files are read as a whole -- write those rows to a separate file
     preprocess_shards: ignored changes nothing that is trained
     trust_remote_code: refused data sets bring no code along -- convert them
 """, **SHARED, style=_style, mappings=_mappings, trained=_to_train,

@@ -40,10 +40,10 @@ TABLE: Table = {
     pref_beta pref_ftx pref_bco_weight pref_loss dpo_label_smoothing ld_alpha kto_chosen_weight
     kto_rejected_weight simpo_gamma ppo_buffer_size ppo_epochs ppo_score_norm ppo_target
     ppo_whiten_rewards reward_model_type ref_model_quantization_bit reward_model_quantization_bit
-    ref_model_adapters reward_model_adapters:
-        ignored is read only by the preference and reward stages
-    ref_model reward_model: refused training on preferences or rewards is not supported by \
-        recipes !!
+    ref_model_adapters reward_model_adapters: ignored is read only by the preference and reward \
+        stages
+    ref_model reward_model: refused training on preferences or rewards is not supported by recipes \
+        !!
     use_llama_pro mixture_of_depths shift_attn pissa_init use_mca use_kt use_hyper_parallel
     freeze_language_model: refused no recipe trains like this !!
     pissa_iter pissa_convert: ignored follows pissa_init
@@ -52,11 +52,11 @@ TABLE: Table = {
     kt_lora_expert_intermediate_size: ignored follows use_kt
     freeze_trainable_layers freeze_trainable_modules freeze_extra_modules module_dropout oft_rank
     oft_block_size oft_target: ignored follows finetuning_type
-    use_dft_loss use_asft_loss use_eaft_loss:
-        refused the loss is the mean cross-entropy of the target tokens !!
+    use_dft_loss use_asft_loss use_eaft_loss: refused the loss is the mean cross-entropy of the \
+        target tokens !!
     asft_alpha: ignored follows use_asft_loss | eaft_alpha: ignored follows use_eaft_loss
-    use_galore use_apollo use_badam use_adam_mini use_muon:
-        foreign refused no recipe has this optimizer
+    use_galore use_apollo use_badam use_adam_mini use_muon: foreign refused no recipe has this \
+        optimizer
     galore_target galore_rank galore_update_interval galore_scale galore_proj_type
     galore_layerwise: ignored follows use_galore
     apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type
@@ -73,36 +73,34 @@ TABLE: Table = {
     export_quantization_dataset export_quantization_nsamples export_quantization_maxlen
     export_legacy_format export_hub_model_id vllm_maxlen vllm_gpu_util vllm_enforce_eager
     vllm_max_lora_rank vllm_config sglang_maxlen sglang_mem_fraction sglang_tp_size sglang_config
-    sglang_lora_backend generation_max_length generation_num_beams do_sample temperature top_p
-    top_k num_beams max_new_tokens repetition_penalty length_penalty skip_special_tokens:
-        ignored is read by another command than train
+    sglang_lora_backend generation_max_length generation_num_beams do_sample temperature top_p top_k
+    num_beams max_new_tokens repetition_penalty length_penalty skip_special_tokens: ignored is \
+        read by another command than train
 
     model_name_or_path: @model_name_or_path | model_revision: @model_revision
-    trust_remote_code: @trust_remote_code
-    adapter_name_or_path: adapter.start_from adapter_folder
-    flash_attn: model.attention disabled=eager, sdpa, fa2=flash_attention_2, \
-        fa3=flash_attention_3 off=auto
+    trust_remote_code: @trust_remote_code | adapter_name_or_path: adapter.start_from adapter_folder
+    flash_attn: model.attention disabled=eager, sdpa, fa2=flash_attention_2, fa3=flash_attention_3 \
+        off=auto
     enable_liger_kernel: @use_liger_kernel
     disable_gradient_checkpointing: ignored model.activation_checkpointing says it
     create_new_adapter: refused merges the adapter that it is given !! merge it first
     use_unsloth_gc: model.activation_checkpointing.offload = true
     train_from_scratch: model.init = random | moe_aux_loss_coef: train.router_loss number
-    upcast_layernorm upcast_lmhead_output: refused one dtype computes the whole model \
-        -- set precision.compute
+    upcast_layernorm upcast_lmhead_output: refused one dtype computes the whole model -- set \
+        precision.compute
     rope_scaling: refused the model is as its config says -- change the model's config.json
-    resize_vocab add_tokens add_special_tokens new_special_tokens_config split_special_tokens:
+    resize_vocab add_tokens add_special_tokens new_special_tokens_config split_special_tokens: \
         @new_tokens
-    init_special_tokens: ignored follows add_special_tokens
-    quantization_bit: @bits | quantization_type: @bnb_4bit_quant_type
-    quantization_method: always bnb, bitsandbytes !!
+    init_special_tokens: ignored follows add_special_tokens | quantization_bit: @bits
+    quantization_type: @bnb_4bit_quant_type | quantization_method: always bnb, bitsandbytes !!
     double_quantization: @bnb_4bit_use_double_quant
     quantization_device_map: ignored follows quantization_bit
 
     stage: only pt, sft so data.chat or data.text trains so else {0!r} trains on preferences or \
         rewards, which is not supported by recipes !! use stage: sft or pt, or train with TRL
-    finetuning_type: @method | pure_bf16: precision.master = bf16
-    lora_rank: @lora_r | lora_alpha: @lora_alpha | lora_dropout: @lora_dropout
-    use_rslora: @use_rslora | use_dora: @use_dora | lora_target: adapter.targets targets
+    finetuning_type: @method | pure_bf16: precision.master = bf16 | lora_rank: @lora_r
+    lora_alpha: @lora_alpha | lora_dropout: @lora_dropout | use_rslora: @use_rslora
+    use_dora: @use_dora | lora_target: adapter.targets targets
     additional_target: @lora_modules_to_save | warmup_ratio: @warmup_ratio
     loraplus_lr_ratio: optimizer.groups lora_b
     loraplus_lr_embedding: ignored no embedding has an adapter
@@ -119,8 +117,7 @@ TABLE: Table = {
     val_size: data.heldout_fraction fraction off=0,"0","0.0"
     max_samples: refused rows are taken as the files have them -- change the files
     mix_strategy: always concat, interleave_over -- use interleave_over, with weights
-    streaming: ignored rows come in the order of every run
-    buffer_size: ignored follows streaming
+    streaming: ignored rows come in the order of every run | buffer_size: ignored follows streaming
     dataset_dir: ignored is where the files of the data sets are
     ignore_pad_token_for_loss: always true
     """, **SHARED | {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from pipeline.importing import ConfigFile
 from pipeline.utils import did_you_mean
@@ -39,24 +39,46 @@ class LlamaFactory(RecipeTranslator):
         return INFO_KIND if _is_info(content) else super().kind(content)
 
     def read(self, report: Report, file: ConfigFile) -> None:
-        content, name = file.content, file.path.name
-        running = content.get("stage") == "pt"
-        rows = {
-            **TABLE,
+        content, running = {**file.content}, file.content.get("stage") == "pt"
+        folder = content.get("dataset_dir", "data")
+        files = [(each.path.name, each.content) for each in report.files if _is_info(each.content)]
+        inline = [(file.path.name, folder)] if isinstance(folder, Mapping) else []
+        entries: Entries = {
+            name: (info, entry)
+            for info, content in (*inline, *files)
+            for name, entry in content.items()
+            if isinstance(entry, Mapping)
+        }
+        own = {
             **unread(("template", running and content.get("template"),
                       "stage: pt takes the text as it is")),
             **purpose(content, "do_predict", "predict_with_generate", "do_eval"),
             **trainer(report, file),
         }  # fmt: skip
-        sets = _DataSets(report, file, running=running)
-        for key, value in content.items():
-            if key in NAMES and value:
-                sets.name(key, value, replaced=bool(report.request.data))
-            elif key == PROBS and value and sets.interleaved:
-                sets.weigh(value)
-            else:
-                report.read(name, {key: value}, rows)
-        sets.read()
+        named: dict[str, str] = {}
+        for key, kind in NAMES.items():
+            if content.get(key):
+                own[key] = _naming(report, file, entries, folder)
+                with contextlib.suppress(rules.WrongValueError):
+                    each = enumerate(rules.names(content[key]))
+                    named |= {f"{kind}{number}.": name for number, name in each}
+        if weighed := str(content.get("mix_strategy")) == "interleave_over":
+            own |= _weights(content)
+        report.read(file.path.name, content, {**TABLE, **own})
+        for one, name in named.items():
+            if weighed and one.startswith(TRAIN):
+                report.default(f"{one}weight", 1.0, "interleave_over takes turns")
+            if folder == "ONLINE":
+                report.default(f"{one}path", name, f"dataset in {file.path.name}")
+            if folder == "ONLINE" or name in entries:
+                where = folder if isinstance(folder, str) else "data"
+                info, entry = ("", {}) if folder == "ONLINE" else entries[name]
+                rows = _rows(report, entry, one, where, running=running)
+                report.read(info, entry, rows, f"{name}.", one)
+        for name, (info, entry) in entries.items():
+            if name not in named.values():
+                other = outcome("ignored the recipe names other data sets")
+                report.enter(info, name, entry, other)
         report.set_defaults(DEFAULTS, TABLE, OWN)
         rank = report.value("adapter.rank")
         report.default("adapter.alpha", float(2 * rank), "twice lora_rank, LLaMA-Factory's default")
@@ -104,6 +126,8 @@ TAGS = {
 }  # fmt: skip
 """Names of roles and contents, as OpenAI and as ShareGPT write them."""
 OWN = "LLaMA-Factory's default"
+Entries: TypeAlias = Mapping[str, tuple[str, Mapping[str, Any]]]
+"""Name of a data set -> file that has its entry, and the entry."""
 
 
 def _is_info(content: Mapping[str, Any]) -> bool:
@@ -114,8 +138,38 @@ def _is_info(content: Mapping[str, Any]) -> bool:
     )
 
 
-ENTRY = table(
-    """
+def _naming(report: Report, file: ConfigFile, entries: Entries, folder: Any) -> rules.Rule:
+    """Return the rule of a key that names data sets."""
+
+    def named(value: Any) -> RuleResult:
+        missing = [name for name in rules.names(value) if name not in entries]
+        if report.request.data:
+            return outcome("ignored --data replaces it")
+        if folder == "ONLINE" or not missing:
+            return outcome("ignored the keys of each data set say it")
+        if entries:
+            hint = did_you_mean(missing[0], [*entries])
+            return outcome(f"refused {INFO} has no entry {missing[0]!r} !! {hint}".rstrip())
+        where = f"{folder if isinstance(folder, str) else 'data'}/{INFO}"
+        hint = f"give it too: pipe import {file.path} {where}"
+        return outcome(f"refused names entries of {INFO} !! {hint}")
+
+    return named
+
+
+def _weights(content: dict[str, Any]) -> Table:
+    """Return the rules for the share of each data set, and give them a key each in the content."""
+    value = content.get(PROBS)
+    shares = value.split(",") if isinstance(value, str) else value
+    if not isinstance(shares, list) or not shares:
+        return {PROBS: rule(f"refused must be a list of shares, not {value!r}")} if value else {}
+    del content[PROBS]
+    content |= {f"{PROBS}[{number}]": share for number, share in enumerate(shares)}
+    return {f"{PROBS}[{number}]": rule(f"{TRAIN}{number}.weight number")
+            for number in range(len(shares))}  # fmt: skip
+
+
+ENTRY = table("""
     hf_hub_url: .path | subset: .config | split: .split
     ms_hub_url om_hub_url script_url cloud_file_name:
         refused data comes from files and the hub of Hugging Face -- download it
@@ -132,109 +186,30 @@ ENTRY = table(
     tools: always tools !! rename the column in the data
     messages: .form conversations=sharegpt !! rename the column in the data
     images videos audios: refused recipes train on text only !!
-""",
-    styles=STYLES,
-)
+""", styles=STYLES)  # fmt: skip
 """Keys of an entry in dataset_info.json."""
 OPENAI = table("messages: .form messages, conversations=sharegpt !! rename the column in the data")
 RUNNING = table("formatting: ignored stage: pt takes the text | prompt: .text_key")
-MIRROR = rule("ignored is also on the hub of Hugging Face")
 
 
-def _table(entry: Mapping[str, Any], folder: str, *, running: bool) -> Table:
-    """Return the rules of an entry. `running` text is trained on as it is."""
+def _rows(
+    report: Report, entry: Mapping[str, Any], one: str, folder: str, *, running: bool
+) -> Table:
+    """Return the rules of an entry, and set its defaults. `running` text is trained on as it is."""
+    style = Style(running=True) if running else STYLES["alpaca"]
+    report.default(f"{one}style", style, "stage: pt" if running else OWN)
+    shape = ("text_key", "instruction") if running else ("form", "sharegpt")
+    report.default(f"{one}{shape[0]}", shape[1], OWN)
     given = entry.get("tags")
     openai = isinstance(given, Mapping) and given.get("role_tag") == "role"
     tags = TAGS["messages" if openai else "sharegpt"].items()
-    own: dict[str, Any] = {
+    mirror = rule("ignored is also on the hub of Hugging Face")
+    prompt = {"prompt": RUNNING["prompt"]} if running else {}
+    return {
+        **ENTRY,
+        **(dict.fromkeys(("ms_hub_url", "om_hub_url"), mirror) if "hf_hub_url" in entry else {}),
+        **({"formatting": RUNNING["formatting"]} if running else {}),
         "file_name": sets(".path", lambda name: str(Path(folder, name).absolute())),
-        "columns": ENTRY["columns"] | (OPENAI if openai else {}),
+        "columns": {**ENTRY["columns"], **(OPENAI if openai else {}), **prompt},
         "tags": {key: rule(f"always {tag} !! rename it in the data") for key, tag in tags},
-    }  # fmt: skip
-    if "hf_hub_url" in entry:
-        own |= {"ms_hub_url": MIRROR, "om_hub_url": MIRROR}
-    if running:
-        own["formatting"] = RUNNING["formatting"]
-        own["columns"] |= {"prompt": RUNNING["prompt"]}
-    return {**ENTRY, **own}
-
-
-class _DataSets:
-    """The data sets that a recipe names."""
-
-    def __init__(self, report: Report, file: ConfigFile, *, running: bool) -> None:
-        self.report, self.file, self.running = report, file, running
-        folder = file.content.get("dataset_dir", "data")
-        self.online = folder == "ONLINE"
-        self.folder = folder if isinstance(folder, str) else "data"
-        inline = folder if isinstance(folder, Mapping) else {}
-        infos = [(each.path.name, each.content) for each in report.files]
-        files = [(file.path.name, inline), *(each for each in infos if _is_info(each[1]))]
-        self.entries = {
-            name: (file, entry)
-            for file, content in files
-            for name, entry in content.items()
-            if isinstance(entry, Mapping)
-        }
-        """Name -> file that has the entry, and the entry."""
-        self.named: list[tuple[str, str]] = []
-        """Name and beginning of the facts of each data set."""
-        self.interleaved = str(file.content.get("mix_strategy")) == "interleave_over"
-
-    def name(self, key: str, value: Any, *, replaced: bool) -> None:
-        """Enter a key that names data sets."""
-        self._enter(key, value, lambda value: self._found(rules.names(value), replaced=replaced))
-        with contextlib.suppress(rules.WrongValueError):
-            names = rules.names(value)
-            self.named += [(one, f"{NAMES[key]}{number}.") for number, one in enumerate(names)]
-
-    def _found(self, names: list[str], *, replaced: bool) -> RuleResult:
-        missing = [name for name in names if name not in self.entries]
-        if replaced:
-            return outcome("ignored --data replaces it")
-        if self.online or not missing:
-            return outcome("ignored the keys of each data set say it")
-        if self.entries:
-            hint = did_you_mean(missing[0], [*self.entries])
-            return outcome(f"refused {INFO} has no entry {missing[0]!r} !! {hint}".rstrip())
-        hint = f"give it too: pipe import {self.file.path} {self.folder}/{INFO}"
-        return outcome(f"refused names entries of {INFO} !! {hint}")
-
-    def weigh(self, value: Any) -> None:
-        """Read the share of each data set."""
-        shares = value.split(",") if isinstance(value, str) else value
-        if not isinstance(shares, list):
-            wrong = rule(f"refused must be a list of shares, not {value!r}")
-            self._enter(PROBS, value, wrong)
-            return
-        for number, share in enumerate(shares):
-            self._enter(f"{PROBS}[{number}]", share, rule(f"{TRAIN}{number}.weight number"))
-
-    def read(self) -> None:
-        """Read the data sets that are named, and enter those that are not."""
-        for name, one in self.named:
-            if self.interleaved and one.startswith(TRAIN):
-                self.report.default(f"{one}weight", 1.0, "interleave_over takes turns")
-            if self.online:
-                self.report.default(f"{one}path", name, f"dataset in {self.file.path.name}")
-                self._read(name, "", {}, one)
-            elif name in self.entries:
-                self._read(name, *self.entries[name], one)
-        used = {name for name, _ in self.named}
-        other = "ignored the recipe names other data sets"
-        for name, (file, entry) in self.entries.items():
-            if name not in used:
-                self.report.enter(file, name, entry, outcome(other))
-
-    def _read(self, name: str, file: str, entry: Mapping[str, Any], one: str) -> None:
-        if self.running:
-            self.report.default(f"{one}style", Style(running=True), "stage: pt")
-            self.report.default(f"{one}text_key", "instruction", OWN)
-        else:
-            self.report.default(f"{one}style", STYLES["alpaca"], OWN)
-            self.report.default(f"{one}form", "sharegpt", OWN)
-        rows = _table(entry, self.folder, running=self.running)
-        self.report.read(file, entry, rows, f"{name}.", one)
-
-    def _enter(self, key: str, value: Any, rule: rules.Rule) -> None:
-        self.report.enter(self.file.path.name, key, value, rules.applied(rule, value))
+    }

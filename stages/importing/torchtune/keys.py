@@ -38,35 +38,34 @@ def _recomputed(value: Any) -> RuleResult:
 TOP = table("""
     output_dir: output_name recipe_name | save_adapter_weights_only: export.adapter = true
     seed: seed whole | shuffle: train.shuffle truth | epochs: @num_train_epochs
-    batch_size: @per_device_train_batch_size
-    gradient_accumulation_steps: accumulation positive | max_steps_per_epoch: cap positive off=-1
-    clip_grad_norm: optimizer.max_grad_norm max_norm | compile: @compile
-    log_every_n_steps: train.log_every positive | run_val_every_n_steps: train.eval_every positive
-    device: launch.device cpu=cpu off=cuda | dtype: precision.compute fp32, bf16, fp16 !! use bf16
+    batch_size: @per_device_train_batch_size | gradient_accumulation_steps: accumulation positive
+    max_steps_per_epoch: cap positive off=-1 | clip_grad_norm: optimizer.max_grad_norm max_norm
+    compile: @compile | log_every_n_steps: train.log_every positive
+    run_val_every_n_steps: train.eval_every positive | device: launch.device cpu=cpu off=cuda
+    dtype: precision.compute fp32, bf16, fp16 !! use bf16
     enable_activation_checkpointing: model.activation_checkpointing = {}
     enable_activation_offloading: model.activation_checkpointing.offload = true
     ac_mode: always full, selective | ac_option: @recomputed
     fsdp_cpu_offload fsdp.cpu_offload: fsdp.cpu_offload truth
-    fsdp_reshard_after_forward: @sharding
-    tensor_parallel_dim: parallel.tensor positive | context_parallel_dim: parallel.context positive
+    fsdp_reshard_after_forward: @sharding | tensor_parallel_dim: parallel.tensor positive
+    context_parallel_dim: parallel.context positive
     tensor_parallel_plan: ignored layers are divided by the architecture's plan
     data_parallel_replicate_dim: parallel.replicate positive
     data_parallel_shard_dim: parallel.shard positive off=-1
     collate_fn: only torchtune.data.padded_collate_sft, torchtune.data.padded_collate_packed so \
-        every recipe does so else samples are put together by data.chat and data.text \
-        !! leave it out
+        every recipe does so else samples are put together by data.chat and data.text !! leave it \
+        out
     profiler: untranslated train.profile_steps names steps to record
     quantizer fake_quant_after_n_steps teacher_model teacher_checkpointer kd_ratio kd_loss
-    ref_checkpointer ref_policy_checkpointer policy_model reward_checkpointer
-    reward_and_value_model value_checkpointer ppo_epochs ppo_batch_size:
-        refused no recipe trains like this !!
+    ref_checkpointer ref_policy_checkpointer policy_model reward_checkpointer reward_and_value_model
+    value_checkpointer ppo_epochs ppo_batch_size: refused no recipe trains like this !!
     optimizer_in_bwd custom_sharded_layers low_cpu_ram memory_efficient_fsdp_wrap
     cudnn_deterministic_mode enable_async_checkpointing log_peak_memory_stats log_level
     use_distributed_state_dict batch_size_val: ignored changes speed or memory, no number
     resume_from_checkpoint: @resume_from_checkpoint
     [tokenizer]
     max_seq_len: @max_length | prompt_template: @named_template
-    _component_ path merges_file merges_path vocab_path special_tokens_path special_tokens:
+    _component_ path merges_file merges_path vocab_path special_tokens_path special_tokens: \
         ignored the tokenizer comes from the model's folder
     [checkpointer]
     _component_: only torchtune.training.fullmodelhfcheckpointer so every recipe does so else \
@@ -74,20 +73,20 @@ TOP = table("""
         safetensors in model.path
     checkpoint_dir: model path
     recipe_checkpoint adapter_checkpoint should_load_recipe_state: @resume_from_checkpoint
-    checkpoint_files output_dir model_type safe_serialization keep_last_n_checkpoints:
-        ignored the model's folder says it, or the run's
+    checkpoint_files output_dir model_type safe_serialization keep_last_n_checkpoints: ignored the \
+        model's folder says it, or the run's
     [optimizer]
     _component_: foreign optim optimizers | lr weight_decay eps: optimizer.* number
     betas: betas betas | amsgrad: always false
-    fused foreach capturable block_wise min_8bit_size percentile_clipping:
-        ignored changes speed or memory, no number
+    fused foreach capturable block_wise min_8bit_size percentile_clipping: ignored changes speed \
+        or memory, no number
     [lr_scheduler]
-    _component_: schedule schedules -- set optimizer.schedule
-    num_warmup_steps: warmup_steps whole | num_cycles: always 0.5
+    _component_: schedule schedules -- set optimizer.schedule | num_warmup_steps: warmup_steps whole
+    num_cycles: always 0.5
     [loss]
     _component_: only torchtune.modules.loss.cewithchunkedoutputloss, torch.nn.crossentropyloss, \
-        torchtune.modules.loss.linearcrossentropyloss so every recipe does so else the loss is \
-        the mean cross-entropy of the target tokens !! use CEWithChunkedOutputLoss
+        torchtune.modules.loss.linearcrossentropyloss so every recipe does so else the loss is the \
+        mean cross-entropy of the target tokens !! use CEWithChunkedOutputLoss
     num_output_chunks: ignored changes speed or memory, no number | ignore_index: always -100
     [optimizer lr_scheduler loss]
     *: refused no recipe has this argument !!
@@ -155,10 +154,9 @@ def _attention(value: Any) -> list[str]:
 
 MODEL = table("""
     _component_: @builder | lora_attn_modules: tune.attention attention
-    apply_lora_to_mlp: tune.mlp truth | apply_lora_to_output: tune.output truth
-    lora_rank: @lora_r | lora_alpha: @lora_alpha | lora_dropout: @lora_dropout
-    use_dora: @use_dora | quantize_base: quantize = true
-    *: refused no recipe has this argument !!
+    apply_lora_to_mlp: tune.mlp truth | apply_lora_to_output: tune.output truth | lora_rank: @lora_r
+    lora_alpha: @lora_alpha | lora_dropout: @lora_dropout | use_dora: @use_dora
+    quantize_base: quantize = true | *: refused no recipe has this argument !!
 """, builder=_builder, attention=_attention, **LORA)  # fmt: skip
 MODEL_FUSED = MODEL | table("""
     lora_attn_modules apply_lora_to_mlp apply_lora_to_output: refused torchtune has parts of what \

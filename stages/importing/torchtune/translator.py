@@ -115,8 +115,8 @@ PAIRS = {"input": "prompt", "output": "completion"}
 """Columns of instruct_dataset -> those of data.chat."""
 ALPACA = {"instruction": "instruction", "input": "input", "output": "output"}
 KEYS = table("""
-    _component_: ignored its settings are in the slot data
-    source: .path | data_files: .files names | split revision: .* | name subset: .config
+    _component_: ignored its settings are in the slot data | source: .path
+    data_files: .files names | split revision: .* | name subset: .config
     packed: data.packing truth | new_system_prompt: @template_setting
     train_on_input: data.loss targets | *: refused no recipe has this argument !!
 """, template_setting=template_setting,
