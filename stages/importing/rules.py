@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias, Union
 
@@ -133,22 +134,19 @@ def rule(text: str, **names: Any) -> Rule:
         found: Rule = names[kind[1:]]
         return found
     if kind == "foreign":
-        return _foreign(rule(f"{rest} -- {CHOOSE}", **names))
-    if kind == "ignored":
-        return lambda value: outcome(text)
+        name = "another optimizer" if rest.startswith("refused") else ""
+        return partial(_foreign, rule(f"{rest} -- {CHOOSE}", **names), name)
     if kind in WORDS:
-        return lambda value: unset() if is_off(value) else outcome(text)
-    if kind == "only":
-        values, _, why = rest.partition(" so ")
-        passed, _, refused = why.partition(" else ")
-        known = values.split(", ")
-        test = lambda value: str(value).lower() in known  # noqa: E731
-        return only(test, f"ignored {passed}", f"refused {refused}{end}")
+        return lambda value: unset() if kind != "ignored" and is_off(value) else outcome(text)
     if kind == "always":
-        return _always(_values(rest), end)
+        return partial(_always, _values(rest), end)
+    if kind == "only":
+        values, passed, refused = re.findall(r"(.+?) so (.+?) else (.+)", rest)[0]
+        known = partial(_among, values=values.split(", "))
+        return only(lambda value: known(str(value)), f"ignored {passed}", f"refused {refused}{end}")
     if rest.startswith("= "):
         then, _, words = rest[2:].partition(" on=")
-        return _switch(kind, _value(then), words.split(","))
+        return partial(_switch, kind, _value(then), words.split(","))
     options: dict[str, Any] = {}
     for word in re.sub(r",\s+", ",", rest).split():
         name, equals, value = word.partition("=")
@@ -194,40 +192,30 @@ def sets(fact: str, read: Read = str, auto: Any = None, off: Collection[Any] = (
     return rule
 
 
-def _switch(fact: str, then: Any, words: Collection[str]) -> Rule:
-    def rule(value: Any) -> RuleResult:
-        on = not is_off(value)
-        if on and value not in words and not isinstance(value, Mapping):
-            on = truth(value)
-        return translated(fact, then) if on else unset()
-
-    return rule
-
-
-def _always(values: Collection[Any], end: str) -> Rule:
-    def rule(value: Any) -> RuleResult:
-        if value is None or value == "auto" or _among(value, values):
-            return outcome("ignored every recipe does this")
-        return outcome(f"refused is always {next(iter(values))} in a recipe{end}")
-
-    return rule
-
-
-def _foreign(rule: Rule) -> Rule:
-    def named(value: Any) -> RuleResult:
-        result = applied(rule, value)
-        if result.outcome == "refused":
-            name = "another optimizer" if isinstance(value, bool) else str(value)
-            result.fact, result.content = FOREIGN, name
-        return result
-
-    return named
-
-
 def only(test: Callable[[Any], bool], passed: str, refused: str) -> Rule:
     """Return a rule for values that have the outcome `passed` if they pass a test, `refused` else,
     where {0!r} is the value."""
     return lambda value: outcome(passed if test(value) else refused.format(value))
+
+
+def _switch(fact: str, then: Any, words: Collection[str], value: Any) -> RuleResult:
+    on = not is_off(value)
+    if on and value not in words and not isinstance(value, Mapping):
+        on = truth(value)
+    return translated(fact, then) if on else unset()
+
+
+def _always(values: Collection[Any], end: str, value: Any) -> RuleResult:
+    if value is None or value == "auto" or _among(value, values):
+        return outcome("ignored every recipe does this")
+    return outcome(f"refused is always {next(iter(values))} in a recipe{end}")
+
+
+def _foreign(rule: Rule, name: str, value: Any) -> RuleResult:
+    result = applied(rule, value)
+    if result.outcome == "refused":
+        result.fact, result.content = FOREIGN, name or str(value)
+    return result
 
 
 def is_off(value: Any) -> bool:
