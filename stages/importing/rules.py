@@ -37,6 +37,7 @@ Read: TypeAlias = Callable[[Any], Any]
 
 WORDS: Mapping[str, Any] = {
     "ignored": "default", "untranslated": "not translated", "refused": "refused",
+    "never": "refused",
 }  # fmt: skip
 CHOOSE = "choose another optimizer stage (`pipe stages`), and a rate for it"
 FOREIGN = "other optimizer"
@@ -118,12 +119,13 @@ def rule(text: str, **names: Any) -> Rule:
         FACT = VALUE on=WORDS               a switch, also on for WORDS: the fact is VALUE
         always VALUES                       other values are refused
         refused WHY, untranslated WHY       unless the value is off
-        ignored WHY                         needs no place in a recipe
-        only VALUES so WHY else WHY         ignored, and other values are refused
+        ignored WHY, never WHY              whatever the value; `never` is a refusal
+        if PATTERN then RULE else RULE      by the text of the value
         foreign RULE                        a refused value is an optimizer that recipes lack
         @NAME                               a rule of `names`
 
-    A hint ends it as in an outcome, for a value that is refused. `*` in a fact is the key. READER
+    A hint ends it as in an outcome, for a value that is refused. `*` in a fact is the key, {0!r} in
+    WHY the value. READER
     is a function of READERS or `names`, or the values that a key may have, `one, other=meaning`;
     text is read without. VALUES are JSON or text.
     """
@@ -137,13 +139,13 @@ def rule(text: str, **names: Any) -> Rule:
         name = "another optimizer" if rest.startswith("refused") else ""
         return partial(_foreign, rule(f"{rest} -- {CHOOSE}", **names), name)
     if kind in WORDS:
-        return lambda value: unset() if kind != "ignored" and is_off(value) else outcome(text)
+        return partial(_says, text)
     if kind == "always":
         return partial(_always, _values(rest), end)
-    if kind == "only":
-        values, passed, refused = re.findall(r"(.+?) so (.+?) else (.+)", rest)[0]
-        known = partial(_among, values=values.split(", "))
-        return only(lambda value: known(str(value)), f"ignored {passed}", f"refused {refused}{end}")
+    if kind == "if":
+        pattern, *both = re.findall(r"(.+?) then (.+?) else (.+)", text.removeprefix("if "))[0]
+        one, other = (rule(each, **names) for each in both)
+        return lambda value: (one if re.fullmatch(pattern, str(value)) else other)(value)
     if rest.startswith("= "):
         then, _, words = rest[2:].partition(" on=")
         return partial(_switch, kind, _value(then), words.split(","))
@@ -193,9 +195,8 @@ def sets(fact: str, read: Read = str, auto: Any = None, off: Collection[Any] = (
 
 
 def only(test: Callable[[Any], bool], passed: str, refused: str) -> Rule:
-    """Return a rule for values that have the outcome `passed` if they pass a test, `refused` else,
-    where {0!r} is the value."""
-    return lambda value: outcome(passed if test(value) else refused.format(value))
+    """Return a rule with the outcome `passed` for values that pass a test, else `refused`."""
+    return lambda value: outcome(passed if test(value) else refused)
 
 
 def _switch(fact: str, then: Any, words: Collection[str], value: Any) -> RuleResult:
@@ -203,6 +204,11 @@ def _switch(fact: str, then: Any, words: Collection[str], value: Any) -> RuleRes
     if on and value not in words and not isinstance(value, Mapping):
         on = truth(value)
     return translated(fact, then) if on else unset()
+
+
+def _says(text: str, value: Any) -> RuleResult:
+    off = is_off(value) and not text.startswith(("ignored", "never"))
+    return unset() if off else outcome(text.replace("{0!r}", repr(value)))
 
 
 def _always(values: Collection[Any], end: str, value: Any) -> RuleResult:

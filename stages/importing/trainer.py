@@ -97,14 +97,6 @@ DEFAULTS: Mapping[str, Any] = {
 """Defaults of TrainingArguments that differ from the recipe's."""
 
 
-def _mixture(value: Any) -> rules.RuleResult:
-    if "chosen" in str(value) or "rejected" in str(value):
-        why = "refused names rows of preferences, and recipes train on text"
-        return rules.outcome(f"{why} !! train with TRL")
-    why = "refused mixtures have another form -- write data.sources, each with its weight"
-    return rule(why)(value)
-
-
 LORA = table("""
     lora_r: adapter.rank positive | lora_alpha: adapter.alpha number
     lora_dropout: adapter.dropout number | lora_target_modules: adapter.targets targets
@@ -127,12 +119,15 @@ SCRIPT: Table = {
     block_size max_seq_length max_length model_max_length: data.sequence_length positive
     dataset_name: dataset | dataset_config dataset_config_name: dataset.config
     dataset_train_split: dataset.split | dataset_test_split: dataset.heldout
-    dataset_mixture: @mixture | dataset_text_field: always text -- rename the column
-    packing: data.* = true | packing_strategy: always bfd | truncation_mode: always keep_start
+    dataset_mixture: if (?s).*(chosen|rejected).* then refused names rows of preferences, and \
+        recipes train on text !! train with TRL else refused mixtures have another form -- write \
+        data.sources, each with its weight
+    dataset_text_field: always text -- rename the column | packing: data.* = true
+    packing_strategy: always bfd | truncation_mode: always keep_start
     assistant_only_loss: loss.assistant truth | completion_only_loss: loss.completion truth
     loss_type: always nll, chunked_nll !! | use_peft: adapter truth
     lora_task_type: always causal_lm !! | log_with: @report_to
-    """, eval_strategy=TRAINER["eval_strategy"], mixture=_mixture,
+    """, eval_strategy=TRAINER["eval_strategy"],
         file=lambda value: [rules.path(value)], report_to=TRAINER["report_to"],
         percentage=lambda value: min(number(value) / 100, 0.5)),
     **LORA,
@@ -169,8 +164,8 @@ template_setting = rule(
 SHARED: dict[str, Any] = {
     "template_setting": template_setting,
     "named_template": rule(
-        "only none, tokenizer_default so rows are laid out by the tokenizer's own chat template "
-        "else rows are laid out by the tokenizer's own chat template "
+        "if (?i)none|tokenizer_default then ignored rows are laid out by the tokenizer's own chat "
+        "template else never rows are laid out by the tokenizer's own chat template "
         "-- compare both; for another template, name a tokenizer that has it: model.tokenizer"),
     "fraction": _fraction,
     "new_tokens": rule(

@@ -7,7 +7,7 @@ from typing import Any
 
 from stages.importing import rules
 from stages.importing.engines import FSDP_PREFIXED
-from stages.importing.rules import RuleResult, Table, outcome, rule, sets, table
+from stages.importing.rules import RuleResult, Table, outcome, rule, table
 from stages.importing.trackers import MLFLOW, SWANLAB, WANDB_PREFIXED, other_tracker
 from stages.importing.trainer import EIGHT_BITS, LORA, OPTIMIZERS, SHARED, TRAINER
 from stages.importing.training import part_of_epoch
@@ -26,19 +26,10 @@ def _plugins(value: object) -> RuleResult:
     return outcome("ignored these plugins change nothing that is trained")
 
 
-_CHECKPOINTING = "model.activation_checkpointing"
-_offload = sets(f"{_CHECKPOINTING}.offload", lambda _: True, off=(False,))
-_switch = rule(f"{_CHECKPOINTING} = {{}}")
-
-
-def _gradient_checkpointing(value: Any) -> RuleResult:
-    return (_offload if str(value).startswith("offload") else _switch)(value)
-
-
 def _selective(value: Any) -> RuleResult:
     if value in (True, {"save": ["attention"]}):
-        return rules.translated(f"{_CHECKPOINTING}.keep", "attention")
-    return rule(f"untranslated {_CHECKPOINTING} has other choices")(value)
+        return rules.translated("model.activation_checkpointing.keep", "attention")
+    return rule("untranslated model.activation_checkpointing has other choices")(value)
 
 
 def _attention(value: Any) -> str:
@@ -115,7 +106,9 @@ TABLE: Table = {
 
     base_model base_model_config: @model_name_or_path | tokenizer_config: @tokenizer_name
     model_revision revision_of_model: @model_revision | trust_remote_code: @trust_remote_code
-    model_type type_of_model: @causal | reinit_weights: model.init = random
+    model_type type_of_model: if .*ForCausalLM then ignored every model is a causal language model \
+        else never recipes train causal language models !!
+    reinit_weights: model.init = random
     model_config overrides_of_model_config model_kwargs overrides_of_model_kwargs rope_scaling
     model_quantization_config: refused the model is as its config says -- change the model's \
         config.json
@@ -128,7 +121,9 @@ TABLE: Table = {
     flex_attention: model.attention = flex_attention | eager_attention: model.attention = eager
     xformers_attention sage_attention: refused recipes do not have this kernel -- set \
         attn_implementation
-    gradient_checkpointing: @gradient_checkpointing | activation_offloading: @offload
+    gradient_checkpointing: if offload.* then model.activation_checkpointing.offload on else \
+        model.activation_checkpointing = {}
+    activation_offloading: model.activation_checkpointing.offload on off=false
     selective_checkpointing: @selective
     liger_rope liger_rms_norm liger_layer_norm liger_glu_activation: model.kernels = liger
 
@@ -173,11 +168,7 @@ TABLE: Table = {
     dp_replicate_size: parallel.replicate positive
     """, **SHARED | {
         "plugins": _plugins, "other_tracker": other_tracker, "attention": _attention,
-        "causal": rules.only(
-                lambda value: str(value).endswith("ForCausalLM"),
-                "ignored every model is a causal language model",
-                "refused recipes train causal language models !!"),
-            "gradient_checkpointing": _gradient_checkpointing, "offload": _offload,
+        "on": lambda _: True,
         "selective": _selective, "each_epoch": _each_epoch,
         "other": lambda value: not rules.truth(value),
         "optimizers": {**OPTIMIZERS, "ao_adamw_8bit": EIGHT_BITS},

@@ -5,22 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from stages.importing import rules
-from stages.importing.rules import RuleResult, Table, outcome, table
+from stages.importing.rules import Table, table
 from stages.importing.trackers import SWANLAB
 from stages.importing.trainer import SHARED, TRAINER
-
-
-def _method(value: Any) -> RuleResult:
-    if value in ("lora", "full"):
-        return rules.translated("adapter", value == "lora")
-    return outcome(f"refused no recipe trains by {value!r} !! use lora or full")
-
-
-def _bits(value: Any) -> RuleResult:
-    if str(value) == "4":
-        return rules.translated("quantize", True)
-    why = "refused weights are held whole or in 4 bits -- set quantization_bit: 4"
-    return rules.unset() if value is None else outcome(why)
 
 
 def _targets(value: Any) -> list[str] | str:
@@ -57,8 +44,8 @@ TABLE: Table = {
     asft_alpha: ignored follows use_asft_loss | eaft_alpha: ignored follows use_eaft_loss
     use_galore use_apollo use_badam use_adam_mini use_muon: foreign refused no recipe has this \
         optimizer
-    galore_target galore_rank galore_update_interval galore_scale galore_proj_type
-    galore_layerwise: ignored follows use_galore
+    galore_target galore_rank galore_update_interval galore_scale galore_proj_type \
+        galore_layerwise: ignored follows use_galore
     apollo_target apollo_rank apollo_update_interval apollo_scale apollo_proj apollo_proj_type
     apollo_scale_type apollo_layerwise apollo_scale_front: ignored follows use_apollo
     badam_mode badam_start_block badam_switch_mode badam_switch_interval badam_update_ratio
@@ -91,18 +78,23 @@ TABLE: Table = {
     rope_scaling: refused the model is as its config says -- change the model's config.json
     resize_vocab add_tokens add_special_tokens new_special_tokens_config split_special_tokens: \
         @new_tokens
-    init_special_tokens: ignored follows add_special_tokens | quantization_bit: @bits
+    init_special_tokens: ignored follows add_special_tokens
+    quantization_bit: if 4 then quantize 4=true else never weights are held whole or in 4 bits \
+        -- set quantization_bit: 4
+
     quantization_type: @bnb_4bit_quant_type | quantization_method: always bnb, bitsandbytes !!
     double_quantization: @bnb_4bit_use_double_quant
     quantization_device_map: ignored follows quantization_bit
 
-    stage: only pt, sft so data.chat or data.text trains so else {0!r} trains on preferences or \
-        rewards, which is not supported by recipes !! use stage: sft or pt, or train with TRL
-    finetuning_type: @method | pure_bf16: precision.master = bf16 | lora_rank: @lora_r
-    lora_alpha: @lora_alpha | lora_dropout: @lora_dropout | use_rslora: @use_rslora
-    use_dora: @use_dora | lora_target: adapter.targets targets
-    additional_target: @lora_modules_to_save | warmup_ratio: @warmup_ratio
-    loraplus_lr_ratio: optimizer.groups lora_b
+    stage: if pt|sft then ignored data.chat or data.text trains so else never {0!r} trains on \
+        preferences or rewards, which is not supported by recipes !! use stage: sft or pt, or \
+        train with TRL
+    finetuning_type: if lora|full then adapter lora=true, full=false else never no recipe trains \
+        by {0!r} !! use lora or full
+    pure_bf16: precision.master = bf16 | lora_rank: @lora_r | lora_alpha: @lora_alpha
+    lora_dropout: @lora_dropout | use_rslora: @use_rslora | use_dora: @use_dora
+    lora_target: adapter.targets targets | additional_target: @lora_modules_to_save
+    warmup_ratio: @warmup_ratio | loraplus_lr_ratio: optimizer.groups lora_b
     loraplus_lr_embedding: ignored no embedding has an adapter
     early_stopping_steps: train.early_stopping.patience positive
     evaluation_strategy: @eval_strategy | disable_shuffling: train.shuffle = false
@@ -121,6 +113,6 @@ TABLE: Table = {
     dataset_dir: ignored is where the files of the data sets are
     ignore_pad_token_for_loss: always true
     """, **SHARED | {
-        "method": _method, "bits": _bits, "targets": _targets, "adapter_folder": _adapter_folder,
+        "targets": _targets, "adapter_folder": _adapter_folder,
     }),
 }  # fmt: skip

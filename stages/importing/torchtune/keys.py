@@ -29,12 +29,6 @@ def _compile(value: Any) -> RuleResult:
     return rule("model.compile = {}")(on)
 
 
-def _recomputed(value: Any) -> RuleResult:
-    every = "model.activation_checkpointing.every positive"
-    other = "untranslated model.activation_checkpointing has other choices"
-    return rule(every if str(value).isdigit() else other)(value)
-
-
 TOP = table("""
     output_dir: output_name recipe_name | save_adapter_weights_only: export.adapter = true
     seed: seed whole | shuffle: train.shuffle truth | epochs: @num_train_epochs
@@ -45,16 +39,18 @@ TOP = table("""
     dtype: precision.compute fp32, bf16, fp16 !! use bf16
     enable_activation_checkpointing: model.activation_checkpointing = {}
     enable_activation_offloading: model.activation_checkpointing.offload = true
-    ac_mode: always full, selective | ac_option: @recomputed
+    ac_mode: always full, selective
+    ac_option: if [0-9]+ then model.activation_checkpointing.every positive else untranslated \
+        model.activation_checkpointing has other choices
+
     fsdp_cpu_offload fsdp.cpu_offload: fsdp.cpu_offload truth
     fsdp_reshard_after_forward: @sharding | tensor_parallel_dim: parallel.tensor positive
     context_parallel_dim: parallel.context positive
     tensor_parallel_plan: ignored layers are divided by the architecture's plan
     data_parallel_replicate_dim: parallel.replicate positive
     data_parallel_shard_dim: parallel.shard positive off=-1
-    collate_fn: only torchtune.data.padded_collate_sft, torchtune.data.padded_collate_packed so \
-        every recipe does so else samples are put together by data.chat and data.text !! leave it \
-        out
+    collate_fn: if (?i)torchtune.data.padded_collate_(sft|packed) then ignored every recipe does \
+        so else never samples are put together by data.chat and data.text !! leave it out
     profiler: untranslated train.profile_steps names steps to record
     quantizer fake_quant_after_n_steps teacher_model teacher_checkpointer kd_ratio kd_loss
     ref_checkpointer ref_policy_checkpointer policy_model reward_checkpointer reward_and_value_model
@@ -68,9 +64,9 @@ TOP = table("""
     _component_ path merges_file merges_path vocab_path special_tokens_path special_tokens: \
         ignored the tokenizer comes from the model's folder
     [checkpointer]
-    _component_: only torchtune.training.fullmodelhfcheckpointer so every recipe does so else \
-        model.hf reads the layout of Hugging Face -- name a folder with config.json and \
-        safetensors in model.path
+    _component_: if (?i)torchtune.training.fullmodelhfcheckpointer then ignored every recipe does \
+        so else never model.hf reads the layout of Hugging Face -- name a folder with config.json \
+        and safetensors in model.path
     checkpoint_dir: model path
     recipe_checkpoint adapter_checkpoint should_load_recipe_state: @resume_from_checkpoint
     checkpoint_files output_dir model_type safe_serialization keep_last_n_checkpoints: ignored the \
@@ -84,16 +80,17 @@ TOP = table("""
     _component_: schedule schedules -- set optimizer.schedule | num_warmup_steps: warmup_steps whole
     num_cycles: always 0.5
     [loss]
-    _component_: only torchtune.modules.loss.cewithchunkedoutputloss, torch.nn.crossentropyloss, \
-        torchtune.modules.loss.linearcrossentropyloss so every recipe does so else the loss is the \
-        mean cross-entropy of the target tokens !! use CEWithChunkedOutputLoss
+    _component_: if \
+        (?i)torch(tune.modules.loss.(cewithchunkedoutput|linearcrossentropy)|.nn.crossentropy)loss \
+        then ignored every recipe does so else never the loss is the mean cross-entropy of the \
+        target tokens !! use CEWithChunkedOutputLoss
     num_output_chunks: ignored changes speed or memory, no number | ignore_index: always -100
     [optimizer lr_scheduler loss]
     *: refused no recipe has this argument !!
     [metric_logger]
     _component_: @other_tracker | *: ignored follows _component_
 """, **SHARED | {
-    "compile": _compile, "recomputed": _recomputed, "optimizers": OPTIMIZERS,
+    "compile": _compile, "optimizers": OPTIMIZERS,
     "sharding": FSDP["reshard_after_forward"], "schedules": {COSINE: "cosine"},
     "other_tracker": other_tracker,
 })  # fmt: skip
