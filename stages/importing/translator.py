@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -24,18 +24,65 @@ Company: TypeAlias = Mapping[str, Any]
 """Keys without which another one means nothing, such as `use_peft` for `lora_r`."""
 COMPANIES: Mapping[str, Sequence[Company]] = {
     TRAINER_KIND: (
-        {},
-        {"use_peft": True, "lora_target_modules": "all-linear"},
-        {"eval_strategy": "steps"},
-        {"dataset_name": "owner/name"},
-        {"fsdp": "full_shard"},
+        {}, {"use_peft": True, "lora_target_modules": "all-linear"}, {"eval_strategy": "steps"},
+        {"dataset_name": "owner/name"}, {"fsdp": "full_shard"},
     ),
     ACCELERATE_KIND: ({}, {"distributed_type": "FSDP"}, {"distributed_type": "DEEPSPEED"}),
     DEEPSPEED_KIND: ({}, {"zero_optimization": {"stage": 3}}),
-}
+}  # fmt: skip
+Files: TypeAlias = Sequence[tuple[str | None, ConfigFile]]
+"""Files, with the kind of each."""
 
 
-class HuggingFace(Translator):
+class TableTranslator(Translator):
+    """A translator whose files have tables."""
+
+    @abstractmethod
+    def tables(self) -> Mapping[str, tuple[Table, Sequence[Company]]]:
+        """Return, for each kind of file that a recipe may have keys of, the table, except for lists
+        of blocks, and the companies of keys."""
+
+    @abstractmethod
+    def draft(self, files: Files, request: Request) -> Draft:
+        """Return the draft of a recipe that the files make."""
+
+    def translate(self, files: Sequence[ConfigFile], request: Request) -> Translation:
+        kinds = [(self.kind(file.content), file) for file in files]
+        return self.draft(kinds, request).translation()
+
+    def meaning(self, key: str, content: Mapping[str, Any]) -> KeyOutcome | None:
+        found = None
+        for kind in self.tables():
+            one = self._meaning(kind, key, content)
+            if one is not None and one.to:
+                return one
+            found = found or one
+        return found
+
+    def _meaning(self, kind: str, key: str, content: Mapping[str, Any]) -> KeyOutcome | None:
+        """Return the outcome of the key in a file of this kind, which it may have in a block.
+
+        It is read in each of the companies, next to the other keys of the content, until it has a
+        place in the recipe; without them only where it contradicts one.
+        """
+        table, companies = self.tables()[kind]
+        last: KeyOutcome | None = None
+        others = {name: each for name, each in content.items() if name != key and name in table}
+        for beside in (others, {}) if others else ({},):
+            each = [_having(table, key, content[key], {**one, **beside}) for one in companies]
+            for name, whole in itertools.chain.from_iterable(zip(*each, strict=True)):
+                file = ConfigFile(path=Path("config.yaml"), content=whole)
+                outcomes = self.draft([(kind, file)], Request()).outcomes()
+                found = next((one for one in outcomes if one.key == name), None)
+                if found is not None and found.to:
+                    return found
+                last = found or last
+            if last is not None and last.outcome == "default":
+                break
+        return last
+
+
+class HuggingFace(TableTranslator):
     """`accelerate config` files, DeepSpeed JSON and TrainingArguments, alone or together."""
 
     name = "hugging_face"
@@ -54,31 +101,23 @@ class HuggingFace(Translator):
             return None
         return OtherTool(name=name, advice=advice_on(name))
 
-    def translate(self, files: Sequence[ConfigFile], request: Request) -> Translation:
-        draft = Draft(files, request)
-        _read_kinds(draft, files, TABLES, self.kind)
-        return compose(draft, files[0].path.stem, script_data).translation()
+    def tables(self) -> Mapping[str, tuple[Table, Sequence[Company]]]:
+        return {kind: (TABLES[kind], companies) for kind, companies in COMPANIES.items()}
+
+    def draft(self, files: Files, request: Request) -> Draft:
+        draft = Draft([file for _, file in files], request)
+        _read_kinds(draft, files)
+        return compose(draft, files[0][1].path.stem, script_data)
 
     def advice(self, key: str, value: Any) -> str:
         return untranslated.advice(key, value)
 
     def meaning(self, key: str, content: Mapping[str, Any]) -> KeyOutcome | None:
-        found = None
-        for kind, table in TABLES.items():
-
-            def drafted(file: ConfigFile, kind: str = kind) -> Draft:
-                draft = Draft([file])
-                _read_kinds(draft, [file], [kind], lambda _: kind)
-                return compose(draft, "recipe", script_data)
-
-            one = meaning(key, content, table, COMPANIES[kind], drafted)
-            if one is not None and one.to:
-                return one
-            found = found or one
-        return untranslated.outcome(key, content[key]) or found
+        found = super().meaning(key, content)
+        return found if found and found.to else untranslated.outcome(key, content[key]) or found
 
 
-class RecipeTranslator(Translator):
+class RecipeTranslator(TableTranslator):
     """The recipe of one tool, and the files that belong to it."""
 
     tool: ClassVar[str]
@@ -89,41 +128,28 @@ class RecipeTranslator(Translator):
     """Kinds of files that may be given too."""
 
     def kind(self, content: Mapping[str, Any]) -> str | None:
-        if self.is_recipe(content):
+        if tool_of(content) == self.tool:
             return f"{self.tool} recipe"
         found = reader.kind_of(content)
         return found if found in self.beside else None
 
-    def is_recipe(self, content: Mapping[str, Any]) -> bool:
-        """Return whether it is the tool's recipe."""
-        return tool_of(content) == self.tool
-
     def supports(self, files: Sequence[ConfigFile]) -> bool:
-        own = any(self.is_recipe(file.content) for file in files)
+        own = any(tool_of(file.content) == self.tool for file in files)
         return own and super().supports(files)
 
-    def translate(self, files: Sequence[ConfigFile], request: Request) -> Translation:
-        recipes = [file for file in files if self.is_recipe(file.content)]
-        if len(recipes) > 1:
-            both = f"{recipes[0].path} and {recipes[1].path}"
+    def tables(self) -> Mapping[str, tuple[Table, Sequence[Company]]]:
+        return {f"{self.tool} recipe": (self.table, self.companies)}
+
+    def draft(self, files: Files, request: Request) -> Draft:
+        recipe, *more = [file for kind, file in files if kind == f"{self.tool} recipe"]
+        if more:
+            both = f"{recipe.path} and {more[0].path}"
             raise UsageError(f"{both} are both recipes of {self.tool}", hint="import one by one")
-        others = [file for file in files if file is not recipes[0]]
-        draft = Draft(files, request)
-        self.read(draft, recipes[0])
+        draft = Draft([file for _, file in files], request)
+        self.read(draft, recipe)
         draft.kinds.add(TRAINER_KIND)  # its defaults hold next to DeepSpeed's, as transformers'
-        _read_kinds(draft, others, self.beside, self.kind)
-        return self._composed(draft, recipes[0].path.stem).translation()
-
-    def meaning(self, key: str, content: Mapping[str, Any]) -> KeyOutcome | None:
-        def drafted(file: ConfigFile) -> Draft:
-            draft = Draft([file])
-            self.read(draft, file)
-            return self._composed(draft, "recipe")
-
-        return meaning(key, content, self.table, self.companies, drafted)
-
-    def _composed(self, draft: Draft, name: str) -> Draft:
-        compose(draft, name, several)
+        _read_kinds(draft, files)
+        compose(draft, recipe.path.stem, several)
         self.finish(draft)
         return draft
 
@@ -135,47 +161,13 @@ class RecipeTranslator(Translator):
         """Add what shows in the draft alone."""
 
 
-def _read_kinds(
-    report: Report,
-    files: Sequence[ConfigFile],
-    kinds: Iterable[str],
-    kind_of: Callable[[Mapping[str, Any]], str | None],
-) -> None:
-    """Read the files of these kinds, kind by kind, with DeepSpeed's defaults."""
-    for kind in kinds:
-        for file in files:
-            if kind_of(file.content) == kind:
-                reader.read(report, file, kind)
+def _read_kinds(report: Report, files: Files) -> None:
+    """Read the files of each kind, with DeepSpeed's defaults."""
+    for kind in TABLES:
+        for file in (file for known, file in files if known == kind):
+            reader.read(report, file, kind)
     if DEEPSPEED_KIND in report.kinds:
         set_defaults(report, alone=TRAINER_KIND not in report.kinds)
-
-
-def meaning(
-    key: str,
-    content: Mapping[str, Any],
-    table: Table,
-    companies: Sequence[Company],
-    drafted: Callable[[ConfigFile], Draft],
-) -> KeyOutcome | None:
-    """Return the outcome of a single key that the table, or a block in it, has; None if it has
-    none. It is for a hint where somebody has written the key into a recipe.
-
-    `drafted` reads a file. The key is read in each of the companies, next to the other keys of the
-    content, until it has a place in the recipe; without them only where it contradicts one.
-    """
-    last: KeyOutcome | None = None
-    others = {name: each for name, each in content.items() if name != key and name in table}
-    for beside in (others, {}) if others else ({},):
-        each = [_having(table, key, content[key], {**one, **beside}) for one in companies]
-        for name, whole in itertools.chain.from_iterable(zip(*each, strict=True)):
-            draft = drafted(ConfigFile(path=Path("config.yaml"), content=whole))
-            found = next((one for one in draft.outcomes() if one.key == name), None)
-            if found is not None and found.to:
-                return found
-            last = found or last
-        if last is not None and last.outcome == "default":
-            break
-    return last
 
 
 def _having(table: Table, key: str, value: Any, company: Company) -> Iterator[tuple[str, Company]]:
