@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from pipeline.chain.elsewhere import Meant, Slots, Spot, override, shortened
@@ -26,21 +26,28 @@ def of_other_tools(unknown: Sequence[UnknownKey], slots: Slots) -> list[Meant]:
     """Return what each of a recipe's unknown keys means in other tools, which read all of them as
     one file. No hint for a key that no tool has, or that only a whole file explains."""
     content = {name: each.value for each in unknown for name in _names(each, slots)}
-    found = []
-    for each in unknown:
-        outcomes = list(_outcomes(each, content, slots))
-        found.append(sorted(outcomes, key=lambda one: not one.to))
-    places: list[Places] = [
-        [
-            (_spot(key, slots), each.value if _equal(new, each.value) else new)
-            for key, new in (one[0].to if one else {}).items()
-        ]
+
+    def read(value: Any) -> Callable[[Translator, str], KeyOutcome | None]:
+        return lambda translator, name: translator.meaning(name, {**content, name: value})
+
+    found = [
+        sorted(_asked(each, slots, read(each.value)), key=lambda one: not one.to)
+        for each in unknown
+    ]
+    places = [
+        [*_places(each.value, one[0].to if one else {}, slots)]
         for each, one in zip(unknown, found, strict=True)
     ]
     return [
         _meant(each, outcomes, own, [*itertools.chain(*places)], slots)
         for each, outcomes, own in zip(unknown, found, places, strict=True)
     ]
+
+
+def _places(value: Any, to: Mapping[str, Any], slots: Slots) -> Iterator[tuple[Spot, Any]]:
+    for key, new in to.items():
+        same = isinstance(new, bool) == isinstance(value, bool) and new == value  # as 2 and 2.0
+        yield _spot(key, slots), value if same else new
 
 
 def _names(unknown: UnknownKey, slots: Slots) -> Iterable[str]:
@@ -52,8 +59,7 @@ def _names(unknown: UnknownKey, slots: Slots) -> Iterable[str]:
 def _meant(
     unknown: UnknownKey, outcomes: Sequence[KeyOutcome], own: Places, every: Places, slots: Slots
 ) -> Meant:
-    advice = next(filter(None, _advice(unknown, slots)), "")
-    if advice:
+    for advice in _asked(unknown, slots, lambda one, name: one.advice(name, unknown.value)):
         return Meant(hint=advice, sure=True)
     for outcome in outcomes:
         if outcome.to:
@@ -74,27 +80,15 @@ plan_recipe = functools.partial(plan_file, foreign=of_other_tools)
 """As `plan_file`, of a recipe that a person wrote: hints know the keys of other tools."""
 
 
-def _translators() -> Iterator[Translator]:
-    translators = Translators.installed()
-    for entry in translators.names():
-        with contextlib.suppress(PluginError):  # it is the recipe that is at fault
-            yield translators.load(entry)()
-
-
-def _advice(unknown: UnknownKey, slots: Slots) -> Iterator[str]:
-    for translator in _translators():
-        yield from (translator.advice(name, unknown.value) for name in _names(unknown, slots))
-
-
-def _outcomes(
-    unknown: UnknownKey, content: Mapping[str, Any], slots: Slots
-) -> Iterator[KeyOutcome]:
-    for name in _names(unknown, slots):
-        for translator in _translators():
-            with contextlib.suppress(PipeError):
-                found = translator.meaning(name, {**content, name: unknown.value})
-                if found is not None:
-                    yield found
+def _asked(
+    unknown: UnknownKey, slots: Slots, ask: Callable[[Translator, str], Any]
+) -> Iterator[Any]:
+    """What the translators answer about the key under its names, but for nothing."""
+    installed = Translators.installed()
+    for name, entry in itertools.product(_names(unknown, slots), installed.names()):
+        with contextlib.suppress(PipeError):  # it is the recipe that is at fault
+            if found := ask(installed.load(entry)(), name):
+                yield found
 
 
 def _translated(places: Places, every: Places, unknown: UnknownKey, slots: Slots) -> Meant:
@@ -124,11 +118,6 @@ def _translated(places: Places, every: Places, unknown: UnknownKey, slots: Slots
     verb = "add to the recipe" if unknown.on_command_line else "write"
     of = f" instead of {' and '.join(instead)}" if instead else ""
     return Meant(hint=f"{verb} {' and '.join(parts)}{of}", spot=own, places=places)
-
-
-def _equal(new: Any, value: Any) -> bool:
-    """Whether they are the same, also as 2 and 2.0, but not as 1 and true."""
-    return isinstance(new, bool) == isinstance(value, bool) and bool(new == value)
 
 
 def _absent(spot: Spot, slots: Slots) -> bool:

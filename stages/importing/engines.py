@@ -7,7 +7,7 @@ from typing import Any
 
 from stages.importing import rules
 from stages.importing.report import Report
-from stages.importing.rules import Rule, Table, rule, table
+from stages.importing.rules import Table, table
 
 FSDP = table("""
     version: always 2, 1, "1", "2"
@@ -84,11 +84,6 @@ ACCELERATE: Table = {
 """`false` is YAML 1.1's value of an unquoted no."""
 
 
-def _enabled(dtype: str) -> Rule:
-    automatic, on = rule("precision.compute auto=fp32"), rule(f"precision.compute = {dtype}")
-    return lambda value: automatic(value) if value == "auto" else on(value)
-
-
 def _leaf_module(value: Any) -> rules.RuleResult:
     """Read a setting of DeepSpeed's own, which wrap.zero hands on."""
     on = not rules.is_off(value)
@@ -133,11 +128,13 @@ DEEPSPEED = table("""
     warmup_num_steps: warmup_steps whole auto=0 | warmup_type: always linear -- set linear
     cos_min_ratio: optimizer.final_lr_ratio number | total_num_steps: schedule_steps positive
     [fp16]
-    enabled: @fp16 | loss_scale: always 0 -- set loss_scale: 0
+    enabled: if auto then precision.compute auto=fp32 else precision.compute = fp16
+    loss_scale: always 0 -- set loss_scale: 0
     initial_scale_power: precision.initial_loss_scale scales
     loss_scale_window: precision.loss_scale_growth_interval positive
     [bf16 bfloat16]
-    enabled: @bf16 | bf16_master_weights_and_grads: precision.master = bf16
+    enabled: if auto then precision.compute auto=fp32 else precision.compute = bf16
+    bf16_master_weights_and_grads: precision.master = bf16
     [zero_optimization]
     stage: zero.* 0=0, 1=1, 2=2, 3=3 !! | reduce_bucket_size allgather_bucket_size: zero.* count
     overlap_comm contiguous_gradients round_robin_gradients: zero.* truth
@@ -160,7 +157,7 @@ DEEPSPEED = table("""
     partition_config preset_model: refused layers are divided by the architecture's plan -- name \
         others in wrap.tensor_parallel.plan
 """,
-    fp16=_enabled("fp16"), bf16=_enabled("bf16"), leaf_module=_leaf_module, count=_count,
+    leaf_module=_leaf_module, count=_count,
     scales={str(power): float(2**power) for power in range(33)},
 )  # fmt: skip
 _zero = DEEPSPEED["zero_optimization"]

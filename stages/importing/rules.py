@@ -108,7 +108,9 @@ def table(text: str, **names: Any) -> dict[str, Any]:
         place = found
         for block in outer:
             place = place.setdefault(block, {})
-        place[key] = rule(what.replace(".*", f".{key}"), **names)
+        place[key] = rule(
+            what if what.startswith("if ") else what.replace(".*", f".{key}"), **names
+        )
     return found
 
 
@@ -124,10 +126,10 @@ def rule(text: str, **names: Any) -> Rule:
         foreign RULE                        a refused value is an optimizer that recipes lack
         @NAME                               a rule of `names`
 
-    A hint ends it as in an outcome, for a value that is refused. `*` in a fact is the key, {0!r} in
-    WHY the value. READER
-    is a function of READERS or `names`, or the values that a key may have, `one, other=meaning`;
-    text is read without. VALUES are JSON or text.
+    A hint ends it as in an outcome, for a value that is refused. `*` in a fact is the key, but for
+    rows with a PATTERN; {0!r} in WHY is the value. READER is a function of READERS or `names`, or
+    the values that a key may have, `one, other=meaning`; text is read without. VALUES are JSON or
+    text.
     """
     what, mark, hint = _parts(text)
     kind, _, rest = what.partition(" ")
@@ -145,7 +147,8 @@ def rule(text: str, **names: Any) -> Rule:
     if kind == "if":
         pattern, *both = re.findall(r"(.+?) then (.+?) else (.+)", text.removeprefix("if "))[0]
         one, other = (rule(each, **names) for each in both)
-        return lambda value: (one if re.fullmatch(pattern, str(value)) else other)(value)
+        test = re.compile(pattern, re.DOTALL).fullmatch
+        return lambda value: (one if test(str(value)) else other)(value)
     if rest.startswith("= "):
         then, _, words = rest[2:].partition(" on=")
         return partial(_switch, kind, _value(then), words.split(","))

@@ -119,7 +119,7 @@ SCRIPT: Table = {
     block_size max_seq_length max_length model_max_length: data.sequence_length positive
     dataset_name: dataset | dataset_config dataset_config_name: dataset.config
     dataset_train_split: dataset.split | dataset_test_split: dataset.heldout
-    dataset_mixture: if (?s).*(chosen|rejected).* then refused names rows of preferences, and \
+    dataset_mixture: if .*(chosen|rejected).* then refused names rows of preferences, and \
         recipes train on text !! train with TRL else refused mixtures have another form -- write \
         data.sources, each with its weight
     dataset_text_field: always text -- rename the column | packing: data.* = true

@@ -32,15 +32,6 @@ def _selective(value: Any) -> RuleResult:
     return rule("untranslated model.activation_checkpointing has other choices")(value)
 
 
-def _attention(value: Any) -> str:
-    """Return an implementation that a recipe has, or a kernel of the hub."""
-    found = str(value)
-    known = "eager sdpa flash_attention_2 flash_attention_3 flash_attention_4 flex_attention"
-    if "/" not in found:
-        rules.choice(known.split(), " -- use flash_attention_2 or sdpa")(found)
-    return found
-
-
 def _each_epoch(value: Any) -> str:
     return part_of_epoch(Fraction(1, rules.positive(value)))
 
@@ -116,7 +107,9 @@ TABLE: Table = {
     fix_untrained_tokens tokenizer_use_mistral_common special_tokens.bos_token
     special_tokens.eos_token special_tokens.unk_token special_tokens.additional_special_tokens: \
         @new_tokens
-    attn_implementation: model.attention attention
+    attn_implementation: if .*/.* then model.attention else model.attention eager, sdpa, \
+        flash_attention_2, flash_attention_3, flash_attention_4, flex_attention -- use \
+        flash_attention_2 or sdpa
     flash_attention: model.attention = flash_attention_2 | sdp_attention: model.attention = sdpa
     flex_attention: model.attention = flex_attention | eager_attention: model.attention = eager
     xformers_attention sage_attention: refused recipes do not have this kernel -- set \
@@ -167,7 +160,7 @@ TABLE: Table = {
     tensor_parallel_size: axolotl.tensor positive off=0 | dp_shard_size: parallel.shard positive
     dp_replicate_size: parallel.replicate positive
     """, **SHARED | {
-        "plugins": _plugins, "other_tracker": other_tracker, "attention": _attention,
+        "plugins": _plugins, "other_tracker": other_tracker,
         "on": lambda _: True,
         "selective": _selective, "each_epoch": _each_epoch,
         "other": lambda value: not rules.truth(value),

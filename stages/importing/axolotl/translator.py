@@ -12,7 +12,7 @@ from stages.importing.engines import set_words
 from stages.importing.parallelism import AUTO, CONTEXT, RING, TENSOR
 from stages.importing.reader import deepspeed, unread
 from stages.importing.report import Draft, Report, Rows, RowsOf
-from stages.importing.rules import Table, WrongValueError, choice, outcome, rule, table
+from stages.importing.rules import Table, WrongValueError, outcome, rule, table
 from stages.importing.sources import HELD, TRAIN, Style
 from stages.importing.tools import AXOLOTL
 from stages.importing.trainer import SHARED
@@ -156,16 +156,6 @@ LISTS = {"datasets": TRAIN, "pretraining_dataset": TRAIN, "test_datasets": HELD}
 """Keys with lists of data sets -> beginning of their facts."""
 
 
-def _style(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        hint = "convert the rows to `prompt` and `completion`"
-        raise WrongValueError(f"prompts of one's own are not laid out !! {hint}")
-    if str(value).startswith("sharegpt"):
-        hint = "write type: chat_template, field_messages: conversations"
-        raise WrongValueError(f"axolotl has removed it !! {hint}")
-    return choice(STYLES, " !! convert the rows to `messages`, for type: chat_template")(value)
-
-
 def _mappings(value: Any) -> rules.RuleResult:
     """Read the names of roles and contents in messages."""
     if value == {"role": "from", "content": "value"}:
@@ -188,7 +178,11 @@ def _to_train(value: Any) -> str:
 
 
 ROWS = table("""
-    path: .* | name: .config | split revision: .* | data_files: .files names | type: .style style
+    path: .* | name: .config | split revision: .* | data_files: .files names
+    type: if \\{.* then never prompts of one's own are not laid out !! convert the rows to \
+        `prompt` and `completion` else if sharegpt.* then never axolotl has removed it !! write \
+        type: chat_template, field_messages: conversations else .style styles !! convert the rows \
+        to `messages`, for type: chat_template
     ds_type: ignored the ending of a file says it | field text_column: .text_key
     field_messages: .form messages, conversations=sharegpt -- rename the column in the data
     message_property_mappings: @mappings
@@ -204,7 +198,7 @@ ROWS = table("""
     shards shards_idx skip: refused files are read as a whole -- write those rows to a separate file
     preprocess_shards: ignored changes nothing that is trained
     trust_remote_code: refused data sets bring no code along -- convert them
-""", **SHARED, style=_style, mappings=_mappings, trained=_to_train,
+""", **SHARED, styles=STYLES, mappings=_mappings, trained=_to_train,
     roles=rules.only(_known_roles, "ignored data.chat knows these names",
                      "refused names other roles -- rename them in the data"))  # fmt: skip
 """Keys of a data set."""

@@ -65,7 +65,8 @@ TABLE: Table = {
         read by another command than train
 
     model_name_or_path: @model_name_or_path | model_revision: @model_revision
-    trust_remote_code: @trust_remote_code | adapter_name_or_path: adapter.start_from adapter_folder
+    trust_remote_code: @trust_remote_code
+    adapter_name_or_path: adapter.start_from adapter_folder
     flash_attn: model.attention disabled=eager, sdpa, fa2=flash_attention_2, fa3=flash_attention_3 \
         off=auto
     enable_liger_kernel: @use_liger_kernel
@@ -79,8 +80,8 @@ TABLE: Table = {
     resize_vocab add_tokens add_special_tokens new_special_tokens_config split_special_tokens: \
         @new_tokens
     init_special_tokens: ignored follows add_special_tokens
-    quantization_bit: if 4 then quantize 4=true else never weights are held whole or in 4 bits \
-        -- set quantization_bit: 4
+    quantization_bit: if 4 then quantize 4=true else never weights are held whole or in 4 bits -- \
+        set quantization_bit: 4
 
     quantization_type: @bnb_4bit_quant_type | quantization_method: always bnb, bitsandbytes !!
     double_quantization: @bnb_4bit_use_double_quant
