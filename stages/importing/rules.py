@@ -197,11 +197,6 @@ def sets(fact: str, read: Read = str, auto: Any = None, off: Collection[Any] = (
     return rule
 
 
-def only(test: Callable[[Any], bool], passed: str, refused: str) -> Rule:
-    """Return a rule with the outcome `passed` for values that pass a test, else `refused`."""
-    return lambda value: outcome(passed if test(value) else refused)
-
-
 def _switch(fact: str, then: Any, words: Collection[str], value: Any) -> RuleResult:
     on = not is_off(value)
     if on and value not in words and not isinstance(value, Mapping):

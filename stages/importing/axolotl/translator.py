@@ -165,9 +165,11 @@ def _mappings(value: Any) -> rules.RuleResult:
                    "refused names other keys -- rename the column in the data")  # fmt: skip
 
 
-def _known_roles(value: Any) -> bool:
-    given = value if isinstance(value, Mapping) else {}
-    return all({*rules.names(names)} <= {*ROLES.get(to, ())} for to, names in given.items())
+def _roles(value: Any) -> rules.RuleResult:
+    given = value.items() if isinstance(value, Mapping) else ()
+    known = all({*rules.names(names)} <= {*ROLES.get(to, ())} for to, names in given)
+    return outcome("ignored data.chat knows these names" if known else
+                   "refused names other roles -- rename them in the data")  # fmt: skip
 
 
 def _to_train(value: Any) -> str:
@@ -199,8 +201,7 @@ ROWS = table("""
     preprocess_shards: ignored changes nothing that is trained
     trust_remote_code: refused data sets bring no code along -- convert them
 """, **SHARED, styles=STYLES, mappings=_mappings, trained=_to_train,
-    roles=rules.only(_known_roles, "ignored data.chat knows these names",
-                     "refused names other roles -- rename them in the data"))  # fmt: skip
+    roles=_roles)  # fmt: skip
 """Keys of a data set."""
 
 

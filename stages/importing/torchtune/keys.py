@@ -11,16 +11,8 @@ from stages.importing.report import Report
 from stages.importing.rules import RuleResult, Table, outcome, rule, table
 from stages.importing.tools import COMPONENT
 from stages.importing.trackers import WANDB, other_tracker, own_run
-from stages.importing.trainer import EIGHT_BITS, LORA, SHARED
+from stages.importing.trainer import LORA, SHARED
 
-OPTIMIZERS: Mapping[str, dict[str, str]] = {
-    **{f"{name}.adamw": {} for name in ("torch.optim", "bitsandbytes.optim")},
-    "bitsandbytes.optim.pagedadamw": {},
-    **{f"{name}8bit": EIGHT_BITS for name in (
-        "bitsandbytes.optim.adamw", "bitsandbytes.optim.pagedadamw", "torchao.optim.adamw",
-        "torchao.prototype.low_bit_optim.adamw")},
-}  # fmt: skip
-"""Name in lower case -> fields of optimizer.adamw."""
 COSINE = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
 
 
@@ -72,7 +64,12 @@ TOP = table("""
     checkpoint_files output_dir model_type safe_serialization keep_last_n_checkpoints: ignored the \
         model's folder says it, or the run's
     [optimizer]
-    _component_: foreign optim optimizers | lr weight_decay eps: optimizer.* number
+    _component_: foreign optim torch.optim.adamw={}, bitsandbytes.optim.adamw={}, \
+        bitsandbytes.optim.pagedadamw={}, bitsandbytes.optim.adamw8bit={"moments":"8bit"}, \
+        bitsandbytes.optim.pagedadamw8bit={"moments":"8bit"}, \
+        torchao.optim.adamw8bit={"moments":"8bit"}, \
+        torchao.prototype.low_bit_optim.adamw8bit={"moments":"8bit"}
+    lr weight_decay eps: optimizer.* number
     betas: betas betas | amsgrad: always false
     fused foreach capturable block_wise min_8bit_size percentile_clipping: ignored changes speed \
         or memory, no number
@@ -90,7 +87,7 @@ TOP = table("""
     [metric_logger]
     _component_: @other_tracker | *: ignored follows _component_
 """, **SHARED | {
-    "compile": _compile, "optimizers": OPTIMIZERS,
+    "compile": _compile,
     "sharding": FSDP["reshard_after_forward"], "schedules": {COSINE: "cosine"},
     "other_tracker": other_tracker,
 })  # fmt: skip

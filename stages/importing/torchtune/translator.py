@@ -8,20 +8,10 @@ from typing import Any
 
 from pipeline.importing import ConfigFile
 from stages.importing.report import NO_BLOCK, Draft, Report, Rows
-from stages.importing.rules import Rule, Table, only, outcome, rule, table, truth
+from stages.importing.rules import Rule, Table, outcome, rule, table, truth
 from stages.importing.sources import HELD, TRAIN, Style
 from stages.importing.tools import COMPONENT, TORCHTUNE
-from stages.importing.torchtune.keys import (
-    COSINE,
-    FUSED,
-    MODEL,
-    MODEL_FUSED,
-    PLAIN,
-    TOP,
-    family,
-    logger,
-    set_adapter,
-)
+from stages.importing.torchtune import keys
 from stages.importing.trainer import template_setting
 from stages.importing.translator import RecipeTranslator
 
@@ -40,8 +30,8 @@ class Torchtune(RecipeTranslator):
 
     name = "torchtune"
     tool = TORCHTUNE
-    table = TOP
-    companies = ({}, {"lr_scheduler": {COMPONENT: COSINE}})
+    table = keys.TOP
+    companies = ({}, {"lr_scheduler": {COMPONENT: keys.COSINE}})
     beside = ()
     signs = "a recipe of torchtune has blocks with `_component_`"
 
@@ -49,22 +39,24 @@ class Torchtune(RecipeTranslator):
         name = file.path.name
         content = _resolved(file.content, report, name)
         tokenizer: Any = content.get("tokenizer")
-        plain = family(tokenizer) in PLAIN and not tokenizer.get("prompt_template")
+        plain = keys.family(tokenizer) in keys.PLAIN and not tokenizer.get("prompt_template")
 
         def rows(block: Mapping[str, Any], one: str, key: str) -> Table:
             return _rows(report, block, one, f"{key}.{COMPONENT} in {name}", plain=plain)
 
         own: dict[str, Any] = {
-            "metric_logger": logger(content.get("metric_logger")),
-            "model": MODEL_FUSED if family(content.get("model")) in FUSED else MODEL,
+            "metric_logger": keys.logger(content.get("metric_logger")),
+            "model": keys.MODEL_FUSED
+            if keys.family(content.get("model")) in keys.FUSED
+            else keys.MODEL,
             **{key: Rows(kind, rows, f"{NO_BLOCK} !!") for key, kind in SETS.items()},
         }
         if _takes_template(content, plain=plain):
-            own["tokenizer"] = {**TOP["tokenizer"], COMPONENT: template_setting}
-        report.read(name, content, {**TOP, **own})
+            own["tokenizer"] = {**keys.TOP["tokenizer"], COMPONENT: template_setting}
+        report.read(name, content, {**keys.TOP, **own})
         if "model" in content:
-            set_adapter(report, name, content["model"])
-        report.set_defaults(DEFAULTS, TOP, OWN)
+            keys.set_adapter(report, name, content["model"])
+        report.set_defaults(DEFAULTS, keys.TOP, OWN)
         _defaults(report)
         procs = report.request.procs
         single = SINGLE in name if procs is None else procs == 1
@@ -114,7 +106,7 @@ COLUMNS = {"sharegpt": "conversations", "openai": "messages"}
 PAIRS = {"input": "prompt", "output": "completion"}
 """Columns of instruct_dataset -> those of data.chat."""
 ALPACA = {"instruction": "instruction", "input": "input", "output": "output"}
-KEYS = table("""
+EVERY = table("""
     _component_: ignored its settings are in the slot data | source: .path
     data_files: .files names | split revision: .* | name subset: .config
     packed: data.packing truth | new_system_prompt: @template_setting
@@ -122,6 +114,11 @@ KEYS = table("""
 """, template_setting=template_setting,
     targets=lambda value: "all" if truth(value) else "assistant")  # fmt: skip
 """Keys of every data set."""
+UNKNOWN = table("""
+    _component_: never data.chat and data.text do not read such rows !! use instruct_dataset, \
+        chat_dataset or text_completion_dataset, with a source
+    *: ignored follows _component_
+""")
 RUNNING = table("""
     column: .text_key | add_eos: data.append_eos truth
     split_across_pack: ignored data.text cuts rows, data.chat does not
@@ -145,9 +142,7 @@ def _rows(report: Report, block: Mapping[str, Any], one: str, here: str, *, plai
     """Return the rules of a data set whose facts begin with `one`, and set its defaults."""
     kind = _kind(block)
     if not kind:
-        return {"*": rule("ignored follows _component_"), COMPONENT: _says(
-            "refused data.chat and data.text do not read such rows !! use instruct_dataset, "
-            "chat_dataset or text_completion_dataset, with a source")}  # fmt: skip
+        return UNKNOWN
     _, loss, source = BUILDERS[str(block[COMPONENT]).removeprefix("torchtune.datasets.")]
     # Text is cut where a sample is full.
     running = kind == "text" and bool(block.get("packed") and block.get("split_across_pack", 1))
@@ -158,19 +153,19 @@ def _rows(report: Report, block: Mapping[str, Any], one: str, here: str, *, plai
         report.default(f"{one}path", source, here)
     report.default("data.loss", loss, OWN)
     report.default(f"{one}style", style, here)
-    return KEYS | _own(kind, block, plain=plain, running=running)
+    return EVERY | _own(kind, block, plain=plain, running=running)
 
 
 def _own(kind: str, block: Mapping[str, Any], *, plain: bool, running: bool) -> dict[str, Any]:
     """Return the rules for the keys that only one kind of builder has."""
     if kind == "alpaca":
-        turn = _says("refused torchtune puts Alpaca's prompt into a turn of the chat template "
-                     "-- data.template: true takes only the chat template, false only Alpaca's "
-                     "prompt")  # fmt: skip
+        turn = rule("never torchtune puts Alpaca's prompt into a turn of the chat template "
+                    "-- data.template: true takes only the chat template, false only Alpaca's "
+                    "prompt")  # fmt: skip
         return {"column_map": _columns(ALPACA), **({} if plain else {COMPONENT: turn})}
     if kind == "instruct":
-        differ = _says("refused its rows have `input` and `output`, and data.chat reads `prompt` "
-                       "and `completion` -- rename the columns in the data")  # fmt: skip
+        differ = rule("never its rows have `input` and `output`, and data.chat reads `prompt` and "
+                      f"`completion` -- {_RENAME}")  # fmt: skip
         own = {} if block.get("column_map") else {COMPONENT: differ}
         return {"column_map": _columns(PAIRS), **own}
     if kind == "chat":
@@ -183,22 +178,20 @@ def _own(kind: str, block: Mapping[str, Any], *, plain: bool, running: bool) -> 
     return {}
 
 
-def _says(text: str) -> Rule:
-    return lambda value: outcome(text)
+_RENAME = "rename the columns in the data"
 
 
 def _column(name: str) -> Rule:
-    refused = f"refused data.chat reads the column {name!r} !! rename the columns in the data"
-    return only(lambda value: value == name, "ignored data.chat reads this column", refused)
+    refused = f"never data.chat reads the column {name!r} !! {_RENAME}"
+    return rule(f"if {name} then ignored data.chat reads this column else {refused}")
 
 
 def _columns(names: Mapping[str, str]) -> Rule:
-    def same(value: Any) -> bool:
-        return {**names, **(value if isinstance(value, Mapping) else {})} == names
-
-    which = ", ".join(names.values())
-    refused = f"refused data.chat reads {which} !! rename the columns in the data"
-    return only(same, "ignored data.chat reads these columns", refused)
+    refused = rule(f"never data.chat reads {', '.join(names.values())} !! {_RENAME}")
+    same = rule("ignored data.chat reads these columns")
+    return lambda value: (
+        same if {**names, **(value if isinstance(value, Mapping) else {})} == names else refused
+    )(value)
 
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
