@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stages.importing import rules
-from stages.importing.report import Report
+from stages.importing.report import Draft
 from stages.importing.rules import Table, table
 
 FSDP = table("""
@@ -44,7 +44,7 @@ def fsdp_strategy(value: Any) -> str:
     return "wrap.fsdp"
 
 
-def set_words(report: Report, value: Any) -> None:
+def set_words(report: Draft, value: Any) -> None:
     """Add what the words of the key `fsdp` say; keys of fsdp_config win over them."""
     for word in _words(value):
         for fact, content in WORDS.get(word, {}).items():
@@ -164,7 +164,7 @@ _zero = DEEPSPEED["zero_optimization"]
 _zero.update({f"stage3_{name}": _zero[name] for name in STAGE_3})
 
 
-def set_defaults(report: Report, *, alone: bool) -> None:
+def set_defaults(report: Draft, *, alone: bool) -> None:
     """Add DeepSpeed 0.19's defaults; `alone` means without TrainingArguments."""
     own = "DeepSpeed's default"
     steps, scheduled = report.given("optimizer"), report.given("deepspeed.schedule")

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipeline.importing import ConfigFile
 from stages.importing.engines import ACCELERATE, ACCELERATE_ENGINE, DEEPSPEED, set_words
-from stages.importing.report import BEGINNINGS, Report
+from stages.importing.report import BEGINNINGS, Draft
 from stages.importing.rules import Rule, RuleResult, Table, is_off, outcome, rule, table, unset
 from stages.importing.tools import tool_of
 from stages.importing.trainer import DEFAULTS, SFT_DEFAULTS, SFT_KEYS, TRAINER_ALL
@@ -64,7 +64,7 @@ def _known(content: Mapping[str, Any], table: Table) -> list[str]:
     ]
 
 
-def read(report: Report, file: ConfigFile, kind: str) -> None:
+def read(report: Draft, file: ConfigFile, kind: str) -> None:
     """Read a file of a known kind."""
     report.kinds.add(kind)
     rows: Table = {}
@@ -94,7 +94,7 @@ NO_TRAINING = rule(
 )
 
 
-def _accelerate(report: Report, file: ConfigFile) -> Table:
+def _accelerate(report: Draft, file: ConfigFile) -> Table:
     """Return the rules of keys that `accelerate launch` does not read, or that name a file."""
     kind = str(file.content.get("distributed_type", "NO")).upper()
     own = (("deepspeed_config", "DEEPSPEED"), ("fsdp_config", "FSDP"))
@@ -107,7 +107,7 @@ def _accelerate(report: Report, file: ConfigFile) -> Table:
     }  # fmt: skip
 
 
-def _script(report: Report, file: ConfigFile) -> Table:
+def _script(report: Draft, file: ConfigFile) -> Table:
     """Set the defaults of a script of transformers or TRL, and return the rules of its file."""
     content = file.content
     if SFT_KEYS & content.keys():
@@ -127,7 +127,7 @@ def _script(report: Report, file: ConfigFile) -> Table:
     }  # fmt: skip
 
 
-def trainer(report: Report, file: ConfigFile) -> dict[str, Any]:
+def trainer(report: Draft, file: ConfigFile) -> dict[str, Any]:
     """Set the defaults of TrainingArguments, and return the rules of what they do not read."""
     report.set_defaults(DEFAULTS, TRAINER_ALL, "transformers' default")
     report.default("checkpoint.keep", None, "transformers keeps all")
@@ -138,7 +138,7 @@ def trainer(report: Report, file: ConfigFile) -> dict[str, Any]:
     return {**rows, **deepspeed(report, file)}
 
 
-def deepspeed(report: Report, file: ConfigFile) -> dict[str, Any]:
+def deepspeed(report: Draft, file: ConfigFile) -> dict[str, Any]:
     """Return the rule of the key `deepspeed` if it names a file, or note that it is a block."""
     value = file.content.get("deepspeed")
     if isinstance(value, str):
@@ -147,7 +147,7 @@ def deepspeed(report: Report, file: ConfigFile) -> dict[str, Any]:
     return {}
 
 
-def _named(report: Report, file: ConfigFile, *none: Any) -> Rule:
+def _named(report: Draft, file: ConfigFile, *none: Any) -> Rule:
     """Return the rule of a key that names another file, which has to be given too, or is `none`."""
 
     def named(value: Any) -> RuleResult:

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from pipeline.utils import COMMIT
 from stages.importing.engines import STAGE_3
 from stages.importing.parallelism import parallelism
-from stages.importing.report import NO_EFFECT, Draft, Report
+from stages.importing.report import NO_EFFECT, Draft
 from stages.importing.sources import NO_COMMIT, is_local
 from stages.importing.trackers import ASKED, DISABLED, TRACKERS
 from stages.importing.training import optimizer, put_period, train
@@ -99,7 +99,7 @@ def _wrap(draft: Draft) -> None:
     parallelism(draft, use)
 
 
-def _strategy(report: Report) -> str:
+def _strategy(report: Draft) -> str:
     asked, stage = report.value("distributed") or report.value("strategy"), "zero.stage"
     if report.given(stage) and asked in (None, "wrap.zero"):
         return "wrap.zero" if report.value(stage) else "wrap.ddp"
@@ -108,7 +108,7 @@ def _strategy(report: Report) -> str:
     return "wrap.ddp" if asked in (None, "one") else str(asked)
 
 
-def _zero(report: Report) -> None:
+def _zero(report: Draft) -> None:
     """Leave out what `pipe check` would refuse, as it has no effect."""
     report.default("zero.stage", 2, "accelerate's default")
     stage = report.value("zero.stage")

@@ -6,11 +6,10 @@ import copy
 import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 from pipeline.importing import ConfigFile, KeyOutcome, KeyPath, Request, Translation
-from stages.importing.rules import RuleResult, Table, applied, is_off, outcome, table, unset
+from stages.importing.rules import Block, RuleResult, Table, applied, is_off, outcome, table, unset
 
 METHOD = re.compile(
     r"lora|adapter|peft|tuner|finetun|freeze|quanti|dpo|rlhf|reward|prefer|ref_model|teacher"
@@ -44,26 +43,24 @@ BEGINNINGS = table("""
 SECRET = re.compile(r"(hub|auth|access|api)_(token|key)$|password|secret")
 """Names of keys whose values are shown nowhere."""
 NO_BLOCK = "refused must be a block of keys"
+SAID = ("outcome", "why", "hint", "blocks")
 NO_EFFECT = "ignored has no effect with the other settings"
 
 
-RowsOf: TypeAlias = Callable[[Mapping[str, Any], str, str], Table]
-"""Returns the rules of a block with its facts' beginning and its name."""
-
-
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """The rule of a key with a data set, or a list of them, each of which is a block."""
 
     kind: str
     """Beginning of their facts."""
-    table: RowsOf
+    table: Callable[[Block, str, str], Table]
+    """Returns the rules of a block with its facts' beginning and its name."""
     wrong: str = NO_BLOCK
     """Outcome of what is no block."""
 
 
-class Report:
-    """Every key of every file, and the facts that they give."""
+class Draft:
+    """Every key of every file, the facts that they give, and the recipe in the making. Its keys are
+    dotted; slots stand at the top, as in overrides."""
 
     def __init__(self, files: Sequence[ConfigFile] = (), request: Request | None = None) -> None:
         self.files, self.request = files, request or Request()
@@ -74,14 +71,13 @@ class Report:
         """Fact -> value and reason, for facts that no key has to give."""
         self._facts: dict[str, list[RuleResult]] = {}
         self._sets = 0
+        self.header: dict[str, Any] = {}
+        self.slots: dict[str, dict[str, Any]] = {}
+        self.notes: dict[KeyPath, str] = {}
+        self.missing: dict[str, str] = {}
 
     def read(
-        self,
-        file: str,
-        content: Mapping[str, Any],
-        table: Mapping[str, Any],
-        prefix: str = "",
-        one: str = "",
+        self, file: str, content: Block, table: Block, prefix: str = "", one: str = ""
     ) -> None:
         """Apply the table's rules to every key of a file or block; `*` has the rule of those that
         it does not name. `one` stands before the facts whose names begin with a dot."""
@@ -128,12 +124,9 @@ class Report:
         """Set the value that holds where no key states one. The first default wins."""
         self.defaults.setdefault(fact, (value, why))
 
-    def set_defaults(self, values: Mapping[str, Any], table: Table, why: str) -> None:
+    def set_defaults(self, values: Block, table: Block, why: str) -> None:
         """Set the values that hold where no key states others, by the rules of the table."""
-        for key, value in values.items():
-            rule = table[key]
-            assert callable(rule)
-            result = rule(value)
+        for result in (table[key](value) for key, value in values.items()):
             self.default(result.fact, result.content, why)
 
     def given(self, fact: str) -> bool:
@@ -171,55 +164,21 @@ class Report:
         for fact in facts if when else ():
             self.defaults.pop(fact, None)
             for entry in self._facts.pop(fact, ()):
-                said = outcome(text)
-                vars(entry).update(
-                    outcome=said.outcome, why=said.why, hint=said.hint, blocks=said.blocks, to={}
-                )
+                said = vars(outcome(text))
+                vars(entry).update({name: said[name] for name in SAID}, to={})
 
     def outcomes(self) -> list[KeyOutcome]:
         """Return the final outcome of every key, in the order in which they were read."""
         for entry in self.entries:
             if entry.outcome == "translated" and not entry.to:
-                said = outcome(
-                    "ignored auto, and no file has the value" if entry.auto else NO_EFFECT
-                )
+                none = "ignored auto, and no file has the value"
+                said = outcome(none if entry.auto else NO_EFFECT)
                 entry.why, entry.outcome = said.why, said.outcome
             elif entry.auto and entry.to:
                 stated = [other for other in self.of(entry.fact) if not other.auto]
                 source = [f"{other.key} in {other.file}" for other in stated]
                 entry.why = f"auto: as {source[0] if source else 'transformers fills it in'}"
         return [*self.entries]
-
-
-def _without_rule(key: str, value: Any, known: Table) -> RuleResult:
-    """Return the outcome of a key that the table does not have."""
-    name = key.removeprefix("fsdp_")
-    if is_off(value) or value == f"<{key.upper()}>":  # transformers writes this for a secret
-        return unset()
-    if SECRET.search(key):
-        variable = key.upper() if key.endswith("api_key") else "HF_TOKEN"
-        why = "refused secrets do not belong in a recipe"
-        return outcome(f"{why} -- set {variable} in the environment")
-    for beginning, rule in BEGINNINGS.items():
-        if name.startswith(beginning):
-            return applied(rule, value)
-    similar = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
-    hint = f"did you mean `{similar[0]}`?" if similar else ""
-    if METHOD.search(key):
-        return outcome(f"refused may change the training method !! {hint}".rstrip())
-    return RuleResult(outcome="not translated", hint=hint)
-
-
-class Draft(Report):
-    """The recipe in the making, with its facts. Keys are dotted; slots stand at the top, as in
-    overrides."""
-
-    def __init__(self, files: Sequence[ConfigFile], request: Request | None = None) -> None:
-        super().__init__(files, request)
-        self.header: dict[str, Any] = {}
-        self.slots: dict[str, dict[str, Any]] = {}
-        self.notes: dict[KeyPath, str] = {}
-        self.missing: dict[str, str] = {}
 
     def slot(self, name: str, use: str, *facts: str) -> None:
         """Add a slot, which follows from `facts`."""
@@ -280,3 +239,22 @@ class Draft(Report):
             missing={} if blocked else self.missing,
             outcomes=outcomes,
         )
+
+
+def _without_rule(key: str, value: Any, known: Table) -> RuleResult:
+    """Return the outcome of a key that the table does not have."""
+    name = key.removeprefix("fsdp_")
+    if is_off(value) or value == f"<{key.upper()}>":  # transformers writes this for a secret
+        return unset()
+    if SECRET.search(key):
+        variable = key.upper() if key.endswith("api_key") else "HF_TOKEN"
+        why = "refused secrets do not belong in a recipe"
+        return outcome(f"{why} -- set {variable} in the environment")
+    for beginning, rule in BEGINNINGS.items():
+        if name.startswith(beginning):
+            return applied(rule, value)
+    similar = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+    hint = f"did you mean `{similar[0]}`?" if similar else ""
+    if METHOD.search(key):
+        return outcome(f"refused may change the training method !! {hint}".rstrip())
+    return RuleResult(outcome="not translated", hint=hint)

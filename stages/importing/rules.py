@@ -33,6 +33,7 @@ class RuleResult(KeyOutcome):
 
 Rule: TypeAlias = Callable[[Any], RuleResult]
 Table: TypeAlias = Mapping[str, Union[Rule, "Table"]]
+Block: TypeAlias = Mapping[str, Any]
 Read: TypeAlias = Callable[[Any], Any]
 
 WORDS: Mapping[str, Any] = {

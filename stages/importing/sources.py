@@ -23,7 +23,7 @@ from typing import Any
 from pipeline import DataError, StageError
 from pipeline.utils import COMMIT
 from stages.importing import rules
-from stages.importing.report import NO_EFFECT, Draft, Report
+from stages.importing.report import NO_EFFECT, Draft
 
 NO_COMMIT = "the commit of the day when it starts; `pipe pin` writes it"
 READ = (".txt", ".jsonl", ".json", ".parquet")
@@ -135,7 +135,7 @@ def _slot(draft: Draft) -> None:
     draft.drop(there, "data.heldout_fraction", when=has_heldout(draft))
 
 
-def _numbers(report: Report, kind: str) -> list[str]:
+def _numbers(report: Draft, kind: str) -> list[str]:
     """Return the beginnings of the facts of each data set, in their order."""
     found = {int(fact.split(".")[1]) for fact in report.facts(kind)}
     return [f"{kind}{number}." for number in sorted(found)]
@@ -173,7 +173,7 @@ def _put(draft: Draft, kind: str, files: str, sources: str) -> bool:
     return bool(places)
 
 
-def _place(report: Report, one: str) -> dict[str, Any] | None:
+def _place(report: Draft, one: str) -> dict[str, Any] | None:
     """Return the fields of a source; None if a recipe does not read it."""
     path, given = f"{one}path", f"{one}files"
     name, files = report.value(path, ""), report.value(given)

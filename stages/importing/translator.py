@@ -15,7 +15,7 @@ from stages.importing import reader, untranslated
 from stages.importing.engines import set_defaults
 from stages.importing.reader import ACCELERATE_KIND, DEEPSPEED_KIND, TABLES, TRAINER_KIND
 from stages.importing.recipe import compose
-from stages.importing.report import Draft, Report
+from stages.importing.report import Draft
 from stages.importing.rules import Table
 from stages.importing.sources import script_data, several
 from stages.importing.tools import TRANSLATED, advice_on, tool_of
@@ -154,14 +154,14 @@ class RecipeTranslator(TableTranslator):
         return draft
 
     @abstractmethod
-    def read(self, report: Report, file: ConfigFile) -> None:
+    def read(self, report: Draft, file: ConfigFile) -> None:
         """Read the tool's recipe, and of the other files those that only this tool has."""
 
     def finish(self, draft: Draft) -> None:
         """Add what shows in the draft alone."""
 
 
-def _read_kinds(report: Report, files: Files) -> None:
+def _read_kinds(report: Draft, files: Files) -> None:
     """Read the files of each kind, with DeepSpeed's defaults."""
     for kind in TABLES:
         for file in (file for known, file in files if known == kind):

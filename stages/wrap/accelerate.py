@@ -20,7 +20,7 @@ from pipeline import (
 )
 from pipeline.importing import read_config
 from stages.importing.engines import ACCELERATE
-from stages.importing.report import Report
+from stages.importing.report import Draft
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def _problems(
 def _untranslatable(file: str, content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Keys that no recipe expresses: accelerate cannot add them to a recipe either."""
     unread = {"deepspeed_config"} | (set() if is_sharded(content) else SHARDING)
-    report = Report()
+    report = Draft()
     report.read(file, {k: v for k, v in content.items() if k not in unread}, ACCELERATE)
     for entry in report.entries:
         if entry.left_out:

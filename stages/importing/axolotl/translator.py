@@ -11,7 +11,7 @@ from stages.importing.axolotl.keys import TABLE
 from stages.importing.engines import set_words
 from stages.importing.parallelism import AUTO, CONTEXT, RING, TENSOR
 from stages.importing.reader import deepspeed, unread
-from stages.importing.report import Draft, Report, Rows, RowsOf
+from stages.importing.report import Draft, Rows
 from stages.importing.rules import Table, WrongValueError, outcome, rule, table
 from stages.importing.sources import HELD, TRAIN, Style
 from stages.importing.tools import AXOLOTL
@@ -46,7 +46,7 @@ class Axolotl(RecipeTranslator):
         {"val_set_size": 0.1, "eval_strategy": "steps"},
     )
 
-    def read(self, report: Report, file: ConfigFile) -> None:
+    def read(self, report: Draft, file: ConfigFile) -> None:
         content = {**file.content}
         for key in LISTS:
             if value := content.get(key):
@@ -92,7 +92,7 @@ def _in_company(content: Mapping[str, Any]) -> Table:
     return found
 
 
-def _defaults(report: Report, content: Mapping[str, Any]) -> None:
+def _defaults(report: Draft, content: Mapping[str, Any]) -> None:
     report.set_defaults(DEFAULTS, TABLE, OWN)
     report.default("adapter", False, OWN)
     report.default("data.loss", "assistant", "axolotl trains on what the assistant says")
@@ -117,7 +117,7 @@ def _defaults(report: Report, content: Mapping[str, Any]) -> None:
     _masters(report, content)
 
 
-def _documents(report: Report, *, streamed: bool) -> None:
+def _documents(report: Draft, *, streamed: bool) -> None:
     """Decide whether texts see each other: only those of `pretraining_dataset` may do so."""
     packed = bool(report.value("data.packing", False))
     if streamed:
@@ -126,7 +126,7 @@ def _documents(report: Report, *, streamed: bool) -> None:
     report.default("data.documents_apart", packed or not streamed, OWN)
 
 
-def _masters(report: Report, content: Mapping[str, Any]) -> None:
+def _masters(report: Draft, content: Mapping[str, Any]) -> None:
     """Note that a model that is trained as a whole is held in bf16, unless DeepSpeed or FSDP1 make
     masters in fp32 of it."""
     given = content.get("fsdp_config")
@@ -210,7 +210,7 @@ def _is_chat(block: Any) -> bool:
     return isinstance(block, Mapping) and block.get("type") == "chat_template"
 
 
-def _rows(report: Report, key: str) -> RowsOf:
+def _rows(report: Draft, key: str) -> Any:
     """Return what gives the rules of a data set in one of the lists, and sets its defaults."""
 
     def rows(block: Mapping[str, Any], one: str, name: str) -> Table:

@@ -11,7 +11,7 @@ from pipeline.importing import ConfigFile
 from pipeline.utils import did_you_mean
 from stages.importing import rules
 from stages.importing.reader import purpose, trainer, unread
-from stages.importing.report import Report
+from stages.importing.report import Draft
 from stages.importing.rules import RuleResult, Table, outcome, rule, sets, table
 from stages.importing.sources import HELD, TRAIN, Style
 from stages.importing.tools import LLAMA_FACTORY
@@ -147,7 +147,7 @@ class LlamaFactory(RecipeTranslator):
     def kind(self, content: Mapping[str, Any]) -> str | None:
         return INFO_KIND if _is_info(content) else super().kind(content)
 
-    def read(self, report: Report, file: ConfigFile) -> None:
+    def read(self, report: Draft, file: ConfigFile) -> None:
         content, running = {**file.content}, file.content.get("stage") == "pt"
         folder = content.get("dataset_dir", "data")
         files = [(each.path.name, each.content) for each in report.files if _is_info(each.content)]
@@ -199,7 +199,7 @@ class LlamaFactory(RecipeTranslator):
         _lengths(report, running=running)
 
 
-def _lengths(report: Report, *, running: bool) -> None:
+def _lengths(report: Draft, *, running: bool) -> None:
     """Decide what is packed, and how long a sample is."""
     neat = report.value("neat", False)
     packed = neat or report.value("packing", False)
@@ -247,7 +247,7 @@ def _is_info(content: Mapping[str, Any]) -> bool:
     )
 
 
-def _naming(report: Report, file: ConfigFile, entries: Entries, folder: Any) -> rules.Rule:
+def _naming(report: Draft, file: ConfigFile, entries: Entries, folder: Any) -> rules.Rule:
     """Return the rule of a key that names data sets."""
 
     def named(value: Any) -> RuleResult:
@@ -302,7 +302,7 @@ RUNNING = table("formatting: ignored stage: pt takes the text | prompt: .text_ke
 
 
 def _rows(
-    report: Report, entry: Mapping[str, Any], one: str, folder: str, *, running: bool
+    report: Draft, entry: Mapping[str, Any], one: str, folder: str, *, running: bool
 ) -> Table:
     """Return the rules of an entry, and set its defaults. `running` text is trained on as it is."""
     style = Style(running=True) if running else STYLES["alpaca"]

@@ -7,7 +7,7 @@ from typing import Any
 
 from stages.importing import rules
 from stages.importing.engines import FSDP
-from stages.importing.report import Report
+from stages.importing.report import Draft
 from stages.importing.rules import RuleResult, Table, outcome, rule, table
 from stages.importing.tools import COMPONENT
 from stages.importing.trackers import WANDB, other_tracker, own_run
@@ -159,7 +159,7 @@ MODEL_FUSED = MODEL | table("""
 """)
 
 
-def set_adapter(report: Report, file: str, block: Any) -> None:
+def set_adapter(report: Draft, file: str, block: Any) -> None:
     """Set what the block `model`, whose keys were read, says of an adapter."""
     builder = str(block.get(COMPONENT, "")).rpartition(".")[2] if isinstance(block, Mapping) else ""
     if builder.startswith("qlora_"):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.importing import ConfigFile
-from stages.importing.report import NO_BLOCK, Draft, Report, Rows
+from stages.importing.report import NO_BLOCK, Draft, Rows
 from stages.importing.rules import Rule, Table, outcome, rule, table, truth
 from stages.importing.sources import HELD, TRAIN, Style
 from stages.importing.tools import COMPONENT, TORCHTUNE
@@ -35,7 +35,7 @@ class Torchtune(RecipeTranslator):
     beside = ()
     signs = "a recipe of torchtune has blocks with `_component_`"
 
-    def read(self, report: Report, file: ConfigFile) -> None:
+    def read(self, report: Draft, file: ConfigFile) -> None:
         name = file.path.name
         content = _resolved(file.content, report, name)
         tokenizer: Any = content.get("tokenizer")
@@ -75,7 +75,7 @@ class Torchtune(RecipeTranslator):
             draft.lacks("data.sequence_length", what)
 
 
-def _defaults(report: Report) -> None:
+def _defaults(report: Draft) -> None:
     report.default("optimizer.decay_all", True, "torch decays every parameter")
     report.default("optimizer.max_grad_norm", None, "torchtune does not clip")
     report.default("schedule", "flat", "without lr_scheduler, the rate stays")
@@ -138,7 +138,7 @@ def _takes_template(content: Mapping[str, Any], *, plain: bool) -> bool:
     return bool(kinds & {"chat", "slimorca"}) or ("instruct" in kinds and not plain)
 
 
-def _rows(report: Report, block: Mapping[str, Any], one: str, here: str, *, plain: bool) -> Table:
+def _rows(report: Draft, block: Mapping[str, Any], one: str, here: str, *, plain: bool) -> Table:
     """Return the rules of a data set whose facts begin with `one`, and set its defaults."""
     kind = _kind(block)
     if not kind:
@@ -200,7 +200,7 @@ DEPTH = 10
 OUTSIDE = "refused refers to something outside the file -- write the value itself"
 
 
-def _resolved(content: Mapping[str, Any], report: Report, file: str) -> dict[str, Any]:
+def _resolved(content: Mapping[str, Any], report: Draft, file: str) -> dict[str, Any]:
     """Return the content with the values that OmegaConf's references (`${output_dir}/logs`) name.
     Keys with references to something outside the file are entered as refused, and left out."""
 
