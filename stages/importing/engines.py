@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from stages.importing import rules
-from stages.importing.report import Draft
+from stages.importing.draft import Draft
 from stages.importing.rules import Table, table
 
 FSDP = table("""
@@ -44,11 +44,11 @@ def fsdp_strategy(value: Any) -> str:
     return "wrap.fsdp"
 
 
-def set_words(report: Draft, value: Any) -> None:
+def set_words(draft: Draft, value: Any) -> None:
     """Add what the words of the key `fsdp` say; keys of fsdp_config win over them."""
     for word in _words(value):
         for fact, content in WORDS.get(word, {}).items():
-            report.default(fact, content, f"{word} in fsdp")
+            draft.default(fact, content, f"{word} in fsdp")
 
 
 PARALLELISM = table("""
@@ -164,13 +164,13 @@ _zero = DEEPSPEED["zero_optimization"]
 _zero.update({f"stage3_{name}": _zero[name] for name in STAGE_3})
 
 
-def set_defaults(report: Draft, *, alone: bool) -> None:
+def set_defaults(draft: Draft, *, alone: bool) -> None:
     """Add DeepSpeed 0.19's defaults; `alone` means without TrainingArguments."""
     own = "DeepSpeed's default"
-    steps, scheduled = report.given("optimizer"), report.given("deepspeed.schedule")
-    cosine = scheduled and report.value("deepspeed.schedule") == "cosine"
+    steps, scheduled = draft.given("optimizer"), draft.given("deepspeed.schedule")
+    cosine = scheduled and draft.value("deepspeed.schedule") == "cosine"
     flat = alone and steps and not scheduled
-    scaled = report.value("precision.compute") == "fp16"
+    scaled = draft.value("precision.compute") == "fp16"
     for fact, value, why, holds in (
         ("optimizer.max_grad_norm", None, own, alone),
         ("optimizer.decay_all", True, "DeepSpeed decays every parameter", steps),
@@ -180,5 +180,5 @@ def set_defaults(report: Draft, *, alone: bool) -> None:
         ("optimizer.final_lr_ratio", 1e-4, own, cosine),
         ("precision.loss_scale_growth_interval", 1000, own, scaled),
     ):
-        if holds and not report.given(fact):
-            report.default(fact, value, why)
+        if holds and not draft.given(fact):
+            draft.default(fact, value, why)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from stages.importing.report import NO_EFFECT, Draft
+from stages.importing.draft import NO_EFFECT, Draft
 
 REPLICATE, SHARD = "parallel.replicate", "parallel.shard"
 TENSOR, CONTEXT, SEQUENCE = "parallel.tensor", "parallel.context", "parallel.sequence"
@@ -17,14 +17,14 @@ ONLY_DEEPSPEED = "refused accelerate takes it only with DeepSpeed !! with FSDP, 
 WHOLE = "refused without sharding, each rank has whole layers !! set stage: 1, 2 or 3"
 
 
-def size(report: Draft, fact: str) -> int:
+def size(draft: Draft, fact: str) -> int:
     """Return the ranks of an axis, 1 without it."""
-    return int(report.value(fact, 1))
+    return int(draft.value(fact, 1))
 
 
-def sharing_ranks(report: Draft) -> int:
+def sharing_ranks(draft: Draft) -> int:
     """Return the number of ranks that get the same samples."""
-    return math.prod(size(report, fact) for fact in (TENSOR, CONTEXT, SEQUENCE, AUTO, RING))
+    return math.prod(size(draft, fact) for fact in (TENSOR, CONTEXT, SEQUENCE, AUTO, RING))
 
 
 def parallelism(draft: Draft, use: str) -> None:

@@ -1,4 +1,4 @@
-"""Files of accelerate, DeepSpeed and transformers, read into one report."""
+"""Files of accelerate, DeepSpeed and transformers, read into one draft."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.importing import ConfigFile
+from stages.importing.draft import BEGINNINGS, Draft
 from stages.importing.engines import ACCELERATE, ACCELERATE_ENGINE, DEEPSPEED, set_words
-from stages.importing.report import BEGINNINGS, Draft
 from stages.importing.rules import Rule, RuleResult, Table, is_off, outcome, rule, table, unset
 from stages.importing.tools import tool_of
 from stages.importing.trainer import DEFAULTS, SFT_DEFAULTS, SFT_KEYS, TRAINER_ALL
@@ -64,15 +64,15 @@ def _known(content: Mapping[str, Any], table: Table) -> list[str]:
     ]
 
 
-def read(report: Draft, file: ConfigFile, kind: str) -> None:
+def read(draft: Draft, file: ConfigFile, kind: str) -> None:
     """Read a file of a known kind."""
-    report.kinds.add(kind)
+    draft.kinds.add(kind)
     rows: Table = {}
     if kind == ACCELERATE_KIND:
-        rows = _accelerate(report, file)
+        rows = _accelerate(draft, file)
     elif kind == TRAINER_KIND:
-        rows = _script(report, file)
-    report.read(file.path.name, file.content, {**TABLES[kind], **rows})
+        rows = _script(draft, file)
+    draft.read(file.path.name, file.content, {**TABLES[kind], **rows})
 
 
 def unread(*rows: tuple[str, Any, str]) -> dict[str, Any]:
@@ -94,11 +94,11 @@ NO_TRAINING = rule(
 )
 
 
-def _accelerate(report: Draft, file: ConfigFile) -> Table:
+def _accelerate(draft: Draft, file: ConfigFile) -> Table:
     """Return the rules of keys that `accelerate launch` does not read, or that name a file."""
     kind = str(file.content.get("distributed_type", "NO")).upper()
     own = (("deepspeed_config", "DEEPSPEED"), ("fsdp_config", "FSDP"))
-    named = {"deepspeed_config_file": _named(report, file, None, "", "none")}
+    named = {"deepspeed_config_file": _named(draft, file, None, "", "none")}
     return {
         "deepspeed_config": {**ACCELERATE_ENGINE, **named},
         **unread(*(
@@ -107,14 +107,14 @@ def _accelerate(report: Draft, file: ConfigFile) -> Table:
     }  # fmt: skip
 
 
-def _script(report: Draft, file: ConfigFile) -> Table:
+def _script(draft: Draft, file: ConfigFile) -> Table:
     """Set the defaults of a script of transformers or TRL, and return the rules of its file."""
     content = file.content
     if SFT_KEYS & content.keys():
         given = {key for key, value in content.items() if value is not None}
         given |= {"bf16"} if content.get("fp16") else set()
         left = {key: value for key, value in SFT_DEFAULTS.items() if key not in given}
-        report.set_defaults(left, TRAINER_ALL, "TRL's default")
+        draft.set_defaults(left, TRAINER_ALL, "TRL's default")
     # Scripts of TRL train without `do_train`, and with `do_eval`, which `eval_strategy` sets.
     evaluates = "do_train" in content and is_off(content.get("eval_strategy"))
     why = "refused names a training on preferences or rewards, and recipes train on text"
@@ -123,37 +123,37 @@ def _script(report: Draft, file: ConfigFile) -> Table:
         **{key: rule(f"{why} !! if it is one on text, import it under another {key}")
            for key in ("run_name", "output_dir")
            if OTHER_METHOD.search(Path(str(content.get(key, ""))).name.lower())},
-        **trainer(report, file),
+        **trainer(draft, file),
     }  # fmt: skip
 
 
-def trainer(report: Draft, file: ConfigFile) -> dict[str, Any]:
+def trainer(draft: Draft, file: ConfigFile) -> dict[str, Any]:
     """Set the defaults of TrainingArguments, and return the rules of what they do not read."""
-    report.set_defaults(DEFAULTS, TRAINER_ALL, "transformers' default")
-    report.default("checkpoint.keep", None, "transformers keeps all")
+    draft.set_defaults(DEFAULTS, TRAINER_ALL, "transformers' default")
+    draft.default("checkpoint.keep", None, "transformers keeps all")
     fsdp, block = file.content.get("fsdp"), file.content.get("fsdp_config")
     if fsdp:
-        set_words(report, fsdp)
+        set_words(draft, fsdp)
     rows = unread(("fsdp_config", block and not fsdp, "fsdp is not set"))
-    return {**rows, **deepspeed(report, file)}
+    return {**rows, **deepspeed(draft, file)}
 
 
-def deepspeed(report: Draft, file: ConfigFile) -> dict[str, Any]:
+def deepspeed(draft: Draft, file: ConfigFile) -> dict[str, Any]:
     """Return the rule of the key `deepspeed` if it names a file, or note that it is a block."""
     value = file.content.get("deepspeed")
     if isinstance(value, str):
-        return {"deepspeed": _named(report, file)}
-    report.kinds |= {DEEPSPEED_KIND} if value else set()
+        return {"deepspeed": _named(draft, file)}
+    draft.kinds |= {DEEPSPEED_KIND} if value else set()
     return {}
 
 
-def _named(report: Draft, file: ConfigFile, *none: Any) -> Rule:
+def _named(draft: Draft, file: ConfigFile, *none: Any) -> Rule:
     """Return the rule of a key that names another file, which has to be given too, or is `none`."""
 
     def named(value: Any) -> RuleResult:
         if value in none:
             return unset()
-        if Path(str(value)).name in {each.path.name for each in report.files}:
+        if Path(str(value)).name in {each.path.name for each in draft.files}:
             return outcome("ignored is read as a separate file")
         hint = f"give it too: pipe import {file.path} {value}"
         return outcome(f"refused names another file !! {hint}")

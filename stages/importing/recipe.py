@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TypeAlias
 
 from pipeline.utils import COMMIT
+from stages.importing.draft import NO_EFFECT, Draft
 from stages.importing.engines import STAGE_3
 from stages.importing.parallelism import parallelism
-from stages.importing.report import NO_EFFECT, Draft
 from stages.importing.sources import NO_COMMIT, is_local
 from stages.importing.trackers import ASKED, DISABLED, TRACKERS
 from stages.importing.training import optimizer, put_period, train
@@ -99,24 +99,24 @@ def _wrap(draft: Draft) -> None:
     parallelism(draft, use)
 
 
-def _strategy(report: Draft) -> str:
-    asked, stage = report.value("distributed") or report.value("strategy"), "zero.stage"
-    if report.given(stage) and asked in (None, "wrap.zero"):
-        return "wrap.zero" if report.value(stage) else "wrap.ddp"
+def _strategy(draft: Draft) -> str:
+    asked, stage = draft.value("distributed") or draft.value("strategy"), "zero.stage"
+    if draft.given(stage) and asked in (None, "wrap.zero"):
+        return "wrap.zero" if draft.value(stage) else "wrap.ddp"
     other = f"refused contradicts {asked}, which another file asks for !!"
-    report.drop(other, stage, when=bool(report.value(stage)))
+    draft.drop(other, stage, when=bool(draft.value(stage)))
     return "wrap.ddp" if asked in (None, "one") else str(asked)
 
 
-def _zero(report: Draft) -> None:
+def _zero(draft: Draft) -> None:
     """Leave out what `pipe check` would refuse, as it has no effect."""
-    report.default("zero.stage", 2, "accelerate's default")
-    stage = report.value("zero.stage")
-    unused = [fact for fact in report.facts("zero.") if fact.startswith(UNUSED[stage])]
+    draft.default("zero.stage", 2, "accelerate's default")
+    stage = draft.value("zero.stage")
+    unused = [fact for fact in draft.facts("zero.") if fact.startswith(UNUSED[stage])]
     for block in ("zero.offload_optimizer", "zero.offload_param"):
-        device = report.value(f"{block}.device", "none")
-        unused += {"none": report.facts(f"{block}."), "cpu": [f"{block}.path"]}.get(device, [])
-    report.drop(NO_EFFECT, *unused)
+        device = draft.value(f"{block}.device", "none")
+        unused += {"none": draft.facts(f"{block}."), "cpu": [f"{block}.path"]}.get(device, [])
+    draft.drop(NO_EFFECT, *unused)
 
 
 def _trackers(draft: Draft) -> None:

@@ -23,7 +23,7 @@ from typing import Any
 from pipeline import DataError, StageError
 from pipeline.utils import COMMIT
 from stages.importing import rules
-from stages.importing.report import NO_EFFECT, Draft
+from stages.importing.draft import NO_EFFECT, Draft
 
 NO_COMMIT = "the commit of the day when it starts; `pipe pin` writes it"
 READ = (".txt", ".jsonl", ".json", ".parquet")
@@ -135,9 +135,9 @@ def _slot(draft: Draft) -> None:
     draft.drop(there, "data.heldout_fraction", when=has_heldout(draft))
 
 
-def _numbers(report: Draft, kind: str) -> list[str]:
+def _numbers(draft: Draft, kind: str) -> list[str]:
     """Return the beginnings of the facts of each data set, in their order."""
-    found = {int(fact.split(".")[1]) for fact in report.facts(kind)}
+    found = {int(fact.split(".")[1]) for fact in draft.facts(kind)}
     return [f"{kind}{number}." for number in sorted(found)]
 
 
@@ -173,31 +173,31 @@ def _put(draft: Draft, kind: str, files: str, sources: str) -> bool:
     return bool(places)
 
 
-def _place(report: Draft, one: str) -> dict[str, Any] | None:
+def _place(draft: Draft, one: str) -> dict[str, Any] | None:
     """Return the fields of a source; None if a recipe does not read it."""
     path, given = f"{one}path", f"{one}files"
-    name, files = report.value(path, ""), report.value(given)
+    name, files = draft.value(path, ""), draft.value(given)
     if not name and not files:
         return None
     if {Path(each).suffix for each in files or [name]} & {".csv", ".arrow", ".tsv"}:
-        report.drop("refused no recipe reads such files -- convert them to JSON lines", path, given)
+        draft.drop("refused no recipe reads such files -- convert them to JSON lines", path, given)
         return None
     if "://" in name:
         why = "refused is an address, and the files are local"
-        report.drop(f"{why} -- copy them to a disk, or use data.stream", path)
+        draft.drop(f"{why} -- copy them to a disk, or use data.stream", path)
         return None
-    known = [each for each in _PLACE[2:] if report.known(f"{one}{each}")]
-    fields = {each: report.value(f"{one}{each}") for each in known}
+    known = [each for each in _PLACE[2:] if draft.known(f"{one}{each}")]
+    fields = {each: draft.value(f"{one}{each}") for each in known}
     if not fields.get("revision"):
         fields.pop("revision", None)
     listed = bool(files) and (name in LOADERS or is_local(name) or not name)
     if listed or is_local(name) or name.endswith(READ):
-        part = report.value(f"{one}split", "train") != "train"
-        report.drop(f"refused {AS_A_WHOLE} !! {SEPARATE}", f"{one}split", when=part)
+        part = draft.value(f"{one}split", "train") != "train"
+        draft.drop(f"refused {AS_A_WHOLE} !! {SEPARATE}", f"{one}split", when=part)
         local = [rules.path(each) for each in files] if listed else _local_files(name)
         return {"files": local, **{each: fields[each] for each in fields if each == "weight"}}
     why = "refused a data set of the hub is read by its configuration and split"
-    report.drop(f"{why} !! download the files, and name them", given)
+    draft.drop(f"{why} !! download the files, and name them", given)
     return {"dataset": name, **fields}
 
 

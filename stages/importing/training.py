@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
+from stages.importing.draft import NO_EFFECT, Draft
 from stages.importing.parallelism import AUTO, sharing_ranks, size
-from stages.importing.report import NO_EFFECT, Draft
 from stages.importing.rules import FOREIGN
 from stages.importing.sources import has_heldout
 

@@ -12,10 +12,10 @@ from typing import Any, ClassVar, TypeAlias
 from pipeline import UsageError
 from pipeline.importing import ConfigFile, KeyOutcome, OtherTool, Request, Translation, Translator
 from stages.importing import reader, untranslated
+from stages.importing.draft import Draft
 from stages.importing.engines import set_defaults
 from stages.importing.reader import ACCELERATE_KIND, DEEPSPEED_KIND, TABLES, TRAINER_KIND
 from stages.importing.recipe import compose
-from stages.importing.report import Draft
 from stages.importing.rules import Table
 from stages.importing.sources import script_data, several
 from stages.importing.tools import TRANSLATED, advice_on, tool_of
@@ -154,20 +154,20 @@ class RecipeTranslator(TableTranslator):
         return draft
 
     @abstractmethod
-    def read(self, report: Draft, file: ConfigFile) -> None:
+    def read(self, draft: Draft, file: ConfigFile) -> None:
         """Read the tool's recipe, and of the other files those that only this tool has."""
 
     def finish(self, draft: Draft) -> None:
         """Add what shows in the draft alone."""
 
 
-def _read_kinds(report: Draft, files: Files) -> None:
+def _read_kinds(draft: Draft, files: Files) -> None:
     """Read the files of each kind, with DeepSpeed's defaults."""
     for kind in TABLES:
         for file in (file for known, file in files if known == kind):
-            reader.read(report, file, kind)
-    if DEEPSPEED_KIND in report.kinds:
-        set_defaults(report, alone=TRAINER_KIND not in report.kinds)
+            reader.read(draft, file, kind)
+    if DEEPSPEED_KIND in draft.kinds:
+        set_defaults(draft, alone=TRAINER_KIND not in draft.kinds)
 
 
 def _having(table: Table, key: str, value: Any, company: Company) -> Iterator[tuple[str, Company]]:

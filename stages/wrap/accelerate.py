@@ -20,7 +20,7 @@ from pipeline import (
 )
 from pipeline.importing import read_config
 from stages.importing.engines import ACCELERATE
-from stages.importing.report import Draft
+from stages.importing.draft import Draft
 
 
 @dataclass(frozen=True, kw_only=True)

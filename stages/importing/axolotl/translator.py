@@ -8,10 +8,10 @@ from typing import Any
 from pipeline.importing import ConfigFile
 from stages.importing import rules
 from stages.importing.axolotl.keys import TABLE
+from stages.importing.draft import Draft, Rows
 from stages.importing.engines import set_words
 from stages.importing.parallelism import AUTO, CONTEXT, RING, TENSOR
 from stages.importing.reader import deepspeed, unread
-from stages.importing.report import Draft, Rows
 from stages.importing.rules import Table, WrongValueError, outcome, rule, table
 from stages.importing.sources import HELD, TRAIN, Style
 from stages.importing.tools import AXOLOTL
@@ -46,19 +46,19 @@ class Axolotl(RecipeTranslator):
         {"val_set_size": 0.1, "eval_strategy": "steps"},
     )
 
-    def read(self, report: Draft, file: ConfigFile) -> None:
+    def read(self, draft: Draft, file: ConfigFile) -> None:
         content = {**file.content}
         for key in LISTS:
             if value := content.get(key):
                 each = value if isinstance(value, list) else [value]
                 content[key] = [{"path": one} if isinstance(one, str) else one for one in each]
-        own = {key: Rows(kind, _rows(report, key)) for key, kind in LISTS.items()}
-        rows = {**TABLE, **_in_company(content), **deepspeed(report, file), **own}
-        report.read(file.path.name, content, rows)
-        _defaults(report, content)
-        sharded, engine = report.value("strategy") == "wrap.fsdp", bool(content.get("deepspeed"))
-        report.rename("axolotl.tensor", AUTO if engine else TENSOR)
-        report.rename("axolotl.context", CONTEXT if sharded and not engine else RING)
+        own = {key: Rows(kind, _rows(draft, key)) for key, kind in LISTS.items()}
+        rows = {**TABLE, **_in_company(content), **deepspeed(draft, file), **own}
+        draft.read(file.path.name, content, rows)
+        _defaults(draft, content)
+        sharded, engine = draft.value("strategy") == "wrap.fsdp", bool(content.get("deepspeed"))
+        draft.rename("axolotl.tensor", AUTO if engine else TENSOR)
+        draft.rename("axolotl.context", CONTEXT if sharded and not engine else RING)
 
     def finish(self, draft: Draft) -> None:
         often = ("save_steps", "save_strategy", "save_part")
@@ -92,41 +92,41 @@ def _in_company(content: Mapping[str, Any]) -> Table:
     return found
 
 
-def _defaults(report: Draft, content: Mapping[str, Any]) -> None:
-    report.set_defaults(DEFAULTS, TABLE, OWN)
-    report.default("adapter", False, OWN)
-    report.default("data.loss", "assistant", "axolotl trains on what the assistant says")
-    if not report.given("warmup_steps") and not report.given("warmup_ratio"):
+def _defaults(draft: Draft, content: Mapping[str, Any]) -> None:
+    draft.set_defaults(DEFAULTS, TABLE, OWN)
+    draft.default("adapter", False, OWN)
+    draft.default("data.loss", "assistant", "axolotl trains on what the assistant says")
+    if not draft.given("warmup_steps") and not draft.given("warmup_ratio"):
         why = "axolotl's default, which is 100 steps at most"
-        report.default("warmup_ratio", 0.03, why)
+        draft.default("warmup_ratio", 0.03, why)
     if not rules.is_off(content.get("bf16", "auto")):
-        report.default("precision.compute", "bf16", OWN)
-    _documents(report, streamed=bool(content.get("pretraining_dataset")))
+        draft.default("precision.compute", "bf16", OWN)
+    _documents(draft, streamed=bool(content.get("pretraining_dataset")))
     for event in ("eval", "save"):
-        if report.given(f"{event}_steps"):
-            report.default(f"{event}_strategy", "steps", f"{event}_steps is set")
-    if report.value("eval_strategy") == "steps" or report.given("eval_part"):
-        report.default("train.eval_first", True, "axolotl evaluates before the first step too")
+        if draft.given(f"{event}_steps"):
+            draft.default(f"{event}_strategy", "steps", f"{event}_steps is set")
+    if draft.value("eval_strategy") == "steps" or draft.given("eval_part"):
+        draft.default("train.eval_first", True, "axolotl evaluates before the first step too")
     if content.get("fsdp"):
-        set_words(report, content["fsdp"])
+        set_words(draft, content["fsdp"])
     if content.get("fsdp_config"):
-        report.default("strategy", "wrap.fsdp", "fsdp_config is set")
+        draft.default("strategy", "wrap.fsdp", "fsdp_config is set")
     for key, use in SWITCHES.items():
         if content.get(key):
-            report.default(use, True, f"{key} is set")
-    _masters(report, content)
+            draft.default(use, True, f"{key} is set")
+    _masters(draft, content)
 
 
-def _documents(report: Draft, *, streamed: bool) -> None:
+def _documents(draft: Draft, *, streamed: bool) -> None:
     """Decide whether texts see each other: only those of `pretraining_dataset` may do so."""
-    packed = bool(report.value("data.packing", False))
+    packed = bool(draft.value("data.packing", False))
     if streamed:
-        apart = packed and report.value("apart")
-        report.rename("apart", "data.documents_apart", content=apart)
-    report.default("data.documents_apart", packed or not streamed, OWN)
+        apart = packed and draft.value("apart")
+        draft.rename("apart", "data.documents_apart", content=apart)
+    draft.default("data.documents_apart", packed or not streamed, OWN)
 
 
-def _masters(report: Draft, content: Mapping[str, Any]) -> None:
+def _masters(draft: Draft, content: Mapping[str, Any]) -> None:
     """Note that a model that is trained as a whole is held in bf16, unless DeepSpeed or FSDP1 make
     masters in fp32 of it."""
     given = content.get("fsdp_config")
@@ -134,10 +134,10 @@ def _masters(report: Draft, content: Mapping[str, Any]) -> None:
     version = content.get("fsdp_version") or block.get("fsdp_version") or block.get("version") or 1
     sharded = bool(block or content.get("fsdp"))
     upcast = content.get("deepspeed") or (sharded and str(version) != "2")
-    whole = not report.value("adapter", False) and report.value("precision.compute") == "bf16"
+    whole = not draft.value("adapter", False) and draft.value("precision.compute") == "bf16"
     if whole and not upcast:
         why = "axolotl holds the weights in bf16; fp32 keeps small updates"
-        report.default("precision.master", "bf16", why)
+        draft.default("precision.master", "bf16", why)
 
 
 STYLES = {
@@ -210,14 +210,14 @@ def _is_chat(block: Any) -> bool:
     return isinstance(block, Mapping) and block.get("type") == "chat_template"
 
 
-def _rows(report: Draft, key: str) -> Any:
+def _rows(draft: Draft, key: str) -> Any:
     """Return what gives the rules of a data set in one of the lists, and sets its defaults."""
 
     def rows(block: Mapping[str, Any], one: str, name: str) -> Table:
         if key == "pretraining_dataset":
-            report.default(f"{one}style", STYLES["pretrain"], "text to train on")
+            draft.default(f"{one}style", STYLES["pretrain"], "text to train on")
         elif _is_chat(block):
-            report.default(f"{one}form", "messages", OWN)
+            draft.default(f"{one}form", "messages", OWN)
         return ROWS
 
     return rows

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 from pipeline.importing import ConfigFile
 from pipeline.utils import did_you_mean
 from stages.importing import rules
+from stages.importing.draft import Draft
 from stages.importing.reader import purpose, trainer, unread
-from stages.importing.report import Draft
 from stages.importing.rules import RuleResult, Table, outcome, rule, sets, table
 from stages.importing.sources import HELD, TRAIN, Style
 from stages.importing.tools import LLAMA_FACTORY
@@ -147,10 +147,10 @@ class LlamaFactory(RecipeTranslator):
     def kind(self, content: Mapping[str, Any]) -> str | None:
         return INFO_KIND if _is_info(content) else super().kind(content)
 
-    def read(self, report: Draft, file: ConfigFile) -> None:
+    def read(self, draft: Draft, file: ConfigFile) -> None:
         content, running = {**file.content}, file.content.get("stage") == "pt"
         folder = content.get("dataset_dir", "data")
-        files = [(each.path.name, each.content) for each in report.files if _is_info(each.content)]
+        files = [(each.path.name, each.content) for each in draft.files if _is_info(each.content)]
         inline = [(file.path.name, folder)] if isinstance(folder, Mapping) else []
         entries: Entries = {
             name: (info, entry)
@@ -162,61 +162,61 @@ class LlamaFactory(RecipeTranslator):
             **unread(("template", running and content.get("template"),
                       "stage: pt takes the text as it is")),
             **purpose(content, "do_predict", "predict_with_generate", "do_eval"),
-            **trainer(report, file),
+            **trainer(draft, file),
         }  # fmt: skip
         named: dict[str, str] = {}
         for key, kind in NAMES.items():
             if content.get(key):
-                own[key] = _naming(report, file, entries, folder)
+                own[key] = _naming(draft, file, entries, folder)
                 with contextlib.suppress(rules.WrongValueError):
                     each = enumerate(rules.names(content[key]))
                     named |= {f"{kind}{number}.": name for number, name in each}
         if weighed := str(content.get("mix_strategy")) == "interleave_over":
             own |= _weights(content)
-        report.read(file.path.name, content, {**TABLE, **own})
+        draft.read(file.path.name, content, {**TABLE, **own})
         for one, name in named.items():
             if weighed and one.startswith(TRAIN):
-                report.default(f"{one}weight", 1.0, "interleave_over takes turns")
+                draft.default(f"{one}weight", 1.0, "interleave_over takes turns")
             if folder == "ONLINE":
-                report.default(f"{one}path", name, f"dataset in {file.path.name}")
+                draft.default(f"{one}path", name, f"dataset in {file.path.name}")
             if folder == "ONLINE" or name in entries:
                 where = folder if isinstance(folder, str) else "data"
                 info, entry = ("", {}) if folder == "ONLINE" else entries[name]
-                rows = _rows(report, entry, one, where, running=running)
-                report.read(info, entry, rows, f"{name}.", one)
+                rows = _rows(draft, entry, one, where, running=running)
+                draft.read(info, entry, rows, f"{name}.", one)
         for name, (info, entry) in entries.items():
             if name not in named.values():
                 other = outcome("ignored the recipe names other data sets")
-                report.enter(info, name, entry, other)
-        report.set_defaults(DEFAULTS, TABLE, OWN)
-        rank = report.value("adapter.rank")
-        report.default("adapter.alpha", float(2 * rank), "twice lora_rank, LLaMA-Factory's default")
-        report.default("data.loss", "assistant", "LLaMA-Factory trains on what the assistant says")
+                draft.enter(info, name, entry, other)
+        draft.set_defaults(DEFAULTS, TABLE, OWN)
+        rank = draft.value("adapter.rank")
+        draft.default("adapter.alpha", float(2 * rank), "twice lora_rank, LLaMA-Factory's default")
+        draft.default("data.loss", "assistant", "LLaMA-Factory trains on what the assistant says")
         if rules.is_off(content.get("disable_gradient_checkpointing")):
-            report.default("model.activation_checkpointing", {}, OWN)
-        if report.given("precision.master"):
-            report.default("precision.compute", "bf16", "pure_bf16 in the recipe")
-        _lengths(report, running=running)
+            draft.default("model.activation_checkpointing", {}, OWN)
+        if draft.given("precision.master"):
+            draft.default("precision.compute", "bf16", "pure_bf16 in the recipe")
+        _lengths(draft, running=running)
 
 
-def _lengths(report: Draft, *, running: bool) -> None:
+def _lengths(draft: Draft, *, running: bool) -> None:
     """Decide what is packed, and how long a sample is."""
-    neat = report.value("neat", False)
-    packed = neat or report.value("packing", False)
-    length = report.value("cutoff") - (1 if packed else 0)
+    neat = draft.value("neat", False)
+    packed = neat or draft.value("packing", False)
+    length = draft.value("cutoff") - (1 if packed else 0)
     why = "LLaMA-Factory packs one token less than cutoff_len" if packed else OWN
-    report.rename("cutoff", "data.sequence_length", content=length)
-    report.default("data.sequence_length", length, why)
+    draft.rename("cutoff", "data.sequence_length", content=length)
+    draft.default("data.sequence_length", length, why)
     if running:
-        report.default("data.prepend_bos", False, "LLaMA-Factory joins texts without a start token")
-        report.drop("refused data.text joins the rows of a text -- leave packing out", "packing",
-                    when=report.given("packing") and not packed)  # fmt: skip
+        draft.default("data.prepend_bos", False, "LLaMA-Factory joins texts without a start token")
+        draft.drop("refused data.text joins the rows of a text -- leave packing out", "packing",
+                    when=draft.given("packing") and not packed)  # fmt: skip
     elif neat:
-        report.rename("neat", "data.packing")
-        report.drop("ignored follows neat_packing", "packing")
+        draft.rename("neat", "data.packing")
+        draft.drop("ignored follows neat_packing", "packing")
     elif packed:
         why = "refused rows of one sample never see each other -- set neat_packing: true"
-        report.drop(why, "packing")
+        draft.drop(why, "packing")
 
 
 INFO = "dataset_info.json"
@@ -247,12 +247,12 @@ def _is_info(content: Mapping[str, Any]) -> bool:
     )
 
 
-def _naming(report: Draft, file: ConfigFile, entries: Entries, folder: Any) -> rules.Rule:
+def _naming(draft: Draft, file: ConfigFile, entries: Entries, folder: Any) -> rules.Rule:
     """Return the rule of a key that names data sets."""
 
     def named(value: Any) -> RuleResult:
         missing = [name for name in rules.names(value) if name not in entries]
-        if report.request.data:
+        if draft.request.data:
             return outcome("ignored --data replaces it")
         if folder == "ONLINE" or not missing:
             return outcome("ignored the keys of each data set say it")
@@ -301,14 +301,12 @@ OPENAI = table("messages: .form messages, conversations=sharegpt !! rename the c
 RUNNING = table("formatting: ignored stage: pt takes the text | prompt: .text_key")
 
 
-def _rows(
-    report: Draft, entry: Mapping[str, Any], one: str, folder: str, *, running: bool
-) -> Table:
+def _rows(draft: Draft, entry: Mapping[str, Any], one: str, folder: str, *, running: bool) -> Table:
     """Return the rules of an entry, and set its defaults. `running` text is trained on as it is."""
     style = Style(running=True) if running else STYLES["alpaca"]
-    report.default(f"{one}style", style, "stage: pt" if running else OWN)
+    draft.default(f"{one}style", style, "stage: pt" if running else OWN)
     shape = ("text_key", "instruction") if running else ("form", "sharegpt")
-    report.default(f"{one}{shape[0]}", shape[1], OWN)
+    draft.default(f"{one}{shape[0]}", shape[1], OWN)
     given = entry.get("tags")
     openai = isinstance(given, Mapping) and given.get("role_tag") == "role"
     tags = TAGS["messages" if openai else "sharegpt"].items()

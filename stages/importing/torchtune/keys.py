@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from stages.importing import rules
+from stages.importing.draft import Draft
 from stages.importing.engines import FSDP
-from stages.importing.report import Draft
 from stages.importing.rules import RuleResult, Table, outcome, rule, table
 from stages.importing.tools import COMPONENT
 from stages.importing.trackers import WANDB, other_tracker, own_run
@@ -159,18 +159,18 @@ MODEL_FUSED = MODEL | table("""
 """)
 
 
-def set_adapter(report: Draft, file: str, block: Any) -> None:
+def set_adapter(draft: Draft, file: str, block: Any) -> None:
     """Set what the block `model`, whose keys were read, says of an adapter."""
     builder = str(block.get(COMPONENT, "")).rpartition(".")[2] if isinstance(block, Mapping) else ""
     if builder.startswith("qlora_"):
-        report.default("quantize", True, f"{builder} in {file}")
-    report.default("adapter", False, "the model's builder has no LoRA")
-    if not report.value("adapter"):
+        draft.default("quantize", True, f"{builder} in {file}")
+    draft.default("adapter", False, "the model's builder has no LoRA")
+    if not draft.value("adapter"):
         return
     for name, value in (("rank", 8), ("alpha", 16.0), ("dropout", 0.0)):
-        report.default(f"adapter.{name}", value, "torchtune's default")
-    found = [*report.value("tune.attention", [])]
-    found += ("gate_proj", "up_proj", "down_proj") if report.value("tune.mlp") else ()
-    found += ["lm_head"] if report.value("tune.output") else []
+        draft.default(f"adapter.{name}", value, "torchtune's default")
+    found = [*draft.value("tune.attention", [])]
+    found += ("gate_proj", "up_proj", "down_proj") if draft.value("tune.mlp") else ()
+    found += ["lm_head"] if draft.value("tune.output") else []
     for fact in ("tune.attention", "tune.mlp", "tune.output"):
-        report.rename(fact, "adapter.targets" if found else fact, content=found)
+        draft.rename(fact, "adapter.targets" if found else fact, content=found)

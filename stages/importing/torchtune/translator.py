@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.importing import ConfigFile
-from stages.importing.report import NO_BLOCK, Draft, Rows
+from stages.importing.draft import NO_BLOCK, Draft, Rows
 from stages.importing.rules import Rule, Table, outcome, rule, table, truth
 from stages.importing.sources import HELD, TRAIN, Style
 from stages.importing.tools import COMPONENT, TORCHTUNE
@@ -35,14 +35,14 @@ class Torchtune(RecipeTranslator):
     beside = ()
     signs = "a recipe of torchtune has blocks with `_component_`"
 
-    def read(self, report: Draft, file: ConfigFile) -> None:
+    def read(self, draft: Draft, file: ConfigFile) -> None:
         name = file.path.name
-        content = _resolved(file.content, report, name)
+        content = _resolved(file.content, draft, name)
         tokenizer: Any = content.get("tokenizer")
         plain = keys.family(tokenizer) in keys.PLAIN and not tokenizer.get("prompt_template")
 
         def rows(block: Mapping[str, Any], one: str, key: str) -> Table:
-            return _rows(report, block, one, f"{key}.{COMPONENT} in {name}", plain=plain)
+            return _rows(draft, block, one, f"{key}.{COMPONENT} in {name}", plain=plain)
 
         own: dict[str, Any] = {
             "metric_logger": keys.logger(content.get("metric_logger")),
@@ -53,17 +53,17 @@ class Torchtune(RecipeTranslator):
         }
         if _takes_template(content, plain=plain):
             own["tokenizer"] = {**keys.TOP["tokenizer"], COMPONENT: template_setting}
-        report.read(name, content, {**keys.TOP, **own})
+        draft.read(name, content, {**keys.TOP, **own})
         if "model" in content:
-            keys.set_adapter(report, name, content["model"])
-        report.set_defaults(DEFAULTS, keys.TOP, OWN)
-        _defaults(report)
-        procs = report.request.procs
+            keys.set_adapter(draft, name, content["model"])
+        draft.set_defaults(DEFAULTS, keys.TOP, OWN)
+        _defaults(draft)
+        procs = draft.request.procs
         single = SINGLE in name if procs is None else procs == 1
         use = "wrap.ddp" if single else "wrap.fsdp"
-        report.default("strategy", use, f"for {'one device' if single else 'several devices'}")
+        draft.default("strategy", use, f"for {'one device' if single else 'several devices'}")
         if single and procs is None:
-            report.default("procs", 1, f"{SINGLE} in the name of the file")
+            draft.default("procs", 1, f"{SINGLE} in the name of the file")
 
     def finish(self, draft: Draft) -> None:
         if draft.given("export.adapter") and "adapter" in draft.slots:
@@ -75,20 +75,20 @@ class Torchtune(RecipeTranslator):
             draft.lacks("data.sequence_length", what)
 
 
-def _defaults(report: Draft) -> None:
-    report.default("optimizer.decay_all", True, "torch decays every parameter")
-    report.default("optimizer.max_grad_norm", None, "torchtune does not clip")
-    report.default("schedule", "flat", "without lr_scheduler, the rate stays")
-    report.default("checkpoint.keep", None, "torchtune keeps all")
-    report.default("data.documents_apart", True, "torchtune masks other rows")
-    if not report.given("data.sequence_length"):
-        report.default("data.too_long", "error", "torchtune cuts no row")
-    dtype = report.value("precision.compute", "fp32")
+def _defaults(draft: Draft) -> None:
+    draft.default("optimizer.decay_all", True, "torch decays every parameter")
+    draft.default("optimizer.max_grad_norm", None, "torchtune does not clip")
+    draft.default("schedule", "flat", "without lr_scheduler, the rate stays")
+    draft.default("checkpoint.keep", None, "torchtune keeps all")
+    draft.default("data.documents_apart", True, "torchtune masks other rows")
+    if not draft.given("data.sequence_length"):
+        draft.default("data.too_long", "error", "torchtune cuts no row")
+    dtype = draft.value("precision.compute", "fp32")
     for field in ("master", "reduce") if dtype != "fp32" else ():
-        report.default(f"precision.{field}", dtype, "torchtune has one dtype for everything")
-    steps = report.value("cap", 0) * report.value("train.epochs", 1)
+        draft.default(f"precision.{field}", dtype, "torchtune has one dtype for everything")
+    steps = draft.value("cap", 0) * draft.value("train.epochs", 1)
     why = "epochs x steps, if an epoch has so many"
-    report.rename("cap", "train.steps", content=int(steps) or None, why=why)
+    draft.rename("cap", "train.steps", content=int(steps) or None, why=why)
 
 
 BUILDERS = {
@@ -138,7 +138,7 @@ def _takes_template(content: Mapping[str, Any], *, plain: bool) -> bool:
     return bool(kinds & {"chat", "slimorca"}) or ("instruct" in kinds and not plain)
 
 
-def _rows(report: Draft, block: Mapping[str, Any], one: str, here: str, *, plain: bool) -> Table:
+def _rows(draft: Draft, block: Mapping[str, Any], one: str, here: str, *, plain: bool) -> Table:
     """Return the rules of a data set whose facts begin with `one`, and set its defaults."""
     kind = _kind(block)
     if not kind:
@@ -150,9 +150,9 @@ def _rows(report: Draft, block: Mapping[str, Any], one: str, here: str, *, plain
     if kind == "text":
         style = Style(running=True) if running else Style(form="text")
     if source:
-        report.default(f"{one}path", source, here)
-    report.default("data.loss", loss, OWN)
-    report.default(f"{one}style", style, here)
+        draft.default(f"{one}path", source, here)
+    draft.default("data.loss", loss, OWN)
+    draft.default(f"{one}style", style, here)
     return EVERY | _own(kind, block, plain=plain, running=running)
 
 
@@ -200,7 +200,7 @@ DEPTH = 10
 OUTSIDE = "refused refers to something outside the file -- write the value itself"
 
 
-def _resolved(content: Mapping[str, Any], report: Draft, file: str) -> dict[str, Any]:
+def _resolved(content: Mapping[str, Any], draft: Draft, file: str) -> dict[str, Any]:
     """Return the content with the values that OmegaConf's references (`${output_dir}/logs`) name.
     Keys with references to something outside the file are entered as refused, and left out."""
 
@@ -208,7 +208,7 @@ def _resolved(content: Mapping[str, Any], report: Draft, file: str) -> dict[str,
         found = {key: each(value, f"{prefix}{key}") for key, value in values.items()}
         for key in [key for key, new in found.items() if isinstance(new, str) and "${" in new]:
             del found[key]
-            report.enter(file, f"{prefix}{key}", values[key], outcome(OUTSIDE))
+            draft.enter(file, f"{prefix}{key}", values[key], outcome(OUTSIDE))
         return found
 
     def each(value: Any, name: str) -> Any:
