@@ -120,9 +120,10 @@ class Draft:
         if entry.fact:
             self._facts.setdefault(entry.fact, []).append(entry)
 
-    def default(self, fact: str, value: Any, why: str) -> None:
+    def default(self, fact: str, value: Any, why: str, *, when: Any = True) -> None:
         """Set the value that holds where no key states one. The first default wins."""
-        self.defaults.setdefault(fact, (value, why))
+        if when:
+            self.defaults.setdefault(fact, (value, why))
 
     def set_defaults(self, values: Block, table: Block, why: str) -> None:
         """Set the values that hold where no key states others, by the rules of the table."""

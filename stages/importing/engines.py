@@ -46,7 +46,7 @@ def fsdp_strategy(value: Any) -> str:
 
 def set_words(draft: Draft, value: Any) -> None:
     """Add what the words of the key `fsdp` say; keys of fsdp_config win over them."""
-    for word in _words(value):
+    for word in _words(value) if value else ():
         for fact, content in WORDS.get(word, {}).items():
             draft.default(fact, content, f"{word} in fsdp")
 
@@ -169,8 +169,7 @@ def set_defaults(draft: Draft, *, alone: bool) -> None:
     own = "DeepSpeed's default"
     steps, scheduled = draft.given("optimizer"), draft.given("deepspeed.schedule")
     cosine = scheduled and draft.value("deepspeed.schedule") == "cosine"
-    flat = alone and steps and not scheduled
-    scaled = draft.value("precision.compute") == "fp16"
+    flat, scaled = alone and steps and not scheduled, draft.value("precision.compute") == "fp16"
     for fact, value, why, holds in (
         ("optimizer.max_grad_norm", None, own, alone),
         ("optimizer.decay_all", True, "DeepSpeed decays every parameter", steps),
@@ -180,5 +179,4 @@ def set_defaults(draft: Draft, *, alone: bool) -> None:
         ("optimizer.final_lr_ratio", 1e-4, own, cosine),
         ("precision.loss_scale_growth_interval", 1000, own, scaled),
     ):
-        if holds and not draft.given(fact):
-            draft.default(fact, value, why)
+        draft.default(fact, value, why, when=holds and not draft.given(fact))

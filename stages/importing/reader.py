@@ -132,8 +132,7 @@ def trainer(draft: Draft, file: ConfigFile) -> dict[str, Any]:
     draft.set_defaults(DEFAULTS, TRAINER_ALL, "transformers' default")
     draft.default("checkpoint.keep", None, "transformers keeps all")
     fsdp, block = file.content.get("fsdp"), file.content.get("fsdp_config")
-    if fsdp:
-        set_words(draft, fsdp)
+    set_words(draft, fsdp)
     rows = unread(("fsdp_config", block and not fsdp, "fsdp is not set"))
     return {**rows, **deepspeed(draft, file)}
 

@@ -87,11 +87,6 @@ def _put_files(draft: Draft, files: list[str], *facts: str) -> bool:
     return bool(files)
 
 
-def _requested(draft: Draft) -> list[str]:
-    """Return the files of `--data`."""
-    return [str(Path(each).expanduser().absolute()) for each in draft.request.data]
-
-
 def has_heldout(draft: Draft) -> bool:
     """Return whether the recipe has data sets to evaluate on."""
     return bool(draft.slots["data"].keys() & {"heldout_files", "heldout_sources"})
@@ -99,7 +94,7 @@ def has_heldout(draft: Draft) -> bool:
 
 def several(draft: Draft) -> None:
     """Fill the slot `data` of a tool that names data sets."""
-    if _put_files(draft, _requested(draft)):
+    if _put_files(draft, [rules.path(each) for each in draft.request.data]):
         draft.drop(REPLACED, *draft.facts(TRAIN), *draft.facts(HELD))
     else:
         _slot(draft)
@@ -203,7 +198,7 @@ def _place(draft: Draft, one: str) -> dict[str, Any] | None:
 
 def script_data(draft: Draft) -> None:
     """Fill the slot `data` of a script."""
-    if _put_files(draft, _requested(draft)):
+    if _put_files(draft, [rules.path(each) for each in draft.request.data]):
         draft.drop(REPLACED, "data", "dataset")
     elif draft.given("data"):
         _put_files(draft, [draft.value("data")], "data")

@@ -26,11 +26,11 @@ DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 """Defaults of axolotl that differ from the recipe's."""
 OWN = "axolotl's default"
-SWITCHES = {
-    "wandb_project": "wandb.use", "mlflow_experiment_name": "mlflow.use",
-    "trackio_project_name": "trackio.use",
-}  # fmt: skip
-"""Keys that switch their tracker on."""
+SWITCHES = (
+    ("fsdp_config", "strategy", "wrap.fsdp"), ("wandb_project", "wandb.use", True),
+    ("mlflow_experiment_name", "mlflow.use", True), ("trackio_project_name", "trackio.use", True),
+)  # fmt: skip
+"""Keys that switch their strategy or tracker on."""
 
 
 class Axolotl(RecipeTranslator):
@@ -96,24 +96,19 @@ def _defaults(draft: Draft, content: Mapping[str, Any]) -> None:
     draft.set_defaults(DEFAULTS, TABLE, OWN)
     draft.default("adapter", False, OWN)
     draft.default("data.loss", "assistant", "axolotl trains on what the assistant says")
-    if not draft.given("warmup_steps") and not draft.given("warmup_ratio"):
-        why = "axolotl's default, which is 100 steps at most"
-        draft.default("warmup_ratio", 0.03, why)
-    if not rules.is_off(content.get("bf16", "auto")):
-        draft.default("precision.compute", "bf16", OWN)
+    warmup, cold = "axolotl's default, which is 100 steps at most", not draft.given("warmup_steps")
+    draft.default("warmup_ratio", 0.03, warmup, when=cold and not draft.given("warmup_ratio"))
+    bf16 = not rules.is_off(content.get("bf16", "auto"))
+    draft.default("precision.compute", "bf16", OWN, when=bf16)
     _documents(draft, streamed=bool(content.get("pretraining_dataset")))
     for event in ("eval", "save"):
-        if draft.given(f"{event}_steps"):
-            draft.default(f"{event}_strategy", "steps", f"{event}_steps is set")
+        steps = f"{event}_steps"
+        draft.default(f"{event}_strategy", "steps", f"{steps} is set", when=draft.given(steps))
     if draft.value("eval_strategy") == "steps" or draft.given("eval_part"):
         draft.default("train.eval_first", True, "axolotl evaluates before the first step too")
-    if content.get("fsdp"):
-        set_words(draft, content["fsdp"])
-    if content.get("fsdp_config"):
-        draft.default("strategy", "wrap.fsdp", "fsdp_config is set")
-    for key, use in SWITCHES.items():
-        if content.get(key):
-            draft.default(use, True, f"{key} is set")
+    set_words(draft, content.get("fsdp"))
+    for key, fact, value in SWITCHES:
+        draft.default(fact, value, f"{key} is set", when=content.get(key))
     _masters(draft, content)
 
 
@@ -135,9 +130,8 @@ def _masters(draft: Draft, content: Mapping[str, Any]) -> None:
     sharded = bool(block or content.get("fsdp"))
     upcast = content.get("deepspeed") or (sharded and str(version) != "2")
     whole = not draft.value("adapter", False) and draft.value("precision.compute") == "bf16"
-    if whole and not upcast:
-        why = "axolotl holds the weights in bf16; fp32 keeps small updates"
-        draft.default("precision.master", "bf16", why)
+    why = "axolotl holds the weights in bf16; fp32 keeps small updates"
+    draft.default("precision.master", "bf16", why, when=whole and not upcast)
 
 
 STYLES = {

@@ -192,10 +192,10 @@ class LlamaFactory(RecipeTranslator):
         rank = draft.value("adapter.rank")
         draft.default("adapter.alpha", float(2 * rank), "twice lora_rank, LLaMA-Factory's default")
         draft.default("data.loss", "assistant", "LLaMA-Factory trains on what the assistant says")
-        if rules.is_off(content.get("disable_gradient_checkpointing")):
-            draft.default("model.activation_checkpointing", {}, OWN)
-        if draft.given("precision.master"):
-            draft.default("precision.compute", "bf16", "pure_bf16 in the recipe")
+        again = rules.is_off(content.get("disable_gradient_checkpointing"))
+        draft.default("model.activation_checkpointing", {}, OWN, when=again)
+        pure = draft.given("precision.master")
+        draft.default("precision.compute", "bf16", "pure_bf16 in the recipe", when=pure)
         _lengths(draft, running=running)
 
 
