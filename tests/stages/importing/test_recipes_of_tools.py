@@ -108,7 +108,7 @@ DRAWN: dict[str, tuple[Translator, Table, dict[str, st.SearchStrategy[Any]]]] = 
          "dataset": st.sampled_from(["a,b", "a", None])},
     ),
     "torchtune": (
-        TRANSLATORS[3], torchtune.TOP,
+        TRANSLATORS[3], torchtune.keys.TOP,
         {"model": st.sampled_from([{"_component_": "torchtune.models.llama3.lora_llama3_8b"},
                                    {"_component_": 3}, {"_component_": "torchtune.models.x"}]),
          "dataset": st.sampled_from([{"_component_": "torchtune.datasets.alpaca_dataset"},
