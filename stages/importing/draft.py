@@ -217,7 +217,9 @@ class Draft:
                 self.copy(fact)
 
     def lacks(self, key: str, what: str) -> None:
-        """Mark a field that the user has to fill in with `what`."""
+        """Mark a field that the user has to fill in with `what`, if no fact gives it."""
+        if self.known(key):
+            return
         slot, _, name = key.partition(".")
         self.missing[key] = what
         path: KeyPath = ("stages", slot, "use")

@@ -66,9 +66,8 @@ def _adapter(draft: Draft) -> None:
         draft.slot("adapter", "adapter.lora", "adapter")
         for name, value in (("rank", 16), ("alpha", 32.0), ("dropout", 0.05)):
             draft.default(f"adapter.{name}", value, "TRL's default")
-        if not draft.known("adapter.targets"):
-            what = "ends of layers' names, or all-linear; peft chose by the architecture"
-            draft.lacks("adapter.targets", what)
+        what = "ends of layers' names, or all-linear; peft chose by the architecture"
+        draft.lacks("adapter.targets", what)
         if draft.value("quantize"):
             kind = draft.value("quantization", "nf4")
             draft.put("adapter.quantize", kind, "quantize", "quantization")

@@ -53,8 +53,7 @@ def optimizer(draft: Draft) -> None:
         why = f"refused is a rate for {foreign.content}, and this is AdamW"
         hint = "fill in optimizer.lr, for the optimizer that you choose"
         draft.drop(f"{why} -- {hint}", "optimizer.lr")
-    if not draft.known("optimizer.lr"):
-        draft.lacks("optimizer.lr", "the learning rate, which the files do not give")
+    draft.lacks("optimizer.lr", "the learning rate, which the files do not give")
     _betas(draft)
     _schedule(draft)
 

@@ -44,11 +44,10 @@ class Torchtune(RecipeTranslator):
         def rows(block: Mapping[str, Any], one: str, key: str) -> Table:
             return _rows(draft, block, one, f"{key}.{COMPONENT} in {name}", plain=plain)
 
+        fused = keys.family(content.get("model")) in keys.FUSED
         own: dict[str, Any] = {
             "metric_logger": keys.logger(content.get("metric_logger")),
-            "model": keys.MODEL_FUSED
-            if keys.family(content.get("model")) in keys.FUSED
-            else keys.MODEL,
+            "model": keys.MODEL_FUSED if fused else keys.MODEL,
             **{key: Rows(kind, rows, f"{NO_BLOCK} !!") for key, kind in SETS.items()},
         }
         if _takes_template(content, plain=plain):
@@ -62,17 +61,16 @@ class Torchtune(RecipeTranslator):
         single = SINGLE in name if procs is None else procs == 1
         use = "wrap.ddp" if single else "wrap.fsdp"
         draft.default("strategy", use, f"for {'one device' if single else 'several devices'}")
-        if single and procs is None:
-            draft.default("procs", 1, f"{SINGLE} in the name of the file")
+        named = single and procs is None
+        draft.default("procs", 1, f"{SINGLE} in the name of the file", when=named)
 
     def finish(self, draft: Draft) -> None:
         if draft.given("export.adapter") and "adapter" in draft.slots:
             draft.slot("export", "export.adapter", "export.adapter")
         if draft.slots["train"].get("epochs") != 1:
             draft.put("checkpoint.every", "1 epoch", note="torchtune saves after each epoch")
-        if not draft.known("data.sequence_length"):
-            what = "tokens of the longest row; torchtune cuts none without max_seq_len"
-            draft.lacks("data.sequence_length", what)
+        what = "tokens of the longest row; torchtune cuts none without max_seq_len"
+        draft.lacks("data.sequence_length", what)
 
 
 def _defaults(draft: Draft) -> None:
@@ -149,8 +147,7 @@ def _rows(draft: Draft, block: Mapping[str, Any], one: str, here: str, *, plain:
     style = Style(form=FORMS.get(kind), template=not plain)
     if kind == "text":
         style = Style(running=True) if running else Style(form="text")
-    if source:
-        draft.default(f"{one}path", source, here)
+    draft.default(f"{one}path", source, here, when=source)
     draft.default("data.loss", loss, OWN)
     draft.default(f"{one}style", style, here)
     return EVERY | _own(kind, block, plain=plain, running=running)
