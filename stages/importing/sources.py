@@ -16,9 +16,8 @@ from __future__ import annotations
 import glob
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline import DataError, StageError
 from pipeline.utils import COMMIT
@@ -36,8 +35,7 @@ REPLACED, FILLED = "ignored --data replaces it", "ignored data.text fills every 
 AS_A_WHOLE, SEPARATE = "files are read as a whole", "put those rows in a separate file"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Style:
+class Style(NamedTuple):
     """How rows become samples."""
 
     form: str | None = None

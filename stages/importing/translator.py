@@ -11,7 +11,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from pipeline import UsageError
 from pipeline.importing import ConfigFile, KeyOutcome, OtherTool, Request, Translation, Translator
-from stages.importing import reader, untranslated
+from stages.importing import reader, tools
 from stages.importing.draft import Draft
 from stages.importing.engines import set_defaults
 from stages.importing.reader import ACCELERATE_KIND, DEEPSPEED_KIND, TABLES, TRAINER_KIND
@@ -110,11 +110,11 @@ class HuggingFace(TableTranslator):
         return compose(draft, files[0][1].path.stem, script_data)
 
     def advice(self, key: str, value: Any) -> str:
-        return untranslated.advice(key, value)
+        return tools.advice(key, value)
 
     def meaning(self, key: str, content: Mapping[str, Any]) -> KeyOutcome | None:
         found = super().meaning(key, content)
-        return found if found and found.to else untranslated.outcome(key, content[key]) or found
+        return found if found and found.to else tools.outcome(key, content[key]) or found
 
 
 class RecipeTranslator(TableTranslator):

@@ -23,7 +23,7 @@ from pipeline.recipe import load_recipe
 from pipeline.recipe.dump import render
 from pipeline.recipe.unknown import MissingKey, UnknownKey
 from stages.importing.reader import TABLES
-from stages.importing.untranslated import KEYS
+from stages.importing.tools import KEYS
 
 RECIPE = """\
 name: a
