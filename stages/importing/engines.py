@@ -24,10 +24,11 @@ FSDP = table("""
 and are true or false in FSDP2."""
 FSDP_PREFIXED: Table = {**FSDP, **{f"fsdp_{key}": rule for key, rule in FSDP.items()}}
 """Keys with and without the prefix; accelerate and transformers accept both."""
-WORDS: Mapping[str, Mapping[str, Any]] = {
-    "auto_wrap": {}, "full_shard": {}, "true": {}, "offload": {"fsdp.cpu_offload": True},
-    **{word: {"fsdp.sharding": word} for word in ("shard_grad_op", "hybrid_shard")},
-}  # fmt: skip
+PLAIN_WORDS = ("auto_wrap", "full_shard", "true")
+WORDS: Mapping[str, tuple[str, Any]] = {
+    "offload": ("fsdp.cpu_offload", True),
+    **{word: ("fsdp.sharding", word) for word in ("shard_grad_op", "hybrid_shard")},
+}
 """Words of the key `fsdp` of TrainingArguments -> facts that they give besides the strategy."""
 
 
@@ -38,7 +39,7 @@ def _words(value: Any) -> list[str]:
 
 def fsdp_strategy(value: Any) -> str:
     """Return the stage for the words of the key `fsdp`. Raises WrongValueError for unknown ones."""
-    if unknown := [word for word in _words(value) if word not in WORDS]:
+    if unknown := [word for word in _words(value) if word not in {*WORDS, *PLAIN_WORDS}]:
         hint = "set fsdp: true, and fsdp_config"
         raise rules.WrongValueError(f"{unknown[0]!r} is not a known word !! {hint}")
     return "wrap.fsdp"
@@ -46,9 +47,8 @@ def fsdp_strategy(value: Any) -> str:
 
 def set_words(draft: Draft, value: Any) -> None:
     """Add what the words of the key `fsdp` say; keys of fsdp_config win over them."""
-    for word in _words(value) if value else ():
-        for fact, content in WORDS.get(word, {}).items():
-            draft.default(fact, content, f"{word} in fsdp")
+    for word in (each for each in _words(value) if value and each in WORDS):
+        draft.default(*WORDS[word], f"{word} in fsdp")
 
 
 PARALLELISM = table("""

@@ -67,17 +67,13 @@ class WrongValueError(Exception):
     """A value that its key cannot have, or that no recipe expresses: `WHY`, with a hint as in the
     text of an outcome."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self.result = outcome(f"refused {text}")
-
 
 def applied(rule: Rule, value: Any) -> RuleResult:
     """Return what the rule says of a value; its refusal, if the key cannot have the value."""
     try:
         return rule(value)
     except WrongValueError as error:
-        return error.result
+        return outcome(f"refused {error}")
 
 
 def rows(text: str) -> dict[str, str]:

@@ -100,7 +100,12 @@ def _defaults(draft: Draft, content: Mapping[str, Any]) -> None:
     draft.default("warmup_ratio", 0.03, warmup, when=cold and not draft.given("warmup_ratio"))
     bf16 = not rules.is_off(content.get("bf16", "auto"))
     draft.default("precision.compute", "bf16", OWN, when=bf16)
-    _documents(draft, streamed=bool(content.get("pretraining_dataset")))
+    # Texts see each other at most in `pretraining_dataset`.
+    packed = bool(draft.value("data.packing", False))
+    if streamed := content.get("pretraining_dataset"):
+        apart = packed and draft.value("apart")
+        draft.rename("apart", "data.documents_apart", content=apart)
+    draft.default("data.documents_apart", packed or not streamed, OWN)
     for event in ("eval", "save"):
         steps = f"{event}_steps"
         draft.default(f"{event}_strategy", "steps", f"{steps} is set", when=draft.given(steps))
@@ -110,15 +115,6 @@ def _defaults(draft: Draft, content: Mapping[str, Any]) -> None:
     for key, fact, value in SWITCHES:
         draft.default(fact, value, f"{key} is set", when=content.get(key))
     _masters(draft, content)
-
-
-def _documents(draft: Draft, *, streamed: bool) -> None:
-    """Decide whether texts see each other: only those of `pretraining_dataset` may do so."""
-    packed = bool(draft.value("data.packing", False))
-    if streamed:
-        apart = packed and draft.value("apart")
-        draft.rename("apart", "data.documents_apart", content=apart)
-    draft.default("data.documents_apart", packed or not streamed, OWN)
 
 
 def _masters(draft: Draft, content: Mapping[str, Any]) -> None:
