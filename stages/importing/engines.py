@@ -92,11 +92,6 @@ def _leaf_module(value: Any) -> rules.RuleResult:
     )
 
 
-def _count(value: Any) -> int:
-    # A bucket of one element is sent after every tensor, and so is a bucket of none.
-    return max(rules.whole(value), 1)
-
-
 STAGE_3 = (
     "max_live_parameters", "max_reuse_distance", "param_persistence_threshold",
     "prefetch_bucket_size", "sub_group_size",
@@ -157,7 +152,9 @@ DEEPSPEED = table("""
     partition_config preset_model: refused layers are divided by the architecture's plan -- name \
         others in wrap.tensor_parallel.plan
 """,
-    leaf_module=_leaf_module, count=_count,
+    leaf_module=_leaf_module,
+    # A bucket of one element is sent after every tensor, and so is a bucket of none.
+    count=lambda value: max(rules.whole(value), 1),
     scales={str(power): float(2**power) for power in range(33)},
 )  # fmt: skip
 _zero = DEEPSPEED["zero_optimization"]

@@ -40,11 +40,6 @@ def _targets(value: Any) -> list[str] | str:
     return "all-linear" if found == ["all-linear"] else found
 
 
-def also(value: Any) -> list[str]:
-    """Return the patterns of modules that are trained as a whole next to an adapter."""
-    return [f"*{name}.*" for name in rules.names(value)]
-
-
 TRAINER: Table = {
     **table("""
     do_predict predict_with_generate: ignored recipes train | output_dir: output_name recipe_name
@@ -106,7 +101,8 @@ LORA = table("""
     load_in_8bit: refused weights are held whole or in 4 bits -- set load_in_4bit
     bnb_4bit_use_double_quant: refused the scales of 4-bit weights stay in fp32
     bnb_4bit_quant_type: quantization nf4, fp4
-""", targets=_targets, also=also)  # fmt: skip
+""", targets=_targets,
+    also=lambda value: [f"*{name}.*" for name in rules.names(value)])  # fmt: skip
 SCRIPT: Table = {
     **table("""
     warmup_ratio: warmup_ratio number | evaluation_strategy: @eval_strategy

@@ -19,8 +19,8 @@ from pipeline import (
     traits,
 )
 from pipeline.importing import read_config
-from stages.importing.engines import ACCELERATE
 from stages.importing.draft import Draft
+from stages.importing.engines import ACCELERATE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +94,9 @@ def _problems(
 def _untranslatable(file: str, content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Keys that no recipe expresses: accelerate cannot add them to a recipe either."""
     unread = {"deepspeed_config"} | (set() if is_sharded(content) else SHARDING)
-    report = Draft()
-    report.read(file, {k: v for k, v in content.items() if k not in unread}, ACCELERATE)
-    for entry in report.entries:
+    draft = Draft()
+    draft.read(file, {k: v for k, v in content.items() if k not in unread}, ACCELERATE)
+    for entry in draft.entries:
         if entry.left_out:
             yield f"{entry.key} in {file}: {entry.why or 'is not translated'}", entry.hint
 

@@ -32,10 +32,6 @@ def _selective(value: Any) -> RuleResult:
     return rule("untranslated model.activation_checkpointing has other choices")(value)
 
 
-def _each_epoch(value: Any) -> str:
-    return part_of_epoch(Fraction(1, rules.positive(value)))
-
-
 TABLE: Table = {
     **SWANLAB, **WANDB_PREFIXED, **MLFLOW,
     **{key: rule for key, rule in LORA.items() if key.startswith(("lora_", "load_"))},
@@ -160,10 +156,9 @@ TABLE: Table = {
     tensor_parallel_size: axolotl.tensor positive off=0 | dp_shard_size: parallel.shard positive
     dp_replicate_size: parallel.replicate positive
     """, **SHARED | {
-        "plugins": _plugins, "other_tracker": other_tracker,
-        "on": lambda _: True,
-        "selective": _selective, "each_epoch": _each_epoch,
-        "other": lambda value: not rules.truth(value),
+        "plugins": _plugins, "other_tracker": other_tracker, "selective": _selective,
+        "on": lambda _: True, "other": lambda value: not rules.truth(value),
+        "each_epoch": lambda value: part_of_epoch(Fraction(1, rules.positive(value))),
         "optimizers": {**OPTIMIZERS, "ao_adamw_8bit": EIGHT_BITS},
     }),
     "fsdp_config": {**FSDP_PREFIXED, **table("""

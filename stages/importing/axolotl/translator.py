@@ -52,9 +52,16 @@ class Axolotl(RecipeTranslator):
             if value := content.get(key):
                 each = value if isinstance(value, list) else [value]
                 content[key] = [{"path": one} if isinstance(one, str) else one for one in each]
-        own = {key: Rows(kind, _rows(draft, key)) for key, kind in LISTS.items()}
-        rows = {**TABLE, **_in_company(content), **deepspeed(draft, file), **own}
-        draft.read(file.path.name, content, rows)
+
+        def rows(block: Mapping[str, Any], one: str, name: str) -> Table:
+            streamed = name.startswith("pretraining_dataset")
+            draft.default(f"{one}style", STYLES["pretrain"], "text to train on", when=streamed)
+            draft.default(f"{one}form", "messages", OWN, when=not streamed and _is_chat(block))
+            return ROWS
+
+        own = {key: Rows(kind, rows) for key, kind in LISTS.items()}
+        every = {**TABLE, **_in_company(content), **deepspeed(draft, file), **own}
+        draft.read(file.path.name, content, every)
         _defaults(draft, content)
         sharded, engine = draft.value("strategy") == "wrap.fsdp", bool(content.get("deepspeed"))
         draft.rename("axolotl.tensor", AUTO if engine else TENSOR)
@@ -198,16 +205,3 @@ ROWS = table("""
 def _is_chat(block: Any) -> bool:
     """Return whether a chat template lays out the rows of a data set."""
     return isinstance(block, Mapping) and block.get("type") == "chat_template"
-
-
-def _rows(draft: Draft, key: str) -> Any:
-    """Return what gives the rules of a data set in one of the lists, and sets its defaults."""
-
-    def rows(block: Mapping[str, Any], one: str, name: str) -> Table:
-        if key == "pretraining_dataset":
-            draft.default(f"{one}style", STYLES["pretrain"], "text to train on")
-        elif _is_chat(block):
-            draft.default(f"{one}form", "messages", OWN)
-        return ROWS
-
-    return rows

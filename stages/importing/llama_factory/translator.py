@@ -20,9 +20,7 @@ from stages.importing.trainer import SHARED, TRAINER
 from stages.importing.translator import RecipeTranslator
 
 
-def _targets(value: Any) -> list[str] | str:
-    found = rules.names(value)
-    return "all-linear" if found == ["all"] else found
+_ALL = {("all",): "all-linear"}
 
 
 def _adapter_folder(value: Any) -> str:
@@ -124,7 +122,8 @@ TABLE: Table = {
     dataset_dir: ignored is where the files of the data sets are
     ignore_pad_token_for_loss: always true
     """, **SHARED | {
-        "targets": _targets, "adapter_folder": _adapter_folder,
+        "targets": lambda value: _ALL.get((*rules.names(value),), rules.names(value)),
+        "adapter_folder": _adapter_folder,
     }),
 }  # fmt: skip
 DEFAULTS: Mapping[str, Any] = {
