@@ -20,9 +20,6 @@ from stages.importing.trainer import SHARED, TRAINER
 from stages.importing.translator import RecipeTranslator
 
 
-_ALL = {("all",): "all-linear"}
-
-
 def _adapter_folder(value: Any) -> str:
     if len(rules.names(value)) != 1:
         raise rules.WrongValueError("merges several adapters !! merge them first")
@@ -122,7 +119,8 @@ TABLE: Table = {
     dataset_dir: ignored is where the files of the data sets are
     ignore_pad_token_for_loss: always true
     """, **SHARED | {
-        "targets": lambda value: _ALL.get((*rules.names(value),), rules.names(value)),
+        "targets": lambda value: (
+            "all-linear" if rules.names(value) == ["all"] else rules.names(value)),
         "adapter_folder": _adapter_folder,
     }),
 }  # fmt: skip
