@@ -11,7 +11,7 @@ from typing import Any
 from pipeline.importing import ConfigFile
 from stages.importing.draft import BEGINNINGS, Draft
 from stages.importing.engines import ACCELERATE, ACCELERATE_ENGINE, DEEPSPEED, set_words
-from stages.importing.rules import Rule, RuleResult, Table, is_off, outcome, rule, table, unset
+from stages.importing.rules import Rule, RuleResult, Table, is_off, outcome, rows, rule, unset
 from stages.importing.tools import tool_of
 from stages.importing.trainer import DEFAULTS, SFT_DEFAULTS, SFT_KEYS, TRAINER_ALL
 
@@ -27,13 +27,11 @@ OTHER_METHOD = re.compile(
 )
 """Names of trainings that TRL's scripts share their keys with. A name with `sft` is of one on text:
 `sft-for-grpo`."""
-COMMON = frozenset(
-    table("""
+COMMON = frozenset(rows("""
     bf16 dtype fp16 gradient_checkpointing learning_rate lora_alpha lora_dropout lora_r
     max_grad_norm max_length max_steps packing project run_name seed tf32 trust_remote_code
-    warmup_ratio warmup_steps weight_decay: ignored
-""")
-)
+    warmup_ratio warmup_steps weight_decay: common
+"""))  # fmt: skip
 """Keys that files of many tools have, which identify none."""
 
 
@@ -67,18 +65,18 @@ def _known(content: Mapping[str, Any], table: Table) -> list[str]:
 def read(draft: Draft, file: ConfigFile, kind: str) -> None:
     """Read a file of a known kind."""
     draft.kinds.add(kind)
-    rows: Table = {}
+    own: Table = {}
     if kind == ACCELERATE_KIND:
-        rows = _accelerate(draft, file)
+        own = _accelerate(draft, file)
     elif kind == TRAINER_KIND:
-        rows = _script(draft, file)
-    draft.read(file.path.name, file.content, {**TABLES[kind], **rows})
+        own = _script(draft, file)
+    draft.read(file.path.name, file.content, {**TABLES[kind], **own})
 
 
-def unread(*rows: tuple[str, Any, str]) -> dict[str, Any]:
+def unread(*keys: tuple[str, Any, str]) -> dict[str, Any]:
     """Return rules for keys that their tool does not read in the company of others. A row has the
     key, whether that is so, and why."""
-    return {key: rule(f"ignored is not read: {why}") for key, holds, why in rows if holds}
+    return {key: rule(f"ignored is not read: {why}") for key, holds, why in keys if holds}
 
 
 def purpose(content: Mapping[str, Any], *others: str) -> dict[str, Any]:
@@ -133,8 +131,8 @@ def trainer(draft: Draft, file: ConfigFile) -> dict[str, Any]:
     draft.default("checkpoint.keep", None, "transformers keeps all")
     fsdp, block = file.content.get("fsdp"), file.content.get("fsdp_config")
     set_words(draft, fsdp)
-    rows = unread(("fsdp_config", block and not fsdp, "fsdp is not set"))
-    return {**rows, **deepspeed(draft, file)}
+    alone = unread(("fsdp_config", block and not fsdp, "fsdp is not set"))
+    return {**alone, **deepspeed(draft, file)}
 
 
 def deepspeed(draft: Draft, file: ConfigFile) -> dict[str, Any]:

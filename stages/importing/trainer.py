@@ -8,7 +8,7 @@ from typing import Any
 
 from stages.importing import rules
 from stages.importing.engines import DEEPSPEED, FSDP_PREFIXED, PARALLELISM, fsdp_strategy
-from stages.importing.rules import Table, number, positive, rule, sets, table
+from stages.importing.rules import Table, number, positive, rows, rule, sets, table
 from stages.importing.trackers import TRAINER_TRACKERS, WANDB_PREFIXED
 
 EIGHT_BITS = {"moments": "8bit"}
@@ -131,12 +131,10 @@ SCRIPT: Table = {
 }  # fmt: skip
 """Keys that may stand next to TrainingArguments in the same file: names of its earlier versions,
 keys of the example scripts of transformers and TRL, and accelerate's `log_with`."""
-SFT_KEYS = frozenset(
-    table("""
+SFT_KEYS = frozenset(rows("""
     activation_offloading assistant_only_loss chat_template_path completion_only_loss
-    dataset_text_field eval_packing packing packing_strategy padding_free shuffle_dataset: ignored
-""")
-)
+    dataset_text_field eval_packing packing packing_strategy padding_free shuffle_dataset: TRL
+"""))  # fmt: skip
 """Keys that only TRL's SFTConfig has."""
 SFT_DEFAULTS: Mapping[str, Any] = {
     "learning_rate": 2e-5, "bf16": True, "gradient_checkpointing": True, "logging_steps": 10,
