@@ -86,10 +86,8 @@ ACCELERATE: Table = {
 
 def _leaf_module(value: Any) -> rules.RuleResult:
     """Read a setting of DeepSpeed's own, which wrap.zero hands on."""
-    on = not rules.is_off(value)
-    return (
-        rules.translated("zero.extra.zero_optimization.leaf_module", value) if on else rules.unset()
-    )
+    fact = "zero.extra.zero_optimization.leaf_module"
+    return rules.unset() if rules.is_off(value) else rules.translated(fact, value)
 
 
 STAGE_3 = (

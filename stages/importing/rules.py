@@ -166,7 +166,8 @@ def rule(text: str, **names: Any) -> Rule:
 
 def _parts(text: str) -> tuple[str, str, str]:
     """Return what a text says, the mark before its hint, and the hint."""
-    found = re.fullmatch(r"(.*) (--|!!)(?: (.*))?", text, re.DOTALL)
+    forms = r"(.*?) (!!)(?: (.*))?", r"(.*) (--)(?: (.*))?"  # values may have the second mark too
+    found = re.fullmatch(forms[" !!" not in text], text, re.DOTALL)
     return (found[1], found[2], found[3] or "") if found else (text, "", "")
 
 
