@@ -2,10 +2,10 @@
 
     python benchmarks/memory.py [--drawn 40] [--seed 0] [--only profiles|tensors] [--json FILE]
 
-Prints two tables of a training step's peak on one rank: profiles (`pipe plan`) next to the trace
-(`pipe plan --trace`), for well-known models and random ones; and the trace next to a run of the
-same engine on real tensors on the CPU, for small models. Exits 1 when an error is larger than 3 %
-or 0.5 %.
+Prints two tables of a training step's peak on one rank: profiles (`pipe plan`) next to a trace, the
+engine itself on tensors without values, for well-known models and random ones; and the trace next
+to a run of the same engine on real tensors on the CPU, for small models. Exits 1 when an error is
+larger than 3 % or 0.5 %.
 """
 
 from __future__ import annotations

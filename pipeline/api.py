@@ -149,7 +149,6 @@ def plan(
     gpu: str | None = None,
     nodes: int | None = None,
     memory: float | None = None,
-    trace: bool = False,
 ) -> MemoryPlan:
     """Predict what a recipe needs, as `pipe plan` does; `memory` is in GiB of a GPU.
 
@@ -162,7 +161,7 @@ def plan(
     with _file_of(recipe) as file:
         checked = check(file, overrides, machines)
         margins = margins_for(machines.kind, record=None, overhead=None)
-        return estimate_plan(checked, machines, margins, trace=trace)
+        return estimate_plan(checked, machines, margins)
 
 
 def check(recipe: RecipeLike, overrides: Sequence[str] = ()) -> tuple[Problem, ...]:

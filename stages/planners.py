@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pipeline import Context, Engine, ModelSource, Precision
+from pipeline import Context, ModelSource, Precision
 from pipeline.checkpoint import PASSAGE, expected_count
 from pipeline.planning import (
     BYTES,
@@ -93,9 +93,6 @@ class EmaPlanner(Planner[EmaAverage]):
         averaged = copy.copy(strategy)
         averaged.averaged += ELEMENT
         return averaged
-
-    def trace(self, ctx: Context, engine: Engine) -> Engine:
-        return self.stage.run(ctx, engine)
 
 
 class CheckpointPlanner(Planner[CheckpointSettings]):

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from memories import oracle
 from memories.cases import Case
 from pipeline.planning.estimate import ask_planners, step_peaks
 from pipeline.planning.forecast import BACKWARD, FORWARD, UPDATE, Held, StrategyMemory
@@ -15,7 +16,6 @@ from pipeline.planning.planner import Job
 from pipeline.planning.profile import Profile
 from pipeline.planning.shapes import Step
 from pipeline.planning.trace.profiling import profile
-from pipeline.planning.trace.run import run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,24 +52,24 @@ def forecast(here: Job) -> tuple[Profile, StrategyMemory, Step]:
 
 def profile_and_trace(case: Case) -> Pair:
     """Compare the forecast from the model's profile and the strategy's share with a trace: of the
-    GPU's memory, or, where the strategy offloads, of GPU and host together. Raises UsageError for a
-    strategy that cannot be traced, and StageError for a model that needs values."""
+    GPU's memory, or, where the strategy offloads, of GPU and host together. Raises StageError for a
+    model that needs values."""
     device = "cpu" if case.strategy.get("cpu_offload") else "cuda"
     with tempfile.TemporaryDirectory() as folder:
         here = job(case, Path(folder), device)
         found, strategy, step = forecast(here)
-        traced = run(here)
+        traced = oracle.run(here)
     peaks_at = step_peaks(found, strategy, samples=step.micro_batch, microbatches=step.microbatches)
     peaks = peaks_at["both" if device == "cpu" else "device"]
-    return Pair(case=case, told=step_peak(peaks), reference=step_peak(traced.peaks))
+    return Pair(case=case, told=step_peak(peaks), reference=step_peak(traced))
 
 
 def trace_and_tensors(case: Case) -> Pair:
     """Compare a trace with real tensors, both of the whole model on CPUs."""
     with tempfile.TemporaryDirectory() as folder:
         here = job(case, Path(folder), "cpu")
-        told, reference = run(here), run(here, fake=False)
-    return Pair(case=case, told=step_peak(told.peaks), reference=step_peak(reference.peaks))
+        told, reference = oracle.run(here), oracle.run(here, fake=False)
+    return Pair(case=case, told=step_peak(told), reference=step_peak(reference))
 
 
 def summary(pairs: Iterable[Pair]) -> tuple[float, float]:

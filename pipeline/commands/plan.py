@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 @recipe_argument
 @overrides_argument
 @machine_options
-@click.option("--trace", is_flag=True, help="Also run the whole model on tensors without memory.")
 @click.option("-q", "--quiet", is_flag=True, help="Print only whether it fits.")
 @out_option("Plan to write, for `pipe run --plan`.")
 @json_option
@@ -45,7 +44,6 @@ def plan(
     /,
     recipe: Path,
     overrides: tuple[str, ...],
-    trace: bool,
     quiet: bool,
     as_json: bool,
     out: Path | None,
@@ -76,7 +74,7 @@ def plan(
         checked = check(recipe, overrides, machines, known)
         if out is not None:  # what is run under the plan names the same commits
             checked = resolved(checked, {})
-        memory_plan = estimate_plan(checked, machines, margins, trace=trace)
+        memory_plan = estimate_plan(checked, machines, margins)
     record = memory_plan.record() if out or as_json else {}
     if out is not None:
         with system_errors_as(UsageError):

@@ -85,11 +85,9 @@ def ask_planners(job: Job, profile: Profile) -> Results:
     return results
 
 
-def combine(
-    topology: Topology, results: Results, *, traced: Mapping[str, Held] | None = None
-) -> Estimate:
-    """Combine the forecasts of all planners; `traced` replaces the device's memory. Raises
-    UsageError without a planner that forecasts a strategy or a step."""
+def combine(topology: Topology, results: Results) -> Estimate:
+    """Combine the forecasts of all planners. Raises UsageError without a planner that forecasts a
+    strategy or a step."""
     model = results.require(ModelShape, "the model has no shape")
     caveats, extras = (*model.caveats, *results.each(str)), [*results.each(Extra)]
     why = "this recipe cannot be planned: {}"
@@ -97,14 +95,12 @@ def combine(
     step = results.require(Step, why.format("no slot forecasts a training step"))
     share: StrategyMemory = results.require(StrategyMemory, why.format("no slot wraps the model"))
     peaks = step_peaks(profile, share, samples=step.micro_batch, microbatches=step.microbatches)
-    device = traced or peaks["device"]
-    on_cpu = topology.device == "cpu"
-    host = device if traced and on_cpu else peaks["both" if on_cpu else "host"]
+    host = peaks["both" if topology.device == "cpu" else "host"]
     disk = {item: size for one in peaks["disk"].values() for item, size in one.items.items()}
     waiting = round(_of_step(profile.total("offloaded", "forward"), step))
     copies = share.copies(step.microbatches)
     return Estimate(
-        device=device,
+        device=peaks["device"],
         host=_host(topology, host, extras),
         offloaded={item: size * topology.on_node for item, size in disk.items()},
         storage=[extra for extra in extras if not extra.phases],

@@ -44,8 +44,6 @@ class MemoryPlan:
     speed: Speed | None
     wider: str = ""
     """A note on a recipe that computes in fp32 on GPUs; else empty."""
-    profiled: int | None = None
-    """Peak of the device in bytes by the model's profile, if the recipe was traced as well."""
     training: str = ""
     """The slot that trains, of a recipe that trains several times."""
     others: tuple[MemoryPlan, ...] = ()
@@ -93,7 +91,6 @@ class MemoryPlan:
             "schema_version": VERSION,
             "name": self.plan.recipe.name,
             "identity": identity(self.plan, self.topology.local_ranks).model_dump(),
-            "level": "profile" if self.profiled is None else "trace",
             "ranks": self.topology.ranks,
             "data_ranks": self.topology.data_ranks,
             "idle_ranks": self.idle,
@@ -132,24 +129,19 @@ def check(
     )
 
 
-def estimate_plan(
-    plan: Plan, machines: HardwareOptions, margins: Margins, *, trace: bool = False
-) -> MemoryPlan:
-    """Estimate a checked recipe; with `trace`, device memory comes from running it on tensors
-    without memory. Of several trainings, it is the plan of the one that needs most: they follow
-    each other. One without a planner is not counted. Raises UsageError and StageError."""
+def estimate_plan(plan: Plan, machines: HardwareOptions, margins: Margins) -> MemoryPlan:
+    """Estimate a checked recipe. Of several trainings, it is the plan of the one that needs most:
+    they follow each other. One without a planner is not counted. Raises UsageError and
+    StageError."""
     known, slots = Planners.installed(), training_slots(plan.view.wiring)
     trains = [step for step in plan.steps if step.slot in slots]
     told = [step.slot for step in trains if step.use in known]
     if len(told) < 2:
-        return _estimated(plan, machines, margins, trace=trace)
+        return _estimated(plan, machines, margins)
     found = [
-        replace(
-            _estimated(plan.of_training(slot), machines, margins, trace=trace),
-            plan=plan, training=slot,
-        )
+        replace(_estimated(plan.of_training(slot), machines, margins), plan=plan, training=slot)
         for slot in told
-    ]  # fmt: skip
+    ]
 
     def needs(one: MemoryPlan) -> tuple[bool, int, int]:
         on_cpu, host = one.topology.device == "cpu", one.estimate.host_peak
@@ -161,21 +153,14 @@ def estimate_plan(
     return replace(most, estimate=estimate, others=tuple(one for one in found if one is not most))
 
 
-def _estimated(
-    plan: Plan, machines: HardwareOptions, margins: Margins, *, trace: bool
-) -> MemoryPlan:
+def _estimated(plan: Plan, machines: HardwareOptions, margins: Margins) -> MemoryPlan:
     per_node = plan.recipe.launch.procs if plan.recipe.launch.nodes else None
     topology = resolve_topology(machines, plan.view.procs, plan.view.device, per_node)
     job = Job.of(plan, topology)
     topology = job.topology
     profile = profile_of(job)
     results = ask_planners(job, profile)
-    estimate, profiled = combine(topology, results), None
-    if trace:
-        from pipeline.planning.trace.run import step_peaks
-
-        profiled = estimate.peak
-        estimate = combine(topology, results, traced=step_peaks(job))
+    estimate = combine(topology, results)
     policy = results.latest(Precision)
     compute = policy.compute if policy else "fp32"
     hardware = resolve_hardware(machines, topology, compute=compute)
@@ -191,7 +176,6 @@ def _estimated(
         time=time,
         speed=speed(time, estimate, topology, hardware),
         wider="" if topology.device == "cpu" or compute != "fp32" else _wider(plan, machines),
-        profiled=profiled,
     )
 
 

@@ -5,7 +5,8 @@ A planner has an entry point in the group `pipe.planners`, under the stage's nam
 `run`, with the types that they need from earlier slots:
 
 - `forecast(self, topology, ...)` returns the stage's needs (`pipeline.planning.forecast`);
-- `trace(self, ctx, ...)` is the stage's `run` for tensors without values.
+- `trace(self, ctx, ...)` stands for the stage's `run` where the model is profiled on tensors
+  without values: a stage that gives the model returns it, one that trains calls `TraceScope.run`.
 
 Importing a planner imports no torch.
 """
@@ -27,21 +28,23 @@ from pipeline.planning.topology import Division, Topology
 
 if TYPE_CHECKING:
     from pipeline.chain.plan import Plan, PlannedSlot
+    from pipeline.contracts.data import MicroBatch
+    from pipeline.contracts.objective import Objective
 
 S = TypeVar("S")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceScope:
-    """Part of a training to run: the first `blocks` blocks of the model (None: all), and one
-    micro-batch of `samples` samples (None: two steps of the recipe). `phase` is called with the
-    name of each phase when it begins. `once` runs a function if none with the same key ran in
-    this part of the model before, and else only counts what that one took, whose result it returns:
-    for many equal parts that keep nothing."""
+    """Part of a training to profile: the first `blocks` blocks of the model (None: all), and one
+    micro-batch of `samples` samples. `run` runs the micro-batch forward and backward under an
+    objective. `once` runs a function if none with the same key ran in this part of the model
+    before, and else only counts what that one took, whose result it returns: for many equal parts
+    that keep nothing."""
 
     blocks: int | None = None
-    samples: int | None = None
-    phase: Callable[[str], None] = lambda name: None
+    samples: int = 1
+    run: Callable[[MicroBatch, Objective], None] = lambda batch, objective: None
     once: Callable[[Any, Callable[[], Any]], Any] = lambda key, function: function()
 
 

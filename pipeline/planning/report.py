@@ -41,9 +41,6 @@ def lines(memory_plan: MemoryPlan) -> Iterator[str]:
     yield from _time(memory_plan)
     yield from (f"not counted: {caveat}" for caveat in estimate.caveats)
     yield from (f"warning: {warning}" for warning in memory_plan.plan.warnings)
-    if memory_plan.profiled is not None:
-        profiled, apart = gib(memory_plan.profiled), memory_plan.profiled / estimate.peak - 1
-        yield f"traced; without --trace: {profiled} GiB at the peak of a rank: {apart:+.1%}"
 
 
 def _others(memory_plan: MemoryPlan) -> Iterator[str]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from pipeline import Context, OptimizerPlan, Precision, planning
+from pipeline import Precision, planning
 from pipeline.planning import BYTES, OptimizerShape, Planner, Saving, Topology
 from stages.optimizer.adamw import AdamW, Moments
 
@@ -58,27 +56,6 @@ class AdamWPlanner(Planner[AdamW]):
                 fields={"moments": moments, "stochastic_rounding": True},
                 beside={Precision: {"master": "bf16"}},
             )
-
-    def trace(self, ctx: Context) -> OptimizerPlan:
-        plan = self.stage.run(ctx)
-        if self.stage.algorithm == "adamw" or self.stage.kernel != "fused":
-            return plan
-        taken = LOW_BIT[self.stage.moments][1]
-        (part,) = plan.parts
-        return replace(
-            plan, parts=[replace(part, build=functools.partial(_taking, taken, part.build))]
-        )
-
-
-def _taking(size: float, build: Callable[..., Any], groups: list[dict[str, Any]]) -> Any:
-    """An optimizer whose compiled updates only allocate `size` bytes per element of a parameter."""
-    import torch
-
-    optimizer = build(groups)
-    optimizer.compiled = lambda weights, *given, **named: torch.empty(
-        round(size * weights.numel()), dtype=torch.uint8
-    )
-    return optimizer
 
 
 class LionPlanner(Planner[Any]):

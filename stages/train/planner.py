@@ -1,4 +1,4 @@
-"""Planner of `train.causal_lm`: samples of a step, and two steps without data."""
+"""Planner of `train.causal_lm`: samples of a step, and a micro-batch without data."""
 
 from __future__ import annotations
 
@@ -7,25 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pipeline import (
-    Context,
-    Engine,
-    LossParts,
-    MicroBatch,
-    Objective,
-    OptimizerPlan,
-    Scores,
-    planning,
-)
+from pipeline import Context, MicroBatch, planning
 from pipeline.planning import Planner, SampleShape, Saving, Step, Topology, TraceScope, Trial
 from stages.train.causal_lm import TrainCausalLm
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
-
-MICROBATCHES = 3
-"""Micro-batches to trace; further ones are like the last but one."""
 
 
 class CausalLmPlanner(Planner[TrainCausalLm]):
@@ -77,68 +64,25 @@ class CausalLmPlanner(Planner[TrainCausalLm]):
             length=stage.length(),
         )
 
-    def trace(
-        self,
-        ctx: Context,
-        engine: Engine,
-        topology: Topology,
-        samples: SampleShape,
-        optimizer: OptimizerPlan,
-        scope: TraceScope,
-    ) -> None:
-        """Trace two steps as `TrainStep` takes them, or one micro-batch."""
-        from stages.model.compat import masks_of_values
+    def trace(self, ctx: Context, samples: SampleShape, scope: TraceScope) -> None:
         from stages.objectives.cross_entropy import CrossEntropy
-        from stages.wrap.experts_compat import balanced_routing
 
-        step = self.forecast(topology, samples)
-        batch = _batch(scope.samples or step.micro_batch, samples, engine.device)
-        objective = Watched(CrossEntropy(self.stage.loss_chunk_size), scope)
-        pipelined = len(engine.parts) > 1 or topology.stages > 1
-
-        # A pipeline keeps several micro-batches at a time: which ones depends on their number.
-        counts = (1, step.microbatches if pipelined else min(step.microbatches, MICROBATCHES))
-        chunks = _chunks(scope.once)
-        with (
-            masks_of_values(packed=samples.packed), balanced_routing(), chunks,
-            _forward_marked(engine, scope),
-        ):  # fmt: skip
-            # The first step makes the optimizer's state.
-            for count in counts[:1] if scope.samples else counts:
-                engine.accumulate([batch] * count, objective, counts={"targets": step.tokens})
-                scope.phase(planning.UPDATE)
-                engine.step(lr_scales=optimizer.lr_scales(1, 2), should_step=lambda norm: True)
-        for phase in (planning.SAVE, planning.RESUME):  # with the memory between steps
-            scope.phase(phase)
-
-
-class Watched:
-    """An objective after which backward begins."""
-
-    def __init__(self, objective: Objective, scope: TraceScope) -> None:
-        self.request, self.units = objective.request, objective.units
-        self.metrics = objective.metrics
-        self._objective, self._scope = objective, scope
-
-    def __call__(self, scores: Scores, batch: MicroBatch) -> LossParts:
-        parts = self._objective(scores, batch)
-        self._scope.phase(planning.BACKWARD)
-        return parts
+        with without_values(samples, scope.once):
+            objective = CrossEntropy(self.stage.loss_chunk_size)
+            scope.run(batch_of_zeros(scope.samples, samples), objective)
 
 
 @contextlib.contextmanager
-def _forward_marked(engine: Engine, scope: TraceScope) -> Iterator[None]:
-    """Mark the beginning of each forward pass in the body."""
+def without_values(
+    samples: SampleShape, once: Callable[[Any, Callable[[], Any]], Any]
+) -> Iterator[None]:
+    """Run models and losses on tensors without values in the body: with the masks of real samples,
+    tokens spread over all experts, and equal chunks of a loss counted `once` (`TraceScope`)."""
+    from stages.model.compat import masks_of_values
+    from stages.wrap.experts_compat import balanced_routing
 
-    def begin(*given: Any) -> None:
-        scope.phase(planning.FORWARD)
-
-    hooks = [one.register_forward_pre_hook(begin, prepend=True) for one in engine.parts]
-    try:
+    with masks_of_values(packed=samples.packed), balanced_routing(), _chunks(once):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextlib.contextmanager
@@ -160,12 +104,12 @@ def _chunks(once: Callable[[Any, Callable[[], Any]], Any]) -> Iterator[None]:
         chunked._chunk = original
 
 
-def _batch(size: int, samples: SampleShape, device: torch.device) -> MicroBatch:
+def batch_of_zeros(size: int, samples: SampleShape) -> MicroBatch:
     """A micro-batch; packed samples have documents of half the length."""
     import torch
 
-    ids = torch.zeros(size, samples.length, dtype=torch.int64, device=device)
-    half = torch.arange(samples.length, device=device) % max(samples.length // 2, 1)
+    ids = torch.zeros(size, samples.length, dtype=torch.int64)
+    half = torch.arange(samples.length) % max(samples.length // 2, 1)
     positions = half.expand(size, -1).contiguous() if samples.packed else None
     tokens = {"input_ids": ids, "labels": ids.clone()}
     return MicroBatch(tokens=tokens if positions is None else {**tokens, "positions": positions})

@@ -1,9 +1,9 @@
-"""The live half of wrap.ddp, and its stand-in for traces."""
+"""The live half of wrap.ddp."""
 
 # No `from __future__ import annotations`: DDP compares the annotations of a hook with its classes.
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -26,12 +26,11 @@ from pipeline import (
     torch_dtype,
 )
 from stages.wrap.axes import required
-from stages.wrap.build import build_module, declared_facts, source_of, trained, verify_engine
+from stages.wrap.build import build_module, declared_facts, source_of, verify_engine
 from stages.wrap.context.attention import divide_sequence
 from stages.wrap.optimizer_groups import make_optimizers
 from stages.wrap.passes import ModulePasses
 from stages.wrap.torch_compat import (
-    buckets,
     hook_states,
     no_buffer_sync,
     prime_buckets,
@@ -168,54 +167,3 @@ def reduce_in(state: ReduceIn, bucket: GradBucket) -> Future[Tensor]:
         return gradient.copy_(future.value()[0])
 
     return cast(Future[Tensor], work.get_future().then(widen))
-
-
-class TracedReplica(TorchEngine):
-    """A replica with DDP's buckets, for a trace: DDP's own reducer reads addresses of gradients,
-    which tensors without values do not have.
-
-    Gradients are views of the buckets, or beside them. A bucket is sent when the gradient of its
-    last weight arrives, which is the last to arrive, or nearly.
-    """
-
-    def __init__(
-        self,
-        ddp: "Ddp",
-        ctx: Context,
-        model: ModelSource,
-        precision: Precision,
-        plan: OptimizerPlan,
-    ) -> None:
-        module = build_module(ctx, model, precision, casts=True)
-        axes = required(ddp, ctx.dist.world_size)
-        group = divide_sequence(module, axes, ctx.dist.device.type)
-        passes = ModulePasses(module, model.scorer(module, group=group), ctx.dist, axes)
-        super().__init__(passes, make_optimizers(plan, module), precision, plan)
-        self._views, self._sent_in = ddp.gradient_as_bucket_view, torch_dtype(precision.reduce)
-        self._sums, self._reduces = BucketSums(), True
-        for bucket in buckets(trained(module), ddp.bucket_cap_mb << 20):
-            places = self._reduce_together(bucket)
-            self._sums.places += places.items() if ddp.sums_in_buckets else ()
-
-    def _reduce_together(self, weights: list[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-        """Make a bucket; returns each weight's place in it."""
-        sizes = [weight.numel() for weight in weights]
-        bucket = torch.zeros(sum(sizes), dtype=weights[0].dtype, device=self.device)
-        parts = torch.split(bucket, sizes)
-        places = {one: part.view_as(one) for one, part in zip(weights, parts, strict=True)}
-
-        def arrived(weight: Tensor) -> None:
-            if self._reduces and self._views:
-                weight.grad = places[weight]  # type: ignore[index]
-            if self._reduces and weight is weights[-1]:
-                bucket.to(self._sent_in)
-
-        for weight in weights:
-            weight.register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
-        return places
-
-    @contextlib.contextmanager
-    def microbatch(self, last: bool) -> Iterator[None]:
-        self._sums.begin(last=last)
-        self._reduces = last
-        yield

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from pipeline import Context, Engine, ModelSource, OptimizerPlan, Precision
+from pipeline import Precision
 from pipeline.planning import (
     BUFFERS,
     GATHERED,
@@ -135,10 +135,3 @@ class DdpPlanner(Planner[Ddp]):
         share = Replicated(topology.ranks, profile, optimizer, sizes, views=views, keeps=keeps)
         share.caveats = caveats(self.stage)
         return share
-
-    def trace(
-        self, ctx: Context, model: ModelSource, precision: Precision, optimizer: OptimizerPlan
-    ) -> Engine:
-        from stages.wrap.ddp_engine import TracedReplica
-
-        return TracedReplica(self.stage, ctx, model, precision, optimizer)

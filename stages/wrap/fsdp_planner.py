@@ -1,11 +1,11 @@
-"""Planner of wrap.fsdp: presets, savings, forecast and trace."""
+"""Planner of wrap.fsdp: presets, savings and forecast."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pipeline import Context, Engine, ModelSource, OptimizerPlan, Precision
+from pipeline import Precision
 from pipeline.planning import (
     REDUCE,
     Division,
@@ -112,12 +112,3 @@ class FsdpPlanner(Planner[Fsdp]):
             share = Sharded(topology, profile.model, optimizer, sizes, config=self.stage)
         share.caveats = caveats(self.stage)
         return share
-
-    def trace(
-        self, ctx: Context, topology: Topology, model: ModelSource, precision: Precision,
-        optimizer: OptimizerPlan,
-    ) -> Engine | None:  # fmt: skip
-        # A trace has no second place to offload to.
-        if self.stage.cpu_offload and topology.device != "cpu":
-            return None
-        return self.stage.run(ctx, model, precision, optimizer)

@@ -5,15 +5,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import (
-    _DEFAULT_FIRST_BUCKET_BYTES,
-    _compute_bucket_assignment_by_size,
-)
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.tensor import Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -102,15 +98,6 @@ def require_reduced(model: nn.Module) -> None:
             hint="set static_graph: true in the wrap slot if they never get one, or else "
             "find_unused_parameters: true",
         ) from error
-
-
-def buckets(parameters: Iterable[nn.Parameter], cap: int) -> list[list[nn.Parameter]]:
-    """DDP's buckets: parameters from the last to the first, `cap` bytes or a little more each, the
-    first of torch's own capacity."""
-    last_first = list(parameters)[::-1]
-    limits = [_DEFAULT_FIRST_BUCKET_BYTES, cap]
-    found, _ = _compute_bucket_assignment_by_size([*last_first], limits)
-    return [[last_first[number] for number in bucket] for bucket in found]
 
 
 def split_of(placement: Placement) -> int | None:

@@ -1,28 +1,19 @@
-"""The model of a trace: its structure, and an engine without a strategy that runs it."""
+"""The structure of a model, and how it is divided among ranks."""
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch import nn
 
-from pipeline.contracts.data import MicroBatch
-from pipeline.contracts.engine import DataAxis, Engine, StepGuard, StepReport
 from pipeline.contracts.model import ModelSource
-from pipeline.contracts.objective import LossParts, Objective, Unit
-from pipeline.contracts.precision import Precision, torch_dtype
-from pipeline.contracts.tensors import TensorReader, TensorSpec
 from pipeline.planning.shapes import Weight
-from pipeline.planning.topology import Division, Topology
-from pipeline.planning.trace.marks import Marks
-from pipeline.planning.trace.torch_compat import cast_in, deferred_gradients, local, tensors_in
-from pipeline.utils.fake_tensors import with_values
+from pipeline.planning.topology import Division
+from pipeline.planning.trace.torch_compat import local
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,87 +114,6 @@ def kinds(signatures: Sequence[Any]) -> list[int]:
     return [known.setdefault((n == 0, one), len(known)) for n, one in enumerate(signatures)]
 
 
-class BareEngine(Engine):
-    """A model in the compute dtype, whose gradients are dropped as soon as they are computed. Tied
-    weights are separate, so that no gradient waits for another, and blocks are called with the
-    compute dtype, as strategies that gather blocks do: both are up to the strategy."""
-
-    def __init__(
-        self, source: ModelSource, precision: Precision, topology: Topology, marks: Marks,
-        division: Division | None = None,
-    ) -> None:  # fmt: skip
-        compute = torch_dtype(precision.compute)
-        with with_values():
-            with torch.device("meta"):
-                model = source.build()
-            source.tie(model)
-            first = {parameter: name for name, parameter in model.named_parameters()}
-            every = model.named_parameters(remove_duplicate=False)
-            self.names = {name: first[parameter] for name, parameter in every}
-            """Parameter -> the parameter it is tied to, or itself."""
-            _cast(first, compute)
-            if precision.buffer is not None:
-                _cast(model.buffers(), torch_dtype(precision.buffer))
-            self._division = division
-            self.divided = Divided.of(division, model, source.blocks(model))
-        self.model = model.to_empty(device="cpu").train()
-        self.parts = (self.model,)
-        self._scorer = source.scorer(self.model)
-        self.device = torch.device("cpu")
-        self.data_axis = DataAxis(index=0, count=topology.ranks)
-        self.random_stream, self.random_streams = 0, topology.ranks
-
-        self.deferred: dict[str, int] = {}
-        """Bytes of gradients that a pipeline's backward in two halves defers, by parameter."""
-        self._entrances: list[Node] = []
-
-        def enter(module: nn.Module, inputs: Any, named: Any) -> Any:
-            cast = cast_in((inputs, named), compute)
-            made = (one.grad_fn for one in tensors_in(cast) if one.grad_fn is not None)
-            self._entrances += itertools.islice(made, 1)
-            return cast
-
-        for block in source.blocks(self.model):
-            block.register_forward_pre_hook(enter, with_kwargs=True)
-        for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
-                self._drop_gradient(name, parameter, marks)
-
-    def _drop_gradient(self, name: str, parameter: nn.Parameter, marks: Marks) -> None:
-        def drop(parameter: Tensor) -> None:
-            parameter.grad = None
-            marks.part(name)
-
-        parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
-
-    def accumulate(
-        self, batches: Iterable[MicroBatch], objective: Objective, *, counts: Mapping[Unit, float]
-    ) -> LossParts:
-        for batch in batches:
-            self._entrances.clear()  # of blocks that were computed again
-            own = batch if self._division is None else self._division.own(batch)
-            terms = objective(self._scorer(own, own, objective.request), own).terms
-            loss, *more = (term / counts[unit] for unit, term in terms.items())
-            loss = sum(more, loss)
-            if self._entrances and self._division is not None and self._division.stages > 1:
-                trained = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
-                self.deferred = deferred_gradients(loss, self._entrances[0], trained)
-            self._entrances.clear()
-            loss.backward()  # type: ignore[no-untyped-call]
-        return LossParts(terms={unit: torch.zeros(()) for unit in objective.units})
-
-    def step(
-        self, *, lr_scales: Sequence[float], should_step: StepGuard | None = None
-    ) -> StepReport:
-        return StepReport(grad_norm=1.0, applied=False)
-
-    def _absent(self, *given: Any) -> Any:
-        """Refuse: a bare model has neither masters nor state."""
-        raise NotImplementedError
-
-    evaluate = describe = state = fragments = restore = sync_compute_weights = _absent  # type: ignore[assignment]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Divided:
     """Result of dividing a model: the shape of each weight's part, the number of ranks that
@@ -238,35 +148,3 @@ class Divided:
             return weight
         whole, among = weight.shape, experts.get(weight.name, 1)
         return replace(weight, shape=shape, whole=whole, experts=among)
-
-
-def _cast(tensors: Any, dtype: torch.dtype) -> None:
-    for tensor in tensors:
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype)
-
-
-def with_zero_weights(source: ModelSource) -> ModelSource:
-    """A copy of a source, whose weights are zeros and are not read."""
-    same = copy.copy(source)
-    same.weights = ZeroReader  # type: ignore[method-assign]
-    return same
-
-
-class ZeroReader(TensorReader):
-    """Reader of zeros. With uninitialised memory, gradients might not be finite, and some
-    strategies leave such updates out."""
-
-    as_stored = True
-
-    def names(self) -> Collection[str]:
-        return ()
-
-    def spec(self, name: str) -> TensorSpec:
-        return TensorSpec(shape=(), dtype=torch.float32)
-
-    def chunks(self, name: str, start: int, stop: int) -> Iterator[Tensor]:
-        return iter(())
-
-    def read_into(self, name: str, start: int, out: Tensor) -> None:
-        out.zero_()

@@ -67,7 +67,7 @@ def _runs(job: Job, whole: Structure, blocks: int) -> list[Traced]:
     """Run one micro-batch of each size through the first `blocks` blocks, or through all if a
     shallower model has other blocks. Raises StageError if even all differ."""
     for depth in dict.fromkeys([min(blocks, len(whole.names)), None]):
-        found = [run(job, TraceScope(blocks=depth, samples=size), bare=True) for size in SAMPLES]
+        found = [run(job, TraceScope(blocks=depth, samples=size)) for size in SAMPLES]
         here = structure(found[0].source.skeleton)
         if here.root == whole.root and here.signatures == whole.signatures[: len(here.names)]:
             return found
@@ -156,8 +156,8 @@ def _pieces(stretches: Sequence[Stretch], names: Mapping[str, str]) -> Pieces:
     found: Pieces = {}
     part: Any = START
     for stretch in stretches:
-        phase, visit, mark = stretch.position
-        if phase in (FORWARD, BACKWARD) and not visit:
+        phase, mark = stretch.position
+        if phase in (FORWARD, BACKWARD):
             part = part if isinstance(mark, str) and mark in names else mark
             found.setdefault((phase, part), []).append(stretch)
     return found

@@ -1,48 +1,53 @@
-"""Run a recipe's stages up to training steps, on tensors without memory."""
+"""Run a micro-batch of a recipe's model, without a strategy, on tensors without memory."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from pipeline.chain.binding import Results
-from pipeline.contracts.engine import Engine
+from pipeline.contracts.data import MicroBatch
 from pipeline.contracts.model import ModelSource
-from pipeline.contracts.optimizer import OptimizerPlan
-from pipeline.contracts.precision import Precision
+from pipeline.contracts.objective import Objective
+from pipeline.contracts.precision import Precision, torch_dtype
 from pipeline.contracts.stage import Context
 from pipeline.contracts.training import TrainedRun
-from pipeline.distributed.process_group import DistContext
 from pipeline.errors import PipeError, StageError, UsageError
-from pipeline.execution.metrics import Metrics
-from pipeline.planning.forecast import LOAD, Held
+from pipeline.execution.in_process import scratch_context
+from pipeline.planning.forecast import BACKWARD, FORWARD, LOAD, UPDATE
 from pipeline.planning.planner import Job, TraceScope
-from pipeline.planning.trace.marks import Marks
-from pipeline.planning.trace.model import (
-    BareEngine,
-    Divided,
-    Structure,
-    structure,
-    with_zero_weights,
+from pipeline.planning.topology import Division
+from pipeline.planning.trace.model import Divided, Structure, structure
+from pipeline.planning.trace.torch_compat import (
+    cast_in,
+    deferred_gradients,
+    silent_group,
+    tensors_in,
 )
-from pipeline.planning.trace.torch_compat import silent_group, single_group
-from pipeline.planning.trace.tracker import MemoryTracker, Stretch, offloading
-from pipeline.utils.activities import activity
-from pipeline.utils.fake_tensors import without_values
+from pipeline.planning.trace.tracker import (
+    HEAD,
+    INPUT,
+    LOSS,
+    START,
+    MemoryTracker,
+    Part,
+    Position,
+    Stretch,
+    offloading,
+)
+from pipeline.utils.fake_tensors import with_values, without_values
 
-DECLARATIONS = (ModelSource, Precision, OptimizerPlan)
-WHOLE = TraceScope()
+DECLARATIONS = (ModelSource, Precision)
 TRACE, RUN = "trace", "run"
 """Methods: a planner's `trace` replaces its stage's `run`."""
-TENSORS = "tensors, as traced"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,123 +59,167 @@ class Traced:
     """The model that was run, which may have fewer blocks than the recipe's."""
     stretches: Sequence[Stretch]
     names: Mapping[str, str]
-    """Parameter -> the parameter it is tied to, or itself. Empty for a model in a strategy."""
+    """Parameter -> the parameter it is tied to, or itself."""
     divided: Divided
-    """How the model was divided among ranks; not at all in a strategy."""
+    """How the model was divided among ranks."""
     deferred: Mapping[str, int]
-    """Parameter -> bytes of gradients that a pipeline's backward in two halves keeps between them.
-    Empty for a model in a strategy."""
-
-    @property
-    def peaks(self) -> dict[str, Held]:
-        """Peak of the device's memory by phase."""
-        found: dict[str, int] = {}
-        for one in self.stretches:
-            most = max(level.device for level in one.levels)
-            found[one.position.phase] = max(most, found.get(one.position.phase, 0))
-        return {phase: Held.of({TENSORS: size}) for phase, size in found.items()}
+    """Parameter -> bytes of gradients that a pipeline's backward in two halves keeps between
+    them."""
 
 
 def declared(job: Job) -> ModelSource:
     """The model that a recipe declares, in full depth. Raises UsageError for a recipe without."""
-    with _context(job, 0) as ctx:
-        return _declare(job, Results.of(WHOLE), ctx)
+    with context(job) as ctx:
+        return declare(job, Results.of(TraceScope()), ctx)
 
 
-def step_peaks(job: Job) -> dict[str, Held]:
-    """Peak of the device's memory by phase, of the fullest rank of a pipeline."""
-    stages = 1 if job.division is None else job.division.stages
-    ranks = range(0, job.topology.ranks, job.topology.ranks // stages)
-    with activity("tracing", len(ranks), "ranks") as tracing:
-        every = list[dict[str, Held]]()
-        for rank in ranks:
-            every.append(_alone(job, rank).peaks)
-            tracing.advance()
-    phases = dict.fromkeys(phase for peaks in every for phase in peaks)
-    return {
-        phase: max((peaks[phase] for peaks in every if phase in peaks), key=lambda one: one.bytes)
-        for phase in phases
-    }
-
-
-def _alone(job: Job, rank: int) -> Traced:
-    """The trace of a rank in a thread of its own, as torch's caches of meshes know one rank."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(run, job, rank=rank).result()
-
-
-def run(
-    job: Job, scope: TraceScope = WHOLE, *, fake: bool = True, bare: bool = False, rank: int = 0
-) -> Traced:
-    """Run training steps of one rank; without `fake`, on real tensors, with `bare`, without a
-    strategy. Raises UsageError if nothing is trained, and StageError for a model that needs
-    values."""
-    tracker = MemoryTracker(fake=fake)
-    marks = Marks(tracker)
-    scope = replace(scope, phase=marks.phase)
-    if fake:
-        scope = replace(scope, once=tracker.once)
+def run(job: Job, scope: TraceScope) -> Traced:
+    """Run a micro-batch of a job's model on one rank. Raises UsageError if nothing is trained, and
+    StageError for a model that needs values."""
+    tracker = MemoryTracker(fake=True)
     results = Results.of(job.topology, job.samples, scope)
     with contextlib.ExitStack() as stack:
-        ctx = stack.enter_context(_context(job, rank))
-        if not bare or job.division is not None:
-            ranks = job.topology.ranks
-            real = not fake and ranks == 1
-            stack.enter_context(single_group() if real else silent_group(ranks, rank))
-        source = _declare(job, results, ctx)
-        # Before a strategy changes the classes of modules.
+        ctx = stack.enter_context(context(job))
+        if job.division is not None:
+            stack.enter_context(silent_group(job.topology.ranks))
+        source = declare(job, results, ctx)
         built = structure(source)
-        results |= Results.of(with_zero_weights(source))
         stack.enter_context(offloading(tracker, job.topology.device))
-        if fake:
-            stack.enter_context(without_values())
+        stack.enter_context(without_values())
         stack.enter_context(tracker)
         stack.enter_context(model_errors_as_ours())
-        if bare:
-            precision = results.require(Precision, "no slot of the recipe provides a precision")
-            made = BareEngine(source, precision, job.topology, marks, job.division)
-            results |= Results.of(made)
-        else:
-            _run(job, results, ctx, (Engine,), TRACE if fake else RUN)
-        why = "the strategy cannot be traced, but it is planned without --trace"
-        engine: Engine = results.require(Engine, why)
-        if job.division is None or job.division.stages == 1 or bare:
-            (model,) = engine.parts
-            stack.enter_context(marks.watching(model, _blocks(model, built.names)))
-        else:
-            stack.enter_context(marks.watching_stages(engine.parts))
-        _run(job, results, ctx, (TrainedRun,), TRACE)
+        precision = results.require(Precision, "no slot of the recipe provides a precision")
+        bare = BareModel(source, precision, job.division, tracker)
+        results |= Results.of(replace(scope, once=tracker.once, run=bare.run))
+        _give(job, results, ctx, (TrainedRun,), TRACE)
         if tracker.stretches[-1].position.phase == LOAD:
             raise UsageError("nothing is trained that could be traced")
-    alone = engine if isinstance(engine, BareEngine) else None
     return Traced(
-        source=source,
-        built=built,
-        stretches=tracker.stretches,
-        names=alone.names if alone else {},
-        divided=alone.divided if alone else Divided(),
-        deferred=alone.deferred if alone else {},
-    )
+        source=source, built=built, stretches=tracker.stretches, names=bare.names,
+        divided=bare.divided, deferred=bare.deferred,
+    )  # fmt: skip
+
+
+class BareModel:
+    """A model in the compute dtype, whose gradients are dropped as soon as they are computed. Tied
+    weights are separate, so that no gradient waits for another, and blocks are called with the
+    compute dtype, as strategies that gather blocks do: both are up to the strategy. Reports to a
+    tracker which phase and which part of the model runs."""
+
+    def __init__(
+        self, source: ModelSource, precision: Precision, division: Division | None,
+        tracker: MemoryTracker,
+    ) -> None:  # fmt: skip
+        self._division, self._tracker, self._phase = division, tracker, LOAD
+        self._compute = torch_dtype(precision.compute)
+        with with_values():
+            with torch.device("meta"):
+                model = source.build()
+            source.tie(model)
+            first = {parameter: name for name, parameter in model.named_parameters()}
+            every = model.named_parameters(remove_duplicate=False)
+            self.names = {name: first[parameter] for name, parameter in every}
+            """Parameter -> the parameter it is tied to, or itself."""
+            _cast(first, self._compute)
+            if precision.buffer is not None:
+                _cast(model.buffers(), torch_dtype(precision.buffer))
+            self.divided = Divided.of(division, model, source.blocks(model))
+        self._model = model.to_empty(device="cpu").train()
+        self._scorer = source.scorer(self._model)
+        self.deferred: dict[str, int] = {}
+        """Bytes of gradients that a pipeline's backward in two halves defers, by parameter."""
+        self._entrances: list[Node] = []
+        self._watch(source.blocks(self._model))
+
+    def run(self, batch: MicroBatch, objective: Objective) -> None:
+        """Run a micro-batch forward and backward."""
+        self._step(batch, objective)
+        self._begin(UPDATE)
+
+    def _step(self, batch: MicroBatch, objective: Objective) -> None:
+        own = batch if self._division is None else self._division.own(batch)
+        terms = objective(self._scorer(own, own, objective.request), own).terms
+        self._begin(BACKWARD)
+        loss, *more = (term / 1.0 for term in terms.values())  # an engine divides by its counts
+        loss = sum(more, loss)
+        if self._entrances and self._division is not None and self._division.stages > 1:
+            trained = ((n, p) for n, p in self._model.named_parameters() if p.requires_grad)
+            self.deferred = deferred_gradients(loss, self._entrances[0], trained)
+        self._entrances.clear()
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def _begin(self, phase: str) -> None:
+        self._phase = phase
+        self._enter(START)
+
+    def _enter(self, part: Part) -> None:
+        self._tracker.enter(Position(self._phase, part))
+
+    def _mark(self, tensors: Any, part: Part) -> None:
+        """Begin the part when backward gives the first of these tensors its gradient."""
+        first = next((one for one in tensors_in(tensors) if one.is_floating_point()), None)
+        if first is not None and first.requires_grad:
+            first.register_hook(lambda _: self._enter(part))  # type: ignore[no-untyped-call]
+
+    def _watch(self, blocks: Sequence[nn.Module]) -> None:
+        def before(*_: Any) -> None:
+            self._begin(FORWARD)
+
+        def after(module: nn.Module, inputs: Any, output: Any) -> None:
+            self._enter(LOSS)
+            self._mark(output, HEAD)
+
+        self._model.register_forward_pre_hook(before, prepend=True)
+        self._model.register_forward_hook(after)
+        for place, block in enumerate(blocks):
+            self._watch_block(place, block, last=place == len(blocks) - 1)
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad:
+                self._drop_gradient(name, parameter)
+
+    def _watch_block(self, place: int, block: nn.Module, *, last: bool) -> None:
+        def before(module: nn.Module, inputs: Any, named: Any) -> Any:
+            cast = cast_in((inputs, named), self._compute)
+            made = (one.grad_fn for one in tensors_in(cast) if one.grad_fn is not None)
+            self._entrances += itertools.islice(made, 1)
+            self._enter(place)
+            if place == 0:
+                self._mark(cast, INPUT)
+            return cast
+
+        def after(module: nn.Module, inputs: Any, output: Any) -> None:
+            self._mark(output, place)
+            if last:
+                self._enter(HEAD)
+
+        block.register_forward_pre_hook(before, with_kwargs=True)
+        block.register_forward_hook(after)
+
+    def _drop_gradient(self, name: str, parameter: nn.Parameter) -> None:
+        def drop(parameter: Tensor) -> None:
+            parameter.grad = None
+            self._enter(name)
+
+        parameter.register_post_accumulate_grad_hook(drop)  # type: ignore[no-untyped-call]
+
+
+def _cast(tensors: Any, dtype: torch.dtype) -> None:
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
 
 
 @contextlib.contextmanager
-def _context(job: Job, rank: int) -> Iterator[Context]:
+def context(job: Job, rank: int = 0) -> Iterator[Context]:
     """Inside, stages can run as one rank of all, without a log, in a temporary folder."""
-    log = logging.getLogger("pipe.planning")
+    log, local = logging.Logger("pipe.planning"), job.topology.local_ranks
     log.addHandler(logging.NullHandler())
-    log.propagate = False
-    place = DistContext(
-        rank=rank,
-        world_size=job.topology.ranks,
-        local_rank=rank % job.topology.local_ranks,
-        local_world_size=job.topology.local_ranks,
-        device=torch.device("cpu"),
-    )
-    with tempfile.TemporaryDirectory() as scratch, contextlib.ExitStack() as stack:
-        yield Context(
-            run_dir=Path(scratch), seed=job.plan.view.seed, dist=place, log=log,
-            metrics=Metrics(None), on_exit=stack.callback,
+    with scratch_context(log, seed=job.plan.view.seed) as ctx:
+        place = replace(
+            ctx.dist, rank=rank, world_size=job.topology.ranks, local_rank=rank % local,
+            local_world_size=local,
         )  # fmt: skip
+        yield replace(ctx, dist=place)
 
 
 @contextlib.contextmanager
@@ -188,14 +237,14 @@ def model_errors_as_ours() -> Iterator[None]:
         ) from error
 
 
-def _declare(job: Job, results: Results, ctx: Context) -> ModelSource:
-    """Run the stages that give declarations, on real tensors."""
+def declare(job: Job, results: Results, ctx: Context) -> ModelSource:
+    """Run the stages that give declarations, on real tensors. Raises UsageError without a model."""
     with model_errors_as_ours():
-        _run(job, results, ctx, DECLARATIONS, TRACE, RUN)
+        _give(job, results, ctx, DECLARATIONS, TRACE, RUN)
     return results.require(ModelSource, "no slot of the recipe provides a model to trace")
 
 
-def _run(job: Job, results: Results, ctx: Context, gives: tuple[type, ...], *methods: str) -> None:
+def _give(job: Job, results: Results, ctx: Context, gives: tuple[type, ...], *methods: str) -> None:
     """Run the stages that give one of these types, by the first of `methods` that each has. Raises
     UsageError for a stage that lacks an input."""
     for step in job.plan.steps:
@@ -206,9 +255,3 @@ def _run(job: Job, results: Results, ctx: Context, gives: tuple[type, ...], *met
             if missing:
                 raise UsageError(f"slot `{step.slot}` cannot be traced without {missing[0]}")
             results[step.slot] = results.call(*found[0], ctx)
-
-
-def _blocks(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """Blocks of these names in a model, which an engine may have put into another module."""
-    named = {f".{name}": module for name, module in model.named_modules()}
-    return [next(one for at, one in named.items() if at.endswith(f".{name}")) for name in names]

@@ -6,7 +6,6 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from pipeline.distributed.environment import stay_on_loopback
 from pipeline.planning.forecast import Collective
 
 ALONE = 4, 2
@@ -159,25 +157,14 @@ def local(tensor: Tensor) -> Tensor:
     return part
 
 
-def silent_group(ranks: int, rank: int = 0) -> AbstractContextManager[None]:
+@contextlib.contextmanager
+def silent_group(ranks: int, rank: int = 0) -> Iterator[None]:
     """Inside, this process is one rank of `ranks`; nothing is sent, and every collective completes
     at once. The process group is that of torch's own tests."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    return _group("fake", FakeStore(), ranks, rank)
-
-
-def single_group() -> AbstractContextManager[None]:
-    """Inside, this process is a group of its own, which really sends: DistributedDataParallel needs
-    the results of its collectives."""
-    stay_on_loopback()
-    return _group("gloo", dist.HashStore(), 1, 0)  # type: ignore[attr-defined]
-
-
-@contextlib.contextmanager
-def _group(backend: str, store: Any, ranks: int, rank: int) -> Iterator[None]:
     hook = sys.excepthook  # torch puts the rank in front of what this prints
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         yield
     finally:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipeline.planning.forecast import LOAD
 from pipeline.planning.trace import torch_compat
-from pipeline.planning.trace.fused import Region, counted_by
+from pipeline.planning.trace.compile_compat import Region, counted_by
 from pipeline.planning.trace.operations import ATTENTION, operations
 from pipeline.planning.trace.torch_compat import Link, storage_key, tensors_in
 from pipeline.utils.fake_tensors import device_of, has_values
@@ -27,11 +27,10 @@ model. In backward: before everything (START), after the loss (HEAD), after all 
 
 
 class Position(NamedTuple):
-    """Position of a program: its phase, the number of earlier visits to that phase, and the part of
-    the model that runs (a block's number or a name)."""
+    """Position of a program: its phase, and the part of the model that runs (a block's number or a
+    name)."""
 
     phase: str
-    visit: int
     part: Part
 
 
@@ -71,7 +70,7 @@ class Stretch:
 
 
 class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
-    """Inside, count every storage that an operation makes until it is freed or resized.
+    """Inside, count every storage that an operation makes until it is freed.
 
     Tensors on the meta device have no memory. With `fake`, tensors with values have none either,
     and a program that asks for a number gets 1.
@@ -86,7 +85,7 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
         self._now = self._host = 0
         self._region: Region | None = None
         self.stretches: list[Stretch] = []
-        self.enter(Position(LOAD, 0, ""))
+        self.enter(Position(LOAD, ""))
 
     def enter(self, position: Position) -> None:
         """Begin a stretch."""
@@ -117,16 +116,6 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
             self.stretches[-1].levels.append(self._level())
 
     def __enter__(self) -> MemoryTracker:
-        original = self._resize = torch.UntypedStorage.resize_
-
-        def resize_(storage: Any, size: int) -> Any:
-            done = original(storage, size)
-            key = storage_key(storage)
-            if key in self._sizes:
-                self._change(key, size)
-            return done
-
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
         self._counting = contextlib.ExitStack()
         self._counting.enter_context(counted_by(self._fused))
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -135,7 +124,6 @@ class MemoryTracker(torch_compat.Watcher):  # type: ignore[no-untyped-call]
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._counting.close()
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
     @contextlib.contextmanager
     def _fused(self, again: bool) -> Iterator[None]:

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memories.cases import LLAMA_1B, LLAMA_8B, LLAMA_70B, Case, hub, llama, own
 from memories.compare import job, step_peak
+from memories.oracle import step_peaks
 
 from pipeline.cli import main
 from pipeline.planning.estimate import Estimate, ask_planners, combine
 from pipeline.planning.trace.profiling import profile
-from pipeline.planning.trace.run import step_peaks
 from stages.wrap.pipeline.order import idle_shares, passes_of
 from tests.support.tier import spread
 

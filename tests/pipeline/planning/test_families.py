@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from memories.cases import Case
 from memories.compare import job, step_peak
+from memories.oracle import run
 
 from pipeline.errors import PipeError
 from pipeline.planning.estimate import ask_planners, combine
 from pipeline.planning.trace.profiling import profile
-from pipeline.planning.trace.run import run
 from stages.model.source_text_compat import attentions
 from tests.support.every_family import every, small
 from tests.support.tier import spread
@@ -61,7 +61,7 @@ def _apart(model: dict[str, object], folder: Path) -> float:
     case = Case(name="", model=model, ranks=2, length=96, samples=2)
     here = job(case, folder, "cuda")
     told = ask_planners(here, profile(here))
-    reference = step_peak(run(here).peaks)
+    reference = step_peak(run(here))
     return step_peak(combine(here.topology, told).device) / reference - 1
 
 

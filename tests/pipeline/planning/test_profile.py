@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 from memories.cases import Case, llama, own
 
+from pipeline.cli import main
 from pipeline.planning import profile as profiles
 from pipeline.planning.planner import Job
 from pipeline.planning.profile import Line, Part, Peak, Profile, fullest, profile_of
@@ -233,3 +235,11 @@ def test_a_profile_is_kept_and_read_again(tmp_path: Path, monkeypatch: pytest.Mo
     for case in (replace(CASE, length=128), replace(CASE, compute="fp32"), replace(CASE, chunk=64)):
         with pytest.raises(TypeError, match="NoneType"):
             profile_of(job(case, tmp_path))
+
+
+def test_a_model_that_fails_is_told_in_a_sentence(tmp_path: Path) -> None:
+    replace(CASE, model=own(**llama(num_key_value_heads=3))).plan(tmp_path)
+    said = CliRunner().invoke(main, ["plan", str(tmp_path / "recipe.yaml")])
+    assert said.exit_code == 1
+    (line,) = said.output.splitlines()
+    assert "the model cannot be run on tensors without values: " in line
